@@ -1,0 +1,37 @@
+"""weightswap, the build side: capture a model's graph without its weights, and pack checkpoints for it.
+
+The names are loaded on first use, so that the command line can list its commands without importing torch.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+from weightswap_runtime import __version__
+
+if TYPE_CHECKING:
+    from .capture import MethodSpec
+    from .exporting import export
+    from .packing import Packed, pack
+    from .skeletons import skeleton
+
+_HOMES = {
+    "MethodSpec": "capture",
+    "Packed": "packing",
+    "export": "exporting",
+    "pack": "packing",
+    "skeleton": "skeletons",
+}
+
+__all__ = ["MethodSpec", "Packed", "__version__", "export", "pack", "skeleton"]
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f".{_HOMES[name]}", __name__), name)
+
+
+def __dir__() -> list[str]:
+    return __all__

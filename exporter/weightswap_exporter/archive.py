@@ -1,0 +1,74 @@
+"""Graphs as `torch.export` archives without weights, byte for byte the same for the same program.
+
+The archive holds what `torch.export.load` needs and nothing else: tensors have shapes on the meta device, there are
+no sample inputs (torch would pickle them), and nodes keep their module path but no stack trace.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import zipfile
+from typing import Any
+
+import torch
+from torch.export import ExportedProgram
+
+_KEPT_METADATA = frozenset({"nn_module_stack"})
+_DROPPED = (".data/serialization_id",)
+
+
+def graph_archive(program: ExportedProgram) -> bytes:
+    """The bytes of `graphs/<method>.pt2`. The program is left without the values of its tensors."""
+    for name, tensor in program.state_dict.items():
+        empty = torch.empty_like(tensor, device="meta")
+        is_parameter = isinstance(tensor, torch.nn.Parameter)
+        program.state_dict[name] = torch.nn.Parameter(empty, tensor.requires_grad) if is_parameter else empty
+    for name, constant in program.constants.items():
+        if isinstance(constant, torch.Tensor):
+            program.constants[name] = torch.empty_like(constant, device="meta")
+    program._example_inputs = None
+    saved = io.BytesIO()
+    torch.export.save(program, saved)
+    return _rewrite(saved)
+
+
+def _rewrite(saved: io.BytesIO) -> bytes:
+    written = io.BytesIO()
+    with zipfile.ZipFile(saved) as source, zipfile.ZipFile(written, "w", zipfile.ZIP_STORED) as target:
+        records = {name: source.read(name) for name in source.namelist() if not name.endswith(_DROPPED)}
+        for name in [name for name in records if name.endswith("_config.json")]:
+            records |= _own_records(name, records)
+        for name, content in sorted(records.items()):
+            # a plain ZipInfo: fixed date, no platform
+            target.writestr(zipfile.ZipInfo(name), _lean(content) if "/models/" in name else content)
+    return written.getvalue()
+
+
+def _own_records(config_name: str, records: dict[str, bytes]) -> dict[str, bytes]:
+    """Give every tensor an empty record of its own: torch puts all those without storage into one."""
+    config = json.loads(records[config_name])
+    folder = config_name.rpartition("/")[0]
+    prefix = "weight_" if folder.endswith("weights") else "tensor_"
+    for index, entry in enumerate(config["config"].values()):
+        entry["path_name"] = f"{prefix}{index}"
+    own = {f"{folder}/{entry['path_name']}": b"" for entry in config["config"].values()}
+    return {config_name: json.dumps(config).encode(), **own}
+
+
+def _lean(model: bytes) -> bytes:
+    document = json.loads(model)
+    _strip(document)
+    return json.dumps(document, separators=(",", ":")).encode()
+
+
+def _strip(value: Any) -> None:
+    """Keep only the module path in the metadata of every node, in subgraphs too."""
+    if isinstance(value, list):
+        for item in value:
+            _strip(item)
+    elif isinstance(value, dict):
+        if "target" in value and isinstance(value.get("metadata"), dict):
+            value["metadata"] = {k: v for k, v in value["metadata"].items() if k in _KEPT_METADATA}
+        for item in value.values():
+            _strip(item)

@@ -1,0 +1,112 @@
+"""Capture: one ATen program for each method of a model, with what it reads and what it mutates."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.export import ExportedProgram
+from torch.export.graph_signature import OutputKind
+
+from weightswap_runtime.errors import CaptureError
+
+
+@dataclass(frozen=True)
+class MethodSpec:
+    """How to capture one method: its name on the model, sample inputs and dynamic shapes as `torch.export` has them."""
+
+    fn_name: str
+    args: tuple[Any, ...] = ()
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+    dynamic_shapes: Any = None
+
+
+@dataclass(frozen=True)
+class Captured:
+    """A method's program. `parameters` is its Python signature, `mutated` the FQNs of buffers that a call changes."""
+
+    program: ExportedProgram
+    parameters: inspect.Signature
+    dynamic_shapes: Any
+    mutated: frozenset[str]
+
+
+def capture(model: nn.Module, name: str, spec: MethodSpec) -> Captured:
+    """Capture one method with `torch.export`, non-strict. Raises CaptureError with torch's reason."""
+    root = _as_forward(model, spec.fn_name)
+    try:
+        program = torch.export.export(
+            root, tuple(spec.args), dict(spec.kwargs), dynamic_shapes=spec.dynamic_shapes, strict=False
+        )
+        mutated = _mutations(program)
+    except Exception as error:
+        raise CaptureError(f"method {name!r}: torch.export cannot capture it: {error}") from error
+    return Captured(program, inspect.signature(root.forward), spec.dynamic_shapes, mutated)
+
+
+def _as_forward(model: nn.Module, fn_name: str) -> nn.Module:
+    """A module whose forward is `model`'s method `fn_name`, over the same parameters, buffers and submodules.
+
+    torch.export only captures `forward`. A subclass keeps FQNs, `super()` and calls of the real `forward` working,
+    which wrapping the model or patching the instance would not.
+    """
+    if fn_name == "forward":
+        return model
+    kind = type(model)
+    method = getattr(kind, fn_name, None)
+    if not callable(method):
+        raise CaptureError(f"{kind.__qualname__} has no method {fn_name!r}")
+
+    @functools.wraps(method)
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        self.__class__ = kind  # from here on `self.forward` is the model's own
+        try:
+            return method(self, *args, **kwargs)
+        finally:
+            self.__class__ = shim
+
+    shim = type(kind.__name__, (kind,), {"forward": forward, "__module__": kind.__module__})
+    shim.__qualname__ = kind.__qualname__
+    root: nn.Module = object.__new__(shim)
+    root.__dict__ = dict(vars(model))
+    for hooks in ("_forward_hooks", "_forward_pre_hooks"):  # they belong to calls of the real forward
+        root.__dict__[hooks] = type(vars(model)[hooks])()
+    return root
+
+
+def _mutations(program: ExportedProgram) -> frozenset[str]:
+    """FQNs of mutated buffers. The captured program mutates in place; functionalising a copy makes it explicit."""
+    outputs = program.run_decompositions({}).graph_signature.output_specs
+    changed = [spec.target for spec in outputs if spec.kind is OutputKind.PARAMETER_MUTATION]
+    if changed:
+        raise CaptureError(
+            f"a call changes the parameter(s) {', '.join(map(str, changed))}; weights are only changed by a swap. "
+            "Register what changes as a buffer."
+        )
+    return frozenset(str(spec.target) for spec in outputs if spec.kind is OutputKind.BUFFER_MUTATION)
+
+
+def training_operators(captured: Captured) -> set[str]:
+    """Operators in the graph that are told to behave as in training: dropout that drops, norms that update."""
+    return {
+        str(node.target)
+        for module in captured.program.graph_module.modules()
+        if isinstance(module, torch.fx.GraphModule)
+        for node in module.graph.nodes
+        if isinstance(node.target, torch._ops.OpOverload) and _trains(node)
+    }
+
+
+def _trains(node: torch.fx.Node) -> bool:
+    assert isinstance(node.target, torch._ops.OpOverload)
+    names = [argument.name for argument in node.target._schema.arguments]
+    values = dict(zip(names, node.args, strict=False)) | node.kwargs
+    dropout = values.get("dropout_p", 0)
+    return any(values.get(flag) is True for flag in ("train", "training")) or (
+        isinstance(dropout, float) and dropout > 0
+    )

@@ -1,0 +1,131 @@
+"""`export()`: from a model to an artifact."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from blake3 import blake3
+from torch import nn
+
+from weightswap_runtime import Artifact, __version__
+from weightswap_runtime.errors import CaptureError, ExportError, Unsupported
+from weightswap_runtime.files import new_folder
+from weightswap_runtime.header import pack_ranges, render_header
+from weightswap_runtime.manifest import (
+    CONSTANTS_NAME,
+    FORMAT_VERSION,
+    MANIFEST_NAME,
+    Manifest,
+    Method,
+    Producer,
+    encode_manifest,
+    graph_identity,
+)
+from weightswap_runtime.weightfile import TensorRow, canonical_order
+
+from .archive import graph_archive
+from .capture import MethodSpec, capture, training_operators
+from .describe import describe_method
+from .recording import record_adapter
+from .tables import Tables, classify
+from .values import tensor_bytes
+
+ENGINES = ("torch",)
+
+
+def export(
+    model: nn.Module,
+    args: tuple[Any, ...] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    out: str | os.PathLike[str],
+    dynamic_shapes: Any = None,
+    methods: Mapping[str, MethodSpec] | None = None,
+    engines: Sequence[str] = ENGINES,
+) -> Artifact:
+    """Capture a model's graphs, without its weights, into the folder `out`.
+
+    model: real, or built under `skeleton()`; on the CPU, in the mode (`.eval()`) that it is to be served in.
+    args, kwargs, dynamic_shapes: sample inputs and dynamic dimensions of `forward`, as `torch.export.export` takes
+    them. methods: instead of them, a MethodSpec for each method to capture. All methods share one set of weights.
+
+    The folder appears whole or not at all; an artifact that is there already is replaced. The same model gives the
+    same bytes. Raises CaptureError, ExportError, Unsupported.
+    """
+    if unknown := sorted(set(engines) - set(ENGINES)):
+        raise Unsupported(f"engine(s) {', '.join(unknown)}: this version exports for {', '.join(ENGINES)}")
+    path = _check_out(Path(out))
+    specs = _specs(args, kwargs, dynamic_shapes, methods)
+    captured = {name: capture(model, name, spec) for name, spec in specs.items()}
+    if training := sorted({op for method in captured.values() for op in training_operators(method)}):
+        warnings.warn(
+            f"the exported graph behaves as in training ({', '.join(training)}): call model.eval() before the export "
+            "if it is to serve",
+            stacklevel=2,
+        )
+    tables = classify(model, captured)
+    adapter = record_adapter(model, tables.weights, tables.state)
+    described = {
+        name: Method(graph=f"graphs/{name}.pt2", inputs=tables.inputs[name], signature=describe_method(method))
+        for name, method in captured.items()
+    }
+    files = {described[name].graph: graph_archive(method.program) for name, method in captured.items()}
+    files[CONSTANTS_NAME] = _constants(tables)
+    digests = {name: blake3(content).hexdigest() for name, content in sorted(files.items())}
+    manifest = Manifest(
+        format_version=FORMAT_VERSION,
+        graph_id=graph_identity(described, tables.weights, tables.state, tables.constants, digests),
+        producer=Producer(weightswap=__version__, torch=str(torch.__version__)),
+        device="cpu",
+        methods=described,
+        weights=tables.weights,
+        state=tables.state,
+        constants=tables.constants,
+        adapter=adapter,
+        files=digests,
+    )
+    _write(path, manifest, files)
+    return Artifact.open(path)
+
+
+def _check_out(path: Path) -> Path:
+    if path.exists() and not (path / MANIFEST_NAME).is_file():
+        raise ExportError(f"{path}: exists and is not an artifact; give a name that is free, or remove it")
+    return path
+
+
+def _specs(
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any] | None,
+    dynamic_shapes: Any,
+    methods: Mapping[str, MethodSpec] | None,
+) -> Mapping[str, MethodSpec]:
+    if methods is None:
+        return {"forward": MethodSpec("forward", tuple(args), kwargs or {}, dynamic_shapes)}
+    if args or kwargs or dynamic_shapes is not None:
+        raise ExportError("give either `methods`, or `args`, `kwargs` and `dynamic_shapes` for forward, not both")
+    odd = [name for name in methods if not name.isidentifier()]
+    if odd or not methods:
+        raise CaptureError(f"method names must be identifiers, and at least one is needed; got {list(methods)}")
+    return methods
+
+
+def _constants(tables: Tables) -> bytes:
+    """The bytes of `constants.safetensors`."""
+    rows = [TensorRow(item.name, item.dtype, item.shape) for item in (*tables.constants, *tables.state)]
+    order = canonical_order(rows)
+    header = render_header(pack_ranges(order), {"format": "pt"})
+    return b"".join([header, *(bytes(tensor_bytes(tables.values[row.name])) for row in order)])
+
+
+def _write(path: Path, manifest: Manifest, files: Mapping[str, bytes]) -> None:
+    with new_folder(path) as folder:
+        (folder / "graphs").mkdir()
+        for name, content in files.items():
+            (folder / name).write_bytes(content)
+        (folder / MANIFEST_NAME).write_bytes(encode_manifest(manifest))

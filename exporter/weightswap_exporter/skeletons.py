@@ -1,0 +1,112 @@
+"""Skeletons: modules whose parameters have shape and dtype but no memory, while buffers stay real.
+
+A parameter is replaced by a fake CPU tensor when a module registers it. Meta tensors would not do: they bake
+`device="meta"` into the graph, and buffers computed in `__init__` would lose their values.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable, Iterator, MutableMapping
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.nn.parameter import is_lazy
+from torch.utils.weak import WeakIdKeyDictionary
+
+from weightswap_runtime.errors import CaptureError
+
+_patching = threading.Lock()
+
+
+def is_fake(tensor: torch.Tensor) -> bool:
+    """Whether a tensor has shape and dtype but no values."""
+    return isinstance(tensor, FakeTensor) or tensor.is_meta
+
+
+@contextmanager
+def skeleton() -> Iterator[None]:
+    """Modules built in this block, by this thread, get parameters that cost no memory.
+
+    Shapes, dtypes, ties (one Parameter registered twice), buffers and everything that `__init__` computes from them
+    stay as they are. Initialisers of `torch.nn.init` do nothing to such a parameter. Outside the block a skeleton
+    can be exported and given `named_parameters()`, but not called.
+
+    Raises CaptureError where `__init__` needs the value of a parameter.
+    """
+    builder = _Builder()
+    with builder.patched():
+        try:
+            yield
+        except torch._subclasses.fake_tensor.DataDependentOutputException as error:
+            raise CaptureError(
+                f"{builder.last}: the model's constructor reads the value of a parameter ({error.func}), which a "
+                "skeleton does not have. Initialise with torch.nn.init, or build the model outside skeleton()."
+            ) from error
+
+
+def _no_memo(t: torch.Tensor, v: FakeTensor) -> None: ...
+
+
+class _Builder:
+    def __init__(self) -> None:
+        self._mode = FakeTensorMode(allow_non_fake_inputs=True)
+        # the memo's weak references to new tensors would keep Module.to() and .half() from swapping parameters
+        self._mode.fake_tensor_converter.set_tensor_memo = _no_memo  # type: ignore[method-assign]
+        self._made: MutableMapping[nn.Parameter, nn.Parameter] = WeakIdKeyDictionary()
+        self._thread = threading.get_ident()
+        self.last = "no module yet"
+
+    @contextmanager
+    def patched(self) -> Iterator[None]:
+        if not _patching.acquire(blocking=False):
+            raise CaptureError("skeleton() is active already; one at a time can build a model")
+        try:
+            register = self._registering(nn.Module.register_parameter)
+            initialisers = {
+                name: self._idle(function)
+                for name, function in vars(nn.init).items()
+                if callable(function) and name.endswith("_") and not name.startswith("_")
+            }
+            with ExitStack() as stack:
+                stack.enter_context(mock.patch.object(nn.Module, "register_parameter", register))
+                for name, function in initialisers.items():
+                    stack.enter_context(mock.patch.object(nn.init, name, function))
+                yield
+        finally:
+            _patching.release()
+
+    def _registering(self, original: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(original)
+        def register_parameter(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
+            if param is not None and not isinstance(param, FakeTensor) and threading.get_ident() == self._thread:
+                self.last = f"{type(module).__qualname__}.{name}"
+                param = self._fake(param)
+            original(module, name, param)
+
+        return register_parameter
+
+    def _fake(self, param: nn.Parameter) -> nn.Parameter:
+        if is_lazy(param):
+            raise CaptureError(f"{self.last}: a lazy parameter has no shape yet; give the layer its sizes")
+        made = self._made.get(param)
+        if made is None:
+            with self._mode:
+                values = torch.empty_strided(param.shape, param.stride(), dtype=param.dtype, device="cpu")
+            made = nn.Parameter(values, requires_grad=param.requires_grad)
+            for key, value in vars(param).items():
+                made.__dict__.setdefault(key, value)
+            self._made[param] = made
+        return made
+
+    def _idle(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def initialise(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            return tensor if isinstance(tensor, FakeTensor) else function(tensor, *args, **kwargs)
+
+        return initialise

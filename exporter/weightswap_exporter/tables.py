@@ -1,0 +1,147 @@
+"""Classification: which tensors of a model are weights, which are state, and which are constants."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple
+
+import torch
+from torch import nn
+from torch.export.graph_signature import InputKind
+
+from weightswap_runtime.errors import CaptureError
+from weightswap_runtime.manifest import GraphInput, NamedTensor, is_dense
+
+from .capture import Captured
+from .describe import dtype_name
+from .skeletons import is_fake
+
+TieKey = tuple[object, ...]
+
+
+class Tables(NamedTuple):
+    """The manifest's tables, the graphs' flat inputs, and the values that go into the artifact."""
+
+    weights: tuple[NamedTensor, ...]
+    state: tuple[NamedTensor, ...]
+    constants: tuple[NamedTensor, ...]
+    inputs: dict[str, tuple[GraphInput, ...]]
+    values: dict[str, torch.Tensor]
+
+
+def tie_key(tensor: torch.Tensor) -> TieKey:
+    """Equal for tensors that are one: the same elements of the same storage. Empty tensors are never tied."""
+    if not tensor.numel():
+        return (id(tensor),)
+    storage = tensor.untyped_storage()._cdata
+    return (storage, tensor.storage_offset(), tuple(tensor.shape), tensor.stride(), tensor.dtype)
+
+
+def classify(model: nn.Module, captured: Mapping[str, Captured]) -> Tables:
+    """Sort every parameter and buffer, in the order of registration; tied ones are one row under the first FQN.
+
+    Raises CaptureError for tensors that cannot be captured.
+    """
+    mutated = frozenset(fqn for method in captured.values() for fqn in method.mutated)
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    tensors = parameters | dict(model.named_buffers(remove_duplicate=False))
+    lasting = set(parameters) | persistent_buffers(model)
+    groups: dict[TieKey, list[str]] = {}
+    for fqn, tensor in tensors.items():
+        groups.setdefault(tie_key(tensor), []).append(fqn)
+    kinds: dict[str, tuple[str, str]] = {}
+    rows: dict[str, list[NamedTensor]] = {"weight": [], "state": [], "constant": []}
+    used = _used(captured)
+    for fqns in groups.values():
+        kind = "state" if mutated.intersection(fqns) else "weight" if lasting.intersection(fqns) else "constant"
+        if kind == "state" and (shared := sorted(set(fqns).intersection(parameters))):
+            raise CaptureError(f"a call changes {', '.join(fqns)}, and {', '.join(shared)} is a parameter")
+        if kind != "constant" or used.intersection(fqns):
+            rows[kind].append(_row(fqns, tensors[fqns[0]]))
+            kinds |= dict.fromkeys(fqns, (kind, fqns[0] if kind == "constant" else ""))
+    values = {row.name: tensors[row.name].detach() for kind in ("state", "constant") for row in rows[kind]}
+    inputs = {}
+    for name, method in captured.items():
+        lifted = _lifted_constants(name, method)
+        rows["constant"] += [_row([key], tensor) for key, tensor in lifted.items()]
+        values |= lifted
+        inputs[name] = tuple(_graph_inputs(name, method, kinds))
+    _check_values(values)
+    return Tables(tuple(rows["weight"]), tuple(rows["state"]), tuple(rows["constant"]), inputs, values)
+
+
+def persistent_buffers(model: nn.Module) -> set[str]:
+    """FQNs of the buffers that belong to a checkpoint."""
+    return {
+        f"{path}.{name}" if path else name
+        for path, module in model.named_modules(remove_duplicate=False)
+        for name, buffer in module._buffers.items()
+        if buffer is not None and name not in module._non_persistent_buffers_set
+    }
+
+
+def _used(captured: Mapping[str, Captured]) -> set[str]:
+    return {
+        str(spec.target)
+        for method in captured.values()
+        for spec in method.program.graph_signature.input_specs
+        if spec.kind is InputKind.BUFFER
+    }
+
+
+def _row(names: list[str], tensor: torch.Tensor) -> NamedTensor:
+    name = names[0]
+    if odd := [n for n in names if n == "__metadata__" or any(ord(c) < 32 for c in n)]:
+        raise CaptureError(f"{odd[0]!r}: a tensor cannot have this name in a safetensors file")
+    if tensor.layout is not torch.strided or tensor.is_quantized:
+        raise CaptureError(f"{name}: {tensor.layout} tensors cannot be captured, only dense ones")
+    if tensor.device.type != "cpu" and not is_fake(tensor):
+        raise CaptureError(f"{name}: is on {tensor.device}; export the model from the CPU")
+    shape, stride = tuple(tensor.shape), tuple(tensor.stride())
+    contiguous = tensor.is_contiguous()
+    if not contiguous and not is_dense(shape, stride):
+        raise CaptureError(f"{name}: its elements overlap or leave gaps (stride {list(stride)}); make it .contiguous()")
+    return NamedTensor(
+        name=name,
+        dtype=dtype_name(tensor.dtype, name),
+        shape=shape,
+        aliases=tuple(names[1:]),
+        stride=None if contiguous else stride,
+    )
+
+
+def _lifted_constants(name: str, method: Captured) -> dict[str, torch.Tensor]:
+    """Literals and plain tensor attributes. Their names are only unique within a method, so they get its prefix."""
+    constants = method.program.constants
+    lifted = {}
+    for spec in method.program.graph_signature.input_specs:
+        if spec.kind is InputKind.CONSTANT_TENSOR:
+            value = constants[str(spec.target)]
+            assert isinstance(value, torch.Tensor)
+            lifted[f"{name}/{spec.target}"] = value.detach()
+    return lifted
+
+
+def _graph_inputs(name: str, method: Captured, kinds: Mapping[str, tuple[str, str]]) -> Iterable[GraphInput]:
+    for spec in method.program.graph_signature.input_specs:
+        target = str(spec.target)
+        if spec.kind is InputKind.USER_INPUT:
+            yield GraphInput(kind="input", name=spec.arg.name)
+        elif spec.kind is InputKind.CONSTANT_TENSOR:
+            yield GraphInput(kind="constant", name=f"{name}/{target}")
+        elif spec.kind in (InputKind.PARAMETER, InputKind.BUFFER) and target in kinds:
+            kind, key = kinds[target]
+            yield GraphInput(kind=kind, name=key or target)  # type: ignore[arg-type]
+        else:
+            raise CaptureError(
+                f"method {name!r} reads {target or spec.arg.name} ({spec.kind.name}), which cannot be captured"
+            )
+
+
+def _check_values(values: Mapping[str, torch.Tensor]) -> None:
+    empty = [name for name, value in values.items() if is_fake(value)]
+    if empty:
+        raise CaptureError(
+            f"{', '.join(empty)}: constants and state go into the artifact, but these have no values. In a skeleton, "
+            "compute buffers from real tensors, not from parameters."
+        )

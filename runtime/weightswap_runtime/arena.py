@@ -1,0 +1,72 @@
+"""Host memory at addresses that never change, holding one full set of weights."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+from collections.abc import Iterable
+from contextlib import suppress
+from typing import NamedTuple
+
+from .errors import OutOfMemory
+from .manifest import NamedTensor
+from .weightfile import ALIGNMENT, TensorRow, canonical_order
+from .workers import Workers
+
+COPY_CHUNK = 4 << 20
+
+
+class Slot(NamedTuple):
+    """Where a weight lives in an arena: byte offset from its base, and size in bytes."""
+
+    offset: int
+    nbytes: int
+
+
+class ArenaLayout:
+    """Places weights in the order of the canonical file layout, each at a multiple of 256 bytes."""
+
+    def __init__(self, weights: Iterable[NamedTensor]) -> None:
+        self.weights: dict[str, NamedTensor] = {weight.name: weight for weight in weights}
+        self.slots: dict[str, Slot] = {}
+        position = 0
+        for row in canonical_order(TensorRow(w.name, w.dtype, w.shape) for w in self.weights.values()):
+            size = self.weights[row.name].nbytes
+            self.slots[row.name] = Slot(position, size)
+            position += -(-size // ALIGNMENT) * ALIGNMENT
+        self.nbytes = position
+
+
+class HostArena:
+    """Anonymous, page-aligned memory of this process; it maps no file, and a forked child gets a copy of its own.
+
+    The memory lives as long as anything views it.
+    """
+
+    def __init__(self, layout: ArenaLayout) -> None:
+        self.layout = layout
+        try:
+            self.memory = mmap.mmap(-1, max(layout.nbytes, mmap.PAGESIZE), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        except (OSError, ValueError, OverflowError) as error:
+            raise OutOfMemory(
+                f"an arena of {layout.nbytes} bytes cannot be allocated ({error}). "
+                'Free memory, or load with residency="single", which holds one set of weights instead of two.'
+            ) from error
+        with suppress(OSError):  # huge pages are a wish: first touch is several times quicker with them
+            self.memory.madvise(mmap.MADV_HUGEPAGE)
+        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self.memory))
+
+    def view(self, name: str) -> memoryview:
+        """The bytes of one weight, writable."""
+        offset, size = self.layout.slots[name]
+        return memoryview(self.memory)[offset : offset + size]
+
+    def copy_from(self, other: HostArena, workers: Workers) -> None:
+        """Copy every weight from an arena of the same layout; addresses stay. Bounded by memory bandwidth."""
+        total = self.layout.nbytes
+
+        def copy(start: int) -> None:
+            # ctypes releases the interpreter's lock for the call, slice assignment would not
+            ctypes.memmove(self.address + start, other.address + start, min(COPY_CHUNK, total - start))
+
+        workers.run_all(copy, range(0, total, COPY_CHUNK))

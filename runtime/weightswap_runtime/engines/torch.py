@@ -1,0 +1,164 @@
+"""The engine `torch`: runs the captured ATen graph as it was captured, so its outputs equal eager bit for bit."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Mapping
+from threading import RLock
+from typing import Any
+
+from weightswap_runtime.arena import HostArena
+from weightswap_runtime.artifact import Artifact
+from weightswap_runtime.dtypes import DTYPES, TORCH_NAMES
+from weightswap_runtime.errors import ArtifactError, MissingExtra, Unsupported
+from weightswap_runtime.header import FileTensor
+from weightswap_runtime.manifest import GraphInput, NamedTensor
+
+try:
+    import torch
+except ImportError as error:
+    raise MissingExtra("the engine `torch`", "torch") from error
+
+Graph = Callable[..., Any]
+
+
+class TorchEngine:
+    """The graphs of one artifact on the CPU."""
+
+    name = "torch"
+    tensor_type = torch.Tensor
+
+    def __init__(self, artifact: Artifact) -> None:
+        self._manifest = artifact.manifest
+        self.dtypes: Mapping[torch.dtype, str] = {
+            getattr(torch, attribute): name for attribute, name in TORCH_NAMES.items() if hasattr(torch, attribute)
+        }
+        self._graphs = {name: _load_graph(artifact, method.graph) for name, method in self._manifest.methods.items()}
+        header, data = artifact.constants()
+        values = (*self._manifest.constants, *self._manifest.state)
+        self._constants = {item.name: _copy(item, header.tensors[item.name], data) for item in values}
+
+    def bind(self, arena: HostArena) -> BoundTorch:
+        """Views on the arena for every weight, fresh state, shared constants."""
+        tensors = {("constant", name): tensor for name, tensor in self._constants.items()}
+        for weight in self._manifest.weights:
+            view = _view(arena, weight)
+            tensors |= {("weight", name): view for name in weight.names}
+        initial: list[tuple[torch.Tensor, torch.Tensor]] = []
+        for item in self._manifest.state:
+            value = self._constants[item.name]
+            live = value.clone(memory_format=torch.preserve_format)
+            initial.append((live, value))
+            tensors |= {("state", name): live for name in item.names}
+        calls = {
+            name: _Call(self._graphs[name], method.inputs, tensors) for name, method in self._manifest.methods.items()
+        }
+        owned = [*self._constants.values(), *(live for live, _ in initial)]
+        return BoundTorch(calls, initial, arena, owned)
+
+
+class _Call:
+    """One method's graph with its tensors in place. `stateful` calls run one at a time."""
+
+    def __init__(
+        self, graph: Graph, inputs: tuple[GraphInput, ...], tensors: Mapping[tuple[str, str], torch.Tensor]
+    ) -> None:
+        self._graph = graph
+        self._slots: list[Any] = [tensors.get((item.kind, item.name)) for item in inputs]
+        self._places = [index for index, item in enumerate(inputs) if item.kind == "input"]
+        self._bound = self._slots[: self._places[0]] if self._inputs_last() else None
+        self.stateful = any(item.kind == "state" for item in inputs)
+
+    def _inputs_last(self) -> bool:
+        count = len(self._places)
+        return bool(count) and self._places == list(range(len(self._slots) - count, len(self._slots)))
+
+    def __call__(self, inputs: list[Any]) -> Any:
+        if self._bound is not None:
+            return self._graph(*self._bound, *inputs)
+        slots = self._slots.copy()
+        for place, value in zip(self._places, inputs, strict=True):
+            slots[place] = value
+        return self._graph(*slots)
+
+
+class BoundTorch:
+    """All methods over one arena. Safe to call from any number of threads."""
+
+    def __init__(
+        self,
+        calls: dict[str, _Call],
+        state: list[tuple[torch.Tensor, torch.Tensor]],
+        arena: HostArena,
+        owned: list[torch.Tensor],
+    ) -> None:
+        self._calls = calls
+        self._state = state
+        self._state_lock = RLock()
+        self._arena = arena
+        self._first = arena.address
+        self._last = arena.address + len(arena.memory)
+        self._owned = {tensor.untyped_storage().data_ptr() for tensor in owned}
+
+    def run(self, method: str, inputs: list[Any]) -> list[Any]:
+        """Flat inputs to flat outputs; an output that is a view of a weight, state or constant comes as a copy."""
+        call = self._calls[method]
+        with torch.no_grad():
+            if not call.stateful:
+                return [self._detach(value) for value in call(inputs)]
+            with self._state_lock:
+                return [self._detach(value) for value in call(inputs)]
+
+    def reset_state(self) -> None:
+        """Copy the initial values over the state, in place."""
+        with self._state_lock, torch.no_grad():
+            for live, value in self._state:
+                live.copy_(value)
+
+    def _detach(self, value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return value
+        pointer = value.untyped_storage().data_ptr()
+        if self._first <= pointer < self._last or pointer in self._owned:
+            return value.clone()
+        return value
+
+
+def _load_graph(artifact: Artifact, name: str) -> Graph:
+    raw = artifact.read(name)
+    try:
+        program = torch.export.load(io.BytesIO(raw))
+    except Exception as error:
+        raise ArtifactError(
+            f"{artifact.path / name}: torch {torch.__version__} cannot open the graph that torch "
+            f"{artifact.manifest.producer.torch} wrote ({error}). Install that torch, or export again."
+        ) from error
+    forward: Graph = program.graph_module.forward
+    return forward
+
+
+def _torch_dtype(name: str) -> torch.dtype:
+    attribute = DTYPES[name].torch
+    dtype = getattr(torch, attribute, None) if attribute else None
+    if not isinstance(dtype, torch.dtype):
+        raise Unsupported(f"dtype {name}: torch {torch.__version__} has no such type")
+    return dtype
+
+
+def _view(arena: HostArena, weight: NamedTensor) -> torch.Tensor:
+    dtype = _torch_dtype(weight.dtype)
+    offset, size = arena.layout.slots[weight.name]
+    if not size:
+        return torch.empty(weight.shape, dtype=dtype)
+    flat = torch.frombuffer(arena.memory, dtype=dtype, count=size // dtype.itemsize, offset=offset)
+    return flat.view(weight.shape) if weight.stride is None else flat.as_strided(weight.shape, weight.stride)
+
+
+def _copy(item: NamedTensor, place: FileTensor, data: memoryview) -> torch.Tensor:
+    dtype = _torch_dtype(item.dtype)
+    if place.begin == place.end:
+        return torch.empty(item.shape, dtype=dtype)
+    value = torch.frombuffer(bytearray(data[place.begin : place.end]), dtype=dtype).view(item.shape)
+    if item.stride is None:
+        return value
+    return torch.empty_strided(item.shape, item.stride, dtype=dtype).copy_(value)

@@ -1,0 +1,173 @@
+"""Every error that weightswap raises on purpose.
+
+WeightswapError
+|-- ArtifactError              the artifact is missing, altered, or not what its manifest says
+|   `-- FormatVersionError     written by another format version
+|-- SwapError                  a swap was refused; the served weights are as they were
+|   |-- WeightFileError        not a readable safetensors file
+|   |-- WeightsMismatch        its tensors are not those of the graph
+|   |-- DigestMismatch         its bytes are not those that were packed
+|   |-- GraphMismatch          packed for another graph id
+|   |-- OutOfMemory            no memory to stage into
+|   |-- StagingBusy            another staging is open
+|   |-- StageClosed            already committed or discarded
+|   |-- LeaseTimeout           calls or pins still hold the memory that must be written
+|   `-- NothingToRollBack      no previous weights are kept
+|-- CallError                  a call was refused before it ran
+|   |-- InputMismatch          the inputs do not fit the method's signature
+|   |-- NoWeights              nothing has been swapped in yet
+|   `-- PinReleased            the session was used after its `with` block
+|-- MissingExtra               an optional dependency is not installed
+|-- Unsupported                valid, but not something this version can do
+`-- ExportError                raised on the build side
+    |-- CaptureError           the model cannot be captured as it is
+    |-- CheckpointError        the checkpoint cannot be read or packed
+    `-- RecipeError            the recipe cannot be loaded
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+class WeightswapError(Exception):
+    """The root of the family: catch this to catch them all."""
+
+
+class ArtifactError(WeightswapError):
+    """The artifact is missing, altered, or not what its manifest says."""
+
+
+class FormatVersionError(ArtifactError):
+    """The artifact was written by a format version that this runtime does not read."""
+
+
+class SwapError(WeightswapError):
+    """A swap was refused before its commit; weights, addresses and outputs are as they were."""
+
+
+class WeightFileError(SwapError):
+    """The file is not a valid safetensors file, or changed while it was read."""
+
+
+class _Problems(SwapError):
+    """A refusal that lists everything found. `problems` holds one sentence each."""
+
+    def __init__(self, where: str, problems: Sequence[str], advice: str) -> None:
+        self.where = where
+        self.problems = tuple(problems)
+        lines = "\n".join(f"  - {problem}" for problem in self.problems)
+        super().__init__(f"{where}: {len(self.problems)} problem(s), nothing was changed\n{lines}\n{advice}")
+
+
+class WeightsMismatch(_Problems):
+    """The tensors of a file or checkpoint are not the weights of the graph."""
+
+
+class DigestMismatch(_Problems):
+    """The bytes that were read are not those whose digests the file records."""
+
+
+class GraphMismatch(SwapError):
+    """The weight file was packed for another graph id."""
+
+
+class OutOfMemory(SwapError):
+    """There is no memory to stage into."""
+
+
+class StagingBusy(SwapError):
+    """Another staging of this model is open."""
+
+
+class StageClosed(SwapError):
+    """This staging was already committed or discarded."""
+
+
+class LeaseTimeout(SwapError):
+    """Calls or pins still hold the weights that would be overwritten."""
+
+
+class NothingToRollBack(SwapError):
+    """No previous weights are kept."""
+
+
+class CallError(WeightswapError):
+    """A call was refused before it ran."""
+
+
+class InputMismatch(CallError, TypeError):
+    """The inputs do not fit the method's signature. `problems` holds one sentence each."""
+
+    def __init__(self, method: str, problems: Sequence[str]) -> None:
+        self.method = method
+        self.problems = tuple(problems)
+        super().__init__(f"{method}: " + "; ".join(self.problems))
+
+
+class NoWeights(CallError):
+    """The model was loaded without weights and nothing has been swapped in yet."""
+
+
+class ModelFailed(WeightswapError):
+    """An in-place commit broke off half-way; the model serves again after a swap or a rollback."""
+
+
+class PinReleased(CallError):
+    """A pinned session was used after its `with` block ended."""
+
+
+class MissingExtra(WeightswapError, ImportError):
+    """An optional dependency is not installed."""
+
+    def __init__(self, feature: str, extra: str) -> None:
+        self.extra = extra
+        super().__init__(f"{feature} needs the extra `{extra}`: pip install 'weightswap[{extra}]'")
+
+
+class Unsupported(WeightswapError):
+    """A valid request that this version cannot serve."""
+
+
+class ExportError(WeightswapError):
+    """The build side refused; nothing was written."""
+
+
+class CaptureError(ExportError):
+    """The model cannot be captured as it is."""
+
+
+class CheckpointError(ExportError):
+    """The checkpoint cannot be read or packed."""
+
+
+class RecipeError(ExportError):
+    """The recipe cannot be loaded, or does not return what `export()` takes."""
+
+
+__all__ = [
+    "ArtifactError",
+    "CallError",
+    "CaptureError",
+    "CheckpointError",
+    "DigestMismatch",
+    "ExportError",
+    "FormatVersionError",
+    "GraphMismatch",
+    "InputMismatch",
+    "LeaseTimeout",
+    "MissingExtra",
+    "ModelFailed",
+    "NoWeights",
+    "NothingToRollBack",
+    "OutOfMemory",
+    "PinReleased",
+    "RecipeError",
+    "StageClosed",
+    "StagingBusy",
+    "SwapError",
+    "Unsupported",
+    "WeightFileError",
+    "WeightsMismatch",
+    "WeightswapError",
+]

@@ -1,0 +1,238 @@
+"""The artifact's manifest: a typed document that describes everything else in the folder."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any, Literal
+
+import msgspec
+from blake3 import blake3
+
+from .dtypes import DTYPES, nbytes
+from .errors import ArtifactError, FormatVersionError
+from .signature import Signature, leaves, parse_size, sizes_of
+from .weightfile import TensorRow
+
+FORMAT_VERSION = 1
+MANIFEST_NAME = "manifest.json"
+CONSTANTS_NAME = "constants.safetensors"
+_METHOD = re.compile(r"[A-Za-z_]\w*")
+_HEX = re.compile(r"[0-9a-f]{64}")
+
+
+class _Document(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    pass
+
+
+class GraphInput(_Document, frozen=True, array_like=True):
+    """One flat input of a graph, in order: a named tensor, or a user's input (`name` is then its place, for people)."""
+
+    kind: Literal["weight", "state", "constant", "input"]
+    name: str
+
+
+class Method(_Document, frozen=True):
+    """A named entry point: its graph's file, what the graph takes, and what a caller gives and gets."""
+
+    graph: str
+    inputs: tuple[GraphInput, ...]
+    signature: Signature
+
+
+class NamedTensor(_Document, frozen=True):
+    """A weight, state tensor or constant. `aliases` are the FQNs of the tensors tied to it.
+
+    `stride` in elements where the model keeps the tensor in another order than row-major, else None. Files are
+    always row-major.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    aliases: tuple[str, ...] = ()
+    stride: tuple[int, ...] | None = None
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return (self.name, *self.aliases)
+
+    @property
+    def row(self) -> TensorRow:
+        return TensorRow(self.name, self.dtype, self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        return nbytes(self.dtype, self.shape) or 0
+
+
+class Source(_Document, frozen=True):
+    """Where a weight comes from in a checkpoint: any of `keys` (several where tied tensors are saved under each name).
+
+    `transform` is reserved for a value transform recorded in `adapter.pt2`; None copies the tensor as it is.
+    """
+
+    weight: str
+    keys: tuple[str, ...]
+    transform: str | None = None
+
+
+class Adapter(_Document, frozen=True):
+    """The recorded way from checkpoint keys to weights. `ignored` keys may be present and are left out."""
+
+    sources: tuple[Source, ...]
+    ignored: tuple[str, ...] = ()
+
+
+class Producer(_Document, frozen=True):
+    weightswap: str
+    torch: str
+
+
+class Manifest(_Document, frozen=True):
+    """The whole document. `files` maps each file of the artifact to its BLAKE3 digest."""
+
+    format_version: int
+    graph_id: str
+    producer: Producer
+    device: str
+    methods: dict[str, Method]
+    weights: tuple[NamedTensor, ...]
+    state: tuple[NamedTensor, ...]
+    constants: tuple[NamedTensor, ...]
+    adapter: Adapter
+    files: dict[str, str]
+
+    @property
+    def total_bytes(self) -> int:
+        """Size of one set of weights."""
+        return sum(weight.nbytes for weight in self.weights)
+
+
+def graph_identity(
+    methods: dict[str, Method],
+    weights: tuple[NamedTensor, ...],
+    state: tuple[NamedTensor, ...],
+    constants: tuple[NamedTensor, ...],
+    files: dict[str, str],
+) -> str:
+    """The graph id: BLAKE3 of everything but the weights that decides an output.
+
+    That is the methods, the tables of weights, state and constants, and the bytes of graphs and constants. How a
+    checkpoint becomes weights (the adapter) and engines built from the graphs are not part of it.
+    """
+    names = sorted({method.graph for method in methods.values()} | {CONSTANTS_NAME})
+    document = [methods, weights, state, constants, {name: files.get(name) for name in names}]
+    return blake3(msgspec.json.encode(document, order="sorted")).hexdigest()
+
+
+def encode_manifest(manifest: Manifest) -> bytes:
+    """Readable, deterministic JSON."""
+    return msgspec.json.format(msgspec.json.encode(manifest), indent=1) + b"\n"
+
+
+def decode_manifest(raw: bytes, where: str) -> Manifest:
+    """Decode and validate. Raises FormatVersionError for another format version, ArtifactError for the rest."""
+    advice = "Export the artifact again, or copy it again."
+    try:
+        version = msgspec.json.decode(raw, type=dict[str, Any]).get("format_version")
+        if type(version) is int and version != FORMAT_VERSION:
+            raise FormatVersionError(
+                f"{where}: format version {version}; this runtime reads {FORMAT_VERSION}. "
+                f"Install the weightswap that wrote it, or export again."
+            )
+        manifest = msgspec.json.decode(raw, type=Manifest)
+    except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
+        raise ArtifactError(f"{where}: not a weightswap manifest ({error}). {advice}") from error
+    problems = list(_problems(manifest))
+    if problems:
+        raise ArtifactError(f"{where}: the manifest contradicts itself: {'; '.join(problems[:10])}. {advice}")
+    return manifest
+
+
+def _problems(manifest: Manifest) -> Iterator[str]:
+    yield from _file_problems(manifest)
+    yield from _tensor_problems(manifest)
+    for name, method in manifest.methods.items():
+        yield from _method_problems(name, method, manifest)
+    if not manifest.methods:
+        yield "it has no methods"
+    yield from _adapter_problems(manifest)
+    actual = graph_identity(manifest.methods, manifest.weights, manifest.state, manifest.constants, manifest.files)
+    if actual != manifest.graph_id:
+        yield f"its graph id is {manifest.graph_id[:12]}, its contents give {actual[:12]}"
+
+
+def _file_problems(manifest: Manifest) -> Iterator[str]:
+    for name, digest in manifest.files.items():
+        parts = name.split("/")
+        if not name or any(part in ("", ".", "..") for part in parts) or "\\" in name or "\0" in name:
+            yield f"the file {name!r} would be outside the artifact"
+        if not _HEX.fullmatch(digest):
+            yield f"the file {name!r} has no BLAKE3 digest"
+    for name in [CONSTANTS_NAME, *(method.graph for method in manifest.methods.values())]:
+        if name not in manifest.files:
+            yield f"{name!r} is not among its files"
+
+
+def _tensor_problems(manifest: Manifest) -> Iterator[str]:
+    tensors = (*manifest.weights, *manifest.state)
+    for name, count in Counter(name for tensor in tensors for name in tensor.names).items():
+        if count > 1:
+            yield f"{name!r} names {count} tensors"
+    for tensor in (*tensors, *manifest.constants):
+        if tensor.dtype not in DTYPES or min(tensor.shape, default=0) < 0 or nbytes(tensor.dtype, tensor.shape) is None:
+            yield f"{tensor.name!r} has the type {tensor.dtype}{list(tensor.shape)}"
+        elif tensor.stride is not None and not is_dense(tensor.shape, tensor.stride):
+            yield f"{tensor.name!r} has the stride {list(tensor.stride)} for the shape {list(tensor.shape)}"
+
+
+def is_dense(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
+    """Whether the strides are those of a permuted row-major tensor: no gaps and no overlaps."""
+    expected = 1
+    for step, size in sorted(zip(stride, shape, strict=False)):
+        if size != 1:
+            if step != expected:
+                return False
+            expected *= size
+    return len(stride) == len(shape)
+
+
+def _method_problems(name: str, method: Method, manifest: Manifest) -> Iterator[str]:
+    if not _METHOD.fullmatch(name):
+        yield f"the method name {name!r} is not an identifier"
+    known = {
+        "weight": {n for tensor in manifest.weights for n in tensor.names},
+        "state": {n for tensor in manifest.state for n in tensor.names},
+        "constant": {tensor.name for tensor in manifest.constants},
+    }
+    for item in method.inputs:
+        if item.kind != "input" and item.name not in known[item.kind]:
+            yield f"{name} takes the {item.kind} {item.name!r}, which the manifest does not list"
+    signature = method.signature
+    inputs = [leaf for _, node in (*signature.args, *signature.kwargs) for leaf in leaves(node)]
+    if len(inputs) != sum(item.kind == "input" for item in method.inputs):
+        yield f"{name} has {len(inputs)} inputs in its signature and another number in its graph"
+    for leaf in inputs:
+        for size in sizes_of(leaf):
+            if isinstance(size, str):
+                yield from _size_problems(name, size, signature)
+
+
+def _size_problems(name: str, size: str, signature: Signature) -> Iterator[str]:
+    try:
+        expression = parse_size(size)
+    except ValueError as error:
+        yield f"{name}: {error}"
+        return
+    if expression.factor < 1 or expression.dim not in signature.dims:
+        yield f"{name}: the size {size!r} names no dimension of the signature"
+
+
+def _adapter_problems(manifest: Manifest) -> Iterator[str]:
+    if sorted(source.weight for source in manifest.adapter.sources) != sorted(w.name for w in manifest.weights):
+        yield "its adapter does not have one source for each weight"
+    for key, count in Counter(key for source in manifest.adapter.sources for key in source.keys).items():
+        if count > 1:
+            yield f"the checkpoint key {key!r} would become {count} weights"

@@ -1,0 +1,325 @@
+"""The server's side: load an artifact, call it, put new weights behind it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from threading import Lock
+from typing import Any, Literal
+
+from .arena import ArenaLayout
+from .artifact import Artifact
+from .engines import open_engine
+from .errors import PinReleased, StageClosed, StagingBusy
+from .gate import Gate, Version
+from .residency import Committed, open_residency
+from .session import Caller, Methods, Session
+from .staging import Contents, fill, plan
+from .workers import Workers
+
+Path = str | os.PathLike[str]
+LEASE_TIMEOUT = 60.0
+
+
+@dataclass(frozen=True)
+class SwapReceipt:
+    """What one commit did. Sizes in bytes, times in seconds; `seconds_paused` is how long new calls could wait."""
+
+    generation: int
+    weights_id: str
+    previous_weights_id: str | None
+    graph_id: str
+    source: str
+    labels: dict[str, str]
+    residency: str
+    bytes_read: int
+    bytes_copied: int
+    seconds_staged: float
+    seconds_verified: float
+    seconds_paused: float
+
+
+def load(
+    artifact: Path | Artifact,
+    weights: Path | None = None,
+    *,
+    device: str = "cpu",
+    engine: Literal["torch"] = "torch",
+    residency: Literal["double", "single"] = "double",
+    keep_previous: Literal["host"] | None = None,
+) -> Model:
+    """Open an artifact and, if `weights` names a file, put it behind the graph as generation 0.
+
+    residency="double" holds two sets of weights: commits and rollbacks take constant time. "single" holds one: a
+    commit copies in place while calls are held, and staging needs the second set's memory only meanwhile;
+    keep_previous="host" then keeps the previous set for a rollback.
+
+    Raises ArtifactError, Unsupported, MissingExtra, OutOfMemory, and whatever `Model.swap` raises.
+    """
+    opened = artifact if isinstance(artifact, Artifact) else Artifact.open(artifact)
+    model = Model(opened, device=device, engine=engine, residency=residency, keep_previous=keep_previous)
+    if weights is not None:
+        model.swap(weights)
+    return model
+
+
+class Model(Caller):
+    """A graph with replaceable weights. Every method may be called from any thread. Made by `load()`."""
+
+    def __init__(
+        self, artifact: Artifact, *, device: str, engine: str, residency: str, keep_previous: str | None
+    ) -> None:
+        self.artifact = artifact
+        self.device = device
+        self._manifest = artifact.manifest
+        self._workers = Workers()
+        self._gate: Gate[Session] = Gate()
+        opened = open_engine(engine, artifact, device)
+        self.engine = opened.name
+        super().__init__(Methods(self._manifest, opened))
+        layout = ArenaLayout(self._manifest.weights)
+        self._residency = open_residency(residency, keep_previous, opened, layout, self._gate, self._workers)
+        self._staging = Lock()
+        self._swapping = Lock()
+
+    @property
+    def graph_id(self) -> str:
+        return self._manifest.graph_id
+
+    @property
+    def weights_id(self) -> str | None:
+        """The id of the weights that new calls get; None before the first swap."""
+        return self._gate.current.weights_id if self._gate.current else None
+
+    @property
+    def generation(self) -> int | None:
+        """0 for the first weights, one more for each commit; None before the first swap."""
+        return self._gate.current.generation if self._gate.current else None
+
+    @property
+    def labels(self) -> dict[str, str]:
+        """The labels of the weights that new calls get."""
+        return dict(self._gate.current.labels) if self._gate.current else {}
+
+    @property
+    def residency(self) -> str:
+        return self._residency.name
+
+    @property
+    def failed(self) -> bool:
+        """Whether an in-place commit broke off, so that calls are refused until a swap or rollback succeeds."""
+        return self._gate.failure is not None
+
+    def stage(self, path: Path, *, allow_other_graph: bool = False, timeout: float | None = LEASE_TIMEOUT) -> Staged:
+        """Read and verify a weight file beside the weights that serve. Nothing that serves is touched.
+
+        `path`: a safetensors file with runtime FQNs or with the checkpoint's keys. A file packed for another graph is
+        refused, unless its tensors fit and `allow_other_graph` is set. In double residency the previous weights give
+        way; `timeout` seconds are waited for calls and pins that still use them.
+
+        Raises WeightFileError, WeightsMismatch, GraphMismatch, DigestMismatch, OutOfMemory, StagingBusy, LeaseTimeout.
+        """
+        if not self._staging.acquire(blocking=False):
+            raise StagingBusy("another staging of this model is open; commit or discard it first")
+        try:
+            opened = plan(path, self._manifest, allow_other_graph=allow_other_graph)
+            with opened.file:
+                session = self._residency.target(timeout)
+                self._residency.overwriting(session)
+                contents = fill(opened, self._manifest, session.arena, self._workers)
+            session.bound.reset_state()
+            return Staged(self._methods, self._gate, session, contents, self._commit, self._staging.release)
+        except BaseException:
+            self._staging.release()
+            raise
+
+    def swap(
+        self, path: Path, *, allow_other_graph: bool = False, timeout: float | None = LEASE_TIMEOUT
+    ) -> SwapReceipt:
+        """Replace every weight: stage, verify, commit. Several threads' swaps run one after another.
+
+        Whatever is raised before the commit leaves weights, addresses and outputs as they were. State starts again
+        from its initial values, as in a model loaded with these weights.
+
+        Raises what `stage` raises, and ModelFailed if an in-place commit breaks off.
+        """
+        with self._swapping, self.stage(path, allow_other_graph=allow_other_graph, timeout=timeout) as staged:
+            return staged.commit(timeout=timeout)
+
+    def rollback(self, *, timeout: float | None = LEASE_TIMEOUT) -> SwapReceipt:
+        """Serve the previous weights again; a second rollback undoes the first. It is a commit of its own.
+
+        Raises NothingToRollBack, StagingBusy, LeaseTimeout, ModelFailed.
+        """
+        with self._swapping:
+            if not self._staging.acquire(blocking=False):
+                raise StagingBusy("a staging of this model is open; commit or discard it before a rollback")
+            try:
+                before = self.weights_id
+                committed = self._residency.rollback(timeout)
+                return self._receipt(committed, before, None)
+            finally:
+                self._staging.release()
+
+    def pin(self) -> Pinned:
+        """`with model.pin() as session:` makes several calls on one version, whatever is committed meanwhile.
+
+        In single residency a commit waits until the block ends; in double residency the next staging does.
+        """
+        return Pinned(self._methods, self._gate)
+
+    def _run(self, name: str, flat: list[Any]) -> list[Any]:
+        version, thread = self._gate.acquire()
+        session = version.session
+        try:
+            return session.bound.run(name, flat)
+        finally:
+            self._gate.release(session, thread)
+
+    def _commit(self, session: Session, contents: Contents, timeout: float | None) -> SwapReceipt:
+        before = self.weights_id
+        committed = self._residency.commit(session, contents.weights_id, contents.labels, timeout)
+        return self._receipt(committed, before, contents)
+
+    def _receipt(self, committed: Committed, before: str | None, contents: Contents | None) -> SwapReceipt:
+        version = committed.version
+        return SwapReceipt(
+            generation=version.generation,
+            weights_id=version.weights_id,
+            previous_weights_id=before,
+            graph_id=self.graph_id,
+            source=contents.source if contents else "rollback",
+            labels=dict(version.labels),
+            residency=self.residency,
+            bytes_read=contents.bytes_read if contents else 0,
+            bytes_copied=committed.bytes_copied,
+            seconds_staged=contents.seconds_staged if contents else 0.0,
+            seconds_verified=contents.seconds_verified if contents else 0.0,
+            seconds_paused=committed.seconds_paused,
+        )
+
+    def __repr__(self) -> str:
+        return (
+            f"Model({str(self.artifact.path)!r}, graph_id={self.graph_id[:12]!r}, "
+            f"weights_id={(self.weights_id or '')[:12]!r}, generation={self.generation}, residency={self.residency!r})"
+        )
+
+
+class Pinned(Caller, AbstractContextManager["Pinned"]):
+    """One version of the model for the length of a `with` block; threads may share it."""
+
+    def __init__(self, methods: Methods, gate: Gate[Session]) -> None:
+        super().__init__(methods)
+        self._gate = gate
+        self._version: Version[Session] | None = None
+        self._thread = 0
+        self._open = Lock()
+
+    def __enter__(self) -> Pinned:
+        if self._version is not None:
+            raise PinReleased("this pin was entered already; call model.pin() for each block")
+        self._version, self._thread = self._gate.acquire()
+        self._released = False
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        version = self._pinned()
+        with self._open:
+            self._released = True
+        self._gate.release(version.session, self._thread)
+
+    @property
+    def weights_id(self) -> str:
+        return self._pinned().weights_id
+
+    @property
+    def generation(self) -> int:
+        return self._pinned().generation
+
+    def _pinned(self) -> Version[Session]:
+        if self._version is None:
+            raise PinReleased("enter the pin first: with model.pin() as session: ...")
+        return self._version
+
+    def _run(self, name: str, flat: list[Any]) -> list[Any]:
+        session = self._pinned().session
+        with self._open:
+            if self._released:
+                raise PinReleased("the `with model.pin()` block has ended; pin again")
+            thread = self._gate.acquire_session(session)
+        try:
+            return session.bound.run(name, flat)
+        finally:
+            self._gate.release(session, thread)
+
+
+class Staged(Caller, AbstractContextManager["Staged"]):
+    """A verified set of weights that serves nobody yet. Call it to try it; then `commit()` or `discard()`.
+
+    Leaving its `with` block, or dropping the last reference, discards it.
+    """
+
+    def __init__(
+        self,
+        methods: Methods,
+        gate: Gate[Session],
+        session: Session,
+        contents: Contents,
+        commit: Callable[[Session, Contents, float | None], SwapReceipt],
+        release: Callable[[], None],
+    ) -> None:
+        super().__init__(methods)
+        self._gate = gate
+        self._session: Session | None = session
+        self._contents = contents
+        self._commit = commit
+        self._release = release
+        self._closing = Lock()
+
+    @property
+    def weights_id(self) -> str:
+        return self._contents.weights_id
+
+    @property
+    def labels(self) -> dict[str, str]:
+        return dict(self._contents.labels)
+
+    def commit(self, *, timeout: float | None = LEASE_TIMEOUT) -> SwapReceipt:
+        """Serve these weights. Raises StageClosed; LeaseTimeout (nothing changed, still staged); ModelFailed."""
+        with self._closing:
+            receipt = self._commit(self._opened(), self._contents, timeout)
+            self._close()
+        return receipt
+
+    def discard(self) -> None:
+        """Give the staged weights up. A second time, or after a commit, it does nothing."""
+        with self._closing:
+            if self._session is not None:
+                self._close()
+
+    def __exit__(self, *_: object) -> None:
+        self.discard()
+
+    def __del__(self) -> None:
+        if "_closing" in self.__dict__:
+            self.discard()
+
+    def _opened(self) -> Session:
+        if self._session is None:
+            raise StageClosed("this staging was already committed or discarded; stage the file again")
+        return self._session
+
+    def _close(self) -> None:
+        self._session = None
+        self._release()
+
+    def _run(self, name: str, flat: list[Any]) -> list[Any]:
+        with self._closing:
+            session = self._opened()
+            thread = self._gate.acquire_session(session)
+        try:
+            return session.bound.run(name, flat)
+        finally:
+            self._gate.release(session, thread)

@@ -1,0 +1,72 @@
+"""Sessions, and the calling surface that the model, a pinned session and a staged session share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+from .arena import HostArena
+from .engines import Bound, Engine
+from .manifest import Manifest
+from .signature import Inputs, Node, unflatten
+
+
+class Session:
+    """One engine bound to one arena, for good. `leases` belongs to the gate."""
+
+    def __init__(self, engine: Engine, arena: HostArena) -> None:
+        self.arena = arena
+        self.bound: Bound = engine.bind(arena)
+        self.leases: dict[int, int] = {}
+
+
+class Methods:
+    """The artifact's methods: checks and flattens what goes in, rebuilds what comes out."""
+
+    def __init__(self, manifest: Manifest, engine: Engine) -> None:
+        self.inputs = {
+            name: Inputs(name, method.signature, engine.tensor_type, engine.dtypes)
+            for name, method in manifest.methods.items()
+        }
+        self.outputs: Mapping[str, Node] = {name: m.signature.output for name, m in manifest.methods.items()}
+        names = list(self.inputs)
+        self.default = "forward" if "forward" in names or len(names) != 1 else names[0]
+
+
+class Caller:
+    """Something whose methods can be called: `x(...)` is `forward` (or the only method), `x.encode(...)` is another."""
+
+    def __init__(self, methods: Methods) -> None:
+        self._methods = methods
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call `forward`, or the only method, with the arguments that it was exported with.
+
+        Raises InputMismatch before anything runs. Outputs share no memory with weights or state.
+        """
+        return self._call(self._methods.default, args, kwargs)
+
+    def method(self, name: str) -> Callable[..., Any]:
+        """The method called `name`, also where an attribute of this class hides it. Raises AttributeError."""
+        if name not in self._methods.inputs:
+            known = ", ".join(self._methods.inputs)
+            raise AttributeError(f"{name!r} is neither an attribute nor a method of this artifact, which has: {known}")
+        return partial(self._call_named, name)
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return self.method(name)
+
+    def _call_named(self, name: str, /, *args: Any, **kwargs: Any) -> Any:
+        return self._call(name, args, kwargs)
+
+    def _call(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if name not in self._methods.inputs:
+            self.method(name)
+        flat = self._methods.inputs[name].flatten(args, kwargs)
+        return unflatten(self._methods.outputs[name], self._run(name, flat))
+
+    def _run(self, name: str, flat: list[Any]) -> list[Any]:
+        raise NotImplementedError
