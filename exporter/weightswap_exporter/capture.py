@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -81,7 +82,9 @@ def _as_forward(model: nn.Module, fn_name: str) -> nn.Module:
 
 def _mutations(program: ExportedProgram) -> frozenset[str]:
     """FQNs of mutated buffers. The captured program mutates in place; functionalising a copy makes it explicit."""
-    outputs = program.run_decompositions({}).graph_signature.output_specs
+    with warnings.catch_warnings():  # torch copies a class of its own that it deprecates
+        warnings.filterwarnings("ignore", "`isinstance\\(treespec, LeafSpec\\)`", FutureWarning)
+        outputs = program.run_decompositions({}).graph_signature.output_specs
     changed = [spec.target for spec in outputs if spec.kind is OutputKind.PARAMETER_MUTATION]
     if changed:
         raise CaptureError(

@@ -216,7 +216,8 @@ class _Dims:
             taken = set(self._names.values())
             fresh = (f"d{index}" for index in range(len(taken) + 1))
             self._names[symbol] = next(name for name in fresh if name not in taken)
-        return self._names[symbol]
+        name: str = self._names[symbol]
+        return name
 
 
 def _symbols(expression: Any) -> list[sympy.Symbol]:

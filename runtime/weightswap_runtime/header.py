@@ -19,6 +19,7 @@ MAX_HEADER = 100_000_000
 DATA_ALIGNMENT = 4096
 MAX_DIMENSIONS = 64
 _LENGTH = struct.Struct("<Q")
+_ZIP = b"PK\x03\x04"
 
 
 class FileTensor(NamedTuple):
@@ -42,6 +43,11 @@ def header_length(prefix: bytes, file_size: int, where: str) -> int:
     """Read the first eight bytes: how many bytes of JSON follow them."""
     if len(prefix) < _LENGTH.size:
         _refuse(where, f"{file_size} bytes are too few for a safetensors file, which starts with an 8-byte length")
+    if prefix.startswith(_ZIP):
+        raise WeightFileError(
+            f"{where}: a zip file, like those that torch.save writes, not a safetensors file. "
+            "Pack it on the build side: weightswap pack CHECKPOINT ARTIFACT -o FILE.safetensors"
+        )
     length: int = _LENGTH.unpack(prefix)[0]
     if length > MAX_HEADER:
         _refuse(where, f"the header claims {length} bytes, the format allows {MAX_HEADER}")

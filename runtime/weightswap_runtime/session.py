@@ -9,7 +9,7 @@ from typing import Any
 from .arena import HostArena
 from .engines import Bound, Engine
 from .manifest import Manifest
-from .signature import Inputs, Node, unflatten
+from .signature import Inputs, Signature, unflatten
 
 
 class Session:
@@ -29,7 +29,7 @@ class Methods:
             name: Inputs(name, method.signature, engine.tensor_type, engine.dtypes)
             for name, method in manifest.methods.items()
         }
-        self.outputs: Mapping[str, Node] = {name: m.signature.output for name, m in manifest.methods.items()}
+        self.signatures: Mapping[str, Signature] = {name: method.signature for name, method in manifest.methods.items()}
         names = list(self.inputs)
         self.default = "forward" if "forward" in names or len(names) != 1 else names[0]
 
@@ -46,6 +46,16 @@ class Caller:
         Raises InputMismatch before anything runs. Outputs share no memory with weights or state.
         """
         return self._call(self._methods.default, args, kwargs)
+
+    @property
+    def signatures(self) -> Mapping[str, Signature]:
+        """What each method takes and returns."""
+        return self._methods.signatures
+
+    @property
+    def default_method(self) -> str:
+        """The method that a plain call runs."""
+        return self._methods.default
 
     def method(self, name: str) -> Callable[..., Any]:
         """The method called `name`, also where an attribute of this class hides it. Raises AttributeError."""
@@ -66,7 +76,7 @@ class Caller:
         if name not in self._methods.inputs:
             self.method(name)
         flat = self._methods.inputs[name].flatten(args, kwargs)
-        return unflatten(self._methods.outputs[name], self._run(name, flat))
+        return unflatten(self._methods.signatures[name].output, self._run(name, flat))
 
     def _run(self, name: str, flat: list[Any]) -> list[Any]:
         raise NotImplementedError

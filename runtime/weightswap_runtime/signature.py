@@ -118,6 +118,17 @@ def unflatten(node: Node, values: list[Any]) -> Any:
     return _build(node, iter(values))
 
 
+def flatten(node: Node, value: Any) -> list[Any]:
+    """The flat values of a tree that `unflatten` has built."""
+    match node:
+        case Items(items) | Tuple(items):
+            return [part for item, element in zip(items, value, strict=True) for part in flatten(item, element)]
+        case Dict(items):
+            return [part for key, item in items for part in flatten(item, value[key])]
+        case _:
+            return [value]
+
+
 def _build(node: Node, values: Any) -> Any:
     match node:
         case Items(items):

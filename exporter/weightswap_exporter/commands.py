@@ -1,0 +1,77 @@
+"""`weightswap export` and `weightswap pack`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from weightswap_runtime.cli.output import JsonOption, errors_as_exit, human_bytes, print_json, progress_bar
+
+export_command = typer.Typer(add_completion=False)
+pack_command = typer.Typer(add_completion=False)
+
+
+@export_command.command()
+def export(
+    recipe: Annotated[str, typer.Argument(help="file.py:function or module:function; it returns what export() takes.")],
+    out: Annotated[Path, typer.Option("--out", "-o", help="The artifact's folder; an artifact there is replaced.")],
+    skeleton: Annotated[
+        bool, typer.Option("--skeleton", help="Run the recipe under skeleton(): parameters without memory.")
+    ] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Export a model's graphs, without its weights.
+
+    The recipe is a function without arguments that returns the arguments of weightswap_exporter.export(), without
+    out: a dict, or a tuple (model, args) or (model, args, kwargs).
+    """
+    with errors_as_exit(as_json):
+        from weightswap_runtime.cli.inspect import signature_text
+
+        from .exporting import export as export_model
+        from .recipes import load_recipe
+
+        artifact = export_model(**load_recipe(recipe, skeleton=skeleton), out=out)
+        manifest = artifact.manifest
+        if as_json:
+            document = {"path": artifact.path, "graph_id": artifact.graph_id, "methods": artifact.methods}
+            print_json(document | {"weights": len(manifest.weights), "weights_bytes": manifest.total_bytes})
+            return
+        typer.echo(f"artifact   {artifact.path}")
+        typer.echo(f"graph id   {artifact.graph_id}")
+        for name, method in manifest.methods.items():
+            typer.echo(f"method     {signature_text(name, method.signature)}")
+        typer.echo(f"weights    {len(manifest.weights)} tensors, {human_bytes(manifest.total_bytes)}, left out")
+
+
+@pack_command.command()
+def pack(
+    source: Annotated[Path, typer.Argument(help="A checkpoint: .safetensors, .pt, .pth or .bin.")],
+    artifact: Annotated[Path, typer.Argument(help="The artifact that it is for.")],
+    out: Annotated[Path, typer.Option("--out", "-o", help="The weight file; a file there is replaced.")],
+    label: Annotated[list[str] | None, typer.Option(help="name=text, kept in the file; may be repeated.")] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Write a checkpoint's weights as a weight file for an artifact."""
+    labels = dict(_label(text) for text in label or ())
+    with errors_as_exit(as_json):
+        from .packing import pack as pack_checkpoint
+
+        with progress_bar(f"packing {source.name}") as progress:
+            packed = pack_checkpoint(source, artifact, out=out, labels=labels, progress=progress)
+        if as_json:
+            print_json(packed)
+            return
+        typer.echo(f"weight file {packed.path}, {human_bytes(packed.nbytes)}")
+        typer.echo(f"weights id  {packed.weights_id}")
+        if packed.ignored:
+            typer.echo(f"left out    {', '.join(packed.ignored)}")
+
+
+def _label(text: str) -> tuple[str, str]:
+    name, equals, value = text.partition("=")
+    if not equals or not name:
+        raise typer.BadParameter(f"{text!r} is not name=text")
+    return name, value

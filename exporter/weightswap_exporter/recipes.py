@@ -1,0 +1,77 @@
+"""Recipes: the user's function that builds what `export()` takes."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+import traceback
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from weightswap_runtime.errors import ExportError, RecipeError
+
+from .skeletons import skeleton as skeleton_context
+
+_FORM = "give file.py:function or module:function"
+
+
+def load_recipe(recipe: str, *, skeleton: bool = False) -> dict[str, Any]:
+    """Run a recipe, under `skeleton()` if asked for, and return keyword arguments for `export()`.
+
+    Raises RecipeError, which says where the recipe failed.
+    """
+    place, colon, name = recipe.rpartition(":")
+    if not colon or not place or not name:
+        raise RecipeError(f"{recipe!r} is not a recipe: {_FORM}")
+    module = _run(recipe, lambda: _import(place))
+    function = getattr(module, name, None)
+    if not callable(function):
+        raise RecipeError(f"{recipe}: {place} has no function {name!r}")
+    with skeleton_context() if skeleton else nullcontext():
+        result = _run(recipe, function)
+    return _arguments(recipe, result)
+
+
+def _run(recipe: str, function: Callable[[], Any]) -> Any:
+    try:
+        return function()
+    except ExportError:
+        raise
+    except Exception as error:
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        where = f"{Path(frame.filename).name}, line {frame.lineno}"
+        raise RecipeError(f"{recipe}: raised {type(error).__name__}: {error} ({where})") from error
+
+
+def _import(place: str) -> ModuleType:
+    if not place.endswith(".py"):
+        sys.path.insert(0, str(Path.cwd()))
+        return importlib.import_module(place)
+    path = Path(place).resolve()
+    if not path.is_file():
+        raise RecipeError(f"{place}: no such file; {_FORM}")
+    sys.path.insert(0, str(path.parent))  # a recipe may import its neighbours
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[path.stem] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def _arguments(recipe: str, result: Any) -> dict[str, Any]:
+    if isinstance(result, tuple) and 2 <= len(result) <= 3:
+        return dict(zip(("model", "args", "kwargs"), result, strict=False))
+    if isinstance(result, Mapping) and "model" in result:
+        if "out" in result:
+            raise RecipeError(f"{recipe}: returned `out`, which the command line gives")
+        return dict(result)
+    raise RecipeError(
+        f"{recipe}: returned a {type(result).__qualname__}; expected a dict with `model` and other arguments of "
+        "export(), or a tuple (model, args) or (model, args, kwargs)"
+    )

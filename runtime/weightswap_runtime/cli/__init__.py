@@ -1,0 +1,65 @@
+"""The program `weightswap`. Its commands are entry points; one is imported only when it is called or listed."""
+
+from __future__ import annotations
+
+from importlib.metadata import EntryPoint, entry_points
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+from typer.main import get_command
+
+from weightswap_runtime._version import __version__
+
+GROUP = "weightswap.commands"
+
+
+class Commands(TyperGroup):
+    """The commands that the installed distributions offer under the entry point group `weightswap.commands`."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        return sorted(_offered())
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        offered = _offered().get(cmd_name)
+        if offered is None:
+            return None
+        command = get_command(offered.load())
+        command.name = cmd_name
+        return command
+
+
+def _offered() -> dict[str, EntryPoint]:
+    return {point.name: point for point in entry_points(group=GROUP)}
+
+
+app = typer.Typer(
+    cls=Commands,
+    name="weightswap",
+    help="Export a PyTorch graph once, without its weights; put any checkpoint behind it.",
+    epilog="Exit status: 0 done, 1 the answer is no (a mismatch, a damaged file), 2 bad usage.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"weightswap {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version and leave.", callback=_print_version, is_eager=True)
+    ] = False,
+) -> None: ...
+
+
+def main() -> None:
+    app()
+
+
+__all__ = ["main"]

@@ -1,0 +1,69 @@
+"""How commands speak: text or a table for people, one JSON document with --json, errors on standard error."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Annotated, Any
+
+import msgspec
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
+from rich.table import Table
+
+from weightswap_runtime.errors import MissingExtra, RecipeError, Unsupported, WeightswapError
+
+JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of text.")]
+_USAGE = (MissingExtra, RecipeError, Unsupported)
+
+
+def print_json(document: Any) -> None:
+    typer.echo(msgspec.json.format(msgspec.json.encode(document, enc_hook=str), indent=2).decode())
+
+
+@contextmanager
+def errors_as_exit(as_json: bool) -> Iterator[None]:
+    """Turn an error of ours into a message and an exit status: 2 where the request was wrong, else 1."""
+    try:
+        yield
+    except WeightswapError as error:
+        typer.echo(f"{type(error).__name__}: {error}", err=True)
+        if as_json:
+            problems = getattr(error, "problems", ())
+            print_json({"error": type(error).__name__, "message": str(error), "problems": problems})
+        raise typer.Exit(2 if isinstance(error, _USAGE) else 1) from error
+
+
+def print_table(title: str, columns: list[str], rows: list[list[str]]) -> None:
+    """A table as wide as the terminal; elsewhere as wide as it needs to be, so that nothing is cut."""
+    console = Console(soft_wrap=not sys.stdout.isatty(), width=None if sys.stdout.isatty() else 200)
+    table = Table(title=title, title_justify="left")
+    for column in columns:
+        table.add_column(column, overflow="fold")
+    for row in rows:
+        table.add_row(*(escape(cell) for cell in row))
+    console.print(table)
+
+
+@contextmanager
+def progress_bar(what: str) -> Iterator[Callable[[int, int], None]]:
+    """A bar for bytes done of bytes in all, on a terminal only."""
+    console = Console(stderr=True)
+    columns = ("{task.description}", BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, disable=not console.is_terminal, transient=True) as bar:
+        task = bar.add_task(what, total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
+def human_bytes(size: int) -> str:
+    """`1.2 MB`, in powers of a thousand."""
+    value, units = float(size), iter(("B", "kB", "MB", "GB"))
+    unit = next(units)
+    for larger in units:
+        if value < 1000:
+            break
+        value, unit = value / 1000, larger
+    return f"{size} B" if unit == "B" else f"{value:.1f} {unit}"

@@ -1,0 +1,94 @@
+"""`weightswap run`: one call of an artifact's method, with inputs and outputs in files."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from weightswap_runtime.errors import InputMismatch
+from weightswap_runtime.model import Model, load
+from weightswap_runtime.signature import Integer, Literal, Node, Signature, flatten, leaves, unflatten
+
+from .output import JsonOption, errors_as_exit, print_json, print_table
+
+run_command = typer.Typer(add_completion=False)
+
+
+@run_command.command()
+def run(
+    artifact: Annotated[Path, typer.Argument(help="An artifact's folder.")],
+    weights: Annotated[Path, typer.Option("--weights", "-w", help="The weight file to put behind it.")],
+    inputs: Annotated[
+        Path | None, typer.Option("--input", "-i", help="Inputs by name: a .safetensors or .npz file.")
+    ] = None,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="Where to write the outputs: .safetensors or .npz.")
+    ] = None,
+    method: Annotated[str | None, typer.Option(help="The method to call; by default forward, or the only one.")] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Call a method once.
+
+    Inputs are found by their names in the signature, which `weightswap inspect` shows; parts of lists and dicts are
+    called like x.0 or x.key. Outputs are named in the same way, and a single one is called output.
+    """
+    with errors_as_exit(as_json):
+        from .tensorfiles import read_tensors, write_tensors
+
+        model = load(artifact, weights)
+        name = method or model.default_method
+        if name not in model.signatures:
+            raise typer.BadParameter(f"{name!r} is not a method; there are {', '.join(model.signatures)}")
+        call = model.method(name)
+        signature = model.signatures[name]
+        args, kwargs = _arguments(name, signature, read_tensors(inputs) if inputs else {})
+        start = time.perf_counter()
+        result = call(*args, **kwargs)
+        seconds = time.perf_counter() - start
+        names = [leaf.name for leaf in leaves(signature.output)]
+        named = dict(zip(names, flatten(signature.output, result), strict=True))
+        tensors = {key: value for key, value in named.items() if hasattr(value, "dtype")}
+        if output:
+            write_tensors(output, tensors)
+        _report(model, name, named, seconds, as_json)
+
+
+def _arguments(method: str, signature: Signature, tensors: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
+    parameters = (*signature.args, *signature.kwargs)
+    wanted = [leaf for _, node in parameters for leaf in leaves(node) if not isinstance(leaf, Literal)]
+    names = {leaf.name for leaf in wanted}
+    problems = [f"{name}: missing from the input file" for name in sorted(names - tensors.keys())]
+    problems += [
+        f"{name}: not an input (they are {', '.join(sorted(names))})" for name in sorted(tensors.keys() - names)
+    ]
+    if problems:
+        raise InputMismatch(method, problems)
+    args = [_argument(node, tensors) for _, node in signature.args]
+    return args, {name: _argument(node, tensors) for name, node in signature.kwargs}
+
+
+def _argument(node: Node, tensors: dict[str, Any]) -> Any:
+    values = []
+    for leaf in leaves(node):
+        if isinstance(leaf, Literal):
+            values.append(leaf.value)
+        else:
+            tensor = tensors[leaf.name]
+            values.append(int(tensor) if isinstance(leaf, Integer) else tensor)
+    return unflatten(node, values)
+
+
+def _report(model: Model, method: str, named: dict[str, Any], seconds: float, as_json: bool) -> None:
+    from .tensorfiles import describe_value
+
+    described = {key: describe_value(value) for key, value in named.items()}
+    if as_json:
+        document = {"method": method, "graph_id": model.graph_id, "weights_id": model.weights_id}
+        print_json(document | {"seconds": seconds, "outputs": described})
+        return
+    typer.echo(f"weights id {model.weights_id}")
+    title = f"{method}: {seconds * 1e3:.2f} ms"
+    print_table(title, ["output", "value"], [[key, str(text)] for key, text in described.items()])

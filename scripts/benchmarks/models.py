@@ -1,0 +1,147 @@
+"""The models that are measured: one whose size is chosen, and an encoder whose calls take long enough to matter."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from weightswap_exporter import export, pack, skeleton
+from weightswap_runtime import Artifact, Model
+
+LAYERS = 42
+EMBEDDED = 1 / 8
+PATTERN = 1 << 20
+
+
+class WrongOutput(Exception):
+    """A swapped model's output is not that of the eager model."""
+
+
+class Stack(nn.Module):
+    """An embedding and 42 square linear layers that together hold about `nbytes` of float32."""
+
+    def __init__(self, nbytes: int) -> None:
+        super().__init__()
+        floats = nbytes / 4
+        width = max(32, round((floats * (1 - EMBEDDED) / LAYERS) ** 0.5 / 32) * 32)
+        rows = max(64, round((floats - LAYERS * (width + 1) * width) / width))
+        self.embedding = nn.Embedding(rows, width)
+        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(LAYERS))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        """tokens: int64 [n]. Returns float32 [n, width]."""
+        x = self.embedding(tokens)
+        for layer in self.layers:
+            x = torch.relu(layer(x))
+        return x
+
+
+class Encoder(nn.Module):
+    """A 12-layer pre-norm transformer encoder."""
+
+    def __init__(self, width: int = 128, layers: int = 12) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(*(Block(width) for _ in range(layers)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x: float32 [batch, tokens, width]. Returns the same shape."""
+        return self.blocks(x)
+
+
+class Block(nn.Module):
+    """Self-attention and a feed-forward layer."""
+
+    def __init__(self, width: int, heads: int = 4) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = (part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in self.qkv(self.norm1(x)).chunk(3, -1))
+        x = x + self.out(functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+        return x + self.down(functional.gelu(self.up(self.norm2(x))))
+
+
+@dataclass(frozen=True)
+class Version:
+    """A weight file, and what the eager model with these weights returns for the sample inputs."""
+
+    path: Path
+    weights_id: str
+    expected: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A `Stack` as an artifact with two weight files, and the first weights as a `torch.save` file."""
+
+    nbytes: int
+    artifact: Artifact
+    tokens: torch.Tensor
+    versions: tuple[Version, Version]
+    pickled: Path
+
+    def check(self, model: Model) -> None:
+        """Raise WrongOutput unless the model's output equals eager's bit for bit."""
+        [version] = [version for version in self.versions if version.weights_id == model.weights_id]
+        equal(model(self.tokens), version.expected, f"{version.path.name}, generation {model.generation}")
+
+
+def equal(output: torch.Tensor, expected: torch.Tensor, where: str) -> None:
+    """Raise WrongOutput unless two tensors are the same bit for bit."""
+    if not torch.equal(output, expected):
+        raise WrongOutput(f"{where}: the output differs from eager's by up to {(output - expected).abs().max()}")
+
+
+@contextmanager
+def stored(nbytes: int) -> Iterator[Stored]:
+    """Files for about `nbytes` of weights in a temporary folder (under $TMPDIR), removed when the block ends."""
+    with TemporaryDirectory(prefix="weightswap-bench-") as folder, torch.no_grad():
+        root = Path(folder)
+        with skeleton():
+            model = Stack(nbytes).eval()
+        tokens = torch.arange(4)
+        with quiet():
+            artifact = export(model, (tokens,), out=root / "stack.artifact")
+        eager = Stack(nbytes).eval()
+        _fill(eager, 0)
+        pickled = root / "0.pt"
+        torch.save(eager.state_dict(), pickled)
+        first = _pack(eager, artifact, tokens, root / "0.safetensors")
+        _fill(eager, 1)
+        second = _pack(eager, artifact, tokens, root / "1.safetensors")
+        yield Stored(artifact.manifest.total_bytes, artifact, tokens, (first, second), pickled)
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Without the warnings that torch.export gives about its own code."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        yield
+
+
+def _pack(model: Stack, artifact: Artifact, tokens: torch.Tensor, path: Path) -> Version:
+    packed = pack(model, artifact, out=path)
+    return Version(path, packed.weights_id, model(tokens))
+
+
+def _fill(model: Stack, seed: int) -> None:
+    """Random weights at the cost of a copy: one block of normal values, begun elsewhere in each tensor."""
+    generator = torch.Generator().manual_seed(seed)
+    pattern = torch.randn(PATTERN, generator=generator)
+    for number, parameter in enumerate(model.parameters()):
+        scale = (2 / parameter.shape[-1]) ** 0.5 if parameter.ndim == 2 else 0.1
+        block = pattern.roll(number * 1009) * scale
+        for part in parameter.view(-1).split(PATTERN):
+            part.copy_(block[: part.numel()])

@@ -1,0 +1,92 @@
+"""What weightswap is compared with: plain reads, hashes and copies of the same bytes, on the same number of threads."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+
+import torch
+from blake3 import blake3
+
+from weightswap_runtime.workers import Workers
+
+LARGEST = 64 << 20
+CACHED = 1 << 20
+
+
+class Memory:
+    """Anonymous memory of `nbytes` with huge pages wished for, as an arena has them."""
+
+    def __init__(self, nbytes: int, *, touched: bool) -> None:
+        self.nbytes = nbytes
+        self._map = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        with suppress(OSError):
+            self._map.madvise(mmap.MADV_HUGEPAGE)
+        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
+        if touched:
+            ctypes.memset(self.address, 1, nbytes)
+        self.bytes = memoryview(self._map)
+
+    def tensor(self) -> torch.Tensor:
+        """One flat tensor of bytes over the whole memory."""
+        return torch.frombuffer(self._map, dtype=torch.uint8)
+
+
+class Peers:
+    """Plain work on a number of threads, the library's own number unless told otherwise."""
+
+    def __init__(self) -> None:
+        self.threads = Workers().threads
+        self._pool = ThreadPoolExecutor(self.threads)
+
+    def read(self, path: Path, memory: Memory) -> None:
+        """Parallel `preadv` of a whole file, in pieces as large as keep every thread busy."""
+        with path.open("rb", buffering=0) as file:
+            self._each(memory, self._large(memory), lambda part, at: _read(file.fileno(), part, at))
+
+    def hash(self, memory: Memory) -> None:
+        """BLAKE3 over the memory, each piece by one thread."""
+        self._each(memory, self._large(memory), lambda part, _: blake3(part).digest())
+
+    def read_and_hash(self, path: Path, memory: Memory) -> None:
+        """What any staging with digests has to do: each thread reads a little and hashes it while it is in the cache."""
+        with path.open("rb", buffering=0) as file:
+            fd = file.fileno()
+
+            def work(part: memoryview, at: int) -> None:
+                hasher = blake3()
+                for start in range(0, len(part), CACHED):
+                    piece = part[start : start + CACHED]
+                    _read(fd, piece, at + start)
+                    hasher.update(piece)
+                hasher.digest()
+
+            self._each(memory, self._large(memory), work)
+
+    def copy(self, target: Memory, source: Memory) -> None:
+        """Parallel memcpy."""
+
+        def work(part: memoryview, at: int) -> None:
+            ctypes.memmove(target.address + at, source.address + at, len(part))
+
+        self._each(source, self._large(source), work)
+
+    def _large(self, memory: Memory) -> int:
+        return min(LARGEST, -(-memory.nbytes // self.threads))
+
+    def _each(self, memory: Memory, step: int, work: Callable[[memoryview, int], object]) -> None:
+        starts = range(0, memory.nbytes, step)
+        list(self._pool.map(lambda at: work(memory.bytes[at : at + step], at), starts))
+
+
+def _read(fd: int, part: memoryview, at: int) -> None:
+    while part:
+        got = os.preadv(fd, [part], at)
+        if not got:
+            raise EOFError(f"the file ended at byte {at}")
+        part, at = part[got:], at + got

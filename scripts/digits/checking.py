@@ -1,0 +1,72 @@
+"""The check: every answer is computed again, by the eager model of the generation that it claims to come from."""
+
+from __future__ import annotations
+
+from enum import Enum
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from answers import Answer
+from dataset import Digits
+from network import DigitsNet
+
+
+class Verdict(Enum):
+    """`WRONG`: another generation's output, or another generation's weights id. `MIXED`: no generation's output."""
+
+    RIGHT = "right"
+    WRONG = "wrong"
+    MIXED = "mixed"
+
+
+class Weights(NamedTuple):
+    """One checkpoint: its epoch, the weights id that pack() gave it, and the eager model with it."""
+
+    epoch: int
+    weights_id: str
+    model: DigitsNet
+
+
+class Checker:
+    """Knows which weights each generation must have, from the order of the deliveries; the server is not asked.
+
+    Bits depend on the shape of the batch and on the number of threads, so both are those of the server.
+    """
+
+    def __init__(self, digits: Digits) -> None:
+        torch.set_num_threads(1)
+        self._digits = digits
+        self._weights: dict[int, Weights] = {}
+        self._generations: list[Weights] = []
+
+    def learn(self, epoch: int, weights_id: str, checkpoint: Path) -> None:
+        """Build the eager model of a checkpoint, from the file that the trainer saved."""
+        model = DigitsNet()
+        model.load_state_dict(torch.load(checkpoint, weights_only=True))
+        self._weights[epoch] = Weights(epoch, weights_id, model.eval())
+
+    def expect(self, epoch: int) -> None:
+        """The next generation must have the weights of this epoch."""
+        self._generations.append(self._weights[epoch])
+
+    def expected(self, generation: int) -> Weights:
+        return self._generations[generation]
+
+    def judge(self, answer: Answer) -> Verdict:
+        """Compare an answer bit for bit."""
+        claimed = self._generations[answer.generation] if answer.generation < len(self._generations) else None
+        if claimed and self._equal(answer, claimed):
+            return Verdict.RIGHT if answer.weights_id == claimed.weights_id else Verdict.WRONG
+        known = any(self._equal(answer, weights) for weights in self._weights.values())
+        return Verdict.WRONG if known else Verdict.MIXED
+
+    def hits(self, answer: Answer) -> int:
+        """How many digits of the answer were recognised."""
+        labels = self._digits.labels[torch.from_numpy(answer.indices)]
+        return int((torch.from_numpy(answer.logits).argmax(1) == labels).sum())
+
+    def _equal(self, answer: Answer, weights: Weights) -> bool:
+        images = self._digits.images[torch.from_numpy(answer.indices)]
+        with torch.no_grad():
+            return torch.equal(weights.model(images), torch.from_numpy(answer.logits))

@@ -1,0 +1,38 @@
+"""scikit-learn's bundled handwritten digits, split once and for all by a seed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+HELD_OUT = 540  # of 1797
+SEED = 20
+
+
+class Digits(NamedTuple):
+    """`images`: float32 [n, 1, 8, 8], standardised with the training images' mean and deviation. `labels`: int64 [n]."""
+
+    images: torch.Tensor
+    labels: torch.Tensor
+
+
+def split_digits() -> tuple[Digits, Digits]:
+    """The training and the held-out digits; no image is in both."""
+    from sklearn.datasets import load_digits
+
+    bunch = load_digits()
+    images = torch.from_numpy(bunch.images).float().unsqueeze(1)
+    labels = torch.from_numpy(bunch.target).long()
+    order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(SEED))
+    held_out, training = order[:HELD_OUT], order[HELD_OUT:]
+    mean, deviation = images[training].mean(), images[training].std()
+    images = (images - mean) / deviation
+    return Digits(images[training], labels[training]), Digits(images[held_out], labels[held_out])
+
+
+def write_images(path: Path, digits: Digits) -> None:
+    """Write the images, not their labels, as the array `images` of an .npz file."""
+    np.savez(path, images=digits.images.numpy())

@@ -1,0 +1,110 @@
+"""What the run has shown so far, by generation."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+from answers import Answer
+from checking import Verdict
+
+
+class Sample(NamedTuple):
+    """One checked answer. `started` in seconds of the monotonic clock, `seconds` is the latency."""
+
+    started: float
+    seconds: float
+    generation: int
+    images: int
+    hits: int
+
+
+class Latency(NamedTuple):
+    """Percentiles in milliseconds; not-a-number where there was no answer."""
+
+    p50: float
+    p99: float
+
+
+def latency(samples: list[Sample]) -> Latency:
+    """The percentiles of some answers' latencies."""
+    if not samples:
+        return Latency(float("nan"), float("nan"))
+    p50, p99 = np.percentile([sample.seconds * 1e3 for sample in samples], [50, 99])
+    return Latency(float(p50), float(p99))
+
+
+def accuracy(samples: list[Sample]) -> float:
+    """The share of digits that some answers recognised, 0 to 1."""
+    return sum(sample.hits for sample in samples) / max(1, sum(sample.images for sample in samples))
+
+
+@dataclass
+class Generation:
+    """One commit and the answers that claim to come from it. Times in seconds, `at` of the monotonic clock."""
+
+    generation: int
+    weights_id: str
+    epoch: int
+    rolled_back: bool
+    at: float
+    seconds_staged: float
+    seconds_paused: float
+    samples: list[Sample] = field(default_factory=list)
+    wrong: int = 0
+    mixed: int = 0
+
+
+@dataclass
+class Refusal:
+    """A weight file that was refused, and whether serving went on as before."""
+
+    at: float
+    file: str
+    error: str
+    message: str
+    generation: int
+    weights_id: str
+    unchanged: bool
+
+
+@dataclass
+class Ledger:
+    """Everything that was observed. `strays` are answers that claim a generation which was never committed."""
+
+    generations: list[Generation] = field(default_factory=list)
+    refusals: list[Refusal] = field(default_factory=list)
+    strays: int = 0
+
+    def add(self, answer: Answer, verdict: Verdict, hits: int) -> None:
+        if answer.generation >= len(self.generations):
+            self.strays += 1
+            return
+        generation = self.generations[answer.generation]
+        sample = Sample(answer.started, answer.seconds, answer.generation, len(answer.indices), hits)
+        generation.samples.append(sample)
+        generation.wrong += verdict is Verdict.WRONG
+        generation.mixed += verdict is Verdict.MIXED
+
+    @property
+    def samples(self) -> list[Sample]:
+        """All answers, by the time of their requests."""
+        return sorted(sample for generation in self.generations for sample in generation.samples)
+
+    @property
+    def wrong(self) -> int:
+        return self.strays + sum(generation.wrong for generation in self.generations)
+
+    @property
+    def mixed(self) -> int:
+        return sum(generation.mixed for generation in self.generations)
+
+    def answers_after(self, refusal: Refusal) -> int:
+        """How many requests of the refusal's generation began after it."""
+        return sum(sample.started > refusal.at for sample in self.generations[refusal.generation].samples)
+
+    def longest_silence(self) -> float:
+        """The longest time in which no answer came, in seconds."""
+        ends = np.sort([sample.started + sample.seconds for sample in self.samples])
+        return float(np.diff(ends).max(initial=0.0))

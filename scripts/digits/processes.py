@@ -1,0 +1,93 @@
+"""Child processes that report events; when one dies, that is an event too, and none outlives the demo."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, suppress
+from pathlib import Path
+from queue import Empty, SimpleQueue
+from threading import Thread
+
+from events import Event, parse
+
+GRACE_SECONDS = 3.0
+
+
+class DemoError(Exception):
+    """The demo cannot go on; the message says why."""
+
+
+class Children(AbstractContextManager["Children"]):
+    """The processes of one run, and the one queue of their events. Leaving the block ends them all.
+
+    `folder` is their working directory, and takes their standard error as `<name>.log`.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._events: SimpleQueue[Event] = SimpleQueue()
+        self._running: dict[str, subprocess.Popen[str]] = {}
+
+    def start(self, name: str, script: str, arguments: Sequence[str]) -> None:
+        """Run a script of this folder with the interpreter that runs this one."""
+        with self._log(name).open("wb") as log:
+            process = subprocess.Popen(
+                [sys.executable, str(Path(__file__).resolve().parent / script), *arguments],
+                cwd=self._folder,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+            )
+        self._running[name] = process
+        Thread(target=self._listen, args=(name, process), daemon=True).start()
+
+    def send(self, name: str, command: str) -> None:
+        """Write one line to a child's standard input."""
+        stdin = self._running[name].stdin
+        assert stdin is not None
+        with suppress(BrokenPipeError):  # a child that has died reports that itself
+            print(command, file=stdin, flush=True)
+
+    def next_event(self, timeout: float) -> Event | None:
+        """The next event, or None after `timeout` seconds. Raises DemoError if a child has died before it was done."""
+        try:
+            event = self._events.get(timeout=timeout)
+        except Empty:
+            return None
+        if event.kind == "died":
+            raise DemoError(self._obituary(event.source))
+        return event
+
+    def __exit__(self, *_: object) -> None:
+        for process in self._running.values():
+            process.terminate()
+        for process in self._running.values():
+            try:
+                process.wait(GRACE_SECONDS)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+    def _listen(self, name: str, process: subprocess.Popen[str]) -> None:
+        assert process.stdout is not None
+        done = False
+        for line in process.stdout:
+            event = parse(name, line)
+            done = done or event.kind == "done"
+            self._events.put(event)
+        if process.wait() != 0 or not done:
+            self._events.put(Event(name, "died", time.monotonic(), {}))
+
+    def _log(self, name: str) -> Path:
+        return self._folder / f"{name}.log"
+
+    def _obituary(self, name: str) -> str:
+        code = self._running[name].wait()
+        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended early with exit status {code}"
+        last = self._log(name).read_text(errors="replace").strip().splitlines()[-15:]
+        return "\n".join([f"the {name} process {how}", *last])

@@ -1,0 +1,63 @@
+"""The trainer process: knows nothing of weightswap, and saves an ordinary checkpoint after each epoch."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from pathlib import Path
+
+import torch
+from dataset import Digits, split_digits
+from events import emit
+from network import DigitsNet
+from torch import nn
+
+BATCH = 32
+LEARNING_RATE = 3e-4
+
+
+def train_epoch(model: nn.Module, optimizer: torch.optim.Optimizer, digits: Digits) -> float:
+    """One pass in random order; returns the mean loss."""
+    model.train()
+    total = 0.0
+    for batch in torch.randperm(len(digits.labels)).split(BATCH):
+        optimizer.zero_grad()
+        loss = nn.functional.cross_entropy(model(digits.images[batch]), digits.labels[batch])
+        loss.backward()
+        optimizer.step()
+        total += loss.item() * len(batch)
+    return total / len(digits.labels)
+
+
+def save(model: nn.Module, path: Path) -> None:
+    """`torch.save` of the state dict; the file appears whole or not at all."""
+    temporary = path.with_suffix(".tmp")
+    torch.save(model.state_dict(), temporary)
+    temporary.replace(path)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("checkpoints", type=Path, help="the folder to save epoch-N.pt in")
+    parser.add_argument("--epochs", type=int, required=True)
+    parser.add_argument("--pace", type=float, required=True, help="seconds that an epoch takes at least")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    digits, _ = split_digits()
+    model = DigitsNet()
+    optimizer = torch.optim.Adam(model.parameters(), lr=LEARNING_RATE)
+    loss = None
+    for epoch in range(options.epochs + 1):
+        started = time.monotonic()
+        if epoch:  # epoch 0 is the untrained model
+            loss = train_epoch(model, optimizer, digits)
+            time.sleep(max(0.0, started + options.pace - time.monotonic()))
+        path = options.checkpoints / f"epoch-{epoch}.pt"
+        save(model, path)
+        emit("checkpoint", epoch=epoch, file=path.name, loss=loss)
+    emit("done")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,155 @@
+"""Artifacts that are not what their manifest says are refused by name, whatever is wrong with them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.tiny import TinyArtifact
+from weightswap_runtime import Artifact, ArtifactError, FormatVersionError, load
+from weightswap_runtime.header import pack_ranges, render_header
+from weightswap_runtime.manifest import decode_manifest, encode_manifest
+
+Document = dict[str, Any]
+
+
+def test_a_manifest_survives_a_round_trip(tiny: TinyArtifact) -> None:
+    assert decode_manifest(encode_manifest(tiny.manifest), "x") == tiny.manifest
+    artifact = Artifact.open(tiny.path)
+    artifact.verify()
+    assert artifact.manifest == tiny.manifest
+    assert artifact.methods == ("forward",)
+
+
+def change(path: tuple[str | int, ...], value: object) -> Callable[[Document], None]:
+    def apply(document: Document) -> None:
+        target: Any = document
+        for key in path[:-1]:
+            target = target[key]
+        if value is None:
+            del target[path[-1]]
+        else:
+            target[path[-1]] = value
+
+    return apply
+
+
+BROKEN = {
+    "no graph id": (change(("graph_id",), None), "missing required field `graph_id`"),
+    "another graph id": (change(("graph_id",), "0" * 64), "its graph id is 000000000000, its contents give"),
+    "a weight altered": (change(("weights", 0, "shape", 0), 4), "its contents give"),
+    "an unknown field": (change(("surprise",), 1), "unknown field `surprise`"),
+    "an unknown dtype": (change(("weights", 0, "dtype"), "F31"), "'weight' has the type F31[3, 5]"),
+    "a negative size": (change(("weights", 0, "shape"), [-1, 5]), "'weight' has the type"),
+    "a wrong stride": (change(("weights", 0, "stride"), [1, 1]), "'weight' has the stride [1, 1]"),
+    "two tensors of one name": (change(("weights", 1, "name"), "weight"), "'weight' names 2 tensors"),
+    "a weight that is not listed": (
+        change(("methods", "forward", "inputs", 0), ["weight", "w9"]),
+        "takes the weight 'w9'",
+    ),
+    "an input too many": (change(("methods", "forward", "signature", "args"), []), "has 0 inputs in its signature"),
+    "no methods": (change(("methods",), {}), "it has no methods"),
+    "a size that is no expression": (
+        change(("methods", "forward", "signature", "args", 0, 1, "shape", 0), "__import__('os')"),
+        "is not a size expression",
+    ),
+    "a size of no dimension": (
+        change(("methods", "forward", "signature", "args", 0, 1, "shape", 0), "3*other"),
+        "names no dimension",
+    ),
+    "a path that leaves the folder": (change(("files", "../../etc/passwd"), "0" * 64), "would be outside the artifact"),
+    "an absolute path": (change(("files", "/etc/passwd"), "0" * 64), "would be outside the artifact"),
+    "a graph outside the folder": (
+        change(("methods", "forward", "graph"), "../forward.pt2"),
+        "'../forward.pt2' is not among its files",
+    ),
+    "a digest that is none": (change(("files", "graphs/forward.pt2"), "abc"), "has no BLAKE3 digest"),
+    "a source missing": (change(("adapter", "sources", 0), None), "does not have one source for each weight"),
+    "a key for two weights": (
+        change(("adapter", "sources", 1, "keys"), ["w"]),
+        "the checkpoint key 'w' would become 2",
+    ),
+}
+
+
+@pytest.mark.parametrize(("alter", "says"), BROKEN.values(), ids=BROKEN)
+def test_contradictory_manifests_are_refused(alter: Callable[[Document], None], says: str, tiny: TinyArtifact) -> None:
+    document = tiny.document()
+    alter(document)
+    tiny.write_manifest(json.dumps(document).encode())
+    with pytest.raises(ArtifactError) as refused:
+        Artifact.open(tiny.path)
+    assert says in str(refused.value)
+    assert "manifest.json" in str(refused.value)
+
+
+@pytest.mark.parametrize("raw", [b"", b"{", b"[]", b"null", b"\xff", b'{"format_version": "1"}', b"[" * 5000])
+def test_what_is_no_manifest_is_refused(raw: bytes, tiny: TinyArtifact) -> None:
+    tiny.write_manifest(raw)
+    with pytest.raises(ArtifactError, match="not a weightswap manifest"):
+        Artifact.open(tiny.path)
+
+
+@pytest.mark.parametrize("version", [0, 2, 99])
+def test_other_format_versions_are_refused_by_name(version: int, tiny: TinyArtifact) -> None:
+    tiny.write_manifest(json.dumps({"format_version": version, "from": "the future"}).encode())
+    with pytest.raises(FormatVersionError, match=f"format version {version}; this runtime reads 1"):
+        Artifact.open(tiny.path)
+
+
+def test_a_folder_without_a_manifest(tmp_path: Path) -> None:
+    for path in (tmp_path, tmp_path / "nowhere"):
+        with pytest.raises(ArtifactError, match="no artifact here"):
+            load(path)
+
+
+@pytest.mark.parametrize("name", ["graphs/forward.pt2", "constants.safetensors"])
+def test_missing_and_altered_files_are_refused(name: str, tiny: TinyArtifact) -> None:
+    path = tiny.path / name
+    raw = bytearray(path.read_bytes())
+    raw[-1] ^= 1
+    path.write_bytes(raw)
+    with pytest.raises(ArtifactError, match=rf"{path.name}: altered since the export"):
+        load(tiny.path)
+    path.unlink()
+    with pytest.raises(ArtifactError, match=rf"{path.name}: listed in the manifest but not readable"):
+        load(tiny.path)
+
+
+def test_a_link_out_of_the_folder_is_refused(tiny: TinyArtifact, tmp_path: Path) -> None:
+    path = tiny.path / "constants.safetensors"
+    path.rename(tmp_path / "elsewhere")
+    path.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(ArtifactError, match="leads out of the artifact"):
+        load(tiny.path)
+
+
+def test_constants_of_another_type_are_refused(tiny: TinyArtifact) -> None:
+    raw = render_header(pack_ranges([("shift", "F64", (1,))]), {}) + bytes(8)
+    replace_file(tiny, "constants.safetensors", raw)
+    with pytest.raises(ArtifactError, match=r"has no F32\[1\] for 'shift'"):
+        load(tiny.path)
+
+
+def test_a_graph_that_torch_cannot_open_is_named(tiny: TinyArtifact) -> None:
+    replace_file(tiny, "graphs/forward.pt2", b"not a graph")
+    with pytest.raises(ArtifactError, match=r"forward.pt2: torch .* cannot open the graph"):
+        load(tiny.path)
+
+
+def replace_file(tiny: TinyArtifact, name: str, raw: bytes) -> None:
+    """Put another file in its place and make the manifest agree, as somebody with malice could."""
+    from blake3 import blake3
+
+    from weightswap_runtime.manifest import Manifest, graph_identity
+
+    (tiny.path / name).write_bytes(raw)
+    old = tiny.manifest
+    files = {**old.files, name: blake3(raw).hexdigest()}
+    fields = {key: getattr(old, key) for key in old.__struct_fields__}
+    identity = graph_identity(old.methods, old.weights, old.state, old.constants, files)
+    tiny.write_manifest(encode_manifest(Manifest(**{**fields, "files": files, "graph_id": identity})))
