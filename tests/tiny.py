@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import io
 from collections.abc import Mapping
 from pathlib import Path
@@ -63,20 +64,10 @@ class TinyArtifact:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        batch = torch.export.Dim("batch", max=8)
-        model = _filled(self.values(0))
-        program = torch.export.export(model, (torch.zeros(2, 3),), dynamic_shapes={"x": {0: batch}})
-        saved = io.BytesIO()
-        torch.export.save(program, saved)
-        files = {"graphs/forward.pt2": saved.getvalue(), "constants.safetensors": _constants()}
+        graph, targets = _graph()
+        files = {"graphs/forward.pt2": graph, "constants.safetensors": _constants()}
         digests = {name: blake3(content).hexdigest() for name, content in files.items()}
-        kinds = {"weight": "weight", "bias": "weight", "tied": "weight", "again": "weight", "steps": "weight"}
-        inputs = [
-            GraphInput(kind="input", name="x")
-            if spec.target is None
-            else GraphInput(kind=kinds.get(spec.target, "constant"), name=spec.target)  # type: ignore[arg-type]
-            for spec in program.graph_signature.input_specs
-        ]
+        inputs = [_graph_input(target) for target in targets]
         signature = Signature(
             args=(("x", Tensor("x", "F32", ("batch", 3))),),
             kwargs=(),
@@ -88,7 +79,7 @@ class TinyArtifact:
         self.manifest = Manifest(
             format_version=1,
             graph_id=graph_identity(methods, WEIGHTS, (), constants, digests),
-            producer=Producer(weightswap="0", torch=torch.__version__),
+            producer=Producer(weightswap="0", torch=str(torch.__version__)),
             device="cpu",
             methods=methods,
             weights=WEIGHTS,
@@ -140,6 +131,23 @@ class TinyArtifact:
         with torch.no_grad():
             output: torch.Tensor = _filled(TinyArtifact.values(seed))(x)
         return output
+
+
+@functools.cache
+def _graph() -> tuple[bytes, tuple[str | None, ...]]:
+    """A graph as torch saves it, and what its flat inputs are; None is the user's."""
+    batch = torch.export.Dim("batch", max=8)
+    model = _filled(TinyArtifact.values(0))
+    program = torch.export.export(model, (torch.zeros(2, 3),), dynamic_shapes={"x": {0: batch}})
+    saved = io.BytesIO()
+    torch.export.save(program, saved)
+    return saved.getvalue(), tuple(spec.target for spec in program.graph_signature.input_specs)
+
+
+def _graph_input(target: str | None) -> GraphInput:
+    if target is None:
+        return GraphInput(kind="input", name="x")
+    return GraphInput(kind="constant" if target == "shift" else "weight", name=target)
 
 
 def _filled(values: Values) -> Affine:

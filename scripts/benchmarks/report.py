@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from statistics import median
 from typing import Any, Literal
 
 from rich import box
 from rich.table import Table
-from timing import Pairs, percentile
+from timing import percentile
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Goal:
 
 @dataclass(frozen=True)
 class Row:
-    """One measured thing. `ratio` is the median of subject / peer over neighbouring rounds, in `unit` on both sides."""
+    """One measured thing. `median`, `p99` and `peer_median` are in `unit`; `ratio` is subject over peer."""
 
     what: str
     unit: str
@@ -50,62 +50,57 @@ class Row:
         return value is not None and self.goal.met(value)
 
 
-def compared(what: str, unit: str, peer: str, pairs: Pairs, goal: Goal | None = None) -> Row:
-    """A row for a subject and a peer; `pairs` in `unit`."""
-    return Row(
-        what=what,
-        unit=unit,
-        median=median(pairs.subject),
-        samples=len(pairs.subject),
-        goal=goal,
-        peer=peer,
-        peer_median=median(pairs.peer),
-        ratio=median(s / p for s, p in zip(*pairs, strict=True)),
-    )
-
-
-def spread(what: str, unit: str, values: list[float], goal: Goal | None = None) -> Row:
-    """A row for one subject with its 99th percentile; `values` in `unit`."""
+def spread(what: str, unit: str, values: Sequence[float], goal: Goal | None = None) -> Row:
+    """A row for one subject, with its 99th percentile; `values` in `unit`."""
     return Row(what, unit, median(values), len(values), p99=percentile(values, 0.99), goal=goal)
 
 
-def table(rows: Iterable[Row], title: str) -> Table:
+def compared(
+    what: str, unit: str, values: Sequence[float], peer: str, peer_values: Sequence[float], goal: Goal | None = None
+) -> Row:
+    """A row for a subject and its peer, values in `unit`; the ratio is the median over neighbours in time."""
+    return Row(
+        what=what,
+        unit=unit,
+        median=median(values),
+        samples=len(values),
+        goal=goal,
+        peer=peer,
+        peer_median=median(peer_values),
+        ratio=median(one / other for one, other in zip(values, peer_values, strict=True)),
+    )
+
+
+def table(title: str, rows: Sequence[Row]) -> Table:
     """The rows as a table that is Markdown too."""
     made = Table(title=title, title_justify="left", box=box.MARKDOWN)
-    made.add_column("what")
-    for heading in ("median", "p99"):
-        made.add_column(heading, justify="right")
-    for heading in ("unit", "goal", "met", "peer"):
-        made.add_column(heading)
-    for heading in ("peer's median", "ratio"):
-        made.add_column(heading, justify="right")
+    for heading in ("what", "median", "p99", "unit", "goal", "met", "peer", "peer's median", "ratio"):
+        numeric = heading in {"median", "p99", "peer's median", "ratio"}
+        made.add_column(heading, justify="right" if numeric else "left", no_wrap=numeric)
     for row in rows:
+        goal = str(row.goal) if row.goal else ""
+        met = {True: "yes", False: "NO", None: ""}[row.met]
+        peer, peer_median = row.peer or "", _figure(row.peer_median)
         made.add_row(
-            row.what,
-            _figure(row.median),
-            _figure(row.p99),
-            row.unit,
-            str(row.goal or ""),
-            {True: "yes", False: "NO", None: ""}[row.met],
-            row.peer or "",
-            _figure(row.peer_median),
-            _figure(row.ratio),
+            row.what, _figure(row.median), _figure(row.p99), row.unit, goal, met, peer, peer_median, _figure(row.ratio)
         )
     return made
 
 
-def document(groups: dict[str, list[Row]], machine: dict[str, Any], settings: dict[str, Any]) -> dict[str, Any]:
+def document(
+    machine: Mapping[str, Any], settings: Mapping[str, Any], groups: Mapping[str, Sequence[Row]]
+) -> dict[str, Any]:
     """What `bench.json` holds."""
     rows = [
-        {"group": group, **asdict(row), "goal": str(row.goal) if row.goal else None, "met": row.met}
+        {"group": group} | asdict(row) | {"goal": str(row.goal) if row.goal else None, "met": row.met}
         for group, members in groups.items()
         for row in members
     ]
-    return {"machine": machine, "settings": settings, "rows": rows}
+    return {"machine": dict(machine), "settings": dict(settings), "rows": rows}
 
 
 def _figure(value: float | None) -> str:
-    """Three significant digits, never in powers of ten."""
+    """Three digits that mean something, without powers of ten."""
     if value is None:
         return ""
     return f"{value:.0f}" if abs(value) >= 100 else f"{value:#.3g}" if abs(value) >= 0.01 else f"{value:.2g}"

@@ -1,26 +1,14 @@
-"""Measuring: wall-clock seconds of single calls, alternated with a peer's."""
+"""Measuring: wall-clock seconds, each subject in turn with its peers."""
 
 from __future__ import annotations
 
-import gc
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from threading import Event, Thread
-from typing import NamedTuple
 
 Measure = Callable[[], float]
-
-
-class Pairs(NamedTuple):
-    """Figures of a subject and of its peer, taken in turn; the same index is the same moment."""
-
-    subject: list[float]
-    peer: list[float]
-
-    def map(self, function: Callable[[float], float]) -> Pairs:
-        return Pairs([function(x) for x in self.subject], [function(x) for x in self.peer])
 
 
 def seconds(function: Callable[[], object]) -> float:
@@ -32,15 +20,22 @@ def seconds(function: Callable[[], object]) -> float:
     return stop - start
 
 
-def alternate(subject: Measure, peer: Measure, rounds: int) -> Pairs:
-    """Subject, peer, subject, peer, ...: machines drift, neighbours in time do not. The first round is thrown away."""
-    subject(), peer()
-    taken = [(subject(), peer()) for _ in range(rounds)]
-    return Pairs([s for s, _ in taken], [p for _, p in taken])
+def in_turn(measures: Mapping[str, Measure], rounds: int) -> dict[str, list[float]]:
+    """Every measure once per round, so that what is compared was taken side by side: these machines drift.
+
+    Figures with the same index are neighbours in time. A first round is thrown away.
+    """
+    taken: dict[str, list[float]] = {name: [] for name in measures}
+    for number in range(rounds + 1):
+        for name, measure in measures.items():
+            figure = measure()
+            if number:
+                taken[name].append(figure)
+    return taken
 
 
 def per_call(function: Callable[[], object], calls: int) -> Measure:
-    """A measure of the seconds per call in a block of `calls`, the loop's own cost included."""
+    """Seconds per call in a block of `calls`; the loop's own cost is included."""
 
     def measure() -> float:
         start = time.perf_counter()
@@ -81,12 +76,3 @@ def calling(function: Callable[[], object], threads: int) -> Iterator[None]:
             thread.join()
     if errors:
         raise errors[0]
-
-
-@contextmanager
-def freed() -> Iterator[None]:
-    """Collects garbage when the block ends, so that the next one has the memory."""
-    try:
-        yield
-    finally:
-        gc.collect()

@@ -50,8 +50,9 @@ class Checker:
         """The next generation must have the weights of this epoch."""
         self._generations.append(self._weights[epoch])
 
-    def expected(self, generation: int) -> Weights:
-        return self._generations[generation]
+    def expected_ids(self) -> list[str]:
+        """The weights id that each generation must have."""
+        return [weights.weights_id for weights in self._generations]
 
     def judge(self, answer: Answer) -> Verdict:
         """Compare an answer bit for bit."""

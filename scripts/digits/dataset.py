@@ -13,7 +13,7 @@ SEED = 20
 
 
 class Digits(NamedTuple):
-    """`images`: float32 [n, 1, 8, 8], standardised with the training images' mean and deviation. `labels`: int64 [n]."""
+    """`images`: float32 [n, 1, 8, 8], standardised by the training images. `labels`: int64 [n]."""
 
     images: torch.Tensor
     labels: torch.Tensor

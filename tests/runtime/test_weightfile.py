@@ -149,11 +149,11 @@ def test_writing_replaces_and_never_truncates(weight_file: Callable[[int], Path]
 
 def test_a_failed_write_leaves_the_old_file_and_no_other(weight_file: Callable[[int], Path], tmp_path: Path) -> None:
     path = weight_file(1)
-    before, names = path.read_bytes(), sorted(os.listdir(tmp_path))
+    before, names = path.read_bytes(), sorted(tmp_path.iterdir())
     with pytest.raises(ValueError, match="2 bytes came for a tensor of 3"):
         write_weight_file(path, [TensorRow("a", "U8", (3,))], {"a": [memoryview(b"12")]}, graph_id="g")
     assert path.read_bytes() == before
-    assert sorted(os.listdir(tmp_path)) == names
+    assert sorted(tmp_path.iterdir()) == names
 
 
 def test_the_stamp_survives_a_round_trip(weight_file: Callable[[int], Path]) -> None:

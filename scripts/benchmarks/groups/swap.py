@@ -3,25 +3,25 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import cycle
 from pathlib import Path
 
 import safetensors.torch
 import torch
-from models import Stack, Stored, stored
+from models import Stack, Stored, equal, stored
 from peers import Memory, Peers
 from report import Goal, Row, compared, spread
 from settings import Settings
-from timing import Measure, alternate, calling, freed, seconds
+from timing import Measure, calling, in_turn, seconds
 
-from weightswap_runtime import Model, SwapReceipt, load
+from weightswap_runtime import Model, load
 
 SMALL = 1_000_000
+COMMITS = 100  # for each round
 CALLERS = 2
-MICRO = 1e6
-MILLI = 1e3
 
 HALF_AS_FAST = Goal("ratio", "at least", 0.5)
 INSTANT = Goal("p99", "at most", 100)
@@ -29,48 +29,160 @@ ONE_COPY = Goal("ratio", "at most", 1.3)
 
 
 def rows(settings: Settings) -> Iterator[Row]:
-    """Files of two sizes; every part frees its memory before the next one starts."""
-    with stored(settings.nbytes) as large:
+    """One part after the other; each frees its memory before the next one starts."""
+    with stored(settings.megabytes * 1_000_000) as large:
         for part in (_staging, _first_staging, _commits, _single, _whole):
-            with freed():
-                yield from part(large, settings.rounds)
+            yield from part(large, settings.rounds)
+            gc.collect()
     with stored(SMALL) as small:
         yield from _commits(small, settings.rounds)
-
-
-def _size(stored: Stored) -> str:
-    return f"{stored.nbytes / 1e6:.0f} MB" if stored.nbytes < 1e8 else f"{stored.nbytes / 1e9:.2f} GB"
+        yield _staged_commits(small, settings.rounds)
 
 
 def _staging(stored: Stored, rounds: int) -> Iterator[Row]:
-    """Into memory that has been written to before."""
-    peers, memory = Peers(), Memory(_file_size(stored), touched=True)
+    """Into memory that was written to before, digests and checks included."""
+    peers = Peers()
+    path = stored.versions[0].path
+    memory = Memory(path.stat().st_size, touched=True)
     model = _warm(stored)
-    paths = cycle(version.path for version in stored.versions)
+    taken = in_turn(
+        {
+            "stage": _stage(model, _paths(stored)),
+            "read": lambda: seconds(lambda: peers.read(path, memory)),
+            "both": lambda: seconds(lambda: peers.read_and_hash(path, memory)),
+            "hash": lambda: seconds(lambda: peers.hash(memory)),
+        },
+        rounds,
+    )
+    stored.check(model)
+    rate = {name: [stored.nbytes / second / 1e9 for second in values] for name, values in taken.items()}
+    what, read = f"stage {stored.size}, warm arena", f"preadv, {peers.threads} threads"
+    yield compared(what, "GB/s", rate["stage"], read, rate["read"], HALF_AS_FAST)
+    yield compared(what, "GB/s", rate["stage"], "preadv + BLAKE3, no checks", rate["both"])
+    yield compared(f"BLAKE3 alone, {peers.threads} threads", "GB/s", rate["hash"], read, rate["read"])
+
+
+def _first_staging(stored: Stored, rounds: int) -> Iterator[Row]:
+    """Into memory that nothing has written to: the kernel's page faults are inside, on both sides."""
+    peers = Peers()
     path = stored.versions[0].path
 
     def stage() -> float:
+        model = load(stored.artifact)
+        return _stage(model, iter([path]))()
+
+    def read() -> float:
+        memory = Memory(path.stat().st_size, touched=False)
+        return seconds(lambda: peers.read(path, memory))
+
+    taken = in_turn({"stage": stage, "read": read}, -(-rounds // 2))
+    rate = {name: [stored.nbytes / second / 1e9 for second in values] for name, values in taken.items()}
+    what, peer = f"stage {stored.size}, fresh arena", "preadv into fresh memory"
+    yield compared(what, "GB/s", rate["stage"], peer, rate["read"])
+
+
+def _commits(stored: Stored, rounds: int) -> Iterator[Row]:
+    """A rollback is a commit that reads no file, so many of them can be measured at any size."""
+    model = _warm(stored)
+    yield from _rollbacks(model, f"{stored.size}, idle", rounds)
+    with calling(lambda: model(stored.tokens), CALLERS):
+        yield from _rollbacks(model, f"{stored.size}, {CALLERS} threads calling", rounds)
+    stored.check(model)
+
+
+def _rollbacks(model: Model, where: str, rounds: int) -> Iterator[Row]:
+    seen, paused = [], []
+    for _ in range(COMMITS * rounds):
+        time.sleep(0.0005)  # lets the calling threads in, as any pause between two commits would
+        start = time.perf_counter()
+        receipt = model.rollback()
+        seen.append((time.perf_counter() - start) * 1e6)
+        paused.append(receipt.seconds_paused * 1e6)
+    yield spread(f"commit, the caller's time, {where}", "us", seen, INSTANT)
+    yield spread(f"commit, calls paused, {where}", "us", paused, INSTANT)
+
+
+def _staged_commits(stored: Stored, rounds: int) -> Row:
+    model, paths = _warm(stored), _paths(stored)
+    taken = []
+    for _ in range(COMMITS * rounds):
+        staged = model.stage(next(paths))
+        taken.append(seconds(staged.commit) * 1e6)
+    stored.check(model)
+    return spread(f"staged.commit(), the caller's time, {stored.size}, idle", "us", taken, INSTANT)
+
+
+def _single(stored: Stored, rounds: int) -> Iterator[Row]:
+    """One arena: the commit copies. The goal is judged against one `copy_` of a flat tensor, the usual memcpy here."""
+    peers, paths = Peers(), _paths(stored)
+    model = load(stored.artifact, next(paths), residency="single")
+    target, source = (Memory(stored.nbytes, touched=True) for _ in range(2))
+    target_tensor, source_tensor = target.tensor(), source.tensor()
+    taken = in_turn(
+        {
+            "commit": lambda: model.swap(next(paths)).seconds_paused,
+            "copy_": lambda: seconds(lambda: target_tensor.copy_(source_tensor)),
+            "threads": lambda: seconds(lambda: peers.copy(target, source)),
+            "memmove": lambda: seconds(lambda: ctypes.memmove(target.address, source.address, stored.nbytes)),
+        },
+        rounds,
+    )
+    stored.check(model)
+    millis = {name: [second * 1e3 for second in values] for name, values in taken.items()}
+    what = f"commit in single residency, {stored.size}"
+    yield compared(what, "ms", millis["commit"], "one torch copy_", millis["copy_"], ONE_COPY)
+    yield compared(what, "ms", millis["commit"], f"memcpy, {peers.threads} threads", millis["threads"])
+    yield compared(what, "ms", millis["commit"], "memcpy, 1 thread", millis["memmove"])
+
+
+def _whole(stored: Stored, rounds: int) -> Iterator[Row]:
+    """From a path to weights that serve."""
+    model, paths = _warm(stored), _paths(stored)
+    first = stored.versions[0]
+    with torch.no_grad():
+        eager = Stack(stored.nbytes).eval()
+
+    def unpickle(mmap: bool) -> Callable[[], object]:
+        return lambda: eager.load_state_dict(torch.load(stored.pickled, weights_only=True, mmap=mmap))
+
+    others: dict[str, Callable[[], object]] = {
+        "load_state_dict(load_file())": lambda: eager.load_state_dict(safetensors.torch.load_file(first.path)),
+        "load_state_dict(torch.load(mmap=True))": unpickle(mmap=True),
+        "load_state_dict(torch.load())": unpickle(mmap=False),
+    }
+    measures: dict[str, Measure] = {"swap": lambda: seconds(lambda: model.swap(next(paths)))}
+    measures |= {name: lambda work=work: seconds(work) for name, work in others.items()}
+    taken = in_turn(measures, rounds)
+    stored.check(model)
+    with torch.no_grad():
+        equal(eager(stored.tokens), first.expected, "the eager model after its own load")
+    millis = {name: [second * 1e3 for second in values] for name, values in taken.items()}
+    for name in others:
+        yield compared(f"swap {stored.size}, double residency", "ms", millis["swap"], name, millis[name])
+
+
+def _warm(stored: Stored) -> Model:
+    """A model in double residency that has used both of its arenas, and can roll back."""
+    first, second = stored.versions
+    model = load(stored.artifact, first.path)
+    stored.check(model)
+    model.swap(second.path)
+    stored.check(model)
+    return model
+
+
+def _paths(stored: Stored) -> Iterator[Path]:
+    return cycle(version.path for version in stored.versions)
+
+
+def _stage(model: Model, paths: Iterator[Path]) -> Measure:
+    """Times the staging alone; the commit that follows makes the other arena the next target."""
+
+    def measure() -> float:
         start = time.perf_counter()
         staged = model.stage(next(paths))
         taken = time.perf_counter() - start
         staged.commit()
         return taken
 
-    def rates(subject: Measure, peer: Measure) -> ...:
-        return alternate(subject, peer, rounds).map(lambda taken: stored.nbytes / taken / 1e9)
-
-    def read() -> float:
-        return seconds(lambda: peers.read(path, memory))
-
-    def read_and_hash() -> float:
-        return seconds(lambda: peers.read_and_hash(path, memory))
-
-    def hashing() -> float:
-        return seconds(lambda: peers.hash(memory))
-
-    plain = f"preadv, {peers.threads} threads"
-    what = f"stage {_size(stored)}, warm arena"
-    yield compared(what, "GB/s", plain, rates(stage, read), HALF_AS_FAST)
-    yield compared(what, "GB/s", "preadv + BLAKE3 without checks", rates(stage, read_and_hash))
-    yield compared(f"BLAKE3 alone, {peers.threads} threads", "GB/s", plain, rates(hashing, read))
-    stored.check(model)
+    return measure

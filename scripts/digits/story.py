@@ -1,0 +1,219 @@
+"""The demo's story, in the order in which it happens; this process exports, packs, delivers and checks."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from answers import read_shard
+from build import deliver, export_topology, flipped_copy, folder_bytes, pack_checkpoint, truncated_copy
+from checking import Checker
+from dataset import split_digits, write_images
+from events import Event
+from ledger import Generation, Ledger, Refusal
+from processes import Children, DemoError
+from screen import Screen
+
+from weightswap_runtime import Artifact
+
+CLIENTS = 3
+PATIENCE_SECONDS = 30.0
+POLL_SECONDS = 0.05
+
+
+@dataclass(frozen=True)
+class Options:
+    """`pace` is how many seconds an epoch takes at least, so that each generation serves for a while."""
+
+    out: Path
+    epochs: int
+    residency: str
+    pace: float
+    rate: float
+
+
+@dataclass
+class Outcome:
+    """What the story leaves behind. Sizes in bytes; `answers_given` is the server's own count."""
+
+    ledger: Ledger
+    graph_id: str
+    artifact_bytes: int
+    weight_file_bytes: int
+    expected_weights_ids: list[str]
+    answers_given: int
+    forbidden_imports: list[str]
+
+
+class Story:
+    """One run. Every wait ends: with what it waited for, a dead child, or the end of its patience (DemoError)."""
+
+    def __init__(self, options: Options, folder: Path, children: Children, screen: Screen) -> None:
+        self._options = options
+        self._folder = folder
+        self._children = children
+        self._screen = screen
+        self._ledger = Ledger()
+        self._checkpoints: dict[int, Path] = {}
+        self._shards: deque[Path] = deque()
+        self._done: dict[str, dict[str, Any]] = {}
+        self._delivered = 0
+        self._handlers: dict[str, Callable[[Event], None]] = {
+            "ready": self._on_ready,
+            "checkpoint": self._on_checkpoint,
+            "committed": self._on_commit,
+            "rolled back": self._on_commit,
+            "refused": self._on_refusal,
+            "answers": self._on_answers,
+            "done": self._on_done,
+        }
+        for name in ("checkpoints", "packed", "inbox", "shards"):
+            (folder / name).mkdir()
+        _, held_out = split_digits()
+        write_images(folder / "held-out.npz", held_out)
+        self._checker = Checker(held_out)
+
+    def play(self) -> Outcome:
+        """From the export to the last check. Raises DemoError."""
+        artifact = self._export()
+        self._start()
+        last = self._options.epochs
+        for epoch in range(last):
+            self._pack(epoch, artifact)
+            self._deliver(epoch)
+        packed = self._pack(last, artifact)
+        self._deliver_damaged(packed)
+        self._deliver(last)
+        self._until(lambda: len(self._ledger.generations) == last + 1, "commit of the last checkpoint")
+        self._serve_on(self._options.pace)
+        self._roll_back(last - 1)
+        self._serve_on(self._options.pace)
+        done = self._stop()
+        return Outcome(
+            ledger=self._ledger,
+            graph_id=artifact.graph_id,
+            artifact_bytes=folder_bytes(artifact.path),
+            weight_file_bytes=packed.stat().st_size,
+            expected_weights_ids=self._checker.expected_ids(),
+            answers_given=done["answers"],
+            forbidden_imports=done["forbidden_imports"],
+        )
+
+    def _export(self) -> Artifact:
+        artifact = export_topology(self._folder / "digits.artifact")
+        size = f"{folder_bytes(artifact.path) / 1e3:.0f} kB"
+        self._screen.say(f"exported the topology, before training: graph {artifact.graph_id[:12]}, {size}, no weights")
+        return artifact
+
+    def _start(self) -> None:
+        options = self._options
+        self._children.start(
+            "trainer", "training.py", ["checkpoints", f"--epochs={options.epochs}", f"--pace={options.pace}"]
+        )
+        self._children.start(
+            "server",
+            "serving.py",
+            [
+                *("digits.artifact", "held-out.npz", "inbox", "shards"),
+                *(f"--residency={options.residency}", f"--clients={CLIENTS}", f"--rate={options.rate}"),
+            ],
+        )
+
+    def _pack(self, epoch: int, artifact: Artifact) -> Path:
+        self._until(lambda: epoch in self._checkpoints, f"checkpoint of epoch {epoch}", self._options.pace)
+        checkpoint = self._checkpoints[epoch]
+        packed = pack_checkpoint(checkpoint, artifact, self._folder / "packed" / f"epoch-{epoch}.safetensors", epoch)
+        self._checker.learn(epoch, packed.weights_id, checkpoint)
+        return packed.path
+
+    def _deliver(self, epoch: int) -> None:
+        self._checker.expect(epoch)
+        self._put(self._folder / "packed" / f"epoch-{epoch}.safetensors")
+
+    def _deliver_damaged(self, packed: Path) -> None:
+        """The last file arrives damaged, twice, before it arrives intact."""
+        for count, damage in enumerate((truncated_copy, flipped_copy), start=1):
+            name = damage.__name__.removesuffix("_copy")
+            self._put(damage(packed, packed.with_stem(f"{packed.stem}-{name}")))
+            self._until(partial(self._answered, count), f"answer to a {name} file")
+            self._serve_on(self._options.pace / 2)
+
+    def _answered(self, count: int) -> bool:
+        taken = len(self._ledger.refusals) + len(self._ledger.generations)
+        return len(self._ledger.refusals) == count or taken == self._delivered
+
+    def _put(self, file: Path) -> None:
+        deliver(file, self._folder / "inbox", self._delivered, file.stem)
+        self._delivered += 1
+
+    def _roll_back(self, epoch: int) -> None:
+        self._checker.expect(epoch)
+        self._children.send("server", "rollback")
+        self._until(lambda: self._ledger.generations[-1].rolled_back, "rollback")
+
+    def _serve_on(self, seconds: float) -> None:
+        end = time.monotonic() + seconds
+        self._until(lambda: time.monotonic() >= end, "end of a pause", seconds)
+
+    def _stop(self) -> dict[str, Any]:
+        self._children.send("server", "stop")
+        self._until(lambda: self._done.keys() >= {"server", "trainer"} and not self._shards, "end of the server")
+        return self._done["server"]
+
+    def _until(self, reached: Callable[[], bool], what: str, longer: float = 0.0) -> None:
+        """Handle events and check answers until something is reached. Raises DemoError when it is not."""
+        deadline = time.monotonic() + PATIENCE_SECONDS + longer
+        while not reached():
+            if time.monotonic() > deadline:
+                raise DemoError(f"waited {PATIENCE_SECONDS + longer:.0f} s for the {what} in vain")
+            if event := self._children.next_event(0.0 if self._shards else POLL_SECONDS):
+                self._handlers[event.kind](event)
+            elif self._shards:
+                self._check(self._shards.popleft())
+            self._screen.show(self._ledger)
+
+    def _check(self, shard: Path) -> None:
+        for answer in read_shard(shard):
+            self._ledger.add(answer, self._checker.judge(answer), self._checker.hits(answer))
+        shard.unlink()
+
+    def _on_ready(self, event: Event) -> None:
+        self._screen.say("the server is ready; it has the graph and no weights")
+
+    def _on_checkpoint(self, event: Event) -> None:
+        self._checkpoints[event.fields["epoch"]] = self._folder / "checkpoints" / event.fields["file"]
+
+    def _on_commit(self, event: Event) -> None:
+        fields = event.fields
+        generation = Generation(
+            generation=fields["generation"],
+            weights_id=fields["weights_id"],
+            epoch=int(fields["labels"]["epoch"]),
+            rolled_back=event.kind == "rolled back",
+            at=event.at,
+            seconds_staged=fields["seconds_staged"],
+            seconds_paused=fields["seconds_paused"],
+        )
+        self._ledger.generations.append(generation)
+        self._screen.say(
+            f"{event.kind}: generation {generation.generation}, weights {generation.weights_id[:12]}, "
+            f"epoch {generation.epoch}, paused {generation.seconds_paused * 1e6:.1f} µs"
+        )
+
+    def _on_refusal(self, event: Event) -> None:
+        refusal = Refusal(at=event.at, **event.fields)
+        self._ledger.refusals.append(refusal)
+        state = "serving unchanged" if refusal.unchanged else "SERVING HAS CHANGED"
+        self._screen.say(f"refused: {refusal.error}: {refusal.message}")
+        self._screen.say(f"{state}: generation {refusal.generation}, weights {refusal.weights_id[:12]}")
+
+    def _on_answers(self, event: Event) -> None:
+        self._shards.append(self._folder / "shards" / event.fields["file"])
+
+    def _on_done(self, event: Event) -> None:
+        self._done[event.source] = event.fields

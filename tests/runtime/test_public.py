@@ -1,0 +1,69 @@
+"""The public pages, and how little importing them brings in."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+import weightswap_exporter
+import weightswap_runtime
+from weightswap_runtime import errors
+
+
+def test_all_is_what_the_runtime_offers() -> None:
+    offered = {
+        name for name, value in vars(weightswap_runtime).items() if not name.startswith("_") and not is_module(value)
+    }
+    assert sorted(offered | {"__version__"}) == sorted(weightswap_runtime.__all__)
+
+
+def test_all_is_what_the_exporter_offers() -> None:
+    assert sorted(weightswap_exporter._HOMES) == sorted(set(weightswap_exporter.__all__) - {"__version__"})
+    assert all(getattr(weightswap_exporter, name) is not None for name in weightswap_exporter.__all__)
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        weightswap_exporter.nothing  # noqa: B018
+
+
+def test_every_error_is_in_the_family_and_in_the_drawing() -> None:
+    assert errors.__doc__ is not None
+    for name in errors.__all__:
+        assert issubclass(getattr(errors, name), errors.WeightswapError)
+        assert name in errors.__doc__
+        assert name in weightswap_runtime.__all__
+
+
+def is_module(value: object) -> bool:
+    return type(value) is type(sys)
+
+
+def imported_by(code: str) -> set[str]:
+    script = f"import sys\n{code}\nprint('\\n'.join(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    return set(done.stdout.split())
+
+
+HEAVY = {"torch", "sympy", "onnxruntime", "safetensors", "weightswap_exporter"}
+
+
+def test_importing_the_runtime_brings_in_neither_torch_nor_the_exporter() -> None:
+    assert not HEAVY & imported_by("import weightswap_runtime")
+
+
+def test_listing_the_commands_brings_in_no_torch() -> None:
+    code = "sys.argv = ['weightswap', '--help']\nimport atexit\nfrom weightswap_runtime.cli import main\n"
+    code += "try:\n    main()\nexcept SystemExit:\n    pass"
+    assert not (HEAVY - {"weightswap_exporter"}) & imported_by(code)
+
+
+def test_loading_and_calling_brings_in_no_exporter() -> None:
+    assert "weightswap_exporter" not in imported_by("import weightswap_runtime.engines.torch")
+
+
+def test_without_torch_the_error_names_the_extra() -> None:
+    code = "sys.modules['torch'] = None\nfrom weightswap_runtime.errors import MissingExtra\n"
+    code += "try:\n    import weightswap_runtime.engines.torch\nexcept MissingExtra as error:\n    print(error)"
+    script = f"import sys\n{code}"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert "pip install 'weightswap[torch]'" in done.stdout

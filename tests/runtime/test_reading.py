@@ -1,0 +1,98 @@
+"""Reading into an arena: batches, large tensors, ties, other strides; digests against BLAKE3 over the whole tensor."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import safetensors.numpy
+from blake3 import blake3
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from weightswap_runtime import WeightFile, reading
+from weightswap_runtime.arena import ArenaLayout, HostArena
+from weightswap_runtime.manifest import NamedTensor
+from weightswap_runtime.workers import Workers
+
+WORKERS = Workers(3)
+
+
+@pytest.fixture
+def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same code paths as for gigabytes."""
+    monkeypatch.setattr(reading, "CHUNK", 64)
+    monkeypatch.setattr(reading, "LARGE", 1000)
+    monkeypatch.setattr(reading, "MOST_BUFFERS", 3)
+
+
+@pytest.mark.usefixtures("small_chunks")
+@pytest.mark.parametrize("round_", range(20))
+def test_every_byte_arrives_with_its_digest(round_: int, tmp_path: Path) -> None:
+    random = np.random.default_rng(round_)
+    sizes = [int(size) for size in random.choice([0, 1, 3, 8, 63, 64, 65, 200, 999, 1000, 5000], size=25)]
+    values = {f"t{index}": random.integers(0, 256, size, dtype=np.uint8) for index, size in enumerate(sizes)}
+    path = tmp_path / "file.safetensors"
+    safetensors.numpy.save_file(values, path)
+    weights = [NamedTensor(name=name, dtype="U8", shape=value.shape) for name, value in values.items()]
+    arena = HostArena(ArenaLayout(weights))
+    with WeightFile(path) as file:
+        digests = reading.read_tensors(file, {name: (name,) for name in values}, arena, WORKERS)
+    for name, value in values.items():
+        assert bytes(arena.view(name)) == value.tobytes()
+        assert digests[name] == blake3(value.tobytes()).hexdigest()
+        assert arena.layout.slots[name].offset % 256 == 0
+
+
+def test_tied_tensors_are_all_read_for_their_digests(tmp_path: Path) -> None:
+    path = tmp_path / "file.safetensors"
+    safetensors.numpy.save_file({"a": np.ones(4), "b": np.zeros(4)}, path)
+    arena = HostArena(ArenaLayout([NamedTensor(name="w", dtype="F64", shape=(4,))]))
+    with WeightFile(path) as file:
+        digests = reading.read_tensors(file, {"w": ("a", "b")}, arena, WORKERS)
+    assert bytes(arena.view("w")) == np.ones(4).tobytes()
+    assert digests["b"] == blake3(bytes(32)).hexdigest()
+
+
+@settings(deadline=None)
+@given(st.permutations(range(4)), st.tuples(*[st.integers(1, 4)] * 4), st.sampled_from(["u1", "u2", "f4", "c8"]))
+def test_tensors_are_laid_out_in_the_order_that_the_model_keeps_them(
+    tmp_path_factory: pytest.TempPathFactory, order: list[int], shape: tuple[int, ...], dtype: str
+) -> None:
+    logical = np.arange(np.prod(shape)).astype(dtype).reshape(shape)
+    stored = np.ascontiguousarray(logical.transpose(order)).transpose(np.argsort(order))
+    stride = tuple(step // logical.itemsize for step in stored.strides)
+    names = {"u1": "U8", "u2": "U16", "f4": "F32", "c8": "C64"}
+    path = tmp_path_factory.mktemp("strided") / "file.safetensors"
+    safetensors.numpy.save_file({"w": logical}, path)
+    arena = HostArena(ArenaLayout([NamedTensor(name="w", dtype=names[dtype], shape=shape, stride=stride)]))
+    with WeightFile(path) as file:
+        digests = reading.read_tensors(file, {"w": ("w",)}, arena, WORKERS)
+    assert bytes(arena.view("w")) == np.ascontiguousarray(logical.transpose(order)).tobytes()
+    assert digests["w"] == blake3(logical.tobytes()).hexdigest()
+
+
+def test_an_arena_is_copied_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("weightswap_runtime.arena.COPY_CHUNK", 100)
+    layout = ArenaLayout([NamedTensor(name=f"w{index}", dtype="U8", shape=(index * 77,)) for index in range(9)])
+    source, target = HostArena(layout), HostArena(layout)
+    for name in layout.slots:
+        source.view(name)[:] = np.random.bytes(len(source.view(name)))
+    address = target.address
+    target.copy_from(source, WORKERS)
+    assert all(bytes(target.view(name)) == bytes(source.view(name)) for name in layout.slots)
+    assert target.address == address
+
+
+def test_workers_report_the_first_error_after_the_last_call_has_ended() -> None:
+    ended: list[int] = []
+
+    def work(item: int) -> None:
+        if item == 1:
+            raise KeyError("first")
+        ended.append(item)
+
+    with pytest.raises(KeyError, match="first"):
+        Workers(2).run_all(work, range(2))
+    assert set(ended) <= {0}
