@@ -8,18 +8,27 @@ from __future__ import annotations
 
 import io
 import json
+import warnings
 import zipfile
 from typing import Any
 
 import torch
 from torch.export import ExportedProgram
+from torch.utils import _pytree as pytree
+
+from weightswap_runtime.signature import Node, Signature, leaves, unflatten
 
 _KEPT_METADATA = frozenset({"nn_module_stack"})
 _DROPPED = (".data/serialization_id",)
 
 
-def graph_archive(program: ExportedProgram) -> bytes:
-    """The bytes of `graphs/<method>.pt2`. The program is left without the values of its tensors."""
+def graph_archive(program: ExportedProgram, signature: Signature) -> bytes:
+    """The bytes of `graphs/<method>.pt2`. The program is left without the values of its tensors.
+
+    Its inputs and outputs are described with plain dicts, lists and tuples in place of the model's own classes, so that
+    a server which lacks those classes can open it.
+    """
+    _use_plain_containers(program, signature)
     for name, tensor in program.state_dict.items():
         empty = torch.empty_like(tensor, device="meta")
         is_parameter = isinstance(tensor, torch.nn.Parameter)
@@ -29,8 +38,23 @@ def graph_archive(program: ExportedProgram) -> bytes:
             program.constants[name] = torch.empty_like(constant, device="meta")
     program._example_inputs = None
     saved = io.BytesIO()
-    torch.export.save(program, saved)
+    with warnings.catch_warnings():  # about tensors without storage sharing it, which _own_records undoes
+        warnings.filterwarnings("ignore", "No complete tensor found", UserWarning)
+        torch.export.save(program, saved)
     return _rewrite(saved)
+
+
+def _use_plain_containers(program: ExportedProgram, signature: Signature) -> None:
+    (root,) = (entry.signature for entry in program.module_call_graph if entry.fqn == "")
+    assert root is not None
+    args = tuple(_plain(node) for _, node in signature.args)
+    kwargs = {name: _plain(node) for name, node in signature.kwargs}
+    root.in_spec = pytree.tree_structure((args, kwargs))
+    root.out_spec = pytree.tree_structure(_plain(signature.output))
+
+
+def _plain(node: Node) -> Any:
+    return unflatten(node, leaves(node))
 
 
 def _rewrite(saved: io.BytesIO) -> bytes:
@@ -59,6 +83,7 @@ def _own_records(config_name: str, records: dict[str, bytes]) -> dict[str, bytes
 def _lean(model: bytes) -> bytes:
     document = json.loads(model)
     _strip(document)
+    _drop_texts(document["graph_module"])
     return json.dumps(document, separators=(",", ":")).encode()
 
 
@@ -72,3 +97,14 @@ def _strip(value: Any) -> None:
             value["metadata"] = {k: v for k, v in value["metadata"].items() if k in _KEPT_METADATA}
         for item in value.values():
             _strip(item)
+
+
+def _drop_texts(graph_module: dict[str, Any]) -> None:
+    """Put None for outputs that are texts: torch writes them and cannot read them. The manifest has their values."""
+    none = {"as_none": True}
+    outputs = graph_module["graph"]["outputs"]
+    graph_module["graph"]["outputs"] = [none if "as_string" in output else output for output in outputs]
+    for spec in graph_module["signature"]["output_specs"]:
+        output = spec.get("user_output", {})
+        if "as_string" in output.get("arg", {}):
+            output["arg"] = none

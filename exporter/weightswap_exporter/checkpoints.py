@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
+from zipfile import is_zipfile
 
 import torch
 from torch import nn
@@ -83,13 +84,13 @@ def _from_safetensors(path: Path) -> Iterator[Checkpoint]:
 
 def _from_pickled(path: Path) -> Checkpoint:
     try:
-        loaded = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+        loaded = torch.load(path, map_location="cpu", mmap=is_zipfile(path), weights_only=True)
     except pickle.UnpicklingError as error:
         raise CheckpointError(
             f"{path}: holds more than tensors, and unpickling it could run anything, so it was not opened. "
             f"Save model.state_dict() alone, or a .safetensors file. ({str(error).splitlines()[0]})"
         ) from error
-    except (RuntimeError, EOFError, OSError, ValueError) as error:
+    except Exception as error:  # what a damaged pickle raises is anybody's guess
         raise CheckpointError(f"{path}: not a checkpoint that torch.load can open ({error})") from error
     if not isinstance(loaded, Mapping):
         raise CheckpointError(f"{path}: holds a {type(loaded).__qualname__}, expected a state dict")

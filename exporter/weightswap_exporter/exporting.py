@@ -74,7 +74,10 @@ def export(
         name: Method(graph=f"graphs/{name}.pt2", inputs=tables.inputs[name], signature=describe_method(method))
         for name, method in captured.items()
     }
-    files = {described[name].graph: graph_archive(method.program) for name, method in captured.items()}
+    files = {
+        described[name].graph: graph_archive(method.program, described[name].signature)
+        for name, method in captured.items()
+    }
     files[CONSTANTS_NAME] = _constants(tables)
     digests = {name: blake3(content).hexdigest() for name, content in sorted(files.items())}
     manifest = Manifest(

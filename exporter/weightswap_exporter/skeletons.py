@@ -53,6 +53,18 @@ def skeleton() -> Iterator[None]:
 def _no_memo(t: torch.Tensor, v: FakeTensor) -> None: ...
 
 
+def _copy(tensor: FakeTensor, memo: dict[int, object]) -> torch.Tensor:
+    """What copy.deepcopy does with a fake tensor; torch's own way asks for its address."""
+    if id(tensor) not in memo:
+        with tensor.fake_mode:
+            values = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+        is_parameter = isinstance(tensor, nn.Parameter)
+        memo[id(tensor)] = nn.Parameter(values, tensor.requires_grad) if is_parameter else values
+    copied = memo[id(tensor)]
+    assert isinstance(copied, torch.Tensor)
+    return copied
+
+
 class _Builder:
     def __init__(self) -> None:
         self._mode = FakeTensorMode(allow_non_fake_inputs=True)
@@ -75,6 +87,7 @@ class _Builder:
             }
             with ExitStack() as stack:
                 stack.enter_context(mock.patch.object(nn.Module, "register_parameter", register))
+                stack.enter_context(mock.patch.object(FakeTensor, "__deepcopy__", _copy, create=True))
                 for name, function in initialisers.items():
                     stack.enter_context(mock.patch.object(nn.init, name, function))
                 yield

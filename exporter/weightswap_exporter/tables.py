@@ -49,16 +49,14 @@ def classify(model: nn.Module, captured: Mapping[str, Captured]) -> Tables:
     groups: dict[TieKey, list[str]] = {}
     for fqn, tensor in tensors.items():
         groups.setdefault(tie_key(tensor), []).append(fqn)
-    kinds: dict[str, tuple[str, str]] = {}
+    kinds: dict[str, str] = {}
     rows: dict[str, list[NamedTensor]] = {"weight": [], "state": [], "constant": []}
-    used = _used(captured)
     for fqns in groups.values():
         kind = "state" if mutated.intersection(fqns) else "weight" if lasting.intersection(fqns) else "constant"
         if kind == "state" and (shared := sorted(set(fqns).intersection(parameters))):
             raise CaptureError(f"a call changes {', '.join(fqns)}, and {', '.join(shared)} is a parameter")
-        if kind != "constant" or used.intersection(fqns):
-            rows[kind].append(_row(fqns, tensors[fqns[0]]))
-            kinds |= dict.fromkeys(fqns, (kind, fqns[0] if kind == "constant" else ""))
+        rows[kind].append(_row(fqns, tensors[fqns[0]]))
+        kinds |= dict.fromkeys(fqns, kind)
     values = {row.name: tensors[row.name].detach() for kind in ("state", "constant") for row in rows[kind]}
     inputs = {}
     for name, method in captured.items():
@@ -77,15 +75,6 @@ def persistent_buffers(model: nn.Module) -> set[str]:
         for path, module in model.named_modules(remove_duplicate=False)
         for name, buffer in module._buffers.items()
         if buffer is not None and name not in module._non_persistent_buffers_set
-    }
-
-
-def _used(captured: Mapping[str, Captured]) -> set[str]:
-    return {
-        str(spec.target)
-        for method in captured.values()
-        for spec in method.program.graph_signature.input_specs
-        if spec.kind is InputKind.BUFFER
     }
 
 
@@ -122,7 +111,7 @@ def _lifted_constants(name: str, method: Captured) -> dict[str, torch.Tensor]:
     return lifted
 
 
-def _graph_inputs(name: str, method: Captured, kinds: Mapping[str, tuple[str, str]]) -> Iterable[GraphInput]:
+def _graph_inputs(name: str, method: Captured, kinds: Mapping[str, str]) -> Iterable[GraphInput]:
     for spec in method.program.graph_signature.input_specs:
         target = str(spec.target)
         if spec.kind is InputKind.USER_INPUT:
@@ -130,8 +119,7 @@ def _graph_inputs(name: str, method: Captured, kinds: Mapping[str, tuple[str, st
         elif spec.kind is InputKind.CONSTANT_TENSOR:
             yield GraphInput(kind="constant", name=f"{name}/{target}")
         elif spec.kind in (InputKind.PARAMETER, InputKind.BUFFER) and target in kinds:
-            kind, key = kinds[target]
-            yield GraphInput(kind=kind, name=key or target)  # type: ignore[arg-type]
+            yield GraphInput(kind=kinds[target], name=target)  # type: ignore[arg-type]
         else:
             raise CaptureError(
                 f"method {name!r} reads {target or spec.arg.name} ({spec.kind.name}), which cannot be captured"

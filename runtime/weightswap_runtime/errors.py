@@ -17,6 +17,7 @@ WeightswapError
 |   |-- InputMismatch          the inputs do not fit the method's signature
 |   |-- NoWeights              nothing has been swapped in yet
 |   `-- PinReleased            the session was used after its `with` block
+|-- ModelFailed                an in-place commit broke off; swap or roll back to revive
 |-- MissingExtra               an optional dependency is not installed
 |-- Unsupported                valid, but not something this version can do
 `-- ExportError                raised on the build side

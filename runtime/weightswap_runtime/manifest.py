@@ -177,11 +177,11 @@ def _file_problems(manifest: Manifest) -> Iterator[str]:
 
 
 def _tensor_problems(manifest: Manifest) -> Iterator[str]:
-    tensors = (*manifest.weights, *manifest.state)
+    tensors = (*manifest.weights, *manifest.state, *manifest.constants)
     for name, count in Counter(name for tensor in tensors for name in tensor.names).items():
         if count > 1:
             yield f"{name!r} names {count} tensors"
-    for tensor in (*tensors, *manifest.constants):
+    for tensor in tensors:
         if tensor.dtype not in DTYPES or min(tensor.shape, default=0) < 0 or nbytes(tensor.dtype, tensor.shape) is None:
             yield f"{tensor.name!r} has the type {tensor.dtype}{list(tensor.shape)}"
         elif tensor.stride is not None and not is_dense(tensor.shape, tensor.stride):
@@ -205,7 +205,7 @@ def _method_problems(name: str, method: Method, manifest: Manifest) -> Iterator[
     known = {
         "weight": {n for tensor in manifest.weights for n in tensor.names},
         "state": {n for tensor in manifest.state for n in tensor.names},
-        "constant": {tensor.name for tensor in manifest.constants},
+        "constant": {n for tensor in manifest.constants for n in tensor.names},
     }
     for item in method.inputs:
         if item.kind != "input" and item.name not in known[item.kind]:

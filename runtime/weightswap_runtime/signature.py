@@ -114,7 +114,7 @@ def sizes_of(leaf: Tensor | Integer | Literal) -> tuple[Size, ...]:
 
 
 def unflatten(node: Node, values: list[Any]) -> Any:
-    """Rebuild the tree of `node` from its flat values, with plain dicts, lists and tuples."""
+    """Rebuild the tree of `node` from its flat values, with plain dicts, lists and tuples; literals are the node's."""
     return _build(node, iter(values))
 
 
@@ -137,6 +137,9 @@ def _build(node: Node, values: Any) -> Any:
             return tuple(_build(item, values) for item in items)
         case Dict(items):
             return {key: _build(item, values) for key, item in items}
+        case Literal():
+            next(values)
+            return node.value
         case _:
             return next(values)
 
@@ -189,7 +192,7 @@ class Inputs:
             if name in values:
                 continue
             if all(isinstance(leaf, Literal) for leaf in leaves(node)):
-                values[name] = unflatten(node, [leaf.value for leaf in leaves(node) if isinstance(leaf, Literal)])
+                values[name] = unflatten(node, leaves(node))
             else:
                 check.problems.append(f"{name}: missing")
         return values

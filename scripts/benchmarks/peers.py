@@ -54,7 +54,7 @@ class Peers:
         self._each(memory, self._large(memory), lambda part, _: blake3(part).digest())
 
     def read_and_hash(self, path: Path, memory: Memory) -> None:
-        """What any staging with digests has to do: each thread reads a little and hashes it while it is in the cache."""
+        """The least that staging has to do: each thread reads a little and hashes it while it is in the cache."""
         with path.open("rb", buffering=0) as file:
             fd = file.fileno()
 

@@ -40,7 +40,7 @@ class Clients:
     def take(self) -> list[Answer]:
         """The answers since the last call. Raises what a request raised: no request may fail."""
         if self._error is not None:
-            raise RuntimeError("a request failed") from self._error
+            raise RuntimeError(f"a request failed: {self._error!r}") from self._error
         return [self._answers.popleft() for _ in range(len(self._answers))]
 
     def _run(self, seed: int) -> None:

@@ -140,7 +140,7 @@ class Story:
         for count, damage in enumerate((truncated_copy, flipped_copy), start=1):
             name = damage.__name__.removesuffix("_copy")
             self._put(damage(packed, packed.with_stem(f"{packed.stem}-{name}")))
-            self._until(partial(self._answered, count), f"answer to a {name} file")
+            self._until(partial(self._answered, count), f"refusal of the {name} file")
             self._serve_on(self._options.pace / 2)
 
     def _answered(self, count: int) -> bool:

@@ -9,6 +9,7 @@ import matplotlib as mpl
 import numpy as np
 from ledger import Ledger, Sample, accuracy, latency
 from matplotlib.axes import Axes
+from matplotlib.ticker import LogLocator, NullLocator
 
 mpl.use("Agg")
 
@@ -39,13 +40,20 @@ def draw_timeline(path: Path, ledger: Ledger, title: str) -> None:
 
 def _draw_accuracy(axes: Axes, ledger: Ledger, zero: float) -> None:
     times, values = _windows(ledger.samples, zero, accuracy)
-    axes.plot(times, values * 100, ".", color="tab:blue", alpha=0.35, label=f"in {WINDOW_SECONDS} s")
+    axes.plot(times, values * 100, ".", color="tab:blue", alpha=0.35, label=f"answers in {WINDOW_SECONDS} s")
     end = max(sample.started for sample in ledger.samples)
     edges = [generation.at - zero for generation in ledger.generations] + [end - zero]
     levels = [accuracy(generation.samples) * 100 for generation in ledger.generations]
-    axes.stairs(levels, edges, baseline=None, color="tab:blue", linewidth=2, label="of each generation")
+    axes.stairs(levels, edges, baseline=None, color="tab:blue", linewidth=2, label="answers of a generation")
     for level, start, stop in zip(levels, edges, edges[1:], strict=False):
-        axes.annotate(f"{level:.1f}", ((start + stop) / 2, level), (0, -14), textcoords="offset points", ha="center")
+        axes.annotate(
+            f"{level:.1f}",
+            ((start + stop) / 2, level),
+            (0, -15),
+            textcoords="offset points",
+            ha="center",
+            bbox={"boxstyle": "square,pad=0.15", "facecolor": "white", "edgecolor": "none"},
+        )
     axes.set_ylabel("accuracy on held-out digits (%)")
     axes.set_ylim(0, 104)
     axes.set_yticks(range(0, 101, 20))
@@ -60,18 +68,20 @@ def _draw_latency(axes: Axes, ledger: Ledger, zero: float) -> None:
     axes.set_ylabel("latency of a request (ms)")
     axes.set_yscale("log")
     axes.set_ylim(min(0.1, p50.min() / 2), max(10, p99.max() * 2))
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axes.yaxis.set_minor_locator(NullLocator())
     axes.yaxis.set_major_formatter("{x:g}")
-    axes.grid(axis="y", which="both", alpha=0.3)
+    axes.grid(axis="y", alpha=0.3)
 
 
 def _windows(
     samples: list[Sample], zero: float, measure: Callable[[list[Sample]], float]
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The middle of each window that has answers, in seconds, and the measure of those answers."""
+    """For each window that has answers: their mean time in seconds, and their measure."""
     windows: dict[int, list[Sample]] = {}
     for sample in samples:
         windows.setdefault(int((sample.started - zero) // WINDOW_SECONDS), []).append(sample)
-    times = np.array([(number + 0.5) * WINDOW_SECONDS for number in windows])
+    times = np.array([np.mean([sample.started for sample in window]) - zero for window in windows.values()])
     return times, np.array([measure(window) for window in windows.values()])
 
 

@@ -6,6 +6,7 @@ import gc
 import os
 import threading
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -315,11 +316,11 @@ def test_a_broken_in_place_commit_fails_the_model_until_a_swap_succeeds(
     with model.stage(weight_file(1)) as staged:
         with monkeypatch.context() as patch:
             copies = iter([HostArena.copy_from, breaking])  # the first one keeps the previous weights
-            patch.setattr(HostArena, "copy_from", lambda *args: next(copies)(*args))
+            patch.setattr(HostArena, "copy_from", lambda *args: next(copies)(*args))  # noqa: PLW0108
             with pytest.raises(ModelFailed, match="the device is gone"):
                 staged.commit()
         assert model.failed
-        for use in (lambda: model(X), model.pin().__enter__):
+        for use in (partial(model, X), model.pin().__enter__):
             with pytest.raises(ModelFailed, match="swap or roll back"):
                 use()
     model.rollback()

@@ -71,14 +71,9 @@ def _arguments(method: str, signature: Signature, tensors: dict[str, Any]) -> tu
 
 
 def _argument(node: Node, tensors: dict[str, Any]) -> Any:
-    values = []
-    for leaf in leaves(node):
-        if isinstance(leaf, Literal):
-            values.append(leaf.value)
-        else:
-            tensor = tensors[leaf.name]
-            values.append(int(tensor) if isinstance(leaf, Integer) else tensor)
-    return unflatten(node, values)
+    values = [None if isinstance(leaf, Literal) else tensors[leaf.name] for leaf in leaves(node)]
+    kinds = zip(leaves(node), values, strict=True)
+    return unflatten(node, [int(value) if isinstance(leaf, Integer) else value for leaf, value in kinds])
 
 
 def _report(model: Model, method: str, named: dict[str, Any], seconds: float, as_json: bool) -> None:

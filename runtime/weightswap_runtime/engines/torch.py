@@ -40,7 +40,9 @@ class TorchEngine:
 
     def bind(self, arena: HostArena) -> BoundTorch:
         """Views on the arena for every weight, fresh state, shared constants."""
-        tensors = {("constant", name): tensor for name, tensor in self._constants.items()}
+        tensors = {
+            ("constant", name): self._constants[item.name] for item in self._manifest.constants for name in item.names
+        }
         for weight in self._manifest.weights:
             view = _view(arena, weight)
             tensors |= {("weight", name): view for name in weight.names}

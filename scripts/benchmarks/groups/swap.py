@@ -22,6 +22,7 @@ from weightswap_runtime import Model, load
 SMALL = 1_000_000
 COMMITS = 100  # for each round
 CALLERS = 2
+Part = Callable[[Stored, Model, int], Iterator[Row]]
 
 HALF_AS_FAST = Goal("ratio", "at least", 0.5)
 INSTANT = Goal("p99", "at most", 100)
@@ -29,22 +30,35 @@ ONE_COPY = Goal("ratio", "at most", 1.3)
 
 
 def rows(settings: Settings) -> Iterator[Row]:
-    """One part after the other; each frees its memory before the next one starts."""
+    """Each part frees its memory before the next one starts."""
     with stored(settings.megabytes * 1_000_000) as large:
-        for part in (_staging, _first_staging, _commits, _single, _whole):
-            yield from part(large, settings.rounds)
-            gc.collect()
+        yield from _parts(large, settings.rounds, (_staging, _commits, _whole))
+        yield from _first_staging(large, settings.rounds)
+        gc.collect()
+        yield from _single(large, settings.rounds)
+        gc.collect()
     with stored(SMALL) as small:
-        yield from _commits(small, settings.rounds)
-        yield _staged_commits(small, settings.rounds)
+        yield from _parts(small, settings.rounds, (_commits, _staged_commits))
 
 
-def _staging(stored: Stored, rounds: int) -> Iterator[Row]:
+def _parts(stored: Stored, rounds: int, parts: tuple[Part, ...]) -> Iterator[Row]:
+    """What is measured on a model in double residency that has used both of its arenas, and can roll back."""
+    first, second = stored.versions
+    model = load(stored.artifact, first.path)
+    stored.check(model)
+    model.swap(second.path)
+    stored.check(model)
+    for part in parts:
+        yield from part(stored, model, rounds)
+        stored.check(model)
+        gc.collect()
+
+
+def _staging(stored: Stored, model: Model, rounds: int) -> Iterator[Row]:
     """Into memory that was written to before, digests and checks included."""
     peers = Peers()
     path = stored.versions[0].path
     memory = Memory(path.stat().st_size, touched=True)
-    model = _warm(stored)
     taken = in_turn(
         {
             "stage": _stage(model, _paths(stored)),
@@ -54,7 +68,6 @@ def _staging(stored: Stored, rounds: int) -> Iterator[Row]:
         },
         rounds,
     )
-    stored.check(model)
     rate = {name: [stored.nbytes / second / 1e9 for second in values] for name, values in taken.items()}
     what, read = f"stage {stored.size}, warm arena", f"preadv, {peers.threads} threads"
     yield compared(what, "GB/s", rate["stage"], read, rate["read"], HALF_AS_FAST)
@@ -81,13 +94,11 @@ def _first_staging(stored: Stored, rounds: int) -> Iterator[Row]:
     yield compared(what, "GB/s", rate["stage"], peer, rate["read"])
 
 
-def _commits(stored: Stored, rounds: int) -> Iterator[Row]:
+def _commits(stored: Stored, model: Model, rounds: int) -> Iterator[Row]:
     """A rollback is a commit that reads no file, so many of them can be measured at any size."""
-    model = _warm(stored)
     yield from _rollbacks(model, f"{stored.size}, idle", rounds)
     with calling(lambda: model(stored.tokens), CALLERS):
         yield from _rollbacks(model, f"{stored.size}, {CALLERS} threads calling", rounds)
-    stored.check(model)
 
 
 def _rollbacks(model: Model, where: str, rounds: int) -> Iterator[Row]:
@@ -102,14 +113,13 @@ def _rollbacks(model: Model, where: str, rounds: int) -> Iterator[Row]:
     yield spread(f"commit, calls paused, {where}", "us", paused, INSTANT)
 
 
-def _staged_commits(stored: Stored, rounds: int) -> Row:
-    model, paths = _warm(stored), _paths(stored)
+def _staged_commits(stored: Stored, model: Model, rounds: int) -> Iterator[Row]:
+    paths = _paths(stored)
     taken = []
     for _ in range(COMMITS * rounds):
         staged = model.stage(next(paths))
         taken.append(seconds(staged.commit) * 1e6)
-    stored.check(model)
-    return spread(f"staged.commit(), the caller's time, {stored.size}, idle", "us", taken, INSTANT)
+    yield spread(f"staged.commit(), the caller's time, {stored.size}, idle", "us", taken, INSTANT)
 
 
 def _single(stored: Stored, rounds: int) -> Iterator[Row]:
@@ -135,9 +145,9 @@ def _single(stored: Stored, rounds: int) -> Iterator[Row]:
     yield compared(what, "ms", millis["commit"], "memcpy, 1 thread", millis["memmove"])
 
 
-def _whole(stored: Stored, rounds: int) -> Iterator[Row]:
+def _whole(stored: Stored, model: Model, rounds: int) -> Iterator[Row]:
     """From a path to weights that serve."""
-    model, paths = _warm(stored), _paths(stored)
+    paths = _paths(stored)
     first = stored.versions[0]
     with torch.no_grad():
         eager = Stack(stored.nbytes).eval()
@@ -153,22 +163,11 @@ def _whole(stored: Stored, rounds: int) -> Iterator[Row]:
     measures: dict[str, Measure] = {"swap": lambda: seconds(lambda: model.swap(next(paths)))}
     measures |= {name: lambda work=work: seconds(work) for name, work in others.items()}
     taken = in_turn(measures, rounds)
-    stored.check(model)
     with torch.no_grad():
         equal(eager(stored.tokens), first.expected, "the eager model after its own load")
     millis = {name: [second * 1e3 for second in values] for name, values in taken.items()}
     for name in others:
         yield compared(f"swap {stored.size}, double residency", "ms", millis["swap"], name, millis[name])
-
-
-def _warm(stored: Stored) -> Model:
-    """A model in double residency that has used both of its arenas, and can roll back."""
-    first, second = stored.versions
-    model = load(stored.artifact, first.path)
-    stored.check(model)
-    model.swap(second.path)
-    stored.check(model)
-    return model
 
 
 def _paths(stored: Stored) -> Iterator[Path]:

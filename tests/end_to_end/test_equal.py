@@ -1,0 +1,223 @@
+"""Exported equals eager, bit for bit, before and after swaps, in both residencies, for models of every kind."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.export import Dim
+
+from tests.models import Counter, Everything, Nested, Renamed, Views
+from weightswap_exporter import MethodSpec, export, pack, skeleton
+from weightswap_runtime import Artifact, Model, load
+
+
+def different(build: Callable[[], nn.Module], seed: int) -> nn.Module:
+    """A model with weights, statistics included, that no other seed gives."""
+    torch.manual_seed(seed)
+    model = build().eval()
+    with torch.no_grad():
+        for tensor in model.state_dict().values():
+            if isinstance(tensor, torch.Tensor) and tensor.is_floating_point():
+                tensor.copy_(torch.rand_like(tensor) + 0.1)
+    return model
+
+
+class Setup:
+    """An artifact exported from a skeleton, ten sets of weights, and the eager models that they came from."""
+
+    def __init__(
+        self, folder: Path, build: Callable[[], nn.Module], methods: dict[str, MethodSpec], count: int = 10
+    ) -> None:
+        with skeleton():
+            hollow = build().eval()
+        self.artifact: Artifact = export(hollow, methods=methods, out=folder / "model.artifact")
+        self.models = [different(build, seed) for seed in range(count)]
+        self.files = [folder / f"v{seed}.safetensors" for seed in range(count)]
+        for model, file in zip(self.models, self.files, strict=True):
+            pack(model.state_dict(), self.artifact, out=file)
+
+
+def everything(folder: Path, count: int = 10) -> Setup:
+    shapes = {"x": {0: Dim("batch", max=16)}, "scale": None}
+    methods = {
+        "forward": MethodSpec("forward", (torch.zeros(2, 1, 5, 5), 2.0), dynamic_shapes=shapes),
+        "encode": MethodSpec("encode", (torch.arange(4),), dynamic_shapes={"ids": {0: Dim("length", max=64)}}),
+        "both": MethodSpec("both", (torch.zeros(2, 1, 5, 5),), dynamic_shapes={"x": {0: Dim("batch", max=16)}}),
+    }
+    return Setup(folder, Everything, methods, count)
+
+
+def equal(one: Any, other: Any) -> bool:
+    if isinstance(one, torch.Tensor):
+        return one.dtype == other.dtype and one.shape == other.shape and torch.equal(one, other)
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(equal(one[key], other[key]) for key in one)
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(map(equal, one, other))
+    return bool(one == other) and type(one) is type(other)
+
+
+@torch.no_grad()
+def test_ten_swaps(tmp_path: Path, residency: str) -> None:
+    setup = everything(tmp_path)
+    model = load(setup.artifact, setup.files[0], residency=residency)
+    for eager, file in zip(setup.models, setup.files, strict=True):
+        model.swap(file)
+        for batch in (0, 1, 2, 16):
+            x = torch.randn(batch, 1, 5, 5)
+            assert equal(model(x), eager(x))
+            assert equal(model.both(x), eager.both(x))
+        ids = torch.randint(0, 6, (7,))
+        assert equal(model.encode(ids), eager.encode(ids))
+
+
+@torch.no_grad()
+def test_cold_b_equals_warm_a_to_b(tmp_path: Path, residency: str) -> None:
+    setup = everything(tmp_path, count=3)
+    x = torch.randn(3, 1, 5, 5)
+    for b, file in enumerate(setup.files):
+        cold = load(setup.artifact, file, residency=residency)
+        for a in range(3):
+            warm = load(setup.artifact, setup.files[a], residency=residency, keep_previous="host")
+            warm.swap(file)
+            assert equal(warm(x), cold(x))
+            assert warm.weights_id == cold.weights_id
+            warm.rollback()
+            assert equal(warm(x), setup.models[a](x))
+            warm.rollback()
+            assert equal(warm(x), setup.models[b](x))
+
+
+def test_nested_inputs_and_outputs(tmp_path: Path) -> None:
+    part, batch = torch.randn(4), Dim("batch", max=9)
+    args = (torch.zeros(2, 4), [part, {"deep": torch.zeros(2, 4)}], part)
+    kwargs = {"options": {"gain": part}, "flag": True}
+    shapes = {
+        "x": {0: batch},
+        "parts": [None, {"deep": {0: batch}}],
+        "rest": (None,),
+        "options": {"gain": None},
+        "flag": None,
+    }
+    setup = Setup(tmp_path, Nested, {"forward": MethodSpec("forward", args, kwargs, shapes)}, 2)
+    model = load(setup.artifact, setup.files[1])
+    for rows in (1, 5):
+        args = (torch.randn(rows, 4), [torch.randn(4), {"deep": torch.randn(rows, 4)}], torch.randn(4))
+        with torch.no_grad():
+            expected = setup.models[1](*args, options={"gain": part})
+        found = model(*args, options={"gain": part})
+        assert type(found[0]) is tuple  # the server has no Pair
+        assert equal(found, expected)
+
+
+def test_state_is_kept_between_calls_and_starts_again_with_each_commit(tmp_path: Path, residency: str) -> None:
+    methods = {"forward": MethodSpec("forward", (torch.zeros(2, 3),)), "peek": MethodSpec("peek")}
+    setup = Setup(tmp_path, Counter, methods, 2)
+    model = load(setup.artifact, setup.files[0], residency=residency, keep_previous="host")
+    xs = [torch.randn(2, 3) for _ in range(3)]
+
+    def fresh(seed: int) -> nn.Module:
+        eager = Counter().eval()
+        eager.linear.load_state_dict(setup.models[seed].linear.state_dict())
+        return eager
+
+    def follows(seed: int) -> None:
+        eager = fresh(seed)
+        for x in xs:
+            with torch.no_grad():
+                assert equal(model(x), eager(x))
+                assert equal(model.peek(), eager.peek())
+
+    follows(0)
+    with model.stage(setup.files[1]) as staged:
+        staged(xs[0])  # a trial must not leave its traces in what is committed
+        staged.commit()
+    follows(1)
+    model.rollback()
+    follows(0)
+
+
+def test_outputs_share_no_memory_with_weights_state_or_constants(tmp_path: Path, residency: str) -> None:
+    setup = Setup(tmp_path, Views, {"forward": MethodSpec("forward", (torch.zeros(4),))}, 3)
+    model = load(setup.artifact, setup.files[0], residency=residency)
+    x = torch.randn(4)
+    kept = model(x)
+    before = [output.clone() for output in kept]
+    for file in setup.files[1:]:
+        model.swap(file)
+        model(x)
+    assert equal(list(kept), before)
+    assert kept[4] is x
+    for output in model(x):
+        output.fill_(7)
+    with torch.no_grad():
+        assert equal(model(x)[:2], setup.models[2](x)[:2])
+    assert equal(model(x)[2], constant(model, "table"))
+
+
+class Layouts(nn.Module):
+    """Weights that are kept in another order than row-major."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 8, 3)
+        self.turned = nn.Parameter(torch.randn(8, 5).t())
+        self.register_buffer("table", torch.randn(6, 5).t(), persistent=False)
+        self.to(memory_format=torch.channels_last)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.turned @ self.conv(x).mean((2, 3)).t() + self.table[:, :1]
+
+
+def test_memory_formats_are_kept(tmp_path: Path, residency: str) -> None:
+    setup = Setup(tmp_path, Layouts, {"forward": MethodSpec("forward", (torch.zeros(2, 3, 9, 9),))}, 3)
+    strides = {weight.name: weight.stride for weight in setup.artifact.manifest.weights}
+    assert strides == {"conv.weight": (27, 1, 9, 3), "conv.bias": None, "turned": (1, 5)}
+    model = load(setup.artifact, setup.files[0], residency=residency)
+    x = torch.randn(2, 3, 9, 9).to(memory_format=torch.channels_last)
+    for eager, file in zip(setup.models, setup.files, strict=True):
+        model.swap(file)
+        eager.table.copy_(torch.as_tensor(constant(model, "table")))
+        with torch.no_grad():
+            assert equal(model(x), eager(x))
+
+
+def constant(model: Model, name: str) -> torch.Tensor:
+    """The value of a constant in the artifact, by the reference reader."""
+    import safetensors.torch
+
+    return safetensors.torch.load(model.artifact.read("constants.safetensors"))[name]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_dtypes(dtype: torch.dtype, tmp_path: Path) -> None:
+    setup = Setup(
+        tmp_path, lambda: Renamed().to(dtype), {"forward": MethodSpec("forward", (torch.zeros(2, 3, dtype=dtype),))}, 2
+    )
+    model = load(setup.artifact, setup.files[0])
+    x = torch.randn(2, 3, dtype=dtype)
+    for eager, file in zip(setup.models, setup.files, strict=True):
+        model.swap(file)
+        with torch.no_grad():
+            assert equal(model(x), eager(x))
+
+
+def test_inputs_that_the_graph_changes_are_changed_as_in_eager(tmp_path: Path) -> None:
+    class Changes(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(3))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x.add_(1)
+            return x * self.weight
+
+    setup = Setup(tmp_path, Changes, {"forward": MethodSpec("forward", (torch.zeros(3),))}, 1)
+    x = torch.zeros(3)
+    load(setup.artifact, setup.files[0])(x)
+    assert torch.equal(x, torch.ones(3))

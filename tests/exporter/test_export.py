@@ -1,0 +1,250 @@
+"""Export: what is captured, how it is classified, and what the folder holds."""
+
+from __future__ import annotations
+
+import getpass
+import io
+import os
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.export import Dim
+
+from tests.models import Counter, Everything, Nested, Renamed, Views
+from weightswap_exporter import MethodSpec, export
+from weightswap_runtime import Artifact, CaptureError, ExportError, Unsupported
+from weightswap_runtime.cli.inspect import signature_text
+
+IMAGE = torch.zeros(2, 1, 5, 5)
+DYNAMIC = {"x": {0: Dim("batch", max=16)}, "scale": None}
+
+
+def everything(tmp_path: Path, **options: Any) -> Artifact:
+    return export(Everything().eval(), (IMAGE, 2.0), out=tmp_path / "a.artifact", dynamic_shapes=DYNAMIC, **options)
+
+
+def test_tensors_are_classified(tmp_path: Path) -> None:
+    manifest = everything(tmp_path).manifest
+    rows = {weight.name: weight.aliases for weight in manifest.weights}
+    assert rows["embed.weight"] == ("head.weight",)
+    assert {"unused", "offset", "norm.running_mean", "norm.num_batches_tracked"} <= rows.keys()
+    assert not manifest.state
+    assert [tensor.name for tensor in manifest.constants] == [
+        "table",
+        "idle",
+        "forward/plain",
+        "forward/lifted_tensor_0",
+    ]
+    sources = {source.weight: source.keys for source in manifest.adapter.sources}
+    assert sources["embed.weight"] == ("embed.weight", "head.weight")
+
+
+def test_mutated_buffers_are_state(tmp_path: Path) -> None:
+    methods = {"forward": MethodSpec("forward", (torch.zeros(2, 3),)), "peek": MethodSpec("peek")}
+    manifest = export(Counter(), methods=methods, out=tmp_path / "a.artifact").manifest
+    assert {tensor.name for tensor in manifest.state} == {"steps", "mean"}
+    assert {tensor.name for tensor in manifest.weights} == {"linear.weight", "linear.bias"}
+    assert manifest.adapter.ignored == ("steps",)
+    assert {item.kind for item in manifest.methods["peek"].inputs} == {"weight", "state"}
+
+
+def test_renaming_hooks_are_recorded_and_extra_state_is_left_out(tmp_path: Path) -> None:
+    manifest = export(Renamed().eval(), (torch.zeros(1, 3),), out=tmp_path / "a.artifact").manifest
+    assert {source.weight: source.keys for source in manifest.adapter.sources} == {
+        f"layers.{index}.layer.{name}": (f"layers.{index}.{name}",) for index in (0, 1) for name in ("weight", "bias")
+    }
+    assert manifest.adapter.ignored == ("_extra_state",)
+
+
+def test_the_signature_in_words(tmp_path: Path) -> None:
+    batch = Dim("batch", max=9)
+    x, part = torch.zeros(2, 4), torch.zeros(4)
+    shapes = {
+        "x": {0: batch},
+        "parts": [None, {"deep": {0: batch}}],
+        "rest": (None,),
+        "options": {"gain": None},
+        "flag": None,
+    }
+    model = Nested().eval()
+    artifact = export(
+        model,
+        (x, [part, {"deep": x}], part),
+        {"options": {"gain": part}, "flag": True},
+        out=tmp_path / "a.artifact",
+        dynamic_shapes=shapes,
+    )
+    assert signature_text("forward", artifact.manifest.methods["forward"].signature) == (
+        "forward(x: F32[batch, 4], parts: [F32[4], {deep: F32[batch, 4]}], rest.0: F32[4], *, "
+        "options: {gain: F32[4]}, flag: True) -> "
+        "((F32[batch, 4], F32[]), [int batch, None, 2.5, 'text', True], {z: (F32[batch, 4],), 3: F32[4]}), "
+        "batch in 0..9"
+    )
+
+
+def test_derived_and_unnamed_dimensions(tmp_path: Path) -> None:
+    class Concatenated(nn.Module):
+        def forward(self, x: torch.Tensor, y: torch.Tensor, n: int) -> torch.Tensor:
+            return torch.cat([x, x])[: y.shape[0]] * y * n
+
+    rows = Dim("rows", min=2, max=7)
+    shapes = {"x": {0: rows, 1: Dim.AUTO}, "y": {0: 2 * rows, 1: Dim.AUTO}, "n": Dim.DYNAMIC}
+    artifact = export(
+        Concatenated().eval(),
+        (torch.zeros(3, 4), torch.zeros(6, 4), 5),
+        out=tmp_path / "a.artifact",
+        dynamic_shapes=shapes,
+    )
+    signature = artifact.manifest.methods["forward"].signature
+    assert signature_text("forward", signature).startswith(
+        "forward(x: F32[rows, d0], y: F32[2*rows, d0], n: int d1) -> F32[2*rows, d0], rows in 2..7, d0 in"
+    )
+
+
+def test_the_same_model_gives_the_same_bytes_in_any_process(tmp_path: Path) -> None:
+    script = (
+        "import sys, torch\nfrom tests.exporter.test_export import *\nfrom weightswap_exporter import skeleton\n"
+        "with skeleton() if sys.argv[2] == 'skeleton' else torch.no_grad():\n    model = Everything().eval()\n"
+        "export(model, methods={'forward': MethodSpec('forward', (IMAGE, 2.0), dynamic_shapes=DYNAMIC),"
+        " 'encode': MethodSpec('encode', (torch.arange(4),))}, out=sys.argv[1])\n"
+    )
+    root = Path(__file__).parents[2]
+    for name, kind, seed in (("one", "skeleton", "1"), ("two", "real", "2")):
+        environment = {**os.environ, "PYTHONHASHSEED": seed}
+        command = [sys.executable, "-c", script, str(tmp_path / name), kind]
+        subprocess.run(command, check=True, cwd=root, env=environment, capture_output=True)
+    files = sorted(path.relative_to(tmp_path / "one") for path in (tmp_path / "one").rglob("*") if path.is_file())
+    assert len(files) == 4
+    for file in files:
+        assert (tmp_path / "one" / file).read_bytes() == (tmp_path / "two" / file).read_bytes()
+
+
+def test_nothing_of_the_build_machine_and_no_pickle_inside(tmp_path: Path) -> None:
+    artifact = everything(tmp_path)
+    content = b"".join(path.read_bytes() for path in artifact.path.rglob("*") if path.is_file())
+    for trace in (str(tmp_path), str(Path(__file__).parent), sys.prefix, "stack_trace", "test_export", "site-packages"):
+        assert trace.encode() not in content
+    assert f"/{getpass.getuser()}/".encode() not in content
+    with zipfile.ZipFile(artifact.path / "graphs/forward.pt2") as archive:
+        pickles = [name for name in archive.namelist() if archive.read(name).startswith((b"PK", b"\x80"))]
+    assert pickles == []
+
+
+def test_the_graph_is_a_standard_archive_without_weights(tmp_path: Path) -> None:
+    artifact = everything(tmp_path)
+    program = torch.export.load(io.BytesIO(artifact.read("graphs/forward.pt2")))
+    model = Everything()
+    assert {name: tensor.shape for name, tensor in program.state_dict.items()} == {
+        name: tensor.shape for name, tensor in model.state_dict().items()
+    }
+    assert all(tensor.is_meta for tensor in program.state_dict.values())
+    with zipfile.ZipFile(artifact.path / "graphs/forward.pt2") as archive:
+        data = [
+            info for info in archive.infolist() if "/data/" in info.filename and not info.filename.endswith(".json")
+        ]
+    assert data
+    assert sum(info.file_size for info in data) == 0
+
+
+def test_an_artifact_is_replaced_and_anything_else_is_not(tmp_path: Path) -> None:
+    first = everything(tmp_path).graph_id
+    with pytest.warns(UserWarning, match=r"behaves as in training .*batch_norm"):
+        artifact = export(Everything(), (IMAGE,), out=tmp_path / "a.artifact")
+    assert artifact.graph_id != first
+    assert [path.name for path in tmp_path.iterdir()] == ["a.artifact"]
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "file").touch()
+    for name in ("notes", "file"):
+        with pytest.raises(ExportError, match="exists and is not an artifact"):
+            export(Everything().eval(), (IMAGE,), out=tmp_path / name)
+
+
+def test_a_failed_export_leaves_the_old_artifact_and_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = everything(tmp_path).manifest
+    monkeypatch.setattr("weightswap_exporter.exporting.encode_manifest", lambda manifest: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        export(Views(), (torch.zeros(4),), out=tmp_path / "a.artifact")
+    assert [path.name for path in tmp_path.iterdir()] == ["a.artifact"]
+    assert Artifact.open(tmp_path / "a.artifact").manifest == before
+
+
+class Data(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + 1 if x.sum() > 0 else x
+
+
+class ChangesWeight(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3), requires_grad=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.weight.add_(1)
+        return x * self.weight
+
+
+class ChangesAttribute(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.cache = torch.zeros(3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.cache.add_(x)
+        return self.cache * 1
+
+
+class Expanded(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(1).expand(3), requires_grad=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.weight
+
+
+class Complex(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3, dtype=torch.complex128))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.weight.real
+
+
+REFUSED: dict[str, tuple[nn.Module, str]] = {
+    "data-dependent control flow": (Data(), "torch.export cannot capture it"),
+    "a changed parameter": (ChangesWeight(), r"a call changes the parameter\(s\) weight"),
+    "a changed attribute": (ChangesAttribute(), "register it as buffer"),
+    "overlapping elements": (Expanded(), "weight: its elements overlap"),
+    "a dtype without a name": (Complex(), "weight: torch.complex128 has no place in the safetensors format"),
+}
+
+
+@pytest.mark.parametrize(("model", "says"), REFUSED.values(), ids=REFUSED)
+def test_models_that_cannot_be_captured_are_named(model: nn.Module, says: str, tmp_path: Path) -> None:
+    with pytest.raises(CaptureError, match=says):
+        export(model.eval(), (torch.ones(3),), out=tmp_path / "a.artifact")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_wrong_requests_are_refused(tmp_path: Path) -> None:
+    model, out = Everything().eval(), tmp_path / "a.artifact"
+    with pytest.raises(CaptureError, match="Everything has no method 'decode'"):
+        export(model, methods={"decode": MethodSpec("decode")}, out=out)
+    with pytest.raises(CaptureError, match="must be identifiers"):
+        export(model, methods={"../x": MethodSpec("forward")}, out=out)
+    with pytest.raises(CaptureError, match="at least one"):
+        export(model, methods={}, out=out)
+    with pytest.raises(ExportError, match="not both"):
+        export(model, (IMAGE,), methods={"forward": MethodSpec("forward")}, out=out)
+    with pytest.raises(Unsupported, match="tensorrt"):
+        export(model, (IMAGE,), out=out, engines=("torch", "tensorrt"))
+    assert list(tmp_path.iterdir()) == []

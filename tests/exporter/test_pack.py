@@ -1,0 +1,165 @@
+"""Packing: every kind of source gives the same weight file; everything else is refused with a reason."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+from torch import nn
+
+from tests.models import Everything, Renamed
+from weightswap_exporter import export, pack
+from weightswap_runtime import Artifact, CheckpointError, WeightFileError, WeightsMismatch, load
+
+X = torch.randn(2, 3, generator=torch.Generator().manual_seed(1))
+
+
+@pytest.fixture
+def renamed(tmp_path: Path) -> Artifact:
+    return export(Renamed().eval(), (X,), out=tmp_path / "renamed.artifact")
+
+
+def tensors(state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    return {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
+
+
+def saved(path: Path, state: object) -> Path:
+    torch.save(state, path)
+    return path
+
+
+def saved_safetensors(path: Path, state: Mapping[str, Any]) -> Path:
+    safetensors.torch.save_file(tensors(state), path)
+    return path
+
+
+SOURCES: dict[str, Callable[[Renamed, Path], object]] = {
+    "module": lambda model, path: model,
+    "state dict": lambda model, path: model.state_dict(),
+    "named parameters": lambda model, path: dict(model.named_parameters()),
+    ".pt": lambda model, path: saved(path / "c.pt", model.state_dict()),
+    ".bin": lambda model, path: saved(path / "c.bin", tensors(model.state_dict())),
+    "old .pth": lambda model, path: saved_old(path / "c.pth", tensors(model.state_dict())),
+    ".safetensors with checkpoint keys": lambda model, path: saved_safetensors(
+        path / "c.safetensors", model.state_dict()
+    ),
+    ".safetensors with FQNs": lambda model, path: saved_safetensors(
+        path / "f.safetensors", dict(model.named_parameters())
+    ),
+}
+
+
+def saved_old(path: Path, state: object) -> Path:
+    torch.save(state, path, _use_new_zipfile_serialization=False)
+    return path
+
+
+@pytest.mark.parametrize("make", SOURCES.values(), ids=SOURCES)
+def test_every_source_gives_the_same_file(
+    make: Callable[[Renamed, Path], Any], renamed: Artifact, tmp_path: Path
+) -> None:
+    model = Renamed().eval()
+    pack(model, renamed, out=tmp_path / "expected.safetensors", labels={"step": "7"})
+    done: list[tuple[int, int]] = []
+    packed = pack(
+        make(model, tmp_path),
+        str(renamed.path),
+        out=tmp_path / "v.safetensors",
+        labels={"step": 7},
+        progress=lambda *args: done.append(args),
+    )
+    assert (tmp_path / "v.safetensors").read_bytes() == (tmp_path / "expected.safetensors").read_bytes()
+    assert (packed.graph_id, packed.labels, packed.nbytes) == (renamed.graph_id, {"step": "7"}, 96)
+    assert done[-1] == (96, 96)
+    served = load(renamed, packed.path)
+    assert served.weights_id == packed.weights_id
+    assert served.labels == {"step": "7"}
+    assert torch.equal(served(X), model(X))
+
+
+def test_a_packed_file_is_a_source_too(renamed: Artifact, tmp_path: Path) -> None:
+    first = pack(Renamed(), renamed, out=tmp_path / "one.safetensors")
+    assert pack(first.path, renamed, out=tmp_path / "two.safetensors").weights_id == first.weights_id
+
+
+def test_a_checkpoint_with_its_own_keys_swaps_in_without_packing(renamed: Artifact, tmp_path: Path) -> None:
+    model = Renamed().eval()
+    path = saved_safetensors(tmp_path / "c.safetensors", model.state_dict())
+    assert torch.equal(load(renamed, path)(X), model(X))
+
+
+def test_ties_are_stored_once_and_may_come_under_any_name(tmp_path: Path) -> None:
+    model = Everything().eval()
+    artifact = export(model, (torch.zeros(2, 1, 5, 5),), out=tmp_path / "a.artifact")
+    packed = pack(model.state_dict(), artifact, out=tmp_path / "v.safetensors")
+    assert "head.weight" not in safetensors.torch.load_file(packed.path)
+    state = model.state_dict()
+    del state["embed.weight"]
+    assert pack(state, artifact, out=tmp_path / "w.safetensors").weights_id == packed.weights_id
+    state["embed.weight"] = state["head.weight"] + 1
+    with pytest.raises(WeightsMismatch, match=r"embed.weight and head.weight are one tensor"):
+        pack(state, artifact, out=tmp_path / "x.safetensors")
+    assert not (tmp_path / "x.safetensors").exists()
+
+
+class Arbitrary:
+    def __reduce__(self) -> Any:
+        return (Path.touch, (Path("executed"),))
+
+
+def written(path: Path, raw: bytes) -> Path:
+    path.write_bytes(raw)
+    return path
+
+
+def cut(path: Path) -> Path:
+    whole = saved(path / "c.pt", Renamed().state_dict()).read_bytes()
+    return written(path / "c.pt", whole[: len(whole) // 2])
+
+
+def wide() -> dict[str, torch.Tensor]:
+    return {**tensors(Renamed().state_dict()), "layers.0.bias": torch.zeros(4)}
+
+
+BAD: dict[str, tuple[Callable[[Path], object], type[Exception], str]] = {
+    "nothing there": (lambda path: path / "nowhere.pt", CheckpointError, "no such file"),
+    "another suffix": (lambda path: saved(path / "c.ckpt", {}), CheckpointError, "unknown kind of checkpoint"),
+    "arbitrary objects": (lambda path: saved(path / "c.pt", {"a": Arbitrary()}), CheckpointError, "could run anything"),
+    "not a pickle": (lambda path: written(path / "c.pt", b"hello"), CheckpointError, "c.pt"),
+    "an empty file": (lambda path: written(path / "c.pt", b""), CheckpointError, "c.pt"),
+    "a cut off file": (cut, CheckpointError, "c.pt"),
+    "a list": (lambda path: saved(path / "c.pt", [1]), CheckpointError, "holds a list, expected a state dict"),
+    "nested": (
+        lambda path: {"state_dict": Renamed().state_dict(), "epoch": 1},
+        CheckpointError,
+        "may be under 'state_dict'",
+    ),
+    "meta tensors": (lambda path: Renamed().to("meta").state_dict(), CheckpointError, "has no values"),
+    "sparse": (lambda path: {"layers.0.weight": torch.eye(3).to_sparse()}, CheckpointError, "cannot be written"),
+    "another model": (lambda path: nn.Linear(3, 3), WeightsMismatch, "weight: unexpected"),
+    "another size": (lambda path: wide(), WeightsMismatch, "layers.0.bias: the graph has F32[3], the file F32[4]"),
+    "a broken safetensors file": (lambda path: written(path / "c.safetensors", b"123"), WeightFileError, "too few"),
+}
+
+
+@pytest.mark.parametrize(("make", "error", "says"), BAD.values(), ids=BAD)
+def test_bad_sources_are_refused_with_a_reason(
+    make: Callable[[Path], Any], error: type[Exception], says: str, renamed: Artifact, tmp_path: Path, monkeypatch: Any
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(error) as refused:
+        pack(make(tmp_path), renamed, out=tmp_path / "v.safetensors")
+    assert says in str(refused.value)
+    assert not (tmp_path / "v.safetensors").exists()
+    assert not (tmp_path / "executed").exists()
+
+
+def test_pickling_arbitrary_objects_would_have_run_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    pickle.loads(pickle.dumps(Arbitrary()))
+    assert (tmp_path / "executed").exists()
