@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.export import ExportedProgram
 from torch.export.graph_signature import OutputKind
+from torch.utils import _pytree as pytree
 
 from weightswap_runtime.errors import CaptureError
 
@@ -40,14 +41,27 @@ class Captured:
 def capture(model: nn.Module, name: str, spec: MethodSpec) -> Captured:
     """Capture one method with `torch.export`, non-strict. Raises CaptureError with torch's reason."""
     root = _as_forward(model, spec.fn_name)
+    args, kwargs = _distinct((tuple(spec.args), dict(spec.kwargs)))
     try:
-        program = torch.export.export(
-            root, tuple(spec.args), dict(spec.kwargs), dynamic_shapes=spec.dynamic_shapes, strict=False
-        )
+        program = torch.export.export(root, args, kwargs, dynamic_shapes=spec.dynamic_shapes, strict=False)
         mutated = _mutations(program)
     except Exception as error:
         raise CaptureError(f"method {name!r}: torch.export cannot capture it: {error}") from error
     return Captured(program, inspect.signature(root.forward), spec.dynamic_shapes, mutated)
+
+
+def _distinct(inputs: Any) -> Any:
+    """Sample inputs in which no tensor occurs twice: torch would wire all its places to the first, silently."""
+    seen: set[int] = set()
+
+    def own(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return value
+        again = id(value) in seen
+        seen.add(id(value))
+        return value.clone() if again else value
+
+    return pytree.tree_map(own, inputs)
 
 
 def _as_forward(model: nn.Module, fn_name: str) -> nn.Module:

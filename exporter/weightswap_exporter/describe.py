@@ -21,6 +21,7 @@ from weightswap_runtime.signature import (
     Dimension,
     Integer,
     Items,
+    Leaf,
     Literal,
     Node,
     Signature,
@@ -30,8 +31,6 @@ from weightswap_runtime.signature import (
 )
 
 from .capture import Captured
-
-Leaf = Tensor | Integer | Literal
 
 
 def dtype_name(dtype: torch.dtype, where: str) -> str:

@@ -56,7 +56,8 @@ class Dict(msgspec.Struct, frozen=True, tag="dict"):
     items: tuple[tuple[str | int, Node], ...]
 
 
-Node = Tensor | Integer | Literal | Items | Tuple | Dict
+Leaf = Tensor | Integer | Literal
+Node = Leaf | Items | Tuple | Dict
 
 
 class Dimension(msgspec.Struct, frozen=True):
@@ -91,7 +92,7 @@ def parse_size(text: str) -> Expression:
     return Expression(int(match["factor"] or 1), match["dim"], int(match["offset"] or 0))
 
 
-def leaves(node: Node) -> list[Tensor | Integer | Literal]:
+def leaves(node: Node) -> list[Leaf]:
     """The leaves of a tree, in the order of the graph's flat inputs or outputs."""
     match node:
         case Items(items) | Tuple(items):
@@ -102,7 +103,7 @@ def leaves(node: Node) -> list[Tensor | Integer | Literal]:
             return [node]
 
 
-def sizes_of(leaf: Tensor | Integer | Literal) -> tuple[Size, ...]:
+def sizes_of(leaf: Leaf) -> tuple[Size, ...]:
     """The sizes in a leaf: a tensor's shape, an integer's value."""
     match leaf:
         case Tensor():

@@ -10,7 +10,7 @@ import typer
 
 from weightswap_runtime.errors import InputMismatch
 from weightswap_runtime.model import Model, load
-from weightswap_runtime.signature import Integer, Literal, Node, Signature, flatten, leaves, unflatten
+from weightswap_runtime.signature import Integer, Leaf, Literal, Node, Signature, flatten, leaves, unflatten
 
 from .output import JsonOption, errors_as_exit, print_json, print_table
 
@@ -71,9 +71,13 @@ def _arguments(method: str, signature: Signature, tensors: dict[str, Any]) -> tu
 
 
 def _argument(node: Node, tensors: dict[str, Any]) -> Any:
-    values = [None if isinstance(leaf, Literal) else tensors[leaf.name] for leaf in leaves(node)]
-    kinds = zip(leaves(node), values, strict=True)
-    return unflatten(node, [int(value) if isinstance(leaf, Integer) else value for leaf, value in kinds])
+    return unflatten(node, [_value(leaf, tensors) for leaf in leaves(node)])
+
+
+def _value(leaf: Leaf, tensors: dict[str, Any]) -> Any:
+    if isinstance(leaf, Literal):
+        return leaf.value
+    return int(tensors[leaf.name]) if isinstance(leaf, Integer) else tensors[leaf.name]
 
 
 def _report(model: Model, method: str, named: dict[str, Any], seconds: float, as_json: bool) -> None:
