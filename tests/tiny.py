@@ -139,6 +139,8 @@ def _graph() -> tuple[bytes, tuple[str | None, ...]]:
     batch = torch.export.Dim("batch", max=8)
     model = _filled(TinyArtifact.values(0))
     program = torch.export.export(model, (torch.zeros(2, 3),), dynamic_shapes={"x": {0: batch}})
+    for name, tensor in program.state_dict.items():
+        program.state_dict[name] = nn.Parameter(torch.empty_like(tensor, device="meta"), tensor.requires_grad)
     saved = io.BytesIO()
     torch.export.save(program, saved)
     return saved.getvalue(), tuple(spec.target for spec in program.graph_signature.input_specs)

@@ -94,7 +94,7 @@ def _dumps(value: object) -> bytes:
 
 
 def _refuse(where: str, found: str) -> NoReturn:
-    raise WeightFileError(f"{where}: {found}. Nothing was read; write or copy the file again.")
+    raise WeightFileError(f"{where}: {found}. Write it again, or copy it again.")
 
 
 def _load_json(raw: bytes, where: str) -> dict[str, Any]:

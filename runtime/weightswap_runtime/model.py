@@ -16,7 +16,7 @@ from .errors import PinReleased, StageClosed, StagingBusy
 from .gate import Gate, Version
 from .residency import Committed, open_residency
 from .session import Caller, Methods, Session
-from .staging import Contents, fill, plan
+from .staging import Contents, Plan, fill, plan
 from .workers import Workers
 
 Path = str | os.PathLike[str]
@@ -52,9 +52,10 @@ def load(
 ) -> Model:
     """Open an artifact and, if `weights` names a file, put it behind the graph as generation 0.
 
-    residency="double" holds two sets of weights: commits and rollbacks take constant time. "single" holds one: a
-    commit copies in place while calls are held, and staging needs the second set's memory only meanwhile;
-    keep_previous="host" then keeps the previous set for a rollback.
+    residency="double" holds two sets of weights: commits and rollbacks take constant time, and a staging takes the
+    place of the previous weights. "single" holds one: a commit copies in place while calls are held, staging needs a
+    second set's memory only meanwhile, and nothing is kept for a rollback. keep_previous="host" keeps one set more: a
+    rollback is then possible in single residency, and in double residency also after a staging that was refused.
 
     Raises ArtifactError, Unsupported, MissingExtra, OutOfMemory, and whatever `Model.swap` raises.
     """
@@ -124,13 +125,10 @@ class Model(Caller):
         if not self._staging.acquire(blocking=False):
             raise StagingBusy("another staging of this model is open; commit or discard it first")
         try:
-            opened = plan(path, self._manifest, allow_other_graph=allow_other_graph)
-            with opened.file:
+            with plan(path, self._manifest, allow_other_graph=allow_other_graph) as opened:
                 session = self._residency.target(timeout)
-                self._residency.overwriting(session)
-                contents = fill(opened, self._manifest, session.arena, self._workers)
-            session.bound.reset_state()
-            return Staged(self._methods, self._gate, session, contents, self._commit, self._staging.release)
+                contents = self._fill(opened, session)
+            return Staged(self._methods, self._gate, session, contents, self._commit, self._abandon)
         except BaseException:
             self._staging.release()
             raise
@@ -178,9 +176,27 @@ class Model(Caller):
         finally:
             self._gate.release(session, thread)
 
+    def _fill(self, opened: Plan, session: Session) -> Contents:
+        self._residency.overwriting(session)
+        try:
+            contents = fill(opened, self._manifest, session.arena, self._workers)
+            session.bound.reset_state()
+        except BaseException:
+            self._residency.abandoned(session)
+            raise
+        return contents
+
+    def _abandon(self, session: Session) -> None:
+        """A staging was discarded."""
+        try:
+            self._residency.abandoned(session)
+        finally:
+            self._staging.release()
+
     def _commit(self, session: Session, contents: Contents, timeout: float | None) -> SwapReceipt:
         before = self.weights_id
         committed = self._residency.commit(session, contents.weights_id, contents.labels, timeout)
+        self._staging.release()
         return self._receipt(committed, before, contents)
 
     def _receipt(self, committed: Committed, before: str | None, contents: Contents | None) -> SwapReceipt:
@@ -238,6 +254,10 @@ class Pinned(Caller, AbstractContextManager["Pinned"]):
     def generation(self) -> int:
         return self._pinned().generation
 
+    @property
+    def labels(self) -> dict[str, str]:
+        return dict(self._pinned().labels)
+
     def _pinned(self) -> Version[Session]:
         if self._version is None:
             raise PinReleased("enter the pin first: with model.pin() as session: ...")
@@ -268,14 +288,14 @@ class Staged(Caller, AbstractContextManager["Staged"]):
         session: Session,
         contents: Contents,
         commit: Callable[[Session, Contents, float | None], SwapReceipt],
-        release: Callable[[], None],
+        abandon: Callable[[Session], None],
     ) -> None:
         super().__init__(methods)
         self._gate = gate
         self._session: Session | None = session
         self._contents = contents
         self._commit = commit
-        self._release = release
+        self._abandon = abandon
         self._closing = Lock()
 
     @property
@@ -290,14 +310,15 @@ class Staged(Caller, AbstractContextManager["Staged"]):
         """Serve these weights. Raises StageClosed; LeaseTimeout (nothing changed, still staged); ModelFailed."""
         with self._closing:
             receipt = self._commit(self._opened(), self._contents, timeout)
-            self._close()
+            self._session = None
         return receipt
 
     def discard(self) -> None:
         """Give the staged weights up. A second time, or after a commit, it does nothing."""
         with self._closing:
-            if self._session is not None:
-                self._close()
+            session, self._session = self._session, None
+            if session is not None:
+                self._abandon(session)
 
     def __exit__(self, *_: object) -> None:
         self.discard()
@@ -310,10 +331,6 @@ class Staged(Caller, AbstractContextManager["Staged"]):
         if self._session is None:
             raise StageClosed("this staging was already committed or discarded; stage the file again")
         return self._session
-
-    def _close(self) -> None:
-        self._session = None
-        self._release()
 
     def _run(self, name: str, flat: list[Any]) -> list[Any]:
         with self._closing:

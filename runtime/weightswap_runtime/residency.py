@@ -35,6 +35,10 @@ class Residency(Protocol):
         """Called just before the first byte of a staging is written to `session`."""
         ...
 
+    def abandoned(self, session: Session) -> None:
+        """Called when a staging in `session` has failed or was discarded, and nothing writes to it any more."""
+        ...
+
     def commit(self, session: Session, weights_id: str, labels: dict[str, str], timeout: float | None) -> Committed: ...
 
     def rollback(self, timeout: float | None) -> Committed:
@@ -54,7 +58,7 @@ def open_residency(
     if keep_previous not in (None, "host"):
         raise ValueError(f'keep_previous={keep_previous!r}: expected None or "host"')
     if name == "double":
-        return Double(engine, layout, gate)
+        return Double(engine, layout, gate, workers, keep=keep_previous == "host")
     if name == "single":
         return Single(engine, layout, gate, workers, keep=keep_previous == "host")
     raise ValueError(f'residency={name!r}: expected "double" or "single"')
@@ -65,12 +69,20 @@ def _generation(gate: Gate[Session]) -> int:
 
 
 class Double:
-    """Two arenas, each with its own session. A commit exchanges them; the old weights stay for a rollback."""
+    """Two arenas, each with its own session. A commit exchanges them; the old weights stay for a rollback.
+
+    A staging overwrites the old weights. With `keep` they are saved first, and put back if no commit follows.
+    """
 
     name = "double"
 
-    def __init__(self, engine: Engine, layout: ArenaLayout, gate: Gate[Session]) -> None:
+    def __init__(
+        self, engine: Engine, layout: ArenaLayout, gate: Gate[Session], workers: Workers, *, keep: bool
+    ) -> None:
         self._gate = gate
+        self._workers = workers
+        self._saved = HostArena(layout) if keep else None
+        self._displaced: Version[Session] | None = None
         self._sessions = [Session(engine, HostArena(layout)) for _ in range(2)]
         self._previous: Version[Session] | None = None
 
@@ -81,7 +93,15 @@ class Double:
         return idle
 
     def overwriting(self, session: Session) -> None:
-        self._previous = None
+        self._displaced, self._previous = self._previous, None
+        if self._saved and self._displaced:
+            self._saved.copy_from(session.arena, self._workers)
+
+    def abandoned(self, session: Session) -> None:
+        if self._saved and self._displaced:
+            self._gate.wait_idle(session, None)  # a trial call of the staging may still run
+            session.arena.copy_from(self._saved, self._workers)
+            self._previous, self._displaced = self._displaced, None
 
     def commit(self, session: Session, weights_id: str, labels: dict[str, str], timeout: float | None) -> Committed:
         session.bound.reset_state()
@@ -95,8 +115,8 @@ class Double:
         back = self._previous
         if back is None:
             raise NothingToRollBack(
-                "no previous weights are resident: nothing was committed before, or a staging has overwritten them. "
-                "Swap the file that you want."
+                "no previous weights are resident: nothing was committed before, or a staging has overwritten them "
+                '(keep_previous="host" would keep them). Swap the file that you want.'
             )
         return self.commit(back.session, back.weights_id, back.labels, timeout)
 
@@ -123,6 +143,8 @@ class Single:
         return Session(self._engine, HostArena(self._layout))
 
     def overwriting(self, session: Session) -> None: ...
+
+    def abandoned(self, session: Session) -> None: ...
 
     def commit(self, session: Session, weights_id: str, labels: dict[str, str], timeout: float | None) -> Committed:
         version = Version(self._live, _generation(self._gate), weights_id, labels)

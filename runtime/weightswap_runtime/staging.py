@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import NamedTuple
 
 from .adapter import NAMES, UNAMBIGUOUS, Match, resolve
@@ -33,13 +35,13 @@ class Plan(NamedTuple):
     match: Match
 
 
-def plan(path: str | os.PathLike[str], manifest: Manifest, *, allow_other_graph: bool) -> Plan:
-    """Open a file and check everything that its header can tell; the caller closes `file`.
+@contextmanager
+def plan(path: str | os.PathLike[str], manifest: Manifest, *, allow_other_graph: bool) -> Iterator[Plan]:
+    """Open a file and check everything that its header can tell.
 
     Raises WeightFileError, GraphMismatch, and WeightsMismatch with every problem.
     """
-    file = WeightFile(path)
-    try:
+    with WeightFile(path) as file:
         stamp = file.stamp
         # a stamp says that the names are FQNs; other files may have either
         match = resolve(file.tensors, manifest, str(file.path), readings=NAMES if stamp else UNAMBIGUOUS)
@@ -48,10 +50,7 @@ def plan(path: str | os.PathLike[str], manifest: Manifest, *, allow_other_graph:
                 f"{file.path}: packed for the graph {stamp.graph_id[:12]}, this model is {manifest.graph_id[:12]}. "
                 "Its tensors fit: pass allow_other_graph=True if that is meant, or pack the checkpoint for this one."
             )
-    except BaseException:
-        file.close()
-        raise
-    return Plan(file, match)
+        yield Plan(file, match)
 
 
 def fill(plan: Plan, manifest: Manifest, arena: HostArena, workers: Workers) -> Contents:

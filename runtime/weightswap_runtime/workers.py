@@ -24,11 +24,15 @@ class Workers:
 
     def run_all(self, function: Callable[[T], None], items: Iterable[T]) -> None:
         """Call `function` on every item. Returns, or raises the first error, only when no call is running any more."""
+        work = list(items)
+        if len(work) == 1:  # a wake-up would cost more than it brings
+            function(work[0])
+            return
         if self._process != os.getpid():  # a forked child has the pool, but not its threads
             self._start()
         futures: list[Future[None]] = []
         try:
-            futures += [self._pool.submit(function, item) for item in items]
+            futures += [self._pool.submit(function, item) for item in work]
             for future in futures:
                 future.result()
         except BaseException:

@@ -25,9 +25,29 @@ def facts() -> dict[str, str | int | float]:
         "huge_pages": HUGE_PAGES.read_text().strip() if HUGE_PAGES.exists() else "unknown",
         "python": platform.python_version(),
         "torch_threads": torch.get_num_threads(),
-        "load_before": round(os.getloadavg()[0], 2),
         **{name: version(name) for name in PACKAGES},
     }
+
+
+class Others:
+    """How much of the processors other processes have used since this object was made."""
+
+    def __init__(self) -> None:
+        self._start = _cpu_seconds()
+
+    def percent(self) -> float:
+        """Of all processors' time, time stolen by a hypervisor included."""
+        total, busy, own = (now - then for now, then in zip(_cpu_seconds(), self._start, strict=True))
+        return round(100 * max(0.0, busy - own) / max(total, 1e-9), 1)
+
+
+def _cpu_seconds() -> tuple[float, float, float]:
+    """In all, not idle, and used by this process."""
+    fields = Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]
+    user, nice, system, idle, waiting, *rest = (int(field) / os.sysconf("SC_CLK_TCK") for field in fields)
+    busy = user + nice + system + sum(rest)
+    own = os.times()
+    return busy + idle + waiting, busy, own.user + own.system
 
 
 def _cpu() -> str:

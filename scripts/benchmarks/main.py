@@ -13,10 +13,10 @@ from importlib import import_module
 from pathlib import Path
 
 import machine
-from models import WrongOutput
 from report import Row, document, table
 from rich.console import Console
 from settings import Settings
+from subjects import WrongOutput
 
 GROUPS = ("swap", "call")
 WIDTH = 200  # columns of a table that goes to no terminal
@@ -26,12 +26,13 @@ def main() -> int:
     """Returns 0, or 1 when an output differs from the eager model's."""
     options = _parser().parse_args()
     settings = Settings(options.size_mb, options.rounds)
-    facts = machine.facts()
+    facts, others = machine.facts(), machine.Others()
     try:
         groups = {name: _run(name, settings) for name in options.groups or GROUPS}
     except WrongOutput as error:
         print(f"wrong output: {error}", file=sys.stderr)
         return 1
+    facts["percent_used_by_others"] = others.percent()
     made = document(facts, asdict(settings), groups)
     options.out.mkdir(parents=True, exist_ok=True)
     text = json.dumps(made, indent=2) + "\n"

@@ -91,11 +91,7 @@ def document(
     machine: Mapping[str, Any], settings: Mapping[str, Any], groups: Mapping[str, Sequence[Row]]
 ) -> dict[str, Any]:
     """What `bench.json` holds."""
-    rows = [
-        {"group": group} | asdict(row) | {"goal": str(row.goal) if row.goal else None, "met": row.met}
-        for group, members in groups.items()
-        for row in members
-    ]
+    rows = [{"group": group} | asdict(row) | {"met": row.met} for group, members in groups.items() for row in members]
     return {"machine": dict(machine), "settings": dict(settings), "rows": rows}
 
 

@@ -142,6 +142,21 @@ def test_a_staging_takes_the_place_of_the_previous_weights(tiny: TinyArtifact, w
     assert serves(model, 0)
 
 
+def test_previous_weights_that_are_kept_survive_a_refused_staging(
+    tiny: TinyArtifact, weight_file: WriteWeights, residency: str
+) -> None:
+    model = load(tiny.path, weight_file(0), residency=residency, keep_previous="host")
+    model.swap(weight_file(1))
+    with pytest.raises(DigestMismatch):
+        model.swap(copy_of(weight_file(2), lambda raw: raw.__setitem__(-1, raw[-1] ^ 1)))
+    model.stage(weight_file(3)).discard()
+    assert serves(model, 1)
+    model.rollback()
+    assert serves(model, 0)
+    model.rollback()
+    assert serves(model, 1)
+
+
 def copy_of(path: Path, change: Callable[[bytearray], None]) -> Path:
     raw = bytearray(path.read_bytes())
     change(raw)

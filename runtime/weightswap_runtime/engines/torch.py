@@ -33,10 +33,10 @@ class TorchEngine:
         self.dtypes: Mapping[torch.dtype, str] = {
             getattr(torch, attribute): name for attribute, name in TORCH_NAMES.items() if hasattr(torch, attribute)
         }
-        self._graphs = {name: _load_graph(artifact, method.graph) for name, method in self._manifest.methods.items()}
         header, data = artifact.constants()
         values = (*self._manifest.constants, *self._manifest.state)
         self._constants = {item.name: _copy(item, header.tensors[item.name], data) for item in values}
+        self._graphs = {name: _load_graph(artifact, method.graph) for name, method in self._manifest.methods.items()}
 
     def bind(self, arena: HostArena) -> BoundTorch:
         """Views on the arena for every weight, fresh state, shared constants."""

@@ -9,9 +9,9 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
-from models import Encoder, equal, quiet
 from report import Goal, Row, compared, spread
 from settings import Settings
+from subjects import Encoder, equal, quiet
 from timing import in_turn, per_call
 from torch import nn
 

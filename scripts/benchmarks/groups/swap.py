@@ -6,15 +6,16 @@ import ctypes
 import gc
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import cycle
 from pathlib import Path
 
 import safetensors.torch
 import torch
-from models import Stack, Stored, equal, stored
 from peers import Memory, Peers
 from report import Goal, Row, compared, spread
 from settings import Settings
+from subjects import Stack, Stored, equal, stored
 from timing import Measure, calling, in_turn, seconds
 
 from weightswap_runtime import Model, load
@@ -81,8 +82,7 @@ def _first_staging(stored: Stored, rounds: int) -> Iterator[Row]:
     path = stored.versions[0].path
 
     def stage() -> float:
-        model = load(stored.artifact)
-        return _stage(model, iter([path]))()
+        return _stage(load(stored.artifact), iter([path]))()
 
     def read() -> float:
         memory = Memory(path.stat().st_size, touched=False)
@@ -161,7 +161,7 @@ def _whole(stored: Stored, model: Model, rounds: int) -> Iterator[Row]:
         "load_state_dict(torch.load())": unpickle(mmap=False),
     }
     measures: dict[str, Measure] = {"swap": lambda: seconds(lambda: model.swap(next(paths)))}
-    measures |= {name: lambda work=work: seconds(work) for name, work in others.items()}
+    measures |= {name: partial(seconds, work) for name, work in others.items()}
     taken = in_turn(measures, rounds)
     with torch.no_grad():
         equal(eager(stored.tokens), first.expected, "the eager model after its own load")

@@ -1,0 +1,93 @@
+"""`scripts/bench` on a small model: every row is there, with its peer, and the outputs are right. No time is tested."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+MAIN = Path(__file__).parents[2] / "scripts" / "benchmarks" / "main.py"
+FACTS = {"cpu", "cores", "memory_gb", "kernel", "python", "torch", "weightswap", "date"}
+
+
+@pytest.fixture(scope="module")
+def report(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[str, Any]]:
+    out = tmp_path_factory.mktemp("bench")
+    done = bench("--size-mb", "4", "--rounds", "2", "--out", str(out))
+    assert done.returncode == 0, done.stderr
+    return done.stdout, json.loads((out / "bench.json").read_text())
+
+
+def bench(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, str(MAIN), *arguments], capture_output=True, text=True, timeout=300, check=False
+    )
+
+
+def test_the_report_knows_the_machine_and_the_settings(report: tuple[str, dict[str, Any]]) -> None:
+    _, made = report
+    assert made["machine"].keys() >= FACTS
+    assert made["settings"] == {"megabytes": 4, "rounds": 2}
+
+
+@pytest.mark.parametrize(
+    ("what", "peer"),
+    [
+        ("stage", "preadv, "),
+        ("stage", "preadv + BLAKE3"),
+        ("stage", "preadv into fresh memory"),
+        ("BLAKE3 alone", "preadv, "),
+        ("commit in single residency", "one torch copy_"),
+        ("commit in single residency", "memcpy, 1 thread"),
+        ("swap", "load_state_dict(load_file())"),
+        ("swap", "load_state_dict(torch.load(mmap=True))"),
+        ("swap", "load_state_dict(torch.load())"),
+        ("model(x)", "bare graph"),
+        ("model(x)", "eager module"),
+        ("model(x)", "ep.module()"),
+    ],
+)
+def test_each_subject_is_compared_with_its_peers(report: tuple[str, dict[str, Any]], what: str, peer: str) -> None:
+    _, made = report
+    found = [row for row in made["rows"] if row["what"].startswith(what) and (row["peer"] or "").startswith(peer)]
+    assert found
+    for row in found:
+        assert row["samples"] >= 1
+        assert min(row["median"], row["peer_median"], row["ratio"]) > 0
+
+
+@pytest.mark.parametrize(
+    ("what", "figure", "sense", "limit"),
+    [
+        ("stage ", "ratio", "at least", 0.5),
+        ("commit, the caller's time, 1.0 MB, idle", "p99", "at most", 100),
+        ("commit, calls paused, 1.0 MB, 2 threads calling", "p99", "at most", 100),
+        ("commit, the caller's time, 4.", "p99", "at most", 100),
+        ("staged.commit()", "p99", "at most", 100),
+        ("commit in single residency", "ratio", "at most", 1.3),
+        ("model(x) minus bare graph", "median", "at most", 20),
+    ],
+)
+def test_goals_are_judged(report: tuple[str, dict[str, Any]], what: str, figure: str, sense: str, limit: float) -> None:
+    _, made = report
+    judged = [row for row in made["rows"] if row["what"].startswith(what) and row["goal"]]
+    assert judged
+    for row in judged:
+        assert row["goal"] == {"figure": figure, "sense": sense, "limit": limit}
+        assert row["met"] is (row[figure] >= limit if sense == "at least" else row[figure] <= limit)
+
+
+def test_the_table_has_a_line_for_each_row(report: tuple[str, dict[str, Any]]) -> None:
+    printed, made = report
+    lines = [line for line in printed.splitlines() if line.startswith("| ")]
+    assert len([line for line in lines if not line.startswith("| what")]) == len(made["rows"])
+
+
+def test_an_unknown_group_is_refused_by_name() -> None:
+    done = bench("swop")
+    assert done.returncode == 2
+    assert "'swop' is none of swap, call" in done.stderr
