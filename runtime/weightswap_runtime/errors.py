@@ -58,7 +58,7 @@ class _Problems(SwapError):
         self.where = where
         self.problems = tuple(problems)
         lines = "\n".join(f"  - {problem}" for problem in self.problems)
-        super().__init__(f"{where}: {len(self.problems)} problem(s), nothing was changed\n{lines}\n{advice}")
+        super().__init__(f"{where}: refused, {len(self.problems)} problem(s)\n{lines}\n{advice}")
 
 
 class WeightsMismatch(_Problems):

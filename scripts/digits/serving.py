@@ -144,11 +144,8 @@ def main() -> None:
     torch.set_num_threads(1)
     commands: SimpleQueue[str] = SimpleQueue()
     Thread(target=_listen, args=(commands,), daemon=True).start()
-    model = load(
-        options.artifact,
-        residency=options.residency,
-        keep_previous="host" if options.residency == "single" else None,
-    )
+    # kept, so that a rollback is possible in either residency, and after a damaged file too
+    model = load(options.artifact, residency=options.residency, keep_previous="host")
     with np.load(options.images) as file:
         images = torch.from_numpy(file["images"])
     clients = Clients(model, images, count=options.clients, rate=options.rate)

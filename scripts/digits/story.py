@@ -83,14 +83,12 @@ class Story:
         artifact = self._export()
         self._start()
         last = self._options.epochs
-        for epoch in range(last):
-            self._pack(epoch, artifact)
+        for epoch in range(last + 1):
+            packed = self._pack(epoch, artifact)
             self._deliver(epoch)
-        packed = self._pack(last, artifact)
-        self._deliver_damaged(packed)
-        self._deliver(last)
         self._until(lambda: len(self._ledger.generations) == last + 1, "commit of the last checkpoint")
         self._serve_on(self._options.pace)
+        self._deliver_damaged(packed)
         self._roll_back(last - 1)
         self._serve_on(self._options.pace)
         done = self._stop()
@@ -136,7 +134,7 @@ class Story:
         self._put(self._folder / "packed" / f"epoch-{epoch}.safetensors")
 
     def _deliver_damaged(self, packed: Path) -> None:
-        """The last file arrives damaged, twice, before it arrives intact."""
+        """The last file arrives again, damaged: first cut off, then with a flipped bit."""
         for count, damage in enumerate((truncated_copy, flipped_copy), start=1):
             name = damage.__name__.removesuffix("_copy")
             self._put(damage(packed, packed.with_stem(f"{packed.stem}-{name}")))

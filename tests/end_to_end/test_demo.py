@@ -70,7 +70,7 @@ def test_the_demo_keeps_every_promise(tmp_path: Path, residency: str) -> None:
 
     assert [refused["error"] for refused in summary["refused"]] == ["WeightFileError", "DigestMismatch"]
     assert all(refused["unchanged"] and refused["answers_after"] for refused in summary["refused"])
-    assert {refused["weights_id"] for refused in summary["refused"]} == {generations[EPOCHS - 1]["weights_id"]}
+    assert {refused["weights_id"] for refused in summary["refused"]} == {generations[EPOCHS]["weights_id"]}
     assert summary["rollback"]["correct"]
     assert summary["rollback"]["weights_id"] == generations[EPOCHS - 1]["weights_id"]
 
