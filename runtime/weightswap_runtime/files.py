@@ -15,8 +15,8 @@ def _sibling(path: Path, kind: str) -> Path:
     return path.with_name(f".{path.name}.{kind}-{secrets.token_hex(4)}")
 
 
-def _sync_folder(folder: Path) -> None:
-    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+def _sync(path: Path) -> None:
+    fd = os.open(path, os.O_RDONLY)
     try:
         os.fsync(fd)
     finally:
@@ -37,7 +37,7 @@ def new_file(path: Path) -> Iterator[BinaryIO]:
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(path)
-        _sync_folder(path.parent)
+        _sync(path.parent)
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
@@ -54,6 +54,8 @@ def new_folder(path: Path) -> Iterator[Path]:
     temporary.mkdir()
     try:
         yield temporary
+        for written in (*temporary.rglob("*"), temporary):
+            _sync(written)
         if path.exists():
             old = _sibling(path, "old")
             path.rename(old)
@@ -61,7 +63,7 @@ def new_folder(path: Path) -> Iterator[Path]:
             shutil.rmtree(old)
         else:
             temporary.rename(path)
-        _sync_folder(path.parent)
+        _sync(path.parent)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
