@@ -28,7 +28,9 @@ from .errors import (
     WeightsMismatch,
     WeightswapError,
 )
-from .model import Model, Pinned, Staged, SwapReceipt, load
+from .model import Model, load
+from .pinned import Pinned
+from .staged import Staged, SwapReceipt
 from .weightfile import WeightFile
 
 __all__ = [

@@ -3,42 +3,22 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from threading import Lock
 from typing import Any, Literal
 
 from .arena import ArenaLayout
 from .artifact import Artifact
 from .engines import open_engine
-from .errors import PinReleased, StageClosed, StagingBusy
-from .gate import Gate, Version
+from .errors import StagingBusy
+from .gate import Gate
+from .pinned import Pinned
 from .residency import Committed, open_residency
 from .session import Caller, Methods, Session
+from .staged import LEASE_TIMEOUT, Staged, SwapReceipt
 from .staging import Contents, Plan, fill, plan
 from .workers import Workers
 
 Path = str | os.PathLike[str]
-LEASE_TIMEOUT = 60.0
-
-
-@dataclass(frozen=True)
-class SwapReceipt:
-    """What one commit did. Sizes in bytes, times in seconds; `seconds_paused` is how long new calls could wait."""
-
-    generation: int
-    weights_id: str
-    previous_weights_id: str | None
-    graph_id: str
-    source: str
-    labels: dict[str, str]
-    residency: str
-    bytes_read: int
-    bytes_copied: int
-    seconds_staged: float
-    seconds_verified: float
-    seconds_paused: float
 
 
 def load(
@@ -221,122 +201,3 @@ class Model(Caller):
             f"Model({str(self.artifact.path)!r}, graph_id={self.graph_id[:12]!r}, "
             f"weights_id={(self.weights_id or '')[:12]!r}, generation={self.generation}, residency={self.residency!r})"
         )
-
-
-class Pinned(Caller, AbstractContextManager["Pinned"]):
-    """One version of the model for the length of a `with` block; threads may share it."""
-
-    def __init__(self, methods: Methods, gate: Gate[Session]) -> None:
-        super().__init__(methods)
-        self._gate = gate
-        self._version: Version[Session] | None = None
-        self._thread = 0
-        self._open = Lock()
-
-    def __enter__(self) -> Pinned:
-        if self._version is not None:
-            raise PinReleased("this pin was entered already; call model.pin() for each block")
-        self._version, self._thread = self._gate.acquire()
-        self._released = False
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        version = self._pinned()
-        with self._open:
-            self._released = True
-        self._gate.release(version.session, self._thread)
-
-    @property
-    def weights_id(self) -> str:
-        return self._pinned().weights_id
-
-    @property
-    def generation(self) -> int:
-        return self._pinned().generation
-
-    @property
-    def labels(self) -> dict[str, str]:
-        return dict(self._pinned().labels)
-
-    def _pinned(self) -> Version[Session]:
-        if self._version is None:
-            raise PinReleased("enter the pin first: with model.pin() as session: ...")
-        return self._version
-
-    def _run(self, name: str, flat: list[Any]) -> list[Any]:
-        session = self._pinned().session
-        with self._open:
-            if self._released:
-                raise PinReleased("the `with model.pin()` block has ended; pin again")
-            thread = self._gate.acquire_session(session)
-        try:
-            return session.bound.run(name, flat)
-        finally:
-            self._gate.release(session, thread)
-
-
-class Staged(Caller, AbstractContextManager["Staged"]):
-    """A verified set of weights that serves nobody yet. Call it to try it; then `commit()` or `discard()`.
-
-    Leaving its `with` block, or dropping the last reference, discards it.
-    """
-
-    def __init__(
-        self,
-        methods: Methods,
-        gate: Gate[Session],
-        session: Session,
-        contents: Contents,
-        commit: Callable[[Session, Contents, float | None], SwapReceipt],
-        abandon: Callable[[Session], None],
-    ) -> None:
-        super().__init__(methods)
-        self._gate = gate
-        self._session: Session | None = session
-        self._contents = contents
-        self._commit = commit
-        self._abandon = abandon
-        self._closing = Lock()
-
-    @property
-    def weights_id(self) -> str:
-        return self._contents.weights_id
-
-    @property
-    def labels(self) -> dict[str, str]:
-        return dict(self._contents.labels)
-
-    def commit(self, *, timeout: float | None = LEASE_TIMEOUT) -> SwapReceipt:
-        """Serve these weights. Raises StageClosed; LeaseTimeout (nothing changed, still staged); ModelFailed."""
-        with self._closing:
-            receipt = self._commit(self._opened(), self._contents, timeout)
-            self._session = None
-        return receipt
-
-    def discard(self) -> None:
-        """Give the staged weights up. A second time, or after a commit, it does nothing."""
-        with self._closing:
-            session, self._session = self._session, None
-            if session is not None:
-                self._abandon(session)
-
-    def __exit__(self, *_: object) -> None:
-        self.discard()
-
-    def __del__(self) -> None:
-        if "_closing" in self.__dict__:
-            self.discard()
-
-    def _opened(self) -> Session:
-        if self._session is None:
-            raise StageClosed("this staging was already committed or discarded; stage the file again")
-        return self._session
-
-    def _run(self, name: str, flat: list[Any]) -> list[Any]:
-        with self._closing:
-            session = self._opened()
-            thread = self._gate.acquire_session(session)
-        try:
-            return session.bound.run(name, flat)
-        finally:
-            self._gate.release(session, thread)

@@ -8,8 +8,9 @@ from typing import Any
 
 from .arena import HostArena
 from .engines import Bound, Engine
+from .inputs import Inputs
 from .manifest import Manifest
-from .signature import Inputs, Signature, unflatten
+from .signature import Signature, unflatten
 
 
 class Session:

@@ -17,7 +17,7 @@ def test_the_tour(tmp_path: Path) -> None:
     for code in (build, serve):
         command = [sys.executable, "-W", "error", "-c", code]
         said.append(subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True).stdout)
-    assert re.fullmatch(r"1 \{'step': '2'\} \d+\.\d µs\n", said[1])
+    assert re.fullmatch(r"1 \{'step': '2'\} \d+\.\d µs\ntorch.Size\(\[5, 10\]\) [0-9a-f]{64}\n", said[1])
 
 
 def test_every_linked_page_exists() -> None:

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 from weightswap_runtime import InputMismatch
 from weightswap_runtime.dtypes import TORCH_NAMES
+from weightswap_runtime.inputs import Inputs
 from weightswap_runtime.signature import (
     Dict,
     Dimension,
-    Inputs,
     Integer,
     Items,
     Literal,

@@ -1,0 +1,63 @@
+"""A version of the model, held for several calls."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from threading import Lock
+from typing import Any
+
+from .errors import PinReleased
+from .gate import Gate, Version
+from .session import Caller, Methods, Session
+
+
+class Pinned(Caller, AbstractContextManager["Pinned"]):
+    """One version of the model for the length of a `with` block; threads may share it."""
+
+    def __init__(self, methods: Methods, gate: Gate[Session]) -> None:
+        super().__init__(methods)
+        self._gate = gate
+        self._version: Version[Session] | None = None
+        self._thread = 0
+        self._open = Lock()
+
+    def __enter__(self) -> Pinned:
+        if self._version is not None:
+            raise PinReleased("this pin was entered already; call model.pin() for each block")
+        self._version, self._thread = self._gate.acquire()
+        self._released = False
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        version = self._pinned()
+        with self._open:
+            self._released = True
+        self._gate.release(version.session, self._thread)
+
+    @property
+    def weights_id(self) -> str:
+        return self._pinned().weights_id
+
+    @property
+    def generation(self) -> int:
+        return self._pinned().generation
+
+    @property
+    def labels(self) -> dict[str, str]:
+        return dict(self._pinned().labels)
+
+    def _pinned(self) -> Version[Session]:
+        if self._version is None:
+            raise PinReleased("enter the pin first: with model.pin() as session: ...")
+        return self._version
+
+    def _run(self, name: str, flat: list[Any]) -> list[Any]:
+        session = self._pinned().session
+        with self._open:
+            if self._released:
+                raise PinReleased("the `with model.pin()` block has ended; pin again")
+            thread = self._gate.acquire_session(session)
+        try:
+            return session.bound.run(name, flat)
+        finally:
+            self._gate.release(session, thread)

@@ -1,0 +1,101 @@
+"""A verified set of weights that serves nobody yet, and the receipt of its commit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from threading import Lock
+from typing import Any
+
+from .errors import StageClosed
+from .gate import Gate
+from .session import Caller, Methods, Session
+from .staging import Contents
+
+LEASE_TIMEOUT = 60.0
+
+
+@dataclass(frozen=True)
+class SwapReceipt:
+    """What one commit did. Sizes in bytes, times in seconds; `seconds_paused` is how long new calls could wait."""
+
+    generation: int
+    weights_id: str
+    previous_weights_id: str | None
+    graph_id: str
+    source: str
+    labels: dict[str, str]
+    residency: str
+    bytes_read: int
+    bytes_copied: int
+    seconds_staged: float
+    seconds_verified: float
+    seconds_paused: float
+
+
+class Staged(Caller, AbstractContextManager["Staged"]):
+    """A verified set of weights that serves nobody yet. Call it to try it; then `commit()` or `discard()`.
+
+    Leaving its `with` block, or dropping the last reference, discards it.
+    """
+
+    def __init__(
+        self,
+        methods: Methods,
+        gate: Gate[Session],
+        session: Session,
+        contents: Contents,
+        commit: Callable[[Session, Contents, float | None], SwapReceipt],
+        abandon: Callable[[Session], None],
+    ) -> None:
+        super().__init__(methods)
+        self._gate = gate
+        self._session: Session | None = session
+        self._contents = contents
+        self._commit = commit
+        self._abandon = abandon
+        self._closing = Lock()
+
+    @property
+    def weights_id(self) -> str:
+        return self._contents.weights_id
+
+    @property
+    def labels(self) -> dict[str, str]:
+        return dict(self._contents.labels)
+
+    def commit(self, *, timeout: float | None = LEASE_TIMEOUT) -> SwapReceipt:
+        """Serve these weights. Raises StageClosed; LeaseTimeout (nothing changed, still staged); ModelFailed."""
+        with self._closing:
+            receipt = self._commit(self._opened(), self._contents, timeout)
+            self._session = None
+        return receipt
+
+    def discard(self) -> None:
+        """Give the staged weights up. A second time, or after a commit, it does nothing."""
+        with self._closing:
+            session, self._session = self._session, None
+            if session is not None:
+                self._abandon(session)
+
+    def __exit__(self, *_: object) -> None:
+        self.discard()
+
+    def __del__(self) -> None:
+        if "_closing" in self.__dict__:
+            self.discard()
+
+    def _opened(self) -> Session:
+        if self._session is None:
+            raise StageClosed("this staging was already committed or discarded; stage the file again")
+        return self._session
+
+    def _run(self, name: str, flat: list[Any]) -> list[Any]:
+        with self._closing:
+            session = self._opened()
+            thread = self._gate.acquire_session(session)
+        try:
+            return session.bound.run(name, flat)
+        finally:
+            self._gate.release(session, thread)
