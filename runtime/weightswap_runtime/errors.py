@@ -15,6 +15,7 @@ WeightswapError
 |   `-- NothingToRollBack      no previous weights are kept
 |-- CallError                  a call was refused before it ran
 |   |-- InputMismatch          the inputs do not fit the method's signature
+|   |-- UnknownMethod            the artifact has no such method
 |   |-- NoWeights              nothing has been swapped in yet
 |   `-- PinReleased            the session was used after its `with` block
 |-- ModelFailed                an in-place commit broke off; swap or roll back to revive
@@ -106,6 +107,10 @@ class InputMismatch(CallError, TypeError):
         super().__init__(f"{method}: " + "; ".join(self.problems))
 
 
+class UnknownMethod(CallError, AttributeError):
+    """The artifact has no such method, and the object no such attribute."""
+
+
 class NoWeights(CallError):
     """The model was loaded without weights and nothing has been swapped in yet."""
 
@@ -167,6 +172,7 @@ __all__ = [
     "StageClosed",
     "StagingBusy",
     "SwapError",
+    "UnknownMethod",
     "Unsupported",
     "WeightFileError",
     "WeightsMismatch",

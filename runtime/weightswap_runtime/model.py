@@ -15,7 +15,7 @@ from .pinned import Pinned
 from .residency import Committed, open_residency
 from .session import Caller, Methods, Session
 from .staged import LEASE_TIMEOUT, Staged, SwapReceipt
-from .staging import Contents, Plan, fill, plan
+from .staging import Contents, fill, plan
 from .workers import Workers
 
 Path = str | os.PathLike[str]
@@ -107,8 +107,10 @@ class Model(Caller):
         try:
             with plan(path, self._manifest, allow_other_graph=allow_other_graph) as opened:
                 session = self._residency.target(timeout)
-                contents = self._fill(opened, session)
-            return Staged(self._methods, self._gate, session, contents, self._commit, self._abandon)
+                self._residency.overwriting(session)
+                contents = fill(opened, self._manifest, session.arena, self._workers)
+            session.bound.reset_state()
+            return Staged(self._methods, self._gate, session, contents, self._commit, self._staging.release)
         except BaseException:
             self._staging.release()
             raise
@@ -156,27 +158,9 @@ class Model(Caller):
         finally:
             self._gate.release(session, thread)
 
-    def _fill(self, opened: Plan, session: Session) -> Contents:
-        self._residency.overwriting(session)
-        try:
-            contents = fill(opened, self._manifest, session.arena, self._workers)
-            session.bound.reset_state()
-        except BaseException:
-            self._residency.abandoned(session)
-            raise
-        return contents
-
-    def _abandon(self, session: Session) -> None:
-        """A staging was discarded."""
-        try:
-            self._residency.abandoned(session)
-        finally:
-            self._staging.release()
-
     def _commit(self, session: Session, contents: Contents, timeout: float | None) -> SwapReceipt:
         before = self.weights_id
         committed = self._residency.commit(session, contents.weights_id, contents.labels, timeout)
-        self._staging.release()
         return self._receipt(committed, before, contents)
 
     def _receipt(self, committed: Committed, before: str | None, contents: Contents | None) -> SwapReceipt:

@@ -8,7 +8,7 @@ from typing import NamedTuple, Protocol
 
 from .arena import ArenaLayout, HostArena
 from .engines import Engine
-from .errors import ModelFailed, NothingToRollBack
+from .errors import ModelFailed, NothingToRollBack, Unsupported
 from .gate import Gate, Version
 from .session import Session
 from .workers import Workers
@@ -35,10 +35,6 @@ class Residency(Protocol):
         """Called just before the first byte of a staging is written to `session`."""
         ...
 
-    def abandoned(self, session: Session) -> None:
-        """Called when a staging in `session` has failed or was discarded, and nothing writes to it any more."""
-        ...
-
     def commit(self, session: Session, weights_id: str, labels: dict[str, str], timeout: float | None) -> Committed: ...
 
     def rollback(self, timeout: float | None) -> Committed:
@@ -54,14 +50,14 @@ def open_residency(
     gate: Gate[Session],
     workers: Workers,
 ) -> Residency:
-    """`double` or `single`. Raises ValueError for anything else."""
+    """`double` or `single`. Raises Unsupported for anything else."""
     if keep_previous not in (None, "host"):
-        raise ValueError(f'keep_previous={keep_previous!r}: expected None or "host"')
+        raise Unsupported(f'keep_previous={keep_previous!r}: expected None or "host"')
     if name == "double":
         return Double(engine, layout, gate, workers, keep=keep_previous == "host")
     if name == "single":
         return Single(engine, layout, gate, workers, keep=keep_previous == "host")
-    raise ValueError(f'residency={name!r}: expected "double" or "single"')
+    raise Unsupported(f'residency={name!r}: expected "double" or "single"')
 
 
 def _generation(gate: Gate[Session]) -> int:
@@ -71,7 +67,7 @@ def _generation(gate: Gate[Session]) -> int:
 class Double:
     """Two arenas, each with its own session. A commit exchanges them; the old weights stay for a rollback.
 
-    A staging overwrites the old weights. With `keep` they are saved first, and put back if no commit follows.
+    A staging overwrites the old weights. With `keep` they are saved first, for a rollback if no commit follows.
     """
 
     name = "double"
@@ -93,32 +89,34 @@ class Double:
         return idle
 
     def overwriting(self, session: Session) -> None:
-        self._displaced, self._previous = self._previous, None
-        if self._saved and self._displaced:
+        if self._saved and self._previous:
             self._saved.copy_from(session.arena, self._workers)
-
-    def abandoned(self, session: Session) -> None:
-        if self._saved and self._displaced:
-            self._gate.wait_idle(session, None)  # a trial call of the staging may still run
-            session.arena.copy_from(self._saved, self._workers)
-            self._previous, self._displaced = self._displaced, None
+            self._displaced = self._previous
+        self._previous = None
 
     def commit(self, session: Session, weights_id: str, labels: dict[str, str], timeout: float | None) -> Committed:
         session.bound.reset_state()
         old = self._gate.current
         version = Version(session, _generation(self._gate), weights_id, labels)
         paused = self._gate.exchange(version)
-        self._previous = old
+        self._previous, self._displaced = old, None
         return Committed(version, paused, 0)
 
     def rollback(self, timeout: float | None) -> Committed:
-        back = self._previous
+        back = self._previous or self._restored(timeout)
         if back is None:
             raise NothingToRollBack(
                 "no previous weights are resident: nothing was committed before, or a staging has overwritten them "
                 '(keep_previous="host" would keep them). Swap the file that you want.'
             )
         return self.commit(back.session, back.weights_id, back.labels, timeout)
+
+    def _restored(self, timeout: float | None) -> Version[Session] | None:
+        """The version that a staging without a commit has overwritten, put back where it was."""
+        if self._saved and self._displaced:
+            self._gate.wait_idle(self._displaced.session, timeout)
+            self._displaced.session.arena.copy_from(self._saved, self._workers)
+        return self._displaced
 
 
 class Single:
@@ -143,8 +141,6 @@ class Single:
         return Session(self._engine, HostArena(self._layout))
 
     def overwriting(self, session: Session) -> None: ...
-
-    def abandoned(self, session: Session) -> None: ...
 
     def commit(self, session: Session, weights_id: str, labels: dict[str, str], timeout: float | None) -> Committed:
         version = Version(self._live, _generation(self._gate), weights_id, labels)

@@ -8,6 +8,7 @@ from typing import Any
 
 from .arena import HostArena
 from .engines import Bound, Engine
+from .errors import UnknownMethod
 from .inputs import Inputs
 from .manifest import Manifest
 from .signature import Signature, unflatten
@@ -59,10 +60,10 @@ class Caller:
         return self._methods.default
 
     def method(self, name: str) -> Callable[..., Any]:
-        """The method called `name`, also where an attribute of this class hides it. Raises AttributeError."""
+        """The method called `name`, also where an attribute of this class hides it. Raises UnknownMethod."""
         if name not in self._methods.inputs:
             known = ", ".join(self._methods.inputs)
-            raise AttributeError(f"{name!r} is neither an attribute nor a method of this artifact, which has: {known}")
+            raise UnknownMethod(f"{name!r} is neither an attribute nor a method of this artifact, which has: {known}")
         return partial(self._call_named, name)
 
     def __getattr__(self, name: str) -> Callable[..., Any]:

@@ -47,14 +47,14 @@ class Staged(Caller, AbstractContextManager["Staged"]):
         session: Session,
         contents: Contents,
         commit: Callable[[Session, Contents, float | None], SwapReceipt],
-        abandon: Callable[[Session], None],
+        release: Callable[[], None],
     ) -> None:
         super().__init__(methods)
         self._gate = gate
         self._session: Session | None = session
         self._contents = contents
         self._commit = commit
-        self._abandon = abandon
+        self._release = release
         self._closing = Lock()
 
     @property
@@ -69,27 +69,30 @@ class Staged(Caller, AbstractContextManager["Staged"]):
         """Serve these weights. Raises StageClosed; LeaseTimeout (nothing changed, still staged); ModelFailed."""
         with self._closing:
             receipt = self._commit(self._opened(), self._contents, timeout)
-            self._session = None
+            self._close()
         return receipt
 
     def discard(self) -> None:
         """Give the staged weights up. A second time, or after a commit, it does nothing."""
         with self._closing:
-            session, self._session = self._session, None
-            if session is not None:
-                self._abandon(session)
+            self._close()
 
     def __exit__(self, *_: object) -> None:
         self.discard()
 
     def __del__(self) -> None:
-        if "_closing" in self.__dict__:
-            self.discard()
+        if "_release" in self.__dict__:
+            self._close()  # without the lock: a collector runs where it likes
 
     def _opened(self) -> Session:
         if self._session is None:
             raise StageClosed("this staging was already committed or discarded; stage the file again")
         return self._session
+
+    def _close(self) -> None:
+        if self._session is not None:
+            self._session = None
+            self._release()
 
     def _run(self, name: str, flat: list[Any]) -> list[Any]:
         with self._closing:

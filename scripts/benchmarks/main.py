@@ -81,7 +81,7 @@ def _run(name: str, settings: Settings) -> list[Row]:
 
 def _print(facts: dict[str, str | int | float], groups: dict[str, list[Row]]) -> None:
     console = Console(width=None if sys.stdout.isatty() else WIDTH, highlight=False)
-    console.print(", ".join(f"{name} {value}" for name, value in facts.items()), markup=False)
+    console.print(", ".join(f"{name} {value}" for name, value in facts.items()), markup=False, soft_wrap=True)
     for name, rows in groups.items():
         console.print(table(name, rows))
 

@@ -23,11 +23,13 @@ def seconds(function: Callable[[], object]) -> float:
 def in_turn(measures: Mapping[str, Measure], rounds: int) -> dict[str, list[float]]:
     """Every measure once per round, so that what is compared was taken side by side: these machines drift.
 
-    Figures with the same index are neighbours in time. A first round is thrown away.
+    Figures with the same index are neighbours in time. Every other round goes backwards, as coming after another
+    measure can help or harm. A first round is thrown away.
     """
     taken: dict[str, list[float]] = {name: [] for name in measures}
     for number in range(rounds + 1):
-        for name, measure in measures.items():
+        order = list(measures.items())
+        for name, measure in order if number % 2 else reversed(order):
             figure = measure()
             if number:
                 taken[name].append(figure)
@@ -35,9 +37,10 @@ def in_turn(measures: Mapping[str, Measure], rounds: int) -> dict[str, list[floa
 
 
 def per_call(function: Callable[[], object], calls: int) -> Measure:
-    """Seconds per call in a block of `calls`; the loop's own cost is included."""
+    """Seconds per call in a block of `calls` after an untimed one; the loop's own cost is included."""
 
     def measure() -> float:
+        function()
         start = time.perf_counter()
         for _ in range(calls):
             function()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import shutil
 import threading
 from collections.abc import Callable
 from functools import partial
@@ -14,6 +15,7 @@ import safetensors.torch
 import torch
 from blake3 import blake3
 
+from tests.runtime.test_header import BROKEN
 from tests.tiny import TinyArtifact
 from weightswap_runtime import (
     DigestMismatch,
@@ -28,6 +30,7 @@ from weightswap_runtime import (
     StageClosed,
     StagingBusy,
     SwapError,
+    UnknownMethod,
     Unsupported,
     WeightFileError,
     WeightsMismatch,
@@ -210,6 +213,27 @@ REFUSED: dict[str, tuple[Callable[[TinyArtifact, WriteWeights, Path], Path], typ
     ),
     "a folder": (lambda t, w, p: p.parent, WeightFileError, "cannot be read"),
 }
+
+
+@pytest.mark.parametrize("raw", [raw for raw, _ in BROKEN.values()], ids=BROKEN)
+def test_no_broken_file_touches_a_live_model(
+    raw: bytes, tiny: TinyArtifact, weight_file: WriteWeights, tmp_path: Path
+) -> None:
+    path = tmp_path / "broken.safetensors"
+    path.write_bytes(raw)
+    for residency in ("double", "single"):
+        model = load(tiny.path, weight_file(0), residency=residency)
+        with pytest.raises(WeightFileError):
+            model.swap(path)
+        assert (model.generation, serves(model, 0)) == (0, True)
+
+
+def test_a_live_model_needs_its_artifact_no_more(tiny: TinyArtifact, weight_file: WriteWeights) -> None:
+    model = load(tiny.path, weight_file(0))
+    shutil.rmtree(tiny.path)
+    assert serves(model, 0)
+    model.swap(weight_file(1))
+    assert serves(model, 1)
 
 
 def forge_weights_id(raw: bytearray) -> None:
@@ -399,8 +423,9 @@ def test_methods_are_attributes(tiny: TinyArtifact, weight_file: WriteWeights) -
     model = load(tiny.path, weight_file(0))
     assert torch.equal(model.forward(X), model(X))
     assert torch.equal(model.method("forward")(X), model(X))
-    with pytest.raises(AttributeError, match="nor a method of this artifact, which has: forward"):
+    with pytest.raises(UnknownMethod, match="nor a method of this artifact, which has: forward"):
         model.encode(X)
+    assert not hasattr(model, "encode")
 
 
 @pytest.mark.parametrize(
@@ -408,8 +433,8 @@ def test_methods_are_attributes(tiny: TinyArtifact, weight_file: WriteWeights) -
     [
         ({"device": "cuda"}, Unsupported),
         ({"engine": "onnx"}, Unsupported),
-        ({"residency": "triple"}, ValueError),
-        ({"keep_previous": "disk"}, ValueError),
+        ({"residency": "triple"}, Unsupported),
+        ({"keep_previous": "disk"}, Unsupported),
     ],
 )
 def test_what_this_version_cannot_do_is_said(
