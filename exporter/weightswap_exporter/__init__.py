@@ -6,9 +6,10 @@ The names are loaded on first use, so that the command line can list its command
 from __future__ import annotations
 
 from importlib import import_module
+from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
-from weightswap_runtime import __version__
+from weightswap_runtime import MissingExtra, __version__
 
 if TYPE_CHECKING:
     from .capture import MethodSpec
@@ -30,6 +31,8 @@ __all__ = ["MethodSpec", "Packed", "__version__", "export", "pack", "skeleton"]
 def __getattr__(name: str) -> object:
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if find_spec("torch") is None:
+        raise MissingExtra("the build side", "export")
     return getattr(import_module(f".{_HOMES[name]}", __name__), name)
 
 

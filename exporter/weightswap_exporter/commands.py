@@ -28,9 +28,9 @@ def export(
     out: a dict, or a tuple (model, args) or (model, args, kwargs).
     """
     with errors_as_exit(as_json):
+        from weightswap_exporter import export as export_model
         from weightswap_runtime.cli.inspect import signature_text
 
-        from .exporting import export as export_model
         from .recipes import load_recipe
 
         artifact = export_model(**load_recipe(recipe, skeleton=skeleton), out=out)
@@ -57,7 +57,7 @@ def pack(
     """Write a checkpoint's weights as a weight file for an artifact."""
     labels = dict(_label(text) for text in label or ())
     with errors_as_exit(as_json):
-        from .packing import pack as pack_checkpoint
+        from weightswap_exporter import pack as pack_checkpoint
 
         with progress_bar(f"packing {source.name}") as progress:
             packed = pack_checkpoint(source, artifact, out=out, labels=labels, progress=progress)

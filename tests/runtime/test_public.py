@@ -61,6 +61,16 @@ def test_loading_and_calling_brings_in_no_exporter() -> None:
     assert "weightswap_exporter" not in imported_by("import weightswap_runtime.engines.torch")
 
 
+def test_without_torch_the_build_side_names_the_extra() -> None:
+    code = "import sys\nsys.modules['torch'] = None\nfrom weightswap_runtime.cli import main\n"
+    code += "sys.argv = ['weightswap', 'export', 'x.py:f', '-o', 'x']\nmain()"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (
+        2,
+        "MissingExtra: the build side needs the extra `export`: pip install 'weightswap[export]'\n",
+    )
+
+
 def test_without_torch_the_error_names_the_extra() -> None:
     code = "sys.modules['torch'] = None\nfrom weightswap_runtime.errors import MissingExtra\n"
     code += "try:\n    import weightswap_runtime.engines.torch\nexcept MissingExtra as error:\n    print(error)"

@@ -7,13 +7,17 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
 from weightswap_runtime.dtypes import DTYPES, TORCH_NAMES, describe
-from weightswap_runtime.errors import Unsupported, WeightFileError
+from weightswap_runtime.errors import MissingExtra, Unsupported, WeightFileError
 from weightswap_runtime.files import new_file
 from weightswap_runtime.header import header_length, pack_ranges, parse_header, render_header
 from weightswap_runtime.weightfile import TensorRow, canonical_order
+
+try:
+    import torch
+except ImportError as error:
+    raise MissingExtra("weightswap run", "torch") from error
 
 SUFFIXES = (".safetensors", ".npz")
 
