@@ -40,14 +40,26 @@ class Captured:
 
 def capture(model: nn.Module, name: str, spec: MethodSpec) -> Captured:
     """Capture one method with `torch.export`, non-strict. Raises CaptureError with torch's reason."""
+    _check_spec(name, spec)
     root = _as_forward(model, spec.fn_name)
     args, kwargs = _distinct((tuple(spec.args), dict(spec.kwargs)))
     try:
-        program = torch.export.export(root, args, kwargs, dynamic_shapes=spec.dynamic_shapes, strict=False)
+        with warnings.catch_warnings():  # torch says so of every LSTM and GRU
+            warnings.filterwarnings("ignore", r"The tensor attributes? .*_flat_weights", UserWarning)
+            program = torch.export.export(root, args, kwargs, dynamic_shapes=spec.dynamic_shapes, strict=False)
         mutated = _mutations(program)
     except Exception as error:
-        raise CaptureError(f"method {name!r}: torch.export cannot capture it: {error}") from error
+        reason = str(error).partition("\n\nThe error above occurred")[0]
+        raise CaptureError(f"method {name!r}: torch.export cannot capture it: {reason}") from error
     return Captured(program, inspect.signature(root.forward), spec.dynamic_shapes, mutated)
+
+
+def _check_spec(name: str, spec: MethodSpec) -> None:
+    kinds = {"fn_name": (spec.fn_name, str), "args": (spec.args, tuple | list), "kwargs": (spec.kwargs, Mapping)}
+    for field_name, (value, kind) in kinds.items():
+        if not isinstance(value, kind):
+            expected = getattr(kind, "__name__", "tuple")
+            raise CaptureError(f"method {name!r}: {field_name} must be a {expected}, got a {type(value).__qualname__}")
 
 
 def _distinct(inputs: Any) -> Any:

@@ -88,7 +88,7 @@ def _from_pickled(path: Path) -> Checkpoint:
     except pickle.UnpicklingError as error:
         raise CheckpointError(
             f"{path}: holds more than tensors, and unpickling it could run anything, so it was not opened. "
-            f"Save model.state_dict() alone, or a .safetensors file. ({str(error).splitlines()[0]})"
+            "Save model.state_dict() alone, or a .safetensors file."
         ) from error
     except Exception as error:  # what a damaged pickle raises is anybody's guess
         raise CheckpointError(f"{path}: not a checkpoint that torch.load can open ({error})") from error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Annotated
 
@@ -33,11 +34,17 @@ def export(
 
         from .recipes import load_recipe
 
-        artifact = export_model(**load_recipe(recipe, skeleton=skeleton), out=out)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always", UserWarning)
+            artifact = export_model(**load_recipe(recipe, skeleton=skeleton), out=out)
+        said = [str(warning.message) for warning in caught if issubclass(warning.category, UserWarning)]
+        for message in said:
+            typer.echo(f"warning: {message}", err=True)
         manifest = artifact.manifest
         if as_json:
             document = {"path": artifact.path, "graph_id": artifact.graph_id, "methods": artifact.methods}
-            print_json(document | {"weights": len(manifest.weights), "weights_bytes": manifest.total_bytes})
+            counts = {"weights": len(manifest.weights), "weights_bytes": manifest.total_bytes}
+            print_json(document | counts | {"warnings": said})
             return
         typer.echo(f"artifact   {artifact.path}")
         typer.echo(f"graph id   {artifact.graph_id}")

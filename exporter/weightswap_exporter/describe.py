@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import math
 from collections import OrderedDict, defaultdict, deque, namedtuple
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -159,10 +158,8 @@ def _leaf(value: Any, path: str, dims: _Dims, *, strict: bool) -> Leaf:
         return Tensor(path, dtype_name(value.dtype, path), tuple(dims.size(size, path, strict) for size in value.shape))
     if isinstance(value, torch.SymInt):
         return Integer(path, dims.size(value, path, strict))
-    if isinstance(value, float) and not math.isfinite(value):
-        raise CaptureError(f"{path}: {value} cannot be written to a manifest")
     if value is None or isinstance(value, bool | int | float | str):
-        return Literal(path, value)
+        return Literal.of(path, value)
     raise CaptureError(f"{path}: a {type(value).__qualname__} can be neither an input nor an output")
 
 

@@ -109,8 +109,8 @@ def _specs(
     methods: Mapping[str, MethodSpec] | None,
 ) -> Mapping[str, MethodSpec]:
     if methods is None:
-        return {"forward": MethodSpec("forward", tuple(args), kwargs or {}, dynamic_shapes)}
-    if args or kwargs or dynamic_shapes is not None:
+        return {"forward": MethodSpec("forward", args, kwargs or {}, dynamic_shapes)}
+    if args != () or kwargs or dynamic_shapes is not None:
         raise ExportError("give either `methods`, or `args`, `kwargs` and `dynamic_shapes` for forward, not both")
     odd = [name for name in methods if not name.isidentifier()]
     if odd or not methods:

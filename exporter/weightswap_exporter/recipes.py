@@ -43,8 +43,8 @@ def _run(recipe: str, function: Callable[[], Any]) -> Any:
         raise
     except Exception as error:
         frame = traceback.extract_tb(error.__traceback__)[-1]
-        where = f"{Path(frame.filename).name}, line {frame.lineno}"
-        raise RecipeError(f"{recipe}: raised {type(error).__name__}: {error} ({where})") from error
+        where = "" if frame.filename.startswith("<") else f" ({Path(frame.filename).name}, line {frame.lineno})"
+        raise RecipeError(f"{recipe}: raised {type(error).__name__}: {error}{where}") from error
 
 
 def _import(place: str) -> ModuleType:
@@ -71,7 +71,8 @@ def _arguments(recipe: str, result: Any) -> dict[str, Any]:
         if "out" in result:
             raise RecipeError(f"{recipe}: returned `out`, which the command line gives")
         return dict(result)
+    keys = f" with the keys {list(result)}" if isinstance(result, Mapping) else ""
     raise RecipeError(
-        f"{recipe}: returned a {type(result).__qualname__}; expected a dict with `model` and other arguments of "
+        f"{recipe}: returned a {type(result).__qualname__}{keys}; expected a dict with `model` and other arguments of "
         "export(), or a tuple (model, args) or (model, args, kwargs)"
     )

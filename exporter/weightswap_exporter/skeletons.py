@@ -34,8 +34,8 @@ def skeleton() -> Iterator[None]:
     """Modules built in this block, by this thread, get parameters that cost no memory.
 
     Shapes, dtypes, ties (one Parameter registered twice), buffers and everything that `__init__` computes from them
-    stay as they are. Initialisers of `torch.nn.init` do nothing to such a parameter. Outside the block a skeleton
-    can be exported and given `named_parameters()`, but not called.
+    stay as they are. Initialisers of `torch.nn.init` do nothing to such a parameter. A skeleton can be exported; a call
+    gives tensors without values.
 
     Raises CaptureError where `__init__` needs the value of a parameter.
     """

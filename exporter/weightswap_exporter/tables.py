@@ -96,6 +96,7 @@ def _row(names: list[str], tensor: torch.Tensor) -> NamedTensor:
         shape=shape,
         aliases=tuple(names[1:]),
         stride=None if contiguous else stride,
+        requires_grad=tensor.requires_grad,
     )
 
 

@@ -25,6 +25,7 @@ class Match(NamedTuple):
 
     found: dict[str, tuple[str, ...]]
     ignored: tuple[str, ...]
+    unexpected: tuple[str, ...]
     problems: tuple[str, ...]
 
 
@@ -68,11 +69,17 @@ def resolve(
     if fitting:
         return fitting[0]
     nearest = min(matches, key=lambda match: len(match.problems))
-    raise WeightsMismatch(
-        where,
-        nearest.problems,
-        "Give a checkpoint of the architecture that was exported, or export this one.",
+    raise WeightsMismatch(where, nearest.problems, _advice(nearest, tensors, manifest))
+
+
+def _advice(match: Match, tensors: Mapping[str, Typed], manifest: Manifest) -> str:
+    shapes = {weight.name: weight.shape for weight in manifest.weights}
+    only_dtypes = not match.unexpected and all(
+        keys and all(tuple(tensors[key].shape) == shapes[name] for key in keys) for name, keys in match.found.items()
     )
+    if only_dtypes:
+        return "Only the dtypes differ: convert the checkpoint, or export the model in the checkpoint's dtype."
+    return "Give a checkpoint of the architecture that was exported, or export the architecture of this one."
 
 
 def _differ(one: Match, other: Match) -> bool:
@@ -88,32 +95,35 @@ def _match(
     found = {name: tuple(key for key in keys if key in tensors) for name, keys in wanted.items()}
     used = {key for keys in found.values() for key in keys}
     extra = [key for key in tensors if key not in used]
-    unexpected = [key for key in extra if key not in ignored]
+    unexpected = {key: tensors[key] for key in extra if key not in ignored}
+    missing = {keys[0]: weight for weight in weights if not found[weight.name] and (keys := wanted[weight.name])}
     problems = []
     for weight in weights:
         keys = found[weight.name]
         if not keys:
             problems.append(_missing(wanted[weight.name], weight, unexpected))
         problems += [
-            f"{key}: the graph has {describe(weight.dtype, weight.shape)}, "
-            f"the file {describe(tensors[key].dtype, tensors[key].shape)}"
+            f"{key}: expected {describe(weight.dtype, weight.shape)}, "
+            f"found {describe(tensors[key].dtype, tensors[key].shape)}"
             for key in keys
             if (tensors[key].dtype, tuple(tensors[key].shape)) != (weight.dtype, weight.shape)
         ]
-    expected = [key for name, keys in wanted.items() if not found[name] for key in keys]
-    problems += [f"{key}: unexpected{_suggest(key, expected)}" for key in unexpected]
-    return Match(found, tuple(key for key in extra if key in ignored), tuple(problems))
+    problems += [f"{key}: unexpected{_suggest(key, tensor, missing)}" for key, tensor in unexpected.items()]
+    return Match(found, tuple(key for key in extra if key in ignored), tuple(unexpected), tuple(problems))
 
 
-def _missing(keys: tuple[str, ...], weight: NamedTensor, unexpected: list[str]) -> str:
+def _missing(keys: tuple[str, ...], weight: NamedTensor, unexpected: Mapping[str, Typed]) -> str:
     if not keys:
         return f"{weight.name}: no checkpoint key gives it without a value transform"
-    return f"{' or '.join(keys)}: missing, {describe(weight.dtype, weight.shape)}{_suggest(keys[0], unexpected)}"
+    expected = describe(weight.dtype, weight.shape)
+    return f"{' or '.join(keys)}: missing, {expected}{_suggest(keys[0], weight, unexpected)}"
 
 
-def _suggest(name: str, candidates: list[str]) -> str:
+def _suggest(name: str, tensor: Typed, candidates: Mapping[str, Typed]) -> str:
+    """The nearest name of a tensor of the same shape."""
     # difflib is quadratic in the number of names: a wholly foreign file needs no suggestions
     if len(candidates) > 500:
         return ""
-    near = get_close_matches(name, candidates, n=1, cutoff=0.8)
+    fitting = [other for other, typed in candidates.items() if tuple(typed.shape) == tuple(tensor.shape)]
+    near = get_close_matches(name, fitting, n=1, cutoff=0.8)
     return f" (did you mean {near[0]}?)" if near else ""

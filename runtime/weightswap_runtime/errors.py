@@ -31,6 +31,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+MOST_PRINTED = 50
+
 
 class WeightswapError(Exception):
     """The root of the family: catch this to catch them all."""
@@ -58,7 +60,9 @@ class _Problems(SwapError):
     def __init__(self, where: str, problems: Sequence[str], advice: str) -> None:
         self.where = where
         self.problems = tuple(problems)
-        lines = "\n".join(f"  - {problem}" for problem in self.problems)
+        lines = "\n".join(f"  - {problem}" for problem in self.problems[:MOST_PRINTED])
+        if len(self.problems) > MOST_PRINTED:
+            lines += f"\n  - and {len(self.problems) - MOST_PRINTED} more"
         super().__init__(f"{where}: refused, {len(self.problems)} problem(s)\n{lines}\n{advice}")
 
 

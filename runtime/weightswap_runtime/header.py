@@ -50,7 +50,7 @@ def header_length(prefix: bytes, file_size: int, where: str) -> int:
         )
     length: int = _LENGTH.unpack(prefix)[0]
     if length > MAX_HEADER:
-        _refuse(where, f"the header claims {length} bytes, the format allows {MAX_HEADER}")
+        _refuse(where, f"damaged, or no safetensors file: a header of {length} bytes, the format allows {MAX_HEADER}")
     if _LENGTH.size + length > file_size:
         _refuse(
             where,

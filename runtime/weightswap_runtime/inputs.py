@@ -137,13 +137,12 @@ class _Check:
         self.flat.append(value)
 
     def _literal(self, node: Literal, value: Any) -> None:
-        same = type(value) is type(node.value) and value == node.value
-        if not same:
+        if type(value) is not type(node.content) or Literal.of(node.name, value) != node:
             self.problems.append(
-                f"{node.name}: the graph was exported with {node.value!r}, got {_show(value)}; "
+                f"{node.name}: the graph was exported with {node.content!r}, got {_show(value)}; "
                 "export another method for other values"
             )
-        self.flat.append(node.value)
+        self.flat.append(node.content)
 
     def _sequence(self, node: Items | Tuple, value: Any, path: str) -> None:
         wanted = list if isinstance(node, Items) else tuple

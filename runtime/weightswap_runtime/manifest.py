@@ -45,7 +45,8 @@ class NamedTensor(_Document, frozen=True):
     """A weight, state tensor or constant. `aliases` are the FQNs of the tensors tied to it.
 
     `stride` in elements where the model keeps the tensor in another order than row-major, else None. Files are
-    always row-major.
+    always row-major. `requires_grad` is the flag that the model's tensor had: some operators choose their algorithm by
+    it, and so the bits of their results, even where no gradient is computed.
     """
 
     name: str
@@ -53,6 +54,7 @@ class NamedTensor(_Document, frozen=True):
     shape: tuple[int, ...]
     aliases: tuple[str, ...] = ()
     stride: tuple[int, ...] | None = None
+    requires_grad: bool = False
 
     @property
     def names(self) -> tuple[str, ...]:

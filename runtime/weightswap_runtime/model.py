@@ -183,5 +183,6 @@ class Model(Caller):
     def __repr__(self) -> str:
         return (
             f"Model({str(self.artifact.path)!r}, graph_id={self.graph_id[:12]!r}, "
-            f"weights_id={(self.weights_id or '')[:12]!r}, generation={self.generation}, residency={self.residency!r})"
+            f"weights_id={self.weights_id and self.weights_id[:12]!r}, generation={self.generation}, "
+            f"residency={self.residency!r})"
         )

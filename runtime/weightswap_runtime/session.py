@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from difflib import get_close_matches
 from functools import partial
 from typing import Any
 
@@ -62,8 +63,12 @@ class Caller:
     def method(self, name: str) -> Callable[..., Any]:
         """The method called `name`, also where an attribute of this class hides it. Raises UnknownMethod."""
         if name not in self._methods.inputs:
-            known = ", ".join(self._methods.inputs)
-            raise UnknownMethod(f"{name!r} is neither an attribute nor a method of this artifact, which has: {known}")
+            known = list(self._methods.inputs)
+            near = get_close_matches(name, [*known, *dir(type(self))], n=1)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            raise UnknownMethod(
+                f"{name!r} is neither an attribute nor a method of this artifact, which has: {', '.join(known)}{hint}"
+            )
         return partial(self._call_named, name)
 
     def __getattr__(self, name: str) -> Callable[..., Any]:

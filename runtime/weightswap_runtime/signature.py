@@ -32,10 +32,22 @@ class Integer(msgspec.Struct, frozen=True, tag="integer"):
 
 
 class Literal(msgspec.Struct, frozen=True, tag="literal"):
-    """A value that was fixed at export. In a call it may be left out."""
+    """A value that was fixed at export. In a call it may be left out.
+
+    A float is kept as hexadecimal text in `hex`, which has one spelling and knows infinities; `value` is then None.
+    """
 
     name: str
-    value: Scalar
+    value: bool | int | str | None = None
+    hex: str | None = None
+
+    @classmethod
+    def of(cls, name: str, value: Scalar) -> Literal:
+        return cls(name, hex=value.hex()) if isinstance(value, float) else cls(name, value)
+
+    @property
+    def content(self) -> Scalar:
+        return self.value if self.hex is None else float.fromhex(self.hex)
 
 
 class Items(msgspec.Struct, frozen=True, tag="list"):
@@ -136,6 +148,6 @@ def _build(node: Node, values: Any) -> Any:
             return {key: _build(item, values) for key, item in items}
         case Literal():
             next(values)
-            return node.value
+            return node.content
         case _:
             return next(values)

@@ -64,6 +64,11 @@ class WeightFile(AbstractContextManager["WeightFile"]):
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
+        if not isinstance(path, str | os.PathLike):
+            raise WeightFileError(
+                f"expected the path of a weight file, got a {type(path).__qualname__}; "
+                "write one with weightswap_exporter.pack()"
+            )
         self.path = Path(path)
         try:
             self.fd = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)

@@ -46,9 +46,9 @@ def test_the_report_knows_the_machine_and_the_settings(report: tuple[str, dict[s
         ("swap", "load_state_dict(load_file())"),
         ("swap", "load_state_dict(torch.load(mmap=True))"),
         ("swap", "load_state_dict(torch.load())"),
-        ("model(x)", "bare graph"),
-        ("model(x)", "eager module"),
-        ("model(x)", "ep.module()"),
+        ("model(x), ", "bare graph"),
+        ("model(x), ", "eager module"),
+        ("model(x), ", "ep.module()"),
     ],
 )
 def test_each_subject_is_compared_with_its_peers(report: tuple[str, dict[str, Any]], what: str, peer: str) -> None:

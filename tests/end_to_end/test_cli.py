@@ -152,7 +152,7 @@ REFUSED = {
         "is not name=text",
     ),
     "a checkpoint as weights": (("run", "net.artifact", "-w", "checkpoint.pt", "-i", "in.npz"), 1, "weightswap pack"),
-    "inputs missing": (("run", "net.artifact", "-w", "v1.safetensors"), 1, "x: missing from the input file"),
+    "inputs missing": (("run", "net.artifact", "-w", "v1.safetensors"), 1, "x: missing from the inputs (--input FILE)"),
     "other inputs": (
         ("run", "net.artifact", "-w", "v1.safetensors", "-i", "v1.safetensors"),
         1,

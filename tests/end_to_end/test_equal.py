@@ -194,6 +194,94 @@ def constant(model: Model, name: str) -> torch.Tensor:
     return safetensors.torch.load(model.artifact.read("constants.safetensors"))[name]
 
 
+class Turned(nn.Module):
+    """Linear on a transposed input: matmul chooses its algorithm by whether the weight requires a gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, 24)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x.transpose(0, 1))
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(16, 2, batch_first=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.attention(x, x, x)[0]
+
+
+LAYERS: dict[str, Callable[[], nn.Module]] = {
+    "linear on a transposed input": Turned,
+    "frozen linear": lambda: Turned().requires_grad_(False),
+    "GRU": lambda: nn.GRU(16, 24, batch_first=True),
+    "RNN": lambda: nn.RNN(16, 24, batch_first=True),
+    "LSTM": lambda: nn.LSTM(16, 24, batch_first=True, num_layers=2, bidirectional=True),
+    "encoder layer": lambda: nn.TransformerEncoderLayer(16, 2, 32, batch_first=True),
+    "attention": Attention,
+    "group norm": lambda: nn.Sequential(nn.Conv1d(7, 8, 3), nn.GroupNorm(2, 8), nn.GELU(), nn.ConvTranspose1d(8, 4, 3)),
+    "bilinear": lambda: nn.Sequential(nn.Linear(16, 16, bias=False), nn.LayerNorm(16), nn.SiLU(), nn.Softmax(-1)),
+}
+
+
+@pytest.fixture
+def _ordinary_attention() -> Any:
+    """Eager's fused path for inference is not what torch.export captures."""
+    before = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    yield
+    torch.backends.mha.set_fastpath_enabled(before)
+
+
+@pytest.mark.usefixtures("_ordinary_attention")
+@pytest.mark.parametrize("build", LAYERS.values(), ids=LAYERS)
+def test_layers(build: Callable[[], nn.Module], tmp_path: Path) -> None:
+    shapes = ({0: Dim("batch", max=8)},)
+    setup = Setup(tmp_path, build, {"forward": MethodSpec("forward", (torch.zeros(3, 7, 16),), {}, shapes)}, 2)
+    model = load(setup.artifact, setup.files[0])
+    for eager, file in zip(setup.models, setup.files, strict=True):
+        model.swap(file)
+        for batch in (2, 3, 4):
+            x = torch.randn(batch, 7, 16)
+            with torch.no_grad():
+                assert equal(model(x), eager(x))
+
+
+def test_results_want_no_gradient_and_may_be_changed(tmp_path: Path) -> None:
+    class Enabled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(3, 3)
+
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            with torch.enable_grad():
+                y = self.linear(x)
+            return y, y * 2
+
+    setup = Setup(tmp_path, Enabled, {"forward": MethodSpec("forward", (torch.zeros(2, 3),))}, 1)
+    model = load(setup.artifact, setup.files[0])
+    for x in (torch.randn(2, 3), torch.randn(2, 3, requires_grad=True)):
+        y, twice = model(x)
+        assert not y.requires_grad
+        y += twice
+
+
+def test_a_cast_that_autocast_would_cache_is_made_anew(tmp_path: Path, residency: str) -> None:
+    methods = {"forward": MethodSpec("forward", (torch.zeros(2, 3),))}
+    setup = Setup(tmp_path, lambda: nn.Linear(3, 3), methods, 2)
+    model = load(setup.artifact, setup.files[0], residency=residency)
+    x = torch.randn(2, 3)
+    with torch.autocast("cpu", torch.bfloat16):
+        model(x)
+        model.swap(setup.files[1])
+        found = model(x)
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        assert equal(found, setup.models[1](x))
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
 def test_dtypes(dtype: torch.dtype, tmp_path: Path) -> None:
     setup = Setup(

@@ -24,3 +24,20 @@ def test_every_linked_page_exists() -> None:
     links = re.findall(r"\]\((?!http)([^)]+)\)", README.read_text())
     assert links
     assert [link for link in links if not (README.parent / link).exists()] == []
+
+
+def test_the_commands(tmp_path: Path) -> None:
+    page = (README.parent / "docs" / "commands.md").read_text()
+    (recipe,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    (commands,) = re.findall(r"```sh\n(.*?)```", page, re.DOTALL)
+    (tmp_path / "recipe.py").write_text(recipe)
+    prepare = (
+        "import numpy, recipe, torch; torch.save(recipe.Tagger().state_dict(), 'checkpoint.pt');"
+        "numpy.savez('inputs.npz', tokens=numpy.ones((3, 9), 'i8'), mask=numpy.ones((3, 9), 'f4'))"
+    )
+    program = f"{sys.executable} -W error -c 'from weightswap_runtime.cli import main; main()'"
+    script = f'set -e\n{sys.executable} -c "{prepare}"\n{commands.replace("weightswap ", program + " ")}'
+    done = subprocess.run(["sh", "-c", script], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "forward(tokens: I64[batch, length], mask: F32[batch, length])" in done.stdout
+    assert (tmp_path / "outputs.safetensors").exists()

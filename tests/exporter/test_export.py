@@ -239,6 +239,10 @@ def test_wrong_requests_are_refused(tmp_path: Path) -> None:
     model, out = Everything().eval(), tmp_path / "a.artifact"
     with pytest.raises(CaptureError, match="Everything has no method 'decode'"):
         export(model, methods={"decode": MethodSpec("decode")}, out=out)
+    with pytest.raises(CaptureError, match="args must be a tuple, got a Tensor"):
+        export(model, IMAGE, out=out)
+    with pytest.raises(CaptureError, match="fn_name must be a str, got a tuple"):
+        export(model, methods={"forward": MethodSpec((IMAGE,))}, out=out)  # type: ignore[arg-type]
     with pytest.raises(CaptureError, match="must be identifiers"):
         export(model, methods={"../x": MethodSpec("forward")}, out=out)
     with pytest.raises(CaptureError, match="at least one"):

@@ -142,7 +142,7 @@ BAD: dict[str, tuple[Callable[[Path], object], type[Exception], str]] = {
     "meta tensors": (lambda path: Renamed().to("meta").state_dict(), CheckpointError, "has no values"),
     "sparse": (lambda path: {"layers.0.weight": torch.eye(3).to_sparse()}, CheckpointError, "cannot be written"),
     "another model": (lambda path: nn.Linear(3, 3), WeightsMismatch, "weight: unexpected"),
-    "another size": (lambda path: wide(), WeightsMismatch, "layers.0.bias: the graph has F32[3], the file F32[4]"),
+    "another size": (lambda path: wide(), WeightsMismatch, "layers.0.bias: expected F32[3], found F32[4]"),
     "a broken safetensors file": (lambda path: written(path / "c.safetensors", b"123"), WeightFileError, "too few"),
 }
 

@@ -40,8 +40,6 @@ class Zoo(nn.Module):
         return self.rnn(self.normed(self.encoder(x * self.rotary)))[0] + self.one + self.two
 
 
-# torch says so of every LSTM that it exports, a real one too
-@pytest.mark.filterwarnings("ignore:The tensor attributes self.rnn._flat_weights")
 @pytest.mark.parametrize("convert", [lambda m: m, lambda m: m.half().float(), lambda m: m.to(torch.bfloat16)])
 def test_the_export_is_that_of_the_real_model(convert: Any, tmp_path: Path) -> None:
     with skeleton():

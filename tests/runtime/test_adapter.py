@@ -37,14 +37,14 @@ def test_names_and_keys_are_found(
 
 
 def test_every_problem_is_reported_with_near_misses(tiny: TinyArtifact) -> None:
-    found = tensors("wieght", "tied", "again", "other")
+    found = {**tensors("tied", "again", "other"), "wieght": FileTensor("F32", (3, 5), 0, 0)}
     found |= {"bias": FileTensor("F16", (5,), 0, 0), "steps": FileTensor("I64", (1,), 0, 0)}
     with pytest.raises(WeightsMismatch) as refused:
         resolve(found, tiny.manifest, "file")
     assert set(refused.value.problems) == {
         "weight: missing, F32[3, 5] (did you mean wieght?)",
-        "bias: the graph has F32[5], the file F16[5]",
-        "steps: the graph has I64[], the file I64[1]",
+        "bias: expected F32[5], found F16[5]",
+        "steps: expected I64[], found I64[1]",
         "wieght: unexpected (did you mean weight?)",
         "other: unexpected",
     }
@@ -55,6 +55,21 @@ def test_the_nearer_reading_is_reported(tiny: TinyArtifact) -> None:
     with pytest.raises(WeightsMismatch) as refused:
         resolve(tensors("w", "bias", "steps"), tiny.manifest, "file")
     assert refused.value.problems == ("tied or again: missing, F32[1]",)
+
+
+def test_the_advice_fits_the_problem(tiny: TinyArtifact) -> None:
+    halves = {name: FileTensor("F16", t.shape, 0, 0) for name, t in tensors("weight", "bias", "tied", "steps").items()}
+    with pytest.raises(WeightsMismatch, match="Only the dtypes differ: convert the checkpoint"):
+        resolve(halves, tiny.manifest, "file")
+    with pytest.raises(WeightsMismatch, match="export the architecture of this one"):
+        resolve(halves | tensors("more"), tiny.manifest, "file")
+
+
+def test_long_lists_are_cut_in_the_text_alone(tiny: TinyArtifact) -> None:
+    with pytest.raises(WeightsMismatch) as refused:
+        resolve(tensors("weight", "bias", "tied", "steps", *map(str, range(99))), tiny.manifest, "file")
+    assert len(refused.value.problems) == 99
+    assert "and 49 more" in str(refused.value)
 
 
 def crossed(manifest: Manifest) -> Manifest:

@@ -200,11 +200,15 @@ REFUSED: dict[str, tuple[Callable[[TinyArtifact, WriteWeights, Path], Path], typ
     ),
     "missing": (lambda t, w, p: plain(t, p, bias=None), WeightsMismatch, "bias: missing"),
     "unexpected": (lambda t, w, p: plain(t, p, biass=torch.ones(5)), WeightsMismatch, "biass: unexpected"),
-    "another shape": (lambda t, w, p: plain(t, p, weight=torch.ones(5, 3)), WeightsMismatch, "the file F32[5, 3]"),
+    "another shape": (
+        lambda t, w, p: plain(t, p, weight=torch.ones(5, 3)),
+        WeightsMismatch,
+        "expected F32[3, 5], found F32[5, 3]",
+    ),
     "another dtype": (
         lambda t, w, p: plain(t, p, weight=torch.ones(3, 5).half()),
         WeightsMismatch,
-        "the file F16[3, 5]",
+        "Only the dtypes differ",
     ),
     "ties that differ": (
         lambda t, w, p: plain(t, p, again=torch.tensor([9.0])),
@@ -426,6 +430,10 @@ def test_methods_are_attributes(tiny: TinyArtifact, weight_file: WriteWeights) -
     with pytest.raises(UnknownMethod, match="nor a method of this artifact, which has: forward"):
         model.encode(X)
     assert not hasattr(model, "encode")
+    with pytest.raises(UnknownMethod, match=r"did you mean swap\?"):
+        model.swapp("v1.safetensors")
+    with pytest.raises(WeightFileError, match=r"got a dict; write one with weightswap_exporter.pack\(\)"):
+        model.swap(tiny.values(0))
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from hypothesis import given
@@ -114,6 +115,18 @@ def test_bad_inputs_are_refused_with_a_reason(changes: dict[str, Any], says: str
     assert says in refused.value.problems[0]
     assert str(refused.value).startswith("forward: ")
     assert isinstance(refused.value, TypeError)
+
+
+@pytest.mark.parametrize("value", [0.1, 1e-5, float("inf"), float("nan"), -0.0, 3, True, "text", None])
+def test_literals_are_compared_by_type_and_bits(value: Any) -> None:
+    node = msgspec.json.decode(msgspec.json.encode(Literal.of("k", value)), type=Literal)
+    assert repr(node.content) == repr(value)
+    fixed = Signature(args=(("k", node),), kwargs=(), output=Literal("o"), dims={})
+    inputs = Inputs("forward", fixed, torch.Tensor, DTYPES)
+    assert repr(inputs.flatten((value,), {})) == repr([value])
+    for other in (0.2, 0.0, 1, False, "other", [], torch.zeros(1)):
+        with pytest.raises(InputMismatch, match="the graph was exported with"):
+            inputs.flatten((other,), {})
 
 
 def test_everything_wrong_is_reported_at_once() -> None:

@@ -51,7 +51,7 @@ def node_text(node: Node) -> str:
         case Integer():
             return f"int {node.value}"
         case Literal():
-            return repr(node.value)
+            return repr(node.content)
         case Items():
             return f"[{', '.join(map(node_text, node.items))}]"
         case Tuple():

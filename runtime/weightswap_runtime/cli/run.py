@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from weightswap_runtime.errors import InputMismatch
+from weightswap_runtime.errors import InputMismatch, WeightswapError
 from weightswap_runtime.model import Model, load
 from weightswap_runtime.signature import Integer, Leaf, Literal, Node, Signature, flatten, leaves, unflatten
 
@@ -46,7 +47,7 @@ def run(
         signature = model.signatures[name]
         args, kwargs = _arguments(name, signature, read_tensors(inputs) if inputs else {})
         start = time.perf_counter()
-        result = call(*args, **kwargs)
+        result = _called(name, call, args, kwargs)
         seconds = time.perf_counter() - start
         names = [leaf.name for leaf in leaves(signature.output)]
         named = dict(zip(names, flatten(signature.output, result), strict=True))
@@ -56,11 +57,21 @@ def run(
         _report(model, name, named, seconds, as_json)
 
 
+def _called(name: str, call: Callable[..., Any], args: list[Any], kwargs: dict[str, Any]) -> Any:
+    try:
+        return call(*args, **kwargs)
+    except WeightswapError:
+        raise
+    except Exception as error:  # an operator's own, such as an index out of range
+        typer.echo(f"{name}: the graph raised {type(error).__name__}: {error}", err=True)
+        raise typer.Exit(1) from error
+
+
 def _arguments(method: str, signature: Signature, tensors: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
     parameters = (*signature.args, *signature.kwargs)
     wanted = [leaf for _, node in parameters for leaf in leaves(node) if not isinstance(leaf, Literal)]
     names = {leaf.name for leaf in wanted}
-    problems = [f"{name}: missing from the input file" for name in sorted(names - tensors.keys())]
+    problems = [f"{name}: missing from the inputs (--input FILE)" for name in sorted(names - tensors.keys())]
     problems += [
         f"{name}: not an input (they are {', '.join(sorted(names))})" for name in sorted(tensors.keys() - names)
     ]
@@ -76,7 +87,7 @@ def _argument(node: Node, tensors: dict[str, Any]) -> Any:
 
 def _value(leaf: Leaf, tensors: dict[str, Any]) -> Any:
     if isinstance(leaf, Literal):
-        return leaf.value
+        return leaf.content
     return int(tensors[leaf.name]) if isinstance(leaf, Integer) else tensors[leaf.name]
 
 

@@ -123,7 +123,7 @@ class BoundTorch:
         pointer = value.untyped_storage().data_ptr()
         if self._first <= pointer < self._last or pointer in self._owned:
             return value.clone()
-        return value
+        return value if value.grad_fn is None else value.detach()
 
 
 def _load_graph(artifact: Artifact, name: str) -> Graph:
@@ -153,7 +153,10 @@ def _view(arena: HostArena, weight: NamedTensor) -> torch.Tensor:
     if not size:
         return torch.empty(weight.shape, dtype=dtype)
     flat = torch.frombuffer(arena.memory, dtype=dtype, count=size // dtype.itemsize, offset=offset)
-    return flat.view(weight.shape) if weight.stride is None else flat.as_strided(weight.shape, weight.stride)
+    # on the base: matmul asks the base of a view; and the result stays a view, whose casts autocast does not cache
+    flat.requires_grad_(weight.requires_grad)
+    with torch.no_grad():
+        return flat.view(weight.shape) if weight.stride is None else flat.as_strided(weight.shape, weight.stride)
 
 
 def _copy(item: NamedTensor, place: FileTensor, data: memoryview) -> torch.Tensor:
