@@ -2,11 +2,17 @@
 
 A *version* is one set of weights in one session under one generation. In double residency a commit exchanges the
 reference. In single residency it holds new calls, waits for the leases, and lets the calls go after the copy.
+
+An exception can arrive between any two instructions (Ctrl-C). So a lease, a hold and a staging are objects that are
+known before they take effect, and that count only as long as somebody refers to them: what an interrupted frame has
+left behind ends with the frame.
 """
 
 from __future__ import annotations
 
+import os
 import time
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -15,11 +21,44 @@ from typing import Generic, Protocol, TypeVar
 
 from .errors import LeaseTimeout, ModelFailed, NoWeights
 
+POLL_SECONDS = 0.05  # how soon it is noticed that something was left behind
+
+
+class Claim:
+    """Something that is held until it is ended, or forgotten."""
+
+    __slots__ = ("__weakref__", "process", "thread")
+
+    def __init__(self) -> None:
+        self.thread = get_ident()
+        self.process = _process
+
+    def end(self) -> None:
+        """End it; a second time does nothing."""
+        self.process = -1
+
+    @property
+    def holds(self) -> bool:
+        """False once it has ended. Claims of other threads do not survive a fork, as the threads do not."""
+        return self.process == _process or (self.process != -1 and self.thread == get_ident())
+
+
+ClaimReference = weakref.ref[Claim]
+_process = os.getpid()
+
+
+def _after_fork() -> None:
+    global _process  # noqa: PLW0603
+    _process = os.getpid()
+
+
+os.register_at_fork(after_in_child=_after_fork)
+
 
 class Leasable(Protocol):
-    """What a version lives in. `leases` counts the leases by thread; only the gate touches it."""
+    """What a version lives in. `leases` belongs to the gate."""
 
-    leases: dict[int, int]
+    leases: dict[int, ClaimReference]
 
 
 S = TypeVar("S", bound=Leasable)
@@ -42,7 +81,7 @@ class Gate(Generic[S]):
         self._lock = Lock()
         self._changed = Condition(self._lock)
         self._current: Version[S] | None = None
-        self._held = False
+        self._holder: ClaimReference | None = None
         self._failure: str | None = None
 
     @property
@@ -51,44 +90,37 @@ class Gate(Generic[S]):
 
     @property
     def failure(self) -> str | None:
-        return self._failure
+        """Why calls are refused; None also while a commit is under way."""
+        return None if self._held() else self._failure
 
-    def acquire(self) -> tuple[Version[S], int]:
-        """Take a lease on the current version; give its session and the returned thread back to `release`.
+    def acquire(self, lease: Claim) -> Version[S]:
+        """Lease the current version; give the lease back with `release`.
 
         While a commit holds the calls, a thread that already has a lease is let through, or the two would wait for
         each other. Raises NoWeights and ModelFailed.
         """
-        thread = get_ident()
         with self._lock:
-            while self._held and not (self._current and thread in self._current.session.leases):
-                self._changed.wait()
+            while self._held() and not self._leased_by(lease.thread):
+                self._changed.wait(POLL_SECONDS)
             if self._failure is not None:
                 raise ModelFailed(f"an in-place commit broke off ({self._failure}); swap or roll back to serve again")
             version = self._current
             if version is None:
                 raise NoWeights("the model was loaded without weights; call model.swap(path) first")
-            leases = version.session.leases
-            leases[thread] = leases.get(thread, 0) + 1
-        return version, thread
+            version.session.leases[id(lease)] = weakref.ref(lease)
+        return version
 
-    def acquire_session(self, session: S) -> int:
+    def acquire_session(self, session: S, lease: Claim) -> None:
         """Take one more lease on a session that the caller knows cannot be overwritten now."""
-        thread = get_ident()
         with self._lock:
-            session.leases[thread] = session.leases.get(thread, 0) + 1
-        return thread
+            session.leases[id(lease)] = weakref.ref(lease)
 
-    def release(self, session: S, thread: int) -> None:
-        """Give a lease back; any thread may do that."""
-        leases = session.leases
+    def release(self, session: S, lease: Claim) -> None:
+        """Give a lease back; any thread may do that, and a second time does nothing."""
+        lease.end()
         with self._lock:
-            if leases[thread] > 1:
-                leases[thread] -= 1
-            else:
-                del leases[thread]
-                if not leases:
-                    self._changed.notify_all()
+            if session.leases.pop(id(lease), None) and not session.leases:
+                self._changed.notify_all()
 
     def wait_idle(self, session: S, timeout: float | None) -> None:
         """Wait until nothing holds a lease on `session`. Raises LeaseTimeout."""
@@ -99,51 +131,61 @@ class Gate(Generic[S]):
         """Make `version` current at once; returns the seconds that a call could have been kept waiting."""
         with self._lock:
             start = time.perf_counter()
-            self._current = version
             self._failure = None
+            self._current = version
             return time.perf_counter() - start
 
     @contextmanager
     def hold(self, session: S, timeout: float | None) -> Iterator[None]:
         """Hold new calls and wait for the leases on `session`; calls go on when the block ends. Raises LeaseTimeout."""
-        with self._lock:
-            while self._held:
-                self._changed.wait()
-            self._held = True
-            try:
-                self._wait_idle(session, timeout)
-            except BaseException:
-                self._let_go()
-                raise
+        hold = Claim()
         try:
+            with self._lock:
+                while self._held():
+                    self._changed.wait(POLL_SECONDS)
+                self._holder = weakref.ref(hold)
+                self._wait_idle(session, timeout)
             yield
         finally:
+            hold.end()
             with self._lock:
-                self._let_go()
+                self._changed.notify_all()
 
     def fail(self, reason: str) -> None:
         """Refuse every call until the next `exchange`."""
         with self._lock:
             self._failure = reason
 
-    def _let_go(self) -> None:
-        self._held = False
-        self._changed.notify_all()
+    def _held(self) -> bool:
+        holder = self._holder() if self._holder else None
+        return holder is not None and holder.holds
+
+    def _leased_by(self, thread: int) -> bool:
+        return self._current is not None and any(
+            lease.thread == thread for lease in _held_leases(self._current.session)
+        )
 
     def _wait_idle(self, session: S, timeout: float | None) -> None:
         thread = get_ident()
         deadline = None if timeout is None else time.monotonic() + timeout
-        while holders := session.leases:
-            if thread in holders:
+        while leases := _held_leases(session):
+            if any(lease.thread == thread for lease in leases):
                 raise LeaseTimeout(
                     "this thread itself has pinned the weights that would be overwritten; leave the `with model.pin()` "
                     "block first"
                 )
-            left = None if deadline is None else deadline - time.monotonic()
-            if left is not None and left <= 0:
-                count = sum(holders.values())
+            left = POLL_SECONDS if deadline is None else deadline - time.monotonic()
+            if left <= 0:
                 raise LeaseTimeout(
-                    f"{count} call(s) or pin(s) still hold the weights that would be overwritten, after {timeout} s. "
-                    "Release them, or give a longer timeout."
+                    f"{len(leases)} call(s) or pin(s) still hold the weights that would be overwritten, after "
+                    f"{timeout} s. Release them, or give a longer timeout."
                 )
-            self._changed.wait(left)
+            del leases
+            self._changed.wait(min(left, POLL_SECONDS))
+
+
+def _held_leases(session: Leasable) -> list[Claim]:
+    """The leases that count. What was left behind is dropped."""
+    found = {key: lease for key, reference in session.leases.items() if (lease := reference()) is not None}
+    session.leases = {key: session.leases[key] for key, lease in found.items() if lease.holds}
+    return [found[key] for key in session.leases]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import weakref
 from threading import Lock
 from typing import Any, Literal
 
@@ -10,7 +11,7 @@ from .arena import ArenaLayout
 from .artifact import Artifact
 from .engines import open_engine
 from .errors import StagingBusy
-from .gate import Gate
+from .gate import Claim, ClaimReference, Gate
 from .pinned import Pinned
 from .residency import Committed, open_residency
 from .session import Caller, Methods, Session
@@ -62,7 +63,8 @@ class Model(Caller):
         super().__init__(Methods(self._manifest, opened))
         layout = ArenaLayout(self._manifest.weights)
         self._residency = open_residency(residency, keep_previous, opened, layout, self._gate, self._workers)
-        self._staging = Lock()
+        self._staging: ClaimReference | None = None
+        self._opening = Lock()
         self._swapping = Lock()
 
     @property
@@ -102,17 +104,17 @@ class Model(Caller):
 
         Raises WeightFileError, WeightsMismatch, GraphMismatch, DigestMismatch, OutOfMemory, StagingBusy, LeaseTimeout.
         """
-        if not self._staging.acquire(blocking=False):
-            raise StagingBusy("another staging of this model is open; commit or discard it first")
+        ticket = Claim()
         try:
+            self._open_staging(ticket)
             with plan(path, self._manifest, allow_other_graph=allow_other_graph) as opened:
                 session = self._residency.target(timeout)
                 self._residency.overwriting(session)
                 contents = fill(opened, self._manifest, session.arena, self._workers)
             session.bound.reset_state()
-            return Staged(self._methods, self._gate, session, contents, self._commit, self._staging.release)
+            return Staged(self._methods, self._gate, session, contents, self._commit, ticket)
         except BaseException:
-            self._staging.release()
+            ticket.end()
             raise
 
     def swap(
@@ -133,15 +135,14 @@ class Model(Caller):
 
         Raises NothingToRollBack, StagingBusy, LeaseTimeout, ModelFailed.
         """
+        ticket = Claim()
         with self._swapping:
-            if not self._staging.acquire(blocking=False):
-                raise StagingBusy("a staging of this model is open; commit or discard it before a rollback")
             try:
+                self._open_staging(ticket)
                 before = self.weights_id
-                committed = self._residency.rollback(timeout)
-                return self._receipt(committed, before, None)
+                return self._receipt(self._residency.rollback(timeout), before, None)
             finally:
-                self._staging.release()
+                ticket.end()
 
     def pin(self) -> Pinned:
         """`with model.pin() as session:` makes several calls on one version, whatever is committed meanwhile.
@@ -150,13 +151,23 @@ class Model(Caller):
         """
         return Pinned(self._methods, self._gate)
 
+    def _open_staging(self, ticket: Claim) -> None:
+        with self._opening:
+            other = self._staging() if self._staging else None
+            if other is not None and other.holds:
+                raise StagingBusy("another staging of this model is open; commit or discard it first")
+            self._staging = weakref.ref(ticket)
+
     def _run(self, name: str, flat: list[Any]) -> list[Any]:
-        version, thread = self._gate.acquire()
-        session = version.session
+        lease = Claim()
+        session = None
         try:
+            session = self._gate.acquire(lease).session
             return session.bound.run(name, flat)
         finally:
-            self._gate.release(session, thread)
+            lease.end()
+            if session is not None:
+                self._gate.release(session, lease)
 
     def _commit(self, session: Session, contents: Contents, timeout: float | None) -> SwapReceipt:
         before = self.weights_id

@@ -7,7 +7,7 @@ from threading import Lock
 from typing import Any
 
 from .errors import PinReleased
-from .gate import Gate, Version
+from .gate import Claim, Gate, Version
 from .session import Caller, Methods, Session
 
 
@@ -18,21 +18,20 @@ class Pinned(Caller, AbstractContextManager["Pinned"]):
         super().__init__(methods)
         self._gate = gate
         self._version: Version[Session] | None = None
-        self._thread = 0
+        self._lease = Claim()
         self._open = Lock()
 
     def __enter__(self) -> Pinned:
         if self._version is not None:
             raise PinReleased("this pin was entered already; call model.pin() for each block")
-        self._version, self._thread = self._gate.acquire()
-        self._released = False
+        self._lease = Claim()  # of the thread that enters
+        self._version = self._gate.acquire(self._lease)
         return self
 
     def __exit__(self, *_: object) -> None:
-        version = self._pinned()
         with self._open:
-            self._released = True
-        self._gate.release(version.session, self._thread)
+            self._lease.end()
+        self._gate.release(self._pinned().session, self._lease)
 
     @property
     def weights_id(self) -> str:
@@ -53,11 +52,12 @@ class Pinned(Caller, AbstractContextManager["Pinned"]):
 
     def _run(self, name: str, flat: list[Any]) -> list[Any]:
         session = self._pinned().session
-        with self._open:
-            if self._released:
-                raise PinReleased("the `with model.pin()` block has ended; pin again")
-            thread = self._gate.acquire_session(session)
+        lease = Claim()
         try:
+            with self._open:
+                if not self._lease.holds:
+                    raise PinReleased("the `with model.pin()` block has ended; pin again")
+                self._gate.acquire_session(session, lease)
             return session.bound.run(name, flat)
         finally:
-            self._gate.release(session, thread)
+            self._gate.release(session, lease)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
 from .arena import ArenaLayout, HostArena
@@ -77,46 +76,57 @@ class Double:
     ) -> None:
         self._gate = gate
         self._workers = workers
-        self._saved = HostArena(layout) if keep else None
-        self._displaced: Version[Session] | None = None
         self._sessions = [Session(engine, HostArena(layout)) for _ in range(2)]
-        self._previous: Version[Session] | None = None
+        self._resident: dict[Session, Version[Session]] = {}  # what lies whole in each session
+        self._saved = HostArena(layout) if keep else None
+        self._displaced: Version[Session] | None = None  # what lies in `_saved`
 
     def target(self, timeout: float | None) -> Session:
-        current = self._gate.current
-        idle = self._sessions[1] if current and current.session is self._sessions[0] else self._sessions[0]
+        idle = self._idle()
         self._gate.wait_idle(idle, timeout)
         return idle
 
     def overwriting(self, session: Session) -> None:
-        if self._saved and self._previous:
+        previous = self._resident.get(session)
+        if self._saved and previous:
+            self._displaced = None
             self._saved.copy_from(session.arena, self._workers)
-            self._displaced = self._previous
-        self._previous = None
+            self._displaced = previous
+        self._resident.pop(session, None)
 
     def commit(self, session: Session, weights_id: str, labels: dict[str, str], timeout: float | None) -> Committed:
         session.bound.reset_state()
-        old = self._gate.current
         version = Version(session, _generation(self._gate), weights_id, labels)
+        self._displaced = None
         paused = self._gate.exchange(version)
-        self._previous, self._displaced = old, None
+        self._resident[session] = version
         return Committed(version, paused, 0)
 
     def rollback(self, timeout: float | None) -> Committed:
-        back = self._previous or self._restored(timeout)
-        if back is None:
+        idle = self._idle()
+        if self._gate.current is None or not (idle in self._resident or self._displaced):
             raise NothingToRollBack(
                 "no previous weights are resident: nothing was committed before, or a staging has overwritten them "
                 '(keep_previous="host" would keep them). Swap the file that you want.'
             )
-        return self.commit(back.session, back.weights_id, back.labels, timeout)
+        if idle not in self._resident:
+            self._restore(idle, timeout)
+        elif idle.bound.has_state:  # a pin on it would see its state start again
+            self._gate.wait_idle(idle, timeout)
+        back = self._resident[idle]
+        return self.commit(idle, back.weights_id, back.labels, timeout)
 
-    def _restored(self, timeout: float | None) -> Version[Session] | None:
-        """The version that a staging without a commit has overwritten, put back where it was."""
-        if self._saved and self._displaced:
-            self._gate.wait_idle(self._displaced.session, timeout)
-            self._displaced.session.arena.copy_from(self._saved, self._workers)
-        return self._displaced
+    def _idle(self) -> Session:
+        current = self._gate.current
+        return self._sessions[1] if current and current.session is self._sessions[0] else self._sessions[0]
+
+    def _restore(self, idle: Session, timeout: float | None) -> None:
+        """Put back what a staging without a commit has overwritten."""
+        assert self._saved is not None
+        assert self._displaced is not None
+        self._gate.wait_idle(idle, timeout)
+        idle.arena.copy_from(self._saved, self._workers)
+        self._resident[idle] = self._displaced
 
 
 class Single:
@@ -136,17 +146,19 @@ class Single:
         self._previous: tuple[HostArena, Version[Session]] | None = None
 
     def target(self, timeout: float | None) -> Session:
-        if self._gate.current is None:
-            return self._live
-        return Session(self._engine, HostArena(self._layout))
+        if self._gate.current is not None:
+            return Session(self._engine, HostArena(self._layout))
+        self._gate.wait_idle(self._live, timeout)  # a trial call of an earlier staging may still run
+        return self._live
 
     def overwriting(self, session: Session) -> None: ...
 
     def commit(self, session: Session, weights_id: str, labels: dict[str, str], timeout: float | None) -> Committed:
         version = Version(self._live, _generation(self._gate), weights_id, labels)
-        if session is self._live:
-            return Committed(version, self._first(version), 0)
-        return self._commit_in_place(session.arena, version, timeout)
+        if session is not self._live:
+            return self._commit_in_place(session.arena, version, timeout)
+        session.bound.reset_state()
+        return Committed(version, self._gate.exchange(version), 0)
 
     def rollback(self, timeout: float | None) -> Committed:
         if self._previous is None:
@@ -158,32 +170,23 @@ class Single:
         version = Version(self._live, _generation(self._gate), old.weights_id, old.labels)
         return self._commit_in_place(arena, version, timeout)
 
-    def _first(self, version: Version[Session]) -> float:
-        self._live.bound.reset_state()
-        return self._gate.exchange(version)
-
     def _commit_in_place(self, source: HostArena, version: Version[Session], timeout: float | None) -> Committed:
         kept = self._snapshot()
         start = time.perf_counter()
         with self._gate.hold(self._live, timeout):
             self._previous = kept
-            self._guarded(lambda: self._live.arena.copy_from(source, self._workers))
+            self._gate.fail("it has not ended")  # until the exchange: what breaks off in between must not serve
+            try:
+                self._live.arena.copy_from(source, self._workers)
+                self._live.bound.reset_state()
+            except Exception as error:
+                self._gate.fail(f"{type(error).__name__}: {error}")
+                raise ModelFailed(
+                    f"the in-place commit broke off ({type(error).__name__}: {error}). The model refuses calls until a "
+                    "swap or a rollback succeeds."
+                ) from error
             self._gate.exchange(version)
         return Committed(version, time.perf_counter() - start, self._layout.nbytes)
-
-    def _guarded(self, copy: Callable[[], None]) -> None:
-        """From the first byte to the last: whatever breaks off in here leaves a mixture that must not serve."""
-        try:
-            copy()
-            self._live.bound.reset_state()
-        except BaseException as error:
-            self._gate.fail(f"{type(error).__name__}: {error}")
-            if not isinstance(error, Exception):
-                raise
-            raise ModelFailed(
-                f"the in-place commit broke off ({type(error).__name__}: {error}). The model refuses calls until a "
-                "swap or a rollback succeeds."
-            ) from error
 
     def _snapshot(self) -> tuple[HostArena, Version[Session]] | None:
         """The weights that a commit is about to replace, copied while they still serve."""

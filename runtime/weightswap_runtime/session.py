@@ -10,6 +10,7 @@ from typing import Any
 from .arena import HostArena
 from .engines import Bound, Engine
 from .errors import UnknownMethod
+from .gate import ClaimReference
 from .inputs import Inputs
 from .manifest import Manifest
 from .signature import Signature, unflatten
@@ -21,7 +22,7 @@ class Session:
     def __init__(self, engine: Engine, arena: HostArena) -> None:
         self.arena = arena
         self.bound: Bound = engine.bind(arena)
-        self.leases: dict[int, int] = {}
+        self.leases: dict[int, ClaimReference] = {}
 
 
 class Methods:

@@ -9,7 +9,7 @@ from threading import Lock
 from typing import Any
 
 from .errors import StageClosed
-from .gate import Gate
+from .gate import Claim, Gate
 from .session import Caller, Methods, Session
 from .staging import Contents
 
@@ -47,14 +47,14 @@ class Staged(Caller, AbstractContextManager["Staged"]):
         session: Session,
         contents: Contents,
         commit: Callable[[Session, Contents, float | None], SwapReceipt],
-        release: Callable[[], None],
+        ticket: Claim,
     ) -> None:
         super().__init__(methods)
         self._gate = gate
         self._session: Session | None = session
         self._contents = contents
         self._commit = commit
-        self._release = release
+        self._ticket = ticket
         self._closing = Lock()
 
     @property
@@ -68,7 +68,9 @@ class Staged(Caller, AbstractContextManager["Staged"]):
     def commit(self, *, timeout: float | None = LEASE_TIMEOUT) -> SwapReceipt:
         """Serve these weights. Raises StageClosed; LeaseTimeout (nothing changed, still staged); ModelFailed."""
         with self._closing:
-            receipt = self._commit(self._opened(), self._contents, timeout)
+            session = self._opened()
+            self._gate.wait_idle(session, timeout)  # trial calls may still run, and would leave traces in the state
+            receipt = self._commit(session, self._contents, timeout)
             self._close()
         return receipt
 
@@ -80,25 +82,21 @@ class Staged(Caller, AbstractContextManager["Staged"]):
     def __exit__(self, *_: object) -> None:
         self.discard()
 
-    def __del__(self) -> None:
-        if "_release" in self.__dict__:
-            self._close()  # without the lock: a collector runs where it likes
-
     def _opened(self) -> Session:
         if self._session is None:
             raise StageClosed("this staging was already committed or discarded; stage the file again")
         return self._session
 
     def _close(self) -> None:
-        if self._session is not None:
-            self._session = None
-            self._release()
+        self._session = None
+        self._ticket.end()
 
     def _run(self, name: str, flat: list[Any]) -> list[Any]:
+        lease = Claim()
         with self._closing:
             session = self._opened()
-            thread = self._gate.acquire_session(session)
+            self._gate.acquire_session(session, lease)
         try:
             return session.bound.run(name, flat)
         finally:
-            self._gate.release(session, thread)
+            self._gate.release(session, lease)

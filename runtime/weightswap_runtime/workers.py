@@ -3,44 +3,95 @@
 from __future__ import annotations
 
 import os
+from collections import deque
 from collections.abc import Callable, Iterable
-from concurrent.futures import Future, ThreadPoolExecutor, wait
-from typing import TypeVar
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from threading import Condition
+from typing import Generic, TypeVar
 
 T = TypeVar("T")
 MOST_THREADS = 8
+_NOTHING = object()
 
 
 class Workers:
-    """A pool of threads, one for each processor that this process may use, at most eight."""
+    """One thread for each processor that this process may use, at most eight; the caller's is one of them."""
 
     def __init__(self, threads: int | None = None) -> None:
         self.threads = threads or min(MOST_THREADS, len(os.sched_getaffinity(0)))
         self._start()
 
     def _start(self) -> None:
-        self._pool = ThreadPoolExecutor(self.threads, thread_name_prefix="weightswap")
+        self._pool = ThreadPoolExecutor(max(1, self.threads - 1), thread_name_prefix="weightswap")
         self._process = os.getpid()
 
     def run_all(self, function: Callable[[T], None], items: Iterable[T]) -> None:
         """Call `function` on every item. Returns, or raises the first error, only when no call is running any more."""
-        work = list(items)
-        if len(work) == 1:  # a wake-up would cost more than it brings
-            function(work[0])
-            return
+        batch = _Batch(function, items)
         if self._process != os.getpid():  # a forked child has the pool, but not its threads
             self._start()
-        futures: list[Future[None]] = []
         try:
-            futures += [self._pool.submit(function, item) for item in work]
-            for future in futures:
-                future.result()
-        except BaseException:
-            for future in futures:
-                future.cancel()
-            raise
+            with suppress(RuntimeError):  # no thread can be started: the caller does all the work
+                for _ in range(min(self.threads, len(batch)) - 1):
+                    self._pool.submit(batch.help)
+            batch.work()
         finally:
-            wait(futures)
+            batch.close()
+        if batch.error is not None:
+            raise batch.error
+
+
+class _Batch(Generic[T]):
+    """Items that several threads take from. After `close()` no thread works on them."""
+
+    def __init__(self, function: Callable[[T], None], items: Iterable[T]) -> None:
+        self._function = function
+        self._items = deque(items)
+        self._running = 0
+        self._closed = False
+        self._changed = Condition()
+        self.error: BaseException | None = None
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def help(self) -> None:
+        """What the pool's threads do. They are counted; no signal handler ever runs in them."""
+        with self._changed:
+            if self._closed:
+                return
+            self._running += 1
+        self.work()
+        with self._changed:
+            self._running -= 1
+            self._changed.notify_all()
+
+    def work(self) -> None:
+        """Take items until there are none. An error ends the batch and is kept."""
+        try:
+            while self.error is None and (item := self._next()) is not _NOTHING:
+                self._function(item)  # type: ignore[arg-type]
+        except BaseException as error:
+            self.error = self.error or error
+
+    def _next(self) -> object:
+        try:
+            return self._items.popleft()
+        except IndexError:
+            return _NOTHING
 
     def close(self) -> None:
-        self._pool.shutdown()
+        """Let no more threads start on the batch, and wait for those that are at it. An interrupt does not end the wait."""
+        interrupt: BaseException | None = None
+        while True:
+            try:
+                with self._changed:
+                    self._closed = True
+                    while self._running:
+                        self._changed.wait()
+                break
+            except BaseException as error:
+                interrupt = error
+        if interrupt is not None:
+            self.error = self.error or interrupt

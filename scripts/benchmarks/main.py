@@ -37,7 +37,6 @@ def main() -> int:
     options.out.mkdir(parents=True, exist_ok=True)
     text = json.dumps(made, indent=2) + "\n"
     (options.out / "bench.json").write_text(text)
-    _plot(groups, options.out / "throughput.png")
     if options.json:
         print(text, end="")
     else:
@@ -84,12 +83,6 @@ def _print(facts: dict[str, str | int | float], groups: dict[str, list[Row]]) ->
     console.print(", ".join(f"{name} {value}" for name, value in facts.items()), markup=False, soft_wrap=True)
     for name, rows in groups.items():
         console.print(table(name, rows))
-
-
-def _plot(groups: dict[str, list[Row]], path: Path) -> None:
-    from plot import draw
-
-    draw([row for rows in groups.values() for row in rows], path)
 
 
 if __name__ == "__main__":

@@ -23,9 +23,11 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[str, Any
 
 
 def bench(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, str(MAIN), *arguments], capture_output=True, text=True, timeout=300, check=False
-    )
+    return python(str(MAIN), *arguments)
+
+
+def python(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, *arguments], capture_output=True, text=True, timeout=300, check=False)
 
 
 def test_the_report_knows_the_machine_and_the_settings(report: tuple[str, dict[str, Any]]) -> None:
@@ -91,3 +93,17 @@ def test_an_unknown_group_is_refused_by_name() -> None:
     done = bench("swop")
     assert done.returncode == 2
     assert "'swop' is none of swap, call" in done.stderr
+
+
+def test_a_wrong_output_fails_the_run(tmp_path: Path) -> None:
+    program = """
+import sys, torch
+sys.path.insert(0, sys.argv.pop(1))
+torch.equal = lambda one, other: False
+import main
+sys.exit(main.main())
+"""
+    done = python("-c", program, str(MAIN.parent), "call", "--rounds", "1", "--out", str(tmp_path))
+    assert done.returncode == 1
+    assert "wrong output: Linear(16, 16): model: the output differs from eager's" in done.stderr
+    assert not list(tmp_path.iterdir())

@@ -11,14 +11,14 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from weightswap_runtime import LeaseTimeout, ModelFailed, NoWeights
-from weightswap_runtime.gate import Gate, Version
+from weightswap_runtime.gate import Claim, ClaimReference, Gate, Version, _held_leases
 
 
 class Place:
     """Stands for a session."""
 
     def __init__(self) -> None:
-        self.leases: dict[int, int] = {}
+        self.leases: dict[int, ClaimReference] = {}
 
 
 class GateMachine(RuleBasedStateMachine):
@@ -30,7 +30,7 @@ class GateMachine(RuleBasedStateMachine):
         self.places = [Place(), Place()]
         self.current: Version[Place] | None = None
         self.failed = False
-        self.leases: list[tuple[Place, int]] = []
+        self.leases: list[tuple[Place, Claim]] = []
 
     @rule(index=st.integers(0, 1))
     def exchange(self, index: int) -> None:
@@ -44,17 +44,25 @@ class GateMachine(RuleBasedStateMachine):
         expected = ModelFailed if self.failed else NoWeights if self.current is None else None
         if expected:
             with pytest.raises(expected):
-                self.gate.acquire()
+                self.gate.acquire(Claim())
             return
-        version, thread = self.gate.acquire()
+        lease = Claim()
+        version = self.gate.acquire(lease)
         assert version is self.current
-        self.leases.append((version.session, thread))
+        self.leases.append((version.session, lease))
 
     @precondition(lambda self: self.leases)
     @rule(data=st.data())
     def release(self, data: st.DataObject) -> None:
-        place, thread = self.leases.pop(data.draw(st.integers(0, len(self.leases) - 1)))
-        self.gate.release(place, thread)
+        place, lease = self.leases.pop(data.draw(st.integers(0, len(self.leases) - 1)))
+        self.gate.release(place, lease)
+        self.gate.release(place, lease)
+
+    @precondition(lambda self: self.leases)
+    @rule(data=st.data())
+    def forget(self, data: st.DataObject) -> None:
+        """A lease whose frame was interrupted."""
+        self.leases.pop(data.draw(st.integers(0, len(self.leases) - 1)))
 
     @rule()
     def fail(self) -> None:
@@ -72,7 +80,7 @@ class GateMachine(RuleBasedStateMachine):
     @invariant()
     def leases_add_up(self) -> None:
         for place in self.places:
-            assert sum(place.leases.values()) == sum(leased is place for leased, _ in self.leases)
+            assert len(_held_leases(place)) == sum(leased is place for leased, _ in self.leases)
 
 
 TestGateMachine = GateMachine.TestCase
@@ -89,7 +97,8 @@ def opened() -> tuple[Gate[Place], Place]:
 def test_a_hold_waits_for_leases_and_keeps_new_calls_waiting() -> None:
     gate, place = opened()
     order: list[str] = []
-    version, thread = gate.acquire()
+    lease = Claim()
+    version = gate.acquire(lease)
     entered = threading.Event()
 
     def commit() -> None:
@@ -102,7 +111,8 @@ def test_a_hold_waits_for_leases_and_keeps_new_calls_waiting() -> None:
 
     def call() -> None:
         entered.wait(10)
-        seen, own = gate.acquire()
+        own = Claim()
+        seen = gate.acquire(own)
         order.append(seen.weights_id)
         gate.release(seen.session, own)
 
@@ -111,7 +121,7 @@ def test_a_hold_waits_for_leases_and_keeps_new_calls_waiting() -> None:
         each.start()
     time.sleep(0.05)
     assert order == []
-    gate.release(version.session, thread)
+    gate.release(version.session, lease)
     for each in threads:
         each.join(10)
     assert order == ["held", "committed", "second"]
@@ -119,7 +129,8 @@ def test_a_hold_waits_for_leases_and_keeps_new_calls_waiting() -> None:
 
 def test_a_hold_that_gives_up_lets_the_calls_go() -> None:
     gate, place = opened()
-    _, thread = gate.acquire()
+    lease = Claim()
+    gate.acquire(lease)
     failures: list[BaseException] = []
 
     def commit() -> None:
@@ -133,9 +144,9 @@ def test_a_hold_that_gives_up_lets_the_calls_go() -> None:
     committer.start()
     committer.join(10)
     assert "after 0.05 s" in str(failures[0])
-    again, own = gate.acquire()
-    gate.release(again.session, own)
-    gate.release(place, thread)
+    own = Claim()
+    gate.release(gate.acquire(own).session, own)
+    gate.release(place, lease)
 
 
 def test_holds_come_one_after_another() -> None:
@@ -164,8 +175,19 @@ def test_holds_come_one_after_another() -> None:
 
 def test_a_lease_may_be_given_back_by_another_thread() -> None:
     gate, place = opened()
-    _, thread = gate.acquire()
-    other = threading.Thread(target=gate.release, args=(place, thread))
+    lease = Claim()
+    gate.acquire(lease)
+    other = threading.Thread(target=gate.release, args=(place, lease))
     other.start()
     other.join(10)
     gate.wait_idle(place, 0)
+
+
+def test_a_hold_that_was_left_behind_ends_with_its_frame() -> None:
+    gate, place = opened()
+    hold = gate.hold(place, 1)
+    hold.__enter__()
+    del hold  # as after an interrupt: nobody leaves the block
+    lease = Claim()
+    gate.acquire(lease)
+    gate.release(place, lease)

@@ -19,6 +19,9 @@ class Bound(Protocol):
         """Flat inputs to flat outputs. No output shares memory with the arena, the state or the constants."""
         ...
 
+    @property
+    def has_state(self) -> bool: ...
+
     def reset_state(self) -> None:
         """Put the state back to its initial values, in place."""
         ...

@@ -111,6 +111,11 @@ class BoundTorch:
             with self._state_lock:
                 return [self._detach(value) for value in call(inputs)]
 
+    @property
+    def has_state(self) -> bool:
+        """Whether calls leave traces."""
+        return bool(self._state)
+
     def reset_state(self) -> None:
         """Copy the initial values over the state, in place."""
         with self._state_lock, torch.no_grad():
