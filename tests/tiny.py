@@ -141,6 +141,9 @@ def _graph() -> tuple[bytes, tuple[str | None, ...]]:
     program = torch.export.export(model, (torch.zeros(2, 3),), dynamic_shapes={"x": {0: batch}})
     for name, tensor in program.state_dict.items():
         program.state_dict[name] = nn.Parameter(torch.empty_like(tensor, device="meta"), tensor.requires_grad)
+    for name, tensor in program.constants.items():
+        program.constants[name] = torch.empty_like(tensor, device="meta")
+    program._example_inputs = None  # torch would pickle them
     saved = io.BytesIO()
     torch.export.save(program, saved)
     return saved.getvalue(), tuple(spec.target for spec in program.graph_signature.input_specs)

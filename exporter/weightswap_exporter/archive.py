@@ -16,6 +16,8 @@ import torch
 from torch.export import ExportedProgram
 from torch.utils import _pytree as pytree
 
+from weightswap_runtime.archives import check_archive
+from weightswap_runtime.errors import CaptureError
 from weightswap_runtime.signature import Node, Signature, leaves, unflatten
 
 _KEPT_METADATA = frozenset({"nn_module_stack"})
@@ -41,7 +43,18 @@ def graph_archive(program: ExportedProgram, signature: Signature) -> bytes:
     with warnings.catch_warnings():  # about tensors without storage sharing it, which _own_records undoes
         warnings.filterwarnings("ignore", "No complete tensor found", UserWarning)
         torch.export.save(program, saved)
-    return _rewrite(saved)
+    archive = _rewrite(saved)
+    _check_readable(archive)
+    return archive
+
+
+def _check_readable(archive: bytes) -> None:
+    """torch writes some programs that it cannot read."""
+    try:
+        check_archive(archive, "the captured graph")
+        torch.export.load(io.BytesIO(archive))
+    except Exception as error:
+        raise CaptureError(f"torch {torch.__version__} cannot read the graph that it has captured: {error}") from error
 
 
 def _use_plain_containers(program: ExportedProgram, signature: Signature) -> None:

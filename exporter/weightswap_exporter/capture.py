@@ -44,7 +44,9 @@ def capture(model: nn.Module, name: str, spec: MethodSpec) -> Captured:
     root = _as_forward(model, spec.fn_name)
     args, kwargs = _distinct((tuple(spec.args), dict(spec.kwargs)))
     try:
-        with warnings.catch_warnings():  # torch says so of every LSTM and GRU
+        with warnings.catch_warnings():
+            # torch only warns where a call assigns an attribute, and so freezes its value; it also warns of every LSTM
+            warnings.filterwarnings("error", r"The tensor attributes? .* assigned during export", UserWarning)
             warnings.filterwarnings("ignore", r"The tensor attributes? .*_flat_weights", UserWarning)
             program = torch.export.export(root, args, kwargs, dynamic_shapes=spec.dynamic_shapes, strict=False)
         mutated = _mutations(program)
@@ -89,20 +91,25 @@ def _as_forward(model: nn.Module, fn_name: str) -> nn.Module:
     if not callable(method):
         raise CaptureError(f"{kind.__qualname__} has no method {fn_name!r}")
 
+    # hooks of forward belong to calls of the real one
+    hooks = {name: vars(model)[name] for name in ("_forward_hooks", "_forward_pre_hooks")}
+    none = {name: type(found)() for name, found in hooks.items()}
+
     @functools.wraps(method)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        self.__class__ = kind  # from here on `self.forward` is the model's own
+        self.__class__ = kind  # from here on `self(...)` and `self.forward` are the model's own
+        self.__dict__.update(hooks)
         try:
             return method(self, *args, **kwargs)
         finally:
             self.__class__ = shim
+            self.__dict__.update(none)
 
     shim = type(kind.__name__, (kind,), {"forward": forward, "__module__": kind.__module__})
     shim.__qualname__ = kind.__qualname__
     root: nn.Module = object.__new__(shim)
     root.__dict__ = dict(vars(model))
-    for hooks in ("_forward_hooks", "_forward_pre_hooks"):  # they belong to calls of the real forward
-        root.__dict__[hooks] = type(vars(model)[hooks])()
+    root.__dict__.update(none)
     return root
 
 

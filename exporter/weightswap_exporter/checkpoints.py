@@ -49,6 +49,8 @@ def open_checkpoint(source: Source) -> AbstractContextManager[Checkpoint]:
         return nullcontext(_from_module(source))
     if isinstance(source, Mapping):
         return nullcontext(Checkpoint("the state dict", _values(source, "the state dict"), names=False))
+    if not isinstance(source, str | os.PathLike):
+        raise CheckpointError(f"expected a module, a state dict or a path, got a {type(source).__qualname__}")
     path = Path(source)
     if not path.is_file():
         raise CheckpointError(f"{path}: no such file. Give a .safetensors, .pt, .pth or .bin checkpoint.")
@@ -99,6 +101,8 @@ def _from_pickled(path: Path) -> Checkpoint:
 
 def _values(tensors: Mapping[str, Any], where: str) -> dict[str, Values]:
     """Keep the tensors. Entries of other kinds (`_extra_state`) have no place in a weight file."""
+    if odd := [name for name in tensors if not isinstance(name, str)]:
+        raise CheckpointError(f"{where}: has the key {odd[0]!r}; the keys of a state dict are texts")
     found = {name: value for name, value in tensors.items() if isinstance(value, torch.Tensor)}
     if not found and tensors:
         nested = [name for name, value in tensors.items() if isinstance(value, Mapping)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections import OrderedDict, defaultdict, deque, namedtuple
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -12,7 +13,9 @@ import torch
 from torch.export import Dim
 from torch.export.graph_signature import ConstantArgument, InputKind
 from torch.utils import _pytree as pytree
+from torch.utils._sympy.printers import PythonPrinter
 
+from weightswap_runtime.conditions import parse_condition
 from weightswap_runtime.dtypes import TORCH_NAMES
 from weightswap_runtime.errors import CaptureError
 from weightswap_runtime.signature import (
@@ -58,9 +61,26 @@ def describe_method(captured: Captured) -> Signature:
 
     args = tuple(tree(name, spec) for name, spec in parameters)
     kwargs = tuple(tree(name, spec) for name, spec in keywords)
-    return Signature(
-        args=args, kwargs=kwargs, output=_output(captured, dims), dims=dims.ranges(program.range_constraints)
-    )
+    conditions = tuple(_conditions(values, dims))
+    ranges = dims.ranges(program.range_constraints)
+    return Signature(args=args, kwargs=kwargs, output=_output(captured, dims), dims=ranges, conditions=conditions)
+
+
+def _conditions(values: list[Any], dims: _Dims) -> Iterator[str]:
+    """The relations between sizes that the capture relied on, as the environment of its symbols has recorded them."""
+    sizes = [size for value in values for size in (value.shape if isinstance(value, torch.Tensor) else (value,))]
+    symbolic = [size.node for size in sizes if isinstance(size, torch.SymInt)]
+    if not symbolic:
+        return
+    environment = symbolic[0].shape_env
+    inputs = {symbol for node in symbolic for symbol in node.expr.free_symbols}
+    for guard in environment.guards:
+        relation = environment.simplify(guard.expr)
+        if relation is sympy.true or not relation.free_symbols:
+            continue
+        if not relation.free_symbols <= inputs:
+            raise CaptureError(f"the capture relies on {relation}, which cannot be checked against the inputs")
+        yield dims.condition(relation)
 
 
 def _positional_names(signature: inspect.Signature, count: int) -> Iterator[str]:
@@ -194,6 +214,19 @@ class _Dims:
             upper = int(limits.upper) if limits is not None and isinstance(limits.upper, sympy.Integer) else None
             found[name] = Dimension(max(0, int(limits.lower)) if limits is not None else 0, upper)
         return found
+
+    def condition(self, relation: Any) -> str:
+        """A relation between sizes as the signature writes it."""
+        text = str(PythonPrinter().doprint(relation))
+        for symbol in _symbols(relation):
+            text = re.sub(rf"\b{re.escape(str(symbol))}\b", self._name(symbol), text)
+        try:
+            parse_condition(text)
+        except ValueError as error:
+            raise CaptureError(
+                f"the capture relies on {relation}, which a signature cannot express ({error})"
+            ) from error
+        return text
 
     def _linear(self, expression: Any) -> str | None:
         symbols = _symbols(expression)

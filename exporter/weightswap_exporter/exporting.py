@@ -20,6 +20,7 @@ from weightswap_runtime.manifest import (
     CONSTANTS_NAME,
     FORMAT_VERSION,
     MANIFEST_NAME,
+    METHOD_NAME,
     Manifest,
     Method,
     Producer,
@@ -97,7 +98,11 @@ def export(
 
 
 def _check_out(path: Path) -> Path:
-    if path.exists() and not (path / MANIFEST_NAME).is_file():
+    try:
+        foreign = path.exists() and not (path / MANIFEST_NAME).is_file()
+    except (OSError, ValueError) as error:
+        raise ExportError(f"{path!s:.200}: cannot be written ({error})") from error
+    if foreign:
         raise ExportError(f"{path}: exists and is not an artifact; give a name that is free, or remove it")
     return path
 
@@ -112,7 +117,9 @@ def _specs(
         return {"forward": MethodSpec("forward", args, kwargs or {}, dynamic_shapes)}
     if args != () or kwargs or dynamic_shapes is not None:
         raise ExportError("give either `methods`, or `args`, `kwargs` and `dynamic_shapes` for forward, not both")
-    odd = [name for name in methods if not name.isidentifier()]
+    if not isinstance(methods, Mapping) or not all(isinstance(spec, MethodSpec) for spec in methods.values()):
+        raise ExportError("methods must be a dict from names to MethodSpec")
+    odd = [name for name in methods if not METHOD_NAME.fullmatch(name)]
     if odd or not methods:
         raise CaptureError(f"method names must be identifiers, and at least one is needed; got {list(methods)}")
     return methods
@@ -127,8 +134,12 @@ def _constants(tables: Tables) -> bytes:
 
 
 def _write(path: Path, manifest: Manifest, files: Mapping[str, bytes]) -> None:
-    with new_folder(path) as folder:
-        (folder / "graphs").mkdir()
-        for name, content in files.items():
-            (folder / name).write_bytes(content)
-        (folder / MANIFEST_NAME).write_bytes(encode_manifest(manifest))
+    encoded = encode_manifest(manifest)
+    try:
+        with new_folder(path) as folder:
+            (folder / "graphs").mkdir()
+            for name, content in files.items():
+                (folder / name).write_bytes(content)
+            (folder / MANIFEST_NAME).write_bytes(encoded)
+    except OSError as error:
+        raise ExportError(f"{path}: cannot be written ({error})") from error

@@ -12,7 +12,7 @@ from blake3 import blake3
 
 from weightswap_runtime import Artifact
 from weightswap_runtime.adapter import KEYS_THEN_NAMES, NAMES, Match, resolve
-from weightswap_runtime.errors import WeightsMismatch
+from weightswap_runtime.errors import CheckpointError, WeightsMismatch
 from weightswap_runtime.manifest import Manifest
 from weightswap_runtime.weightfile import canonical_order, write_weight_file
 
@@ -60,13 +60,16 @@ def pack(
             readings=NAMES if checkpoint.names else KEYS_THEN_NAMES,
         )
         _check_ties(checkpoint, match)
-        stamp = write_weight_file(
-            out,
-            [weight.row for weight in manifest.weights],
-            _pieces(checkpoint, match, manifest, progress),
-            graph_id=manifest.graph_id,
-            labels={name: str(text) for name, text in (labels or {}).items()},
-        )
+        try:
+            stamp = write_weight_file(
+                out,
+                [weight.row for weight in manifest.weights],
+                _pieces(checkpoint, match, manifest, progress),
+                graph_id=manifest.graph_id,
+                labels=_labels(labels or {}),
+            )
+        except (OSError, ValueError) as error:
+            raise CheckpointError(f"{out}: cannot be written ({error})") from error
     return Packed(
         path=Path(out),
         graph_id=manifest.graph_id,
@@ -75,6 +78,16 @@ def pack(
         labels=stamp.labels,
         ignored=match.ignored,
     )
+
+
+def _labels(labels: Mapping[str, object]) -> dict[str, str]:
+    texts = {str(name): str(text) for name, text in labels.items()}
+    for text in (*texts, *texts.values()):
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise CheckpointError(f"the label {text!a} is not Unicode text") from error
+    return texts
 
 
 def _check_ties(checkpoint: Checkpoint, match: Match) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import inspect
 import sys
 import traceback
 from collections.abc import Callable, Mapping
@@ -14,6 +15,7 @@ from typing import Any
 
 from weightswap_runtime.errors import ExportError, RecipeError
 
+from .exporting import export
 from .skeletons import skeleton as skeleton_context
 
 _FORM = "give file.py:function or module:function"
@@ -70,6 +72,9 @@ def _arguments(recipe: str, result: Any) -> dict[str, Any]:
     if isinstance(result, Mapping) and "model" in result:
         if "out" in result:
             raise RecipeError(f"{recipe}: returned `out`, which the command line gives")
+        known = inspect.signature(export).parameters
+        if unknown := [key for key in result if key not in known]:
+            raise RecipeError(f"{recipe}: returned {unknown}; export() takes {', '.join(known)}")
         return dict(result)
     keys = f" with the keys {list(result)}" if isinstance(result, Mapping) else ""
     raise RecipeError(

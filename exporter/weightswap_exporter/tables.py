@@ -61,10 +61,13 @@ def classify(model: nn.Module, captured: Mapping[str, Captured]) -> Tables:
     inputs = {}
     for name, method in captured.items():
         lifted = _lifted_constants(name, method)
-        rows["constant"] += [_row([key], tensor) for key, tensor in lifted.items()]
-        values |= lifted
-        inputs[name] = tuple(_graph_inputs(name, method, kinds))
+        known = {key: groups[tie][0] for key, tensor in lifted.items() if (tie := tie_key(tensor)) in groups}
+        own = {key: tensor for key, tensor in lifted.items() if key not in known}
+        rows["constant"] += [_row([key], tensor) for key, tensor in own.items()]
+        values |= own
+        inputs[name] = tuple(_graph_inputs(name, method, kinds, known))
     _check_values(values)
+    _check_overlaps(values, {row.name: tensors[row.name] for row in rows["weight"]})
     return Tables(tuple(rows["weight"]), tuple(rows["state"]), tuple(rows["constant"]), inputs, values)
 
 
@@ -112,13 +115,18 @@ def _lifted_constants(name: str, method: Captured) -> dict[str, torch.Tensor]:
     return lifted
 
 
-def _graph_inputs(name: str, method: Captured, kinds: Mapping[str, str]) -> Iterable[GraphInput]:
+def _graph_inputs(
+    name: str, method: Captured, kinds: Mapping[str, str], known: Mapping[str, str]
+) -> Iterable[GraphInput]:
+    """The flat inputs in order. `known` constants are tensors of the tables under another name."""
     for spec in method.program.graph_signature.input_specs:
         target = str(spec.target)
         if spec.kind is InputKind.USER_INPUT:
             yield GraphInput(kind="input", name=spec.arg.name)
         elif spec.kind is InputKind.CONSTANT_TENSOR:
-            yield GraphInput(kind="constant", name=f"{name}/{target}")
+            key = f"{name}/{target}"
+            kind = kinds[known[key]] if key in known else "constant"
+            yield GraphInput(kind=kind, name=known.get(key, key))  # type: ignore[arg-type]
         elif spec.kind in (InputKind.PARAMETER, InputKind.BUFFER) and target in kinds:
             yield GraphInput(kind=kinds[target], name=target)  # type: ignore[arg-type]
         else:
@@ -134,3 +142,14 @@ def _check_values(values: Mapping[str, torch.Tensor]) -> None:
             f"{', '.join(empty)}: constants and state go into the artifact, but these have no values. In a skeleton, "
             "compute buffers from real tensors, not from parameters."
         )
+
+
+def _check_overlaps(values: Mapping[str, torch.Tensor], weights: Mapping[str, torch.Tensor]) -> None:
+    """A constant in a weight's memory would keep the value of the export, whatever is swapped in."""
+    storages = {weight.untyped_storage()._cdata: name for name, weight in weights.items() if weight.numel()}
+    for name, value in values.items():
+        if value.numel() and (weight := storages.get(value.untyped_storage()._cdata)):
+            raise CaptureError(
+                f"{name}: is a view of the weight {weight}, and would keep its present values. Compute it in the call, "
+                "or give it memory of its own (.clone())."
+            )

@@ -13,7 +13,7 @@ from .manifest import NamedTensor
 from .weightfile import ALIGNMENT, TensorRow, canonical_order
 from .workers import Workers
 
-COPY_CHUNK = 4 << 20
+COPY_CHUNK = 16 << 20
 
 
 class Slot(NamedTuple):

@@ -25,11 +25,13 @@ class Artifact:
     @classmethod
     def open(cls, path: str | os.PathLike[str]) -> Artifact:
         """Read and validate the manifest of the folder `path`. Raises ArtifactError."""
+        if not isinstance(path, str | os.PathLike):
+            raise ArtifactError(f"expected the path of an artifact, got a {type(path).__qualname__}")
         folder = Path(path)
         name = folder / MANIFEST_NAME
-        if not name.is_file():
+        if not _is_file(name):
             raise ArtifactError(
-                f"{folder}: no artifact here (expected a folder with a {MANIFEST_NAME}). "
+                f"{folder!s:.200}: no artifact here (expected a folder with a {MANIFEST_NAME}). "
                 "Give the folder that weightswap export wrote."
             )
         if name.stat().st_size > MAX_MANIFEST:
@@ -52,6 +54,8 @@ class Artifact:
         root = self.path.resolve()
         if not path.resolve().is_relative_to(root):
             raise ArtifactError(f"{path}: leads out of the artifact. {advice}")
+        if path.exists() and not path.is_file():
+            raise ArtifactError(f"{path}: is not a regular file. {advice}")
         try:
             raw = path.read_bytes()
         except OSError as error:
@@ -84,3 +88,10 @@ class Artifact:
 
     def __repr__(self) -> str:
         return f"Artifact({str(self.path)!r}, graph_id={self.graph_id[:12]!r}, methods={list(self.methods)})"
+
+
+def _is_file(path: Path) -> bool:
+    try:
+        return path.is_file()
+    except (OSError, ValueError):  # a name that no file can have
+        return False

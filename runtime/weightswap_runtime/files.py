@@ -43,6 +43,25 @@ def new_file(path: Path) -> Iterator[BinaryIO]:
         raise
 
 
+def _put_in_place(folder: Path, path: Path) -> None:
+    """Rename `folder` to `path`; what is there is moved aside, and back if that fails. Another may do the same."""
+    for last in (False, False, False, True):
+        old = _sibling(path, "old")
+        try:
+            if path.exists():
+                path.rename(old)
+            folder.rename(path)
+        except OSError:
+            if old.exists() and not path.exists():
+                old.rename(path)
+            if last:
+                raise
+        else:
+            break
+        finally:
+            shutil.rmtree(old, ignore_errors=True)
+
+
 @contextmanager
 def new_folder(path: Path) -> Iterator[Path]:
     """Fill a folder that takes the place of `path` when the block ends without an error.
@@ -56,13 +75,7 @@ def new_folder(path: Path) -> Iterator[Path]:
         yield temporary
         for written in (*temporary.rglob("*"), temporary):
             _sync(written)
-        if path.exists():
-            old = _sibling(path, "old")
-            path.rename(old)
-            temporary.rename(path)
-            shutil.rmtree(old)
-        else:
-            temporary.rename(path)
+        _put_in_place(temporary, path)
         _sync(path.parent)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)

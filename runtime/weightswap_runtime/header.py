@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import struct
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn
 
 from .dtypes import DTYPES, describe, nbytes
@@ -68,6 +68,7 @@ def parse_header(raw: bytes, file_size: int, where: str) -> Header:
     document = _load_json(raw, where)
     metadata = _metadata(document.pop("__metadata__", {}), where)
     tensors = {name: _tensor(name, entry, where) for name, entry in document.items()}
+    _check_names(tensors, where)
     _check_coverage(tensors, file_size - data_start, where)
     return Header(tensors, metadata, data_start)
 
@@ -119,6 +120,14 @@ def _metadata(value: object, where: str) -> dict[str, str]:
     if not isinstance(value, dict) or not all(isinstance(text, str) for text in value.values()):
         _refuse(where, "__metadata__ is not an object of strings")
     return value
+
+
+def _check_names(names: Iterable[str], where: str) -> None:
+    for name in names:
+        try:
+            name.encode()
+        except UnicodeEncodeError:
+            _refuse(where, f"the name {name!a} is not Unicode text")
 
 
 def _tensor(name: str, entry: object, where: str) -> FileTensor:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from .conditions import Condition, condition_dims, evaluate, parse_condition
 from .dtypes import describe
 from .errors import InputMismatch
 from .signature import (
@@ -29,15 +30,25 @@ from .signature import (
 class Inputs:
     """Turns a call's arguments into the graph's flat inputs and checks them.
 
-    `dtypes` maps the engine's dtype objects to safetensors names; `tensor_type` is the class it takes.
+    `dtypes` maps the engine's dtype objects to safetensors names; `tensor_type` is the class it takes; `misplaced` says
+    what else is wrong with a tensor.
     """
 
-    def __init__(self, method: str, signature: Signature, tensor_type: type[Any], dtypes: Mapping[Any, str]) -> None:
+    def __init__(
+        self,
+        method: str,
+        signature: Signature,
+        tensor_type: type[Any],
+        dtypes: Mapping[Any, str],
+        misplaced: Callable[[Any], str | None],
+    ) -> None:
         self._method = method
         self._signature = signature
         self._parameters = (*signature.args, *signature.kwargs)
         self._tensor_type = tensor_type
         self._dtypes = dtypes
+        self._misplaced = misplaced
+        self._conditions = [(text, parse_condition(text)) for text in signature.conditions]
         self._sizes = {
             size: parse_size(size)
             for _, node in self._parameters
@@ -48,11 +59,13 @@ class Inputs:
 
     def flatten(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
         """The flat inputs, in the graph's order. Raises InputMismatch with everything that is wrong."""
-        check = _Check(self._tensor_type, self._dtypes, self._sizes, self._signature.dims)
+        check = _Check(self._tensor_type, self._dtypes, self._misplaced, self._sizes, self._signature.dims)
         values = self._bind(args, kwargs, check)
         for name, node in self._parameters:
             if name in values:
                 check.walk(node, values[name], name)
+        if self._conditions and not check.problems:
+            check.hold(self._conditions)
         if check.problems:
             raise InputMismatch(self._method, check.problems)
         return check.flat
@@ -87,6 +100,7 @@ class _Check:
         self,
         tensor_type: type[Any],
         dtypes: Mapping[Any, str],
+        misplaced: Callable[[Any], str | None],
         sizes: Mapping[str, Expression],
         dims: Mapping[str, Dimension],
     ) -> None:
@@ -94,6 +108,7 @@ class _Check:
         self.problems: list[str] = []
         self._tensor_type = tensor_type
         self._dtypes = dtypes
+        self._misplaced = misplaced
         self._sizes = sizes
         self._dims = dims
         self._bound: dict[str, tuple[int, str]] = {}
@@ -110,6 +125,14 @@ class _Check:
         else:
             self._sequence(node, value, path)  # type: ignore[arg-type]
 
+    def hold(self, conditions: Sequence[tuple[str, Condition]]) -> None:
+        """The relations between dimensions under which the graph was captured."""
+        sizes = {dim: value for dim, (value, _) in self._bound.items()}
+        for text, condition in conditions:
+            if not evaluate(condition, sizes):
+                found = ", ".join(f"{dim}={sizes[dim]}" for dim in sorted(condition_dims(condition)))
+                self.problems.append(f"the graph was captured for {text}, got {found}; export with other sample inputs")
+
     def _tensor(self, node: Tensor, value: Any) -> None:
         if not isinstance(value, self._tensor_type):
             wanted = f"{self._tensor_type.__module__}.{self._tensor_type.__qualname__}"
@@ -119,6 +142,8 @@ class _Check:
         dtype = self._dtypes.get(value.dtype)
         if dtype != node.dtype:
             self.problems.append(f"{node.name}: expected dtype {node.dtype}, got {dtype or value.dtype}")
+        if problem := self._misplaced(value):
+            self.problems.append(f"{node.name}: {problem}")
         if len(shape) != len(node.shape):
             expected = describe("", node.shape).replace("'", "")  # type: ignore[arg-type]
             self.problems.append(f"{node.name}: expected {len(node.shape)} dimensions {expected}, got {list(shape)}")

@@ -5,20 +5,22 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any, Literal
 
 import msgspec
 from blake3 import blake3
 
+from .conditions import condition_dims, parse_condition
 from .dtypes import DTYPES, nbytes
 from .errors import ArtifactError, FormatVersionError
-from .signature import Signature, leaves, parse_size, sizes_of
+from .signature import Expression, Leaf, Signature, leaves, parse_size, sizes_of
 from .weightfile import TensorRow
 
 FORMAT_VERSION = 1
 MANIFEST_NAME = "manifest.json"
 CONSTANTS_NAME = "constants.safetensors"
-_METHOD = re.compile(r"[A-Za-z_]\w*")
+METHOD_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _HEX = re.compile(r"[0-9a-f]{64}")
 
 
@@ -188,6 +190,8 @@ def _tensor_problems(manifest: Manifest) -> Iterator[str]:
             yield f"{tensor.name!r} has the type {tensor.dtype}{list(tensor.shape)}"
         elif tensor.stride is not None and not is_dense(tensor.shape, tensor.stride):
             yield f"{tensor.name!r} has the stride {list(tensor.stride)} for the shape {list(tensor.shape)}"
+        elif tensor.requires_grad and tensor.dtype[0] not in "BCF":
+            yield f"{tensor.name!r} is {tensor.dtype} and cannot require a gradient"
 
 
 def is_dense(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
@@ -202,7 +206,7 @@ def is_dense(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
 
 
 def _method_problems(name: str, method: Method, manifest: Manifest) -> Iterator[str]:
-    if not _METHOD.fullmatch(name):
+    if not METHOD_NAME.fullmatch(name):
         yield f"the method name {name!r} is not an identifier"
     known = {
         "weight": {n for tensor in manifest.weights for n in tensor.names},
@@ -216,10 +220,30 @@ def _method_problems(name: str, method: Method, manifest: Manifest) -> Iterator[
     inputs = [leaf for _, node in (*signature.args, *signature.kwargs) for leaf in leaves(node)]
     if len(inputs) != sum(item.kind == "input" for item in method.inputs):
         yield f"{name} has {len(inputs)} inputs in its signature and another number in its graph"
+    yield from _condition_problems(name, signature, inputs)
     for leaf in inputs:
         for size in sizes_of(leaf):
             if isinstance(size, str):
                 yield from _size_problems(name, size, signature)
+
+
+def _condition_problems(name: str, signature: Signature, inputs: list[Leaf]) -> Iterator[str]:
+    known = {expression.dim for leaf in inputs for expression in _parsed_sizes(leaf)}
+    for text in signature.conditions:
+        try:
+            unbound = condition_dims(parse_condition(text)) - known
+        except ValueError as error:
+            yield f"{name}: {error}"
+        else:
+            if unbound:
+                yield f"{name}: the condition {text!r} names dimensions that no input has"
+
+
+def _parsed_sizes(leaf: Leaf) -> Iterator[Expression]:
+    for size in sizes_of(leaf):
+        if isinstance(size, str):
+            with suppress(ValueError):  # reported by _size_problems
+                yield parse_size(size)
 
 
 def _size_problems(name: str, size: str, signature: Signature) -> Iterator[str]:

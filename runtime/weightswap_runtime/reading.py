@@ -17,7 +17,7 @@ from .weightfile import WeightFile
 from .workers import Workers
 
 CHUNK = 1 << 20  # small enough that the hasher finds a chunk still in the cache
-LARGE = 64 << 20
+LARGE = 64 << 20  # at most; smaller tensors are never worth the threads' meeting at every window
 MOST_BUFFERS = 512  # below the kernel's IOV_MAX of 1024
 
 
@@ -64,8 +64,9 @@ def _begin(file: WeightFile, key: str) -> int:
 
 def _read_pieces(file: WeightFile, pieces: Iterable[Piece], workers: Workers, digests: dict[str, str]) -> None:
     ordered = sorted(pieces, key=lambda piece: piece.begin)
-    large = [piece for piece in ordered if len(piece.target) >= LARGE]
-    batches = _batches(piece for piece in ordered if len(piece.target) < LARGE)
+    share = sum(len(piece.target) for piece in ordered) // workers.threads
+    large = [piece for piece in ordered if len(piece.target) > max(share, LARGE)]
+    batches = _batches(piece for piece in ordered if len(piece.target) <= max(share, LARGE))
     for piece in large:
         digests[piece.key] = _read_large(file, piece, workers)
     # biggest first, so that the threads end together

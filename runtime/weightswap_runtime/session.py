@@ -30,7 +30,7 @@ class Methods:
 
     def __init__(self, manifest: Manifest, engine: Engine) -> None:
         self.inputs = {
-            name: Inputs(name, method.signature, engine.tensor_type, engine.dtypes)
+            name: Inputs(name, method.signature, engine.tensor_type, engine.dtypes, engine.misplaced)
             for name, method in manifest.methods.items()
         }
         self.signatures: Mapping[str, Signature] = {name: method.signature for name, method in manifest.methods.items()}

@@ -76,12 +76,16 @@ class Dimension(msgspec.Struct, frozen=True):
 
 
 class Signature(msgspec.Struct, frozen=True, kw_only=True):
-    """`args` and `kwargs` by parameter name, in call order. A name that is no identifier cannot be given by keyword."""
+    """`args` and `kwargs` by parameter name, in call order. A name that is no identifier cannot be given by keyword.
+
+    `conditions` are relations between dimensions that the capture relied on, such as `rows <= columns`.
+    """
 
     args: tuple[tuple[str, Node], ...]
     kwargs: tuple[tuple[str, Node], ...]
     output: Node
     dims: dict[str, Dimension]
+    conditions: tuple[str, ...] = ()
 
 
 class Expression(NamedTuple):

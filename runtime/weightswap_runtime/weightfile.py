@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import re
+import stat
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -20,6 +22,7 @@ from .header import FileTensor, Header, header_length, pack_ranges, parse_header
 
 ALIGNMENT = 256
 LABEL_ROOM = 1024
+CLOCK_TICK_NS = 20_000_000  # the kernel stamps files by a clock of up to 10 ms
 METADATA_KEY = "weightswap"
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 
@@ -57,6 +60,15 @@ def canonical_order(rows: Iterable[TensorRow]) -> list[TensorRow]:
     return sorted(rows, key=lambda row: (-size_alignment(nbytes(row.dtype, row.shape) or 0), row.name))
 
 
+class _Fingerprint(NamedTuple):
+    """What shows that a file is written to. Times in nanoseconds."""
+
+    size: int
+    modified: int
+    changed: int
+    links: int
+
+
 class WeightFile(AbstractContextManager["WeightFile"]):
     """An open safetensors file whose header was read and checked. Data is read through `fd` by the caller.
 
@@ -70,20 +82,31 @@ class WeightFile(AbstractContextManager["WeightFile"]):
                 "write one with weightswap_exporter.pack()"
             )
         self.path = Path(path)
-        try:
-            self.fd = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
-        except OSError as error:
-            raise WeightFileError(f"{self.path}: cannot be opened ({error.strerror})") from error
+        self.fd = self._open()
         try:
             self._identity = self._fingerprint()
             self.header = self._read_header()
             self.stamp = _read_stamp(self.header, str(self.path))
+            if self.stamp is None:  # nothing but its times can tell that it changes
+                self._settle()
         except OSError as error:
             self.close()
             raise WeightFileError(f"{self.path}: cannot be read ({error.strerror})") from error
         except BaseException:
             self.close()
             raise
+
+    def _open(self) -> int:
+        try:
+            # without O_NONBLOCK a named pipe would be waited for
+            fd = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        except (OSError, ValueError) as error:
+            reason = getattr(error, "strerror", None) or error
+            raise WeightFileError(f"{self.path!s:.200}: cannot be opened ({reason})") from error
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            os.close(fd)
+            raise WeightFileError(f"{self.path}: cannot be read (not a regular file)")
+        return fd
 
     @property
     def tensors(self) -> dict[str, FileTensor]:
@@ -99,18 +122,28 @@ class WeightFile(AbstractContextManager["WeightFile"]):
 
     def check_unchanged(self) -> None:
         """Raise WeightFileError if the file was written to or truncated since it was opened."""
-        if self._fingerprint() != self._identity:
+        before, now = self._identity, self._fingerprint()
+        # replacing a file takes one name from the old one, which changes its ctime and nothing else
+        replaced = now.links != before.links
+        if now[:2] != before[:2] or (now.changed != before.changed and not replaced):
             raise WeightFileError(
                 f"{self.path}: the file was written to while it was read. "
                 "Replace files (os.replace), never rewrite them."
             )
 
-    def _fingerprint(self) -> tuple[int, int]:
+    def _fingerprint(self) -> _Fingerprint:
         status = os.fstat(self.fd)
-        return status.st_size, status.st_mtime_ns
+        return _Fingerprint(status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_nlink)
+
+    def _settle(self) -> None:
+        """Let a file that was just written grow older than the clock that stamps it, so that a later write shows."""
+        age = time.time_ns() - max(self._identity.modified, self._identity.changed)
+        if 0 <= age < CLOCK_TICK_NS:
+            time.sleep(CLOCK_TICK_NS / 1e9)
+            self.check_unchanged()
 
     def _read_header(self) -> Header:
-        size = self._identity[0]
+        size = self._identity.size
         length = header_length(os.pread(self.fd, 8, 0), size, str(self.path))
         raw = bytearray()
         while len(raw) < length and (piece := os.pread(self.fd, length - len(raw), 8 + len(raw))):

@@ -82,7 +82,7 @@ class _Batch(Generic[T]):
             return _NOTHING
 
     def close(self) -> None:
-        """Let no more threads start on the batch, and wait for those that are at it. An interrupt does not end the wait."""
+        """Let no more threads start on the batch and wait for those at it; an interrupt does not end the wait."""
         interrupt: BaseException | None = None
         while True:
             try:

@@ -13,7 +13,7 @@ from torch.export import Dim
 
 from tests.models import Counter, Everything, Nested, Renamed, Views
 from weightswap_exporter import MethodSpec, export, pack, skeleton
-from weightswap_runtime import Artifact, Model, load
+from weightswap_runtime import Artifact, InputMismatch, LeaseTimeout, Model, load
 
 
 def different(build: Callable[[], nn.Module], seed: int) -> nn.Module:
@@ -309,3 +309,109 @@ def test_inputs_that_the_graph_changes_are_changed_as_in_eager(tmp_path: Path) -
     x = torch.zeros(3)
     load(setup.artifact, setup.files[0])(x)
     assert torch.equal(x, torch.ones(3))
+
+
+class Compared(nn.Module):
+    """Branches on a relation between two dynamic sizes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 2)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        total = self.linear(x).sum()
+        return total + y.sum() if x.shape[0] > y.shape[0] else total * y.sum()
+
+
+def test_relations_that_the_capture_relied_on_are_checked(tmp_path: Path) -> None:
+    shapes = {"x": {0: Dim("rows", max=100)}, "y": {0: Dim("others", max=100)}}
+    spec = MethodSpec("forward", (torch.zeros(4, 3), torch.zeros(5, 3)), {}, shapes)
+    setup = Setup(tmp_path, Compared, {"forward": spec}, 1)
+    assert setup.artifact.manifest.methods["forward"].signature.conditions == ("rows <= others",)
+    model = load(setup.artifact, setup.files[0])
+    for rows in (3, 5):
+        x, y = torch.randn(rows, 3), torch.randn(5, 3)
+        with torch.no_grad():
+            assert equal(model(x, y), setup.models[0](x, y))
+    with pytest.raises(InputMismatch, match="captured for rows <= others, got others=4, rows=6"):
+        model(torch.zeros(6, 3), torch.zeros(4, 3))
+
+
+class Halved(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.reshape(x.shape[0] // 2, 2, 3)
+
+
+def test_relations_of_one_size(tmp_path: Path) -> None:
+    setup = Setup(
+        tmp_path, Halved, {"forward": MethodSpec("forward", (torch.zeros(8, 3),), {}, {"x": {0: Dim.AUTO}})}, 1
+    )
+    model = load(setup.artifact, setup.files[0])
+    assert equal(model(torch.ones(12, 3)), torch.ones(6, 2, 3))
+    with pytest.raises(InputMismatch, match=r"the graph was captured for .*d0.*, got d0=9"):
+        model(torch.ones(9, 3))
+
+
+class Hooked(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+        self.register_forward_hook(lambda module, args, output: output * 10)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x)
+
+    def encode(self, x: torch.Tensor) -> torch.Tensor:
+        return self(x) - self.forward(x)
+
+
+def test_hooks_of_forward_run_where_forward_is_called(tmp_path: Path) -> None:
+    methods = {name: MethodSpec(name, (torch.zeros(2, 3),)) for name in ("forward", "encode")}
+    setup = Setup(tmp_path, Hooked, methods, 1)
+    model, x = load(setup.artifact, setup.files[0]), torch.randn(2, 3)
+    with torch.no_grad():
+        assert equal(model(x), setup.models[0](x))
+        assert equal(model.encode(x), setup.models[0].encode(x))
+
+
+class Aliased(nn.Module):
+    """A plain attribute that is a weight under another name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4, bias=False)
+        self.alias = self.linear.weight.data
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ self.alias
+
+
+def test_an_attribute_that_is_a_weight_is_swapped_with_it(tmp_path: Path) -> None:
+    artifact = export(Aliased().eval(), (torch.zeros(4),), out=tmp_path / "a.artifact")
+    assert not artifact.manifest.constants
+    models = [Aliased().eval() for _ in range(2)]
+    files = [pack(model, artifact, out=tmp_path / f"v{index}.safetensors").path for index, model in enumerate(models)]
+    model, x = load(artifact, files[0]), torch.randn(4)
+    for eager, file in zip(models, files, strict=True):
+        model.swap(file)
+        with torch.no_grad():
+            assert equal(model(x), eager(x))
+
+
+def test_a_model_loaded_in_inference_mode_can_be_called_outside(tmp_path: Path) -> None:
+    setup = Setup(tmp_path, Counter, {"forward": MethodSpec("forward", (torch.zeros(2, 3),))}, 2)
+    with torch.inference_mode():
+        model = load(setup.artifact, setup.files[0])
+    model(torch.zeros(2, 3))
+    model.swap(setup.files[1])
+
+
+def test_a_rollback_waits_for_a_pin_whose_state_it_would_reset(tmp_path: Path) -> None:
+    setup = Setup(tmp_path, Counter, {"forward": MethodSpec("forward", (torch.zeros(2, 3),))}, 2)
+    model = load(setup.artifact, setup.files[0])
+    with model.pin() as session:
+        session(torch.zeros(2, 3))
+        model.swap(setup.files[1])
+        with pytest.raises(LeaseTimeout):
+            model.rollback(timeout=0.1)
+    model.rollback()

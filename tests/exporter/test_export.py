@@ -201,6 +201,38 @@ class ChangesAttribute(nn.Module):
         return self.cache * 1
 
 
+class AssignsAttribute(ChangesAttribute):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.cache = self.cache + 1
+        return x + self.cache
+
+
+class ViewOfWeight(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3, 3))
+        self.register_buffer("turned", self.weight.data.t(), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.turned @ x
+
+
+class Unreadable(nn.Module):
+    """torch 2.13 writes this and cannot read it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3))
+        self.register_buffer("state", torch.zeros(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.set_grad_enabled(False):
+            self.state.mul_(0.5).add_(x.detach())
+        with torch.enable_grad():
+            y = x * self.weight
+        return y + self.state
+
+
 class Expanded(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -223,6 +255,9 @@ REFUSED: dict[str, tuple[nn.Module, str]] = {
     "data-dependent control flow": (Data(), "torch.export cannot capture it"),
     "a changed parameter": (ChangesWeight(), r"a call changes the parameter\(s\) weight"),
     "a changed attribute": (ChangesAttribute(), "register it as buffer"),
+    "an assigned attribute": (AssignsAttribute(), "was assigned during export"),
+    "a view of a weight": (ViewOfWeight(), "turned: is a view of the weight weight, and would keep its present values"),
+    "a graph that torch cannot read": (Unreadable(), "cannot read the graph that it has captured"),
     "overlapping elements": (Expanded(), "weight: its elements overlap"),
     "a dtype without a name": (Complex(), "weight: torch.complex128 has no place in the safetensors format"),
 }

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import json
+import pickle
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -137,8 +140,85 @@ def test_constants_of_another_type_are_refused(tiny: TinyArtifact) -> None:
 
 def test_a_graph_that_torch_cannot_open_is_named(tiny: TinyArtifact) -> None:
     replace_file(tiny, "graphs/forward.pt2", b"not a graph")
-    with pytest.raises(ArtifactError, match=r"forward.pt2: torch .* cannot open the graph"):
+    with pytest.raises(ArtifactError, match=r"forward.pt2: not an archive that torch.export writes"):
         load(tiny.path)
+
+
+def rewritten(tiny: TinyArtifact, change: Callable[[str, bytes], bytes | None], more: dict[str, bytes]) -> bytes:
+    """The graph's archive with members changed, dropped (None) and added."""
+    written = io.BytesIO()
+    with zipfile.ZipFile(tiny.path / "graphs/forward.pt2") as source, zipfile.ZipFile(written, "w") as target:
+        root = source.namelist()[0].partition("/")[0]
+        for name in source.namelist():
+            content = change(name, source.read(name))
+            if content is not None:
+                target.writestr(name, content)
+        for name, content in more.items():
+            target.writestr(f"{root}/{name}", content)
+    return written.getvalue()
+
+
+def keep(name: str, content: bytes) -> bytes:
+    return content
+
+
+class Planted:
+    def __reduce__(self) -> Any:
+        return (Path.touch, (Path("executed"),))
+
+
+PLANTED = pickle.dumps(Planted())
+HOSTILE: dict[str, tuple[Callable[[str, bytes], bytes | None], dict[str, bytes], str]] = {
+    "pickled sample inputs": (
+        lambda name, content: PLANTED if name.endswith("sample_inputs/model.pt") else content,
+        {},
+        "must be empty",
+    ),
+    "a pickled weight": (
+        lambda name, content: content.replace(b'"use_pickle": false', b'"use_pickle": true'),
+        {},
+        "would be unpickled",
+    ),
+    "a pickled object": (
+        lambda name, content: content.replace(b'"path_name": "tensor_', b'"path_name": "opaque_obj_'),
+        {"data/constants/opaque_obj_0": PLANTED},
+        "would be unpickled",
+    ),
+    "a legacy record": (keep, {"data/weights/model.pt": PLANTED}, "has no place in an artifact"),
+    "code for a size": (
+        lambda name, content: content.replace(b"Symbol(", b"__import__('os').mkdir('executed') or Symbol("),
+        {},
+        "is not a size",
+    ),
+    "a second program": (keep, {"models/other.json": b"{}"}, "has no place in an artifact"),
+}
+
+
+@pytest.mark.parametrize(("alter", "more", "says"), HOSTILE.values(), ids=HOSTILE)
+def test_an_artifact_made_by_somebody_hostile_runs_nothing(
+    alter: Callable[[str, bytes], bytes | None],
+    more: dict[str, bytes],
+    says: str,
+    tiny: TinyArtifact,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    replace_file(tiny, "graphs/forward.pt2", rewritten(tiny, alter, more))
+    with pytest.raises(ArtifactError, match=says):
+        load(tiny.path)
+    assert not (tmp_path / "executed").exists()
+
+
+def test_the_same_rewriting_without_malice_loads(tiny: TinyArtifact) -> None:
+    replace_file(tiny, "graphs/forward.pt2", rewritten(tiny, keep, {}))
+    load(tiny.path)
+
+
+def test_what_is_no_path_is_refused(tiny: TinyArtifact) -> None:
+    for odd in (None, 3, b"x", "x" * 5000, "a\0b"):
+        with pytest.raises(ArtifactError):
+            load(odd)  # type: ignore[arg-type]
 
 
 def replace_file(tiny: TinyArtifact, name: str, raw: bytes) -> None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import gc
 import os
 import shutil
+import signal
 import threading
+import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -20,6 +22,7 @@ from tests.tiny import TinyArtifact
 from weightswap_runtime import (
     DigestMismatch,
     GraphMismatch,
+    InputMismatch,
     LeaseTimeout,
     Model,
     ModelFailed,
@@ -217,6 +220,56 @@ REFUSED: dict[str, tuple[Callable[[TinyArtifact, WriteWeights, Path], Path], typ
     ),
     "a folder": (lambda t, w, p: p.parent, WeightFileError, "cannot be read"),
 }
+
+
+def test_a_named_pipe_is_refused_at_once(tiny: TinyArtifact, weight_file: WriteWeights, tmp_path: Path) -> None:
+    model = load(tiny.path, weight_file(0))
+    os.mkfifo(tmp_path / "pipe.safetensors")
+    with pytest.raises(WeightFileError, match="not a regular file"):
+        model.swap(tmp_path / "pipe.safetensors")
+    for odd in ("a\0b", "\ud800", "x" * 5000):
+        with pytest.raises(WeightFileError, match="cannot be opened"):
+            model.swap(odd)
+    model.swap(weight_file(1))
+
+
+def test_inputs_must_lie_where_the_graph_runs(tiny: TinyArtifact, weight_file: WriteWeights) -> None:
+    model = load(tiny.path, weight_file(0))
+    for odd, says in ((X.to("meta"), "one on meta"), (X.to_sparse(), "expected a dense tensor")):
+        with pytest.raises(InputMismatch, match=says):
+            model(odd)
+
+
+def test_what_an_interrupt_leaves_behind_ends_by_itself(
+    tiny: TinyArtifact, weight_file: WriteWeights, residency: str
+) -> None:
+    model = load(tiny.path, weight_file(0), residency=residency)
+    deadline, seed = time.monotonic() + 1.5, 0
+    interrupts = 0
+
+    def interrupt(number: int, frame: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        while time.monotonic() < deadline:
+            seed += 1
+            path = weight_file(seed % 3)
+            signal.setitimer(signal.ITIMER_REAL, 0.0001 + (seed % 17) * 0.00005)
+            try:
+                model.swap(path)
+                with model.pin() as session:
+                    session(X)
+                signal.setitimer(signal.ITIMER_REAL, 0)
+            except KeyboardInterrupt:
+                interrupts += 1
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    assert interrupts > 10
+    gc.collect()
+    model.swap(weight_file(5), timeout=5)
+    assert serves(model, 5)
 
 
 @pytest.mark.parametrize("raw", [raw for raw, _ in BROKEN.values()], ids=BROKEN)

@@ -43,7 +43,7 @@ SIGNATURE = Signature(
     output=Tensor("output", "F32", ()),
     dims={"batch": Dimension(1, 4), "time": Dimension(0, None)},
 )
-INPUTS = Inputs("forward", SIGNATURE, torch.Tensor, DTYPES)
+INPUTS = Inputs("forward", SIGNATURE, torch.Tensor, DTYPES, lambda value: None)
 
 
 def good(batch: int = 2, time: int = 5) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -122,7 +122,7 @@ def test_literals_are_compared_by_type_and_bits(value: Any) -> None:
     node = msgspec.json.decode(msgspec.json.encode(Literal.of("k", value)), type=Literal)
     assert repr(node.content) == repr(value)
     fixed = Signature(args=(("k", node),), kwargs=(), output=Literal("o"), dims={})
-    inputs = Inputs("forward", fixed, torch.Tensor, DTYPES)
+    inputs = Inputs("forward", fixed, torch.Tensor, DTYPES, lambda value: None)
     assert repr(inputs.flatten((value,), {})) == repr([value])
     for other in (0.2, 0.0, 1, False, "other", [], torch.zeros(1)):
         with pytest.raises(InputMismatch, match="the graph was exported with"):

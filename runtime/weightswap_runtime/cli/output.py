@@ -35,6 +35,9 @@ def errors_as_exit(as_json: bool) -> Iterator[None]:
             problems = getattr(error, "problems", ())
             print_json({"error": type(error).__name__, "message": str(error), "problems": problems})
         raise typer.Exit(2 if isinstance(error, _USAGE) else 1) from error
+    except OSError as error:
+        typer.echo(f"{type(error).__name__}: {error}", err=True)
+        raise typer.Exit(1) from error
 
 
 def print_table(title: str, columns: list[str], rows: list[list[str]]) -> None:

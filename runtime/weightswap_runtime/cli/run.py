@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from weightswap_runtime.errors import InputMismatch, WeightswapError
+from weightswap_runtime.errors import InputMismatch, Unsupported, WeightswapError
 from weightswap_runtime.model import Model, load
 from weightswap_runtime.signature import Integer, Leaf, Literal, Node, Signature, flatten, leaves, unflatten
 
@@ -53,6 +53,8 @@ def run(
         named = dict(zip(names, flatten(signature.output, result), strict=True))
         tensors = {key: value for key, value in named.items() if hasattr(value, "dtype")}
         if output:
+            if len(named) != len(names):
+                raise Unsupported("two outputs have one name, as a key has a dot in it; call the method from Python")
             write_tensors(output, tensors)
         _report(model, name, named, seconds, as_json)
 
@@ -88,7 +90,14 @@ def _argument(node: Node, tensors: dict[str, Any]) -> Any:
 def _value(leaf: Leaf, tensors: dict[str, Any]) -> Any:
     if isinstance(leaf, Literal):
         return leaf.content
-    return int(tensors[leaf.name]) if isinstance(leaf, Integer) else tensors[leaf.name]
+    value = tensors[leaf.name]
+    if not isinstance(leaf, Integer):
+        return value
+    if value.numel() != 1 or value.is_floating_point() or value.is_complex():
+        raise InputMismatch(
+            "run", [f"{leaf.name}: expected one integer, got {value.dtype} of shape {list(value.shape)}"]
+        )
+    return int(value)
 
 
 def _report(model: Model, method: str, named: dict[str, Any], seconds: float, as_json: bool) -> None:

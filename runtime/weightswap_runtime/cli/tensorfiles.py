@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from weightswap_runtime.dtypes import DTYPES, TORCH_NAMES, describe
-from weightswap_runtime.errors import MissingExtra, Unsupported, WeightFileError
+from weightswap_runtime.errors import MissingExtra, Unsupported, WeightFileError, WeightswapError
 from weightswap_runtime.files import new_file
 from weightswap_runtime.header import header_length, pack_ranges, parse_header, render_header
 from weightswap_runtime.weightfile import TensorRow, canonical_order
@@ -27,7 +27,9 @@ def read_tensors(path: Path) -> dict[str, torch.Tensor]:
     _check_suffix(path)
     try:
         return _read_npz(path) if path.suffix == ".npz" else _read_safetensors(path)
-    except (OSError, ValueError, EOFError) as error:
+    except WeightswapError:
+        raise
+    except Exception as error:  # numpy's and zipfile's own, for files of another kind
         raise WeightFileError(f"{path}: cannot be read ({error})") from error
 
 

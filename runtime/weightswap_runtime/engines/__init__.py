@@ -37,6 +37,10 @@ class Engine(Protocol):
     @property
     def dtypes(self) -> Mapping[Any, str]: ...
 
+    def misplaced(self, value: Any) -> str | None:
+        """What is wrong with an input beside dtype and shape; None if nothing is."""
+        ...
+
     def bind(self, arena: HostArena) -> Bound: ...
 
 

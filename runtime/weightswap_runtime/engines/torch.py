@@ -7,12 +7,14 @@ from collections.abc import Callable, Mapping
 from threading import RLock
 from typing import Any
 
+from weightswap_runtime.archives import check_archive
 from weightswap_runtime.arena import HostArena
 from weightswap_runtime.artifact import Artifact
 from weightswap_runtime.dtypes import DTYPES, TORCH_NAMES
 from weightswap_runtime.errors import ArtifactError, MissingExtra, Unsupported
 from weightswap_runtime.header import FileTensor
-from weightswap_runtime.manifest import GraphInput, NamedTensor
+from weightswap_runtime.manifest import GraphInput, Method, NamedTensor
+from weightswap_runtime.signature import leaves
 
 try:
     import torch
@@ -28,6 +30,7 @@ class TorchEngine:
     name = "torch"
     tensor_type = torch.Tensor
 
+    @torch.inference_mode(False)  # whoever loads a model in inference mode must be able to call it outside
     def __init__(self, artifact: Artifact) -> None:
         self._manifest = artifact.manifest
         self.dtypes: Mapping[torch.dtype, str] = {
@@ -36,8 +39,18 @@ class TorchEngine:
         header, data = artifact.constants()
         values = (*self._manifest.constants, *self._manifest.state)
         self._constants = {item.name: _copy(item, header.tensors[item.name], data) for item in values}
-        self._graphs = {name: _load_graph(artifact, method.graph) for name, method in self._manifest.methods.items()}
+        self._graphs = {name: _load_graph(artifact, name, method) for name, method in self._manifest.methods.items()}
 
+    @staticmethod
+    def misplaced(value: torch.Tensor) -> str | None:
+        """What is wrong with an input beside dtype and shape."""
+        if value.device.type != "cpu":
+            return f"expected a tensor on the CPU, got one on {value.device}"
+        if value.layout is not torch.strided:
+            return f"expected a dense tensor, got {value.layout}"
+        return None
+
+    @torch.inference_mode(False)
     def bind(self, arena: HostArena) -> BoundTorch:
         """Views on the arena for every weight, fresh state, shared constants."""
         tensors = {
@@ -105,11 +118,15 @@ class BoundTorch:
     def run(self, method: str, inputs: list[Any]) -> list[Any]:
         """Flat inputs to flat outputs; an output that is a view of a weight, state or constant comes as a copy."""
         call = self._calls[method]
-        with torch.no_grad():
+        before = torch.is_grad_enabled()
+        torch._C._set_grad_enabled(False)  # what torch.no_grad() does, for a fifth of its time
+        try:
             if not call.stateful:
                 return [self._detach(value) for value in call(inputs)]
             with self._state_lock:
                 return [self._detach(value) for value in call(inputs)]
+        finally:
+            torch._C._set_grad_enabled(before)
 
     @property
     def has_state(self) -> bool:
@@ -131,15 +148,21 @@ class BoundTorch:
         return value if value.grad_fn is None else value.detach()
 
 
-def _load_graph(artifact: Artifact, name: str) -> Graph:
-    raw = artifact.read(name)
+def _load_graph(artifact: Artifact, name: str, method: Method) -> Graph:
+    raw = artifact.read(method.graph)
+    where = str(artifact.path / method.graph)
+    check_archive(raw, where)
     try:
         program = torch.export.load(io.BytesIO(raw))
     except Exception as error:
         raise ArtifactError(
-            f"{artifact.path / name}: torch {torch.__version__} cannot open the graph that torch "
+            f"{where}: torch {torch.__version__} cannot open the graph that torch "
             f"{artifact.manifest.producer.torch} wrote ({error}). Install that torch, or export again."
         ) from error
+    places = sum(node.op == "placeholder" for node in program.graph.nodes)
+    (outputs,) = program.graph.output_node().args
+    if places != len(method.inputs) or len(outputs) != len(leaves(method.signature.output)):
+        raise ArtifactError(f"{where}: its inputs and outputs are not those of the method {name!r} in the manifest")
     forward: Graph = program.graph_module.forward
     return forward
 

@@ -1,0 +1,86 @@
+"""What a graph's archive may hold, checked before torch opens it.
+
+`torch.export.load` unpickles some records and evaluates some texts. An artifact has neither, whoever wrote it.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+import zipfile
+from collections.abc import Iterator
+from typing import Any
+
+from .errors import ArtifactError
+
+_MEMBER = re.compile(
+    r"[^/]+/(models/model\.json|data/(weights/model_weights|constants/model_constants)_config\.json"
+    r"|archive_format|archive_version|byteorder|\.data/version|\.data/serialization_id)"
+)
+_EMPTY = re.compile(r"[^/]+/data/(weights/weight_\d+|constants/tensor_\d+|sample_inputs/model\.pt)")
+_RECORD = re.compile(r"(weight|tensor)_\d+")
+_SYMBOL = re.compile(r"'[a-z]{1,4}\d+'")
+_EXPRESSION = re.compile(r"[\w.+\-*/%(),<>=&|~ ]*")
+_NAME = re.compile(
+    r"[a-z]{1,4}\d+|Symbol|Integer|Rational|positive|nonnegative|integer|Add|Mul|Pow|Max|Min|Mod|Abs"
+    r"|True|False|true|false|int_oo|oo|Equality|Unequality|(Strict)?(Less|Greater)Than|Eq|Ne|Lt|Le|Gt|Ge|And|Or|Not"
+    r"|(Ceil|Floor|Trunc)To(Float|Int)|ToFloat|RoundToInt|RoundDecimal|FloorDiv|CeilDiv|CleanDiv|(Int|Float)TrueDiv"
+    r"|ModularIndexing|PythonMod|PowByNatural|FloatPow|LShift|RShift|Where|Identity|Piecewise|floor|ceiling"
+)
+_WORD = re.compile(r"[A-Za-z_]\w*")
+MOST_CHARACTERS = 10_000
+
+
+def check_archive(raw: bytes, where: str) -> None:
+    """Raises ArtifactError for an archive with a record that would be unpickled, or a text that would run."""
+    try:
+        with zipfile.ZipFile(io.BytesIO(raw)) as archive:
+            problems = list(_problems(archive))
+    except Exception as error:  # what a zip or JSON reader raises for bytes that somebody made up
+        raise ArtifactError(f"{where}: not an archive that torch.export writes ({error})") from error
+    if problems:
+        raise ArtifactError(f"{where}: {'; '.join(problems[:5])}. Export the artifact again.")
+
+
+def _problems(archive: zipfile.ZipFile) -> Iterator[str]:
+    for info in archive.infolist():
+        if _EMPTY.fullmatch(info.filename):
+            if info.file_size:
+                yield f"the record {info.filename!r} must be empty"
+        elif not _MEMBER.fullmatch(info.filename):
+            yield f"the record {info.filename!r} has no place in an artifact"
+        elif info.filename.endswith("_config.json"):
+            yield from _config_problems(json.loads(archive.read(info)))
+        elif info.filename.endswith(".json"):
+            yield from (f"the text {text!r} is not a size" for text in _texts(json.loads(archive.read(info))))
+
+
+def _config_problems(config: dict[str, Any]) -> Iterator[str]:
+    for name, entry in config["config"].items():
+        if entry["use_pickle"] is not False or not _RECORD.fullmatch(entry["path_name"]):
+            yield f"the record of {name!r} would be unpickled"
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """Expressions that are not integer arithmetic over symbols and torch's own functions."""
+    if isinstance(value, list):
+        for item in value:
+            yield from _texts(item)
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            if key == "expr_str" and isinstance(item, str):
+                if not is_size(item):
+                    yield item[:80]
+            else:
+                yield from _texts(item)
+
+
+def is_size(text: str) -> bool:
+    """Whether a text is arithmetic over torch's symbols and functions, and so harmless to evaluate."""
+    plain = _SYMBOL.sub("", text)
+    return (
+        len(text) < MOST_CHARACTERS
+        and _EXPRESSION.fullmatch(plain) is not None
+        and all(_NAME.fullmatch(word) for word in _WORD.findall(plain))
+    )
