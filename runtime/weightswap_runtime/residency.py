@@ -175,18 +175,30 @@ class Single:
         start = time.perf_counter()
         with self._gate.hold(self._live, timeout):
             self._previous = kept
-            self._gate.fail("it has not ended")  # until the exchange: what breaks off in between must not serve
+            interrupt = self._copy(source, version)
+        paused = time.perf_counter() - start
+        if interrupt is not None:
+            raise interrupt
+        return Committed(version, paused, self._layout.nbytes)
+
+    def _copy(self, source: HostArena, version: Version[Session]) -> BaseException | None:
+        """Copy, and make the version current. An interrupt does not end it half-way; it is returned when all is done."""
+        self._gate.fail("it has not ended")  # until the exchange: what breaks off in between must not serve
+        interrupt = None
+        while self._gate.current is not version:
             try:
                 self._live.arena.copy_from(source, self._workers)
                 self._live.bound.reset_state()
+                self._gate.exchange(version)
             except Exception as error:
                 self._gate.fail(f"{type(error).__name__}: {error}")
                 raise ModelFailed(
                     f"the in-place commit broke off ({type(error).__name__}: {error}). The model refuses calls until a "
                     "swap or a rollback succeeds."
                 ) from error
-            self._gate.exchange(version)
-        return Committed(version, time.perf_counter() - start, self._layout.nbytes)
+            except BaseException as error:
+                interrupt = error
+        return interrupt
 
     def _snapshot(self) -> tuple[HostArena, Version[Session]] | None:
         """The weights that a commit is about to replace, copied while they still serve."""
