@@ -182,7 +182,7 @@ class Single:
         return Committed(version, paused, self._layout.nbytes)
 
     def _copy(self, source: HostArena, version: Version[Session]) -> BaseException | None:
-        """Copy, and make the version current. An interrupt does not end it half-way; it is returned when all is done."""
+        """Copy, and make the version current. An interrupt does not end it half-way; it is returned at the end."""
         self._gate.fail("it has not ended")  # until the exchange: what breaks off in between must not serve
         interrupt = None
         while self._gate.current is not version:

@@ -240,6 +240,11 @@ def test_inputs_must_lie_where_the_graph_runs(tiny: TinyArtifact, weight_file: W
             model(odd)
 
 
+def call_pinned(model: Model) -> None:
+    with model.pin() as session:
+        session(X)
+
+
 def test_what_an_interrupt_leaves_behind_ends_by_itself(
     tiny: TinyArtifact, weight_file: WriteWeights, residency: str
 ) -> None:
@@ -258,8 +263,7 @@ def test_what_an_interrupt_leaves_behind_ends_by_itself(
             signal.setitimer(signal.ITIMER_REAL, 0.0001 + (seed % 17) * 0.00005)
             try:
                 model.swap(path)
-                with model.pin() as session:
-                    session(X)
+                call_pinned(model)
                 signal.setitimer(signal.ITIMER_REAL, 0)
             except KeyboardInterrupt:
                 interrupts += 1
