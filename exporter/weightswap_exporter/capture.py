@@ -48,8 +48,10 @@ def capture(model: nn.Module, name: str, spec: MethodSpec) -> Captured:
             # torch only warns where a call assigns an attribute, and so freezes its value; it also warns of every LSTM
             warnings.filterwarnings("error", r"The tensor attributes? .* assigned during export", UserWarning)
             warnings.filterwarnings("ignore", r"The tensor attributes? .*_flat_weights", UserWarning)
-            program = torch.export.export(root, args, kwargs, dynamic_shapes=spec.dynamic_shapes, strict=False)
-        mutated = _mutations(program)
+            # whatever the caller's mode: the graph must not depend on it
+            with torch.inference_mode(False), torch.enable_grad():
+                program = torch.export.export(root, args, kwargs, dynamic_shapes=spec.dynamic_shapes, strict=False)
+                mutated = _mutations(program)
     except Exception as error:
         reason = str(error).partition("\n\nThe error above occurred")[0]
         raise CaptureError(f"method {name!r}: torch.export cannot capture it: {reason}") from error

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 from .conditions import Condition, condition_dims, evaluate, parse_condition
@@ -26,12 +26,14 @@ from .signature import (
     unflatten,
 )
 
+MOST_ACCEPTED = 1024
+
 
 class Inputs:
     """Turns a call's arguments into the graph's flat inputs and checks them.
 
     `dtypes` maps the engine's dtype objects to safetensors names; `tensor_type` is the class it takes; `misplaced` says
-    what else is wrong with a tensor.
+    what else is wrong with a tensor, and `kind` gives everything about it that a check looks at.
     """
 
     def __init__(
@@ -41,6 +43,7 @@ class Inputs:
         tensor_type: type[Any],
         dtypes: Mapping[Any, str],
         misplaced: Callable[[Any], str | None],
+        kind: Callable[[Any], Hashable],
     ) -> None:
         self._method = method
         self._signature = signature
@@ -48,6 +51,9 @@ class Inputs:
         self._tensor_type = tensor_type
         self._dtypes = dtypes
         self._misplaced = misplaced
+        self._kind = kind
+        self._plain = not signature.kwargs and all(type(node) is Tensor for _, node in signature.args)
+        self._accepted: set[Hashable] = set()
         self._conditions = [(text, parse_condition(text)) for text in signature.conditions]
         self._sizes = {
             size: parse_size(size)
@@ -59,6 +65,17 @@ class Inputs:
 
     def flatten(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
         """The flat inputs, in the graph's order. Raises InputMismatch with everything that is wrong."""
+        if not self._plain or kwargs or not all(type(value) is self._tensor_type for value in args):
+            return self._check(args, kwargs)
+        kinds = tuple(map(self._kind, args))  # kinds that were accepted once need no second check
+        if kinds in self._accepted:
+            return list(args)
+        flat = self._check(args, kwargs)
+        if len(self._accepted) < MOST_ACCEPTED:
+            self._accepted.add(kinds)
+        return flat
+
+    def _check(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
         check = _Check(self._tensor_type, self._dtypes, self._misplaced, self._sizes, self._signature.dims)
         values = self._bind(args, kwargs, check)
         for name, node in self._parameters:

@@ -13,7 +13,7 @@ from .errors import UnknownMethod
 from .gate import ClaimReference
 from .inputs import Inputs
 from .manifest import Manifest
-from .signature import Signature, unflatten
+from .signature import Signature, Tensor, unflatten
 
 
 class Session:
@@ -30,10 +30,11 @@ class Methods:
 
     def __init__(self, manifest: Manifest, engine: Engine) -> None:
         self.inputs = {
-            name: Inputs(name, method.signature, engine.tensor_type, engine.dtypes, engine.misplaced)
+            name: Inputs(name, method.signature, engine.tensor_type, engine.dtypes, engine.misplaced, engine.kind)
             for name, method in manifest.methods.items()
         }
         self.signatures: Mapping[str, Signature] = {name: method.signature for name, method in manifest.methods.items()}
+        self.single = {name for name, signature in self.signatures.items() if isinstance(signature.output, Tensor)}
         names = list(self.inputs)
         self.default = "forward" if "forward" in names or len(names) != 1 else names[0]
 
@@ -84,7 +85,10 @@ class Caller:
         if name not in self._methods.inputs:
             self.method(name)
         flat = self._methods.inputs[name].flatten(args, kwargs)
-        return unflatten(self._methods.signatures[name].output, self._run(name, flat))
+        values = self._run(name, flat)
+        if name in self._methods.single:
+            return values[0]
+        return unflatten(self._methods.signatures[name].output, values)
 
     def _run(self, name: str, flat: list[Any]) -> list[Any]:
         raise NotImplementedError

@@ -176,6 +176,26 @@ def test_a_failed_export_leaves_the_old_artifact_and_nothing_else(
     assert Artifact.open(tmp_path / "a.artifact").manifest == before
 
 
+class Graded(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.enable_grad():
+            y = self.linear(x)
+        with torch.no_grad():
+            return y * 2
+
+
+def test_the_graph_does_not_depend_on_the_mode_of_the_caller(tmp_path: Path) -> None:
+    model = Graded().eval()
+    ids = {export(model, (torch.zeros(3),), out=tmp_path / "a.artifact").graph_id}
+    with torch.no_grad():
+        ids.add(export(model, (torch.zeros(3),), out=tmp_path / "b.artifact").graph_id)
+    assert len(ids) == 1
+
+
 class Data(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x + 1 if x.sum() > 0 else x

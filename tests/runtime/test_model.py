@@ -271,6 +271,7 @@ def test_what_an_interrupt_leaves_behind_ends_by_itself(
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
     assert interrupts > 10
+    assert torch.is_grad_enabled()
     gc.collect()
     model.swap(weight_file(5), timeout=5)
     assert serves(model, 5)

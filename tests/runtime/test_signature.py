@@ -43,7 +43,7 @@ SIGNATURE = Signature(
     output=Tensor("output", "F32", ()),
     dims={"batch": Dimension(1, 4), "time": Dimension(0, None)},
 )
-INPUTS = Inputs("forward", SIGNATURE, torch.Tensor, DTYPES, lambda value: None)
+INPUTS = Inputs("forward", SIGNATURE, torch.Tensor, DTYPES, lambda value: None, lambda value: value.shape)
 
 
 def good(batch: int = 2, time: int = 5) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -67,6 +67,21 @@ def test_keywords_in_any_order_and_for_positional_arguments() -> None:
     args, kwargs = good()
     reversed_kwargs = dict(reversed(kwargs.items()))
     assert INPUTS.flatten((), {"pair": args[1], **reversed_kwargs, "x": args[0]}) == INPUTS.flatten(args, kwargs)
+
+
+def test_a_kind_that_was_accepted_is_accepted_again_and_no_other() -> None:
+    plain = Signature(
+        args=(("x", Tensor("x", "F32", ("n", 3))),), kwargs=(), output=Literal("o"), dims={"n": Dimension(1, 2)}
+    )
+    inputs = Inputs(
+        "forward", plain, torch.Tensor, DTYPES, lambda value: None, lambda value: (value.dtype, value.shape)
+    )
+    for _ in range(3):
+        x = torch.zeros(2, 3)
+        assert inputs.flatten((x,), {})[0] is x
+        for bad in ((torch.zeros(2, 3).double(),), (torch.zeros(3, 3),), (x, x), (), ([1.0],)):
+            with pytest.raises(InputMismatch):
+                inputs.flatten(bad, {})
 
 
 def test_literals_may_be_left_out() -> None:
@@ -122,7 +137,7 @@ def test_literals_are_compared_by_type_and_bits(value: Any) -> None:
     node = msgspec.json.decode(msgspec.json.encode(Literal.of("k", value)), type=Literal)
     assert repr(node.content) == repr(value)
     fixed = Signature(args=(("k", node),), kwargs=(), output=Literal("o"), dims={})
-    inputs = Inputs("forward", fixed, torch.Tensor, DTYPES, lambda value: None)
+    inputs = Inputs("forward", fixed, torch.Tensor, DTYPES, lambda value: None, lambda value: value.shape)
     assert repr(inputs.flatten((value,), {})) == repr([value])
     for other in (0.2, 0.0, 1, False, "other", [], torch.zeros(1)):
         with pytest.raises(InputMismatch, match="the graph was exported with"):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from typing import Any, Protocol
 
 from weightswap_runtime.arena import HostArena
@@ -39,6 +39,10 @@ class Engine(Protocol):
 
     def misplaced(self, value: Any) -> str | None:
         """What is wrong with an input beside dtype and shape; None if nothing is."""
+        ...
+
+    def kind(self, value: Any) -> Hashable:
+        """Everything about an input that its check looks at."""
         ...
 
     def bind(self, arena: HostArena) -> Bound: ...

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import io
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
+from contextlib import nullcontext
 from threading import RLock
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 from weightswap_runtime.archives import check_archive
 from weightswap_runtime.arena import HostArena
@@ -22,6 +24,35 @@ except ImportError as error:
     raise MissingExtra("the engine `torch`", "torch") from error
 
 Graph = Callable[..., Any]
+P = ParamSpec("P")
+R = TypeVar("R")
+_NO_LOCK = nullcontext()
+
+
+def _without_gradients(function: Callable[P, R]) -> Callable[P, R]:
+    """What torch.no_grad() does, in a fifth of its time; and an interrupt cannot leave the thread in that mode."""
+
+    @functools.wraps(function)
+    def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:
+        before = torch.is_grad_enabled()
+        try:
+            torch._C._set_grad_enabled(False)
+            return function(*args, **kwargs)
+        finally:
+            torch._C._set_grad_enabled(before)
+
+    return wrapped
+
+
+def _plainly(function: Callable[P, R]) -> Callable[P, R]:
+    """Without gradients, and outside inference mode: a model loaded in that mode must be callable outside."""
+
+    @functools.wraps(function)
+    def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:
+        with torch._C._InferenceMode(False):
+            return function(*args, **kwargs)
+
+    return _without_gradients(wrapped)
 
 
 class TorchEngine:
@@ -30,7 +61,7 @@ class TorchEngine:
     name = "torch"
     tensor_type = torch.Tensor
 
-    @torch.inference_mode(False)  # whoever loads a model in inference mode must be able to call it outside
+    @_plainly
     def __init__(self, artifact: Artifact) -> None:
         self._manifest = artifact.manifest
         self.dtypes: Mapping[torch.dtype, str] = {
@@ -50,7 +81,12 @@ class TorchEngine:
             return f"expected a dense tensor, got {value.layout}"
         return None
 
-    @torch.inference_mode(False)
+    @staticmethod
+    def kind(value: torch.Tensor) -> Hashable:
+        """Everything about an input that its check looks at."""
+        return value.dtype, value.shape, value.device, value.layout
+
+    @_plainly
     def bind(self, arena: HostArena) -> BoundTorch:
         """Views on the arena for every weight, fresh state, shared constants."""
         tensors = {
@@ -115,27 +151,22 @@ class BoundTorch:
         self._last = arena.address + len(arena.memory)
         self._owned = {tensor.untyped_storage().data_ptr() for tensor in owned}
 
+    @_without_gradients
     def run(self, method: str, inputs: list[Any]) -> list[Any]:
         """Flat inputs to flat outputs; an output that is a view of a weight, state or constant comes as a copy."""
         call = self._calls[method]
-        before = torch.is_grad_enabled()
-        torch._C._set_grad_enabled(False)  # what torch.no_grad() does, for a fifth of its time
-        try:
-            if not call.stateful:
-                return [self._detach(value) for value in call(inputs)]
-            with self._state_lock:
-                return [self._detach(value) for value in call(inputs)]
-        finally:
-            torch._C._set_grad_enabled(before)
+        with self._state_lock if call.stateful else _NO_LOCK:
+            return [self._detach(value) for value in call(inputs)]
 
     @property
     def has_state(self) -> bool:
         """Whether calls leave traces."""
         return bool(self._state)
 
+    @_without_gradients
     def reset_state(self) -> None:
         """Copy the initial values over the state, in place."""
-        with self._state_lock, torch.no_grad():
+        with self._state_lock:
             for live, value in self._state:
                 live.copy_(value)
 
@@ -183,8 +214,7 @@ def _view(arena: HostArena, weight: NamedTensor) -> torch.Tensor:
     flat = torch.frombuffer(arena.memory, dtype=dtype, count=size // dtype.itemsize, offset=offset)
     # on the base: matmul asks the base of a view; and the result stays a view, whose casts autocast does not cache
     flat.requires_grad_(weight.requires_grad)
-    with torch.no_grad():
-        return flat.view(weight.shape) if weight.stride is None else flat.as_strided(weight.shape, weight.stride)
+    return flat.view(weight.shape) if weight.stride is None else flat.as_strided(weight.shape, weight.stride)
 
 
 def _copy(item: NamedTensor, place: FileTensor, data: memoryview) -> torch.Tensor:
