@@ -4,49 +4,28 @@ from __future__ import annotations
 
 import gc
 import os
-import shutil
-import signal
 import threading
-import time
-from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 
 import pytest
-import safetensors.torch
 import torch
 from blake3 import blake3
 
-from tests.runtime.test_header import BROKEN
-from tests.tiny import TinyArtifact
+from tests.tiny import TinyArtifact, WriteWeights, X, serves
 from weightswap_runtime import (
-    DigestMismatch,
-    GraphMismatch,
-    InputMismatch,
     LeaseTimeout,
-    Model,
     ModelFailed,
     NothingToRollBack,
     NoWeights,
-    OutOfMemory,
     PinReleased,
     StageClosed,
     StagingBusy,
-    SwapError,
     UnknownMethod,
     Unsupported,
     WeightFileError,
-    WeightsMismatch,
     load,
 )
 from weightswap_runtime.arena import HostArena
-
-WriteWeights = Callable[[int], Path]
-X = torch.arange(6.0).reshape(2, 3)
-
-
-def serves(model: Model, seed: int) -> bool:
-    return torch.equal(model(X), TinyArtifact.eager(seed, X))
 
 
 def test_swap_replaces_every_weight(tiny: TinyArtifact, weight_file: WriteWeights, residency: str) -> None:
@@ -146,265 +125,6 @@ def test_a_staging_takes_the_place_of_the_previous_weights(tiny: TinyArtifact, w
     with pytest.raises(NothingToRollBack, match="a staging has overwritten them"):
         model.rollback()
     assert serves(model, 0)
-
-
-def test_previous_weights_that_are_kept_survive_a_refused_staging(
-    tiny: TinyArtifact, weight_file: WriteWeights, residency: str
-) -> None:
-    model = load(tiny.path, weight_file(0), residency=residency, keep_previous="host")
-    model.swap(weight_file(1))
-    with pytest.raises(DigestMismatch):
-        model.swap(copy_of(weight_file(2), lambda raw: raw.__setitem__(-1, raw[-1] ^ 1)))
-    model.stage(weight_file(3)).discard()
-    assert serves(model, 1)
-    model.rollback()
-    assert serves(model, 0)
-    model.rollback()
-    assert serves(model, 1)
-
-
-def copy_of(path: Path, change: Callable[[bytearray], None]) -> Path:
-    raw = bytearray(path.read_bytes())
-    change(raw)
-    copy = path.with_name("changed.safetensors")
-    copy.write_bytes(raw)
-    return copy
-
-
-def plain(tiny: TinyArtifact, path: Path, **changes: torch.Tensor | None) -> Path:
-    """A safetensors file of another tool, without a stamp."""
-    values = {**tiny.values(7), **changes}
-    safetensors.torch.save_file({name: value for name, value in values.items() if value is not None}, path)
-    return path
-
-
-REFUSED: dict[str, tuple[Callable[[TinyArtifact, WriteWeights, Path], Path], type[SwapError], str]] = {
-    "empty": (lambda t, w, p: copy_of(w(1), bytearray.clear), WeightFileError, "too few"),
-    "truncated": (
-        lambda t, w, p: copy_of(w(1), lambda raw: raw.__delitem__(slice(-1, None))),
-        WeightFileError,
-        "truncated",
-    ),
-    "too long": (lambda t, w, p: copy_of(w(1), lambda raw: raw.append(0)), WeightFileError, "1 bytes follow"),
-    "a flipped bit": (
-        lambda t, w, p: copy_of(w(1), lambda raw: raw.__setitem__(-1, raw[-1] ^ 1)),
-        DigestMismatch,
-        "the file records the digest",
-    ),
-    "another graph": (
-        lambda t, w, p: t.write(p, t.values(1), graph_id="1" * 64),
-        GraphMismatch,
-        "allow_other_graph=True",
-    ),
-    "a wrong weights id": (
-        lambda t, w, p: copy_of(w(1), forge_weights_id),
-        DigestMismatch,
-        "records the weights id",
-    ),
-    "missing": (lambda t, w, p: plain(t, p, bias=None), WeightsMismatch, "bias: missing"),
-    "unexpected": (lambda t, w, p: plain(t, p, biass=torch.ones(5)), WeightsMismatch, "biass: unexpected"),
-    "another shape": (
-        lambda t, w, p: plain(t, p, weight=torch.ones(5, 3)),
-        WeightsMismatch,
-        "expected F32[3, 5], found F32[5, 3]",
-    ),
-    "another dtype": (
-        lambda t, w, p: plain(t, p, weight=torch.ones(3, 5).half()),
-        WeightsMismatch,
-        "Only the dtypes differ",
-    ),
-    "ties that differ": (
-        lambda t, w, p: plain(t, p, again=torch.tensor([9.0])),
-        WeightsMismatch,
-        "tied and again are one",
-    ),
-    "a folder": (lambda t, w, p: p.parent, WeightFileError, "cannot be read"),
-}
-
-
-def test_a_named_pipe_is_refused_at_once(tiny: TinyArtifact, weight_file: WriteWeights, tmp_path: Path) -> None:
-    model = load(tiny.path, weight_file(0))
-    os.mkfifo(tmp_path / "pipe.safetensors")
-    with pytest.raises(WeightFileError, match="not a regular file"):
-        model.swap(tmp_path / "pipe.safetensors")
-    for odd in ("a\0b", "\ud800", "x" * 5000):
-        with pytest.raises(WeightFileError, match="cannot be opened"):
-            model.swap(odd)
-    model.swap(weight_file(1))
-
-
-def test_inputs_must_lie_where_the_graph_runs(tiny: TinyArtifact, weight_file: WriteWeights) -> None:
-    model = load(tiny.path, weight_file(0))
-    for odd, says in ((X.to("meta"), "one on meta"), (X.to_sparse(), "expected a dense tensor")):
-        with pytest.raises(InputMismatch, match=says):
-            model(odd)
-
-
-def call_pinned(model: Model) -> None:
-    with model.pin() as session:
-        session(X)
-
-
-# an interrupt may also hit a callback of somebody else, who cannot raise it
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-def test_what_an_interrupt_leaves_behind_ends_by_itself(
-    tiny: TinyArtifact, weight_file: WriteWeights, residency: str
-) -> None:
-    model = load(tiny.path, weight_file(0), residency=residency)
-    deadline, seed = time.monotonic() + 1.5, 0
-    interrupts = 0
-
-    def interrupt(number: int, frame: object) -> None:
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGALRM, interrupt)
-    try:
-        while time.monotonic() < deadline:
-            seed += 1
-            path = weight_file(seed % 3)
-            signal.setitimer(signal.ITIMER_REAL, 0.0001 + (seed % 17) * 0.00005)
-            try:
-                model.swap(path)
-                call_pinned(model)
-                signal.setitimer(signal.ITIMER_REAL, 0)
-            except KeyboardInterrupt:
-                interrupts += 1
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
-    assert interrupts > 10
-    assert torch.is_grad_enabled()
-    gc.collect()
-    model.swap(weight_file(5), timeout=5)
-    assert serves(model, 5)
-
-
-@pytest.mark.parametrize("raw", [raw for raw, _ in BROKEN.values()], ids=BROKEN)
-def test_no_broken_file_touches_a_live_model(
-    raw: bytes, tiny: TinyArtifact, weight_file: WriteWeights, tmp_path: Path
-) -> None:
-    path = tmp_path / "broken.safetensors"
-    path.write_bytes(raw)
-    for residency in ("double", "single"):
-        model = load(tiny.path, weight_file(0), residency=residency)
-        with pytest.raises(WeightFileError):
-            model.swap(path)
-        assert (model.generation, serves(model, 0)) == (0, True)
-
-
-def test_a_live_model_needs_its_artifact_no_more(tiny: TinyArtifact, weight_file: WriteWeights) -> None:
-    model = load(tiny.path, weight_file(0))
-    shutil.rmtree(tiny.path)
-    assert serves(model, 0)
-    model.swap(weight_file(1))
-    assert serves(model, 1)
-
-
-def forge_weights_id(raw: bytearray) -> None:
-    start = raw.index(b"weights_id") + len(rb"weights_id\":\"")
-    raw[start : start + 64] = b"0" * 64
-
-
-@pytest.mark.parametrize(("make", "error", "says"), REFUSED.values(), ids=REFUSED)
-def test_a_refused_swap_changes_nothing(
-    make: Callable[[TinyArtifact, WriteWeights, Path], Path],
-    error: type[SwapError],
-    says: str,
-    tiny: TinyArtifact,
-    weight_file: WriteWeights,
-    residency: str,
-    tmp_path: Path,
-) -> None:
-    model = load(tiny.path, weight_file(0), residency=residency)
-    identity = (model.weights_id, model.generation)
-    bad = make(tiny, weight_file, tmp_path / "other.safetensors")
-    for attempt in (model.swap, model.stage):
-        with pytest.raises(error) as refused:
-            attempt(bad)
-        assert says in str(refused.value)
-        assert (model.weights_id, model.generation) == identity
-        assert serves(model, 0)
-    model.swap(weight_file(1))
-    assert serves(model, 1)
-
-
-def test_a_file_for_another_graph_is_taken_when_its_tensors_fit_and_the_caller_says_so(
-    tiny: TinyArtifact, weight_file: WriteWeights, tmp_path: Path
-) -> None:
-    model = load(tiny.path, weight_file(0))
-    other = tiny.write(tmp_path / "other.safetensors", tiny.values(1), graph_id="1" * 64)
-    model.swap(other, allow_other_graph=True)
-    assert serves(model, 1)
-
-
-@pytest.mark.parametrize("rename", [{}, {"weight": "w"}, {"tied": "again"}])
-def test_files_of_other_tools_are_taken(rename: dict[str, str], tiny: TinyArtifact, tmp_path: Path) -> None:
-    path = tmp_path / "plain.safetensors"
-    safetensors.torch.save_file({rename.get(name, name): value for name, value in tiny.values(5).items()}, path)
-    model = load(tiny.path, path)
-    assert serves(model, 5)
-    assert model.weights_id == load(tiny.path, tiny.write(tmp_path / "ours.safetensors", tiny.values(5))).weights_id
-
-
-def test_a_live_model_never_reads_its_file(tiny: TinyArtifact, weight_file: WriteWeights, residency: str) -> None:
-    path = weight_file(0)
-    model = load(tiny.path, path, residency=residency)
-    path.write_bytes(b"")
-    assert serves(model, 0)
-
-
-def test_a_file_rewritten_while_it_is_read_is_refused(
-    tiny: TinyArtifact, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, weight_file: WriteWeights
-) -> None:
-    model = load(tiny.path, weight_file(0))
-    victim = plain(tiny, tmp_path / "victim.safetensors")
-    original = os.preadv
-
-    def rewriting(fd: int, buffers: list[memoryview], offset: int) -> int:
-        got = original(fd, buffers, offset)
-        os.utime(victim, ns=(1, 1))
-        return got
-
-    monkeypatch.setattr(os, "preadv", rewriting)
-    with pytest.raises(WeightFileError, match="written to while it was read"):
-        model.swap(victim)
-    monkeypatch.undo()
-    assert serves(model, 0)
-
-
-@pytest.mark.parametrize("failure", [OSError(5, "Input/output error"), MemoryError(), KeyboardInterrupt(), 0])
-def test_any_failure_of_a_read_leaves_the_model_as_it_was(
-    failure: BaseException | int,
-    tiny: TinyArtifact,
-    weight_file: WriteWeights,
-    residency: str,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    model = load(tiny.path, weight_file(0), residency=residency)
-
-    def failing(fd: int, buffers: list[memoryview], offset: int) -> int:
-        for buffer in buffers:
-            buffer[:] = b"\xff" * len(buffer)
-        if isinstance(failure, int):
-            return failure
-        raise failure
-
-    monkeypatch.setattr(os, "preadv", failing)
-    expected = {int: WeightFileError, OSError: WeightFileError, MemoryError: OutOfMemory}
-    with pytest.raises(expected.get(type(failure), type(failure))):
-        model.swap(weight_file(1))
-    monkeypatch.undo()
-    assert serves(model, 0)
-    model.swap(weight_file(1))
-    assert serves(model, 1)
-
-
-def test_short_reads_are_continued(
-    tiny: TinyArtifact, weight_file: WriteWeights, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    original = os.preadv
-    monkeypatch.setattr(os, "preadv", lambda fd, buffers, offset: original(fd, [buffers[0][:3]], offset))
-    assert serves(load(tiny.path, weight_file(4)), 4)
 
 
 def test_a_broken_in_place_commit_fails_the_model_until_a_swap_succeeds(
