@@ -20,10 +20,10 @@ _MEMBER = re.compile(
 )
 _EMPTY = re.compile(r"[^/]+/data/(weights/weight_\d+|constants/tensor_\d+|sample_inputs/model\.pt)")
 _RECORD = re.compile(r"(weight|tensor)_\d+")
-_SYMBOL = re.compile(r"'[a-z]{1,4}\d+'")
+_SYMBOL = re.compile(r"'(?:[a-z]{1,4}\d+|[-+.\deE]+)'")
 _EXPRESSION = re.compile(r"[\w.+\-*/%(),<>=&|~ ]*")
 _NAME = re.compile(
-    r"[a-z]{1,4}\d+|Symbol|Integer|Rational|positive|nonnegative|integer|Add|Mul|Pow|Max|Min|Mod|Abs"
+    r"[a-z]{1,4}\d+|Symbol|Integer|Rational|Float|precision|positive|nonnegative|integer|Add|Mul|Pow|Max|Min|Mod|Abs"
     r"|True|False|true|false|int_oo|oo|Equality|Unequality|(Strict)?(Less|Greater)Than|Eq|Ne|Lt|Le|Gt|Ge|And|Or|Not"
     r"|(Ceil|Floor|Trunc)To(Float|Int)|ToFloat|RoundToInt|RoundDecimal|FloorDiv|CeilDiv|CleanDiv|(Int|Float)TrueDiv"
     r"|ModularIndexing|PythonMod|PowByNatural|FloatPow|LShift|RShift|Where|Identity|Piecewise|floor|ceiling"

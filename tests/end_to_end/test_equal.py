@@ -415,3 +415,39 @@ def test_a_rollback_waits_for_a_pin_whose_state_it_would_reset(tmp_path: Path) -
         with pytest.raises(LeaseTimeout):
             model.rollback(timeout=0.1)
     model.rollback()
+
+
+class Computed(nn.Module):
+    """A linear layer, then something that computes with the dynamic size."""
+
+    def __init__(self, after: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.after = after
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", torch.bfloat16, enabled=self.after is AFTER["autocast"]):
+            return self.after(self.linear(x), x)
+
+
+AFTER: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    "as many rows as are positive": lambda y, x: y[x[:, 0] > 0],
+    "a float scale": lambda y, x: nn.functional.interpolate(y.t()[None], scale_factor=1.5, mode="linear"),
+    "half the size": lambda y, x: nn.functional.pad(y, (0, 0, x.shape[0] // 2, 1)),
+    "a root of the size": lambda y, x: y * x.shape[0] ** 0.5,
+    "a range": lambda y, x: y + torch.arange(x.shape[0])[:, None],
+    "attention": lambda y, x: nn.functional.scaled_dot_product_attention(y[None], x[None], x[None], is_causal=True),
+    "autocast": lambda y, x: y,
+    "cond": lambda y, x: torch.cond(x.sum() > 0, lambda z: z * 2, lambda z: z - 1, (y,)),
+}
+
+
+@pytest.mark.parametrize("after", AFTER.values(), ids=AFTER)
+def test_dynamic_sizes(after: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], tmp_path: Path) -> None:
+    spec = MethodSpec("forward", (torch.randn(6, 4),), {}, {"x": {0: Dim("rows", max=64)}})
+    setup = Setup(tmp_path, lambda: Computed(after), {"forward": spec}, 1)
+    model = load(setup.artifact, setup.files[0])
+    for rows in (1, 2, 7, 64):
+        x = torch.randn(rows, 4)
+        with torch.no_grad():
+            assert equal(model(x), setup.models[0](x))
