@@ -42,7 +42,10 @@ def graph_archive(program: ExportedProgram, signature: Signature) -> bytes:
     saved = io.BytesIO()
     with warnings.catch_warnings():  # about tensors without storage sharing it, which _own_records undoes
         warnings.filterwarnings("ignore", "No complete tensor found", UserWarning)
-        torch.export.save(program, saved)
+        try:
+            torch.export.save(program, saved)
+        except Exception as error:
+            raise CaptureError(f"torch {torch.__version__} cannot write the graph it has captured: {error}") from error
     archive = _rewrite(saved)
     _check_readable(archive)
     return archive
@@ -54,7 +57,7 @@ def _check_readable(archive: bytes) -> None:
         check_archive(archive, "the captured graph")
         torch.export.load(io.BytesIO(archive))
     except Exception as error:
-        raise CaptureError(f"torch {torch.__version__} cannot read the graph that it has captured: {error}") from error
+        raise CaptureError(f"torch {torch.__version__} cannot read the graph it has captured: {error}") from error
 
 
 def _use_plain_containers(program: ExportedProgram, signature: Signature) -> None:

@@ -426,8 +426,12 @@ class Computed(nn.Module):
         self.after = after
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        with torch.autocast("cpu", torch.bfloat16, enabled=self.after is AFTER["autocast"]):
-            return self.after(self.linear(x), x)
+        return self.after(self.linear(x), x)
+
+
+def in_bfloat16(y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    with torch.autocast("cpu", torch.bfloat16):
+        return x @ y.t()
 
 
 AFTER: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
@@ -437,7 +441,7 @@ AFTER: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "a root of the size": lambda y, x: y * x.shape[0] ** 0.5,
     "a range": lambda y, x: y + torch.arange(x.shape[0])[:, None],
     "attention": lambda y, x: nn.functional.scaled_dot_product_attention(y[None], x[None], x[None], is_causal=True),
-    "autocast": lambda y, x: y,
+    "autocast": in_bfloat16,
     "cond": lambda y, x: torch.cond(x.sum() > 0, lambda z: z * 2, lambda z: z - 1, (y,)),
 }
 

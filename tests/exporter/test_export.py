@@ -253,6 +253,14 @@ class Unreadable(nn.Module):
         return y + self.state
 
 
+class Unwritable(nn.Module):
+    """torch 2.13 captures this and cannot write it."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", torch.bfloat16, enabled=False):
+            return torch.cond(x.sum() > 0, torch.sin, torch.cos, (x,))
+
+
 class Expanded(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -277,7 +285,11 @@ REFUSED: dict[str, tuple[nn.Module, str]] = {
     "a changed attribute": (ChangesAttribute(), "register it as buffer"),
     "an assigned attribute": (AssignsAttribute(), "was assigned during export"),
     "a view of a weight": (ViewOfWeight(), "turned: is a view of the weight weight, and would keep its present values"),
-    "a graph that torch cannot read": (Unreadable(), "cannot read the graph that it has captured"),
+    "a graph that torch cannot write": (
+        Unwritable(),
+        "cannot (write the graph|capture it)",
+    ),
+    "a graph that torch cannot read": (Unreadable(), "cannot read the graph it has captured"),
     "overlapping elements": (Expanded(), "weight: its elements overlap"),
     "a dtype without a name": (Complex(), "weight: torch.complex128 has no place in the safetensors format"),
 }
