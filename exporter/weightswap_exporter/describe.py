@@ -188,7 +188,6 @@ class _Dims:
 
     def __init__(self, names: dict[sympy.Symbol, str]) -> None:
         self._names = dict(names)
-        self._ranged: list[sympy.Symbol] = []
 
     def size(self, size: int | torch.SymInt, path: str, strict: bool) -> Size:
         """An integer, or the size's expression; `strict` demands one that an input can be checked against."""

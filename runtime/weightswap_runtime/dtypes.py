@@ -48,7 +48,6 @@ DTYPES: dict[str, DType] = {
 }
 
 TORCH_NAMES: dict[str, str] = {row.torch: row.name for row in DTYPES.values() if row.torch}
-NUMPY_NAMES: dict[str, str] = {row.numpy: row.name for row in DTYPES.values() if row.numpy}
 
 
 def nbytes(dtype: str, shape: Sequence[int]) -> int | None:

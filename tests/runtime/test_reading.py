@@ -45,6 +45,28 @@ def test_every_byte_arrives_with_its_digest(round_: int, tmp_path: Path) -> None
         assert arena.layout.slots[name].offset % 256 == 0
 
 
+@pytest.mark.usefixtures("small_chunks")
+def test_a_tensor_beyond_a_thread_s_share_is_read_by_all_threads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read_large = reading._read_large
+    large: list[str] = []
+    monkeypatch.setattr(
+        reading, "_read_large", lambda file, piece, w: (large.append(piece.key), read_large(file, piece, w))[1]
+    )
+    random = np.random.default_rng(5)
+    values = {name: random.integers(0, 256, size, dtype=np.uint8) for name, size in (("big", 20_011), ("small", 70))}
+    path = tmp_path / "file.safetensors"
+    safetensors.numpy.save_file(values, path)
+    arena = HostArena(ArenaLayout(NamedTensor(name=name, dtype="U8", shape=v.shape) for name, v in values.items()))
+    with WeightFile(path) as file:
+        digests = reading.read_tensors(file, {name: (name,) for name in values}, arena, WORKERS)
+    assert large == ["big"]
+    for name, value in values.items():
+        assert bytes(arena.view(name)) == value.tobytes()
+        assert digests[name] == blake3(value.tobytes()).hexdigest()
+
+
 def test_tied_tensors_are_all_read_for_their_digests(tmp_path: Path) -> None:
     path = tmp_path / "file.safetensors"
     safetensors.numpy.save_file({"a": np.ones(4), "b": np.zeros(4)}, path)

@@ -146,7 +146,6 @@ class BoundTorch:
         self._calls = calls
         self._state = state
         self._state_lock = RLock()
-        self._arena = arena
         self._first = arena.address
         self._last = arena.address + len(arena.memory)
         self._owned = {tensor.untyped_storage().data_ptr() for tensor in owned}

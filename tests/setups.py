@@ -1,0 +1,49 @@
+"""What the tests of both ends share: an artifact with several sets of weights, and the comparison of trees."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from weightswap_exporter import MethodSpec, export, pack, skeleton
+from weightswap_runtime import Artifact
+
+
+def different(build: Callable[[], nn.Module], seed: int) -> nn.Module:
+    """A model with weights, statistics included, that no other seed gives."""
+    torch.manual_seed(seed)
+    model = build().eval()
+    with torch.no_grad():
+        for tensor in model.state_dict().values():
+            if isinstance(tensor, torch.Tensor) and tensor.is_floating_point():
+                tensor.copy_(torch.rand_like(tensor) + 0.1)
+    return model
+
+
+class Setup:
+    """An artifact exported from a skeleton, ten sets of weights, and the eager models that they came from."""
+
+    def __init__(
+        self, folder: Path, build: Callable[[], nn.Module], methods: dict[str, MethodSpec], count: int = 10
+    ) -> None:
+        with skeleton():
+            hollow = build().eval()
+        self.artifact: Artifact = export(hollow, methods=methods, out=folder / "model.artifact")
+        self.models = [different(build, seed) for seed in range(count)]
+        self.files = [folder / f"v{seed}.safetensors" for seed in range(count)]
+        for model, file in zip(self.models, self.files, strict=True):
+            pack(model.state_dict(), self.artifact, out=file)
+
+
+def equal(one: Any, other: Any) -> bool:
+    if isinstance(one, torch.Tensor):
+        return one.dtype == other.dtype and one.shape == other.shape and torch.equal(one, other)
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(equal(one[key], other[key]) for key in one)
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(map(equal, one, other))
+    return bool(one == other) and type(one) is type(other)
