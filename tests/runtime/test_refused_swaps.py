@@ -252,3 +252,20 @@ def test_previous_weights_that_are_kept_survive_a_refused_staging(
     assert serves(model, 0)
     model.rollback()
     assert serves(model, 1)
+
+
+def test_no_memory_to_stage_into_is_a_refused_swap(
+    tiny: TinyArtifact, weight_file: WriteWeights, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = load(tiny.path, weight_file(0), residency="single")
+
+    def failing(*args: object, **kwargs: object) -> None:
+        raise OSError(12, "Cannot allocate memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("weightswap_runtime.arena.mmap.mmap", failing)
+        with pytest.raises(OutOfMemory, match=r"an arena of \d+ bytes cannot be allocated"):
+            model.swap(weight_file(1))
+    assert serves(model, 0)
+    model.swap(weight_file(1))
+    assert serves(model, 1)
