@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from difflib import get_close_matches
-from typing import NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 from .dtypes import describe
 from .errors import WeightsMismatch
 from .manifest import Manifest, NamedTensor
+
+WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module", "module")
+NESTING = ("state_dict", "model")
+Keys = Literal["checkpoint", "fqn"]
 
 
 class Typed(Protocol):
@@ -21,50 +25,99 @@ class Typed(Protocol):
 
 
 class Match(NamedTuple):
-    """`found` maps each weight to the names that hold it: the first is read, all must hold the same bytes."""
+    """Where each weight is in a set of tensors.
+
+    `found` maps a weight that is copied to the names that hold it: the first is read, all must hold the same bytes.
+    `computed` maps a weight that the adapter computes to what it is computed from: checkpoint key -> name in the set.
+    """
 
     found: dict[str, tuple[str, ...]]
+    computed: dict[str, dict[str, str]]
     ignored: tuple[str, ...]
     unexpected: tuple[str, ...]
     problems: tuple[str, ...]
 
 
-Reading = Callable[[Mapping[str, Typed], Manifest], Match]
+class Demand(NamedTuple):
+    """What a reading wants for one weight: any of `keys`, or all of them; each with its type."""
+
+    weight: NamedTensor
+    keys: dict[str, Typed]
+    all: bool = False
 
 
-def match_names(tensors: Mapping[str, Typed], manifest: Manifest) -> Match:
-    """Match by runtime FQN. State and keys that the adapter ignores may be present."""
-    wanted = {weight.name: weight.names for weight in manifest.weights}
+class Reading(NamedTuple):
+    """One way to read names. `ignored` ones may be present."""
+
+    demands: tuple[Demand, ...]
+    ignored: frozenset[str]
+
+    def complete(self, names: Collection[str]) -> bool:
+        """Whether the names are exactly what is wanted, whatever their types."""
+        wanted = {key for demand in self.demands for key in demand.keys}
+        return all(name in wanted or name in self.ignored for name in names) and all(
+            (all if demand.all else any)(key in names for key in demand.keys) for demand in self.demands
+        )
+
+    def match(self, tensors: Mapping[str, Typed]) -> Match:
+        """Find every weight, with every problem."""
+        present = {demand.weight.name: tuple(key for key in demand.keys if key in tensors) for demand in self.demands}
+        used = {key for keys in present.values() for key in keys}
+        extra = [key for key in tensors if key not in used]
+        unexpected = {key: tensors[key] for key in extra if key not in self.ignored}
+        missing = {key: typed for demand in self.demands for key, typed in _missing(demand, tensors).items()}
+        problems = [text for demand in self.demands for text in _problems(demand, tensors, unexpected)]
+        problems += [f"{key}: unexpected{_suggest(key, tensor, missing)}" for key, tensor in unexpected.items()]
+        return Match(
+            found={demand.weight.name: present[demand.weight.name] for demand in self.demands if not demand.all},
+            computed={demand.weight.name: {key: key for key in demand.keys} for demand in self.demands if demand.all},
+            ignored=tuple(key for key in extra if key in self.ignored),
+            unexpected=tuple(unexpected),
+            problems=tuple(dict.fromkeys(problems)),  # several weights may be computed from one tensor
+        )
+
+
+def by_fqn(manifest: Manifest) -> Reading:
+    """Names are runtime FQNs. State and keys that the adapter ignores may be present."""
+    demands = tuple(Demand(weight, dict.fromkeys(weight.names, weight)) for weight in manifest.weights)
     ignored = {name for tensor in manifest.state for name in tensor.names} | set(manifest.adapter.ignored)
-    return _match(tensors, manifest.weights, wanted, ignored)
+    return Reading(demands, frozenset(ignored))
 
 
-def match_keys(tensors: Mapping[str, Typed], manifest: Manifest) -> Match:
-    """Match by the checkpoint keys that the adapter recorded at export."""
-    wanted = {source.weight: source.keys for source in manifest.adapter.sources}
-    return _match(tensors, manifest.weights, wanted, set(manifest.adapter.ignored))
+def by_key(manifest: Manifest) -> Reading:
+    """Names are the checkpoint's keys, as the adapter recorded them at export."""
+    weights = {weight.name: weight for weight in manifest.weights}
+    inputs = {item.name: item for item in manifest.adapter.inputs if item.kind == "key"}
+    demands = []
+    for source in manifest.adapter.sources:
+        weight = weights[source.weight]
+        computed = source.transform is not None
+        keys: dict[str, Typed] = {key: inputs[key] if computed else weight for key in source.keys}
+        demands.append(Demand(weight, keys, all=computed))
+    return Reading(tuple(demands), frozenset(manifest.adapter.ignored))
 
 
-NAMES = (match_names,)
-KEYS_THEN_NAMES = (match_keys, match_names)
-UNAMBIGUOUS = (match_names, match_keys)
+Readings = tuple[Callable[[Manifest], Reading], ...]
+NAMES: Readings = (by_fqn,)
+KEYS: Readings = (by_key,)
+KEYS_THEN_NAMES: Readings = (by_key, by_fqn)
+UNAMBIGUOUS: Readings = (by_fqn, by_key)
 
 
-def resolve(
-    tensors: Mapping[str, Typed], manifest: Manifest, where: str, *, readings: Sequence[Reading] = UNAMBIGUOUS
-) -> Match:
+def resolve(tensors: Mapping[str, Typed], manifest: Manifest, where: str, *, readings: Readings = UNAMBIGUOUS) -> Match:
     """Choose how to read a set of tensors. Raises WeightsMismatch with every problem of the nearest reading.
 
-    The first of `readings` that fits is taken. With UNAMBIGUOUS a set that fits both ways, with different weights as
-    the result, is refused: nothing in it can tell which is meant.
+    The first of `readings` that fits is taken. Where none does, names without the prefixes that wrappers add are tried,
+    and taken if they are exactly what a reading wants. With UNAMBIGUOUS a set that fits both ways, with different
+    weights as the result, is refused: nothing in it can tell which is meant.
     """
-    matches = [reading(tensors, manifest) for reading in readings]
+    matches = _matches(tensors, [reading(manifest) for reading in readings])
     fitting = [match for match in matches if not match.problems]
     if readings is UNAMBIGUOUS and len(fitting) == 2 and _differ(*fitting):
         raise WeightsMismatch(
             where,
             ["its tensors fit both as runtime names and as checkpoint keys, with different results"],
-            "Pack the checkpoint with weightswap pack: a weight file says which it is.",
+            'Say which: keys="checkpoint" or keys="fqn". Or pack the checkpoint: a weight file says it itself.',
         )
     if fitting:
         return fitting[0]
@@ -72,51 +125,84 @@ def resolve(
     raise WeightsMismatch(where, nearest.problems, _advice(nearest, tensors, manifest))
 
 
+def _matches(tensors: Mapping[str, Typed], readings: Sequence[Reading]) -> list[Match]:
+    if not any(reading.complete(tensors) for reading in readings):
+        for names in _strippings(tensors):
+            if complete := [reading for reading in readings if reading.complete(names)]:
+                stripped = {name: tensors[original] for name, original in names.items()}
+                return [_with_names(reading.match(stripped), names) for reading in complete]
+    return [reading.match(tensors) for reading in readings]
+
+
+def _strippings(names: Collection[str]) -> Iterator[dict[str, str]]:
+    """Names without what wrappers and containers put into them, each with the name that it came from."""
+    nested = [name.split(".") for name in names]
+    while nested:
+        for wrappers in (WRAPPERS[:-1], WRAPPERS):
+            plain = [".".join(part for part in parts if part not in wrappers) for parts in nested]
+            if len(set(plain)) == len(plain):
+                yield dict(zip(plain, names, strict=True))
+        first = {parts[0] for parts in nested}
+        if len(first) > 1 or not first <= {*NESTING, *WRAPPERS} or any(len(parts) == 1 for parts in nested):
+            return
+        nested = [parts[1:] for parts in nested]
+        yield dict(zip(map(".".join, nested), names, strict=True))
+
+
+def _with_names(match: Match, names: Mapping[str, str]) -> Match:
+    """A match of stripped names, in terms of the names that the set has."""
+    return Match(
+        found={weight: tuple(names[key] for key in keys) for weight, keys in match.found.items()},
+        computed={weight: {key: names[key] for key in keys} for weight, keys in match.computed.items()},
+        ignored=tuple(names[key] for key in match.ignored),
+        unexpected=(),
+        problems=match.problems,
+    )
+
+
 def _advice(match: Match, tensors: Mapping[str, Typed], manifest: Manifest) -> str:
     shapes = {weight.name: weight.shape for weight in manifest.weights}
     only_dtypes = not match.unexpected and all(
         keys and all(tuple(tensors[key].shape) == shapes[name] for key in keys) for name, keys in match.found.items()
     )
-    if only_dtypes:
-        return "Only the dtypes differ: convert the checkpoint, or export the model in the checkpoint's dtype."
+    if only_dtypes and not match.computed:
+        return (
+            "Only the dtypes differ: cast when packing (weightswap pack --dtype, pack(dtype=...)), or export the model "
+            "in the checkpoint's dtype."
+        )
     return "Give a checkpoint of the architecture that was exported, or export the architecture of this one."
 
 
 def _differ(one: Match, other: Match) -> bool:
-    return any(keys[0] not in other.found[weight] for weight, keys in one.found.items())
+    return bool(one.computed or other.computed) or any(
+        keys[0] not in other.found[weight] for weight, keys in one.found.items()
+    )
 
 
-def _match(
-    tensors: Mapping[str, Typed],
-    weights: Sequence[NamedTensor],
-    wanted: Mapping[str, tuple[str, ...]],
-    ignored: Collection[str],
-) -> Match:
-    found = {name: tuple(key for key in keys if key in tensors) for name, keys in wanted.items()}
-    used = {key for keys in found.values() for key in keys}
-    extra = [key for key in tensors if key not in used]
-    unexpected = {key: tensors[key] for key in extra if key not in ignored}
-    missing = {keys[0]: weight for weight in weights if not found[weight.name] and (keys := wanted[weight.name])}
-    problems = []
-    for weight in weights:
-        keys = found[weight.name]
-        if not keys:
-            problems.append(_missing(wanted[weight.name], weight, unexpected))
-        problems += [
-            f"{key}: expected {describe(weight.dtype, weight.shape)}, "
-            f"found {describe(tensors[key].dtype, tensors[key].shape)}"
-            for key in keys
-            if (tensors[key].dtype, tuple(tensors[key].shape)) != (weight.dtype, weight.shape)
-        ]
-    problems += [f"{key}: unexpected{_suggest(key, tensor, missing)}" for key, tensor in unexpected.items()]
-    return Match(found, tuple(key for key in extra if key in ignored), tuple(unexpected), tuple(problems))
+def _missing(demand: Demand, tensors: Mapping[str, Typed]) -> dict[str, Typed]:
+    absent = {key: typed for key, typed in demand.keys.items() if key not in tensors}
+    return absent if demand.all or len(absent) == len(demand.keys) else {}
 
 
-def _missing(keys: tuple[str, ...], weight: NamedTensor, unexpected: Mapping[str, Typed]) -> str:
-    if not keys:
-        return f"{weight.name}: no checkpoint key gives it without a value transform"
-    expected = describe(weight.dtype, weight.shape)
-    return f"{' or '.join(keys)}: missing, {expected}{_suggest(keys[0], weight, unexpected)}"
+def _problems(demand: Demand, tensors: Mapping[str, Typed], unexpected: Mapping[str, Typed]) -> Iterator[str]:
+    if not demand.keys:
+        yield (
+            f"{demand.weight.name}: the adapter knows no checkpoint key that gives it. Load the checkpoint into the "
+            "model on the build side and pack the model"
+        )
+    absent = _missing(demand, tensors)
+    if demand.all:
+        yield from (_is_missing(key, typed, unexpected) for key, typed in absent.items())
+    elif absent:
+        yield _is_missing(" or ".join(absent), next(iter(absent.values())), unexpected, next(iter(absent)))
+    for key, typed in demand.keys.items():
+        if key in tensors and (tensors[key].dtype, tuple(tensors[key].shape)) != (typed.dtype, typed.shape):
+            found = describe(tensors[key].dtype, tensors[key].shape)
+            yield f"{key}: expected {describe(typed.dtype, typed.shape)}, found {found}"
+
+
+def _is_missing(text: str, typed: Typed, unexpected: Mapping[str, Typed], key: str = "") -> str:
+    return f"{text}: missing, {describe(typed.dtype, typed.shape)}{_suggest(key or text, typed, unexpected)}"
 
 
 def _suggest(name: str, tensor: Typed, candidates: Mapping[str, Typed]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from pathlib import Path
 
 from blake3 import blake3
@@ -10,9 +11,10 @@ from blake3 import blake3
 from .dtypes import describe
 from .errors import ArtifactError
 from .header import Header, header_length, parse_header
-from .manifest import CONSTANTS_NAME, MANIFEST_NAME, Manifest, decode_manifest
+from .manifest import CONSTANTS_NAME, MANIFEST_NAME, AdapterInput, Manifest, NamedTensor, decode_manifest
 
 MAX_MANIFEST = 256 << 20
+Row = NamedTensor | AdapterInput
 
 
 class Artifact:
@@ -76,14 +78,18 @@ class Artifact:
 
     def constants(self) -> tuple[Header, memoryview]:
         """Header and data section of the constants and of the state's initial values."""
-        raw = self.read(CONSTANTS_NAME)
-        where = str(self.path / CONSTANTS_NAME)
+        return self.tensors(CONSTANTS_NAME, (*self.manifest.constants, *self.manifest.state))
+
+    def tensors(self, name: str, rows: Iterable[Row]) -> tuple[Header, memoryview]:
+        """Header and data section of one of its safetensors files, which must have `rows`. Raises ArtifactError."""
+        raw = self.read(name)
+        where = str(self.path / name)
         length = header_length(raw[:8], len(raw), where)
         header = parse_header(raw[8 : 8 + length], len(raw), where)
-        for tensor in (*self.manifest.constants, *self.manifest.state):
-            stored = header.tensors.get(tensor.name)
-            if stored is None or (stored.dtype, stored.shape) != (tensor.dtype, tensor.shape):
-                raise ArtifactError(f"{where}: has no {describe(tensor.dtype, tensor.shape)} for {tensor.name!r}")
+        for row in rows:
+            stored = header.tensors.get(row.name)
+            if stored is None or (stored.dtype, stored.shape) != (row.dtype, row.shape):
+                raise ArtifactError(f"{where}: has no {describe(row.dtype, row.shape)} for {row.name!r}")
         return header, memoryview(raw)[header.data_start :]
 
     def __repr__(self) -> str:

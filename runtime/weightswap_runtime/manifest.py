@@ -20,6 +20,8 @@ from .weightfile import TensorRow
 FORMAT_VERSION = 1
 MANIFEST_NAME = "manifest.json"
 CONSTANTS_NAME = "constants.safetensors"
+ADAPTER_NAME = "adapter.pt2"
+ADAPTER_CONSTANTS_NAME = "adapter.safetensors"
 METHOD_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _HEX = re.compile(r"[0-9a-f]{64}")
 
@@ -72,21 +74,35 @@ class NamedTensor(_Document, frozen=True):
 
 
 class Source(_Document, frozen=True):
-    """Where a weight comes from in a checkpoint: any of `keys` (several where tied tensors are saved under each name).
+    """Where a weight comes from in a checkpoint.
 
-    `transform` is reserved for a value transform recorded in `adapter.pt2`; None copies the tensor as it is.
+    `transform` None: any of `keys` holds it as it is (several where tied tensors are saved under each name). Else it is
+    that output of `adapter.pt2`, computed from all of `keys`.
     """
 
     weight: str
     keys: tuple[str, ...]
-    transform: str | None = None
+    transform: int | None = None
+
+
+class AdapterInput(_Document, frozen=True, array_like=True):
+    """A tensor that `adapter.pt2` takes: of the checkpoint, or a constant in `adapter.safetensors`."""
+
+    kind: Literal["key", "constant"]
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
 
 
 class Adapter(_Document, frozen=True):
-    """The recorded way from checkpoint keys to weights. `ignored` keys may be present and are left out."""
+    """The recorded way from checkpoint keys to weights. `ignored` keys may be present and are left out.
+
+    `inputs` are those of the graph of value transforms, in order; empty where there is none.
+    """
 
     sources: tuple[Source, ...]
     ignored: tuple[str, ...] = ()
+    inputs: tuple[AdapterInput, ...] = ()
 
 
 class Producer(_Document, frozen=True):
@@ -257,8 +273,30 @@ def _size_problems(name: str, size: str, signature: Signature) -> Iterator[str]:
 
 
 def _adapter_problems(manifest: Manifest) -> Iterator[str]:
-    if sorted(source.weight for source in manifest.adapter.sources) != sorted(w.name for w in manifest.weights):
+    adapter = manifest.adapter
+    if sorted(source.weight for source in adapter.sources) != sorted(w.name for w in manifest.weights):
         yield "its adapter does not have one source for each weight"
-    for key, count in Counter(key for source in manifest.adapter.sources for key in source.keys).items():
+    copied = Counter(key for source in adapter.sources if source.transform is None for key in source.keys)
+    for key, count in copied.items():
         if count > 1:
             yield f"the checkpoint key {key!r} would become {count} weights"
+    yield from _transform_problems(manifest)
+
+
+def _transform_problems(manifest: Manifest) -> Iterator[str]:
+    adapter = manifest.adapter
+    computed = [source for source in adapter.sources if source.transform is not None]
+    if sorted(source.transform or 0 for source in computed) != list(range(len(computed))):
+        yield "its adapter does not have one output for each weight that it computes"
+    names = Counter((item.kind, item.name) for item in adapter.inputs)
+    if twice := [name for (_, name), count in names.items() if count > 1]:
+        yield f"its adapter takes {twice[0]!r} twice"
+    for source in computed:
+        if unknown := [key for key in source.keys if ("key", key) not in names]:
+            yield f"its adapter computes {source.weight!r} from {unknown[0]!r}, which is not among its inputs"
+    for item in adapter.inputs:
+        if item.dtype not in DTYPES or min(item.shape, default=0) < 0 or nbytes(item.dtype, item.shape) is None:
+            yield f"its adapter takes {item.name!r} with the type {item.dtype}{list(item.shape)}"
+    wanted = [ADAPTER_NAME] if computed else []
+    wanted += [ADAPTER_CONSTANTS_NAME] if any(item.kind == "constant" for item in adapter.inputs) else []
+    yield from (f"{name!r} is not among its files" for name in wanted if name not in manifest.files)

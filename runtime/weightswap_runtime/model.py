@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 import weakref
 from threading import Lock
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
+from .adapter import Keys
 from .arena import ArenaLayout
 from .artifact import Artifact
 from .engines import open_engine
@@ -19,6 +20,9 @@ from .staged import LEASE_TIMEOUT, Staged, SwapReceipt
 from .staging import Contents, fill, plan
 from .workers import Workers
 
+if TYPE_CHECKING:
+    from .transforms import Transforms
+
 Path = str | os.PathLike[str]
 
 
@@ -26,24 +30,26 @@ def load(
     artifact: Path | Artifact,
     weights: Path | None = None,
     *,
+    keys: Keys | None = None,
     device: str = "cpu",
     engine: Literal["torch"] = "torch",
     residency: Literal["double", "single"] = "double",
     keep_previous: Literal["host"] | None = None,
 ) -> Model:
-    """Open an artifact and, if `weights` names a file, put it behind the graph as generation 0.
+    """Open an artifact and, if `weights` names a file or a checkpoint, put it behind the graph as generation 0.
 
     residency="double" holds two sets of weights: commits and rollbacks take constant time, and a staging takes the
     place of the previous weights. "single" holds one: a commit copies in place while calls are held, staging needs a
     second set's memory only meanwhile, and nothing is kept for a rollback. keep_previous="host" keeps one set more: a
     rollback is then possible in single residency, and in double residency also after a staging that was refused.
+    `weights` and `keys` are those of `Model.stage`.
 
     Raises ArtifactError, Unsupported, MissingExtra, OutOfMemory, and whatever `Model.swap` raises.
     """
     opened = artifact if isinstance(artifact, Artifact) else Artifact.open(artifact)
     model = Model(opened, device=device, engine=engine, residency=residency, keep_previous=keep_previous)
     if weights is not None:
-        model.swap(weights)
+        model.swap(weights, keys=keys)
     return model
 
 
@@ -57,6 +63,7 @@ class Model(Caller):
         self.device = device
         self._manifest = artifact.manifest
         self._workers = Workers()
+        self._transforms: Transforms | None = None
         self._gate: Gate[Session] = Gate()
         opened = open_engine(engine, artifact, device)
         self.engine = opened.name
@@ -95,22 +102,32 @@ class Model(Caller):
         """Whether an in-place commit broke off, so that calls are refused until a swap or rollback succeeds."""
         return self._gate.failure is not None
 
-    def stage(self, path: Path, *, allow_other_graph: bool = False, timeout: float | None = LEASE_TIMEOUT) -> Staged:
-        """Read and verify a weight file beside the weights that serve. Nothing that serves is touched.
+    def stage(
+        self,
+        path: Path,
+        *,
+        keys: Keys | None = None,
+        allow_other_graph: bool = False,
+        timeout: float | None = LEASE_TIMEOUT,
+    ) -> Staged:
+        """Read and verify a weight file or a checkpoint beside the weights that serve. Nothing that serves is touched.
 
-        `path`: a safetensors file with runtime FQNs or with the checkpoint's keys. A file packed for another graph is
-        refused, unless its tensors fit and `allow_other_graph` is set. In double residency the previous weights give
-        way; `timeout` seconds are waited for calls and pins that still use them.
+        path: a .safetensors file, a .safetensors.index.json with its shards, or a Hugging Face directory. Names are
+        runtime FQNs or the checkpoint's keys; weights that the adapter computes need torch. keys: "checkpoint" or "fqn"
+        says which they are where a file that weightswap has not written would fit both ways, with different results.
+        A file packed for another graph is refused, unless its tensors fit and `allow_other_graph` is set. In double
+        residency the previous weights give way; `timeout` seconds are waited for calls and pins that still use them.
 
-        Raises WeightFileError, WeightsMismatch, GraphMismatch, DigestMismatch, OutOfMemory, StagingBusy, LeaseTimeout.
+        Raises WeightFileError, WeightsMismatch, GraphMismatch, DigestMismatch, OutOfMemory, StagingBusy, LeaseTimeout,
+        and ArtifactError or MissingExtra where the adapter's graph cannot be opened.
         """
         ticket = Claim()
         try:
             self._open_staging(ticket)
-            with plan(path, self._manifest, allow_other_graph=allow_other_graph) as opened:
+            with plan(path, self._manifest, allow_other_graph=allow_other_graph, keys=keys) as opened:
                 session = self._residency.target(timeout)
                 self._residency.overwriting(session)
-                contents = fill(opened, self._manifest, session.arena, self._workers)
+                contents = fill(opened, self._manifest, session.arena, self._workers, self._open_transforms)
             session.bound.reset_state()
             return Staged(self._methods, self._gate, session, contents, self._commit, ticket)
         except BaseException:
@@ -118,16 +135,24 @@ class Model(Caller):
             raise
 
     def swap(
-        self, path: Path, *, allow_other_graph: bool = False, timeout: float | None = LEASE_TIMEOUT
+        self,
+        path: Path,
+        *,
+        keys: Keys | None = None,
+        allow_other_graph: bool = False,
+        timeout: float | None = LEASE_TIMEOUT,
     ) -> SwapReceipt:
-        """Replace every weight: stage, verify, commit. Several threads' swaps run one after another.
+        """Replace every weight: stage, verify, commit; `path` and `keys` as in `stage`. Several threads' swaps queue.
 
         Whatever is raised before the commit leaves weights, addresses and outputs as they were. State starts again
         from its initial values, as in a model loaded with these weights.
 
         Raises what `stage` raises, and ModelFailed if an in-place commit breaks off.
         """
-        with self._swapping, self.stage(path, allow_other_graph=allow_other_graph, timeout=timeout) as staged:
+        with (
+            self._swapping,
+            self.stage(path, keys=keys, allow_other_graph=allow_other_graph, timeout=timeout) as staged,
+        ):
             return staged.commit(timeout=timeout)
 
     def rollback(self, *, timeout: float | None = LEASE_TIMEOUT) -> SwapReceipt:
@@ -157,6 +182,13 @@ class Model(Caller):
             if other is not None and other.holds:
                 raise StagingBusy("another staging of this model is open; commit or discard it first")
             self._staging = weakref.ref(ticket)
+
+    def _open_transforms(self) -> Transforms:
+        if self._transforms is None:
+            from .transforms import Transforms  # needs torch
+
+            self._transforms = Transforms(self.artifact)
+        return self._transforms
 
     def _run(self, name: str, flat: list[Any]) -> list[Any]:
         lease = Claim()

@@ -1,4 +1,4 @@
-"""Staging: bytes from a weight file into an arena, hashed on the same pass."""
+"""Staging: bytes from weight files into an arena, hashed on the same pass."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from blake3 import blake3
 
 from .arena import HostArena
 from .errors import WeightFileError
-from .header import FileTensor
 from .manifest import NamedTensor
 from .weightfile import WeightFile
+from .weightset import WeightSet
 from .workers import Workers
 
 CHUNK = 1 << 20  # small enough that the hasher finds a chunk still in the cache
@@ -22,56 +22,70 @@ MOST_BUFFERS = 512  # below the kernel's IOV_MAX of 1024
 
 
 class Piece(NamedTuple):
-    """A tensor of the file and the memory it goes to; both have the same size."""
+    """A tensor of a file and the memory it goes to; both have the same size. `begin` counts from the file's start."""
 
     key: str
+    file: WeightFile
     begin: int
     target: memoryview
 
 
 def read_tensors(
-    file: WeightFile, found: Mapping[str, tuple[str, ...]], arena: HostArena, workers: Workers
+    weights: WeightSet, found: Mapping[str, tuple[str, ...]], arena: HostArena, workers: Workers
 ) -> dict[str, str]:
-    """Read each weight from its first name in `found` into the arena; returns BLAKE3 digests by name in the file.
+    """Read each weight from its first name in `found` into the arena; returns BLAKE3 digests by name in the set.
 
     Further names of a tied weight are read too, into scratch memory, for their digests. Raises WeightFileError for
     a file that ends early, that cannot be read, or that was written to meanwhile; the arena's content is then
     undefined, but nothing writes to it any more.
     """
     digests: dict[str, str] = {}
-    weights = arena.layout.weights
+    rows = arena.layout.weights
     pieces = []
     relayouts: list[tuple[NamedTensor, bytearray]] = []
     for name, keys in found.items():
         target = arena.view(name)
-        if weights[name].stride is not None:
+        if rows[name].stride is not None:
             scratch = bytearray(len(target))
-            relayouts.append((weights[name], scratch))
+            relayouts.append((rows[name], scratch))
             target = memoryview(scratch)
-        pieces.append(Piece(keys[0], _begin(file, keys[0]), target))
-        pieces += [Piece(key, _begin(file, key), memoryview(bytearray(len(target)))) for key in keys[1:]]
-    _read_pieces(file, pieces, workers, digests)
-    file.check_unchanged()
+        pieces.append(_piece(weights, keys[0], target))
+        pieces += [_piece(weights, key, memoryview(bytearray(len(target)))) for key in keys[1:]]
+    _read_pieces(pieces, workers, digests)
+    weights.check_unchanged()
     for weight, scratch in relayouts:
-        _reorder(weight, scratch, arena.view(weight.name))
+        write_rows(weight, scratch, arena.view(weight.name))
     return digests
 
 
-def _begin(file: WeightFile, key: str) -> int:
-    tensor: FileTensor = file.tensors[key]
-    return file.header.data_start + tensor.begin
+def read_bytes(weights: WeightSet, key: str, workers: Workers) -> bytearray:
+    """The bytes of one tensor. Raises WeightFileError."""
+    stored = weights.tensors[key]
+    memory = bytearray(stored.nbytes)
+    target = memoryview(memory)
+
+    def read(start: int) -> None:
+        _read_full(stored.file, [target[start : start + 8 * CHUNK]], stored.offset + start)
+
+    workers.run_all(read, range(0, stored.nbytes, 8 * CHUNK))
+    return memory
 
 
-def _read_pieces(file: WeightFile, pieces: Iterable[Piece], workers: Workers, digests: dict[str, str]) -> None:
-    ordered = sorted(pieces, key=lambda piece: piece.begin)
+def _piece(weights: WeightSet, key: str, target: memoryview) -> Piece:
+    stored = weights.tensors[key]
+    return Piece(key, stored.file, stored.offset, target)
+
+
+def _read_pieces(pieces: Iterable[Piece], workers: Workers, digests: dict[str, str]) -> None:
+    ordered = sorted(pieces, key=lambda piece: (piece.file.fd, piece.begin))
     share = sum(len(piece.target) for piece in ordered) // workers.threads
     large = [piece for piece in ordered if len(piece.target) > max(share, LARGE)]
     batches = _batches(piece for piece in ordered if len(piece.target) <= max(share, LARGE))
     for piece in large:
-        digests[piece.key] = _read_large(file, piece, workers)
+        digests[piece.key] = _read_large(piece, workers)
     # biggest first, so that the threads end together
     batches.sort(key=lambda batch: -sum(len(piece.target) for piece in batch))
-    workers.run_all(lambda batch: digests.update(_read_batch(file, batch)), batches)
+    workers.run_all(lambda batch: digests.update(_read_batch(batch)), batches)
 
 
 def _batches(pieces: Iterable[Piece]) -> list[list[Piece]]:
@@ -80,7 +94,8 @@ def _batches(pieces: Iterable[Piece]) -> list[list[Piece]]:
     size = end = 0
     for piece in pieces:
         length = len(piece.target)
-        fits = batches and piece.begin == end and size + length <= CHUNK and len(batches[-1]) < MOST_BUFFERS
+        follows = batches and piece.file is batches[-1][-1].file and piece.begin == end
+        fits = follows and size + length <= CHUNK and len(batches[-1]) < MOST_BUFFERS
         if fits:
             batches[-1].append(piece)
             size += length
@@ -91,20 +106,20 @@ def _batches(pieces: Iterable[Piece]) -> list[list[Piece]]:
     return batches
 
 
-def _read_batch(file: WeightFile, batch: Sequence[Piece]) -> dict[str, str]:
+def _read_batch(batch: Sequence[Piece]) -> dict[str, str]:
     if len(batch) > 1:
-        _read_full(file, [piece.target for piece in batch], batch[0].begin)
+        _read_full(batch[0].file, [piece.target for piece in batch], batch[0].begin)
         return {piece.key: blake3(piece.target).hexdigest() for piece in batch}
     piece = batch[0]
     hasher = blake3()
     for start in range(0, len(piece.target), CHUNK):
         part = piece.target[start : start + CHUNK]
-        _read_full(file, [part], piece.begin + start)
+        _read_full(piece.file, [part], piece.begin + start)
         hasher.update(part)
     return {piece.key: hasher.hexdigest()}
 
 
-def _read_large(file: WeightFile, piece: Piece, workers: Workers) -> str:
+def _read_large(piece: Piece, workers: Workers) -> str:
     """One tensor that would keep a single thread busy while the others idle: all threads read, then hash, a window."""
     hasher = blake3(max_threads=workers.threads)
     window = CHUNK * 8 * workers.threads
@@ -112,7 +127,7 @@ def _read_large(file: WeightFile, piece: Piece, workers: Workers) -> str:
         part = piece.target[start : start + window]
 
         def read(at: int, part: memoryview = part, start: int = start) -> None:
-            _read_full(file, [part[at : at + 8 * CHUNK]], piece.begin + start + at)
+            _read_full(piece.file, [part[at : at + 8 * CHUNK]], piece.begin + start + at)
 
         workers.run_all(read, range(0, len(part), 8 * CHUNK))
         hasher.update(part)
@@ -144,11 +159,13 @@ def _after(buffers: list[memoryview], skip: int) -> list[memoryview]:
     return rest
 
 
-def _reorder(weight: NamedTensor, source: bytearray, target: memoryview) -> None:
-    """Copy a row-major tensor into memory that the model keeps in another order of its dimensions."""
+def write_rows(weight: NamedTensor, source: bytearray | memoryview, target: memoryview) -> None:
+    """Copy a row-major tensor into an arena's memory, which may keep its dimensions in another order."""
+    if weight.stride is None:
+        target[:] = source
+        return
     size = len(target) // max(1, int(np.prod(weight.shape)))
     element = np.dtype(f"V{size}")
-    assert weight.stride is not None
     rows = np.frombuffer(source, element).reshape(weight.shape)
     order = np.frombuffer(target, element)
     strides = [step * size for step in weight.stride]

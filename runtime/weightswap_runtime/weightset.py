@@ -12,6 +12,7 @@ import msgspec
 
 from .dtypes import describe
 from .errors import WeightFileError
+from .manifest import MANIFEST_NAME
 from .weightfile import Stamp, WeightFile
 
 SINGLE_NAME = "model.safetensors"
@@ -84,6 +85,8 @@ def _find(path: Path) -> Path:
         raise WeightFileError(f"{path!s:.200}: cannot be opened ({error})") from error
     if SINGLE_NAME in names:
         return path / SINGLE_NAME
+    if MANIFEST_NAME in names:
+        raise WeightFileError(f"{path}: an artifact, not a checkpoint; give a weight file or a checkpoint's directory")
     indices = [name for name in names if name.endswith(INDEX_SUFFIX)]
     singles = [name for name in names if name.endswith(SUFFIX)]
     for candidates in (indices, singles):

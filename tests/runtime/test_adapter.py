@@ -59,7 +59,7 @@ def test_the_nearer_reading_is_reported(tiny: TinyArtifact) -> None:
 
 def test_the_advice_fits_the_problem(tiny: TinyArtifact) -> None:
     halves = {name: FileTensor("F16", t.shape, 0, 0) for name, t in tensors("weight", "bias", "tied", "steps").items()}
-    with pytest.raises(WeightsMismatch, match="Only the dtypes differ: convert the checkpoint"):
+    with pytest.raises(WeightsMismatch, match="Only the dtypes differ: cast when packing"):
         resolve(halves, tiny.manifest, "file")
     with pytest.raises(WeightsMismatch, match="export the architecture of this one"):
         resolve(halves | tensors("more"), tiny.manifest, "file")
@@ -90,10 +90,10 @@ def test_a_set_that_fits_both_ways_is_refused_unless_it_is_said_which(tiny: Tiny
     assert resolve(found, manifest, "file", readings=KEYS_THEN_NAMES).found["bias"] == ("other",)
 
 
-def test_a_weight_without_keys_says_that_it_needs_a_transform(tiny: TinyArtifact) -> None:
+def test_a_weight_without_keys_says_what_to_do(tiny: TinyArtifact) -> None:
     manifest = crossed(tiny.manifest)
     fields = {name: getattr(manifest, name) for name in manifest.__struct_fields__}
     sources = (Source(weight="bias", keys=()), Source(weight="other", keys=("other",)))
     broken = Manifest(**{**fields, "adapter": Adapter(sources=sources)})
-    with pytest.raises(WeightsMismatch, match="bias: no checkpoint key gives it without a value transform"):
+    with pytest.raises(WeightsMismatch, match="bias: the adapter knows no checkpoint key that gives it. Load"):
         resolve({"other": FileTensor("F32", (5,), 0, 0)}, broken, "file", readings=KEYS_THEN_NAMES)

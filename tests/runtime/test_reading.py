@@ -11,9 +11,10 @@ from blake3 import blake3
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from weightswap_runtime import WeightFile, reading
+from weightswap_runtime import reading
 from weightswap_runtime.arena import ArenaLayout, HostArena
 from weightswap_runtime.manifest import NamedTensor
+from weightswap_runtime.weightset import open_weights
 from weightswap_runtime.workers import Workers
 
 WORKERS = Workers(3)
@@ -37,8 +38,8 @@ def test_every_byte_arrives_with_its_digest(round_: int, tmp_path: Path) -> None
     safetensors.numpy.save_file(values, path)
     weights = [NamedTensor(name=name, dtype="U8", shape=value.shape) for name, value in values.items()]
     arena = HostArena(ArenaLayout(weights))
-    with WeightFile(path) as file:
-        digests = reading.read_tensors(file, {name: (name,) for name in values}, arena, WORKERS)
+    with open_weights(path) as opened:
+        digests = reading.read_tensors(opened, {name: (name,) for name in values}, arena, WORKERS)
     for name, value in values.items():
         assert bytes(arena.view(name)) == value.tobytes()
         assert digests[name] == blake3(value.tobytes()).hexdigest()
@@ -51,16 +52,14 @@ def test_a_tensor_beyond_a_thread_s_share_is_read_by_all_threads(
 ) -> None:
     read_large = reading._read_large
     large: list[str] = []
-    monkeypatch.setattr(
-        reading, "_read_large", lambda file, piece, w: (large.append(piece.key), read_large(file, piece, w))[1]
-    )
+    monkeypatch.setattr(reading, "_read_large", lambda piece, w: (large.append(piece.key), read_large(piece, w))[1])
     random = np.random.default_rng(5)
     values = {name: random.integers(0, 256, size, dtype=np.uint8) for name, size in (("big", 20_011), ("small", 70))}
     path = tmp_path / "file.safetensors"
     safetensors.numpy.save_file(values, path)
     arena = HostArena(ArenaLayout(NamedTensor(name=name, dtype="U8", shape=v.shape) for name, v in values.items()))
-    with WeightFile(path) as file:
-        digests = reading.read_tensors(file, {name: (name,) for name in values}, arena, WORKERS)
+    with open_weights(path) as opened:
+        digests = reading.read_tensors(opened, {name: (name,) for name in values}, arena, WORKERS)
     assert large == ["big"]
     for name, value in values.items():
         assert bytes(arena.view(name)) == value.tobytes()
@@ -71,8 +70,8 @@ def test_tied_tensors_are_all_read_for_their_digests(tmp_path: Path) -> None:
     path = tmp_path / "file.safetensors"
     safetensors.numpy.save_file({"a": np.ones(4), "b": np.zeros(4)}, path)
     arena = HostArena(ArenaLayout([NamedTensor(name="w", dtype="F64", shape=(4,))]))
-    with WeightFile(path) as file:
-        digests = reading.read_tensors(file, {"w": ("a", "b")}, arena, WORKERS)
+    with open_weights(path) as opened:
+        digests = reading.read_tensors(opened, {"w": ("a", "b")}, arena, WORKERS)
     assert bytes(arena.view("w")) == np.ones(4).tobytes()
     assert digests["b"] == blake3(bytes(32)).hexdigest()
 
@@ -89,8 +88,8 @@ def test_tensors_are_laid_out_in_the_order_that_the_model_keeps_them(
     path = tmp_path_factory.mktemp("strided") / "file.safetensors"
     safetensors.numpy.save_file({"w": logical}, path)
     arena = HostArena(ArenaLayout([NamedTensor(name="w", dtype=names[dtype], shape=shape, stride=stride)]))
-    with WeightFile(path) as file:
-        digests = reading.read_tensors(file, {"w": ("w",)}, arena, WORKERS)
+    with open_weights(path) as opened:
+        digests = reading.read_tensors(opened, {"w": ("w",)}, arena, WORKERS)
     assert bytes(arena.view("w")) == np.ascontiguousarray(logical.transpose(order)).tobytes()
     assert digests["w"] == blake3(logical.tobytes()).hexdigest()
 

@@ -82,7 +82,7 @@ REFUSED: dict[str, tuple[Callable[[TinyArtifact, WriteWeights, Path], Path], typ
         WeightsMismatch,
         "tied and again are one",
     ),
-    "a folder": (lambda t, w, p: p.parent, WeightFileError, "cannot be read"),
+    "the artifact": (lambda t, w, p: t.path, WeightFileError, "an artifact, not a checkpoint"),
 }
 
 

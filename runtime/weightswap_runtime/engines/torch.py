@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import functools
-import io
 from collections.abc import Callable, Hashable, Mapping
 from contextlib import nullcontext
 from threading import RLock
 from typing import Any, ParamSpec, TypeVar
 
-from weightswap_runtime.archives import check_archive
 from weightswap_runtime.arena import HostArena
 from weightswap_runtime.artifact import Artifact
-from weightswap_runtime.dtypes import DTYPES, TORCH_NAMES
-from weightswap_runtime.errors import ArtifactError, MissingExtra, Unsupported
+from weightswap_runtime.dtypes import TORCH_NAMES
+from weightswap_runtime.errors import ArtifactError, MissingExtra
 from weightswap_runtime.header import FileTensor
 from weightswap_runtime.manifest import GraphInput, Method, NamedTensor
 from weightswap_runtime.signature import leaves
@@ -22,6 +20,9 @@ try:
     import torch
 except ImportError as error:
     raise MissingExtra("the engine `torch`", "torch") from error
+
+from weightswap_runtime.programs import open_program
+from weightswap_runtime.tensors import as_tensor, torch_dtype
 
 Graph = Callable[..., Any]
 P = ParamSpec("P")
@@ -179,34 +180,20 @@ class BoundTorch:
 
 
 def _load_graph(artifact: Artifact, name: str, method: Method) -> Graph:
-    raw = artifact.read(method.graph)
-    where = str(artifact.path / method.graph)
-    check_archive(raw, where)
-    try:
-        program = torch.export.load(io.BytesIO(raw))
-    except Exception as error:
-        raise ArtifactError(
-            f"{where}: torch {torch.__version__} cannot open the graph that torch "
-            f"{artifact.manifest.producer.torch} wrote ({error}). Install that torch, or export again."
-        ) from error
+    program = open_program(artifact, method.graph)
     places = sum(node.op == "placeholder" for node in program.graph.nodes)
     (outputs,) = program.graph.output_node().args
     if places != len(method.inputs) or len(outputs) != len(leaves(method.signature.output)):
-        raise ArtifactError(f"{where}: its inputs and outputs are not those of the method {name!r} in the manifest")
+        raise ArtifactError(
+            f"{artifact.path / method.graph}: its inputs and outputs are not those of the method {name!r} in the "
+            "manifest"
+        )
     forward: Graph = program.graph_module.forward
     return forward
 
 
-def _torch_dtype(name: str) -> torch.dtype:
-    attribute = DTYPES[name].torch
-    dtype = getattr(torch, attribute, None) if attribute else None
-    if not isinstance(dtype, torch.dtype):
-        raise Unsupported(f"dtype {name}: torch {torch.__version__} has no such type")
-    return dtype
-
-
 def _view(arena: HostArena, weight: NamedTensor) -> torch.Tensor:
-    dtype = _torch_dtype(weight.dtype)
+    dtype = torch_dtype(weight.dtype)
     offset, size = arena.layout.slots[weight.name]
     if not size:
         return torch.empty(weight.shape, dtype=dtype)
@@ -217,10 +204,7 @@ def _view(arena: HostArena, weight: NamedTensor) -> torch.Tensor:
 
 
 def _copy(item: NamedTensor, place: FileTensor, data: memoryview) -> torch.Tensor:
-    dtype = _torch_dtype(item.dtype)
-    if place.begin == place.end:
-        return torch.empty(item.shape, dtype=dtype)
-    value = torch.frombuffer(bytearray(data[place.begin : place.end]), dtype=dtype).view(item.shape)
+    value = as_tensor(bytearray(data[place.begin : place.end]), item.dtype, item.shape)
     if item.stride is None:
         return value
-    return torch.empty_strided(item.shape, item.stride, dtype=dtype).copy_(value)
+    return torch.empty_strided(item.shape, item.stride, dtype=value.dtype).copy_(value)

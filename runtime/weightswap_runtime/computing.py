@@ -1,0 +1,54 @@
+"""Weights that the adapter computes, from the files into an arena."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from blake3 import blake3
+
+from .arena import HostArena
+from .errors import OutOfMemory, WeightsMismatch, WeightswapError
+from .reading import read_bytes, write_rows
+from .tensors import as_tensor, tensor_bytes
+from .transforms import Transforms
+from .weightset import WeightSet
+from .workers import Workers
+
+
+def compute_weights(
+    weights: WeightSet,
+    computed: Mapping[str, Mapping[str, str]],
+    arena: HostArena,
+    workers: Workers,
+    transforms: Transforms,
+) -> dict[str, str]:
+    """Compute each weight of `computed` into the arena; returns their BLAKE3 digests by weight.
+
+    One weight and what it is computed from are held beside the arena. Raises WeightFileError, WeightsMismatch,
+    OutOfMemory and ArtifactError; the arena's content is then undefined.
+    """
+    names = {key: name for keys in computed.values() for key, name in keys.items()}
+    digests: dict[str, str] = {}
+
+    def read(key: str) -> torch.Tensor:
+        stored = weights.tensors[names[key]]
+        return as_tensor(read_bytes(weights, names[key], workers), stored.dtype, stored.shape)
+
+    try:
+        for name, value in transforms.compute(list(computed), read):
+            rows = tensor_bytes(value)
+            digests[name] = blake3(rows, max_threads=workers.threads).hexdigest()
+            write_rows(arena.layout.weights[name], rows, arena.view(name))
+    except (WeightswapError, MemoryError):
+        raise
+    except Exception as error:
+        if "allocate memory" in str(error):  # torch has no class of its own for it on the CPU
+            raise OutOfMemory(f"{weights.where}: no memory to compute a weight in ({error})") from error
+        raise WeightsMismatch(
+            weights.where,
+            [f"the adapter cannot compute its weights: {type(error).__name__}: {error}"],
+            "Load the checkpoint into the model on the build side and pack the model.",
+        ) from error
+    weights.check_unchanged()
+    return digests

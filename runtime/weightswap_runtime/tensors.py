@@ -1,0 +1,32 @@
+"""torch tensors and the bytes that they stand for in a file."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from .dtypes import DTYPES
+from .errors import Unsupported
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    """The torch dtype of a safetensors name. Raises Unsupported where this torch has none."""
+    attribute = DTYPES[name].torch
+    dtype = getattr(torch, attribute, None) if attribute else None
+    if not isinstance(dtype, torch.dtype):
+        raise Unsupported(f"dtype {name}: torch {torch.__version__} has no such type")
+    return dtype
+
+
+def as_tensor(memory: bytearray, dtype: str, shape: Sequence[int]) -> torch.Tensor:
+    """A tensor over row-major, little-endian bytes; it shares their memory."""
+    kind = torch_dtype(dtype)
+    flat = torch.frombuffer(memory, dtype=kind) if memory else torch.empty(0, dtype=kind)
+    return flat.view(*shape) if shape else flat.view(())
+
+
+def tensor_bytes(tensor: torch.Tensor) -> memoryview:
+    """Row-major, little-endian bytes. A view of the tensor's own memory where that is on the CPU and contiguous."""
+    flat = tensor.detach().cpu().contiguous().reshape(-1)
+    return flat.view(torch.uint8).numpy().data
