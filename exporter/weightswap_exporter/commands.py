@@ -16,7 +16,9 @@ pack_command = typer.Typer(add_completion=False)
 
 @export_command.command()
 def export(
-    recipe: Annotated[str, typer.Argument(help="file.py:function or module:function; it returns what export() takes.")],
+    recipe: Annotated[
+        str, typer.Argument(help="file.py:function or module:function, which returns what export() takes; or hf:DIR.")
+    ],
     out: Annotated[Path, typer.Option("--out", "-o", help="The artifact's folder; an artifact there is replaced.")],
     skeleton: Annotated[
         bool, typer.Option("--skeleton", help="Run the recipe under skeleton(): parameters without memory.")
@@ -27,16 +29,18 @@ def export(
 
     The recipe is a function without arguments that returns the arguments of weightswap_exporter.export(), without
     out: a dict, or a tuple (model, args) or (model, args, kwargs).
+
+    hf:DIR is a local directory of a transformers model, of which config.json alone is read: the model is always a
+    skeleton, sample inputs are chosen by its kind, and as many sizes as possible stay dynamic.
     """
     with errors_as_exit(as_json):
-        from weightswap_exporter import export as export_model
         from weightswap_runtime.cli.inspect import signature_text
 
-        from .recipes import load_recipe
+        from .recipes import export_recipe
 
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always", UserWarning)
-            artifact = export_model(**load_recipe(recipe, skeleton=skeleton), out=out)
+            artifact = export_recipe(recipe, out=out, skeleton=skeleton)
         said = [str(warning.message) for warning in caught if issubclass(warning.category, UserWarning)]
         for message in said:
             typer.echo(f"warning: {message}", err=True)

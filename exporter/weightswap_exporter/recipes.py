@@ -1,10 +1,11 @@
-"""Recipes: the user's function that builds what `export()` takes."""
+"""Recipes: the user's function that builds what `export()` takes, or the directory of a transformers model."""
 
 from __future__ import annotations
 
 import importlib
 import importlib.util
 import inspect
+import os
 import sys
 import traceback
 from collections.abc import Callable, Mapping
@@ -13,12 +14,25 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from weightswap_exporter import export  # from the package, which names the extra where torch is missing
+from weightswap_exporter import skeleton as skeleton_context
+from weightswap_runtime import Artifact
 from weightswap_runtime.errors import ExportError, RecipeError
 
-from .exporting import export
-from .skeletons import skeleton as skeleton_context
+_FORM = "give file.py:function, module:function or hf:DIR"
+_HF = "hf:"
 
-_FORM = "give file.py:function or module:function"
+
+def export_recipe(recipe: str, *, out: str | os.PathLike[str], skeleton: bool = False) -> Artifact:
+    """Export what a recipe builds. The model of `hf:DIR` is always a skeleton.
+
+    Raises RecipeError, and what `export()` raises.
+    """
+    if recipe.startswith(_HF):
+        from .hf_models import export_directory
+
+        return export_directory(recipe.removeprefix(_HF), out=out)
+    return export(**load_recipe(recipe, skeleton=skeleton), out=out)
 
 
 def load_recipe(recipe: str, *, skeleton: bool = False) -> dict[str, Any]:
