@@ -38,6 +38,11 @@ def graph_archive(program: ExportedProgram, signature: Signature) -> bytes:
     for name, constant in program.constants.items():
         if isinstance(constant, torch.Tensor):
             program.constants[name] = torch.empty_like(constant, device="meta")
+    return program_archive(program)
+
+
+def program_archive(program: ExportedProgram) -> bytes:
+    """The bytes of an archive of a program whose tensors have no values."""
     program._example_inputs = None
     saved = io.BytesIO()
     with warnings.catch_warnings():  # about tensors without storage sharing it, which _own_records undoes

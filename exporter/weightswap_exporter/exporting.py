@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -32,8 +33,9 @@ from weightswap_runtime.weightfile import TensorRow, canonical_order
 from .archive import graph_archive
 from .capture import MethodSpec, capture, training_operators
 from .describe import describe_method
-from .recording import record_adapter
+from .recording import Recorded, record_adapter
 from .tables import Tables, classify
+from .tracing import Checkpoint, Load
 from .values import tensor_bytes
 
 ENGINES = ("torch",)
@@ -48,12 +50,17 @@ def export(
     dynamic_shapes: Any = None,
     methods: Mapping[str, MethodSpec] | None = None,
     engines: Sequence[str] = ENGINES,
+    load: Load | None = None,
+    checkpoint: Checkpoint | None = None,
 ) -> Artifact:
     """Capture a model's graphs, without its weights, into the folder `out`.
 
     model: real, or built under `skeleton()`; on the CPU, in the mode (`.eval()`) that it is to be served in.
     args, kwargs, dynamic_shapes: sample inputs and dynamic dimensions of `forward`, as `torch.export.export` takes
     them. methods: instead of them, a MethodSpec for each method to capture. All methods share one set of weights.
+    load: how a checkpoint gets into the model where that is not `model.load_state_dict`: a function
+    `load(model, checkpoint)`. checkpoint: what a checkpoint looks like where that is not `model.state_dict()`: tensors
+    by key, whose values are not used. Both have defaults of their own for models of the library transformers.
 
     The folder appears whole or not at all; an artifact that is there already is replaced. The same model gives the
     same bytes. Raises CaptureError, ExportError, Unsupported.
@@ -70,7 +77,7 @@ def export(
             stacklevel=2,
         )
     tables = classify(model, captured)
-    adapter = record_adapter(model, tables.weights, tables.state)
+    recorded = _record(model, tables, load, checkpoint)
     described = {
         name: Method(graph=f"graphs/{name}.pt2", inputs=tables.inputs[name], signature=describe_method(method))
         for name, method in captured.items()
@@ -80,6 +87,7 @@ def export(
         for name, method in captured.items()
     }
     files[CONSTANTS_NAME] = _constants(tables)
+    files |= recorded.files
     digests = {name: blake3(content).hexdigest() for name, content in sorted(files.items())}
     manifest = Manifest(
         format_version=FORMAT_VERSION,
@@ -90,7 +98,7 @@ def export(
         weights=tables.weights,
         state=tables.state,
         constants=tables.constants,
-        adapter=adapter,
+        adapter=recorded.adapter,
         files=digests,
     )
     _write(path, manifest, files)
@@ -123,6 +131,24 @@ def _specs(
     if odd or not methods:
         raise CaptureError(f"method names must be identifiers, and at least one is needed; got {list(methods)}")
     return methods
+
+
+def _record(model: nn.Module, tables: Tables, load: Load | None, checkpoint: Checkpoint | None) -> Recorded:
+    if _is_pretrained(model):
+        from . import huggingface
+
+        load = load or huggingface.load
+        checkpoint = huggingface.checkpoint(model) if checkpoint is None else checkpoint
+    recorded = record_adapter(model, tables, load=load, checkpoint=checkpoint)
+    for text in recorded.warnings:
+        warnings.warn(text, stacklevel=3)
+    return recorded
+
+
+def _is_pretrained(model: nn.Module) -> bool:
+    """Whether transformers saves and loads the model. It is not imported where it is not in use."""
+    transformers = sys.modules.get("transformers")
+    return transformers is not None and isinstance(model, transformers.PreTrainedModel)
 
 
 def _constants(tables: Tables) -> bytes:

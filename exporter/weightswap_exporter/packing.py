@@ -13,7 +13,7 @@ from blake3 import blake3
 from weightswap_runtime import Artifact
 from weightswap_runtime.adapter import KEYS_THEN_NAMES, NAMES, Match, resolve
 from weightswap_runtime.errors import CheckpointError, WeightsMismatch
-from weightswap_runtime.manifest import Manifest
+from weightswap_runtime.transforms import Transforms
 from weightswap_runtime.weightfile import canonical_order, write_weight_file
 
 from .checkpoints import Checkpoint, Source, open_checkpoint
@@ -51,7 +51,8 @@ def pack(
 
     The file appears whole or not at all. Raises CheckpointError, and WeightsMismatch with every problem found.
     """
-    manifest = (artifact if isinstance(artifact, Artifact) else Artifact.open(artifact)).manifest
+    opened = artifact if isinstance(artifact, Artifact) else Artifact.open(artifact)
+    manifest = opened.manifest
     with open_checkpoint(source) as checkpoint:
         match = resolve(
             checkpoint.tensors,
@@ -64,7 +65,7 @@ def pack(
             stamp = write_weight_file(
                 out,
                 [weight.row for weight in manifest.weights],
-                _pieces(checkpoint, match, manifest, progress),
+                _pieces(checkpoint, match, opened, progress),
                 graph_id=manifest.graph_id,
                 labels=_labels(labels or {}),
             )
@@ -107,9 +108,9 @@ def _digest(tensor: torch.Tensor) -> str:
 
 
 def _pieces(
-    checkpoint: Checkpoint, match: Match, manifest: Manifest, progress: Progress | None
+    checkpoint: Checkpoint, match: Match, artifact: Artifact, progress: Progress | None
 ) -> Iterator[tuple[str, Iterator[memoryview]]]:
-    done, total = 0, manifest.total_bytes
+    done, total = 0, artifact.manifest.total_bytes
 
     def cut(raw: memoryview) -> Iterator[memoryview]:
         nonlocal done
@@ -120,5 +121,23 @@ def _pieces(
             if progress:
                 progress(done, total)
 
-    for row in canonical_order(weight.row for weight in manifest.weights):
-        yield row.name, cut(tensor_bytes(checkpoint.tensors[match.found[row.name][0]].load()))
+    values = _Weights(checkpoint, match, artifact)
+    for row in canonical_order(weight.row for weight in artifact.manifest.weights):
+        yield row.name, cut(tensor_bytes(values.load(row.name)))
+
+
+class _Weights:
+    """The weights that a checkpoint has, copied or computed, one at a time."""
+
+    def __init__(self, checkpoint: Checkpoint, match: Match, artifact: Artifact) -> None:
+        self._checkpoint = checkpoint
+        self._match = match
+        self._transforms = Transforms(artifact) if match.computed else None
+
+    def load(self, weight: str) -> torch.Tensor:
+        names = self._match.computed.get(weight)
+        if names is None:
+            return self._checkpoint.tensors[self._match.found[weight][0]].load()
+        assert self._transforms is not None
+        ((_, value),) = self._transforms.compute([weight], lambda key: self._checkpoint.tensors[names[key]].load())
+        return value

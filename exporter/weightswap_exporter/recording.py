@@ -1,40 +1,112 @@
-"""Recording the adapter: which key of `model.state_dict()` holds which weight."""
+"""Recording the adapter: how the tensors of a checkpoint become the weights."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from weightswap_runtime.errors import CaptureError
-from weightswap_runtime.manifest import Adapter, NamedTensor, Source
+from weightswap_runtime.manifest import Adapter, Source
 
-from .tables import TieKey, tie_key
+from .hollowing import install, named_tensors, restored, without_values
+from .tables import Tables, TieKey, tie_key
+from .tracing import Checkpoint, Load, Untraceable, load_state_dict, trace_loading
+from .transforming import Loaded, Transforming
+
+_PACK = (
+    "A server takes weight files for this model, no checkpoints: pack them on the build side, with the model "
+    "(weightswap pack --recipe, pack(model=...))"
+)
 
 
-def record_adapter(model: nn.Module, weights: tuple[NamedTensor, ...], state: tuple[NamedTensor, ...]) -> Adapter:
-    """Match the state dict with the model's tensors by identity, so that any renaming hook is covered.
+class Recorded(NamedTuple):
+    """The adapter, its files by name, and what the user should be told."""
 
-    Keys without a tensor (`_extra_state`) and keys of state are recorded as ignored. A weight that no key holds gets
-    a source without keys: a hook computes it, which needs a value transform.
+    adapter: Adapter
+    files: dict[str, bytes]
+    warnings: tuple[str, ...]
+
+
+def record_adapter(
+    model: nn.Module, tables: Tables, *, load: Load | None = None, checkpoint: Checkpoint | None = None
+) -> Recorded:
+    """Record how `load(model, checkpoint)` makes weights of a checkpoint like `checkpoint`.
+
+    load: the model's loading code, None for its `load_state_dict`. checkpoint: tensors with or without values by key,
+    None for `model.state_dict()`; then a weight that `load` does not touch is found by its identity, so that hooks
+    which only rename on saving are covered.
+
+    Keys that no weight comes from (state, `_extra_state`) are recorded as ignored. Loading code that needs values
+    cannot be recorded: that is a warning, and checkpoints have to be packed. Raises CaptureError.
     """
+    own = load is None and checkpoint is None
+    known = {name for row in (*tables.weights, *tables.state) for name in row.names}
+    identities: dict[str, Loaded] = {}
     try:
-        saved: Mapping[str, object] = model.state_dict(keep_vars=True)
-    except Exception as error:
-        raise CaptureError(f"model.state_dict() fails: {error}") from error
-    tensors: dict[str, torch.Tensor] = {}
-    tensors |= dict(model.named_parameters(remove_duplicate=False))
-    tensors |= dict(model.named_buffers(remove_duplicate=False))
-    weight_of: dict[TieKey, str] = {tie_key(tensors[weight.name]): weight.name for weight in weights}
-    state_keys = {tie_key(tensors[item.name]) for item in state}
-    keys: dict[str, list[str]] = {weight.name: [] for weight in weights}
-    ignored: list[str] = []
-    for key, value in saved.items():
-        identity = tie_key(value) if isinstance(value, torch.Tensor) else None
-        if identity is None or identity in state_keys:
-            ignored.append(key)
-        elif identity in weight_of:
-            keys[weight_of[identity]].append(key)
-    sources = tuple(Source(weight=name, keys=tuple(found)) for name, found in keys.items())
-    return Adapter(sources=sources, ignored=tuple(ignored))
+        if checkpoint is None:
+            checkpoint, identities = _saved(model, tables, known.__contains__)
+            if own and not _has_loading_code(model) and all(found.keys for found in identities.values()):
+                return _recorded(identities, checkpoint)
+        transforming = Transforming(trace_loading(model, known.__contains__, checkpoint, load or load_state_dict))
+    except Untraceable as error:
+        if not own and not error.wants_values:
+            raise CaptureError(f"the checkpoint does not load into the model: {error}") from error
+        sources = tuple(Source(weight=weight.name, keys=()) for weight in tables.weights)
+        reason = f"how a checkpoint becomes weights cannot be recorded: {error}"
+        return Recorded(Adapter(sources=sources, untraceable=str(error)), {}, (f"{reason}. {_PACK}",))
+    loaded = {weight.name: transforming.weight(weight) for weight in tables.weights}
+    loaded = {name: found if found.keys else identities.get(name, found) for name, found in loaded.items()}
+    return _recorded(loaded, checkpoint, transforming)
+
+
+def _recorded(
+    loaded: Mapping[str, Loaded], checkpoint: Checkpoint, transforming: Transforming | None = None
+) -> Recorded:
+    used = {key for found in loaded.values() for key in found.keys}
+    inputs, files = transforming.adapter() if transforming else ((), {})
+    adapter = Adapter(
+        sources=tuple(
+            Source(weight=name, keys=found.keys, transform=found.transform) for name, found in loaded.items()
+        ),
+        ignored=tuple(key for key in checkpoint if key not in used),
+        inputs=inputs,
+    )
+    partly = transforming.partly if transforming else []
+    absent = [name for name, found in loaded.items() if not found.keys and name not in partly]
+    warnings = [f"no key of a checkpoint gives the weight(s) {', '.join(absent)}. {_PACK}"] if absent else []
+    if partly:
+        warnings.append(f"loading a checkpoint leaves old values in a part of {', '.join(partly)}. {_PACK}")
+    return Recorded(adapter, files, tuple(warnings))
+
+
+def _saved(model: nn.Module, tables: Tables, names: Callable[[str], bool]) -> tuple[dict[str, Any], dict[str, Loaded]]:
+    """What `model.state_dict()` holds, without values, and the keys whose tensors are weights themselves."""
+    with restored(model):
+        install(model, without_values(model, FakeTensorMode(allow_non_fake_inputs=True), names))
+        tensors = named_tensors(model)
+        try:
+            saved: dict[str, Any] = dict(model.state_dict(keep_vars=True))
+        except Exception as error:
+            raise Untraceable("model.state_dict() fails: ", error) from error
+        keys: dict[TieKey, list[str]] = {}
+        for key, value in saved.items():
+            if isinstance(value, torch.Tensor):
+                keys.setdefault(tie_key(value), []).append(key)
+        found = {weight.name: Loaded(tuple(keys.get(tie_key(tensors[weight.name]), ()))) for weight in tables.weights}
+    return saved, found
+
+
+def _has_loading_code(model: nn.Module) -> bool:
+    """Whether loading a state dict runs anything but nn.Module's own code."""
+    plain = nn.Module
+    return type(model).load_state_dict is not plain.load_state_dict or any(
+        module._load_state_dict_pre_hooks
+        or module._load_state_dict_post_hooks
+        or type(module)._load_from_state_dict is not plain._load_from_state_dict
+        or "_load_from_state_dict" in vars(module)
+        for module in model.modules()
+    )

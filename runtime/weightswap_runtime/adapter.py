@@ -111,6 +111,13 @@ def resolve(tensors: Mapping[str, Typed], manifest: Manifest, where: str, *, rea
     and taken if they are exactly what a reading wants. With UNAMBIGUOUS a set that fits both ways, with different
     weights as the result, is refused: nothing in it can tell which is meant.
     """
+    if manifest.adapter.untraceable and by_key in readings:
+        raise WeightsMismatch(
+            where,
+            [f"how a checkpoint becomes the weights could not be recorded at export: {manifest.adapter.untraceable}"],
+            "Pack it on the build side, with the model (weightswap pack --recipe, pack(model=...)). If its names are "
+            'runtime FQNs and its values the weights themselves, say keys="fqn".',
+        )
     matches = _matches(tensors, [reading(manifest) for reading in readings])
     fitting = [match for match in matches if not match.problems]
     if readings is UNAMBIGUOUS and len(fitting) == 2 and _differ(*fitting):

@@ -1,0 +1,181 @@
+"""From a trace of the loading code to the adapter: what only moves is a rename, the rest becomes a graph."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+
+from weightswap_runtime.errors import CaptureError
+from weightswap_runtime.header import pack_ranges, render_header
+from weightswap_runtime.manifest import ADAPTER_CONSTANTS_NAME, ADAPTER_NAME, AdapterInput, NamedTensor
+from weightswap_runtime.tensors import tensor_bytes, torch_dtype
+from weightswap_runtime.weightfile import TensorRow, canonical_order
+
+from .archive import program_archive
+from .describe import dtype_name
+from .overwriting import needs, overwritten
+from .skeletons import is_fake
+from .tracing import Traced
+
+aten = torch.ops.aten
+_SAME_VALUES = {
+    aten.detach.default,
+    aten.alias.default,
+    aten.clone.default,
+    aten.lift_fresh_copy.default,
+    aten._to_copy.default,
+    aten.view.default,
+    aten._unsafe_view.default,
+    aten._reshape_alias.default,
+    aten.expand.default,
+}
+
+
+class Loaded(NamedTuple):
+    """Where the loading code takes a weight from: any of `keys`, or all of them by an output of the adapter's graph."""
+
+    keys: tuple[str, ...]
+    transform: int | None = None
+
+
+class Transforming:
+    """Finds each weight in a trace, and collects those that have to be computed."""
+
+    def __init__(self, traced: Traced) -> None:
+        self._traced = traced
+        for node in list(traced.module.graph.nodes):
+            _replace_copy(node)
+        self._keys = traced.inputs
+        self._initial = traced.initial
+        self._results = traced.results
+        self._outputs: list[Node] = []
+        self.partly: list[str] = []
+
+    def weight(self, weight: NamedTensor) -> Loaded:
+        """Where a weight comes from. `partly` collects those that keep some of the values that they had before."""
+        roots = [_root(self._results[name]) for name in weight.names]
+        moved = [
+            self._keys[root] for root in roots if root in self._keys and _type(root) == (weight.dtype, weight.shape)
+        ]
+        if moved:
+            return Loaded(tuple(dict.fromkeys(moved)))
+        computed = [node for node in roots if node not in self._initial]
+        if not computed:
+            return Loaded(())
+        node = self._typed(computed[0], weight)
+        used = needs(node)
+        before = [root for root in used if root in self._initial]
+        if before and not overwritten(node, before):
+            self.partly.append(weight.name)
+            return Loaded(())
+        self._outputs.append(node)
+        return Loaded(tuple(self._keys[root] for root in used if root in self._keys), len(self._outputs) - 1)
+
+    def _typed(self, node: Node, weight: NamedTensor) -> Node:
+        """The node, cast to the weight's dtype as `Tensor.copy_` would."""
+        dtype, shape = _type(node)
+        if shape != weight.shape:
+            raise CaptureError(
+                f"loading a checkpoint gives {weight.name} the shape {list(shape)}; the model has {list(weight.shape)}"
+            )
+        if dtype == weight.dtype:
+            return node
+        return _cast(node, torch_dtype(weight.dtype), node.meta["val"])
+
+    def adapter(self) -> tuple[tuple[AdapterInput, ...], dict[str, bytes]]:
+        """The inputs of the adapter's graph, and the files that hold it and its constants; empty without transforms."""
+        if not self._outputs:
+            return (), {}
+        body = sorted({node for output in self._outputs for node in needs(output)})
+        keys = [node for node in body if node in self._keys]
+        constants = {node: f"constant_{index}" for index, node in enumerate(n for n in body if n.op == "get_attr")}
+        inputs = [_input("key", self._keys[node], node) for node in keys]
+        inputs += [_input("constant", name, node) for node, name in constants.items()]
+        files = {ADAPTER_NAME: self._archive(body, [*keys, *constants])}
+        if constants:
+            values = {name: getattr(self._traced.module, str(node.target)) for node, name in constants.items()}
+            files[ADAPTER_CONSTANTS_NAME] = _constants(values)
+        return tuple(inputs), files
+
+    def _archive(self, body: list[Node], places: list[Node]) -> bytes:
+        graph = Graph()
+        made: dict[Node, Node] = {}
+        for index, node in enumerate(places):
+            made[node] = graph.placeholder(f"input_{index}")
+        for node in body:
+            if node in self._initial:  # every element of it is overwritten
+                value = node.meta["val"]
+                made[node] = graph.call_function(aten.zeros.default, (list(value.shape),), {"dtype": value.dtype})
+            elif node not in made:
+                made[node] = graph.node_copy(node, made.__getitem__)
+        graph.output(tuple(made[output] for output in self._outputs))
+        module = GraphModule(torch.nn.Module(), graph)
+        examples = tuple(node.meta["val"].detach().contiguous() for node in places)
+        try:
+            return program_archive(torch.export.export(module, examples, strict=False))
+        except Exception as error:
+            raise CaptureError(f"the adapter's graph cannot be written: {error}") from error
+
+
+def _replace_copy(node: Node) -> None:
+    """`copy(target, source)` has the source's values, in the target's type."""
+    if node.target is not aten.copy.default:
+        return
+    source: Any = node.args[1]
+    value = node.meta["val"]
+    with node.graph.inserting_before(node):
+        if source.meta["val"].shape != value.shape:
+            shape = list(value.shape)
+            source = _made(
+                node.graph.call_function(aten.expand.default, (source, shape)), source.meta["val"].expand(shape)
+            )
+        if source.meta["val"].dtype != value.dtype:
+            source = _made(node.graph.call_function(aten._to_copy.default, (source,), {"dtype": value.dtype}), value)
+    node.replace_all_uses_with(source)
+    node.graph.erase_node(node)
+
+
+def _cast(node: Node, dtype: torch.dtype, value: torch.Tensor) -> Node:
+    with node.graph.inserting_after(node):
+        cast = node.graph.call_function(aten._to_copy.default, (node,), {"dtype": dtype})
+    return _made(cast, value.to(dtype))
+
+
+def _made(node: Node, value: torch.Tensor) -> Node:
+    node.meta["val"] = value
+    return node
+
+
+def _root(node: Node) -> Node:
+    """The node whose values, in the same order and type, are those of `node`."""
+    while node.target in _SAME_VALUES:
+        source = node.args[0]
+        assert isinstance(source, Node)
+        if _type(source) != _type(node):
+            break
+        node = source
+    return node
+
+
+def _type(node: Node) -> tuple[str, tuple[int, ...]]:
+    value = node.meta["val"]
+    return dtype_name(value.dtype, str(node)), tuple(value.shape)
+
+
+def _constants(values: Mapping[str, torch.Tensor]) -> bytes:
+    """The bytes of `adapter.safetensors`."""
+    if empty := [name for name, value in values.items() if is_fake(value)]:
+        raise CaptureError(f"the loading code uses a tensor without values ({empty[0]}), which the adapter would need")
+    order = canonical_order(
+        TensorRow(name, dtype_name(value.dtype, name), tuple(value.shape)) for name, value in values.items()
+    )
+    header = render_header(pack_ranges(order), {"format": "pt"})
+    return b"".join([header, *(bytes(tensor_bytes(values[row.name])) for row in order)])
+
+
+def _input(kind: Literal["key", "constant"], name: str, node: Node) -> AdapterInput:
+    dtype, shape = _type(node)
+    return AdapterInput(kind=kind, name=name, dtype=dtype, shape=shape)
