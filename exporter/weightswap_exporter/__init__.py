@@ -15,17 +15,20 @@ if TYPE_CHECKING:
     from .capture import MethodSpec
     from .exporting import export
     from .packing import Packed, pack
+    from .publishing import Publication, publish
     from .skeletons import skeleton
 
 _HOMES = {
     "MethodSpec": "capture",
     "Packed": "packing",
+    "Publication": "publishing",
     "export": "exporting",
     "pack": "packing",
+    "publish": "publishing",
     "skeleton": "skeletons",
 }
 
-__all__ = ["MethodSpec", "Packed", "__version__", "export", "pack", "skeleton"]
+__all__ = ["MethodSpec", "Packed", "Publication", "__version__", "export", "pack", "publish", "skeleton"]
 
 
 def __getattr__(name: str) -> object:

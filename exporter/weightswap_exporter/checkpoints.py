@@ -1,132 +1,129 @@
-"""Reading what a trainer saves: a live module, a state dict, or a checkpoint file."""
+"""Reading what a trainer saves: a live module, a state dict, a checkpoint file or a checkpoint's folder."""
 
 from __future__ import annotations
 
 import os
-import pickle
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
-from zipfile import is_zipfile
 
 import torch
 from torch import nn
 
-from weightswap_runtime.dtypes import TORCH_NAMES
-from weightswap_runtime.errors import CheckpointError, MissingExtra
-from weightswap_runtime.weightfile import WeightFile
+from weightswap_runtime.errors import CheckpointError
+from weightswap_runtime.tensors import torch_dtype
+from weightswap_runtime.weightset import INDEX_SUFFIX, SUFFIX, StoredTensor, open_weights
 
-from .skeletons import is_fake
+from . import pickled
+from .dcp import open_dcp
+from .dcp_metadata import METADATA_NAME
+from .levels import Level, flat_levels, nested_levels
+from .stored import Files, Stored, row_major
 from .tables import persistent_buffers
+from .values import Values, values_of
 
-PICKLED = (".pt", ".pth", ".bin")
-
-
-class Values(NamedTuple):
-    """A tensor of a checkpoint: its safetensors type, and how to get it. `load()` may return memory of the source."""
-
-    dtype: str
-    shape: tuple[int, ...]
-    load: Callable[[], torch.Tensor]
-
-
-class Checkpoint(NamedTuple):
-    """Tensors by name. `names` says that these are runtime FQNs for certain; else they may be the checkpoint's keys."""
-
-    where: str
-    tensors: dict[str, Values]
-    names: bool
-
+PICKLED_NAMES = ("pytorch_model.bin", f"pytorch_model{pickled.INDEX_SUFFIX}")
+_KINDS = f"{SUFFIX}, {INDEX_SUFFIX}, {', '.join(pickled.SUFFIXES)}, {pickled.INDEX_SUFFIX}"
+_FOLDERS = f"{METADATA_NAME} (torch.distributed.checkpoint), *{SUFFIX} or *{INDEX_SUFFIX}, {' or '.join(PICKLED_NAMES)}"
 
 Source = nn.Module | Mapping[str, Any] | str | os.PathLike[str]
 
 
-def open_checkpoint(source: Source) -> AbstractContextManager[Checkpoint]:
-    """Open a module, a state dict or a path. Tensors of files are mapped, not read. Raises CheckpointError."""
+class Checkpoint(NamedTuple):
+    """An open checkpoint.
+
+    names: its tensors have runtime FQNs for certain; else they may have keys of its own. check_unchanged: raises if one
+    of its files was written to since it was opened.
+    """
+
+    where: str
+    levels: tuple[Level, ...]
+    names: bool = False
+    check_unchanged: Callable[[], None] = lambda: None
+
+
+@contextmanager
+def open_checkpoint(source: Source) -> Iterator[Checkpoint]:
+    """Open a module, a state dict or a path. No values are read yet. Raises CheckpointError and WeightFileError."""
     if isinstance(source, nn.Module):
-        return nullcontext(_from_module(source))
-    if isinstance(source, Mapping):
-        return nullcontext(Checkpoint("the state dict", _values(source, "the state dict"), names=False))
-    if not isinstance(source, str | os.PathLike):
+        yield from_module(source)
+    elif isinstance(source, Mapping):
+        yield Checkpoint("the state dict", nested_levels(source, values_of))
+    elif isinstance(source, str | os.PathLike):
+        path = Path(source)
+        with _opener(path)(path) as checkpoint:
+            yield checkpoint
+    else:
         raise CheckpointError(f"expected a module, a state dict or a path, got a {type(source).__qualname__}")
-    path = Path(source)
-    if not path.is_file():
-        raise CheckpointError(f"{path}: no such file. Give a .safetensors, .pt, .pth or .bin checkpoint.")
-    if path.suffix == ".safetensors":
-        return _from_safetensors(path)
-    if path.suffix in PICKLED:
-        return nullcontext(_from_pickled(path))
-    raise CheckpointError(f"{path}: unknown kind of checkpoint; known are .safetensors, {', '.join(PICKLED)}")
 
 
-def _from_module(model: nn.Module) -> Checkpoint:
+def from_module(model: nn.Module, where: str | None = None) -> Checkpoint:
+    """A live module's parameters and persistent buffers, under their FQNs. Nothing is copied."""
     lasting = persistent_buffers(model)
     tensors: dict[str, torch.Tensor] = {}
     tensors |= dict(model.named_parameters(remove_duplicate=False))
     tensors |= {name: value for name, value in model.named_buffers(remove_duplicate=False) if name in lasting}
-    return Checkpoint(type(model).__qualname__, _values(tensors, type(model).__qualname__), names=True)
+    levels = nested_levels(tensors, values_of, deep=False)
+    return Checkpoint(where or type(model).__qualname__, levels, names=True)
+
+
+def _opener(path: Path) -> Callable[[Path], Any]:
+    """What opens a path, by its name or, of a folder, by what is in it."""
+    if path.is_dir():
+        return _folder_opener(path)
+    if not path.is_file():
+        raise CheckpointError(f"{path}: no such file. Give a checkpoint: {_KINDS}, or a folder of one.")
+    if path.name.endswith((SUFFIX, INDEX_SUFFIX)):
+        return _safetensors
+    if path.name.endswith(pickled.INDEX_SUFFIX):
+        return partial(_pickled, pickled.open_pickled_shards)
+    if path.suffix in pickled.SUFFIXES:
+        return partial(_pickled, pickled.open_pickled)
+    if path.name == METADATA_NAME:
+        return lambda metadata: _dcp(metadata.parent)
+    raise CheckpointError(f"{path}: unknown kind of checkpoint; known are {_KINDS}, and folders")
+
+
+def _folder_opener(path: Path) -> Callable[[Path], Any]:
+    names = sorted(entry.name for entry in path.iterdir())
+    if METADATA_NAME in names:
+        return _dcp
+    if any(name.endswith((SUFFIX, INDEX_SUFFIX)) for name in names):
+        return _safetensors
+    for name in PICKLED_NAMES:
+        if name in names:
+            return lambda folder: _opener(folder / name)(folder / name)
+    found = f"it holds {', '.join(names[:5])}{' and more' if len(names) > 5 else ''}" if names else "it is empty"
+    raise CheckpointError(f"{path}: no checkpoint in this folder ({found}); known are folders with {_FOLDERS}")
 
 
 @contextmanager
-def _from_safetensors(path: Path) -> Iterator[Checkpoint]:
-    try:
-        from safetensors import safe_open
-    except ImportError as error:
-        raise MissingExtra("packing a .safetensors checkpoint", "export") from error
-    # our own header check is stricter, and its errors say more
-    with WeightFile(path) as checked, safe_open(path, framework="pt") as file:
-        tensors = {
-            name: Values(tensor.dtype, tensor.shape, partial(file.get_tensor, name))
-            for name, tensor in checked.tensors.items()
-        }
-        yield Checkpoint(str(path), tensors, names=checked.stamp is not None)
+def _safetensors(path: Path) -> Iterator[Checkpoint]:
+    with open_weights(path) as weights:
+        tensors = {name: _stored(stored) for name, stored in weights.tensors.items()}
+        levels = flat_levels(tensors)[:1]
+        yield Checkpoint(weights.where, levels, weights.stamp is not None, weights.check_unchanged)
 
 
-def _from_pickled(path: Path) -> Checkpoint:
-    try:
-        loaded = torch.load(path, map_location="cpu", mmap=is_zipfile(path), weights_only=True)
-    except pickle.UnpicklingError as error:
-        raise CheckpointError(
-            f"{path}: holds more than tensors, and unpickling it could run anything, so it was not opened. "
-            "Save model.state_dict() alone, or a .safetensors file."
-        ) from error
-    except Exception as error:  # what a damaged pickle raises is anybody's guess
-        raise CheckpointError(f"{path}: not a checkpoint that torch.load can open ({error})") from error
-    if not isinstance(loaded, Mapping):
-        raise CheckpointError(f"{path}: holds a {type(loaded).__qualname__}, expected a state dict")
-    return Checkpoint(str(path), _values(loaded, str(path)), names=False)
+def _stored(tensor: StoredTensor) -> Values:
+    def load() -> torch.Tensor:
+        dtype = torch_dtype(tensor.dtype)
+        path = str(tensor.file.path)
+        return Stored(path, tensor.file.fd, tensor.offset, dtype, tensor.shape, row_major(tensor.shape)).load()
+
+    return Values(tensor.dtype, tensor.shape, (tensor.file.fd, tensor.offset), load)
 
 
-def _values(tensors: Mapping[str, Any], where: str) -> dict[str, Values]:
-    """Keep the tensors. Entries of other kinds (`_extra_state`) have no place in a weight file."""
-    if odd := [name for name in tensors if not isinstance(name, str)]:
-        raise CheckpointError(f"{where}: has the key {odd[0]!r}; the keys of a state dict are texts")
-    found = {name: value for name, value in tensors.items() if isinstance(value, torch.Tensor)}
-    if not found and tensors:
-        nested = [name for name, value in tensors.items() if isinstance(value, Mapping)]
-        hint = f" (a state dict may be under {nested[0]!r})" if nested else ""
-        raise CheckpointError(f"{where}: holds no tensors{hint}; give the state dict itself")
-    problems = [
-        f"{name}: has no values (a skeleton's or a meta tensor)" for name, value in found.items() if is_fake(value)
-    ]
-    problems += [
-        f"{name}: {value.dtype} {value.layout} cannot be written as safetensors"
-        for name, value in found.items()
-        if value.layout is not torch.strided or _name(value) not in TORCH_NAMES
-    ]
-    if problems:
-        raise CheckpointError(f"{where}: " + "; ".join(problems[:10]))
-    return {
-        name: Values(TORCH_NAMES[_name(value)], tuple(value.shape), partial(_same, value))
-        for name, value in found.items()
-    }
+@contextmanager
+def _pickled(open_files: Callable[[Path, Files], Any], path: Path) -> Iterator[Checkpoint]:
+    files = Files()
+    with open_files(path, files) as opened:
+        yield Checkpoint(str(path), nested_levels(opened.tree, opened.values_of), False, files.check_unchanged)
 
 
-def _same(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor
-
-
-def _name(tensor: torch.Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")
+@contextmanager
+def _dcp(folder: Path) -> Iterator[Checkpoint]:
+    files = Files()
+    yield Checkpoint(str(folder), flat_levels(open_dcp(folder, files)), False, files.check_unchanged)

@@ -59,24 +59,59 @@ def export(
 
 @pack_command.command()
 def pack(
-    source: Annotated[Path, typer.Argument(help="A checkpoint: .safetensors, .pt, .pth or .bin.")],
+    source: Annotated[
+        Path,
+        typer.Argument(
+            help="A checkpoint: a .safetensors, .pt, .pth, .bin or .ckpt file, an index of shards, or the folder of a "
+            "Hugging Face model or of torch.distributed.checkpoint."
+        ),
+    ],
     artifact: Annotated[Path, typer.Argument(help="The artifact that it is for.")],
     out: Annotated[Path, typer.Option("--out", "-o", help="The weight file; a file there is replaced.")],
     label: Annotated[list[str] | None, typer.Option(help="name=text, kept in the file; may be repeated.")] = None,
+    dtype: Annotated[
+        str | None, typer.Option(help="Cast floating tensors to this torch dtype where the graph wants it.")
+    ] = None,
+    recipe: Annotated[
+        str | None,
+        typer.Option(
+            help="file.py:function or module:function, as for export: the checkpoint is loaded into its model by "
+            "`load(model, checkpoint)`, if it returns that too, or model.load_state_dict, and the model is packed."
+        ),
+    ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Write a checkpoint's weights as a weight file for an artifact."""
+    """Write a checkpoint's weights as a weight file for an artifact.
+
+    A state dict below `state_dict`, `model`, `model_state_dict` or `module` is found. Nothing that is pickled runs.
+    """
     labels = dict(_label(text) for text in label or ())
     with errors_as_exit(as_json):
         from weightswap_exporter import pack as pack_checkpoint
 
+        from .recipes import load_recipe
+
+        built = load_recipe(recipe) if recipe else {}
         with progress_bar(f"packing {source.name}") as progress:
-            packed = pack_checkpoint(source, artifact, out=out, labels=labels, progress=progress)
+            packed = pack_checkpoint(
+                source,
+                artifact,
+                out=out,
+                labels=labels,
+                dtype=dtype,
+                model=built.get("model"),
+                load=built.get("load"),
+                progress=progress,
+            )
         if as_json:
             print_json(packed)
             return
         typer.echo(f"weight file {packed.path}, {human_bytes(packed.nbytes)}")
         typer.echo(f"weights id  {packed.weights_id}")
+        if packed.level:
+            typer.echo(f"found in    {packed.level}")
+        for found, names in packed.cast.items():
+            typer.echo(f"cast        {len(names)} tensors from {found}")
         if packed.ignored:
             typer.echo(f"left out    {', '.join(packed.ignored)}")
 

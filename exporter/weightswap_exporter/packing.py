@@ -5,27 +5,37 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
 from blake3 import blake3
+from torch import nn
 
 from weightswap_runtime import Artifact
-from weightswap_runtime.adapter import KEYS_THEN_NAMES, NAMES, Match, resolve
-from weightswap_runtime.errors import CheckpointError, WeightsMismatch
+from weightswap_runtime.adapter import KEYS_THEN_NAMES, NAMES, Match
+from weightswap_runtime.errors import MOST_PRINTED, CheckpointError, WeightsMismatch, WeightswapError
+from weightswap_runtime.manifest import NamedTensor
 from weightswap_runtime.transforms import Transforms
-from weightswap_runtime.weightfile import canonical_order, write_weight_file
+from weightswap_runtime.weightfile import Stamp, canonical_order, write_weight_file
 
+from .casting import cast, casting, casts, requested
 from .checkpoints import Checkpoint, Source, open_checkpoint
-from .values import tensor_bytes
+from .levels import Level, choose_level
+from .loading import load_into
+from .tracing import Load
+from .values import pieces
 
-PIECE = 16 << 20
 Progress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True)
 class Packed:
-    """A weight file that was written. `ignored` are keys of the checkpoint that are no weights (state, extra state)."""
+    """A weight file that was written.
+
+    level: where in the checkpoint the weights were, such as `model`; empty for its top. ignored: keys there that are no
+    weights (state, extra state). cast: a dtype of the checkpoint -> the weights that were cast from it.
+    """
 
     path: Path
     graph_id: str
@@ -33,6 +43,8 @@ class Packed:
     nbytes: int
     labels: dict[str, str]
     ignored: tuple[str, ...]
+    level: str
+    cast: dict[str, list[str]]
 
 
 def pack(
@@ -41,44 +53,167 @@ def pack(
     *,
     out: str | os.PathLike[str],
     labels: Mapping[str, str] | None = None,
+    dtype: torch.dtype | str | None = None,
+    model: nn.Module | None = None,
+    load: Load | None = None,
     progress: Progress | None = None,
 ) -> Packed:
     """Write the weights of a checkpoint as a weight file for an artifact.
 
-    source: a module, a state dict, or the path of a .safetensors, .pt, .pth or .bin file. Keys may be those of
-    `model.state_dict()` or runtime FQNs; pickled files are opened with `weights_only=True`.
-    labels: short texts that travel with the file. progress: called with bytes done and bytes in all.
+    source: a module, a state dict, or a path:
+      - .safetensors; .safetensors.index.json with its shards; a folder that holds either
+      - .pt, .pth, .bin, .ckpt; .bin.index.json with its shards; a folder that holds pytorch_model.bin or its index.
+        They are opened with `weights_only=True`: nothing in them runs
+      - a folder that `torch.distributed.checkpoint.save` wrote, with any number of ranks
+    Keys may be those of `model.state_dict()` or runtime FQNs. A state dict below `state_dict`, `model`,
+    `model_state_dict` or `module` (two levels at most) is taken where exactly it has what the artifact wants.
 
-    The file appears whole or not at all. Raises CheckpointError, and WeightsMismatch with every problem found.
+    labels: short texts that travel with the file.
+    dtype: a floating dtype, such as `torch.bfloat16` or "bfloat16". Floating tensors of the checkpoint are cast to it
+      where the graph wants exactly this dtype, and the file records which; every other mismatch stays an error.
+    model: for checkpoints whose loading computes what the adapter has not recorded: the checkpoint is loaded into this
+      module by its own code, `load(model, checkpoint)` or else `model.load_state_dict(checkpoint)`, and the module's
+      parameters and buffers are packed. The module keeps these values.
+    progress: called with bytes done and bytes in all.
+
+    One tensor of the checkpoint is in memory at a time, with what one weight is computed from; with `model` the whole
+    module and the whole checkpoint. A file in the format before torch 1.6 is read whole.
+
+    The file appears whole or not at all. Raises CheckpointError, WeightFileError, and WeightsMismatch with every
+    problem found.
     """
     opened = artifact if isinstance(artifact, Artifact) else Artifact.open(artifact)
-    manifest = opened.manifest
-    with open_checkpoint(source) as checkpoint:
-        match = resolve(
-            checkpoint.tensors,
-            manifest,
-            checkpoint.where,
-            readings=NAMES if checkpoint.names else KEYS_THEN_NAMES,
+    if load is not None and model is None:
+        raise CheckpointError("`load` says how to load a checkpoint into `model`; give `model` too")
+    with open_checkpoint(source) if model is None else load_into(model, source, load) as checkpoint:
+        return pack_checkpoint(checkpoint, opened, Path(out), labels=labels, dtype=dtype, progress=progress)
+
+
+def pack_checkpoint(
+    checkpoint: Checkpoint,
+    artifact: Artifact,
+    out: Path,
+    *,
+    labels: Mapping[str, str] | None = None,
+    dtype: torch.dtype | str | None = None,
+    progress: Progress | None = None,
+    rename: Callable[[Stamp], Path] | None = None,
+) -> Packed:
+    """`pack()` of a checkpoint that is open. `rename` gives another path in `out`'s folder, when the ids are known."""
+    manifest = artifact.manifest
+    wanted = requested(dtype)
+    readings = casting(NAMES if checkpoint.names else KEYS_THEN_NAMES, wanted, manifest)
+    level, match = choose_level(checkpoint.levels, manifest, checkpoint.where, readings)
+    weights = _Weights(artifact, checkpoint, level, match)
+    weights.check()
+    changed = casts(match, manifest, level.tensors)
+    try:
+        stamp = write_weight_file(
+            out,
+            [weight.row for weight in manifest.weights],
+            _counted(weights.data(), manifest.total_bytes, progress),
+            graph_id=manifest.graph_id,
+            labels=_labels(labels or {}),
+            cast=changed,
+            rename=rename,
         )
-        _check_ties(checkpoint, match)
-        try:
-            stamp = write_weight_file(
-                out,
-                [weight.row for weight in manifest.weights],
-                _pieces(checkpoint, match, opened, progress),
-                graph_id=manifest.graph_id,
-                labels=_labels(labels or {}),
-            )
-        except (OSError, ValueError) as error:
-            raise CheckpointError(f"{out}: cannot be written ({error})") from error
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{out}: cannot be written ({error})") from error
     return Packed(
-        path=Path(out),
+        path=rename(stamp) if rename else out,
         graph_id=manifest.graph_id,
         weights_id=stamp.weights_id,
         nbytes=manifest.total_bytes,
         labels=stamp.labels,
         ignored=match.ignored,
+        level=level.path,
+        cast=changed,
     )
+
+
+class _Weights:
+    """The weights that a match has found, one at a time."""
+
+    def __init__(self, artifact: Artifact, checkpoint: Checkpoint, level: Level, match: Match) -> None:
+        self._artifact, self._checkpoint, self._match = artifact, checkpoint, match
+        self._tensors = level.tensors
+        self._inputs = {item.name: item.dtype for item in artifact.manifest.adapter.inputs}
+
+    def check(self) -> None:
+        """What can be told before anything is written. Raises CheckpointError, and WeightsMismatch for broken ties."""
+        names = {name for names in self._match.found.values() for name in names}
+        names |= {name for keys in self._match.computed.values() for name in keys.values()}
+        problems = [text for name in sorted(names) for text in self._tensors[name].problems()]
+        if problems:
+            more = f"\nand {len(problems) - MOST_PRINTED} more" if len(problems) > MOST_PRINTED else ""
+            raise CheckpointError("\n".join(problems[:MOST_PRINTED]) + more)
+        ties = [
+            f"{' and '.join(self._match.found[row.name])} are one tensor in the graph, the checkpoint has different "
+            "values for them"
+            for row in self._artifact.manifest.weights
+            if self._differ(row)
+        ]
+        if ties:
+            raise WeightsMismatch(
+                self._checkpoint.where, ties, "Save the checkpoint from a model whose tied tensors are tied."
+            )
+
+    def _differ(self, row: NamedTensor) -> bool:
+        places = {self._tensors[name].place: name for name in self._match.found.get(row.name, ())}
+        return len(places) > 1 and len({self._digest(name, row.dtype) for name in places.values()}) > 1
+
+    def _digest(self, name: str, dtype: str) -> str:
+        hasher = blake3()
+        for piece in self._copied(name, dtype):
+            hasher.update(piece)
+        return hasher.hexdigest()
+
+    def data(self) -> Iterator[tuple[str, Iterator[memoryview]]]:
+        """Every weight's name and bytes, in the file's order. Raises what reading and computing raise."""
+        transforms = Transforms(self._artifact) if self._match.computed else None
+        for row in canonical_order(weight.row for weight in self._artifact.manifest.weights):
+            if transforms is not None and row.name in self._match.computed:
+                yield row.name, pieces(self._computed(row.name, transforms))
+            else:
+                yield row.name, self._copied(self._match.found[row.name][0], row.dtype)
+        self._checkpoint.check_unchanged()
+
+    def _copied(self, name: str, dtype: str) -> Iterator[memoryview]:
+        return pieces(self._tensors[name].load(), partial(cast, dtype=dtype, where=f"{self._checkpoint.where}: {name}"))
+
+    def _computed(self, weight: str, transforms: Transforms) -> torch.Tensor:
+        names = self._match.computed[weight]
+
+        def read(key: str) -> torch.Tensor:
+            return cast(self._tensors[names[key]].load(), self._inputs[key], f"{self._checkpoint.where}: {names[key]}")
+
+        try:
+            return dict(transforms.compute([weight], read))[weight]
+        except (WeightswapError, MemoryError):
+            raise
+        except Exception as error:
+            raise WeightsMismatch(
+                self._checkpoint.where,
+                [f"the adapter cannot compute {weight}: {type(error).__name__}: {error}"],
+                "Load the checkpoint into the model and pack the model: pack(checkpoint, artifact, model=...).",
+            ) from error
+
+
+def _counted(
+    data: Iterator[tuple[str, Iterator[memoryview]]], total: int, progress: Progress | None
+) -> Iterator[tuple[str, Iterator[memoryview]]]:
+    done = 0
+
+    def count(parts: Iterator[memoryview]) -> Iterator[memoryview]:
+        nonlocal done
+        for part in parts:
+            yield part
+            done += len(part)
+            if progress:
+                progress(done, total)
+
+    for name, parts in data:
+        yield name, count(parts)
 
 
 def _labels(labels: Mapping[str, object]) -> dict[str, str]:
@@ -89,55 +224,3 @@ def _labels(labels: Mapping[str, object]) -> dict[str, str]:
         except UnicodeEncodeError as error:
             raise CheckpointError(f"the label {text!a} is not Unicode text") from error
     return texts
-
-
-def _check_ties(checkpoint: Checkpoint, match: Match) -> None:
-    problems = [
-        f"{' and '.join(keys)} are one tensor in the graph, the checkpoint has different values for them"
-        for keys in match.found.values()
-        if len(keys) > 1 and len({_digest(checkpoint.tensors[key].load()) for key in keys}) > 1
-    ]
-    if problems:
-        raise WeightsMismatch(
-            checkpoint.where, problems, "Save the checkpoint from a model whose tied tensors are tied."
-        )
-
-
-def _digest(tensor: torch.Tensor) -> str:
-    return blake3(tensor_bytes(tensor)).hexdigest()
-
-
-def _pieces(
-    checkpoint: Checkpoint, match: Match, artifact: Artifact, progress: Progress | None
-) -> Iterator[tuple[str, Iterator[memoryview]]]:
-    done, total = 0, artifact.manifest.total_bytes
-
-    def cut(raw: memoryview) -> Iterator[memoryview]:
-        nonlocal done
-        for start in range(0, len(raw), PIECE):
-            part = raw[start : start + PIECE]
-            yield part
-            done += len(part)
-            if progress:
-                progress(done, total)
-
-    values = _Weights(checkpoint, match, artifact)
-    for row in canonical_order(weight.row for weight in artifact.manifest.weights):
-        yield row.name, cut(tensor_bytes(values.load(row.name)))
-
-
-class _Weights:
-    """The weights that a checkpoint has, copied or computed, one at a time."""
-
-    def __init__(self, checkpoint: Checkpoint, match: Match, artifact: Artifact) -> None:
-        self._checkpoint = checkpoint
-        self._match = match
-        self._transforms = Transforms(artifact) if match.computed else None
-
-    def load(self, weight: str) -> torch.Tensor:
-        names = self._match.computed.get(weight)
-        if names is None:
-            return self._checkpoint.tensors[self._match.found[weight][0]].load()
-        assert self._transforms is not None
-        ((_, value),) = self._transforms.compute([weight], lambda key: self._checkpoint.tensors[names[key]].load())
-        return value

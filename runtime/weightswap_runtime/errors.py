@@ -24,6 +24,7 @@ WeightswapError
 `-- ExportError                raised on the build side
     |-- CaptureError           the model cannot be captured as it is
     |-- CheckpointError        the checkpoint cannot be read or packed
+    |-- PublishTimeout         a weight file is still being written
     `-- RecipeError            the recipe cannot be loaded
 """
 
@@ -151,6 +152,10 @@ class CheckpointError(ExportError):
     """The checkpoint cannot be read or packed."""
 
 
+class PublishTimeout(ExportError, TimeoutError):
+    """A weight file is still being written; waiting for it again is fine."""
+
+
 class RecipeError(ExportError):
     """The recipe cannot be loaded, or does not return what `export()` takes."""
 
@@ -172,6 +177,7 @@ __all__ = [
     "NothingToRollBack",
     "OutOfMemory",
     "PinReleased",
+    "PublishTimeout",
     "RecipeError",
     "StageClosed",
     "StagingBusy",

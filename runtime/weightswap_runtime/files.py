@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import fcntl
+import glob
 import os
 import secrets
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
@@ -24,23 +26,57 @@ def _sync(path: Path) -> None:
 
 
 @contextmanager
-def new_file(path: Path) -> Iterator[BinaryIO]:
+def new_file(path: Path, rename: Callable[[], Path] | None = None) -> Iterator[BinaryIO]:
     """Write a file that takes the place of `path` when the block ends without an error.
 
-    A reader sees the old file or the new one. The bytes are on disk before the name is.
+    A reader sees the old file or the new one. The bytes are on disk before the name is. `rename` is called at the end
+    of the block and gives another path in the same folder. While the block runs, the temporary file is locked.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = _sibling(path, "tmp")
+    temporary, file = _new_temporary(path)
     try:
-        with temporary.open("xb") as file:
+        with file:
             yield file
             file.flush()
             os.fsync(file.fileno())
-        temporary.replace(path)
+            temporary.replace(rename() if rename else path)
         _sync(path.parent)
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
+
+
+def _new_temporary(path: Path) -> tuple[Path, BinaryIO]:
+    while True:
+        temporary = _sibling(path, "tmp")
+        file = temporary.open("xb")
+        _lock(file)
+        if os.fstat(file.fileno()).st_nlink:
+            return temporary, file
+        file.close()  # removed before it was locked
+
+
+def _lock(file: BinaryIO, *, wait: bool = True) -> bool:
+    """Lock a file until it is closed or this process ends. False if another has it, or there are no locks here."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    return True
+
+
+def remove_abandoned(folder: Path, prefix: str) -> list[Path]:
+    """Remove the temporary files of `new_file` whose writers are gone, for names that begin with `prefix`.
+
+    Those of writers that still run, in any process of this machine, are left alone. Returns what was removed.
+    """
+    removed = []
+    for path in folder.glob(f".{glob.escape(prefix)}*.tmp-{'[0-9a-f]' * 8}"):
+        with suppress(OSError), path.open("rb") as file:
+            if _lock(file, wait=False):
+                path.unlink()
+                removed.append(path)
+    return removed
 
 
 def _put_in_place(folder: Path, path: Path) -> None:

@@ -28,12 +28,17 @@ _DIGEST = re.compile(r"[0-9a-f]{64}")
 
 
 class Stamp(msgspec.Struct, frozen=True, kw_only=True):
-    """What weightswap adds to `__metadata__`. `digests` are BLAKE3, hexadecimal, by tensor name."""
+    """What weightswap adds to `__metadata__`. `digests` are BLAKE3, hexadecimal, by tensor name.
+
+    `cast` says which tensors were cast when they were packed: the dtype they had -> their names, sorted. It is absent
+    from files in which none was.
+    """
 
     graph_id: str
     weights_id: str
     digests: dict[str, str]
     labels: dict[str, str] = {}
+    cast: dict[str, list[str]] | msgspec.UnsetType = msgspec.UNSET
 
 
 class TensorRow(NamedTuple):
@@ -170,6 +175,11 @@ def _read_stamp(header: Header, where: str) -> Stamp | None:
             f"{where}: its `{METADATA_KEY}` metadata lacks one BLAKE3 digest for each tensor ({', '.join(odd)}). "
             "Pack the file again, or remove the metadata."
         )
+    if strange := {name for names in (stamp.cast or {}).values() for name in names} - header.tensors.keys():
+        raise WeightFileError(
+            f"{where}: its `{METADATA_KEY}` metadata says that {', '.join(sorted(strange)[:5])} were cast, which it "
+            "does not hold. Pack the file again, or remove the metadata."
+        )
     return stamp
 
 
@@ -180,11 +190,14 @@ def write_weight_file(
     *,
     graph_id: str,
     labels: Mapping[str, str] | None = None,
+    cast: Mapping[str, list[str]] | None = None,
+    rename: Callable[[Stamp], Path] | None = None,
 ) -> Stamp:
     """Write a weight file in canonical layout; it appears under `path` whole or not at all.
 
     `data` gives each tensor's little-endian row-major bytes, in pieces, in the order of `canonical_order(rows)`.
-    One tensor is in memory at a time. Returns the stamp that the file carries.
+    One tensor is in memory at a time. `cast` is recorded as it is. `rename` gives another path in the same folder, when
+    the ids are known. Returns the stamp that the file carries.
     """
     order = canonical_order(rows)
     ranges = pack_ranges(order)
@@ -193,9 +206,11 @@ def write_weight_file(
         weights_id="0" * 64,
         digests=dict.fromkeys(ranges, "0" * 64),
         labels=dict(labels or {}),
+        cast=dict(cast) if cast else msgspec.UNSET,
     )
     items = iter(data.items() if isinstance(data, Mapping) else data)
-    with new_file(Path(path)) as file:
+    stamp = blank
+    with new_file(Path(path), lambda: rename(stamp) if rename else Path(path)) as file:
         placeholder = _render(ranges, blank)
         file.write(placeholder)
         digests: dict[str, str] = {}
@@ -203,11 +218,8 @@ def write_weight_file(
             if row.name != name:
                 raise ValueError(f"tensor {name!r} came where {row.name!r} belongs")
             digests[name] = _write_tensor(file.write, pieces, ranges[name])
-        stamp = Stamp(
-            graph_id=graph_id,
-            weights_id=weights_id((row, digests[row.name]) for row in order),
-            digests=digests,
-            labels=blank.labels,
+        stamp = msgspec.structs.replace(
+            blank, weights_id=weights_id((row, digests[row.name]) for row in order), digests=digests
         )
         header = _render(ranges, stamp)
         if len(header) != len(placeholder):

@@ -112,7 +112,7 @@ def _nothing(names: list[str]) -> str:
 
 
 def _open_shards(index: Path) -> WeightSet:
-    weight_map = _read_index(index)
+    weight_map = read_index(index, SUFFIX)
     with ExitStack() as stack:
         files = {
             name: stack.enter_context(WeightFile(index.parent / name)) for name in sorted(set(weight_map.values()))
@@ -124,7 +124,11 @@ def _open_shards(index: Path) -> WeightSet:
     return WeightSet(str(index), files)
 
 
-def _read_index(index: Path) -> dict[str, str]:
+def read_index(index: Path, suffix: str) -> dict[str, str]:
+    """Read and check an index of shards with this suffix: tensor -> shard, which is in the index's folder.
+
+    Raises WeightFileError.
+    """
     try:
         if index.stat().st_size > MOST_INDEX_BYTES:
             raise WeightFileError(f"{index}: larger than {MOST_INDEX_BYTES} bytes, so it is not an index")
@@ -132,11 +136,11 @@ def _read_index(index: Path) -> dict[str, str]:
     except OSError as error:
         raise WeightFileError(f"{index}: cannot be opened ({error.strerror})") from error
     except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
-        raise WeightFileError(f"{index}: not an index of safetensors shards ({error}). {_AGAIN}") from error
+        raise WeightFileError(f"{index}: not an index of {suffix[1:]} shards ({error}). {_AGAIN}") from error
     if not weight_map:
         raise WeightFileError(f"{index}: an index without tensors. {_AGAIN}")
     for name in sorted(set(weight_map.values())):
-        _check_shard(index, name)
+        _check_shard(index, name, suffix)
     return weight_map
 
 
@@ -144,11 +148,11 @@ class _Index(msgspec.Struct):
     weight_map: dict[str, str]
 
 
-def _check_shard(index: Path, name: str) -> None:
+def _check_shard(index: Path, name: str, suffix: str) -> None:
     place = PurePosixPath(name)
-    if place.is_absolute() or ".." in place.parts or "\\" in name or "\0" in name or not name.endswith(SUFFIX):
+    if place.is_absolute() or ".." in place.parts or "\\" in name or "\0" in name or not name.endswith(suffix):
         raise WeightFileError(
-            f"{index}: names the shard {name!r}; expected the name of a .safetensors file in the index's folder. "
+            f"{index}: names the shard {name!r}; expected the name of a {suffix} file in the index's folder. "
             "Do not use this checkpoint unless you trust where it is from."
         )
     if not (index.parent / name).is_file():

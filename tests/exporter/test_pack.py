@@ -128,16 +128,16 @@ def wide() -> dict[str, torch.Tensor]:
 
 BAD: dict[str, tuple[Callable[[Path], object], type[Exception], str]] = {
     "nothing there": (lambda path: path / "nowhere.pt", CheckpointError, "no such file"),
-    "another suffix": (lambda path: saved(path / "c.ckpt", {}), CheckpointError, "unknown kind of checkpoint"),
+    "another suffix": (lambda path: saved(path / "c.onnx", {}), CheckpointError, "unknown kind of checkpoint"),
     "arbitrary objects": (lambda path: saved(path / "c.pt", {"a": Arbitrary()}), CheckpointError, "could run anything"),
     "not a pickle": (lambda path: written(path / "c.pt", b"hello"), CheckpointError, "c.pt"),
     "an empty file": (lambda path: written(path / "c.pt", b""), CheckpointError, "c.pt"),
     "a cut off file": (cut, CheckpointError, "c.pt"),
     "a list": (lambda path: saved(path / "c.pt", [1]), CheckpointError, "holds a list, expected a state dict"),
     "nested": (
-        lambda path: {"state_dict": Renamed().state_dict(), "epoch": 1},
+        lambda path: {"weights": Renamed().state_dict(), "epoch": 1},
         CheckpointError,
-        "may be under 'state_dict'",
+        "may be under 'weights'",
     ),
     "meta tensors": (lambda path: Renamed().to("meta").state_dict(), CheckpointError, "has no values"),
     "sparse": (lambda path: {"layers.0.weight": torch.eye(3).to_sparse()}, CheckpointError, "cannot be written"),

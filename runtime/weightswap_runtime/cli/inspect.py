@@ -119,6 +119,8 @@ def _weight_file(file: WeightFile, as_json: bool) -> None:
         typer.echo(f"graph id   {stamp.graph_id}")
         for label, text in stamp.labels.items():
             typer.echo(f"label      {label} = {text}")
+        for dtype, names in (stamp.cast or {}).items():
+            typer.echo(f"cast       {len(names)} tensors from {dtype} when packed")
     else:
         typer.echo("weights id not recorded; it is computed when the file is swapped in")
     rows = [

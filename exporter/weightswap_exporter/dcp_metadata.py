@@ -1,0 +1,192 @@
+"""The `.metadata` file of a torch.distributed.checkpoint directory: a pickle, read without running anything in it.
+
+torch reads it with `pickle.load`, which does whatever the file says. Here every class that such a file may name becomes
+an inert record, made for this one reading; any other name is refused.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Iterator, Mapping
+from math import prod
+from pathlib import Path, PurePosixPath
+from typing import Any, NamedTuple
+
+import torch
+
+from weightswap_runtime.errors import CheckpointError
+
+METADATA_NAME = ".metadata"
+_CLASSES = {
+    "torch.distributed.checkpoint.metadata": (
+        "BytesStorageMetadata",
+        "ChunkStorageMetadata",
+        "Metadata",
+        "MetadataIndex",
+        "StorageMeta",
+        "TensorProperties",
+        "TensorStorageMetadata",
+        "_MEM_FORMAT_ENCODING",
+    ),
+    "torch.distributed.checkpoint.filesystem": ("_StorageInfo",),
+    "torch.distributed._shard.sharded_tensor.metadata": ("MEM_FORMAT_ENCODING", "TensorProperties"),  # torch 2.0
+    "torch.serialization": ("_get_layout",),
+    "pathlib": ("Path", "PosixPath", "PurePath", "PurePosixPath", "PureWindowsPath", "WindowsPath"),
+    "pathlib._local": ("Path", "PosixPath", "PurePath", "PurePosixPath", "PureWindowsPath", "WindowsPath"),
+}
+_AGAIN = "Save the checkpoint again, or copy it again."
+
+
+class Chunk(NamedTuple):
+    """A block of a tensor: where it begins in the tensor, its sizes, and the bytes of a file that hold it."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    file: str
+    begin: int
+    length: int
+
+
+class Described(NamedTuple):
+    """A tensor as the metadata describe it. `problems` says what keeps its chunks from making up the tensor."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    chunks: tuple[Chunk, ...]
+    problems: tuple[str, ...]
+
+
+def read_metadata(path: Path) -> dict[str, Described]:
+    """The tensors of a checkpoint by their names. Entries of other kinds are left out. Raises CheckpointError."""
+    try:
+        with path.open("rb") as file:
+            document = _Unpickler(file, str(path)).load()
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be opened ({error.strerror})") from error
+    except CheckpointError:
+        raise
+    except Exception as error:  # what a damaged pickle raises is anybody's guess
+        raise CheckpointError(f"{path}: not the metadata of a distributed checkpoint ({error}). {_AGAIN}") from error
+    try:
+        places = _places(document)
+        return {
+            name: _described(name, entry, places.get(name, {}))
+            for name, entry in _mapping(document.state_dict_metadata).items()
+            if type(entry).__name__ == "TensorStorageMetadata"
+        }
+    except (AttributeError, TypeError, ValueError) as error:
+        raise CheckpointError(f"{path}: lacks what the metadata of a checkpoint have ({error}). {_AGAIN}") from error
+
+
+class _Record:
+    """Stands for an object of a class in the pickle: its attributes, and nothing that could run."""
+
+    def __init__(self, *args: Any) -> None:
+        self.args = args
+
+    def __setstate__(self, state: Any) -> None:
+        if isinstance(state, Mapping):
+            self.__dict__.update(state)
+        else:
+            self.args = state
+
+
+class _Unpickler(pickle.Unpickler):
+    def __init__(self, file: Any, where: str) -> None:
+        super().__init__(file)
+        self._where = where
+        # a pickle can set attributes of the classes it names: these are gone with the unpickler
+        self._classes = {
+            (module, name): type(name, (_Record,), {}) for module, names in _CLASSES.items() for name in names
+        }
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) in self._classes:
+            return self._classes[module, name]
+        if module == "collections" and name == "OrderedDict":
+            return dict
+        if module == "torch" and name == "Size":
+            return tuple
+        if module == "torch" and isinstance(found := getattr(torch, name, None), torch.dtype | torch.layout):
+            return found
+        raise CheckpointError(
+            f"{self._where}: names {module}.{name}, which the metadata of a checkpoint do not need, and loading it "
+            "could run anything; it was not loaded. Do not use this checkpoint unless you trust where it is from; then "
+            "save the state dict with torch.save or as .safetensors."
+        )
+
+
+def _mapping(value: Any) -> Mapping[Any, Any]:
+    if not isinstance(value, Mapping):
+        raise TypeError(f"expected a dict, found a {type(value).__name__}")
+    return value
+
+
+def _sizes(value: Any) -> tuple[int, ...]:
+    if not isinstance(value, tuple) or not all(type(size) is int and size >= 0 for size in value):
+        raise TypeError(f"expected sizes, found {value!r:.80}")
+    return value
+
+
+def _places(document: Any) -> dict[str, dict[tuple[int, ...] | None, Any]]:
+    """Where chunks are stored: name -> offsets in the tensor -> storage info."""
+    places: dict[str, dict[tuple[int, ...] | None, Any]] = {}
+    for index, info in _mapping(document.storage_data).items():
+        offset = getattr(index, "offset", None)
+        places.setdefault(index.fqn, {})[None if offset is None else _sizes(offset)] = info
+    return places
+
+
+def _described(name: str, entry: Any, places: Mapping[tuple[int, ...] | None, Any]) -> Described:
+    properties = entry.properties
+    dtype = properties.args[0] if properties.args else properties.dtype
+    if not isinstance(name, str) or not isinstance(dtype, torch.dtype):
+        raise TypeError(f"{name!r} has the dtype {dtype!r:.80}")
+    shape = _sizes(entry.size)
+    blocks = [(_sizes(chunk.offsets), _sizes(chunk.sizes)) for chunk in entry.chunks]
+    blocks = [block for block in blocks if prod(block[1])]
+    lost = [offsets for offsets, _ in blocks if offsets not in places]
+    problems = [f"{name}: the metadata do not say where its chunk at {list(offsets)} is stored" for offsets in lost]
+    chunks = [_chunk(*block, places[block[0]]) for block in blocks if block[0] in places]
+    problems += [f"{name}: {text}" for text in _gaps(shape, blocks)]
+    problems += [f"{name}: {text}" for chunk in chunks for text in _misplaced(chunk, places[chunk.offsets])]
+    return Described(dtype, shape, tuple(chunks), tuple(problems))
+
+
+def _chunk(offsets: tuple[int, ...], sizes: tuple[int, ...], info: Any) -> Chunk:
+    begin, length = _sizes((info.offset, info.length))
+    if not isinstance(info.relative_path, str):
+        raise TypeError(f"expected the name of a file, found {info.relative_path!r:.80}")
+    return Chunk(offsets, sizes, info.relative_path, begin, length)
+
+
+def _misplaced(chunk: Chunk, info: Any) -> Iterator[str]:
+    place = PurePosixPath(chunk.file)
+    if place.is_absolute() or ".." in place.parts or "\0" in chunk.file:
+        yield f"is stored in {chunk.file!r}, outside the checkpoint's folder"
+    if extensions := getattr(info, "transform_descriptors", None):
+        yield f"was written through extensions ({', '.join(map(str, extensions))}); save without them"
+
+
+def _gaps(shape: tuple[int, ...], blocks: list[tuple[tuple[int, ...], tuple[int, ...]]]) -> Iterator[str]:
+    """What keeps the blocks from covering the tensor exactly once."""
+    for offsets, sizes in blocks:
+        ends = [start + size for start, size in zip(offsets, sizes, strict=False)]
+        if len(offsets) != len(shape) or len(sizes) != len(shape) or any(map(int.__gt__, ends, shape)):
+            yield f"its chunk {list(sizes)} at {list(offsets)} reaches over its shape {list(shape)}"
+            return
+    covered = sum(prod(sizes) for _, sizes in blocks)
+    if covered != prod(shape):
+        yield f"its chunks have {covered} elements, its shape {list(shape)} has {prod(shape)}"
+    elif overlap := _overlap(sorted(blocks)):
+        yield f"its chunks at {list(overlap[0])} and {list(overlap[1])} overlap"
+
+
+def _overlap(blocks: list[tuple[tuple[int, ...], tuple[int, ...]]]) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+    for position, (offsets, sizes) in enumerate(blocks):
+        for others, other_sizes in blocks[position + 1 :]:
+            if not offsets or others[0] >= offsets[0] + sizes[0]:
+                break
+            if all(a < b + n and b < a + m for a, m, b, n in zip(offsets, sizes, others, other_sizes, strict=True)):
+                return offsets, others
+    return None

@@ -1,0 +1,219 @@
+"""`publish()`: a trainer's weights become a weight file while the training goes on."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import traceback
+import weakref
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from weightswap_runtime import Artifact
+from weightswap_runtime.errors import CheckpointError, PublishTimeout
+from weightswap_runtime.files import remove_abandoned
+from weightswap_runtime.weightfile import Stamp
+
+from .casting import requested
+from .checkpoints import Checkpoint, from_module
+from .levels import nested_levels
+from .packing import Packed, pack_checkpoint
+from .tables import TieKey, tie_key
+from .values import values_of
+
+STEP_DIGITS = 9
+ID_LETTERS = 12
+_PREFIX = "step-"
+_log = logging.getLogger("weightswap")
+
+
+class Publication:
+    """A weight file that is being written. An error that is never asked for with `wait()` is logged."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+        self._outcome = _Outcome(step)
+        weakref.finalize(self, self._outcome.let_go)
+
+    def __repr__(self) -> str:
+        return f"Publication(step={self.step}, {'done' if self.done else 'being written'})"
+
+    @property
+    def done(self) -> bool:
+        """Whether the file is in its place, or the writing has failed."""
+        return self._outcome.finished.is_set()
+
+    def wait(self, timeout: float | None = None) -> Packed:
+        """Wait, for at most `timeout` seconds, until the file is in its place.
+
+        Raises PublishTimeout, and what the writing raised: CheckpointError, or WeightsMismatch with every problem.
+        """
+        if not self._outcome.finished.wait(timeout):
+            raise PublishTimeout(f"step {self.step} is still being written after {timeout} s; wait again")
+        return self._outcome.result()
+
+
+def publish(
+    model: nn.Module,
+    directory: str | os.PathLike[str],
+    artifact: Artifact | str | os.PathLike[str],
+    *,
+    step: int,
+    labels: Mapping[str, str] | None = None,
+    dtype: torch.dtype | str | None = None,
+) -> Publication:
+    """Write a live model's weights into a directory, in the background; the training may go on at once.
+
+    The parameters and persistent buffers are copied to the CPU before this returns: later changes of the model do not
+    reach the file. Memory: one copy, ties once. Nothing else may change the model during the copying. The file appears
+    whole, as `step-000001000-0123456789ab.safetensors`: the step and the beginning of the weights id. Names sort by
+    step.
+
+    step: 0 to 999,999,999; it becomes the label `step`, beside `labels`. dtype: as in `pack()`.
+
+    At most one copy in a process waits or is being written: a further call waits until that one is written, from
+    whichever thread it comes. Files therefore appear in the order in which their weights were copied. The end of the
+    interpreter waits for a running write; a killed process leaves only a hidden temporary file, which a later call
+    for the same directory removes.
+
+    Raises CheckpointError and ArtifactError at once for arguments that cannot be right; other errors are those of
+    `Publication.wait()`.
+    """
+    if type(step) is not int or not 0 <= step < 10**STEP_DIGITS:
+        raise CheckpointError(f"step: expected a whole number from 0 to {10**STEP_DIGITS - 1}, got {step!r}")
+    if not isinstance(model, nn.Module):
+        raise CheckpointError(f"expected a module, got a {type(model).__qualname__}")
+    requested(dtype)
+    opened = artifact if isinstance(artifact, Artifact) else Artifact.open(artifact)
+    publication = Publication(step)
+    _writer.begin(
+        publication._outcome,
+        partial(_snapshot, model),
+        partial(_write, directory=Path(directory), artifact=opened, step=step, labels=dict(labels or {}), dtype=dtype),
+    )
+    return publication
+
+
+def _snapshot(model: nn.Module) -> Checkpoint:
+    live = from_module(model)
+    copies: dict[TieKey, torch.Tensor] = {}
+
+    def copy(tensor: torch.Tensor) -> torch.Tensor:
+        key = tie_key(tensor)
+        if key not in copies:
+            copies[key] = tensor.detach().to("cpu", copy=True)
+        return copies[key]
+
+    level = live.levels[0]
+    if level.problems:
+        return live
+    tensors = {name: copy(values.load()) for name, values in level.tensors.items()}
+    return live._replace(levels=nested_levels(tensors, values_of, deep=False))
+
+
+def _write(
+    checkpoint: Checkpoint,
+    *,
+    directory: Path,
+    artifact: Artifact,
+    step: int,
+    labels: Mapping[str, str],
+    dtype: torch.dtype | str | None,
+) -> Packed:
+    def rename(stamp: Stamp) -> Path:
+        return directory / f"{stem}-{stamp.weights_id[:ID_LETTERS]}.safetensors"
+
+    stem = f"{_PREFIX}{step:0{STEP_DIGITS}d}"
+    remove_abandoned(directory, _PREFIX)
+    labels = {**labels, "step": str(step)}
+    out = directory / f"{stem}.safetensors"
+    return pack_checkpoint(checkpoint, artifact, out, labels=labels, dtype=dtype, rename=rename)
+
+
+class _Outcome:
+    """What became of one write. It outlives its handle, so that no error is lost."""
+
+    def __init__(self, step: int) -> None:
+        self._step = step
+        self._lock = threading.Lock()
+        self._packed: Packed | None = None
+        self._error: BaseException | None = None
+        self._asked = self._left = False
+        self.finished = threading.Event()
+
+    def finish(self, packed: Packed | None, error: BaseException | None) -> None:
+        with self._lock:
+            self._packed, self._error = packed, error
+            self.finished.set()
+        self._report()
+
+    def result(self) -> Packed:
+        self._asked = True
+        if self._error is not None:
+            raise self._error
+        assert self._packed is not None
+        return self._packed
+
+    def let_go(self) -> None:
+        """The handle is gone, or the interpreter ends: nobody can ask any more."""
+        self._left = True
+        self._report()
+
+    def _report(self) -> None:
+        with self._lock:
+            error = self._error if self._left and not self._asked else None
+            self._asked = self._asked or error is not None
+        if error is not None:
+            _log.error("step %d was not published: %s: %s", self._step, type(error).__name__, error)
+
+
+class _Writer:
+    """Writes one snapshot at a time, each in a thread that the interpreter waits for."""
+
+    def __init__(self) -> None:
+        self._free = threading.Lock()
+
+    def begin(
+        self, outcome: _Outcome, snapshot: Callable[[], Checkpoint], write: Callable[[Checkpoint], Packed]
+    ) -> None:
+        """Wait for the write before, take the snapshot, and start to write it."""
+        self._free.acquire()
+        try:
+            held = [snapshot()]
+            threading.Thread(target=self._run, args=(outcome, held, write), name="weightswap-publish").start()
+        except BaseException:
+            self._free.release()
+            raise
+
+    def _run(self, outcome: _Outcome, held: list[Checkpoint], write: Callable[[Checkpoint], Packed]) -> None:
+        packed = error = None
+        try:
+            packed = write(held.pop())
+        except BaseException as caught:
+            _forget_frames(caught)
+            error = caught
+        self._free.release()
+        outcome.finish(packed, error)
+
+
+def _forget_frames(error: BaseException | None) -> None:
+    """The frames that an error has come through hold the snapshot."""
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__
+
+
+_writer = _Writer()
+
+
+def _forked() -> None:
+    """A forked child has none of the parent's threads, and nothing of what they were writing."""
+    _writer.__init__()  # type: ignore[misc]
+
+
+os.register_at_fork(after_in_child=_forked)
