@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ import safetensors.torch
 import torch
 from torch import nn
 
+from tests.checkpoints import saved, saved_before_zip, saved_safetensors, tensors
 from tests.models import Everything, Renamed
 from weightswap_exporter import export, pack
 from weightswap_runtime import Artifact, CheckpointError, WeightFileError, WeightsMismatch, load
@@ -24,27 +25,13 @@ def renamed(tmp_path: Path) -> Artifact:
     return export(Renamed().eval(), (X,), out=tmp_path / "renamed.artifact")
 
 
-def tensors(state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    return {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
-
-
-def saved(path: Path, state: object) -> Path:
-    torch.save(state, path)
-    return path
-
-
-def saved_safetensors(path: Path, state: Mapping[str, Any]) -> Path:
-    safetensors.torch.save_file(tensors(state), path)
-    return path
-
-
 SOURCES: dict[str, Callable[[Renamed, Path], object]] = {
     "module": lambda model, path: model,
     "state dict": lambda model, path: model.state_dict(),
     "named parameters": lambda model, path: dict(model.named_parameters()),
     ".pt": lambda model, path: saved(path / "c.pt", model.state_dict()),
     ".bin": lambda model, path: saved(path / "c.bin", tensors(model.state_dict())),
-    "old .pth": lambda model, path: saved_old(path / "c.pth", tensors(model.state_dict())),
+    "old .pth": lambda model, path: saved_before_zip(path / "c.pth", tensors(model.state_dict())),
     ".safetensors with checkpoint keys": lambda model, path: saved_safetensors(
         path / "c.safetensors", model.state_dict()
     ),
@@ -52,11 +39,6 @@ SOURCES: dict[str, Callable[[Renamed, Path], object]] = {
         path / "f.safetensors", dict(model.named_parameters())
     ),
 }
-
-
-def saved_old(path: Path, state: object) -> Path:
-    torch.save(state, path, _use_new_zipfile_serialization=False)
-    return path
 
 
 @pytest.mark.parametrize("make", SOURCES.values(), ids=SOURCES)

@@ -1,0 +1,64 @@
+"""Writing checkpoints as trainers do."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+import torch
+import torch.distributed.checkpoint
+
+
+def tensors(state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    return {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
+
+
+def saved(path: Path, state: object) -> Path:
+    torch.save(state, path)
+    return path
+
+
+def saved_before_zip(path: Path, state: object) -> Path:
+    torch.save(state, path, _use_new_zipfile_serialization=False)
+    return path
+
+
+def saved_safetensors(path: Path, state: Mapping[str, Any]) -> Path:
+    safetensors.torch.save_file(tensors(state), path)
+    return path
+
+
+def saved_distributed(folder: Path, state: dict[str, Any]) -> Path:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that there is only one process
+        torch.distributed.checkpoint.save(state, checkpoint_id=folder, no_dist=True)
+    return folder
+
+
+def saved_folder(folder: Path, state: Mapping[str, Any], suffix: str) -> Path:
+    """As Hugging Face saves a model in one file."""
+    folder.mkdir()
+    if suffix == ".bin":
+        saved(folder / "pytorch_model.bin", tensors(state))
+    else:
+        saved_safetensors(folder / "model.safetensors", state)
+    (folder / "config.json").write_text("{}")
+    return folder
+
+
+def saved_shards(folder: Path, state: Mapping[str, Any], suffix: str) -> Path:
+    """As Hugging Face saves a model in two files. Returns the folder."""
+    folder.mkdir()
+    stem = "pytorch_model" if suffix == ".bin" else "model"
+    names = sorted(tensors(state))
+    weight_map = {name: f"{stem}-0000{1 + index % 2}-of-00002{suffix}" for index, name in enumerate(names)}
+    for shard in set(weight_map.values()):
+        part = {name: state[name] for name in names if weight_map[name] == shard}
+        saved(folder / shard, part) if suffix == ".bin" else saved_safetensors(folder / shard, part)
+    index = {"metadata": {"total_size": 0}, "weight_map": weight_map}
+    (folder / f"{stem}{suffix}.index.json").write_text(json.dumps(index))
+    return folder
