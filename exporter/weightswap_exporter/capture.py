@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import re
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -12,10 +13,13 @@ from typing import Any
 import torch
 from torch import nn
 from torch.export import ExportedProgram
-from torch.export.graph_signature import OutputKind
+from torch.nn.utils.spectral_norm import SpectralNorm
+from torch.nn.utils.weight_norm import WeightNorm
 from torch.utils import _pytree as pytree
 
 from weightswap_runtime.errors import CaptureError
+
+from .mutations import mutated_buffers
 
 
 @dataclass(frozen=True)
@@ -45,13 +49,13 @@ def capture(model: nn.Module, name: str, spec: MethodSpec) -> Captured:
     args, kwargs = _distinct((tuple(spec.args), dict(spec.kwargs)))
     try:
         with warnings.catch_warnings():
-            # torch only warns where a call assigns an attribute, and so freezes its value; it also warns of every LSTM
+            # torch only warns where a call assigns an attribute, and so freezes its value
             warnings.filterwarnings("error", r"The tensor attributes? .* assigned during export", UserWarning)
-            warnings.filterwarnings("ignore", r"The tensor attributes? .*_flat_weights", UserWarning)
+            warnings.filterwarnings("ignore", _assigned_again(root), UserWarning)
             # whatever the caller's mode: the graph must not depend on it
             with torch.inference_mode(False), torch.enable_grad():
                 program = torch.export.export(root, args, kwargs, dynamic_shapes=spec.dynamic_shapes, strict=False)
-                mutated = _mutations(program)
+                mutated = mutated_buffers(program)
     except Exception as error:
         reason = str(error).partition("\n\nThe error above occurred")[0]
         raise CaptureError(f"method {name!r}: torch.export cannot capture it: {reason}") from error
@@ -115,18 +119,19 @@ def _as_forward(model: nn.Module, fn_name: str) -> nn.Module:
     return root
 
 
-def _mutations(program: ExportedProgram) -> frozenset[str]:
-    """FQNs of mutated buffers. The captured program mutates in place; functionalising a copy makes it explicit."""
-    with warnings.catch_warnings():  # torch copies a class of its own that it deprecates
-        warnings.filterwarnings("ignore", "`isinstance\\(treespec, LeafSpec\\)`", FutureWarning)
-        outputs = program.run_decompositions({}).graph_signature.output_specs
-    changed = [spec.target for spec in outputs if spec.kind is OutputKind.PARAMETER_MUTATION]
-    if changed:
-        raise CaptureError(
-            f"a call changes the parameter(s) {', '.join(map(str, changed))}; weights are only changed by a swap. "
-            "Register what changes as a buffer."
-        )
-    return frozenset(str(spec.target) for spec in outputs if spec.kind is OutputKind.BUFFER_MUTATION)
+def _assigned_again(model: nn.Module) -> str:
+    """A pattern for the warnings about attributes that are assigned in each call before they are read.
+
+    These are the weights of the old weight_norm and spectral_norm, and the list that recurrent layers keep of theirs.
+    """
+    computed = [
+        re.escape(f"self.{path}.{hook.name}" if path else f"self.{hook.name}")
+        for path, module in model.named_modules()
+        for hook in module._forward_pre_hooks.values()
+        if isinstance(hook, WeightNorm | SpectralNorm)
+    ]
+    names = "|".join([r"self\.(?:[\w.]+\.)?_flat_weights\S*", *computed])
+    return rf"The tensor attributes? (?:(?:{names})(?:, )?)+ (?:was|were) assigned during export"
 
 
 def training_operators(captured: Captured) -> set[str]:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +33,7 @@ from weightswap_runtime.manifest import (
 from weightswap_runtime.weightfile import TensorRow, canonical_order
 
 from .archive import graph_archive
-from .capture import MethodSpec, capture, training_operators
+from .capture import Captured, MethodSpec, capture, training_operators
 from .describe import describe_method
 from .recording import Recorded, record_adapter
 from .tables import Tables, classify
@@ -39,6 +41,7 @@ from .tracing import Checkpoint, Load
 from .values import tensor_bytes
 
 ENGINES = ("torch",)
+_CALLER = 4  # warnings are attributed to the code that calls export()
 
 
 def export(
@@ -69,13 +72,18 @@ def export(
         raise Unsupported(f"engine(s) {', '.join(unknown)}: this version exports for {', '.join(ENGINES)}")
     path = _check_out(Path(out))
     specs = _specs(args, kwargs, dynamic_shapes, methods)
+    with _collector_paused():
+        manifest, files = _artifact(model, specs, load, checkpoint)
+        _write(path, manifest, files)
+    return Artifact.open(path)
+
+
+def _artifact(
+    model: nn.Module, specs: Mapping[str, MethodSpec], load: Load | None, checkpoint: Checkpoint | None
+) -> tuple[Manifest, dict[str, bytes]]:
+    """The manifest, and the other files by name."""
     captured = {name: capture(model, name, spec) for name, spec in specs.items()}
-    if training := sorted({op for method in captured.values() for op in training_operators(method)}):
-        warnings.warn(
-            f"the exported graph behaves as in training ({', '.join(training)}): call model.eval() before the export "
-            "if it is to serve",
-            stacklevel=2,
-        )
+    _warn_of_training(captured)
     tables = classify(model, captured)
     recorded = _record(model, tables, load, checkpoint)
     described = {
@@ -101,8 +109,28 @@ def export(
         adapter=recorded.adapter,
         files=digests,
     )
-    _write(path, manifest, files)
-    return Artifact.open(path)
+    return manifest, files
+
+
+@contextmanager
+def _collector_paused() -> Iterator[None]:
+    """Without Python's cyclic garbage collector, which takes a third of the time: millions of objects are made."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+def _warn_of_training(captured: Mapping[str, Captured]) -> None:
+    if training := sorted({op for method in captured.values() for op in training_operators(method)}):
+        warnings.warn(
+            f"the exported graph behaves as in training ({', '.join(training)}): call model.eval() before the export "
+            "if it is to serve",
+            stacklevel=_CALLER,
+        )
 
 
 def _check_out(path: Path) -> Path:
@@ -141,7 +169,7 @@ def _record(model: nn.Module, tables: Tables, load: Load | None, checkpoint: Che
         checkpoint = huggingface.checkpoint(model) if checkpoint is None else checkpoint
     recorded = record_adapter(model, tables, load=load, checkpoint=checkpoint)
     for text in recorded.warnings:
-        warnings.warn(text, stacklevel=3)
+        warnings.warn(text, stacklevel=_CALLER)
     return recorded
 
 

@@ -21,6 +21,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from weightswap_runtime.errors import CaptureError
 
+from .blame import first_line, place_of, wants_values
+
 _patching = threading.Lock()
 
 
@@ -34,19 +36,23 @@ def skeleton() -> Iterator[None]:
     """Modules built in this block, by this thread, get parameters that cost no memory.
 
     Shapes, dtypes, ties (one Parameter registered twice), buffers and everything that `__init__` computes from them
-    stay as they are. Initialisers of `torch.nn.init` do nothing to such a parameter. A skeleton can be exported; a call
-    gives tensors without values.
+    stay as they are. Initialisers of `torch.nn.init` do nothing to such a parameter. A skeleton can be exported; a
+    call gives tensors without values. The block runs without gradients.
 
     Raises CaptureError where `__init__` needs the value of a parameter.
     """
     builder = _Builder()
-    with builder.patched():
+    # autograd's graph of a tensor computed from parameters would keep Module.to() and .half() from replacing them
+    with builder.patched(), torch.no_grad():
         try:
             yield
-        except torch._subclasses.fake_tensor.DataDependentOutputException as error:
+        except Exception as error:
+            if not wants_values(error):
+                raise
             raise CaptureError(
-                f"{builder.last}: the model's constructor reads the value of a parameter ({error.func}), which a "
-                "skeleton does not have. Initialise with torch.nn.init, or build the model outside skeleton()."
+                f"{place_of(error)}the model's constructor needs the values of a parameter ({first_line(error)}), "
+                f"which a skeleton does not have; the last one made is {builder.last}. Initialise with torch.nn.init, "
+                "or build the model outside skeleton()."
             ) from error
 
 
@@ -83,7 +89,7 @@ class _Builder:
             initialisers = {
                 name: self._idle(function)
                 for name, function in vars(nn.init).items()
-                if callable(function) and name.endswith("_") and not name.startswith("_")
+                if callable(function) and name.endswith("_") and not name.startswith("__")
             }
             with ExitStack() as stack:
                 stack.enter_context(mock.patch.object(nn.Module, "register_parameter", register))

@@ -6,35 +6,22 @@ The code runs once, on tensors without values, and every operator that it calls 
 
 from __future__ import annotations
 
-import traceback
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    FakeTensorMode,
-    UnsupportedFakeTensorException,
-)
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from weightswap_runtime.errors import CaptureError
 
+from .blame import first_line, place_of, wants_values
 from .hollowing import install, named_tensors, restored, stand_in, without_values
 
 Load = Callable[[nn.Module, dict[str, Any]], object]
 Checkpoint = Mapping[str, Any]
-_WANTS_VALUES = (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    GuardOnDataDependentSymNode,
-    UnsupportedFakeTensorException,
-)
 
 
 class Untraceable(Exception):
@@ -44,9 +31,8 @@ class Untraceable(Exception):
     """
 
     def __init__(self, text: str, error: Exception) -> None:
-        self.wants_values = isinstance(error, _WANTS_VALUES) or "numpy()" in str(error)
-        first_line = (str(error).strip().splitlines() or [""])[0]
-        super().__init__(f"{text}{_place(error)}{type(error).__name__}: {first_line}")
+        self.wants_values = wants_values(error)
+        super().__init__(f"{text}{place_of(error)}{first_line(error)}")
 
 
 class Traced(NamedTuple):
@@ -132,12 +118,3 @@ def _check_constants(before: Mapping[str, torch.Tensor], after: Mapping[str, tor
 def _mutates(node: Node) -> bool:
     schema = getattr(node.target, "_schema", None)
     return schema is not None and schema.is_mutable
-
-
-def _place(error: BaseException) -> str:
-    """The innermost frame that is neither torch's nor this package's, such as a hook; empty if there is none."""
-    ours = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(ours)]
-    if not frames:
-        return ""
-    return f"{frames[-1].name} ({Path(frames[-1].filename).name}, line {frames[-1].lineno}): "

@@ -1,0 +1,41 @@
+"""Finding the user's code in an error that torch has raised below it."""
+
+from __future__ import annotations
+
+import traceback
+from pathlib import Path
+
+import torch
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    UnsupportedFakeTensorException,
+)
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+
+_OURS = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
+_WANTS_VALUES = (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    GuardOnDataDependentSymNode,
+    UnsupportedFakeTensorException,
+)
+_TEXTS = ("numpy() is not supported for tensor subclasses", "Can't call metadata mutating ops on non-Fake Tensor")
+
+
+def wants_values(error: BaseException) -> bool:
+    """Whether an operation failed because it needs the values of a tensor that has none."""
+    return isinstance(error, _WANTS_VALUES) or any(text in str(error) for text in _TEXTS)
+
+
+def place_of(error: BaseException) -> str:
+    """`hook (model.py, line 12): `, the innermost frame that is neither torch's nor ours; empty if there is none."""
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(_OURS)]
+    if not frames:
+        return ""
+    return f"{frames[-1].name} ({Path(frames[-1].filename).name}, line {frames[-1].lineno}): "
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an error's text, after the name of its class."""
+    return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"
