@@ -6,7 +6,8 @@ import functools
 import inspect
 import re
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -53,7 +54,7 @@ def capture(model: nn.Module, name: str, spec: MethodSpec) -> Captured:
             warnings.filterwarnings("error", r"The tensor attributes? .* assigned during export", UserWarning)
             warnings.filterwarnings("ignore", _assigned_again(root), UserWarning)
             # whatever the caller's mode: the graph must not depend on it
-            with torch.inference_mode(False), torch.enable_grad():
+            with torch.inference_mode(False), torch.enable_grad(), _none_buffers_last(root):
                 program = torch.export.export(root, args, kwargs, dynamic_shapes=spec.dynamic_shapes, strict=False)
                 mutated = mutated_buffers(program)
     except Exception as error:
@@ -117,6 +118,17 @@ def _as_forward(model: nn.Module, fn_name: str) -> nn.Module:
     root.__dict__ = dict(vars(model))
     root.__dict__.update(none)
     return root
+
+
+@contextmanager
+def _none_buffers_last(root: nn.Module) -> Iterator[None]:
+    """torch counts the buffers of the root that are None, and gives an assigned buffer's value to one further on."""
+    buffers = root._buffers
+    root._buffers = dict(sorted(buffers.items(), key=lambda item: item[1] is None))
+    try:
+        yield
+    finally:
+        root._buffers = buffers
 
 
 def _assigned_again(model: nn.Module) -> str:

@@ -45,7 +45,7 @@ def functionalised_mutations(program: ExportedProgram) -> frozenset[str]:
 
 
 def _written_in_a_run(program: ExportedProgram) -> set[str]:
-    """FQNs of buffers that a run without values writes to: functionalising loses writes to a result that is its input."""
+    """FQNs of buffers that a run without values writes to: functionalising misses them where a result is the input."""
     inputs = [node.meta.get("val") for node in program.graph.nodes if node.op == "placeholder"]
     kept = {
         str(spec.target): value

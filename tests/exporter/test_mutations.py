@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from weightswap_exporter.capture import MethodSpec, capture
 from weightswap_exporter.mutations import functionalised_mutations, is_functional, may_mutate, mutated_buffers
 
 X = torch.ones(2, 4)
@@ -93,6 +94,29 @@ ACTS: dict[str, tuple[Callable[[Does, torch.Tensor], torch.Tensor], set[str]]] =
 def test_what_a_call_changes_is_found(act: Callable[[Does, torch.Tensor], torch.Tensor], expected: set[str]) -> None:
     program = torch.export.export(Does(act).eval(), (X,), strict=False)
     assert mutated_buffers(program) == functionalised_mutations(program) == expected
+
+
+class Assigns(nn.Module):
+    """Assigns buffers in a call, after one that is None."""
+
+    def __init__(self, names: tuple[str, ...]) -> None:
+        super().__init__()
+        for name in names:
+            self.register_buffer(name, None if name == "none" else torch.zeros(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.a = self.a + x
+        assert getattr(self, "none", None) is None
+        return self.a + self.b
+
+
+@pytest.mark.parametrize("names", [("none", "a", "b"), ("a", "none", "b"), ("a", "b")])
+def test_an_assigned_buffer_is_found_beside_one_that_is_none(names: tuple[str, ...]) -> None:
+    model = Assigns(names)
+    captured = capture(model, "forward", MethodSpec("forward", (torch.ones(2),)))
+    assert captured.mutated == {"a"}
+    assert tuple(model._buffers) == names
+    assert torch.equal(model.a, torch.zeros(2))
 
 
 @pytest.mark.parametrize("name", ["nothing", "a region that reads", "memory of the call", "statistics that rest"])

@@ -70,7 +70,7 @@ def test_a_constructor_that_reads_a_value_is_named() -> None:
             self.weight = nn.Parameter(torch.ones(3))
             self.scale = self.weight.sum().item()
 
-    says = r"__init__ \(test_skeleton.py, line \d+\): the model's constructor needs the values .* one made is .*Reads.weight"
+    says = r"__init__ \(test_skeleton.py, line \d+\): the model's constructor needs the values .* is .*Reads.weight"
     with pytest.raises(CaptureError, match=says), skeleton():
         Reads()
 
