@@ -53,7 +53,8 @@ def load(model: nn.Module, checkpoint: Mapping[str, torch.Tensor]) -> None:
     owner: Any = model
     _check_plain(owner)
     conversions: list[Any] = get_model_conversion_mapping(owner)
-    config = LoadStateDictConfig(weight_mapping=conversions, dtype=owner.dtype)
+    device = next((str(tensor.device) for tensor in checkpoint.values()), "cpu")
+    config = LoadStateDictConfig(weight_mapping=conversions, dtype=owner.dtype, device_map={"": device})
     with torch.no_grad(), _in_this_thread(), _silent():
         found, _ = convert_and_load_state_dict_in_model(owner, dict(checkpoint), config, None)
         owner.tie_weights(missing_keys=found.missing_keys, recompute_mapping=False)
