@@ -43,6 +43,21 @@ def check_archive(raw: bytes, where: str) -> None:
         raise ArtifactError(f"{where}: {'; '.join(problems[:5])}. Export the artifact again.")
 
 
+def operators(raw: bytes) -> set[str]:
+    """The operators that an archive's graphs call, as `torch.ops.NAMESPACE.NAME.OVERLOAD`. It was checked before."""
+    with zipfile.ZipFile(io.BytesIO(raw)) as archive:
+        models = [json.loads(archive.read(name)) for name in archive.namelist() if name.endswith("/models/model.json")]
+    return {target for model in models for target in _targets(model) if target.startswith("torch.ops.")}
+
+
+def _targets(value: Any) -> Iterator[str]:
+    items = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    for item in items:
+        yield from _targets(item)
+    if isinstance(value, dict) and isinstance(value.get("target"), str) and "inputs" in value:
+        yield value["target"]
+
+
 def _problems(archive: zipfile.ZipFile) -> Iterator[str]:
     for info in archive.infolist():
         if _EMPTY.fullmatch(info.filename):
