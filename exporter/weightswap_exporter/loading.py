@@ -10,6 +10,7 @@ from torch import nn
 from weightswap_runtime.errors import CheckpointError
 
 from .checkpoints import Checkpoint, Source, from_module, open_checkpoint
+from .levels import Level
 from .tracing import Load
 
 
@@ -32,7 +33,7 @@ def load_into(model: nn.Module, source: Source, load: Load | None) -> Iterator[C
 
 def _load(model: nn.Module, checkpoint: Checkpoint, load: Load | None) -> None:
     name = "model.load_state_dict" if load is None else getattr(load, "__qualname__", "load")
-    levels = checkpoint.levels if load is None else checkpoint.levels[:1]
+    levels = _likely(checkpoint.levels, model) if load is None else checkpoint.levels[:1]
     failures = []
     for level in levels:
         try:
@@ -45,5 +46,11 @@ def _load(model: nn.Module, checkpoint: Checkpoint, load: Load | None) -> None:
             failures.append((f"{name}{place} raised {type(error).__name__}: {error}", error))
         else:
             return
-    text, cause = min(failures, key=lambda failure: len(failure[0]))
+    text, cause = min(failures, key=lambda failure: len(failure[0]))  # each lists what is wrong
     raise CheckpointError(f"{checkpoint.where}: {text}") from cause
+
+
+def _likely(levels: tuple[Level, ...], model: nn.Module) -> tuple[Level, ...]:
+    """Levels that have about as many tensors as the model, if there are any."""
+    wanted = len(list(model.parameters()))
+    return tuple(level for level in levels if 2 * (len(level.tensors) + len(level.problems)) >= wanted) or levels

@@ -1,0 +1,122 @@
+"""Checkpoints that only the model's own code can load: loaded into a model, which is packed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.checkpoints import saved, saved_distributed, saved_safetensors
+from weightswap_exporter import export, pack, skeleton
+from weightswap_runtime import Artifact, CheckpointError, WeightsMismatch, WeightswapError, load
+
+X = torch.randn(2, 3, generator=torch.Generator().manual_seed(1))
+
+
+class Scaled(nn.Module):
+    """Its checkpoints hold the weight over its largest value; which keys are used depends on a value."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 3, bias=False)
+        self._register_load_state_dict_pre_hook(self._unscale)
+
+    @staticmethod
+    def _unscale(state: dict[str, Any], *_: Any) -> None:
+        if "scale" in state and float(state["scale"]) > 0:
+            state["linear.weight"] = state["linear.weight"] * state["scale"]
+        state.pop("scale", None)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x)
+
+
+STATE = {"linear.weight": torch.arange(9.0).view(3, 3), "scale": torch.tensor(2.0)}
+
+
+@pytest.fixture
+def scaled(tmp_path: Path) -> Artifact:
+    return export(Scaled().eval(), (X,), out=tmp_path / "scaled.artifact")
+
+
+SOURCES: dict[str, Callable[[Path], object]] = {
+    "a state dict": lambda path: STATE,
+    "below model": lambda path: {"model": STATE, "step": 3},
+    ".pt": lambda path: saved(path / "c.pt", {"state_dict": STATE, "step": 3}),
+    ".safetensors": lambda path: saved_safetensors(path / "c.safetensors", STATE),
+    "distributed": lambda path: saved_distributed(path / "dcp", {"model": STATE, "optimizer": {"lr": 0.1}}),
+}
+
+
+@pytest.mark.parametrize("make", SOURCES.values(), ids=SOURCES)
+def test_the_models_own_code_loads(make: Callable[[Path], Any], scaled: Artifact, tmp_path: Path) -> None:
+    model = Scaled()
+    packed = pack(make(tmp_path), scaled, out=tmp_path / "v.safetensors", model=model)
+    assert torch.equal(load(scaled, packed.path)(X), X @ (STATE["linear.weight"] * 2).T)
+    assert torch.equal(model.linear.weight, STATE["linear.weight"] * 2)
+
+
+def test_without_the_model_such_a_checkpoint_is_refused(scaled: Artifact, tmp_path: Path) -> None:
+    with pytest.raises(WeightsMismatch, match="scale"):
+        pack(STATE, scaled, out=tmp_path / "v.safetensors")
+
+
+def own(model: nn.Module, checkpoint: dict[str, Any]) -> None:
+    assert checkpoint["step"] == 3
+    model.load_state_dict({"linear.weight": checkpoint["weights"].view(3, 3)})
+
+
+def test_a_function_may_load(scaled: Artifact, tmp_path: Path) -> None:
+    source = saved(tmp_path / "c.pt", {"weights": torch.arange(9.0), "step": 3})
+    packed = pack(source, scaled, out=tmp_path / "v.safetensors", model=Scaled(), load=own)
+    assert torch.equal(load(scaled, packed.path)(X), X @ torch.arange(9.0).view(3, 3).T)
+
+
+def hollow() -> nn.Module:
+    with skeleton():
+        return Scaled()
+
+
+BAD: dict[str, tuple[object, dict[str, Any], type[WeightswapError], str]] = {
+    "a function that raises": (
+        {"step": 4},
+        {"model": Scaled(), "load": own},
+        CheckpointError,
+        "the state dict: own raised AssertionError",
+    ),
+    "another architecture": (
+        {"model": {"other": torch.zeros(1)}},
+        {"model": Scaled()},
+        CheckpointError,
+        'Missing key(s) in state_dict: "linear.weight"',
+    ),
+    "another size": (
+        {"model": {"linear.weight": torch.zeros(2, 2)}},
+        {"model": Scaled()},
+        CheckpointError,
+        "size mismatch for linear.weight",
+    ),
+    "another model": (
+        {"weight": torch.zeros(2, 2)},
+        {"model": nn.Linear(2, 2, bias=False)},
+        WeightsMismatch,
+        "the state dict, loaded into Linear: refused",
+    ),
+    "a skeleton": (STATE, {"model": hollow()}, CheckpointError, "linear.weight: has no values"),
+    "a module as the checkpoint": (Scaled(), {"model": Scaled()}, CheckpointError, "to pack a module, give it alone"),
+    "a function without a model": (STATE, {"load": own}, CheckpointError, "give `model` too"),
+}
+
+
+@pytest.mark.parametrize(("source", "arguments", "error", "says"), BAD.values(), ids=BAD)
+def test_what_cannot_be_loaded_is_refused_with_the_reason(
+    source: Any, arguments: dict[str, Any], error: type[WeightswapError], says: str, scaled: Artifact, tmp_path: Path
+) -> None:
+    with pytest.raises(error) as refused:
+        pack(source, scaled, out=tmp_path / "v.safetensors", **arguments)
+    assert says in str(refused.value)
+    assert not list(tmp_path.glob("*v.safetensors*"))
