@@ -97,3 +97,70 @@ def test_a_weight_without_keys_says_what_to_do(tiny: TinyArtifact) -> None:
     broken = Manifest(**{**fields, "adapter": Adapter(sources=sources)})
     with pytest.raises(WeightsMismatch, match="bias: the adapter knows no checkpoint key that gives it"):
         resolve({"other": FileTensor("F32", (5,), 0, 0)}, broken, "file", readings=KEYS_THEN_NAMES)
+
+
+PLAIN = ("w", "bias", "tied", "steps", "extra")
+WRAPPED = {
+    "DDP": [f"module.{name}" for name in PLAIN],
+    "torch.compile": [f"_orig_mod.{name}" for name in PLAIN],
+    "both": [f"module._orig_mod.{name}" for name in PLAIN],
+    "a nesting level": [f"state_dict.{name}" for name in PLAIN],
+    "nesting around a wrapper": [f"model.module.{name}" for name in PLAIN],
+    "a wrapped part": ["_checkpoint_wrapped_module.w", "bias", "tied", "steps"],
+    "FQNs": ["module.weight", "module.bias", "module.again", "module.steps"],
+}
+
+
+@pytest.mark.parametrize("names", WRAPPED.values(), ids=WRAPPED)
+def test_what_wrappers_add_is_stripped(names: list[str], tiny: TinyArtifact) -> None:
+    types = tensors(*PLAIN, "weight", "again")
+    match = resolve({name: types[name.split(".")[-1]] for name in names}, tiny.manifest, "file")
+    assert {key for keys in match.found.values() for key in keys} == {n for n in names if not n.endswith("extra")}
+    assert match.ignored == tuple(name for name in names if name.endswith("extra"))
+
+
+NOT_WRAPPED = {
+    "one key is left over": (["module.w", "module.bias", "module.tied", "module.steps", "module.more"], "module.more"),
+    "one key is missing": (["module.w", "module.bias", "module.tied"], "module.bias: unexpected"),
+    "one key is not wrapped": (["module.w", "bias", "tied", "steps", "module.bias"], "module.bias: unexpected"),
+    "another prefix": ([f"net.{name}" for name in PLAIN], "net.bias: unexpected"),
+}
+
+
+@pytest.mark.parametrize(("names", "says"), NOT_WRAPPED.values(), ids=NOT_WRAPPED)
+def test_nothing_is_stripped_unless_the_keys_then_are_the_model_s(
+    names: list[str], says: str, tiny: TinyArtifact
+) -> None:
+    types = tensors(*PLAIN)
+    found = {name: types.get(name.split(".")[-1], types["bias"]) for name in names}
+    with pytest.raises(WeightsMismatch, match=says):
+        resolve(found, tiny.manifest, "file")
+
+
+def test_types_are_checked_under_the_stripped_names(tiny: TinyArtifact) -> None:
+    found = {f"module.{name}": typed for name, typed in tensors(*PLAIN).items()}
+    found["module.bias"] = FileTensor("F16", (5,), 0, 0)
+    with pytest.raises(WeightsMismatch) as refused:
+        resolve(found, tiny.manifest, "file")
+    assert refused.value.problems == ("bias: expected F32[5], found F16[5]",)
+
+
+def test_a_model_whose_own_names_look_wrapped_is_read_as_it_is(tiny: TinyArtifact) -> None:
+    manifest = crossed(tiny.manifest)
+    fields = {name: getattr(manifest, name) for name in manifest.__struct_fields__}
+    weight = type(manifest.weights[0])(name="module.bias", dtype="F32", shape=(5,))
+    adapter = Adapter(sources=(Source(weight="module.bias", keys=("module.bias",)),))
+    named = Manifest(**{**fields, "weights": (weight,), "adapter": adapter})
+    assert resolve({"module.bias": FileTensor("F32", (5,), 0, 0)}, named, "file").found == {
+        "module.bias": ("module.bias",)
+    }
+
+
+def test_loading_code_that_was_not_recorded_leaves_weight_files_and_what_is_said_to_be_fqns(tiny: TinyArtifact) -> None:
+    fields = {name: getattr(tiny.manifest, name) for name in tiny.manifest.__struct_fields__}
+    adapter = Adapter(sources=tiny.manifest.adapter.sources, untraceable="hook (model.py, line 3): wants values")
+    manifest = Manifest(**{**fields, "adapter": adapter})
+    found = tensors("weight", "bias", "tied", "steps")
+    with pytest.raises(WeightsMismatch, match=r"could not be recorded at export: hook \(model.py, line 3\)"):
+        resolve(found, manifest, "file")
+    assert resolve(found, manifest, "file", readings=NAMES).found["weight"] == ("weight",)
