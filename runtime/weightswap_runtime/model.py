@@ -215,6 +215,7 @@ class Model(Caller):
             graph_id=self.graph_id,
             source=contents.source if contents else "rollback",
             labels=dict(version.labels),
+            ignored=contents.ignored if contents else (),
             residency=self.residency,
             bytes_read=contents.bytes_read if contents else 0,
             bytes_copied=committed.bytes_copied,

@@ -18,7 +18,10 @@ LEASE_TIMEOUT = 60.0
 
 @dataclass(frozen=True)
 class SwapReceipt:
-    """What one commit did. Sizes in bytes, times in seconds; `seconds_paused` is how long new calls could wait."""
+    """What one commit did. Sizes in bytes, times in seconds; `seconds_paused` is how long new calls could wait.
+
+    `ignored` are names of the source that are no weights: state, `_extra_state`.
+    """
 
     generation: int
     weights_id: str
@@ -26,6 +29,7 @@ class SwapReceipt:
     graph_id: str
     source: str
     labels: dict[str, str]
+    ignored: tuple[str, ...]
     residency: str
     bytes_read: int
     bytes_copied: int

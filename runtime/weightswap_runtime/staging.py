@@ -29,6 +29,7 @@ class Contents(NamedTuple):
     weights_id: str
     labels: dict[str, str]
     source: str
+    ignored: tuple[str, ...]
     bytes_read: int
     seconds_staged: float
     seconds_verified: float
@@ -88,6 +89,7 @@ def fill(
         weights_id=found_id,
         labels=dict(weights.stamp.labels) if weights.stamp else {},
         source=weights.where,
+        ignored=match.ignored,
         bytes_read=sum(weights.tensors[name].nbytes for name in used),
         seconds_staged=staged - start,
         seconds_verified=time.perf_counter() - staged,

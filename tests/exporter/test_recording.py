@@ -1,0 +1,230 @@
+"""Recording the adapter: what is a rename, what cannot be recorded, and what is said about it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+from torch import nn
+
+from tests import loading
+from tests.models import Counter, Renamed
+from tests.setups import different
+from weightswap_exporter import export, pack
+from weightswap_runtime import CaptureError, WeightsMismatch, load
+from weightswap_runtime.manifest import Source
+
+X = torch.ones(2, 4)
+State = dict[str, Any]
+
+
+def sources(artifact: Any) -> dict[str, Source]:
+    return {source.weight: source for source in artifact.manifest.adapter.sources}
+
+
+def test_hooks_that_only_save_are_covered_by_identity(tmp_path: Path) -> None:
+    artifact = export(Renamed().eval(), (torch.ones(1, 3),), out=tmp_path / "a.artifact")
+    assert sources(artifact)["layers.0.layer.weight"] == Source(
+        weight="layers.0.layer.weight", keys=("layers.0.weight",)
+    )
+    assert not (artifact.path / "adapter.pt2").exists()
+
+
+def test_keys_without_a_weight_are_reported(tmp_path: Path) -> None:
+    artifact = export(loading.ExtraState().eval(), (X,), out=tmp_path / "a.artifact")
+    extra = ("_extra_state", "linear._extra_state")
+    assert artifact.manifest.adapter.ignored == extra
+    model = different(loading.ExtraState, 1)
+    state = model.state_dict()
+    path = tmp_path / "c.safetensors"
+    safetensors.torch.save_file({name: value for name, value in state.items() if name != extra[1]}, path)
+    served = load(artifact)
+    assert served.swap(path).ignored == extra[:1]
+    assert pack(state, artifact, out=tmp_path / "v.safetensors").ignored == extra[:1]
+
+
+def test_state_is_ignored(tmp_path: Path) -> None:
+    artifact = export(Counter(), (torch.ones(2, 3),), out=tmp_path / "a.artifact")
+    assert artifact.manifest.adapter.ignored == ("steps",)
+
+
+def test_loading_code_that_reads_values_leaves_packing(tmp_path: Path) -> None:
+    model = different(loading.ReadsValues, 1)
+    with pytest.warns(UserWarning, match=r"cannot be recorded: _rescale \(loading.py, line \d+\): .* pack them on the"):
+        artifact = export(model, (X,), out=tmp_path / "a.artifact")
+    with torch.no_grad():
+        model.linear.weight[0, 0] = 3
+    checkpoint = {name: value.clone() for name, value in model.state_dict().items()}
+    path = tmp_path / "c.safetensors"
+    safetensors.torch.save_file(checkpoint, path)
+    served = load(artifact)
+    with pytest.raises(WeightsMismatch, match=r"could not be recorded at export: _rescale \(loading.py, line"):
+        served.swap(path)
+    with pytest.raises(WeightsMismatch, match=r"weightswap pack --recipe"):
+        pack(checkpoint, artifact, out=tmp_path / "v.safetensors")
+    loaded = different(loading.ReadsValues, 2)
+    served.swap(pack(path, artifact, out=tmp_path / "v.safetensors", model=loaded).path)
+    model.load_state_dict(checkpoint)
+    assert model.linear.weight[0, 0] == 1.5
+    with torch.no_grad():
+        assert torch.equal(served(X), model(X))
+    served.swap(path, keys="fqn")
+    assert not torch.equal(served(X), model(X).detach())
+
+
+class Custom(nn.Module):
+    """Its checkpoints come in a form that only `read` knows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x)
+
+    @staticmethod
+    def read(model: nn.Module, checkpoint: State) -> None:
+        weight, bias = checkpoint["all"].split([16, 4])
+        model.load_state_dict({"linear.weight": weight.view(4, 4), "linear.bias": bias})
+
+
+def test_a_loading_function_is_traced(tmp_path: Path) -> None:
+    example = {"all": torch.zeros(20, device="meta")}
+    artifact = export(Custom().eval(), (X,), out=tmp_path / "a.artifact", load=Custom.read, checkpoint=example)
+    checkpoint = {"all": torch.randn(20, generator=torch.Generator().manual_seed(1))}
+    path = tmp_path / "c.safetensors"
+    safetensors.torch.save_file(checkpoint, path)
+    model = Custom()
+    Custom.read(model, checkpoint)
+    with torch.no_grad():
+        assert torch.equal(load(artifact, path)(X), model(X))
+
+
+class Partly(nn.Module):
+    """Loads the first row of a weight only, and never its gain."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(2, 4))
+        self.gain = nn.Parameter(torch.ones(4))
+
+    def _load_from_state_dict(self, state: State, prefix: str, *rest: Any) -> None:
+        with torch.no_grad():
+            self.weight[0].copy_(state["row"])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.gain @ self.weight.T
+
+
+def test_weights_that_a_checkpoint_does_not_give_are_reported(tmp_path: Path) -> None:
+    with pytest.warns(UserWarning, match="a checkpoint") as told:
+        artifact = export(Partly(), (X,), out=tmp_path / "a.artifact", checkpoint={"row": torch.zeros(4)})
+    said = [str(warning.message) for warning in told]
+    assert any(text.startswith("no key of a checkpoint gives the weight(s) gain.") for text in said)
+    assert any(text.startswith("loading a checkpoint leaves old values in a part of weight.") for text in said)
+    assert all(not source.keys for source in sources(artifact).values())
+
+
+class Table(nn.Module):
+    """Loading computes a constant of the graph."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4))
+        self.register_buffer("squares", torch.ones(4), persistent=False)
+        self.register_load_state_dict_post_hook(self._compute)
+
+    @staticmethod
+    def _compute(module: nn.Module, _: Any) -> None:
+        module.squares = module.weight.detach() ** 2
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.squares
+
+
+def test_loading_that_changes_a_constant_is_refused(tmp_path: Path) -> None:
+    model = Table()
+    squares = model.squares
+    with pytest.raises(CaptureError, match="replaces squares, which belongs to the graph"):
+        export(model, (X,), out=tmp_path / "a.artifact")
+    assert model.squares is squares
+
+
+class FailsToSave(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4))
+        self._register_state_dict_hook(self._fail)
+
+    @staticmethod
+    def _fail(module: nn.Module, *_: Any) -> None:
+        raise ValueError("no saving today")
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.weight
+
+
+def test_a_state_dict_that_fails_is_named(tmp_path: Path) -> None:
+    says = r"model.state_dict\(\) fails: _fail \(test_recording.py, line \d+\): ValueError: no saving today"
+    with pytest.warns(UserWarning, match=says):
+        export(FailsToSave(), (X,), out=tmp_path / "a.artifact")
+
+
+@pytest.mark.parametrize(
+    ("checkpoint", "says"),
+    [
+        ({"linear.weight": torch.zeros(5, 4), "linear.bias": torch.zeros(4)}, "size mismatch for linear.weight"),
+        ({"linear.weight": torch.zeros(4, 4)}, "linear.bias"),
+    ],
+)
+def test_a_checkpoint_of_another_model_is_refused_at_export(checkpoint: State, says: str, tmp_path: Path) -> None:
+    def strictly(model: nn.Module, state: State) -> None:
+        model.load_state_dict(state, assign=True)
+
+    with pytest.raises(CaptureError, match="the checkpoint does not load into the model"):
+        export(Custom().eval(), (X,), out=tmp_path / "a.artifact", load=strictly, checkpoint=checkpoint)
+    assert not (tmp_path / "a.artifact").exists()
+
+
+def test_recurrent_layers_keep_their_own_list_of_weights(tmp_path: Path) -> None:
+    model = nn.LSTM(4, 4).eval()
+    flat = list(model._flat_weights)
+    export(model, (X,), out=tmp_path / "a.artifact", load=lambda m, c: m.load_state_dict(c, assign=True))
+    assert all(one is other for one, other in zip(model._flat_weights, flat, strict=True))
+    assert all(one is other for one, other in zip(model._flat_weights, model.parameters(), strict=True))
+
+
+NEEDS_AN_OPERATOR = """
+import sys, torch
+from pathlib import Path
+from weightswap_runtime import ArtifactError, load
+
+model = load(sys.argv[1])
+try:
+    model.swap(sys.argv[2], keys="checkpoint")
+except ArtifactError as error:
+    assert "adapter.pt2: needs torch.ops.weightswap_test.halve.default, which this process lacks" in str(error), error
+else:
+    raise AssertionError
+"""
+
+
+def test_an_operator_that_the_server_lacks_is_named(tmp_path: Path) -> None:
+    with torch.library._scoped_library("weightswap_test", "FRAGMENT") as library:
+        library.define("halve(Tensor x) -> Tensor")
+        library.impl("halve", lambda x: x / 2, "CompositeExplicitAutograd")
+
+        def read(model: nn.Module, checkpoint: State) -> None:
+            halved = {name: torch.ops.weightswap_test.halve(value) for name, value in checkpoint.items()}
+            model.load_state_dict(halved, assign=True)
+
+        artifact = export(Custom().eval(), (X,), out=tmp_path / "a.artifact", load=read)
+        path = tmp_path / "c.safetensors"
+        safetensors.torch.save_file(dict(Custom().state_dict()), path)
+        load(artifact, path, keys="checkpoint")
+    subprocess.run([sys.executable, "-c", NEEDS_AN_OPERATOR, artifact.path, path], check=True)
