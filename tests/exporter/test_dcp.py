@@ -92,6 +92,19 @@ def test_torch_agrees_about_the_metadata(sharded: Path) -> None:
         assert not tensor.problems
 
 
+def test_metadata_of_torch_2_0(good: Path, renamed: Artifact, tmp_path: Path) -> None:
+    from torch.distributed._shard.sharded_tensor.metadata import TensorProperties
+
+    def age(document: Any) -> None:
+        for entry in document.state_dict_metadata.values():
+            entry.properties = TensorProperties(dtype=entry.properties.dtype)
+        del document.storage_meta, document.version
+
+    expected = pack(good, renamed, out=tmp_path / "w.safetensors")
+    folder = remade(Path(shutil.copytree(good, tmp_path / "dcp")), age)
+    assert pack(folder, renamed, out=tmp_path / "v.safetensors").weights_id == expected.weights_id
+
+
 def remade(folder: Path, change: Callable[[Any], None]) -> Path:
     """A checkpoint whose metadata are what `change` makes of them."""
     path = folder / ".metadata"

@@ -120,3 +120,26 @@ def test_what_cannot_be_loaded_is_refused_with_the_reason(
         pack(source, scaled, out=tmp_path / "v.safetensors", **arguments)
     assert says in str(refused.value)
     assert not list(tmp_path.glob("*v.safetensors*"))
+
+
+class Untraceable(Scaled):
+    """Looks at the values of its checkpoints."""
+
+    @staticmethod
+    def _unscale(state: dict[str, Any], *_: Any) -> None:
+        if float(state["linear.weight"].max()) > 1:
+            state["linear.weight"] = state["linear.weight"] / 10
+
+
+@pytest.mark.parametrize("dtype", [None, "float32"])
+def test_loading_code_that_could_not_be_recorded(dtype: str | None, tmp_path: Path) -> None:
+    model = Untraceable().eval()
+    with pytest.warns(UserWarning, match="cannot be recorded"):
+        artifact = export(model, (X,), out=tmp_path / "a.artifact")
+    out = tmp_path / "v.safetensors"
+    state = {"linear.weight": torch.arange(9.0).view(3, 3)}
+    with pytest.raises(WeightsMismatch, match="could not be recorded at export"):
+        pack(state, artifact, out=out, dtype=dtype)
+    packed = pack(state, artifact, out=out, dtype=dtype, model=model)
+    assert torch.equal(load(artifact, packed.path)(X), X @ (state["linear.weight"] / 10).T)
+    assert pack(model, artifact, out=out, dtype=dtype).weights_id == packed.weights_id

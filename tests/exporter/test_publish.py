@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -89,6 +89,24 @@ def test_ties_and_buffers_are_copied_and_cast(tmp_path: Path, held: threading.Ev
     held.set()
     packed = handle.wait(60)
     assert (packed.weights_id, packed.cast) == (expected.weights_id, expected.cast)
+
+
+class Wrapper(nn.Module):
+    """As DistributedDataParallel holds a model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.module = Renamed()
+
+
+@pytest.mark.parametrize(
+    "build", [Wrapper, lambda: torch.compile(Renamed(), backend="eager")], ids=["module.", "_orig_mod."]
+)
+def test_a_wrapped_model_is_published(build: Callable[[], nn.Module], renamed: Artifact, tmp_path: Path) -> None:
+    model = build()
+    inner = next(child for child in model.modules() if type(child) is Renamed)
+    packed = publish(model, tmp_path / "out", renamed, step=1).wait(60)
+    assert packed.weights_id == pack(inner, renamed, out=tmp_path / "e.safetensors").weights_id
 
 
 def test_many_quick_publishes_from_several_threads_keep_their_order(renamed: Artifact, tmp_path: Path) -> None:

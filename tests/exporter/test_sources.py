@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.testing._internal.two_tensor import TwoTensor
 
 from tests.checkpoints import (
     saved,
@@ -180,6 +181,11 @@ BAD: dict[str, tuple[Callable[[State, Path], object], type[WeightswapError], str
         lambda state, path: whole({**tensors(state), "layers.0.weight": torch.eye(3).to_sparse()}),
         CheckpointError,
         "the state dict, model: layers.0.weight: torch.float32 torch.sparse_coo cannot be written as safetensors",
+    ),
+    "a tensor that is no plain one": (
+        lambda state, path: {**state, "layers.0.weight": TwoTensor(torch.zeros(3, 3), torch.zeros(3, 3))},
+        CheckpointError,
+        "layers.0.weight: is a TwoTensor, not a plain tensor; gather a sharded one (full_tensor())",
     ),
     "two keys for one weight": (
         lambda state, path: saved_safetensors(path / "c.safetensors", fighting(state)),

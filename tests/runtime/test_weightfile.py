@@ -113,6 +113,11 @@ STAMPS = {
         lambda stamp: {**stamp, "digests": {**stamp["digests"], "more": "0" * 64}},
         "lacks one BLAKE3 digest for each tensor (more)",
     ),
+    "a cast tensor that is not there": (
+        lambda stamp: {**stamp, "cast": {"F32": ["bias", "more"]}},
+        "says that more were cast, which it does not hold",
+    ),
+    "casts of another kind": (lambda stamp: {**stamp, "cast": ["bias"]}, "is not what weightswap writes"),
     "a digest of another kind": (
         lambda stamp: {**stamp, "digests": {**stamp["digests"], "bias": "sha"}},
         "lacks one BLAKE3 digest for each tensor (bias)",
