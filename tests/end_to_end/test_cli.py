@@ -33,6 +33,14 @@ def build():
 def pair():
     return nn.Linear(2, 2).eval(), (torch.zeros(2),)
 
+def load(model, checkpoint):
+    weight = torch.cat([checkpoint["q"], checkpoint["k"]])
+    model.load_state_dict({"weight": weight, "bias": checkpoint["bias"]}, assign=True)
+
+def fused():
+    checkpoint = {"q": torch.zeros(1, 4), "k": torch.zeros(2, 4), "bias": torch.zeros(3)}
+    return {"model": nn.Linear(4, 3).eval(), "args": (torch.zeros(4),), "load": load, "checkpoint": checkpoint}
+
 def fails():
     return 1 / 0
 
@@ -74,6 +82,7 @@ def shell(tmp_path_factory: pytest.TempPathFactory) -> Shell:
     shell("export", "recipe.py:build", "--out", "net.artifact", "--skeleton")
     torch.save(shell.state(), shell.folder / "checkpoint.pt")
     shell("pack", "checkpoint.pt", "net.artifact", "-o", "v1.safetensors", "--label", "step=7", "--label", "note=a=b")
+    (shell.folder / "empty").mkdir()
     np.savez(shell.folder / "in.npz", **{"x": np.ones((3, 4), "f4"), "parts.0": np.ones(3, "f4")})
     return shell
 
@@ -123,6 +132,36 @@ def test_inspect_a_weight_file(shell: Shell) -> None:
     assert json.loads(shell("inspect", "plain.safetensors", "--json"))["stamp"] is None
 
 
+def test_checkpoints_are_swapped_in_one_after_another(shell: Shell) -> None:
+    shards = shell.folder / "shards"
+    shards.mkdir()
+    weight_map = {}
+    for name, tensor in shell.state().items():
+        weight_map[f"module.{name}"] = f"{name}.safetensors"
+        safetensors.torch.save_file({f"module.{name}": tensor}, shards / f"{name}.safetensors")
+    (shards / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    weights_id = json.loads(shell("inspect", "v1.safetensors", "--json"))["stamp"]["weights_id"]
+    said = shell("swap", "net.artifact", "shards", "v1.safetensors", "--residency", "single")
+    assert said.count(f"weights id  {weights_id}") == 2
+    assert "generation  1: v1.safetensors" in said
+    receipts = json.loads(shell("swap", "net.artifact", "shards/model.safetensors.index.json", "--json"))
+    assert [receipt["weights_id"] for receipt in receipts] == [weights_id]
+    assert "shards     linear.bias.safetensors, linear.weight.safetensors" in shell("inspect", "shards")
+    packed = json.loads(shell("pack", "shards", "net.artifact", "-o", "v2.safetensors", "--json"))
+    assert packed["weights_id"] == weights_id
+
+
+def test_an_adapter_that_computes(shell: Shell) -> None:
+    said = shell("export", "recipe.py:fused", "--out", "fused.artifact", "--skeleton")
+    assert "warning" not in said
+    assert "computed from q, k" in shell("inspect", "fused.artifact")
+    parts = {"q": torch.rand(1, 4), "k": torch.rand(2, 4), "bias": torch.rand(3)}
+    safetensors.torch.save_file(parts, shell.folder / "parts.safetensors")
+    swapped = json.loads(shell("swap", "fused.artifact", "parts.safetensors", "--json"))
+    packed = json.loads(shell("pack", "parts.safetensors", "fused.artifact", "-o", "fused.safetensors", "--json"))
+    assert swapped[0]["weights_id"] == packed["weights_id"]
+
+
 def test_recipes_may_return_a_tuple_and_be_modules(shell: Shell) -> None:
     said = json.loads(shell("export", "recipe:pair", "-o", "pair.artifact", "--json"))
     assert said["weights"] == 2
@@ -132,7 +171,10 @@ def test_recipes_may_return_a_tuple_and_be_modules(shell: Shell) -> None:
 
 REFUSED = {
     "unknown command": (("frobnicate",), 2, "No such command"),
-    "no artifact": (("inspect", "."), 1, "no artifact here"),
+    "no artifact": (("run", ".", "-w", "v1.safetensors"), 1, "no artifact here"),
+    "neither an artifact nor a checkpoint": (("inspect", "empty"), 1, "a directory without a .safetensors file"),
+    "a checkpoint of another model": (("swap", "net.artifact", "in.safetensors"), 1, "linear.bias: missing, F32[3]"),
+    "keys of an unknown kind": (("swap", "net.artifact", "v1.safetensors", "--keys", "names"), 2, "'names'"),
     "no file": (("inspect", "nowhere.safetensors"), 1, "cannot be opened"),
     "a recipe without a function": (("export", "recipe.py", "-o", "x"), 2, "is not a recipe"),
     "a recipe that is not there": (("export", "nowhere.py:build", "-o", "x"), 2, "no such file"),
@@ -178,7 +220,7 @@ def test_errors_are_documents_with_json(shell: Shell) -> None:
     assert len(document["problems"]) == 2
 
 
-@pytest.mark.parametrize("command", [(), ("export",), ("pack",), ("inspect",), ("run",)])
+@pytest.mark.parametrize("command", [(), ("export",), ("pack",), ("inspect",), ("run",), ("swap",)])
 def test_every_command_has_help(command: tuple[str, ...], shell: Shell) -> None:
     said = shell(*command, "--help")
     assert "Usage: " in said

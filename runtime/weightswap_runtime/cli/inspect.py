@@ -9,9 +9,9 @@ import typer
 
 from weightswap_runtime.artifact import Artifact
 from weightswap_runtime.dtypes import describe
-from weightswap_runtime.manifest import Manifest, NamedTensor
+from weightswap_runtime.manifest import MANIFEST_NAME, Manifest, NamedTensor, Source
 from weightswap_runtime.signature import Dict, Integer, Items, Literal, Node, Signature, Tensor, Tuple
-from weightswap_runtime.weightfile import WeightFile
+from weightswap_runtime.weightset import WeightSet, open_weights
 
 from .output import JsonOption, errors_as_exit, human_bytes, print_json, print_table
 
@@ -20,16 +20,16 @@ inspect_command = typer.Typer(add_completion=False)
 
 @inspect_command.command()
 def inspect(
-    path: Annotated[Path, typer.Argument(help="An artifact's folder, or a .safetensors file.")],
+    path: Annotated[Path, typer.Argument(help="An artifact's folder, or what swap takes.")],
     as_json: JsonOption = False,
 ) -> None:
-    """Show what an artifact or a weight file is: ids, methods, tensors."""
+    """Show what an artifact, a weight file or a checkpoint is: ids, methods, tensors."""
     with errors_as_exit(as_json):
-        if path.is_dir():
+        if (path / MANIFEST_NAME).exists():
             _artifact(Artifact.open(path), as_json)
-        else:
-            with WeightFile(path) as file:
-                _weight_file(file, as_json)
+            return
+        with open_weights(path) as weights:
+            _weight_set(weights, as_json)
 
 
 def signature_text(name: str, signature: Signature) -> str:
@@ -78,6 +78,8 @@ def _artifact(artifact: Artifact, as_json: bool) -> None:
             _tensors(f"{title}: {len(tensors)} tensors", tensors, manifest)
     if manifest.adapter.ignored:
         typer.echo(f"checkpoint keys that are left out: {', '.join(manifest.adapter.ignored)}")
+    if manifest.adapter.untraceable:
+        typer.echo(f"checkpoints have to be packed, as loading could not be recorded: {manifest.adapter.untraceable}")
 
 
 def _artifact_document(artifact: Artifact, manifest: Manifest) -> dict[str, Any]:
@@ -91,46 +93,61 @@ def _artifact_document(artifact: Artifact, manifest: Manifest) -> dict[str, Any]
 
 
 def _tensors(title: str, tensors: tuple[NamedTensor, ...], manifest: Manifest) -> None:
-    keys = {source.weight: source.keys for source in manifest.adapter.sources}
+    sources = {source.weight: source for source in manifest.adapter.sources}
     rows = [
         [
             tensor.name,
             describe(tensor.dtype, tensor.shape),
             human_bytes(tensor.nbytes),
             ", ".join(tensor.aliases),
-            ", ".join(key for key in keys.get(tensor.name, ()) if key not in tensor.names),
+            _origin(tensor, sources.get(tensor.name)),
         ]
         for tensor in tensors
     ]
-    columns = ["name", "type", "size", "tied to", "checkpoint key"]
+    columns = ["name", "type", "size", "tied to", "in checkpoints"]
     kept = [index for index in range(len(columns)) if index < 3 or any(row[index] for row in rows)]
     print_table(title, [columns[index] for index in kept], [[row[index] for index in kept] for row in rows])
 
 
-def _weight_file(file: WeightFile, as_json: bool) -> None:
-    stamp = file.stamp
+def _origin(tensor: NamedTensor, source: Source | None) -> str:
+    """Where a weight comes from in a checkpoint, unless that has it under its own name."""
+    if source is None:
+        return ""
+    if source.transform is None:
+        return ", ".join(key for key in source.keys if key not in tensor.names)
+    more = f" and {len(source.keys) - 4} more" if len(source.keys) > 4 else ""
+    return f"computed from {', '.join(source.keys[:4])}{more}"
+
+
+def _weight_set(weights: WeightSet, as_json: bool) -> None:
+    stamp = weights.stamp
     if as_json:
-        tensors = {name: tensor._asdict() for name, tensor in file.tensors.items()}
-        print_json({"kind": "weight file", "path": file.path, "stamp": stamp, "tensors": tensors})
+        tensors = {
+            name: {"dtype": t.dtype, "shape": t.shape, "file": t.file.path, "offset": t.offset, "nbytes": t.nbytes}
+            for name, t in weights.tensors.items()
+        }
+        print_json({"kind": "weight file", "path": weights.where, "stamp": stamp, "tensors": tensors})
         return
-    typer.echo(f"file       {file.path}")
+    typer.echo(f"file       {weights.where}")
+    if len(weights.files) > 1:
+        typer.echo(f"shards     {', '.join(file.path.name for file in weights.files)}")
     if stamp:
         typer.echo(f"weights id {stamp.weights_id}")
         typer.echo(f"graph id   {stamp.graph_id}")
         for label, text in stamp.labels.items():
             typer.echo(f"label      {label} = {text}")
         for dtype, names in (stamp.cast or {}).items():
-            typer.echo(f"cast       {len(names)} tensors from {dtype} when packed")
+            typer.echo(f"cast       {len(names)} tensors from {dtype}: {', '.join(names)}")
     else:
         typer.echo("weights id not recorded; it is computed when the file is swapped in")
     rows = [
         [
             name,
             describe(tensor.dtype, tensor.shape),
-            human_bytes(tensor.end - tensor.begin),
+            human_bytes(tensor.nbytes),
             stamp.digests[name][:12] if stamp else "",
         ]
-        for name, tensor in sorted(file.tensors.items(), key=lambda item: item[1].begin)
+        for name, tensor in sorted(weights.tensors.items(), key=lambda item: (item[1].file.path, item[1].offset))
     ]
-    total = human_bytes(sum(tensor.end - tensor.begin for tensor in file.tensors.values()))
+    total = human_bytes(sum(tensor.nbytes for tensor in weights.tensors.values()))
     print_table(f"{len(rows)} tensors, {total}", ["name", "type", "size", "digest"], rows)

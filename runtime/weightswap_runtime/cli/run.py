@@ -14,6 +14,7 @@ from weightswap_runtime.model import Model, load
 from weightswap_runtime.signature import Integer, Leaf, Literal, Node, Signature, flatten, leaves, unflatten
 
 from .output import JsonOption, errors_as_exit, print_json, print_table
+from .swap import KeysOption, as_keys
 
 run_command = typer.Typer(add_completion=False)
 
@@ -21,13 +22,16 @@ run_command = typer.Typer(add_completion=False)
 @run_command.command()
 def run(
     artifact: Annotated[Path, typer.Argument(help="An artifact's folder.")],
-    weights: Annotated[Path, typer.Option("--weights", "-w", help="The weight file to put behind it.")],
+    weights: Annotated[
+        Path, typer.Option("--weights", "-w", help="The weight file or checkpoint to put behind it, as for swap.")
+    ],
     inputs: Annotated[
         Path | None, typer.Option("--input", "-i", help="Inputs by name: a .safetensors or .npz file.")
     ] = None,
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="Where to write the outputs: .safetensors or .npz.")
     ] = None,
+    keys: KeysOption = None,
     method: Annotated[str | None, typer.Option(help="The method to call; by default forward, or the only one.")] = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -39,7 +43,7 @@ def run(
     with errors_as_exit(as_json):
         from .tensorfiles import read_tensors, write_tensors
 
-        model = load(artifact, weights)
+        model = load(artifact, weights, keys=as_keys(keys))
         name = method or model.default_method
         if name not in model.signatures:
             raise typer.BadParameter(f"{name!r} is not a method; there are {', '.join(model.signatures)}")

@@ -1,0 +1,83 @@
+"""`weightswap swap`: put checkpoints behind an artifact, one after another, as a server would."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from weightswap_runtime.adapter import Keys
+from weightswap_runtime.model import Model, load
+from weightswap_runtime.staged import SwapReceipt
+
+from .output import JsonOption, errors_as_exit, human_bytes, print_json
+
+swap_command = typer.Typer(add_completion=False)
+
+
+class KeysChoice(StrEnum):
+    """What the names of a file are, where that cannot be told."""
+
+    CHECKPOINT = "checkpoint"
+    FQN = "fqn"
+
+
+KeysOption = Annotated[
+    KeysChoice | None,
+    typer.Option(help="What the names of a checkpoint are, where it would fit both ways with different results."),
+]
+
+
+def as_keys(choice: KeysChoice | None) -> Keys | None:
+    return choice.value if choice else None
+
+
+class Residency(StrEnum):
+    """How many sets of weights are held."""
+
+    DOUBLE = "double"
+    SINGLE = "single"
+
+
+@swap_command.command()
+def swap(
+    artifact: Annotated[Path, typer.Argument(help="An artifact's folder.")],
+    checkpoints: Annotated[
+        list[Path],
+        typer.Argument(
+            help="Weight files, .safetensors checkpoints, indices of shards, or folders of Hugging Face models."
+        ),
+    ],
+    keys: KeysOption = None,
+    residency: Annotated[Residency, typer.Option(help="As the server will be loaded.")] = Residency.DOUBLE,
+    allow_other_graph: Annotated[
+        bool, typer.Option("--allow-other-graph", help="Take files packed for another graph, if their tensors fit.")
+    ] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Swap checkpoints in, one after another: whether a server would take them, and what it would cost.
+
+    The first that is refused ends the command with status 1. No server is touched.
+    """
+    with errors_as_exit(as_json):
+        model = load(artifact, residency=residency.value)
+        receipts = [_swap(model, path, as_keys(keys), allow_other_graph, as_json) for path in checkpoints]
+        if as_json:
+            print_json(receipts)
+
+
+def _swap(model: Model, path: Path, keys: Keys | None, allow_other_graph: bool, quiet: bool) -> SwapReceipt:
+    receipt = model.swap(path, keys=keys, allow_other_graph=allow_other_graph)
+    if quiet:
+        return receipt
+    typer.echo(f"generation  {receipt.generation}: {receipt.source}")
+    typer.echo(f"weights id  {receipt.weights_id}")
+    rate = receipt.bytes_read / max(receipt.seconds_staged, 1e-9)
+    size, speed = human_bytes(receipt.bytes_read), human_bytes(int(rate))
+    typer.echo(f"staged      {size} in {receipt.seconds_staged:.3f} s ({speed}/s)")
+    typer.echo(f"paused      {receipt.seconds_paused * 1e6:.1f} us")
+    if receipt.ignored:
+        typer.echo(f"left out    {', '.join(receipt.ignored)}")
+    return receipt
