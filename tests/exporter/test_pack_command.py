@@ -63,7 +63,7 @@ def test_a_trainers_checkpoint_is_cast_and_inspected(shell: Shell) -> None:
     packed = shell("c.pt", "a.artifact", "--dtype", "bfloat16", "--label", "step=7")
     assert (packed["level"], packed["cast"]) == ("model", {"F32": ["bias", "weight"]})
     said = CliRunner().invoke(inspect_command, ["v.safetensors"]).output
-    assert "cast       2 tensors from F32 when packed" in said
+    assert "cast       2 tensors from F32: bias, weight" in said
     document = json.loads(CliRunner().invoke(inspect_command, ["v.safetensors", "--json"]).output)
     assert document["stamp"]["cast"] == {"F32": ["bias", "weight"]}
     said = CliRunner().invoke(pack_command, ["c.pt", "a.artifact", "-o", "v.safetensors", "--dtype", "bfloat16"]).output
