@@ -20,7 +20,7 @@ from weightswap_runtime.archives import check_archive
 from weightswap_runtime.errors import CaptureError
 from weightswap_runtime.signature import Node, Signature, leaves, unflatten
 
-from .mutations import is_functional
+from .mutations import is_plain
 
 _KEPT_METADATA = frozenset({"nn_module_stack"})
 _DROPPED = (".data/serialization_id",)
@@ -54,7 +54,7 @@ def program_archive(program: ExportedProgram) -> bytes:
         except Exception as error:
             raise CaptureError(f"torch {torch.__version__} cannot write the graph it has captured: {error}") from error
     archive = _rewrite(saved)
-    _check_readable(archive, plain=is_functional(program))
+    _check_readable(archive, plain=is_plain(program))
     return archive
 
 

@@ -17,6 +17,7 @@ from torch._ops import OpOverload
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, OutputKind
 from torch.fx import GraphModule, Interpreter, Node
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from weightswap_runtime.errors import CaptureError
 
@@ -58,15 +59,18 @@ def _written_in_a_run(program: ExportedProgram) -> set[str]:
     return {name for name, value in kept.items() if value._version != before[name]}
 
 
-def is_functional(program: ExportedProgram) -> bool:
-    """Whether it is made of operators that write nothing, in regions with a gradient or autocast mode at most."""
+def is_plain(program: ExportedProgram) -> bool:
+    """Whether its operators write nothing, and no result has a size that follows from values.
+
+    They may be in regions with a gradient or autocast mode.
+    """
     return all(
         node.target in _REGIONS or (isinstance(node.target, OpOverload) and not node.target._schema.is_mutable)
         for module in program.graph_module.modules()
         if isinstance(module, GraphModule)
         for node in module.graph.nodes
         if node.op == "call_function" and not _is_python(node)
-    )
+    ) and not any(free_unbacked_symbols(node.meta.get("val")) for node in program.graph.nodes)
 
 
 def _is_python(node: Node) -> bool:

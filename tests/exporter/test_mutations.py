@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional
 
 from weightswap_exporter.capture import MethodSpec, capture
-from weightswap_exporter.mutations import functionalised_mutations, is_functional, may_mutate, mutated_buffers
+from weightswap_exporter.mutations import functionalised_mutations, is_plain, may_mutate, mutated_buffers
 
 X = torch.ones(2, 4)
 
@@ -86,6 +86,7 @@ ACTS: dict[str, tuple[Callable[[Does, torch.Tensor], torch.Tensor], set[str]]] =
     ),
     "statistics that rest": (lambda m, x: functional.batch_norm(x, m.lasting, m.state[0]), set()),
     "a branch": (a_branch, set()),
+    "a size that follows from values": (lambda m, x: torch.unique_consecutive(x), set()),
 }
 
 
@@ -119,8 +120,11 @@ def test_an_assigned_buffer_is_found_beside_one_that_is_none(names: tuple[str, .
     assert torch.equal(model.a, torch.zeros(2))
 
 
-@pytest.mark.parametrize("name", ["nothing", "a region that reads", "memory of the call", "statistics that rest"])
+@pytest.mark.parametrize(
+    "name",
+    ["nothing", "a region that reads", "memory of the call", "statistics that rest", "a size that follows from values"],
+)
 def test_the_quick_look_spares_functionalising(name: str) -> None:
     program = torch.export.export(Does(ACTS[name][0]).eval(), (X,), strict=False)
     assert not may_mutate(program)
-    assert is_functional(program) is (name != "memory of the call")
+    assert is_plain(program) is (name not in {"memory of the call", "a size that follows from values"})
