@@ -19,10 +19,10 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from tests.zoo.entries import BY_NAME, GROUPED, HUGGING_FACE, SMALL, Entry, hf, named_tensors, randomised
 from weightswap_exporter import skeleton
 from weightswap_exporter.hf_inputs import sample_inputs
-from weightswap_exporter.hf_models import directory_recipe
+from weightswap_exporter.hf_models import directory_recipe, export_directory
 from weightswap_exporter.huggingface import checkpoint, load
 from weightswap_exporter.skeletons import is_fake
-from weightswap_runtime import CheckpointError, MissingExtra, RecipeError, Unsupported, WeightswapError
+from weightswap_runtime import CaptureError, CheckpointError, MissingExtra, RecipeError, Unsupported, WeightswapError
 
 zoo = pytest.mark.parametrize("entry", HUGGING_FACE, ids=str)
 llama = hf("LlamaForCausalLM", "LlamaConfig", **GROUPED)
@@ -253,3 +253,20 @@ def test_a_kind_that_is_not_known_is_refused_by_name(architecture: str, config: 
     kind = getattr(transformers, config).model_type
     with pytest.raises(RecipeError, match=rf"{architecture} \(model type '{kind}'\).* Write a recipe"):
         sample_inputs(hollow(hf(architecture, config)))
+
+
+def test_sizes_are_fixed_one_after_the_other_until_a_capture_succeeds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tried: list[dict[str, list[int]]] = []
+
+    def refusing(*, dynamic_shapes: dict[str, dict[int, Any]], **_: Any) -> None:
+        tried.append({name: list(axes) for name, axes in dynamic_shapes.items()})
+        raise CaptureError(f"attempt {len(tried)}")
+
+    monkeypatch.setattr("weightswap_exporter.hf_models.export", refusing)
+    write(tmp_path, model_type="gpt2", architectures=["GPT2LMHeadModel"], n_embd=8, n_layer=1, n_head=1, vocab_size=9)
+    with pytest.raises(CaptureError, match="attempt 3"):
+        export_directory(tmp_path, out=tmp_path / "a.artifact")
+    both = ("input_ids", "attention_mask")
+    assert tried == [dict.fromkeys(both, axes) for axes in ([0, 1], [0], [])]

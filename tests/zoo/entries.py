@@ -343,7 +343,7 @@ BY_NAME = {entry.name: entry for entry in ZOO}
 HUGGING_FACE = tuple(entry for entry in ZOO if entry.save is save_pretrained)
 
 
-def randomised(entry: Entry, seed: int) -> nn.Module:
+def randomised(entry: Entry, seed: int) -> Any:
     """A model of the entry, in eval mode, of which every tensor of a checkpoint differs from that of any other seed.
 
     Vectors are positive, as variances must be; matrices are scaled by their width, so that activations stay small.

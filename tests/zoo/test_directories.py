@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch.export import Dim
 from typer.testing import CliRunner
 
 from tests.setups import equal
+from weightswap_exporter import export
 from weightswap_exporter.commands import export_command
+from weightswap_exporter.hf_models import directory_recipe
 from weightswap_runtime import Model, load
 
-from .entries import BY_NAME, Kwargs, randomised
+from .entries import BY_NAME, Kwargs, randomised, save_pretrained
 
 
 @pytest.mark.parametrize("name", ["bert", "llama-tied", "mixtral", "t5", "vit", "clip", "whisper", "wav2vec2"])
@@ -37,12 +42,45 @@ def test_sizes_that_cannot_vary_are_fixed_and_named(tmp_path: Path) -> None:
         assert agree(served, eager, {"input_ids": torch.randint(0, 99, (batch, 16))})
 
 
+def test_a_directory_that_cannot_be_used_is_bad_usage(tmp_path: Path) -> None:
+    done = CliRunner().invoke(export_command, [f"hf:{tmp_path}", "-o", str(tmp_path / "a.artifact")])
+    assert done.exit_code == 2
+    assert f"{tmp_path}: has no config.json" in done.stderr
+
+
+def test_a_recipe_may_choose_other_sizes(tmp_path: Path) -> None:
+    eager = randomised(BY_NAME["mamba"], 5)
+    arguments = directory_recipe(write_config(eager, tmp_path / "model"), length=5)
+    arguments["dynamic_shapes"] = {"input_ids": {0: Dim("batch")}}
+    served = load(export(**arguments, out=tmp_path / "model.artifact"))
+    served.swap(save_pretrained(eager, tmp_path / "model"))
+    assert agree(served, eager, {"input_ids": torch.randint(0, 99, (3, 5))})
+
+
+def test_a_large_model_is_exported_without_its_memory(tmp_path: Path) -> None:
+    wide = {"hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32, "num_key_value_heads": 8}
+    wide |= {"num_hidden_layers": 6, "vocab_size": 128256, "dtype": "bfloat16", "model_type": "llama"}
+    (tmp_path / "config.json").write_text(json.dumps(wide | {"architectures": ["LlamaForCausalLM"]}))
+    arguments = ["export", f"hf:{tmp_path}", "-o", str(tmp_path / "a.artifact")]
+    done = subprocess.run([sys.executable, "-c", PEAK, *arguments], capture_output=True, text=True, check=True)
+    assert load(tmp_path / "a.artifact").artifact.manifest.total_bytes > 4e9
+    assert int(done.stdout.split()[-1]) < 1_000_000, "kilobytes"
+
+
+PEAK = """
+import resource
+from weightswap_runtime.cli import main
+
+try:
+    main()
+finally:
+    print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
+"""
+
+
 def export_then_swap(model: Any, folder: Path) -> tuple[Model, list[str]]:
     """Export the model's configuration by the command line, then serve its weights; also the command's warnings."""
-    directory, out = folder / "model", folder / "model.artifact"
-    directory.mkdir()
-    document = model.config.to_dict() | {"architectures": [type(model).__name__], "use_cache": True}
-    (directory / "config.json").write_text(json.dumps(document))
+    directory, out = write_config(model, folder / "model"), folder / "model.artifact"
     done = CliRunner().invoke(export_command, [f"hf:{directory}", "-o", str(out), "--json"])
     assert done.exit_code == 0, done.output
     assert [path.name for path in directory.iterdir()] == ["config.json"]
@@ -50,6 +88,14 @@ def export_then_swap(model: Any, folder: Path) -> tuple[Model, list[str]]:
     served = load(out)
     served.swap(directory)
     return served, json.loads(done.stdout)["warnings"]
+
+
+def write_config(model: Any, directory: Path) -> Path:
+    """What of a model's directory is there before it is trained; with the cache on, as is usual."""
+    directory.mkdir()
+    document = model.config.to_dict() | {"architectures": [type(model).__name__], "use_cache": True}
+    (directory / "config.json").write_text(json.dumps(document))
+    return directory
 
 
 @torch.no_grad()

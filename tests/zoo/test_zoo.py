@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from copy import deepcopy
 from pathlib import Path
+from typing import Any
 
+import pytest
 import torch
-from torch import nn
 
 from tests.setups import equal
 from weightswap_exporter import pack
 from weightswap_runtime import Artifact, load
 
-from .conftest import Exported
-from .entries import Entry, named_tensors, randomised
+from .conftest import Exported, Shelf
+from .entries import BY_NAME, Entry, named_tensors, randomised, save_pickled, save_pretrained
 
 
 def test_a_skeleton_exports_to_the_bytes_of_the_real_model(exported: Exported) -> None:
@@ -44,7 +45,20 @@ def test_checkpoints_swapped_one_over_the_other_equal_eager(exported: Exported, 
     assert not equal(*answers)
 
 
-def swappable(entry: Entry, model: nn.Module, artifact: Artifact, folder: Path) -> Path:
+@pytest.mark.parametrize("name", ["llama-tied", "mixtral", "vit"])
+def test_shards_and_state_dicts_give_the_same_weights_as_a_directory(name: str, shelf: Shelf, tmp_path: Path) -> None:
+    entry = BY_NAME[name]
+    artifact, model = shelf(entry).hollow, randomised(entry, 4)
+    served = load(artifact)
+    whole = served.swap(save_pretrained(model, tmp_path / "whole")).weights_id
+    model.save_pretrained(tmp_path / "shards", max_shard_size="12KB")
+    assert len(list((tmp_path / "shards").glob("*.safetensors"))) > 3  # what is joined lies in several
+    assert served.swap(tmp_path / "shards").weights_id == whole
+    for source in (model, model.state_dict(), save_pickled(model, tmp_path / "pickled")):
+        assert pack(source, artifact, out=tmp_path / "packed.safetensors").weights_id == whole
+
+
+def swappable(entry: Entry, model: Any, artifact: Artifact, folder: Path) -> Path:
     """A checkpoint of the entry's own kind; a pickle, which no server opens, is packed first."""
     saved = entry.save(model, folder)
     if saved.suffix == ".pt":
