@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-PACKAGES = ("weightswap", "torch", "safetensors", "blake3", "numpy")
+PACKAGES = ("weightswap", "torch", "safetensors", "blake3", "numpy", "transformers")
 HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
 

@@ -18,14 +18,14 @@ from rich.console import Console
 from settings import Settings
 from subjects import WrongOutput
 
-GROUPS = ("swap", "call")
+GROUPS = ("swap", "call", "export")
 WIDTH = 200  # columns of a table that goes to no terminal
 
 
 def main() -> int:
     """Returns 0, or 1 when an output differs from the eager model's."""
     options = _parser().parse_args()
-    settings = Settings(options.size_mb, options.rounds)
+    settings = Settings(options.size_mb, options.rounds, options.billions)
     facts, others = machine.facts(), machine.Others()
     try:
         groups = {name: _run(name, settings) for name in options.groups or GROUPS}
@@ -50,6 +50,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--out", type=Path, default=Path("bench-report"), help="folder for the report (%(default)s)")
     parser.add_argument("--size-mb", type=_positive, default=800, help="weights of the large model (%(default)s)")
     parser.add_argument("--rounds", type=_positive, default=10, help="of each subject with its peers (%(default)s)")
+    parser.add_argument("--billions", type=float, default=8.0, help="of parameters, exported at most (%(default)s)")
     parser.add_argument("--json", action="store_true", help="print the JSON instead of the table")
     return parser
 

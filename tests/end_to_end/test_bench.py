@@ -17,7 +17,7 @@ FACTS = {"cpu", "cores", "memory_gb", "kernel", "python", "torch", "weightswap",
 @pytest.fixture(scope="module")
 def report(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[str, Any]]:
     out = tmp_path_factory.mktemp("bench")
-    done = bench("--size-mb", "4", "--rounds", "2", "--out", str(out))
+    done = bench("--size-mb", "4", "--rounds", "2", "--billions", "0.01", "--out", str(out))
     assert done.returncode == 0, done.stderr
     return done.stdout, json.loads((out / "bench.json").read_text())
 
@@ -33,7 +33,7 @@ def python(*arguments: str) -> subprocess.CompletedProcess[str]:
 def test_the_report_knows_the_machine_and_the_settings(report: tuple[str, dict[str, Any]]) -> None:
     _, made = report
     assert made["machine"].keys() >= FACTS
-    assert made["settings"] == {"megabytes": 4, "rounds": 2}
+    assert made["settings"] == {"megabytes": 4, "rounds": 2, "billions": 0.01}
 
 
 @pytest.mark.parametrize(
@@ -51,6 +51,9 @@ def test_the_report_knows_the_machine_and_the_settings(report: tuple[str, dict[s
         ("model(x), ", "bare graph"),
         ("model(x), ", "eager module"),
         ("model(x), ", "ep.module()"),
+        ("Llama, 0.0065 billion, 2 layers: class to artifact, time", "torch.export.export"),
+        ("Llama, 0.0065 billion, 2 layers: class to artifact, peak memory", "torch.export.export and save"),
+        ("Llama, 0.0065 billion, 2 layers: class to artifact, written", "torch.export.export and save"),
     ],
 )
 def test_each_subject_is_compared_with_its_peers(report: tuple[str, dict[str, Any]], what: str, peer: str) -> None:
@@ -72,6 +75,7 @@ def test_each_subject_is_compared_with_its_peers(report: tuple[str, dict[str, An
         ("staged.commit()", "p99", "at most", 100),
         ("commit in single residency", "ratio", "at most", 1.3),
         ("model(x) minus bare graph", "median", "at most", 20),
+        ("Llama, 0.0065 billion, 2 layers: class to artifact, time", "ratio", "at most", 1.5),
     ],
 )
 def test_goals_are_judged(report: tuple[str, dict[str, Any]], what: str, figure: str, sense: str, limit: float) -> None:
@@ -92,7 +96,7 @@ def test_the_table_has_a_line_for_each_row(report: tuple[str, dict[str, Any]]) -
 def test_an_unknown_group_is_refused_by_name() -> None:
     done = bench("swop")
     assert done.returncode == 2
-    assert "'swop' is none of swap, call" in done.stderr
+    assert "'swop' is none of swap, call, export" in done.stderr
 
 
 def test_a_wrong_output_fails_the_run(tmp_path: Path) -> None:
