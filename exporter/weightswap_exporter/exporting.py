@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import os
-import sys
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -30,15 +29,16 @@ from weightswap_runtime.manifest import (
     encode_manifest,
     graph_identity,
 )
+from weightswap_runtime.tensors import tensor_bytes
 from weightswap_runtime.weightfile import TensorRow, canonical_order
 
+from . import huggingface
 from .archive import graph_archive
 from .capture import Captured, MethodSpec, capture, training_operators
 from .describe import describe_method
 from .recording import Recorded, record_adapter
 from .tables import Tables, classify
 from .tracing import Checkpoint, Load
-from .values import tensor_bytes
 
 ENGINES = ("torch",)
 _CALLER = 4  # warnings are attributed to the code that calls export()
@@ -162,21 +162,13 @@ def _specs(
 
 
 def _record(model: nn.Module, tables: Tables, load: Load | None, checkpoint: Checkpoint | None) -> Recorded:
-    if _is_pretrained(model):
-        from . import huggingface
-
+    if huggingface.is_pretrained(model):
         load = load or huggingface.load
         checkpoint = huggingface.checkpoint(model) if checkpoint is None else checkpoint
     recorded = record_adapter(model, tables, load=load, checkpoint=checkpoint)
     for text in recorded.warnings:
         warnings.warn(text, stacklevel=_CALLER)
     return recorded
-
-
-def _is_pretrained(model: nn.Module) -> bool:
-    """Whether transformers saves and loads the model. It is not imported where it is not in use."""
-    transformers = sys.modules.get("transformers")
-    return transformers is not None and isinstance(model, transformers.PreTrainedModel)
 
 
 def _constants(tables: Tables) -> bytes:

@@ -8,6 +8,7 @@ split and joined (a file has one tensor for each expert, the model one for all).
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -17,6 +18,12 @@ import torch
 from torch import nn
 
 from weightswap_runtime.errors import CheckpointError, Unsupported
+
+
+def is_pretrained(model: nn.Module) -> bool:
+    """Whether transformers saves and loads the model. It is not imported where it is not in use."""
+    transformers = sys.modules.get("transformers")
+    return transformers is not None and isinstance(model, transformers.PreTrainedModel)
 
 
 def checkpoint(model: nn.Module) -> dict[str, torch.Tensor]:

@@ -9,6 +9,7 @@ from torch import nn
 
 from weightswap_runtime.errors import CheckpointError
 
+from . import huggingface
 from .checkpoints import Checkpoint, Source, from_module, open_checkpoint
 from .levels import Level
 from .tracing import Load
@@ -19,12 +20,15 @@ def load_into(model: nn.Module, source: Source, load: Load | None) -> Iterator[C
     """Load a checkpoint into a model, which then is the checkpoint. Memory: the model and the whole checkpoint.
 
     `load` gets what the trainer saved, with every level and with what is no tensor (a safetensors file or a distributed
-    checkpoint is one flat dict of tensors). Without it `model.load_state_dict()` gets the level that it takes.
+    checkpoint is one flat dict of tensors); a model of the library transformers has one of its own. Without it
+    `model.load_state_dict()` gets the level that it takes.
 
     Raises CheckpointError with the reason if the checkpoint cannot be loaded; the model may then be partly loaded.
     """
     if isinstance(source, nn.Module):
         raise CheckpointError("`model` is what a checkpoint is loaded into; to pack a module, give it alone")
+    if load is None and huggingface.is_pretrained(model):
+        load = huggingface.load
     with open_checkpoint(source) as checkpoint:
         _load(model, checkpoint, load)
         checkpoint.check_unchanged()

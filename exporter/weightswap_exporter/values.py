@@ -13,8 +13,6 @@ from weightswap_runtime.tensors import tensor_bytes
 
 from .tables import tie_key
 
-__all__ = ["PIECE", "Values", "dtype_of", "pieces", "tensor_bytes", "values_of"]
-
 PIECE = 16 << 20
 
 
