@@ -10,7 +10,7 @@ import logging
 import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -29,15 +29,17 @@ from .skeletons import skeleton
 CONFIG_NAME = "config.json"
 
 
-def directory_recipe(directory: str | os.PathLike[str], *, length: int = 16) -> dict[str, Any]:
+def directory_recipe(directory: str | os.PathLike[str], *, length: int = 16, hollow: bool = True) -> dict[str, Any]:
     """What `export()` takes for the model of a directory: a skeleton, sample inputs, and every size that may vary.
 
     The model has the class that the configuration names, its dtype (float32 where it names none), and is in eval mode
     without a key-value cache, so that a call depends on its inputs alone. length: of the sample texts, in tokens.
+    hollow: whether it is a skeleton; else it takes memory, and its weights are random.
+
     Raises RecipeError where the directory does not say enough, Unsupported for quantised models, MissingExtra without
     transformers.
     """
-    model = _build(Path(directory))
+    model = _build(Path(directory), hollow)
     inputs = sample_inputs(model, length)
     return {"model": model, "kwargs": inputs.kwargs, "dynamic_shapes": inputs.sizes}
 
@@ -72,7 +74,7 @@ def _export_first(
     return _export_first(arguments, rest, out)
 
 
-def _build(directory: Path) -> nn.Module:
+def _build(directory: Path, hollow: bool) -> nn.Module:
     if find_spec("transformers") is None:
         raise MissingExtra("hf:DIR", "hf")
     named = _read_config(directory)
@@ -81,7 +83,7 @@ def _build(directory: Path) -> nn.Module:
         make = _maker(directory, named)
         _without_cache(config)
         try:
-            with skeleton():
+            with skeleton() if hollow else nullcontext():
                 model: nn.Module = make(config, dtype=config.dtype or torch.float32)
                 _keep_in_float32(model)
         except CaptureError:

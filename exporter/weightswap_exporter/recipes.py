@@ -38,8 +38,13 @@ def export_recipe(recipe: str, *, out: str | os.PathLike[str], skeleton: bool = 
 def load_recipe(recipe: str, *, skeleton: bool = False) -> dict[str, Any]:
     """Run a recipe, under `skeleton()` if asked for, and return keyword arguments for `export()`.
 
-    Raises RecipeError, which says where the recipe failed.
+    The model of `hf:DIR` has the directory's configuration, and random weights if it is no skeleton. Raises
+    RecipeError, which says where the recipe failed.
     """
+    if recipe.startswith(_HF):
+        from .hf_models import directory_recipe
+
+        return directory_recipe(recipe.removeprefix(_HF), hollow=skeleton)
     place, colon, name = recipe.rpartition(":")
     if not colon or not place or not name:
         raise RecipeError(f"{recipe!r} is not a recipe: {_FORM}")

@@ -15,11 +15,11 @@ from typer.testing import CliRunner
 
 from tests.setups import equal
 from weightswap_exporter import export
-from weightswap_exporter.commands import export_command
+from weightswap_exporter.commands import export_command, pack_command
 from weightswap_exporter.hf_models import directory_recipe
 from weightswap_runtime import Model, load
 
-from .entries import BY_NAME, Kwargs, randomised, save_pretrained
+from .entries import BY_NAME, SEQUENCES, Kwargs, hf, randomised, save_pretrained
 
 
 @pytest.mark.parametrize("name", ["bert", "llama-tied", "mixtral", "t5", "vit", "clip", "whisper", "wav2vec2"])
@@ -40,6 +40,22 @@ def test_sizes_that_cannot_vary_are_fixed_and_named(tmp_path: Path) -> None:
     assert "input_ids [2, 16]" in said[0]
     for batch in (1, 3):
         assert agree(served, eager, {"input_ids": torch.randint(0, 99, (batch, 16))})
+
+
+def test_weights_that_no_file_holds_are_packed_with_the_directory(tmp_path: Path) -> None:
+    sizes = {"d_model": 16, "encoder_layers": 1, "decoder_layers": 1, "encoder_ffn_dim": 16, "decoder_ffn_dim": 16}
+    heads = {"encoder_attention_heads": 2, "decoder_attention_heads": 2, "max_position_embeddings": 32}
+    torch.manual_seed(1)
+    eager = hf("MarianMTModel", "MarianConfig", **SEQUENCES, **sizes, **heads, vocab_size=99)().eval()
+    directory, out = write_config(eager, tmp_path / "model"), tmp_path / "model.artifact"
+    (warning,) = export_directory(directory, out)
+    assert warning.startswith("no key of a checkpoint gives the weight(s) model.encoder.embed_positions.weight")
+    save_pretrained(eager, directory)
+    packed = tmp_path / "v1.safetensors"
+    arguments = [str(directory), str(out), "-o", str(packed), "--recipe", f"hf:{directory}"]
+    done = CliRunner().invoke(pack_command, arguments)
+    assert done.exit_code == 0, done.output
+    assert agree(load(out, packed), eager, BY_NAME["t5"].inputs(3, 9, 4))
 
 
 def test_a_directory_that_cannot_be_used_is_bad_usage(tmp_path: Path) -> None:
@@ -81,13 +97,20 @@ finally:
 def export_then_swap(model: Any, folder: Path) -> tuple[Model, list[str]]:
     """Export the model's configuration by the command line, then serve its weights; also the command's warnings."""
     directory, out = write_config(model, folder / "model"), folder / "model.artifact"
-    done = CliRunner().invoke(export_command, [f"hf:{directory}", "-o", str(out), "--json"])
-    assert done.exit_code == 0, done.output
+    said = export_directory(directory, out)
     assert [path.name for path in directory.iterdir()] == ["config.json"]
     model.save_pretrained(directory)
     served = load(out)
     served.swap(directory)
-    return served, json.loads(done.stdout)["warnings"]
+    return served, said
+
+
+def export_directory(directory: Path, out: Path) -> list[str]:
+    """Export by the command line; its warnings."""
+    done = CliRunner().invoke(export_command, [f"hf:{directory}", "-o", str(out), "--json"])
+    assert done.exit_code == 0, done.output
+    said: list[str] = json.loads(done.stdout)["warnings"]
+    return said
 
 
 def write_config(model: Any, directory: Path) -> Path:
