@@ -26,6 +26,56 @@ def test_every_linked_page_exists() -> None:
     assert [link for link in links if not (README.parent / link).exists()] == []
 
 
+def shell(folder: Path, commands: str) -> str:
+    program = f"{sys.executable} -W error -c 'from weightswap_runtime.cli import main; main()'"
+    script = f"set -e\n{commands.replace('weightswap ', program + ' ')}"
+    done = subprocess.run(["sh", "-c", script], cwd=folder, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def python(folder: Path, *parts: str) -> str:
+    command = [sys.executable, "-W", "error", "-c", "\n".join(parts)]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True).stdout
+
+
+CHECKPOINTS = """
+import json, os
+from torch.distributed import checkpoint
+torch.save({"model": trained.state_dict(), "epoch": 3}, "last.pt")
+torch.save({name: value.double() for name, value in trained.state_dict().items()}, "double.pt")
+os.mkdir("sharded")
+save_file(trained.state_dict(), "sharded/one.safetensors")
+index = {"weight_map": dict.fromkeys(trained.state_dict(), "one.safetensors")}
+open("sharded/model.safetensors.index.json", "w").write(json.dumps(index))
+import warnings
+warnings.simplefilter("ignore")
+checkpoint.save({"model": dict(trained.named_parameters())}, checkpoint_id="step-1000", no_dist=True)
+"""
+LLAMA = """
+from transformers import LlamaConfig, LlamaForCausalLM
+config = LlamaConfig(hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2, vocab_size=99)
+LlamaForCausalLM(config).save_pretrained("llama")
+"""
+
+
+def test_the_page_on_checkpoints(tmp_path: Path) -> None:
+    page = (README.parent / "docs" / "checkpoints.md").read_text()
+    attention, serve, quantised, publish = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    swap, pack, llama = re.findall(r"```sh\n(.*?)```", page, re.DOTALL)
+    python(tmp_path, attention, CHECKPOINTS)
+    assert python(tmp_path, serve) == "torch.Size([4, 8])\n"
+    assert "computed from qkv" in shell(tmp_path, "weightswap inspect attention.artifact")
+    python(tmp_path, quantised)
+    ids = re.findall(r"weights id +([0-9a-f]{64})", shell(tmp_path, swap))
+    assert len(set(ids)) == 1
+    assert len(ids) == 2
+    assert "cast        3 tensors from F64" in shell(tmp_path, pack)
+    assert re.fullmatch(r"outbox/step-000001000-[0-9a-f]{12}.safetensors\n", python(tmp_path, attention, publish))
+    python(tmp_path, LLAMA)
+    assert "generation  0: llama" in shell(tmp_path, llama)
+
+
 def test_the_commands(tmp_path: Path) -> None:
     page = (README.parent / "docs" / "commands.md").read_text()
     (recipe,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
@@ -35,9 +85,7 @@ def test_the_commands(tmp_path: Path) -> None:
         "import numpy, recipe, torch; torch.save(recipe.Tagger().state_dict(), 'checkpoint.pt');"
         "numpy.savez('inputs.npz', tokens=numpy.ones((3, 9), 'i8'), mask=numpy.ones((3, 9), 'f4'))"
     )
-    program = f"{sys.executable} -W error -c 'from weightswap_runtime.cli import main; main()'"
-    script = f'set -e\n{sys.executable} -c "{prepare}"\n{commands.replace("weightswap ", program + " ")}'
-    done = subprocess.run(["sh", "-c", script], cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert "forward(tokens: I64[batch, length], mask: F32[batch, length])" in done.stdout
+    python(tmp_path, prepare)
+    said = shell(tmp_path, commands)
+    assert "forward(tokens: I64[batch, length], mask: F32[batch, length])" in said
     assert (tmp_path / "outputs.safetensors").exists()
