@@ -32,6 +32,13 @@ def test_a_configuration_is_enough_to_export_and_its_weights_swap_in_later(name:
         assert agree(served, eager, entry.inputs(*sizes))
 
 
+def test_the_dtype_is_that_of_the_configuration(tmp_path: Path) -> None:
+    eager = randomised(BY_NAME["llama"], 5).to(torch.bfloat16)
+    served, _ = export_then_swap(eager, tmp_path)
+    assert {weight.dtype for weight in served.artifact.manifest.weights} == {"BF16"}
+    assert agree(served, eager, BY_NAME["llama"].inputs(3, 12))
+
+
 def test_sizes_that_cannot_vary_are_fixed_and_named(tmp_path: Path) -> None:
     eager = randomised(BY_NAME["mamba"], 5)
     served, said = export_then_swap(eager, tmp_path)
