@@ -51,13 +51,14 @@ def record_adapter(
             checkpoint, identities = _saved(model, tables, known.__contains__)
             if own and not _has_loading_code(model) and all(found.keys for found in identities.values()):
                 return _recorded(identities, checkpoint)
-        transforming = Transforming(trace_loading(model, known.__contains__, checkpoint, load or load_state_dict))
+        traced = trace_loading(model, known.__contains__, checkpoint, load or load_state_dict)
     except Untraceable as error:
         if not own and not error.wants_values:
             raise CaptureError(f"the checkpoint does not load into the model: {error}") from error
         sources = tuple(Source(weight=weight.name, keys=()) for weight in tables.weights)
         reason = f"how a checkpoint becomes weights cannot be recorded: {error}"
         return Recorded(Adapter(sources=sources, untraceable=str(error)), {}, (f"{reason}. {_PACK}",))
+    transforming = Transforming(traced, named_tensors(model))
     loaded = {weight.name: transforming.weight(weight) for weight in tables.weights}
     loaded = {name: found if found.keys else identities.get(name, found) for name, found in loaded.items()}
     return _recorded(loaded, checkpoint, transforming)
@@ -75,11 +76,10 @@ def _recorded(
         ignored=tuple(key for key in checkpoint if key not in used),
         inputs=inputs,
     )
-    partly = transforming.partly if transforming else []
-    absent = [name for name, found in loaded.items() if not found.keys and name not in partly]
+    odd = transforming.odd if transforming else {}
+    absent = [name for name, found in loaded.items() if not found.keys and name not in odd]
     warnings = [f"no key of a checkpoint gives the weight(s) {', '.join(absent)}. {_PACK}"] if absent else []
-    if partly:
-        warnings.append(f"loading a checkpoint leaves old values in a part of {', '.join(partly)}. {_PACK}")
+    warnings += [f"{name}: {reason}. {_PACK}" for name, reason in odd.items()]
     return Recorded(adapter, files, tuple(warnings))
 
 
@@ -89,7 +89,7 @@ def _saved(model: nn.Module, tables: Tables, names: Callable[[str], bool]) -> tu
         install(model, without_values(model, FakeTensorMode(allow_non_fake_inputs=True), names))
         tensors = named_tensors(model)
         try:
-            saved: dict[str, Any] = dict(model.state_dict(keep_vars=True))
+            saved: dict[str, Any] = model.state_dict(keep_vars=True)
         except Exception as error:
             raise Untraceable("model.state_dict() fails: ", error) from error
         keys: dict[TieKey, list[str]] = {}

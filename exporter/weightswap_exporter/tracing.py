@@ -6,6 +6,7 @@ The code runs once, on tensors without values, and every operator that it calls 
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -71,8 +72,8 @@ def load_state_dict(model: nn.Module, checkpoint: dict[str, Any]) -> None:
 def trace_loading(model: nn.Module, names: Callable[[str], bool], checkpoint: Checkpoint, load: Load) -> Traced:
     """Record what `load(model, checkpoint)` makes of the tensors whose FQNs `names` accepts.
 
-    `checkpoint` needs no values; entries that are no tensors are given to `load` as they are. The model is left as it
-    was. Raises Untraceable.
+    `checkpoint` needs no values; entries that are no tensors are given to `load` as they are, and so are the versions
+    that a state dict has in `_metadata`. The model is left as it was. Raises Untraceable and CaptureError.
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     tensors = {
@@ -81,13 +82,12 @@ def trace_loading(model: nn.Module, names: Callable[[str], bool], checkpoint: Ch
         if isinstance(value, torch.Tensor)
     }
     initial = without_values(model, mode, names)
-
     constants = {name: tensor for name, tensor in named_tensors(model).items() if name not in initial}
 
     def run(*flat: torch.Tensor) -> list[torch.Tensor]:
         given = dict(zip(tensors, flat, strict=False))
         install(model, dict(zip(initial, flat[len(given) :], strict=True)))
-        load(model, {key: given.get(key, value) for key, value in checkpoint.items()})
+        load(model, _like(checkpoint, given))
         loaded = named_tensors(model)
         _check_constants(constants, loaded)
         return [loaded[name] for name in initial]
@@ -105,6 +105,13 @@ def trace_loading(model: nn.Module, names: Callable[[str], bool], checkpoint: Ch
     module.graph.eliminate_dead_code()
     module.recompile()
     return Traced(module, tuple(tensors), tuple(initial))
+
+
+def _like(checkpoint: Checkpoint, tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+    filled = OrderedDict((key, tensors.get(key, value)) for key, value in checkpoint.items())
+    if hasattr(checkpoint, "_metadata"):
+        filled._metadata = checkpoint._metadata  # type: ignore[attr-defined]
+    return filled
 
 
 def _check_constants(before: Mapping[str, torch.Tensor], after: Mapping[str, torch.Tensor]) -> None:

@@ -44,32 +44,34 @@ class Loaded(NamedTuple):
 class Transforming:
     """Finds each weight in a trace, and collects those that have to be computed."""
 
-    def __init__(self, traced: Traced) -> None:
+    def __init__(self, traced: Traced, tensors: Mapping[str, torch.Tensor]) -> None:
+        """`tensors` are the model's, by FQN: their present values must not become a part of the adapter."""
         self._traced = traced
+        self._storages = {tensor.untyped_storage()._cdata: name for name, tensor in tensors.items() if tensor.numel()}
         for node in list(traced.module.graph.nodes):
             _replace_copy(node)
         self._keys = traced.inputs
         self._initial = traced.initial
         self._results = traced.results
         self._outputs: list[Node] = []
-        self.partly: list[str] = []
+        self.odd: dict[str, str] = {}
 
     def weight(self, weight: NamedTensor) -> Loaded:
-        """Where a weight comes from. `partly` collects those that keep some of the values that they had before."""
-        roots = [_root(self._results[name]) for name in weight.names]
-        moved = [
-            self._keys[root] for root in roots if root in self._keys and _type(root) == (weight.dtype, weight.shape)
-        ]
-        if moved:
-            return Loaded(tuple(dict.fromkeys(moved)))
-        computed = [node for node in roots if node not in self._initial]
-        if not computed:
+        """Where a weight comes from. `odd` collects those that no checkpoint can give alone, with the reason."""
+        roots = dict.fromkeys(_root(self._results[name]) for name in weight.names)
+        given = [root for root in roots if root not in self._initial]
+        if all(root in self._keys and _type(root) == (weight.dtype, weight.shape) for root in given):
+            return Loaded(tuple(self._keys[root] for root in given))
+        if len(given) > 1 and not all(root in self._keys for root in given):
+            self.odd[weight.name] = (
+                f"loading gives {' and '.join(weight.names)}, which are one tensor, different values"
+            )
             return Loaded(())
-        node = self._typed(computed[0], weight)
+        node = self._typed(given[-1], weight)  # as loading one after the other would leave it
         used = needs(node)
         before = [root for root in used if root in self._initial]
         if before and not overwritten(node, before):
-            self.partly.append(weight.name)
+            self.odd[weight.name] = "loading a checkpoint leaves old values in a part of it"
             return Loaded(())
         self._outputs.append(node)
         return Loaded(tuple(self._keys[root] for root in used if root in self._keys), len(self._outputs) - 1)
@@ -97,8 +99,17 @@ class Transforming:
         files = {ADAPTER_NAME: self._archive(body, [*keys, *constants])}
         if constants:
             values = {name: getattr(self._traced.module, str(node.target)) for node, name in constants.items()}
+            self._check_constants(values)
             files[ADAPTER_CONSTANTS_NAME] = _constants(values)
         return tuple(inputs), files
+
+    def _check_constants(self, values: Mapping[str, torch.Tensor]) -> None:
+        for value in values.values():
+            if (name := self._storages.get(value.untyped_storage()._cdata)) is not None or is_fake(value):
+                raise CaptureError(
+                    f"the loading code uses values that the model has now, of {name or 'a tensor that it keeps'}: a "
+                    "checkpoint must become the same weights whatever the model held before"
+                )
 
     def _archive(self, body: list[Node], places: list[Node]) -> bytes:
         graph = Graph()
@@ -167,8 +178,6 @@ def _type(node: Node) -> tuple[str, tuple[int, ...]]:
 
 def _constants(values: Mapping[str, torch.Tensor]) -> bytes:
     """The bytes of `adapter.safetensors`."""
-    if empty := [name for name, value in values.items() if is_fake(value)]:
-        raise CaptureError(f"the loading code uses a tensor without values ({empty[0]}), which the adapter would need")
     order = canonical_order(
         TensorRow(name, dtype_name(value.dtype, name), tuple(value.shape)) for name, value in values.items()
     )

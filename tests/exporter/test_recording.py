@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from torch import nn
 from tests import loading
 from tests.models import Counter, Renamed
 from tests.setups import different
-from weightswap_exporter import export, pack
+from weightswap_exporter import export, pack, skeleton
 from weightswap_runtime import CaptureError, WeightsMismatch, load
 from weightswap_runtime.manifest import Source
 
@@ -126,8 +127,92 @@ def test_weights_that_a_checkpoint_does_not_give_are_reported(tmp_path: Path) ->
         artifact = export(Partly(), (X,), out=tmp_path / "a.artifact", checkpoint={"row": torch.zeros(4)})
     said = [str(warning.message) for warning in told]
     assert any(text.startswith("no key of a checkpoint gives the weight(s) gain.") for text in said)
-    assert any(text.startswith("loading a checkpoint leaves old values in a part of weight.") for text in said)
+    assert any(text.startswith("weight: loading a checkpoint leaves old values in a part of it.") for text in said)
     assert all(not source.keys for source in sources(artifact).values())
+
+
+class Scaled(nn.Module):
+    """One tensor under two names; its checkpoints have another for each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(3, 4), nn.Linear(4, 3, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(x)
+
+    @staticmethod
+    def read(model: nn.Module, checkpoint: State) -> None:
+        scaled = {"embed.weight": checkpoint["w"], "head.weight": checkpoint["w"] * 2}
+        model.load_state_dict(scaled, assign=True)
+
+
+def test_tied_tensors_that_loading_tears_apart_are_reported(tmp_path: Path) -> None:
+    with pytest.warns(UserWarning, match=r"embed.weight: loading gives embed.weight and head.weight, which are one"):
+        export(
+            Scaled().eval(),
+            (X,),
+            out=tmp_path / "a.artifact",
+            load=Scaled.read,
+            checkpoint={"w": torch.zeros(3, 4)},
+        )
+
+
+def test_the_last_of_two_tied_tensors_that_have_to_be_cast_counts(tmp_path: Path) -> None:
+    names = ("embed.weight", "head.weight")
+    checkpoint = {name: torch.zeros(3, 4, dtype=torch.bfloat16) for name in names}
+    artifact = export(Scaled().eval(), (X,), out=tmp_path / "a.artifact", checkpoint=checkpoint)
+    assert sources(artifact)["embed.weight"].keys == ("head.weight",)
+
+
+class Relative(nn.Module):
+    """Checkpoints hold the difference to what the model has; a hook keeps the parameter itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4))
+        weight = self.weight
+        self.register_load_state_dict_pre_hook(
+            lambda module, state, prefix, *_: state.update(weight=state["weight"] + weight)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.weight
+
+
+@pytest.mark.parametrize("hollow", [False, True])
+def test_present_values_of_the_model_do_not_become_a_part_of_the_adapter(hollow: bool, tmp_path: Path) -> None:
+    with skeleton() if hollow else nullcontext():
+        model = Relative()
+    with pytest.raises(CaptureError, match="the loading code uses values that the model has now"):
+        export(model, (X,), out=tmp_path / "a.artifact")
+
+
+class Versioned(nn.Module):
+    """Doubles what an older version has saved."""
+
+    _version = 2
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4))
+
+    def _load_from_state_dict(self, state: State, prefix: str, metadata: State, *rest: Any) -> None:
+        if metadata.get("version", 1) < 2:
+            state[f"{prefix}weight"] = state[f"{prefix}weight"] * 2
+        super()._load_from_state_dict(state, prefix, metadata, *rest)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.weight
+
+
+def test_checkpoints_are_of_the_version_that_the_model_saves(tmp_path: Path) -> None:
+    model = different(Versioned, 1)
+    artifact = export(model, (X,), out=tmp_path / "a.artifact")
+    assert sources(artifact)["weight"].transform is None
+    old = {"weight": torch.zeros(4)}
+    assert sources(export(model, (X,), out=tmp_path / "b.artifact", checkpoint=old))["weight"].transform == 0
 
 
 class Table(nn.Module):
@@ -201,6 +286,7 @@ def test_recurrent_layers_keep_their_own_list_of_weights(tmp_path: Path) -> None
 
 NEEDS_AN_OPERATOR = """
 import sys, torch
+from contextlib import nullcontext
 from pathlib import Path
 from weightswap_runtime import ArtifactError, load
 
