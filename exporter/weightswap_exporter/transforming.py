@@ -15,6 +15,7 @@ from weightswap_runtime.tensors import tensor_bytes, torch_dtype
 from weightswap_runtime.weightfile import TensorRow, canonical_order
 
 from .archive import program_archive
+from .blame import first_line
 from .describe import dtype_name
 from .overwriting import needs, overwritten
 from .skeletons import is_fake
@@ -96,12 +97,10 @@ class Transforming:
         constants = {node: f"constant_{index}" for index, node in enumerate(n for n in body if n.op == "get_attr")}
         inputs = [_input("key", self._keys[node], node) for node in keys]
         inputs += [_input("constant", name, node) for node, name in constants.items()]
-        files = {ADAPTER_NAME: self._archive(body, [*keys, *constants])}
-        if constants:
-            values = {name: getattr(self._traced.module, str(node.target)) for node, name in constants.items()}
-            self._check_constants(values)
-            files[ADAPTER_CONSTANTS_NAME] = _constants(values)
-        return tuple(inputs), files
+        values = {name: getattr(self._traced.module, str(node.target)) for node, name in constants.items()}
+        self._check_constants(values)
+        files = {ADAPTER_CONSTANTS_NAME: _constants(values)} if values else {}
+        return tuple(inputs), files | {ADAPTER_NAME: self._archive(body, [*keys, *constants])}
 
     def _check_constants(self, values: Mapping[str, torch.Tensor]) -> None:
         for value in values.values():
@@ -128,7 +127,7 @@ class Transforming:
         try:
             return program_archive(torch.export.export(module, examples, strict=False))
         except Exception as error:
-            raise CaptureError(f"the adapter's graph cannot be written: {error}") from error
+            raise CaptureError(f"the adapter's graph cannot be written: {first_line(error)}") from error
 
 
 def _replace_copy(node: Node) -> None:
