@@ -61,7 +61,7 @@ LlamaForCausalLM(config).save_pretrained("llama")
 
 def test_the_page_on_checkpoints(tmp_path: Path) -> None:
     page = (README.parent / "docs" / "checkpoints.md").read_text()
-    attention, serve, quantised, publish = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    attention, serve, quantised, publish, recipe = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
     swap, pack, llama = re.findall(r"```sh\n(.*?)```", page, re.DOTALL)
     python(tmp_path, attention, CHECKPOINTS)
     assert python(tmp_path, serve) == "torch.Size([4, 8])\n"
@@ -74,6 +74,10 @@ def test_the_page_on_checkpoints(tmp_path: Path) -> None:
     assert re.fullmatch(r"outbox/step-000001000-[0-9a-f]{12}.safetensors\n", python(tmp_path, attention, publish))
     python(tmp_path, LLAMA)
     assert "generation  0: llama" in shell(tmp_path, llama)
+    (tmp_path / "recipe.py").write_text(recipe)
+    assert "[batch, 32]" in shell(tmp_path, "weightswap export recipe.py:build -o fixed.artifact")
+    said = shell(tmp_path, "weightswap pack llama llama.artifact -o v5.safetensors --recipe hf:llama")
+    assert "weights id" in said
 
 
 def test_the_commands(tmp_path: Path) -> None:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 import resource
 import threading
+from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors.torch
 import torch
 from torch import nn
 from torch.nn.utils import parametrizations
@@ -15,7 +19,7 @@ from torch.nn.utils import parametrizations
 from tests.models import Everything
 from weightswap_exporter import export, pack, skeleton
 from weightswap_exporter.skeletons import is_fake
-from weightswap_runtime import CaptureError, CheckpointError
+from weightswap_runtime import CaptureError, CheckpointError, load
 
 
 class Zoo(nn.Module):
@@ -73,6 +77,115 @@ def test_a_constructor_that_reads_a_value_is_named() -> None:
     says = r"__init__ \(test_skeleton.py, line \d+\): the model's constructor needs the values .* is .*Reads.weight"
     with pytest.raises(CaptureError, match=says), skeleton():
         Reads()
+
+
+def filled() -> nn.Module:
+    model = nn.Linear(8, 8)
+    model.weight.data.normal_()
+    model.weight.data[0] = 0
+    with torch.no_grad():
+        model.weight.copy_(torch.eye(8))
+        model.bias.zero_()
+    return model
+
+
+def assigned() -> nn.Module:
+    model = nn.Linear(8, 8)
+    model.weight = nn.Parameter(torch.ones(8, 8))
+    model.weight.data = torch.zeros(8, 8)
+    model.register_parameter("gain", nn.Parameter(torch.ones(3), requires_grad=False))
+    return model
+
+
+def loaded() -> nn.Module:
+    model = nn.Linear(8, 8)
+    model.load_state_dict({"weight": torch.ones(8, 8), "bias": torch.zeros(8)})
+    return model
+
+
+def initialised() -> nn.Module:
+    """By references that were taken before the skeleton began, as libraries hold them."""
+    model = nn.Linear(8, 8)
+    for initialise in INITIALISERS:
+        initialise(model.weight)
+    return model
+
+
+INITIALISERS = (
+    nn.init.trunc_normal_,
+    nn.init.kaiming_normal_,
+    nn.init.orthogonal_,
+    nn.init.eye_,
+    lambda weight: nn.init.sparse_(weight, 0.1),
+)
+BUILDS = {
+    "weight norm": lambda: parametrizations.weight_norm(nn.Linear(8, 8)).double(),
+    "spectral norm": lambda: parametrizations.spectral_norm(nn.Linear(8, 8)),
+    "values that are set": filled,
+    "parameters that are assigned": assigned,
+    "a checkpoint that is loaded": loaded,
+    "initialisers": initialised,
+    "a copy": lambda: nn.Sequential(layer := nn.Linear(8, 8), copy.deepcopy(layer)),
+    "a parameter that is a view": lambda: nn.ParameterList([nn.Parameter(torch.zeros(64).view(8, 8))]),
+}
+
+
+@pytest.mark.parametrize("build", BUILDS.values(), ids=BUILDS)
+def test_what_constructors_do_to_parameters_works(build: Callable[[], nn.Module], tmp_path: Path) -> None:
+    artifacts = []
+    for name, context in (("hollow", skeleton), ("real", nullcontext)):
+        with context():
+            model = Holds(build()).eval()
+        assert all(is_fake(parameter) is (name == "hollow") for parameter in model.parameters())
+        x = torch.zeros(2, 8, dtype=next(model.parameters()).dtype)
+        artifacts.append(export(model, (x,), out=tmp_path / f"{name}.artifact"))
+    assert artifacts[0].manifest == artifacts[1].manifest
+
+
+class Holds(nn.Module):
+    """Calls what it holds, or multiplies with it."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ self.inner[0] if isinstance(self.inner, nn.ParameterList) else self.inner(x)
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm.*is deprecated:FutureWarning")
+@pytest.mark.parametrize("normed", [nn.utils.weight_norm, nn.utils.spectral_norm])
+def test_the_old_norms_work(normed: Callable[[nn.Module], nn.Module], tmp_path: Path) -> None:
+    with skeleton():
+        hollow = nn.Sequential(normed(nn.Linear(8, 8))).double().eval()
+    real = nn.Sequential(normed(nn.Linear(8, 8))).double().eval()
+    x = torch.ones(2, 8, dtype=torch.float64)
+    one = export(hollow, (x,), out=tmp_path / "one.artifact")
+    assert one.manifest == export(real, (x,), out=tmp_path / "two.artifact").manifest
+    path = tmp_path / "c.safetensors"
+    safetensors.torch.save_file(real.state_dict(), path)
+    with torch.no_grad():
+        assert torch.equal(load(one, path)(x), real(x))
+
+
+WANT_VALUES: dict[str, Callable[[], object]] = {
+    "numpy": lambda: nn.Linear(8, 8).weight.detach().numpy(),
+    "set_": lambda: nn.Linear(8, 8).weight.data.set_(torch.ones(8, 8)),
+    "a condition": lambda: bool(nn.Linear(8, 8).weight.sum() > 0),
+    "an orthogonal parametrization": lambda: parametrizations.orthogonal(nn.Linear(8, 8)),
+}
+
+
+@pytest.mark.parametrize("build", WANT_VALUES.values(), ids=WANT_VALUES)
+def test_constructors_that_need_values_are_named(build: Callable[[], object]) -> None:
+    says = r"\(test_skeleton.py, line \d+\): .* the last one made is Linear.bias"
+    with pytest.raises(CaptureError, match=says), skeleton():
+        build()
+
+
+def test_an_error_of_the_constructor_s_own_is_left_alone() -> None:
+    with pytest.raises(ZeroDivisionError), skeleton():
+        print(1 / 0)
 
 
 def test_lazy_parameters_are_named() -> None:
