@@ -15,7 +15,7 @@ WeightswapError
 |   `-- NothingToRollBack      no previous weights are kept
 |-- CallError                  a call was refused before it ran
 |   |-- InputMismatch          the inputs do not fit the method's signature
-|   |-- UnknownMethod            the artifact has no such method
+|   |-- UnknownMethod          the artifact has no such method
 |   |-- NoWeights              nothing has been swapped in yet
 |   `-- PinReleased            the session was used after its `with` block
 |-- ModelFailed                an in-place commit broke off; swap or roll back to revive

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 
@@ -32,6 +33,12 @@ def test_every_error_is_in_the_family_and_in_the_drawing() -> None:
         assert issubclass(getattr(errors, name), errors.WeightswapError)
         assert name in errors.__doc__
         assert name in weightswap_runtime.__all__
+
+
+def test_the_drawing_has_straight_columns() -> None:
+    assert errors.__doc__ is not None
+    rows = [re.search(r"-- (\w+ +)", line) for line in errors.__doc__.splitlines()]
+    assert {row.end() for row in rows if row} == {29}
 
 
 def is_module(value: object) -> bool:
