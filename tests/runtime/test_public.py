@@ -38,7 +38,7 @@ def test_every_error_is_in_the_family_and_in_the_drawing() -> None:
 def test_the_drawing_has_straight_columns() -> None:
     assert errors.__doc__ is not None
     rows = [re.search(r"-- (\w+ +)", line) for line in errors.__doc__.splitlines()]
-    assert {row.end() for row in rows if row} == {29}
+    assert len({row.end() for row in rows if row}) == 1
 
 
 def is_module(value: object) -> bool:
