@@ -20,6 +20,8 @@ DATA_ALIGNMENT = 4096
 MAX_DIMENSIONS = 64
 _LENGTH = struct.Struct("<Q")
 _ZIP = b"PK\x03\x04"
+_LFS, _MAX_LFS = b"version ", 1024  # https://github.com/git-lfs/git-lfs/blob/main/docs/spec.md
+LFS_POINTER = "a git-lfs pointer, not the file that it stands for. Fetch that: git lfs pull"
 
 
 class FileTensor(NamedTuple):
@@ -48,6 +50,8 @@ def header_length(prefix: bytes, file_size: int, where: str) -> int:
             f"{where}: a zip file, like those that torch.save writes, not a safetensors file. "
             "Pack it on the build side: weightswap pack CHECKPOINT ARTIFACT -o FILE.safetensors"
         )
+    if prefix == _LFS and file_size < _MAX_LFS:
+        raise WeightFileError(f"{where}: {LFS_POINTER}")
     length: int = _LENGTH.unpack(prefix)[0]
     if length > MAX_HEADER:
         _refuse(where, f"damaged, or no safetensors file: a header of {length} bytes, the format allows {MAX_HEADER}")

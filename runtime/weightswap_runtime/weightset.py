@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
@@ -19,6 +20,7 @@ SINGLE_NAME = "model.safetensors"
 SUFFIX = ".safetensors"
 INDEX_SUFFIX = ".safetensors.index.json"
 MOST_INDEX_BYTES = 256 << 20
+_SHARD = re.compile(r"(.+)-\d{5}-of-(\d{5})(\.safetensors|\.bin)")
 _AGAIN = "Write the checkpoint again, or copy it again."
 
 
@@ -61,8 +63,8 @@ class WeightSet(AbstractContextManager["WeightSet"]):
 def open_weights(path: str | os.PathLike[str]) -> WeightSet:
     """Open a .safetensors file, a .safetensors.index.json with its shards, or a directory that holds either.
 
-    In a directory `model.safetensors` is taken, else the only index, else the only .safetensors file. Every header is
-    read and checked, no data. Raises WeightFileError.
+    In a directory `model.safetensors` is taken, else the only index, else the only .safetensors file that is no shard.
+    Every header is read and checked, no data. Raises WeightFileError.
     """
     found = _find(Path(path)) if isinstance(path, str | os.PathLike) else path
     if isinstance(found, Path) and found.name.endswith(INDEX_SUFFIX):
@@ -89,6 +91,8 @@ def _find(path: Path) -> Path:
         raise WeightFileError(f"{path}: an artifact, not a checkpoint; give a weight file or a checkpoint's directory")
     indices = [name for name in names if name.endswith(INDEX_SUFFIX)]
     singles = [name for name in names if name.endswith(SUFFIX)]
+    if not indices and (lost := lost_index(singles)):
+        raise WeightFileError(f"{path}: {lost}")
     for candidates in (indices, singles):
         if len(candidates) == 1:
             return path / candidates[0]
@@ -99,6 +103,19 @@ def _find(path: Path) -> Path:
             "that is meant"
         )
     raise WeightFileError(f"{path}: {_nothing(names)}")
+
+
+def lost_index(names: Sequence[str]) -> str:
+    """What is wrong if the files of a directory are nothing but shards, which an index would tell apart; else empty."""
+    shards = [_SHARD.fullmatch(name) for name in names]
+    found = [shard for shard in shards if shard is not None and int(shard[2]) > 1]
+    if not found or len(found) < len(names):
+        return ""
+    stem, count, suffix = found[0].groups()
+    return (
+        f"holds {len(found)} of {int(count)} shards, but not their index, {stem}{suffix}.index.json. Copy that, too, or "
+        "save the checkpoint again"
+    )
 
 
 def _nothing(names: list[str]) -> str:

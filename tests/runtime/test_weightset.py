@@ -50,7 +50,7 @@ def test_shards_are_one_set(name: str, tmp_path: Path) -> None:
     assert read(tmp_path / name) == WANTED
 
 
-@pytest.mark.parametrize("name", ["model.safetensors", "other.safetensors"])
+@pytest.mark.parametrize("name", ["model.safetensors", "other.safetensors", "model-00001-of-00001.safetensors"])
 def test_a_directory_with_one_file(name: str, tmp_path: Path) -> None:
     safetensors.numpy.save_file(VALUES, tmp_path / name)
     (tmp_path / "config.json").write_text("{}")
@@ -101,6 +101,14 @@ def several(folder: Path) -> None:
         safetensors.numpy.save_file(VALUES, folder / f"{name}.safetensors")
 
 
+def lost(*numbers: int) -> Callable[[Path], None]:
+    def write(folder: Path) -> None:
+        for number in numbers:
+            safetensors.numpy.save_file(VALUES, folder / f"model-{number:05}-of-00003.safetensors")
+
+    return write
+
+
 BAD: dict[str, tuple[Callable[[Path], object], str]] = {
     "missing shard": (missing_shard, "names the shard model-2.safetensors, which is missing"),
     "truncated shard": (truncated_shard, "model-2.safetensors: the tensors need 40 bytes, the file holds 36"),
@@ -121,6 +129,11 @@ BAD: dict[str, tuple[Callable[[Path], object], str]] = {
         "holds pytorch_model.bin, which is pickled",
     ),
     "several files": (several, "holds 2 candidates (one.safetensors, two.safetensors) and no model.safetensors"),
+    "a lost index": (
+        lost(1, 2, 3),
+        "checkpoint: holds 3 of 3 shards, but not their index, model.safetensors.index.json. Copy that, too",
+    ),
+    "a lost index and shards": (lost(2), "holds 1 of 3 shards, but not their index"),
 }
 
 
