@@ -85,8 +85,13 @@ def _find(path: Path) -> Path:
         names = sorted(entry.name for entry in path.iterdir())
     except (OSError, ValueError) as error:
         raise WeightFileError(f"{path!s:.200}: cannot be opened ({error})") from error
+    return path / _meant(path, names)
+
+
+def _meant(path: Path, names: Sequence[str]) -> str:
+    """Which of the files in a directory to open."""
     if SINGLE_NAME in names:
-        return path / SINGLE_NAME
+        return SINGLE_NAME
     if MANIFEST_NAME in names:
         raise WeightFileError(f"{path}: an artifact, not a checkpoint; give a weight file or a checkpoint's directory")
     indices = [name for name in names if name.endswith(INDEX_SUFFIX)]
@@ -95,7 +100,7 @@ def _find(path: Path) -> Path:
         raise WeightFileError(f"{path}: {lost}")
     for candidates in (indices, singles):
         if len(candidates) == 1:
-            return path / candidates[0]
+            return candidates[0]
     several = indices or singles
     if several:
         raise WeightFileError(
@@ -113,12 +118,12 @@ def lost_index(names: Sequence[str]) -> str:
         return ""
     stem, count, suffix = found[0].groups()
     return (
-        f"holds {len(found)} of {int(count)} shards, but not their index, {stem}{suffix}.index.json. Copy that, too, or "
-        "save the checkpoint again"
+        f"holds {len(found)} of {int(count)} shards, but not their index, {stem}{suffix}.index.json. Copy that, too, "
+        "or save the checkpoint again"
     )
 
 
-def _nothing(names: list[str]) -> str:
+def _nothing(names: Sequence[str]) -> str:
     pickled = [name for name in names if name.endswith((".bin", ".pt", ".pth", ".distcp"))]
     if pickled:
         return (
