@@ -30,7 +30,8 @@ def wants_values(error: BaseException) -> bool:
 
 def place_of(error: BaseException) -> str:
     """`hook (model.py, line 12): `, the innermost frame that is neither torch's nor ours; empty if there is none."""
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(_OURS)]
+    found = traceback.extract_tb(error.__traceback__)
+    frames = [frame for frame in found if not frame.filename.startswith(_OURS) and not frame.filename.startswith("<")]
     if not frames:
         return ""
     return f"{frames[-1].name} ({Path(frames[-1].filename).name}, line {frames[-1].lineno}): "
@@ -38,4 +39,11 @@ def place_of(error: BaseException) -> str:
 
 def first_line(error: BaseException) -> str:
     """The first line of an error's text, after the name of its class."""
-    return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"
+    return reason(error, lines=1)
+
+
+def reason(error: BaseException, lines: int = 60) -> str:
+    """An error's text, after the name of its class."""
+    found = str(error).strip().splitlines()
+    more = f"\n... and {len(found) - lines} lines more" if len(found) > lines > 1 else ""
+    return f"{type(error).__name__}: " + "\n".join(found[:lines]) + more

@@ -6,13 +6,14 @@ import gc
 import os
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
 from blake3 import blake3
 from torch import nn
+from torch._dynamo.eval_frame import OptimizedModule
 
 from weightswap_runtime import Artifact, __version__
 from weightswap_runtime.errors import CaptureError, ExportError, Unsupported
@@ -36,6 +37,7 @@ from . import huggingface
 from .archive import graph_archive
 from .capture import Captured, MethodSpec, capture, training_operators
 from .describe import describe_method
+from .examples import example_checkpoint
 from .recording import Recorded, record_adapter
 from .tables import Tables, classify
 from .tracing import Checkpoint, Load
@@ -54,7 +56,7 @@ def export(
     methods: Mapping[str, MethodSpec] | None = None,
     engines: Sequence[str] = ENGINES,
     load: Load | None = None,
-    checkpoint: Checkpoint | None = None,
+    checkpoint: Checkpoint | str | os.PathLike[str] | None = None,
 ) -> Artifact:
     """Capture a model's graphs, without its weights, into the folder `out`.
 
@@ -63,7 +65,10 @@ def export(
     them. methods: instead of them, a MethodSpec for each method to capture. All methods share one set of weights.
     load: how a checkpoint gets into the model where that is not `model.load_state_dict`: a function
     `load(model, checkpoint)`. checkpoint: what a checkpoint looks like where that is not `model.state_dict()`: tensors
-    by key, whose values are not used. Both have defaults of their own for models of the library transformers.
+    by key, or the path of one; its values are not used.
+
+    What torch.compile, DataParallel and DistributedDataParallel wrap around a model is taken off. A model of the
+    library transformers is captured without its key-value cache, and has a `load` and a `checkpoint` of its own.
 
     The folder appears whole or not at all; an artifact that is there already is replaced. The same model gives the
     same bytes. Raises CaptureError, ExportError, Unsupported.
@@ -71,9 +76,11 @@ def export(
     if unknown := sorted(set(engines) - set(ENGINES)):
         raise Unsupported(f"engine(s) {', '.join(unknown)}: this version exports for {', '.join(ENGINES)}")
     path = _check_out(Path(out))
+    model = _unwrapped(model)
+    example = None if checkpoint is None else example_checkpoint(checkpoint)
     specs = _specs(args, kwargs, dynamic_shapes, methods)
     with _collector_paused():
-        manifest, files = _artifact(model, specs, load, checkpoint)
+        manifest, files = _artifact(model, specs, load, example)
         _write(path, manifest, files)
     return Artifact.open(path)
 
@@ -82,7 +89,8 @@ def _artifact(
     model: nn.Module, specs: Mapping[str, MethodSpec], load: Load | None, checkpoint: Checkpoint | None
 ) -> tuple[Manifest, dict[str, bytes]]:
     """The manifest, and the other files by name."""
-    captured = {name: capture(model, name, spec) for name, spec in specs.items()}
+    with huggingface.without_cache(model) if huggingface.is_pretrained(model) else nullcontext():
+        captured = {name: capture(model, name, spec) for name, spec in specs.items()}
     _warn_of_training(captured)
     tables = classify(model, captured)
     recorded = _record(model, tables, load, checkpoint)
@@ -131,6 +139,15 @@ def _warn_of_training(captured: Mapping[str, Captured]) -> None:
             "if it is to serve",
             stacklevel=_CALLER,
         )
+
+
+def _unwrapped(model: nn.Module) -> nn.Module:
+    """The model itself: its names, not a wrapper's, are those of the artifact."""
+    if not isinstance(model, nn.Module):
+        raise CaptureError(f"expected a module, got a {type(model).__qualname__}")
+    while isinstance(model, OptimizedModule | nn.DataParallel | nn.parallel.DistributedDataParallel):
+        model = model._orig_mod if isinstance(model, OptimizedModule) else model.module
+    return model
 
 
 def _check_out(path: Path) -> Path:

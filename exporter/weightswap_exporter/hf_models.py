@@ -20,11 +20,24 @@ import torch
 from torch import nn
 
 from weightswap_runtime import Artifact
-from weightswap_runtime.errors import CaptureError, MissingExtra, RecipeError, Unsupported
+from weightswap_runtime.errors import (
+    CaptureError,
+    CheckpointError,
+    MissingExtra,
+    RecipeError,
+    Unsupported,
+    WeightFileError,
+)
+from weightswap_runtime.tensors import torch_dtype
+from weightswap_runtime.weightset import open_weights
 
+from . import huggingface
 from .exporting import export
 from .hf_inputs import Sizes, fallbacks, sample_inputs
+from .hollowing import restored
 from .skeletons import skeleton
+from .tracing import Checkpoint
+from .values import dtype_of
 
 CONFIG_NAME = "config.json"
 
@@ -34,14 +47,17 @@ def directory_recipe(directory: str | os.PathLike[str], *, length: int = 16, hol
 
     The model has the class that the configuration names, its dtype (float32 where it names none), and is in eval mode
     without a key-value cache, so that a call depends on its inputs alone. length: of the sample texts, in tokens.
-    hollow: whether it is a skeleton; else it takes memory, and its weights are random.
+    hollow: whether it is a skeleton; else it takes memory, and its weights are random. Where the directory holds
+    weights in another form than this version of transformers writes, they are the `checkpoint`.
 
     Raises RecipeError where the directory does not say enough, Unsupported for quantised models, MissingExtra without
     transformers.
     """
     model = _build(Path(directory), hollow)
     inputs = sample_inputs(model, length)
-    return {"model": model, "kwargs": inputs.kwargs, "dynamic_shapes": inputs.sizes}
+    arguments = {"model": model, "kwargs": inputs.kwargs, "dynamic_shapes": inputs.sizes}
+    form = _older_form(Path(directory), model)
+    return arguments if form is None else arguments | {"checkpoint": form}
 
 
 def export_directory(directory: str | os.PathLike[str], *, out: str | os.PathLike[str]) -> Artifact:
@@ -72,6 +88,27 @@ def _export_first(
         if not rest:
             raise
     return _export_first(arguments, rest, out)
+
+
+def _older_form(directory: Path, model: nn.Module) -> Checkpoint | None:
+    """What the weights in the directory look like, if they load, and are not what `save_pretrained` writes today."""
+    try:
+        with open_weights(directory) as weights:
+            found = {name: (tensor.dtype, tensor.shape) for name, tensor in weights.tensors.items()}
+    except WeightFileError:
+        return None
+    written = huggingface.checkpoint(model)
+    if found == {name: (dtype_of(tensor.dtype), tuple(tensor.shape)) for name, tensor in written.items()}:
+        return None
+    form = {name: torch.empty(shape, dtype=torch_dtype(dtype), device="meta") for name, (dtype, shape) in found.items()}
+    try:
+        with restored(model):
+            huggingface.load(model, form)
+    except CheckpointError as error:
+        text = f"{directory}: its weights are no example of what will be swapped in: {error}"
+        warnings.warn(text, stacklevel=4)
+        return None
+    return form
 
 
 def _build(directory: Path, hollow: bool) -> nn.Module:

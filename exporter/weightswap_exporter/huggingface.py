@@ -26,6 +26,21 @@ def is_pretrained(model: nn.Module) -> bool:
     return transformers is not None and isinstance(model, transformers.PreTrainedModel)
 
 
+@contextmanager
+def without_cache(model: nn.Module) -> Iterator[None]:
+    """Let the model's configuration ask for no key-value cache meanwhile: a cache cannot be a graph's output."""
+    owner: Any = model
+    configs = (owner.config, *(getattr(owner.config, name, None) for name in owner.config.sub_configs))
+    asking = [config for config in configs if getattr(config, "use_cache", False)]
+    try:
+        for config in asking:
+            config.use_cache = False
+        yield
+    finally:
+        for config in asking:
+            config.use_cache = True
+
+
 def checkpoint(model: nn.Module) -> dict[str, torch.Tensor]:
     """What `model.save_pretrained()` writes: its keys, with tensors of the right shape and dtype on the meta device.
 
@@ -48,10 +63,10 @@ def checkpoint(model: nn.Module) -> dict[str, torch.Tensor]:
 def load(model: nn.Module, checkpoint: Mapping[str, torch.Tensor]) -> None:
     """Put a checkpoint's tensors into a model as `from_pretrained` does: renamed, converted, cast, tied.
 
-    Parameters are replaced, not written into, so that a skeleton can be loaded, and a tracer sees every operation.
-    Unlike `from_pretrained`, a checkpoint that does not fit is refused: CheckpointError lists the keys that are
-    missing, unexpected, of another shape, or fail to convert. Tied weights may be absent, and so may the keys that the
-    model's class declares to be optional. The model is then left partly loaded.
+    Parameters are replaced, not written into, so that a skeleton can be loaded, and a tracer sees every operation. As
+    with `from_pretrained`, keys that the model has no use for are left out, and tied weights may be absent. Unlike it,
+    a checkpoint that does not fit is refused: CheckpointError lists the keys that are missing, of another shape, or
+    fail to convert. The model is then left partly loaded.
     """
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import convert_and_load_state_dict_in_model
@@ -110,7 +125,6 @@ def _bare(factory: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:  
 
 def _problems(found: Any) -> Iterator[str]:
     yield from (f"{key}: missing" for key in sorted(found.missing_keys))
-    yield from (f"{key}: unexpected" for key in sorted(found.unexpected_keys))
     for key, shape, expected in sorted(found.mismatched_keys):
         yield f"{key}: has shape {list(shape)}, the model {list(expected)}"
     for key, text in sorted(found.conversion_errors.items()):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -51,17 +52,28 @@ def record_adapter(
             checkpoint, identities = _saved(model, tables, known.__contains__)
             if own and not _has_loading_code(model) and all(found.keys for found in identities.values()):
                 return _recorded(identities, checkpoint)
-        traced = trace_loading(model, known.__contains__, checkpoint, load or load_state_dict)
+        # hooks that only rename on saving leave keys that loading does not know
+        load = load or partial(load_state_dict, strict=not own)
+        traced = trace_loading(model, known.__contains__, checkpoint, load)
     except Untraceable as error:
         if not own and not error.wants_values:
-            raise CaptureError(f"the checkpoint does not load into the model: {error}") from error
+            raise CaptureError(
+                f"a checkpoint like the given one does not load into the model: {error}\n"
+                "export(checkpoint=...) says what checkpoints look like; without it they are like model.state_dict()"
+            ) from error
         sources = tuple(Source(weight=weight.name, keys=()) for weight in tables.weights)
         reason = f"how a checkpoint becomes weights cannot be recorded: {error}"
         return Recorded(Adapter(sources=sources, untraceable=str(error)), {}, (f"{reason}. {_PACK}",))
     transforming = Transforming(traced, named_tensors(model))
     loaded = {weight.name: transforming.weight(weight) for weight in tables.weights}
     loaded = {name: found if found.keys else identities.get(name, found) for name, found in loaded.items()}
-    return _recorded(loaded, checkpoint, transforming)
+    recorded = _recorded(loaded, checkpoint, transforming)
+    unused = [key for key in recorded.adapter.ignored if key not in known and isinstance(checkpoint[key], torch.Tensor)]
+    if own or recorded.warnings or not unused:
+        return recorded
+    more = f" and {len(unused) - 10} more" if len(unused) > 10 else ""
+    text = f"no weight comes from these keys of a checkpoint: {', '.join(unused[:10])}{more}"
+    return recorded._replace(warnings=(text,))
 
 
 def _recorded(

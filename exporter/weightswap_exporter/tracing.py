@@ -18,7 +18,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from weightswap_runtime.errors import CaptureError
 
-from .blame import first_line, place_of, wants_values
+from .blame import first_line, place_of, reason, wants_values
 from .hollowing import install, named_tensors, restored, stand_in, without_values
 
 Load = Callable[[nn.Module, dict[str, Any]], object]
@@ -33,7 +33,7 @@ class Untraceable(Exception):
 
     def __init__(self, text: str, error: Exception) -> None:
         self.wants_values = wants_values(error)
-        super().__init__(f"{text}{place_of(error)}{first_line(error)}")
+        super().__init__(f"{text}{place_of(error)}{first_line(error) if self.wants_values else reason(error)}")
 
 
 class Traced(NamedTuple):
@@ -64,9 +64,9 @@ class Traced(NamedTuple):
         return dict(zip(self.outputs, nodes, strict=True))  # type: ignore[arg-type]
 
 
-def load_state_dict(model: nn.Module, checkpoint: dict[str, Any]) -> None:
+def load_state_dict(model: nn.Module, checkpoint: dict[str, Any], *, strict: bool = True) -> None:
     """What `model.load_state_dict(checkpoint)` does, with every hook, without copies of tensors that only move."""
-    model.load_state_dict(checkpoint, strict=False, assign=True)
+    model.load_state_dict(checkpoint, strict=strict, assign=True)
 
 
 def trace_loading(model: nn.Module, names: Callable[[str], bool], checkpoint: Checkpoint, load: Load) -> Traced:

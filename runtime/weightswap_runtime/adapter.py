@@ -29,13 +29,15 @@ class Match(NamedTuple):
 
     `found` maps a weight that is copied to the names that hold it: the first is read, all must hold the same bytes.
     `computed` maps a weight that the adapter computes to what it is computed from: checkpoint key -> name in the set.
+    `only_dtypes` says that every problem is a tensor of another dtype; `unknown` are weights that no key gives.
     """
 
     found: dict[str, tuple[str, ...]]
     computed: dict[str, dict[str, str]]
     ignored: tuple[str, ...]
-    unexpected: tuple[str, ...]
     problems: tuple[str, ...]
+    only_dtypes: bool = False
+    unknown: tuple[str, ...] = ()
 
 
 class Demand(NamedTuple):
@@ -66,14 +68,25 @@ class Reading(NamedTuple):
         extra = [key for key in tensors if key not in used]
         unexpected = {key: tensors[key] for key in extra if key not in self.ignored}
         missing = {key: typed for demand in self.demands for key, typed in _missing(demand, tensors).items()}
-        problems = [text for demand in self.demands for text in _problems(demand, tensors, unexpected)]
-        problems += [f"{key}: unexpected{_suggest(key, tensor, missing)}" for key, tensor in unexpected.items()]
+        hints = _suggestions(missing, unexpected)
+        problems = [text for demand in self.demands for text in _problems(demand, tensors, hints)]
+        problems += [f"{key}: unexpected{hints.get(key, '')}" for key in unexpected]
+        unknown = tuple(demand.weight.name for demand in self.demands if not demand.keys)
         return Match(
             found={demand.weight.name: present[demand.weight.name] for demand in self.demands if not demand.all},
             computed={demand.weight.name: {key: key for key in demand.keys} for demand in self.demands if demand.all},
             ignored=tuple(key for key in extra if key in self.ignored),
-            unexpected=tuple(unexpected),
             problems=tuple(dict.fromkeys(problems)),  # several weights may be computed from one tensor
+            only_dtypes=not (missing or unexpected or unknown) and self._same_shapes(tensors),
+            unknown=unknown,
+        )
+
+    def _same_shapes(self, tensors: Mapping[str, Typed]) -> bool:
+        return all(
+            tuple(tensors[key].shape) == tuple(typed.shape)
+            for demand in self.demands
+            for key, typed in demand.keys.items()
+            if key in tensors
         )
 
 
@@ -129,7 +142,7 @@ def resolve(tensors: Mapping[str, Typed], manifest: Manifest, where: str, *, rea
     if fitting:
         return fitting[0]
     nearest = min(matches, key=lambda match: len(match.problems))
-    raise WeightsMismatch(where, nearest.problems, _advice(nearest, tensors, manifest))
+    raise WeightsMismatch(where, nearest.problems, _advice(nearest))
 
 
 def _matches(tensors: Mapping[str, Typed], readings: Sequence[Reading]) -> list[Match]:
@@ -162,22 +175,27 @@ def _with_names(match: Match, names: Mapping[str, str]) -> Match:
         found={weight: tuple(names[key] for key in keys) for weight, keys in match.found.items()},
         computed={weight: {key: names[key] for key in keys} for weight, keys in match.computed.items()},
         ignored=tuple(names[key] for key in match.ignored),
-        unexpected=(),
         problems=match.problems,
+        only_dtypes=match.only_dtypes,
     )
 
 
-def _advice(match: Match, tensors: Mapping[str, Typed], manifest: Manifest) -> str:
-    shapes = {weight.name: weight.shape for weight in manifest.weights}
-    only_dtypes = not match.unexpected and all(
-        keys and all(tuple(tensors[key].shape) == shapes[name] for key in keys) for name, keys in match.found.items()
-    )
-    if only_dtypes and not match.computed:
+def _advice(match: Match) -> str:
+    if match.only_dtypes:
         return (
             "Only the dtypes differ: cast when packing (weightswap pack --dtype, pack(dtype=...)), or export the model "
             "in the checkpoint's dtype."
         )
-    return "Give a checkpoint of the architecture that was exported, or export the architecture of this one."
+    if match.unknown:
+        return (
+            f"No key of a checkpoint gives {', '.join(match.unknown[:5])}: on the build side, load the checkpoint into "
+            "the model and pack the model (weightswap pack --recipe, pack(model=...))."
+        )
+    return (
+        "Give a checkpoint of the architecture that was exported. One in another form, which the model's own code "
+        "loads: export with checkpoint=, which says what checkpoints look like, or pack it with the model (weightswap "
+        "pack --recipe, pack(model=...))."
+    )
 
 
 def _differ(one: Match, other: Match) -> bool:
@@ -191,32 +209,35 @@ def _missing(demand: Demand, tensors: Mapping[str, Typed]) -> dict[str, Typed]:
     return absent if demand.all or len(absent) == len(demand.keys) else {}
 
 
-def _problems(demand: Demand, tensors: Mapping[str, Typed], unexpected: Mapping[str, Typed]) -> Iterator[str]:
+def _problems(demand: Demand, tensors: Mapping[str, Typed], hints: Mapping[str, str]) -> Iterator[str]:
     if not demand.keys:
-        yield (
-            f"{demand.weight.name}: the adapter knows no checkpoint key that gives it. Load the checkpoint into the "
-            "model on the build side and pack the model"
-        )
+        yield f"{demand.weight.name}: the adapter knows no checkpoint key that gives it"
     absent = _missing(demand, tensors)
     if demand.all:
-        yield from (_is_missing(key, typed, unexpected) for key, typed in absent.items())
+        yield from (f"{key}: missing, {_type(typed)}{hints.get(key, '')}" for key, typed in absent.items())
     elif absent:
-        yield _is_missing(" or ".join(absent), next(iter(absent.values())), unexpected, next(iter(absent)))
+        first = next(iter(absent))
+        yield f"{' or '.join(absent)}: missing, {_type(absent[first])}{hints.get(first, '')}"
     for key, typed in demand.keys.items():
         if key in tensors and (tensors[key].dtype, tuple(tensors[key].shape)) != (typed.dtype, typed.shape):
-            found = describe(tensors[key].dtype, tensors[key].shape)
-            yield f"{key}: expected {describe(typed.dtype, typed.shape)}, found {found}"
+            yield f"{key}: expected {_type(typed)}, found {_type(tensors[key])}"
 
 
-def _is_missing(text: str, typed: Typed, unexpected: Mapping[str, Typed], key: str = "") -> str:
-    return f"{text}: missing, {describe(typed.dtype, typed.shape)}{_suggest(key or text, typed, unexpected)}"
+def _type(tensor: Typed) -> str:
+    return describe(tensor.dtype, tensor.shape)
 
 
-def _suggest(name: str, tensor: Typed, candidates: Mapping[str, Typed]) -> str:
-    """The nearest name of a tensor of the same shape."""
+def _suggestions(missing: Mapping[str, Typed], unexpected: Mapping[str, Typed]) -> dict[str, str]:
+    """For names on either side the nearest on the other, where each is the other's nearest of its shape."""
     # difflib is quadratic in the number of names: a wholly foreign file needs no suggestions
-    if len(candidates) > 500:
-        return ""
+    if max(len(missing), len(unexpected)) > 500:
+        return {}
+    there = {key: _nearest(key, typed, unexpected) for key, typed in missing.items()}
+    back = {key: _nearest(key, typed, missing) for key, typed in unexpected.items()}
+    pairs = [(key, near) for key, near in there.items() if near is not None and back[near] == key]
+    return {one: f" (did you mean {other}?)" for pair in pairs for one, other in (pair, pair[::-1])}
+
+
+def _nearest(name: str, tensor: Typed, candidates: Mapping[str, Typed]) -> str | None:
     fitting = [other for other, typed in candidates.items() if tuple(typed.shape) == tuple(tensor.shape)]
-    near = get_close_matches(name, fitting, n=1, cutoff=0.8)
-    return f" (did you mean {near[0]}?)" if near else ""
+    return next(iter(get_close_matches(name, fitting, n=1, cutoff=0.8)), None)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +18,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from tests.zoo.entries import BY_NAME, GROUPED, HUGGING_FACE, SMALL, Entry, hf, named_tensors, randomised
-from weightswap_exporter import skeleton
+from weightswap_exporter import export, pack, skeleton
 from weightswap_exporter.hf_inputs import sample_inputs
 from weightswap_exporter.hf_models import directory_recipe, export_directory
 from weightswap_exporter.huggingface import checkpoint, load
 from weightswap_exporter.skeletons import is_fake
 from weightswap_runtime import CaptureError, CheckpointError, MissingExtra, RecipeError, Unsupported, WeightswapError
+from weightswap_runtime import load as serve
 
 zoo = pytest.mark.parametrize("entry", HUGGING_FACE, ids=str)
 llama = hf("LlamaForCausalLM", "LlamaConfig", **GROUPED)
@@ -107,7 +109,6 @@ def test_a_checkpoint_that_does_not_fit_is_refused_with_every_reason() -> None:
         load(hollow(llama), tensors)
     assert str(refused.value).splitlines()[1:] == [
         "  - model.norm.weight: missing",
-        "  - model.other: unexpected",
         "  - model.layers.0.mlp.up_proj.weight: has shape [3, 32], the model [37, 32]",
     ]
 
@@ -270,3 +271,71 @@ def test_sizes_are_fixed_one_after_the_other_until_a_capture_succeeds(
         export_directory(tmp_path, out=tmp_path / "a.artifact")
     both = ("input_ids", "attention_mask")
     assert tried == [dict.fromkeys(both, axes) for axes in ([0, 1], [0], [])]
+
+
+OLDER: dict[
+    str, tuple[Callable[[], nn.Module], Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]], set[str]]
+] = {
+    "without the prefix, with masks": (
+        hf(
+            "GPT2LMHeadModel",
+            "GPT2Config",
+            n_embd=32,
+            n_layer=2,
+            n_head=4,
+            vocab_size=99,
+            bos_token_id=1,
+            eos_token_id=2,
+        ),
+        lambda state: {
+            **{key.removeprefix("transformer."): value for key, value in state.items()},
+            "h.0.attn.bias": torch.ones(1, 1, 8, 8),
+        },
+        {"h.0.attn.bias"},
+    ),
+    "old names, and heads of other tasks": (
+        hf("BertForMaskedLM", "BertConfig", **SMALL),
+        lambda state: {
+            **{
+                key.replace("LayerNorm.weight", "LayerNorm.gamma").replace("LayerNorm.bias", "LayerNorm.beta"): value
+                for key, value in state.items()
+            },
+            "cls.seq_relationship.weight": torch.zeros(2, 32),
+        },
+        {"cls.seq_relationship.weight"},
+    ),
+    "another dtype": (llama, lambda state: {key: value.bfloat16() for key, value in state.items()}, set()),
+}
+
+
+@pytest.mark.parametrize(("build", "rewrite", "unused"), OLDER.values(), ids=OLDER)
+def test_the_form_of_the_weights_in_a_directory_is_recorded(
+    build: Callable[[], nn.Module], rewrite: Callable[[Any], Any], unused: set[str], tmp_path: Path
+) -> None:
+    now, old = tmp_path / "now", tmp_path / "old"
+    model = build().eval()
+    for folder in (now, old):
+        model.save_pretrained(folder)
+    file = old / "model.safetensors"
+    safetensors.torch.save_file(rewrite(safetensors.torch.load_file(file)), file, metadata={"format": "pt"})
+    with pytest.warns(UserWarning, match="no weight comes from these keys") if unused else nullcontext():
+        artifact = export_directory(old, out=tmp_path / "a.artifact")
+    served = serve(artifact)
+    assert set(served.swap(old).ignored) == unused
+    loaded = type(model).from_pretrained(old)
+    assert served.weights_id == pack(loaded, artifact, out=tmp_path / "v.safetensors").weights_id
+    served.swap(now)
+
+
+def test_weights_of_another_model_are_no_example(tmp_path: Path) -> None:
+    llama().save_pretrained(tmp_path / "model")
+    safetensors.torch.save_file({"other": torch.zeros(1)}, tmp_path / "model" / "model.safetensors")
+    with pytest.warns(UserWarning, match="its weights are no example of what will be swapped in"):
+        export_directory(tmp_path / "model", out=tmp_path / "a.artifact")
+
+
+def test_a_model_is_captured_without_its_cache(tmp_path: Path) -> None:
+    model = hollow(hf("LlamaForCausalLM", "LlamaConfig", **{**GROUPED, "use_cache": True}))
+    artifact = export(model, (), {"input_ids": torch.zeros(2, 7, dtype=torch.int64)}, out=tmp_path / "a.artifact")
+    assert model.config.use_cache
+    assert list(artifact.manifest.methods["forward"].signature.output.items)

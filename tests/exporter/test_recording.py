@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from tests import loading
 from tests.models import Counter, Renamed
 from tests.setups import different
 from weightswap_exporter import export, pack, skeleton
-from weightswap_runtime import CaptureError, WeightsMismatch, load
+from weightswap_runtime import CaptureError, CheckpointError, WeightsMismatch, load
 from weightswap_runtime.manifest import Source
 
 X = torch.ones(2, 4)
@@ -104,6 +105,61 @@ def test_a_loading_function_is_traced(tmp_path: Path) -> None:
     Custom.read(model, checkpoint)
     with torch.no_grad():
         assert torch.equal(load(artifact, path)(X), model(X))
+
+
+EXPLICIT: dict[str, tuple[Any, type[Exception], str]] = {
+    "a key of another name": (
+        {"linear.weight": torch.zeros(4, 4), "linear.bais": torch.zeros(4)},
+        CaptureError,
+        "bais",
+    ),
+    "a key too many": (
+        {"linear.weight": torch.zeros(4, 4), "linear.bias": torch.zeros(4), "more": torch.zeros(1)},
+        CaptureError,
+        "more",
+    ),
+    "a level above": ({"model": {"a": torch.zeros(1)}}, CheckpointError, r"below 'model'; give checkpoint\['model'\]"),
+    "a path of nothing": ("nowhere.pt", CheckpointError, "nowhere.pt: no such file"),
+    "a number": (3, CheckpointError, "expected tensors by key or a path, got a int"),
+}
+
+
+@pytest.mark.parametrize(("checkpoint", "error", "says"), EXPLICIT.values(), ids=EXPLICIT)
+def test_an_example_that_the_model_does_not_load_is_refused(
+    checkpoint: Any, error: type[Exception], says: str, tmp_path: Path
+) -> None:
+    with pytest.raises(error, match=says):
+        export(Custom().eval(), (X,), out=tmp_path / "a.artifact", checkpoint=checkpoint)
+
+
+@pytest.mark.parametrize("name", ["old.safetensors", "old.pt", "nested.pt"])
+def test_an_example_may_be_a_file(name: str, tmp_path: Path) -> None:
+    old = loading.Renaming.old(1)
+    if name == "old.safetensors":
+        safetensors.torch.save_file(old, tmp_path / name)
+    else:
+        torch.save({"model": old, "epoch": 1} if name == "nested.pt" else old, tmp_path / name)
+    artifact = export(loading.Renaming().eval(), (X,), out=tmp_path / "a.artifact", checkpoint=tmp_path / name)
+    assert sources(artifact)["blocks.0.inner.weight"].keys == ("blocks.0.weight",)
+
+
+def test_keys_that_a_loading_function_leaves_out_are_reported(tmp_path: Path) -> None:
+    def read(model: nn.Module, checkpoint: State) -> None:
+        model.load_state_dict(checkpoint, strict=False, assign=True)
+
+    checkpoint = {**Custom().state_dict(), "more": torch.zeros(1)}
+    with pytest.warns(UserWarning, match="no weight comes from these keys of a checkpoint: more$"):
+        artifact = export(Custom().eval(), (X,), out=tmp_path / "a.artifact", load=read, checkpoint=checkpoint)
+    assert artifact.manifest.adapter.ignored == ("more",)
+
+
+@pytest.mark.parametrize("wrap", [partial(torch.compile, backend="eager"), nn.DataParallel])
+def test_a_wrapper_is_taken_off(wrap: Any, tmp_path: Path) -> None:
+    model = different(Custom, 1)
+    artifact = export(wrap(model), (X,), out=tmp_path / "a.artifact")
+    assert artifact.manifest == export(model, (X,), out=tmp_path / "b.artifact").manifest
+    packed = pack(wrap(model), artifact, out=tmp_path / "v.safetensors")
+    assert packed.weights_id == pack(model, artifact, out=tmp_path / "w.safetensors").weights_id
 
 
 class Partly(nn.Module):
@@ -271,7 +327,9 @@ def test_a_checkpoint_of_another_model_is_refused_at_export(checkpoint: State, s
     def strictly(model: nn.Module, state: State) -> None:
         model.load_state_dict(state, assign=True)
 
-    with pytest.raises(CaptureError, match="the checkpoint does not load into the model"):
+    with pytest.raises(
+        CaptureError, match=f"a checkpoint like the given one does not load into the model: (.|\n)*{says}"
+    ):
         export(Custom().eval(), (X,), out=tmp_path / "a.artifact", load=strictly, checkpoint=checkpoint)
     assert not (tmp_path / "a.artifact").exists()
 
@@ -287,6 +345,7 @@ def test_recurrent_layers_keep_their_own_list_of_weights(tmp_path: Path) -> None
 NEEDS_AN_OPERATOR = """
 import sys, torch
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from weightswap_runtime import ArtifactError, load
 

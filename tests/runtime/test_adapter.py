@@ -61,8 +61,26 @@ def test_the_advice_fits_the_problem(tiny: TinyArtifact) -> None:
     halves = {name: FileTensor("F16", t.shape, 0, 0) for name, t in tensors("weight", "bias", "tied", "steps").items()}
     with pytest.raises(WeightsMismatch, match="Only the dtypes differ: cast when packing"):
         resolve(halves, tiny.manifest, "file")
-    with pytest.raises(WeightsMismatch, match="export the architecture of this one"):
+    with pytest.raises(WeightsMismatch, match="Give a checkpoint of the architecture that was exported"):
         resolve(halves | tensors("more"), tiny.manifest, "file")
+
+
+def test_no_name_is_suggested_twice(tiny: TinyArtifact) -> None:
+    fields = {name: getattr(tiny.manifest, name) for name in tiny.manifest.__struct_fields__}
+    rows = tuple(
+        type(tiny.manifest.weights[0])(name=f"norm.{name}", dtype="F32", shape=(5,)) for name in ("weight", "bias")
+    )
+    adapter = Adapter(sources=tuple(Source(weight=row.name, keys=(row.name,)) for row in rows))
+    manifest = Manifest(**{**fields, "weights": rows, "adapter": adapter})
+    found = {f"norm.{name}": FileTensor("F32", (5,), 0, 0) for name in ("weights", "gain")}
+    with pytest.raises(WeightsMismatch) as refused:
+        resolve(found, manifest, "file")
+    assert set(refused.value.problems) == {
+        "norm.weight: missing, F32[5] (did you mean norm.weights?)",
+        "norm.bias: missing, F32[5]",
+        "norm.weights: unexpected (did you mean norm.weight?)",
+        "norm.gain: unexpected",
+    }
 
 
 def test_long_lists_are_cut_in_the_text_alone(tiny: TinyArtifact) -> None:
