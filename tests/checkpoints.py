@@ -39,6 +39,14 @@ def saved_distributed(folder: Path, state: dict[str, Any]) -> Path:
     return folder
 
 
+def flipped(path: Path, tensor: torch.Tensor) -> Path:
+    """A file in which one bit of a tensor is not what was saved."""
+    raw = bytearray(path.read_bytes())
+    raw[raw.index(tensor.detach().numpy().tobytes()) + 1] ^= 1
+    path.write_bytes(raw)
+    return path
+
+
 def saved_folder(folder: Path, state: Mapping[str, Any], suffix: str) -> Path:
     """As Hugging Face saves a model in one file."""
     folder.mkdir()

@@ -14,7 +14,7 @@ from torch import nn
 
 from weightswap_runtime.errors import CheckpointError
 from weightswap_runtime.tensors import torch_dtype
-from weightswap_runtime.weightset import INDEX_SUFFIX, SUFFIX, StoredTensor, open_weights
+from weightswap_runtime.weightset import INDEX_SUFFIX, SUFFIX, StoredTensor, lost_index, open_weights
 
 from . import pickled
 from .dcp import open_dcp
@@ -95,6 +95,8 @@ def _folder_opener(path: Path) -> Callable[[Path], Any]:
     for name in PICKLED_NAMES:
         if name in names:
             return lambda folder: _opener(folder / name)(folder / name)
+    if lost := lost_index([name for name in names if name.endswith(".bin")]):
+        raise CheckpointError(f"{path}: {lost}")
     found = f"it holds {', '.join(names[:5])}{' and more' if len(names) > 5 else ''}" if names else "it is empty"
     raise CheckpointError(f"{path}: no checkpoint in this folder ({found}); known are folders with {_FOLDERS}")
 

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import io
-import struct
-import zipfile
 from collections.abc import Iterator
 from functools import partial
 from math import prod
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import torch
 
@@ -18,8 +16,9 @@ from weightswap_runtime.errors import CheckpointError
 from .dcp_metadata import METADATA_NAME, Chunk, Described, read_metadata
 from .stored import Files, Stored, Window, read_into, row_major, span
 from .values import PIECE, Values, dtype_of
+from .zipped import Record, damaged_pickle, is_damaged, read_records
 
-_LOCAL_HEADER = struct.Struct("<26xHH")
+_AGAIN = "Save the checkpoint again, or copy it again."
 
 
 def open_dcp(folder: Path, files: Files) -> dict[str, Values]:
@@ -40,11 +39,22 @@ def _problems(folder: Path, files: Files, name: str, found: Described) -> list[s
     problems = list(found.problems)
     for chunk in () if problems else found.chunks:
         try:
-            with files.open(folder / chunk.file) as fd:
-                _locate(fd, folder, name, found, chunk)
+            problems += _damage(folder, files, name, found, chunk)
         except CheckpointError as error:
             problems.append(str(error))
     return problems
+
+
+def _damage(folder: Path, files: Files, name: str, found: Described, chunk: Chunk) -> Iterator[str]:
+    path = folder / chunk.file
+    if not path.exists():
+        yield f"{path}: missing, and the metadata name it. {_AGAIN}"
+        return
+    with files.open(path) as fd:
+        stored, records = _locate(fd, folder, name, found, chunk)
+        damaged = is_damaged(fd, records["data/0"], stored.where, chunk.begin)
+        if damaged or damaged_pickle(fd, records, stored.where, chunk.begin):
+            yield f"{stored.where} is damaged: its CRC-32 is not the one that the file records. {_AGAIN}"
 
 
 def _load(folder: Path, files: Files, name: str, found: Described) -> torch.Tensor:
@@ -52,7 +62,7 @@ def _load(folder: Path, files: Files, name: str, found: Described) -> torch.Tens
     for chunk in found.chunks:
         region = whole[tuple(slice(o, o + n) for o, n in zip(chunk.offsets, chunk.sizes, strict=True))]
         with files.open(folder / chunk.file) as fd:
-            _read_chunk(_locate(fd, folder, name, found, chunk), region)
+            _read_chunk(_locate(fd, folder, name, found, chunk)[0], region)
     return whole
 
 
@@ -75,35 +85,24 @@ def _row_groups(stored: Stored) -> Iterator[tuple[int, Stored]]:
         yield first, stored._replace(offset=stored.offset + first * row, shape=shape)
 
 
-def _locate(fd: int, folder: Path, name: str, found: Described, chunk: Chunk) -> Stored:
-    """Where in its file a chunk's values are: each chunk is what `torch.save` writes for one tensor."""
+def _locate(fd: int, folder: Path, name: str, found: Described, chunk: Chunk) -> tuple[Stored, dict[str, Record]]:
+    """Where in its file a chunk's values are: each chunk is what `torch.save` writes for one tensor, a zip."""
     where = f"{folder / chunk.file}: the chunk of {name} at byte {chunk.begin}"
     file = io.BufferedReader(Window(fd, chunk.begin, chunk.length))
     try:
         # nothing but the tensor's description is read; on the meta device it has no values
         meta: Any = torch.load(file, map_location="meta", weights_only=True)
-        record = _record(file)
+        records = read_records(file)
     except Exception as error:  # what a damaged pickle raises is anybody's guess
         reason = str(error).partition("\n")[0]
-        raise CheckpointError(
-            f"{where} cannot be read ({reason}). The file is damaged or cut off: save the checkpoint again, or copy it "
-            "again."
-        ) from error
+        raise CheckpointError(f"{where} cannot be read ({reason}). The file is damaged or cut off. {_AGAIN}") from error
+    if [key for key in records if key.startswith("data/")] != ["data/0"]:
+        raise CheckpointError(f"{where} does not have one storage, as torch.save writes for a tensor. {_AGAIN}")
     if not isinstance(meta, torch.Tensor) or meta.dtype != found.dtype or tuple(meta.shape) != chunk.sizes:
         raise CheckpointError(f"{where} is not the {found.dtype} {list(chunk.sizes)} that the metadata promise")
+    record = records["data/0"]
     offset = int(meta.storage_offset()) * meta.dtype.itemsize
-    stored = Stored(where, fd, chunk.begin + record[0] + offset, meta.dtype, chunk.sizes, meta.stride())
-    if offset + span(stored.shape, stored.stride) * meta.dtype.itemsize > record[1]:
-        raise CheckpointError(f"{where} reaches over the {record[1]} bytes that are stored for it")
-    return stored
-
-
-def _record(file: IO[bytes]) -> tuple[int, int]:
-    """Offset and size of the only storage in a file that `torch.save` wrote."""
-    with zipfile.ZipFile(file) as archive:
-        records = [info for info in archive.infolist() if info.filename.endswith("/data/0")]
-    if len(records) != 1 or records[0].compress_type != zipfile.ZIP_STORED:
-        raise ValueError("it does not have one uncompressed storage")
-    file.seek(records[0].header_offset)
-    name_length, extra_length = _LOCAL_HEADER.unpack(file.read(_LOCAL_HEADER.size))
-    return records[0].header_offset + _LOCAL_HEADER.size + name_length + extra_length, records[0].file_size
+    stored = Stored(where, fd, chunk.begin + record.offset + offset, meta.dtype, chunk.sizes, meta.stride())
+    if offset + span(stored.shape, stored.stride) * meta.dtype.itemsize > record.size:
+        raise CheckpointError(f"{where} reaches over the {record.size} bytes that are stored for it")
+    return stored, records

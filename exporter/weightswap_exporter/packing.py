@@ -143,8 +143,8 @@ class _Weights:
         """What can be told before anything is written. Raises CheckpointError, and WeightsMismatch for broken ties."""
         names = {name for names in self._match.found.values() for name in names}
         names |= {name for keys in self._match.computed.values() for name in keys.values()}
-        problems = [text for name in sorted(names) for text in self._tensors[name].problems()]
-        if problems:
+        found = (text for name in sorted(names) for text in self._tensors[name].problems())
+        if problems := list(dict.fromkeys(found)):  # several tensors may be in one file
             more = f"\nand {len(problems) - MOST_PRINTED} more" if len(problems) > MOST_PRINTED else ""
             raise CheckpointError("\n".join(problems[:MOST_PRINTED]) + more)
         ties = [

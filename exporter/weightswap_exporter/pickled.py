@@ -2,28 +2,60 @@
 
 from __future__ import annotations
 
+import io
 import os
 import pickle
 import re
 import sys
+from bisect import bisect_right
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from functools import partial
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple
-from zipfile import BadZipFile, ZipFile, is_zipfile
+from zipfile import BadZipFile, is_zipfile
 
 import torch
 
 from weightswap_runtime.errors import CheckpointError, WeightFileError
+from weightswap_runtime.header import LFS_POINTER
 from weightswap_runtime.weightset import read_index
 
-from .stored import Files, Stored
+from .stored import Files, Stored, Window, read_into
 from .values import Values, dtype_of, values_of
+from .zipped import Record, damaged_pickle, is_damaged, read_records
 
 SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
 INDEX_SUFFIX = ".bin.index.json"
 _MAPS = Path("/proc/self/maps")
 _UNWANTED = re.compile(r"GLOBAL (\S+)")
+_AGAIN = "Save it again, or copy it again."
+
+
+class Storages:
+    """The values in an open file that `torch.save` wrote, each storage a record of the zip."""
+
+    def __init__(self, fd: int, path: Path, records: Mapping[str, Record]) -> None:
+        self.fd, self.path = fd, path
+        self._names = {record: name for name, record in records.items() if name.startswith("data/")}
+        self._sorted = sorted(self._names)
+        self._problems: dict[Record, list[str]] = {}
+
+    def problems(self, offset: int) -> list[str]:
+        """What is wrong with the storage at an offset in the file. Each storage is read once."""
+        place = bisect_right(self._sorted, offset, key=attrgetter("offset"))
+        return self._check(self._sorted[place - 1]) if place else []
+
+    def all_problems(self) -> list[str]:
+        return [text for record in self._sorted for text in self._check(record)]
+
+    def _check(self, record: Record) -> list[str]:
+        if record not in self._problems:
+            damaged = is_damaged(self.fd, record, str(self.path))
+            text = f"{self.path}: damaged: the bytes of {self._names[record]} have another CRC-32 than the file records"
+            self._problems[record] = [f"{text}. {_AGAIN}"] if damaged else []
+        return self._problems[record]
 
 
 class _Mapped(NamedTuple):
@@ -32,8 +64,7 @@ class _Mapped(NamedTuple):
     start: int
     end: int
     offset: int
-    fd: int
-    path: Path
+    storages: Storages
 
 
 class Pickled(NamedTuple):
@@ -45,11 +76,13 @@ class Pickled(NamedTuple):
     def values_of(self, tensor: torch.Tensor) -> Values:
         """Where a tensor's values are. One that torch has put elsewhere stays there."""
         address = tensor.data_ptr()
-        for start, end, offset, fd, path in self.mapped if tensor.numel() else ():
+        for start, end, offset, storages in self.mapped if tensor.numel() else ():
             if start <= address < end:
                 shape, stride = tuple(tensor.shape), tuple(tensor.stride())
-                stored = Stored(str(path), fd, address - start + offset, tensor.dtype, shape, stride)
-                return Values(dtype_of(tensor.dtype), shape, stored, stored.load)
+                place = address - start + offset
+                stored = Stored(str(storages.path), storages.fd, place, tensor.dtype, shape, stride)
+                problems = partial(storages.problems, place)
+                return Values(dtype_of(tensor.dtype), shape, stored, stored.load, problems)
         return values_of(tensor)
 
 
@@ -57,7 +90,15 @@ class Pickled(NamedTuple):
 def open_pickled(path: Path, files: Files) -> Iterator[Pickled]:
     """Open a file that `torch.save` wrote. In the format before torch 1.6 it is read whole. Raises CheckpointError."""
     with files.open(path) as fd:
-        yield Pickled(_load(path), tuple(_mapped(fd, path)))
+        if not _is_zip(fd, path):
+            yield Pickled(_load(path), ())
+            return
+        storages = Storages(fd, path, _records(fd, path))
+        tree = _load(path, mmap=True)
+        mapped = tuple(_mapped(storages))
+        if not mapped and (problems := storages.all_problems()):
+            raise CheckpointError("\n".join(problems))
+        yield Pickled(tree, mapped)
 
 
 @contextmanager
@@ -90,46 +131,71 @@ def _index_problems(weight_map: Mapping[str, str], shards: Mapping[str, Pickled]
                 yield f"{name} has {key!r}, {other}"
 
 
-def _mapped(fd: int, path: Path) -> Iterator[_Mapped]:
+def _mapped(storages: Storages) -> Iterator[_Mapped]:
     """Where this process has mapped a file. Empty on systems without /proc: mapped tensors are then read in place."""
     if not _MAPS.exists():
         return
-    inode, name = str(os.fstat(fd).st_ino), os.path.realpath(path)  # some file systems show another inode there
+    inode = str(os.fstat(storages.fd).st_ino)
+    name = os.path.realpath(storages.path)  # some file systems show another inode there
     for line in _MAPS.read_text(errors="surrogateescape").splitlines():
         addresses, _, offset, _, *file = line.split(maxsplit=5)
         if file[0] == inode or file[1:] == [name]:
             start, end = (int(address, 16) for address in addresses.split("-"))
-            yield _Mapped(start, end, int(offset, 16), fd, path)
+            yield _Mapped(start, end, int(offset, 16), storages)
 
 
-def _load(path: Path) -> Mapping[Any, Any]:
+def _is_zip(fd: int, path: Path) -> bool:
+    """Whether a file is in the format since torch 1.6. Raises CheckpointError for what is no checkpoint at all."""
+    head = os.pread(fd, 64, 0)
+    if not head:
+        raise CheckpointError(f"{path}: the file is empty. {_AGAIN}")
+    if head.startswith(b"version https://git-lfs"):
+        raise CheckpointError(f"{path}: {LFS_POINTER}")
     zipped = is_zipfile(path)
-    if zipped:
-        _check_byte_order(path)
+    if head.startswith(b"PK\x03\x04") and not zipped:
+        raise CheckpointError(f"{path}: cut off: it has no end of a zip file. {_AGAIN}")
+    return zipped
+
+
+def _records(fd: int, path: Path) -> dict[str, Record]:
+    """The records of a zip, whose description of the tensors is undamaged. Raises CheckpointError."""
     try:
-        loaded = torch.load(path, map_location="cpu", mmap=zipped, weights_only=True)
+        records = read_records(io.BufferedReader(Window(fd, 0, os.fstat(fd).st_size)))
+    except (BadZipFile, OSError, ValueError, NotImplementedError) as error:
+        raise CheckpointError(f"{path}: damaged ({error}). {_AGAIN}") from error
+    if damaged_pickle(fd, records, str(path)):
+        raise CheckpointError(f"{path}: damaged: its data.pkl has another CRC-32 than the file records. {_AGAIN}")
+    _check_byte_order(fd, path, records)
+    return records
+
+
+def _check_byte_order(fd: int, path: Path, records: Mapping[str, Record]) -> None:
+    """torch would turn the bytes in memory; we read them from the file."""
+    if (record := records.get("byteorder")) is None:
+        return
+    order = bytearray(min(record.size, 16))
+    read_into(fd, memoryview(order), record.offset, str(path))
+    if order != sys.byteorder.encode():
+        raise CheckpointError(f"{path}: written on a machine of another byte order; save it as .safetensors there")
+
+
+def _load(path: Path, *, mmap: bool = False) -> Mapping[Any, Any]:
+    try:
+        loaded = torch.load(path, map_location="cpu", mmap=mmap, weights_only=True)
     except pickle.UnpicklingError as error:
         named = _UNWANTED.search(str(error))
         raise CheckpointError(
             f"{path}: holds more than tensors{f' (it names {named[1]})' if named else ''}, and unpickling it could run "
-            "anything, so it was not opened. Save model.state_dict() alone, or a .safetensors file."
+            "anything, so it was not opened. Save model.state_dict() alone, or a .safetensors file. If you trust where "
+            "the file is from, unpickle it yourself and give what holds the weights: "
+            'pack(torch.load(path, weights_only=False)["state_dict"], artifact, out=...)'
         ) from error
     except Exception as error:  # what a damaged pickle raises is anybody's guess
-        reason = str(error).partition("\n")[0]
+        reason = str(error).partition("\n")[0] or type(error).__name__
         raise CheckpointError(
-            f"{path}: not a checkpoint that torch.load can open ({reason}). Save it again, or copy it again."
+            f"{path}: not a checkpoint that torch.load can open: cut off, damaged, or something else ({reason}). "
+            f"{_AGAIN}"
         ) from error
     if not isinstance(loaded, Mapping):
         raise CheckpointError(f"{path}: holds a {type(loaded).__qualname__}, expected a state dict")
     return loaded
-
-
-def _check_byte_order(path: Path) -> None:
-    """torch would turn the bytes in memory; we read them from the file."""
-    try:
-        with ZipFile(path) as archive:
-            orders = {archive.read(name) for name in archive.namelist() if name.endswith("/byteorder")}
-    except (BadZipFile, OSError, NotImplementedError) as error:
-        raise CheckpointError(f"{path}: damaged ({error}). Save it again, or copy it again.") from error
-    if orders - {sys.byteorder.encode()}:
-        raise CheckpointError(f"{path}: written on a machine of another byte order; save it as .safetensors there")

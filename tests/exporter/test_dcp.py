@@ -186,7 +186,7 @@ def scribbled(folder: Path) -> Path:
 
 
 BAD: dict[str, tuple[Callable[[Path], Path], str]] = {
-    "no data file": (without_file, "__0_0.distcp: cannot be opened (No such file or directory)"),
+    "no data file": (without_file, "dcp/__0_0.distcp: missing, and the metadata name it. Save the"),
     "a cut off data file": (
         lambda folder: cut(folder, "__0_0.distcp", 4000),
         "cannot be read (PytorchStreamReader failed",
@@ -253,6 +253,13 @@ def test_damaged_and_hostile_checkpoints_are_refused(
     assert says in str(refused.value)
     assert not list(tmp_path.glob("*v.safetensors*"))
     assert not (tmp_path / "executed").exists()
+
+
+def test_a_missing_file_is_said_once(good: Path, renamed: Artifact, tmp_path: Path) -> None:
+    folder = without_file(Path(shutil.copytree(good, tmp_path / "dcp")))
+    with pytest.raises(CheckpointError) as refused:
+        pack(folder, renamed, out=tmp_path / "v.safetensors")
+    assert len(str(refused.value).splitlines()) == 1
 
 
 def test_reading_the_metadata_leaves_torch_as_it_is(good: Path, tmp_path: Path) -> None:

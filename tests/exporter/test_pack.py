@@ -112,9 +112,29 @@ BAD: dict[str, tuple[Callable[[Path], object], type[Exception], str]] = {
     "nothing there": (lambda path: path / "nowhere.pt", CheckpointError, "no such file"),
     "another suffix": (lambda path: saved(path / "c.onnx", {}), CheckpointError, "unknown kind of checkpoint"),
     "arbitrary objects": (lambda path: saved(path / "c.pt", {"a": Arbitrary()}), CheckpointError, "could run anything"),
-    "not a pickle": (lambda path: written(path / "c.pt", b"hello"), CheckpointError, "c.pt"),
-    "an empty file": (lambda path: written(path / "c.pt", b""), CheckpointError, "c.pt"),
-    "a cut off file": (cut, CheckpointError, "c.pt"),
+    "arbitrary objects, the way out": (
+        lambda path: saved(path / "c.pt", {"a": Arbitrary()}),
+        CheckpointError,
+        "unpickle it yourself and give what holds the weights: pack(torch.load(path, weights_only=False)"
+        '["state_dict"], artifact, out=...)',
+    ),
+    "not a pickle": (
+        lambda path: written(path / "c.pt", b"hello"),
+        CheckpointError,
+        "c.pt: not a checkpoint that torch.load can open",
+    ),
+    "an empty file": (lambda path: written(path / "c.pt", b""), CheckpointError, "c.pt: the file is empty. Save it"),
+    "a cut off file": (cut, CheckpointError, "c.pt: cut off: it has no end of a zip file. Save it again"),
+    "an old file that is cut off": (
+        lambda path: written(path / "d.pt", saved_before_zip(path / "c.pt", {"a": torch.ones(9)}).read_bytes()[:150]),
+        CheckpointError,
+        "d.pt: not a checkpoint that torch.load can open: cut off, damaged, or something else (",
+    ),
+    "a git-lfs pointer": (
+        lambda path: written(path / "c.pt", b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n"),
+        CheckpointError,
+        "c.pt: a git-lfs pointer, not the file that it stands for. Fetch that: git lfs pull",
+    ),
     "a list": (lambda path: saved(path / "c.pt", [1]), CheckpointError, "holds a list, expected a state dict"),
     "nested": (
         lambda path: {"weights": Renamed().state_dict(), "epoch": 1},

@@ -13,6 +13,7 @@ import torch
 from torch.testing._internal.two_tensor import TwoTensor
 
 from tests.checkpoints import (
+    flipped,
     saved,
     saved_distributed,
     saved_folder,
@@ -132,6 +133,11 @@ def cut_shard(folder: Path, suffix: str) -> Path:
     return folder
 
 
+def without_index(folder: Path) -> Path:
+    next(folder.glob("*.index.json")).unlink()
+    return folder
+
+
 def listing_more(folder: Path) -> Path:
     index = escaping(folder, ".bin", "pytorch_model-00002-of-00002.bin")
     return index.parent
@@ -217,7 +223,17 @@ BAD: dict[str, tuple[Callable[[State, Path], object], type[WeightswapError], str
     "a pickled shard that is cut off": (
         lambda state, path: cut_shard(path / "hf", ".bin"),
         CheckpointError,
-        "pytorch_model-00002-of-00002.bin: not a checkpoint that torch.load can open",
+        "pytorch_model-00002-of-00002.bin: cut off: it has no end of a zip file",
+    ),
+    "pickled shards whose index is lost": (
+        lambda state, path: without_index(saved_shards(path / "hf", state, ".bin")),
+        CheckpointError,
+        "hf: holds 2 of 2 shards, but not their index, pytorch_model.bin.index.json",
+    ),
+    "shards whose index is lost": (
+        lambda state, path: without_index(saved_shards(path / "hf", state, ".safetensors")),
+        WeightFileError,
+        "hf: holds 2 of 2 shards, but not their index, model.safetensors.index.json",
     ),
     "an index that leaves its folder": (
         lambda state, path: escaping(path / "hf", ".safetensors", "../v.safetensors"),
@@ -259,6 +275,82 @@ def test_bad_sources_are_refused_with_a_reason(
     assert not list((tmp_path / "out").iterdir())
 
 
+DAMAGED: dict[str, tuple[Callable[[Path, State], Path], str, str]] = {
+    "a .pt": (lambda path, state: saved(path / "c.pt", whole(state)), "c.pt", "c.pt: damaged: the bytes of data/"),
+    "pickled shards": (
+        lambda path, state: saved_shards(path / "hf", state, ".bin"),
+        "*-00001-*",
+        "pytorch_model-00001-of-00002.bin: damaged: the bytes of data/",
+    ),
+    "distributed": (
+        lambda path, state: saved_distributed(path / "dcp", whole(state)),
+        "*.distcp",
+        "__0_0.distcp: the chunk of model.layers.0.bias at byte",
+    ),
+}
+
+
+@pytest.mark.parametrize(("make", "name", "says"), DAMAGED.values(), ids=DAMAGED)
+@pytest.mark.parametrize("small", [False, True], ids=["whole", "in pieces"])
+def test_a_bit_that_is_not_as_it_was_written_is_found_before_anything_is_written(
+    make: Callable[[Path, State], Path],
+    name: str,
+    says: str,
+    small: bool,
+    renamed: Artifact,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    state = Renamed().state_dict()
+    source = make(tmp_path, state)
+    if small:
+        monkeypatch.setattr("weightswap_exporter.zipped.PIECE", 5)
+    (path,) = [source] if source.is_file() else source.glob(name)
+    (tmp_path / "out").mkdir()
+    assert pack(source, renamed, out=tmp_path / "good.safetensors").level in {"", "model"}
+    flipped(path, state["layers.0.bias"])
+    with pytest.raises(CheckpointError, match="CRC-32") as refused:
+        pack(source, renamed, out=tmp_path / "out" / "v.safetensors")
+    assert str(refused.value).count(says) == 1
+    assert not list((tmp_path / "out").iterdir())
+
+
+@pytest.mark.parametrize("make", [*[row[0] for row in DAMAGED.values()]], ids=DAMAGED)
+def test_files_without_check_sums_are_taken(
+    make: Callable[[Path, State], Path], renamed: Artifact, tmp_path: Path
+) -> None:
+    model = Renamed()
+    torch.serialization.set_crc32_options(False)
+    try:
+        source = make(tmp_path, model.state_dict())
+    finally:
+        torch.serialization.set_crc32_options(True)
+    packed = pack(source, renamed, out=tmp_path / "v.safetensors")
+    assert packed.weights_id == pack(model, renamed, out=tmp_path / "w.safetensors").weights_id
+
+
+def test_each_storage_is_checked_once(renamed: Artifact, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from weightswap_exporter import pickled
+
+    checked: list[object] = []
+
+    def watch(fd: int, record: object, where: str) -> bool:
+        checked.append(record)
+        return False
+
+    monkeypatch.setattr(pickled, "is_damaged", watch)
+    path = saved(tmp_path / "c.pt", {"model": one_storage(Renamed().state_dict()), "unused": torch.ones(9)})
+    pack(path, renamed, out=tmp_path / "v.safetensors")
+    assert len(checked) == 1
+
+
+def test_damage_to_the_description_of_tensors_is_found(renamed: Artifact, tmp_path: Path) -> None:
+    path = saved(tmp_path / "c.pt", Renamed().state_dict())
+    path.write_bytes(path.read_bytes().replace(b"FloatStorage", b"HalfStorage\0"))
+    with pytest.raises(CheckpointError, match=r"c\.pt: damaged: its data\.pkl has another CRC-32"):
+        pack(path, renamed, out=tmp_path / "v.safetensors")
+
+
 def test_a_checkpoint_that_changes_while_it_is_packed_is_refused(renamed: Artifact, tmp_path: Path) -> None:
     path = saved(tmp_path / "c.pt", Renamed().state_dict())
 
@@ -291,6 +383,9 @@ def test_a_file_that_torch_maps_elsewhere_is_read_in_place(
     model = Renamed()
     packed = pack(saved(tmp_path / "c.pt", model.state_dict()), renamed, out=tmp_path / "v.safetensors")
     assert packed.weights_id == pack(model, renamed, out=tmp_path / "w.safetensors").weights_id
+    flipped(tmp_path / "c.pt", model.state_dict()["layers.0.bias"])
+    with pytest.raises(CheckpointError, match="CRC-32"):
+        pack(tmp_path / "c.pt", renamed, out=tmp_path / "v.safetensors")
 
 
 def test_a_pickle_of_another_byte_order_is_refused(renamed: Artifact, tmp_path: Path) -> None:
