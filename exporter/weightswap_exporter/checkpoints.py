@@ -19,7 +19,7 @@ from weightswap_runtime.weightset import INDEX_SUFFIX, SUFFIX, StoredTensor, los
 from . import pickled
 from .dcp import open_dcp
 from .dcp_metadata import METADATA_NAME
-from .levels import Level, flat_levels, nested_levels
+from .levels import ANYWHERE, Choice, Level, Mappings, flat_levels, nested_levels
 from .stored import Files, Stored, row_major
 from .tables import persistent_buffers
 from .values import Values, values_of
@@ -34,42 +34,47 @@ Source = nn.Module | Mapping[str, Any] | str | os.PathLike[str]
 class Checkpoint(NamedTuple):
     """An open checkpoint.
 
-    names: its tensors have runtime FQNs for certain; else they may have keys of its own. check_unchanged: raises if one
-    of its files was written to since it was opened.
+    levels: the state dicts in it that may be meant. mappings: as in `Levels`. names: its tensors have
+    runtime FQNs for certain; else they may have keys of its own. check_unchanged: raises if one of its files was
+    written to since it was opened.
     """
 
     where: str
     levels: tuple[Level, ...]
+    mappings: Mappings
     names: bool = False
     check_unchanged: Callable[[], None] = lambda: None
 
 
 @contextmanager
-def open_checkpoint(source: Source) -> Iterator[Checkpoint]:
+def open_checkpoint(source: Source, choice: Choice = ANYWHERE) -> Iterator[Checkpoint]:
     """Open a module, a state dict or a path. No values are read yet. Raises CheckpointError and WeightFileError."""
     if isinstance(source, nn.Module):
-        yield from_module(source)
+        yield from_module(source, choice=choice)
     elif isinstance(source, Mapping):
-        yield Checkpoint("the state dict", nested_levels(source, values_of))
+        yield Checkpoint("the state dict", *nested_levels(source, values_of, "the state dict", choice))
     elif isinstance(source, str | os.PathLike):
         path = Path(source)
-        with _opener(path)(path) as checkpoint:
+        with _opener(path)(path, choice) as checkpoint:
             yield checkpoint
     else:
         raise CheckpointError(f"expected a module, a state dict or a path, got a {type(source).__qualname__}")
 
 
-def from_module(model: nn.Module, where: str | None = None) -> Checkpoint:
+def from_module(model: nn.Module, where: str | None = None, choice: Choice = ANYWHERE) -> Checkpoint:
     """A live module's parameters and persistent buffers, under their FQNs. Nothing is copied."""
     lasting = persistent_buffers(model)
     tensors: dict[str, torch.Tensor] = {}
     tensors |= dict(model.named_parameters(remove_duplicate=False))
     tensors |= {name: value for name, value in model.named_buffers(remove_duplicate=False) if name in lasting}
-    levels = nested_levels(tensors, values_of, deep=False)
-    return Checkpoint(where or type(model).__qualname__, levels, names=True)
+    where = where or type(model).__qualname__
+    return Checkpoint(where, *nested_levels(tensors, values_of, where, choice, deep=False), names=True)
 
 
-def _opener(path: Path) -> Callable[[Path], Any]:
+_Opener = Callable[[Path, Choice], Any]
+
+
+def _opener(path: Path) -> _Opener:
     """What opens a path, by its name or, of a folder, by what is in it."""
     if path.is_dir():
         return _folder_opener(path)
@@ -82,11 +87,11 @@ def _opener(path: Path) -> Callable[[Path], Any]:
     if path.suffix in pickled.SUFFIXES:
         return partial(_pickled, pickled.open_pickled)
     if path.name == METADATA_NAME:
-        return lambda metadata: _dcp(metadata.parent)
+        return lambda metadata, choice: _dcp(metadata.parent, choice)
     raise CheckpointError(f"{path}: unknown kind of checkpoint; known are {_KINDS}, and folders")
 
 
-def _folder_opener(path: Path) -> Callable[[Path], Any]:
+def _folder_opener(path: Path) -> _Opener:
     names = sorted(entry.name for entry in path.iterdir())
     if METADATA_NAME in names:
         return _dcp
@@ -94,7 +99,7 @@ def _folder_opener(path: Path) -> Callable[[Path], Any]:
         return _safetensors
     for name in PICKLED_NAMES:
         if name in names:
-            return lambda folder: _opener(folder / name)(folder / name)
+            return lambda folder, choice: _opener(folder / name)(folder / name, choice)
     if lost := lost_index([name for name in names if name.endswith(".bin")]):
         raise CheckpointError(f"{path}: {lost}")
     found = f"it holds {', '.join(names[:5])}{' and more' if len(names) > 5 else ''}" if names else "it is empty"
@@ -102,11 +107,11 @@ def _folder_opener(path: Path) -> Callable[[Path], Any]:
 
 
 @contextmanager
-def _safetensors(path: Path) -> Iterator[Checkpoint]:
+def _safetensors(path: Path, choice: Choice) -> Iterator[Checkpoint]:
     with open_weights(path) as weights:
         tensors = {name: _stored(stored) for name, stored in weights.tensors.items()}
-        levels = flat_levels(tensors)[:1]
-        yield Checkpoint(weights.where, levels, weights.stamp is not None, weights.check_unchanged)
+        levels = flat_levels(tensors, weights.where, choice, deep=False)
+        yield Checkpoint(weights.where, *levels, weights.stamp is not None, weights.check_unchanged)
 
 
 def _stored(tensor: StoredTensor) -> Values:
@@ -119,13 +124,15 @@ def _stored(tensor: StoredTensor) -> Values:
 
 
 @contextmanager
-def _pickled(open_files: Callable[[Path, Files], Any], path: Path) -> Iterator[Checkpoint]:
+def _pickled(open_files: Callable[[Path, Files], Any], path: Path, choice: Choice) -> Iterator[Checkpoint]:
     files = Files()
     with open_files(path, files) as opened:
-        yield Checkpoint(str(path), nested_levels(opened.tree, opened.values_of), False, files.check_unchanged)
+        levels = nested_levels(opened.tree, opened.values_of, str(path), choice)
+        yield Checkpoint(str(path), *levels, False, files.check_unchanged)
 
 
 @contextmanager
-def _dcp(folder: Path) -> Iterator[Checkpoint]:
+def _dcp(folder: Path, choice: Choice) -> Iterator[Checkpoint]:
     files = Files()
-    yield Checkpoint(str(folder), flat_levels(open_dcp(folder, files)), False, files.check_unchanged)
+    levels = flat_levels(open_dcp(folder, files), str(folder), choice)
+    yield Checkpoint(str(folder), *levels, False, files.check_unchanged)

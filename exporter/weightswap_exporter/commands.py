@@ -75,15 +75,24 @@ def pack(
     recipe: Annotated[
         str | None,
         typer.Option(
-            help="file.py:function or module:function, as for export: the checkpoint is loaded into its model by "
-            "`load(model, checkpoint)`, if it returns that too, or model.load_state_dict, and the model is packed."
+            help="file.py:function, module:function or hf:DIR, as for export: the checkpoint is loaded into its model "
+            "by `load(model, checkpoint)`, if it returns that too, or else as the model loads its own checkpoints, and "
+            "the model is packed."
         ),
     ] = None,
+    level: Annotated[
+        str | None,
+        typer.Option(help="Where in the checkpoint the weights are: keys joined with dots, as ema or app.model."),
+    ] = None,
+    prefix: Annotated[
+        str, typer.Option(help="Take only the tensors whose names begin with this, without it, as `net.`.")
+    ] = "",
     as_json: JsonOption = False,
 ) -> None:
     """Write a checkpoint's weights as a weight file for an artifact.
 
-    A state dict below `state_dict`, `model`, `model_state_dict` or `module` is found. Nothing that is pickled runs.
+    A state dict below `state_dict`, `model`, `model_state_dict` or `module` is found, another with --level. Nothing
+    that is pickled runs.
     """
     labels = dict(_label(text) for text in label or ())
     with errors_as_exit(as_json):
@@ -101,6 +110,8 @@ def pack(
                 dtype=dtype,
                 model=built.get("model"),
                 load=built.get("load"),
+                level=level,
+                prefix=prefix,
                 progress=progress,
             )
         if as_json:
@@ -113,7 +124,8 @@ def pack(
         for found, names in packed.cast.items():
             typer.echo(f"cast        {len(names)} tensors from {found}")
         if packed.ignored:
-            typer.echo(f"left out    {', '.join(packed.ignored)}")
+            more = f" and {len(packed.ignored) - 10} more" if len(packed.ignored) > 10 else ""
+            typer.echo(f"left out    {', '.join(packed.ignored[:10])}{more}")
 
 
 def _label(text: str) -> tuple[str, str]:

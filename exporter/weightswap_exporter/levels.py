@@ -2,99 +2,139 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from weightswap_runtime.adapter import Match, Readings, resolve
 from weightswap_runtime.dtypes import TORCH_NAMES
-from weightswap_runtime.errors import CheckpointError, WeightsMismatch, WeightswapError
-from weightswap_runtime.manifest import Manifest
+from weightswap_runtime.errors import CheckpointError
 
 from .skeletons import is_fake
 from .values import Values
 
 WRAPPERS = ("state_dict", "model", "model_state_dict", "module")
 DEPTH = 2
+MOST_DEPTH = 8
+MOST_LISTED = 20
+NO_VALUES = "has no values (a skeleton's or a meta tensor)"
+
+
+class Choice(NamedTuple):
+    """What the user has said about the place of the weights.
+
+    level: a dotted path of mappings in the checkpoint, empty for its top; None to look for it. prefix: what the names
+    of the weights begin with.
+    """
+
+    level: str | None = None
+    prefix: str = ""
 
 
 class Level(NamedTuple):
     """A state dict in a checkpoint. `path` is empty for the checkpoint itself, `model` or `state_dict.model` below.
 
     problems: what keeps the level's tensors from being packed. content: the level as its trainer saved it, tensors
-    loaded.
+    loaded. damage: what is wrong with the values of all tensors in the content, as far as check sums tell. The names
+    of tensors and content lack `prefix`; left_out: the tensors that do not have it.
     """
 
     path: str
     tensors: dict[str, Values]
     problems: tuple[str, ...]
     content: Callable[[], Mapping[str, Any]]
+    damage: Callable[[], list[str]]
+    prefix: str = ""
+    left_out: tuple[str, ...] = ()
+
+
+ANYWHERE = Choice()
+
+
+Mappings = Callable[[], dict[str, list[str]]]
+
+
+class Levels(NamedTuple):
+    """The levels that may be meant.
+
+    mappings: everything that could be named as a level -> the names of its tensors; empty once a level is named.
+    """
+
+    likely: tuple[Level, ...]
+    mappings: Mappings
 
 
 def nested_levels(
-    tree: Mapping[Any, Any], values_of: Callable[[torch.Tensor], Values], *, deep: bool = True
-) -> tuple[Level, ...]:
-    """A mapping and the mappings in it that may be the state dict. Entries that are no tensors are left out."""
-    return tuple(_level(path, below, values_of) for path, below in _below("", tree, DEPTH if deep else 0))
+    tree: Mapping[Any, Any],
+    values_of: Callable[[torch.Tensor], Values],
+    where: str,
+    choice: Choice = ANYWHERE,
+    *,
+    deep: bool = True,
+) -> Levels:
+    """A mapping and the mappings in it that may be the state dict, or the chosen one. Raises CheckpointError.
 
-
-def flat_levels(tensors: Mapping[str, Values]) -> tuple[Level, ...]:
-    """The same for tensors whose names hold the keys of every level, joined with dots."""
-    paths = ["", *WRAPPERS, *(f"{outer}.{inner}" for outer in WRAPPERS for inner in WRAPPERS if inner != outer)]
-    levels = []
-    for path in paths:
-        prefix = f"{path}." if path else ""
-        below = {name.removeprefix(prefix): values for name, values in tensors.items() if name.startswith(prefix)}
-        if below or not path:
-            levels.append(Level(path, below, tuple(_dtype_problems(below)), _loading(below)))
-    return tuple(levels)
-
-
-def choose_level(levels: tuple[Level, ...], manifest: Manifest, where: str, readings: Readings) -> tuple[Level, Match]:
-    """The one level whose names, dtypes and shapes are those that the artifact wants.
-
-    Raises CheckpointError or WeightsMismatch with every problem of the level that comes nearest, and WeightsMismatch if
-    several levels fit and would give different weights.
+    Entries that are no tensors are left out.
     """
-    if not any(level.tensors or level.problems for level in levels):
-        raise CheckpointError(f"{where}: holds no tensors{_hint(levels[0])}; give the state dict itself")
-    fitting: list[tuple[Level, Match]] = []
-    refused: list[tuple[tuple[bool, int, int], WeightswapError]] = []
-    for level in levels:
-        try:
-            fitting.append((level, _match(level, manifest, where, readings)))
-        except (CheckpointError, WeightsMismatch) as error:
-            problems = getattr(error, "problems", level.problems)
-            hopeless = 2 * (len(level.tensors) + len(level.problems)) < len(manifest.weights)
-            refused.append(((hopeless, len(problems), -level.path.count(".") - bool(level.path)), error))
-    if len({_places(level, match) for level, match in fitting}) > 1:
-        found = " and ".join(repr(level.path) if level.path else "its top level" for level, _ in fitting)
-        raise WeightsMismatch(where, [f"{found} both fit, with different values"], "Give the one that is meant.")
-    if not fitting:
-        raise min(refused, key=lambda item: item[0])[1]
-    return fitting[0]
+
+    def mappings() -> dict[str, list[str]]:
+        return {path: list(map(str, _tensors(below))) for path, below in _mappings("", tree, MOST_DEPTH)}
+
+    if choice.level is None:
+        found = list(_below("", tree, DEPTH if deep else 0))
+    else:
+        chosen = _walk(tree, choice.level)
+        if chosen is None:
+            raise _unknown(where, choice.level, mappings())
+        found = [(choice.level, chosen)]
+    levels = _with_prefix([_nested(path, below, values_of, choice) for path, below in found], where)
+    return Levels(levels, mappings if choice.level is None else dict)
 
 
-def _match(level: Level, manifest: Manifest, where: str, readings: Readings) -> Match:
-    where = f"{where}, {level.path}" if level.path else where
-    if level.problems:
-        more = f"; and {len(level.problems) - 10} more" if len(level.problems) > 10 else ""
-        raise CheckpointError(f"{where}: {'; '.join(level.problems[:10])}{more}")
-    return resolve(level.tensors, manifest, where, readings=readings)
+def flat_levels(tensors: Mapping[str, Values], where: str, choice: Choice = ANYWHERE, *, deep: bool = True) -> Levels:
+    """The same for tensors whose names hold the keys of every level, joined with dots."""
+
+    def mappings() -> dict[str, list[str]]:
+        return {"": list(tensors)} | _grouped(tensors)
+
+    paths = ["", *WRAPPERS, *(f"{outer}.{inner}" for outer in WRAPPERS for inner in WRAPPERS if inner != outer)]
+    if choice.level is not None:
+        paths = [choice.level]
+    levels = []
+    for path in paths if deep or choice.level is not None else [""]:
+        start = f"{path}." if path else ""
+        below = {name.removeprefix(start): values for name, values in tensors.items() if name.startswith(start)}
+        if below or path == "":
+            levels.append(_flat(path, below, choice))
+    if not levels:
+        raise _unknown(where, paths[0], mappings())
+    return Levels(_with_prefix(levels, where), mappings if choice.level is None else dict)
 
 
-def _places(level: Level, match: Match) -> frozenset[object]:
-    """What the weights would be read from."""
-    found = {(weight, level.tensors[names[0]].place) for weight, names in match.found.items()}
-    computed = {(key, level.tensors[name].place) for keys in match.computed.values() for key, name in keys.items()}
-    return frozenset(found | computed)
+def listing(mappings: Mapping[str, Iterable[str]]) -> str:
+    """`'model' (4 tensors), 'ema' (4 tensors)`."""
+    counts = {path: len(list(names)) for path, names in mappings.items()}
+    texts = [f"{path!r}{'' if path else ', the top'} ({count} tensors)" for path, count in counts.items()]
+    more = f" and {len(texts) - MOST_LISTED} more" if len(texts) > MOST_LISTED else ""
+    return ", ".join(texts[:MOST_LISTED]) + more
 
 
-def _hint(top: Level) -> str:
-    nested = [key for key, value in top.content().items() if isinstance(value, Mapping)]
-    return f" (a state dict may be under {nested[0]!r})" if nested else ""
+def _unknown(where: str, level: str, mappings: Mapping[str, list[str]]) -> CheckpointError:
+    found = {path: names for path, names in mappings.items() if names} or mappings
+    return CheckpointError(
+        f"{where}: has no level {level!r}; it has {listing(found)}. Give one of them, or no level to have it found."
+    )
+
+
+def _grouped(names: Iterable[str]) -> dict[str, list[str]]:
+    """Names by their first component and by their first two, without these."""
+    groups: dict[str, list[str]] = {}
+    for name in names:
+        parts = name.split(".")
+        for depth in range(1, min(3, len(parts))):
+            groups.setdefault(".".join(parts[:depth]), []).append(".".join(parts[depth:]))
+    return dict(sorted(groups.items(), key=lambda item: item[0].count(".")))
 
 
 def _below(path: str, tree: Mapping[Any, Any], depth: int) -> Iterator[tuple[str, Mapping[Any, Any]]]:
@@ -104,18 +144,80 @@ def _below(path: str, tree: Mapping[Any, Any], depth: int) -> Iterator[tuple[str
             yield from _below(f"{path}.{key}" if path else key, below, depth - 1)
 
 
-def _level(path: str, tree: Mapping[Any, Any], values_of: Callable[[torch.Tensor], Values]) -> Level:
-    tensors = {key: value for key, value in tree.items() if isinstance(value, torch.Tensor)}
+def _mappings(path: str, tree: Mapping[Any, Any], depth: int) -> Iterator[tuple[str, Mapping[Any, Any]]]:
+    """A mapping and all the mappings in it, by their paths."""
+    yield path, tree
+    for key, below in tree.items() if depth else ():
+        if isinstance(below, Mapping):
+            yield from _mappings(f"{path}.{key}" if path else str(key), below, depth - 1)
+
+
+def _walk(tree: Mapping[Any, Any], path: str) -> Mapping[Any, Any] | None:
+    """The mapping at a path. Keys may have dots in them."""
+    if not path:
+        return tree
+    for key, below in tree.items():
+        if not isinstance(below, Mapping):
+            continue
+        if path == str(key):
+            return below
+        if path.startswith(f"{key}.") and (found := _walk(below, path.removeprefix(f"{key}."))) is not None:
+            return found
+    return None
+
+
+def _with_prefix(levels: list[Level], where: str) -> tuple[Level, ...]:
+    """The levels in which a name has the prefix. Raises CheckpointError if there is none."""
+    found = tuple(level for level in levels if level.tensors or level.problems or not level.prefix)
+    if found:
+        return found
+    prefix = levels[0].prefix
+    starts = {
+        f"{path}.": names for path, names in _grouped(name for level in levels for name in level.left_out).items()
+    }
+    names = f"they begin with {listing(starts)}" if starts else "no name has a dot in it"
+    raise CheckpointError(f"{where}: no tensor's name begins with the prefix {prefix!r}; {names}")
+
+
+def _nested(path: str, tree: Mapping[Any, Any], values_of: Callable[[torch.Tensor], Values], choice: Choice) -> Level:
+    prefix = choice.prefix
+    left_out = tuple(str(key) for key in _tensors(tree) if not str(key).startswith(prefix))
+    if prefix:
+        tree = {key[len(prefix) :]: value for key, value in tree.items() if str(key).startswith(prefix)}
+    tensors = _tensors(tree)
     problems = tuple(text for key, value in tensors.items() for text in _problems(key, value))
     values = {} if problems else {key: values_of(value) for key, value in tensors.items()}
-    return Level(path, values, problems, lambda: tree)
+
+    def damage() -> list[str]:
+        found = [value for _, below in _mappings("", tree, MOST_DEPTH) for value in _tensors(below).items()]
+        return [text for key, value in found if not any(_problems("", value)) for text in values_of(value).problems()]
+
+    return Level(path, values, problems, lambda: tree, damage, prefix, left_out)
+
+
+def _flat(path: str, tensors: Mapping[str, Values], choice: Choice) -> Level:
+    prefix = choice.prefix
+    left_out = tuple(name for name in tensors if not name.startswith(prefix))
+    below = {name[len(prefix) :]: values for name, values in tensors.items() if name.startswith(prefix)}
+
+    def content() -> Mapping[str, Any]:
+        return {name: values.load() for name, values in below.items()}
+
+    def damage() -> list[str]:
+        return [text for values in below.values() for text in values.problems()]
+
+    return Level(path, below, tuple(_dtype_problems(below)), content, damage, prefix, left_out)
+
+
+def _tensors(tree: Mapping[Any, Any]) -> dict[Any, torch.Tensor]:
+    return {key: value for key, value in tree.items() if isinstance(value, torch.Tensor)}
 
 
 def _problems(key: object, tensor: Any) -> Iterator[str]:
     if not isinstance(key, str):
         yield f"has the key {key!r}; the keys of a state dict are texts"
     elif is_fake(tensor):
-        yield f"{key}: has no values (a skeleton's or a meta tensor)"
+        yield f"{key}: {NO_VALUES}"
     elif is_traceable_wrapper_subclass(tensor):
         yield (
             f"{key}: is a {type(tensor).__qualname__}, not a plain tensor; gather a sharded one (full_tensor()), or "
@@ -129,7 +231,3 @@ def _dtype_problems(tensors: Mapping[str, Values]) -> Iterator[str]:
     for name, values in tensors.items():
         if values.dtype.startswith("torch."):
             yield f"{name}: {values.dtype} cannot be written as safetensors"
-
-
-def _loading(tensors: Mapping[str, Values]) -> Callable[[], Mapping[str, Any]]:
-    return lambda: {name: values.load() for name, values in tensors.items()}

@@ -11,12 +11,12 @@ from weightswap_runtime.errors import CheckpointError
 
 from . import huggingface
 from .checkpoints import Checkpoint, Source, from_module, open_checkpoint
-from .levels import Level
+from .levels import ANYWHERE, Choice, Level
 from .tracing import Load
 
 
 @contextmanager
-def load_into(model: nn.Module, source: Source, load: Load | None) -> Iterator[Checkpoint]:
+def load_into(model: nn.Module, source: Source, load: Load | None, choice: Choice = ANYWHERE) -> Iterator[Checkpoint]:
     """Load a checkpoint into a model, which then is the checkpoint. Memory: the model and the whole checkpoint.
 
     `load` gets what the trainer saved, with every level and with what is no tensor (a safetensors file or a distributed
@@ -29,7 +29,7 @@ def load_into(model: nn.Module, source: Source, load: Load | None) -> Iterator[C
         raise CheckpointError("`model` is what a checkpoint is loaded into; to pack a module, give it alone")
     if load is None and huggingface.is_pretrained(model):
         load = huggingface.load
-    with open_checkpoint(source) as checkpoint:
+    with open_checkpoint(source, choice) as checkpoint:
         _load(model, checkpoint, load)
         checkpoint.check_unchanged()
     yield from_module(model, f"{checkpoint.where}, loaded into {type(model).__qualname__}")

@@ -21,7 +21,8 @@ from weightswap_runtime.weightfile import Stamp, canonical_order, write_weight_f
 
 from .casting import cast, casting, casts, requested
 from .checkpoints import Checkpoint, Source, open_checkpoint
-from .levels import Level, choose_level
+from .choosing import choose_level
+from .levels import Choice, Level
 from .loading import load_into
 from .tracing import Load
 from .values import pieces
@@ -34,7 +35,8 @@ class Packed:
     """A weight file that was written.
 
     level: where in the checkpoint the weights were, such as `model`; empty for its top. ignored: keys there that are no
-    weights (state, extra state). cast: a dtype of the checkpoint -> the weights that were cast from it.
+    weights (state, extra state), and those that lack the prefix. cast: a dtype of the checkpoint -> the weights that
+    were cast from it.
     """
 
     path: Path
@@ -56,6 +58,8 @@ def pack(
     dtype: torch.dtype | str | None = None,
     model: nn.Module | None = None,
     load: Load | None = None,
+    level: str | None = None,
+    prefix: str = "",
     progress: Progress | None = None,
 ) -> Packed:
     """Write the weights of a checkpoint as a weight file for an artifact.
@@ -65,7 +69,8 @@ def pack(
       - .pt, .pth, .bin, .ckpt; .bin.index.json with its shards; a folder that holds pytorch_model.bin or its index.
         They are opened with `weights_only=True`: nothing in them runs
       - a folder that `torch.distributed.checkpoint.save` wrote, with any number of ranks
-    Keys may be those of `model.state_dict()` or runtime FQNs. A state dict below `state_dict`, `model`,
+    Keys may be those of `model.state_dict()` or runtime FQNs, also with what wrappers add to them (`module.`,
+    `_orig_mod.`, `_checkpoint_wrapped_module.`, `_fsdp_wrapped_module.`). A state dict below `state_dict`, `model`,
     `model_state_dict` or `module` (two levels at most) is taken where exactly it has what the artifact wants.
 
     labels: short texts that travel with the file.
@@ -74,6 +79,9 @@ def pack(
     model: for checkpoints whose loading computes what the adapter has not recorded: the checkpoint is loaded into this
       module by its own code, `load(model, checkpoint)` or else `model.load_state_dict(checkpoint)`, and the module's
       parameters and buffers are packed. The module keeps these values.
+    level: where in the checkpoint the weights are, as keys joined with dots, such as "state_dict_ema" or "app.model";
+      empty for its top. It is taken as it is, even if others fit, too.
+    prefix: only tensors whose names begin with it are taken, without it, such as "net."; the others are left out.
     progress: called with bytes done and bytes in all.
 
     One tensor of the checkpoint is in memory at a time, with what one weight is computed from; with `model` the whole
@@ -85,7 +93,9 @@ def pack(
     opened = artifact if isinstance(artifact, Artifact) else Artifact.open(artifact)
     if load is not None and model is None:
         raise CheckpointError("`load` says how to load a checkpoint into `model`; give `model` too")
-    with open_checkpoint(source) if model is None else load_into(model, source, load) as checkpoint:
+    choice = Choice(level, prefix)
+    opening = open_checkpoint(source, choice) if model is None else load_into(model, source, load, choice)
+    with opening as checkpoint:
         return pack_checkpoint(checkpoint, opened, Path(out), labels=labels, dtype=dtype, progress=progress)
 
 
@@ -103,7 +113,7 @@ def pack_checkpoint(
     manifest = artifact.manifest
     wanted = requested(dtype)
     readings = casting(NAMES if checkpoint.names else KEYS_THEN_NAMES, wanted, manifest)
-    level, match = choose_level(checkpoint.levels, manifest, checkpoint.where, readings)
+    level, match = choose_level(checkpoint, manifest, readings)
     weights = _Weights(artifact, checkpoint, level, match)
     weights.check()
     changed = casts(match, manifest, level.tensors)
@@ -125,7 +135,7 @@ def pack_checkpoint(
         weights_id=stamp.weights_id,
         nbytes=manifest.total_bytes,
         labels=stamp.labels,
-        ignored=match.ignored,
+        ignored=(*(f"{level.prefix}{name}" for name in match.ignored), *level.left_out),
         level=level.path,
         cast=changed,
     )

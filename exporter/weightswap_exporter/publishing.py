@@ -113,7 +113,7 @@ def _snapshot(model: nn.Module) -> Checkpoint:
     if level.problems:
         return live
     tensors = {name: copy(values.load()) for name, values in level.tensors.items()}
-    return live._replace(levels=nested_levels(tensors, values_of, deep=False))
+    return live._replace(levels=nested_levels(tensors, values_of, live.where, deep=False).likely)
 
 
 def _write(

@@ -9,8 +9,8 @@ from typing import IO, NamedTuple
 from zipfile import ZIP_STORED, BadZipFile, ZipFile, ZipInfo
 
 from .stored import read_into
-from .values import PIECE
 
+PIECE = 1 << 20  # stays in the processor's cache
 PICKLE_NAME = "data.pkl"
 _LOCAL_HEADER = struct.Struct("<4s22xHH")
 _SIGNATURE = b"PK\x03\x04"
@@ -42,7 +42,7 @@ def _record(file: IO[bytes], info: ZipInfo) -> Record:
 
 
 def is_damaged(fd: int, record: Record, where: str, begin: int = 0) -> bool:
-    """Whether a record of the zip at `begin` in a file is not what was written, by its CRC-32; 16 MiB at a time.
+    """Whether a record of the zip at `begin` in a file is not what was written, by its CRC-32; 1 MiB at a time.
 
     Always false where torch has written none (`torch.serialization.set_crc32_options(False)`, `skip_data()`). Raises
     CheckpointError where the file cannot be read.

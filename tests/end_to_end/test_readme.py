@@ -48,6 +48,8 @@ os.mkdir("sharded")
 save_file(trained.state_dict(), "sharded/one.safetensors")
 index = {"weight_map": dict.fromkeys(trained.state_dict(), "one.safetensors")}
 open("sharded/model.safetensors.index.json", "w").write(json.dumps(index))
+ema = {f"net.{key}": value for key, value in trained.named_parameters()} | {"loss": torch.ones(1)}
+torch.save({"state_dict": {}, "state_dict_ema": ema}, "ema.ckpt")
 import warnings
 warnings.simplefilter("ignore")
 checkpoint.save({"model": dict(trained.named_parameters())}, checkpoint_id="step-1000", no_dist=True)

@@ -139,7 +139,7 @@ BAD: dict[str, tuple[Callable[[Path], object], type[Exception], str]] = {
     "nested": (
         lambda path: {"weights": Renamed().state_dict(), "epoch": 1},
         CheckpointError,
-        "may be under 'weights'",
+        "holds no tensors where a state dict is looked for. It has 'weights' (4 tensors): pass level='weights'",
     ),
     "meta tensors": (lambda path: Renamed().to("meta").state_dict(), CheckpointError, "has no values"),
     "sparse": (lambda path: {"layers.0.weight": torch.eye(3).to_sparse()}, CheckpointError, "cannot be written"),

@@ -84,6 +84,20 @@ def test_a_recipes_model_loads_the_checkpoint(shell: Shell) -> None:
     assert shell("d.pt", "a.artifact", "--recipe", "recipe.py:recipe")["weights_id"] == packed["weights_id"]
 
 
+def test_a_level_and_a_prefix(shell: Shell) -> None:
+    narrow = {f"net.{key}": value.bfloat16() for key, value in STATE.items()}
+    wrong = {key: value + 1 for key, value in narrow.items()}
+    saved(shell.folder / "c.pt", {"ema": narrow | {f"loss.{i}": torch.ones(1) for i in range(12)}, "model": wrong})
+    saved(shell.folder / "d.pt", {key.removeprefix("net."): value for key, value in narrow.items()})
+    packed = shell("c.pt", "a.artifact", "--level", "ema", "--prefix", "net.")
+    assert (packed["level"], len(packed["ignored"])) == ("ema", 12)
+    assert shell("d.pt", "a.artifact")["weights_id"] == packed["weights_id"]
+    arguments = ["c.pt", "a.artifact", "-o", "v.safetensors", "--level", "ema", "--prefix", "net."]
+    said = CliRunner().invoke(pack_command, arguments).output
+    assert "found in    ema\n" in said
+    assert "loss.9 and 2 more\n" in said
+
+
 REFUSED = {
     "no dtype": (("c.pt", "a.artifact", "--dtype", "bf16"), 1, "'bf16'"),
     "another dtype": (("c.pt", "a.artifact"), 1, "expected BF16[2], found F32[2]"),
