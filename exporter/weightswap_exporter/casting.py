@@ -23,8 +23,11 @@ class _Type(NamedTuple):
     shape: tuple[int, ...]
 
 
-def requested(dtype: torch.dtype | str | None) -> str | None:
-    """The safetensors name of a torch dtype, or of its name (`bfloat16`). Raises CheckpointError unless floating."""
+def requested(dtype: torch.dtype | str | None, manifest: Manifest) -> str | None:
+    """The safetensors name of a torch dtype, or of its name (`bfloat16`).
+
+    Raises CheckpointError unless it is floating, and the graph wants a tensor in it.
+    """
     if dtype is None:
         return None
     found = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
@@ -32,6 +35,14 @@ def requested(dtype: torch.dtype | str | None) -> str | None:
     if name not in FLOATING:
         known = ", ".join(row.torch for row in DTYPES.values() if row.torch and row.name in FLOATING)
         raise CheckpointError(f"dtype {str(dtype)!r}: tensors can be cast to {known}")
+    wanted = {weight.dtype for weight in manifest.weights}
+    wanted |= {item.dtype for item in manifest.adapter.inputs if item.kind == "key"}
+    if name not in wanted:
+        found = ", ".join(DTYPES[other].torch or other for other in sorted(wanted & FLOATING)) or "none that floats"
+        raise CheckpointError(
+            f"dtype {DTYPES[name].torch}: the graph wants no tensor in it, so nothing would be cast; it wants {found}. "
+            "Leave the dtype out or give one of these, or export the model in the other."
+        )
     return name
 
 

@@ -75,7 +75,8 @@ def pack(
 
     labels: short texts that travel with the file.
     dtype: a floating dtype, such as `torch.bfloat16` or "bfloat16". Floating tensors of the checkpoint are cast to it
-      where the graph wants exactly this dtype, and the file records which; every other mismatch stays an error.
+      where the graph wants exactly this dtype, and the file records which; every other mismatch stays an error, and
+      so does a dtype in which the graph wants nothing.
     model: for checkpoints whose loading computes what the adapter has not recorded: the checkpoint is loaded into this
       module by its own code, `load(model, checkpoint)` or else `model.load_state_dict(checkpoint)`, and the module's
       parameters and buffers are packed. The module keeps these values.
@@ -111,7 +112,7 @@ def pack_checkpoint(
 ) -> Packed:
     """`pack()` of a checkpoint that is open. `rename` gives another path in `out`'s folder, when the ids are known."""
     manifest = artifact.manifest
-    wanted = requested(dtype)
+    wanted = requested(dtype, manifest)
     readings = casting(NAMES if checkpoint.names else KEYS_THEN_NAMES, wanted, manifest)
     level, match = choose_level(checkpoint, manifest, readings)
     weights = _Weights(artifact, checkpoint, level, match)

@@ -72,7 +72,8 @@ def publish(
     The parameters and persistent buffers are copied to the CPU before this returns: later changes of the model do not
     reach the file. Memory: one copy, ties once. Nothing else may change the model during the copying. The file appears
     whole, as `step-000001000-0123456789ab.safetensors`: the step and the beginning of the weights id. Names sort by
-    step.
+    step. Of two files of one step, which only a training that went back writes, the newer is the one written later:
+    the modification time tells.
 
     step: 0 to 999,999,999; it becomes the label `step`, beside `labels`. dtype: as in `pack()`.
 
@@ -88,13 +89,18 @@ def publish(
         raise CheckpointError(f"step: expected a whole number from 0 to {10**STEP_DIGITS - 1}, got {step!r}")
     if not isinstance(model, nn.Module):
         raise CheckpointError(f"expected a module, got a {type(model).__qualname__}")
-    requested(dtype)
+    given = dict(labels or {})
+    if str(given.get("step", step)) != str(step):
+        raise CheckpointError(
+            f"labels: step={given['step']!r} contradicts step={step}; leave the label out, it is made of `step`"
+        )
     opened = artifact if isinstance(artifact, Artifact) else Artifact.open(artifact)
+    requested(dtype, opened.manifest)
     publication = Publication(step)
     _writer.begin(
         publication._outcome,
         partial(_snapshot, model),
-        partial(_write, directory=Path(directory), artifact=opened, step=step, labels=dict(labels or {}), dtype=dtype),
+        partial(_write, directory=Path(directory), artifact=opened, step=step, labels=given, dtype=dtype),
     )
     return publication
 

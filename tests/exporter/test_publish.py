@@ -219,12 +219,23 @@ def test_a_failed_write_holds_no_snapshot(renamed: Artifact, tmp_path: Path, mon
     assert not list((tmp_path / "out").iterdir())
 
 
+def test_a_label_may_repeat_the_step(renamed: Artifact, tmp_path: Path) -> None:
+    labels: dict[str, Any] = {"step": 7}
+    assert publish(Renamed(), tmp_path / "out", renamed, step=7, labels=labels).wait(60).labels == {"step": "7"}
+
+
 REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "a negative step": ({"step": -1}, CheckpointError, "expected a whole number from 0 to 999999999, got -1"),
     "a step too large": ({"step": 10**9}, CheckpointError, "got 1000000000"),
     "a step that is a text": ({"step": "7"}, CheckpointError, "got '7'"),
     "a state dict": ({"step": 1, "model": {}}, CheckpointError, "expected a module, got a dict"),
     "no dtype": ({"step": 1, "dtype": "int"}, CheckpointError, "tensors can be cast to"),
+    "another step as a label": (
+        {"step": 7, "labels": {"step": "8"}},
+        CheckpointError,
+        "labels: step='8' contradicts step=7; leave the label out",
+    ),
+    "a dtype that nothing has": ({"step": 1, "dtype": "float64"}, CheckpointError, "the graph wants no tensor in it"),
     "no artifact": ({"step": 1, "artifact": "nowhere"}, ArtifactError, "nowhere"),
 }
 
