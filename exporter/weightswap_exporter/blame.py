@@ -23,9 +23,13 @@ _WANTS_VALUES = (
 _TEXTS = ("numpy() is not supported for tensor subclasses", "Can't call metadata mutating ops on non-Fake Tensor")
 
 
+class Unrecordable(Exception):
+    """Loading code does something that a recording of it would lose."""
+
+
 def wants_values(error: BaseException) -> bool:
-    """Whether an operation failed because it needs the values of a tensor that has none."""
-    return isinstance(error, _WANTS_VALUES) or any(text in str(error) for text in _TEXTS)
+    """Whether an operation failed because it needs the values of a tensor that has none, or cannot be recorded."""
+    return isinstance(error, (*_WANTS_VALUES, Unrecordable)) or any(text in str(error) for text in _TEXTS)
 
 
 def place_of(error: BaseException) -> str:
@@ -44,6 +48,8 @@ def first_line(error: BaseException) -> str:
 
 def reason(error: BaseException, lines: int = 60) -> str:
     """An error's text, after the name of its class."""
+    if isinstance(error, Unrecordable):
+        return str(error)
     found = str(error).strip().splitlines()
     more = f"\n... and {len(found) - lines} lines more" if len(found) > lines > 1 else ""
     return f"{type(error).__name__}: " + "\n".join(found[:lines]) + more

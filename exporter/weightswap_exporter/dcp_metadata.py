@@ -58,6 +58,8 @@ class Described(NamedTuple):
 
 def read_metadata(path: Path) -> dict[str, Described]:
     """The tensors of a checkpoint by their names. Entries of other kinds are left out. Raises CheckpointError."""
+    if not path.is_file():  # a pipe would be waited for
+        raise CheckpointError(f"{path}: cannot be opened (not a regular file)")
     try:
         with path.open("rb") as file:
             document = _Unpickler(file, str(path)).load()

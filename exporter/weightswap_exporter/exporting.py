@@ -16,7 +16,7 @@ from torch import nn
 from torch._dynamo.eval_frame import OptimizedModule
 
 from weightswap_runtime import Artifact, __version__
-from weightswap_runtime.errors import CaptureError, ExportError, Unsupported
+from weightswap_runtime.errors import ArtifactError, CaptureError, ExportError, Unsupported
 from weightswap_runtime.files import new_folder
 from weightswap_runtime.header import pack_ranges, render_header
 from weightswap_runtime.manifest import (
@@ -27,6 +27,7 @@ from weightswap_runtime.manifest import (
     Manifest,
     Method,
     Producer,
+    decode_manifest,
     encode_manifest,
     graph_identity,
 )
@@ -81,7 +82,12 @@ def export(
     specs = _specs(args, kwargs, dynamic_shapes, methods)
     with _collector_paused():
         manifest, files = _artifact(model, specs, load, example)
-        _write(path, manifest, files)
+        encoded = encode_manifest(manifest)
+        try:
+            decode_manifest(encoded, str(path))
+        except ArtifactError as error:
+            raise CaptureError(f"the model cannot be described: {error}") from error
+        _write(path, files | {MANIFEST_NAME: encoded})
     return Artifact.open(path)
 
 
@@ -196,13 +202,11 @@ def _constants(tables: Tables) -> bytes:
     return b"".join([header, *(bytes(tensor_bytes(tables.values[row.name])) for row in order)])
 
 
-def _write(path: Path, manifest: Manifest, files: Mapping[str, bytes]) -> None:
-    encoded = encode_manifest(manifest)
+def _write(path: Path, files: Mapping[str, bytes]) -> None:
     try:
         with new_folder(path) as folder:
             (folder / "graphs").mkdir()
             for name, content in files.items():
                 (folder / name).write_bytes(content)
-            (folder / MANIFEST_NAME).write_bytes(encoded)
     except OSError as error:
         raise ExportError(f"{path}: cannot be written ({error})") from error

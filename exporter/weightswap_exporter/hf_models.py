@@ -187,17 +187,21 @@ def _without_cache(config: Any) -> None:
 
 
 def _keep_in_float32(model: Any) -> None:
-    """Some models keep parameters in float32 whatever their dtype; `from_pretrained` goes by the same plan."""
+    """Some models keep tensors in float32 whatever their dtype; `from_pretrained` goes by the same plan."""
     from transformers.core_model_loading import build_glob_alternation
 
     plan = model._get_dtype_plan(model.dtype)
     if not plan:
         return
     kept, _, _ = build_glob_alternation(list(plan))
-    for name, parameter in list(model.named_parameters()):
-        if kept.search(name):
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        if kept.search(name) and tensor.is_floating_point():
             path, _, own = name.rpartition(".")
-            setattr(model.get_submodule(path), own, nn.Parameter(parameter.detach().float(), parameter.requires_grad))
+            values = tensor.detach().float()
+            is_parameter = isinstance(tensor, nn.Parameter)
+            setattr(
+                model.get_submodule(path), own, nn.Parameter(values, tensor.requires_grad) if is_parameter else values
+            )
 
 
 @contextmanager

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch import nn
@@ -50,7 +49,10 @@ def _is_plain(value: object) -> bool:
 
 
 def install(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Put tensors in the places of parameters and buffers, by FQN; ties stay ties, parameters keep their attributes."""
+    """Put tensors in the places of parameters and buffers, by FQN; one for two names ties them.
+
+    Parameters keep their attributes.
+    """
     parameters: dict[int, nn.Parameter] = {}
     for name, tensor in tensors.items():
         path, _, leaf = name.rpartition(".")
@@ -66,19 +68,13 @@ def install(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> None:
         module._parameters[leaf] = parameters[id(tensor)]
 
 
-def tie_groups(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
-    """For each name the first one of those whose tensors are tied."""
-    first: dict[TieKey, str] = {}
-    return {name: first.setdefault(tie_key(tensor), name) for name, tensor in tensors.items()}
-
-
 def without_values(model: nn.Module, mode: FakeTensorMode, names: Callable[[str], bool]) -> dict[str, torch.Tensor]:
-    """A stand-in for each parameter and buffer whose FQN `names` accepts; tied ones share theirs."""
-    tensors = {name: tensor for name, tensor in named_tensors(model).items() if names(name)}
-    made: dict[str, Any] = {}
-    groups = tie_groups(tensors)
-    for name, first in groups.items():
-        if first not in made:
-            made[first] = stand_in(tensors[first], mode)
-        made[name] = made[first]
-    return made
+    """A stand-in for each parameter and buffer whose FQN `names` accepts; those of tied ones are not tied."""
+    return {name: stand_in(tensor, mode) for name, tensor in named_tensors(model).items() if names(name)}
+
+
+def tied(model: nn.Module, stand_ins: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The same with one stand-in for all names of a tied tensor."""
+    first: dict[TieKey, torch.Tensor] = {}
+    tensors = named_tensors(model)
+    return {name: first.setdefault(tie_key(tensors[name]), value) for name, value in stand_ins.items()}

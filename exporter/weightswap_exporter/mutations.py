@@ -22,6 +22,7 @@ from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from weightswap_runtime.errors import CaptureError
 
 _REGIONS = {torch.ops.higher_order.wrap_with_set_grad_enabled, torch.ops.higher_order.wrap_with_autocast}
+_SECRET_VIEWS = {"unsafe_split", "unsafe_split_with_sizes", "unsafe_chunk", "_unsafe_view", "lift"}
 _STATISTICS = {"training", "use_input_stats", "train"}
 
 
@@ -79,7 +80,10 @@ def _is_python(node: Node) -> bool:
 
 
 def may_mutate(program: ExportedProgram) -> bool:
-    """Whether an operator writes, or may write, to memory that a parameter or buffer shares."""
+    """Whether an operator writes, or may write, to memory that a parameter or buffer shares.
+
+    Raises CaptureError for a write that functionalising would not find.
+    """
     kept = {spec.arg.name for spec in program.graph_signature.input_specs if spec.kind is not InputKind.USER_INPUT}
     places = [node for node in program.graph.nodes if node.op == "placeholder"]
     return _writes(program.graph_module, {node for node in places if node.name in kept})
@@ -90,7 +94,8 @@ def _writes(module: GraphModule, shared: set[Node]) -> bool:
         if node.op != "call_function" or not shared.intersection(node.all_input_nodes):
             continue
         if isinstance(node.target, OpOverload):
-            if shared.intersection(_written(node, node.target)):
+            if written := shared.intersection(_written(node, node.target)):
+                _check_found(written)
                 return True
             if shared.intersection(_viewed(node, node.target)):
                 shared.add(node)
@@ -99,6 +104,19 @@ def _writes(module: GraphModule, shared: set[Node]) -> bool:
         else:
             shared.add(node)
     return False
+
+
+def _check_found(written: set[Node]) -> None:
+    unseen = list(written)
+    while unseen:
+        node = unseen.pop()
+        if _name(node) in _SECRET_VIEWS:
+            raise CaptureError(f"a call writes to what {_name(node)} gives, which may be a view: use the safe operator")
+        unseen += node.all_input_nodes
+
+
+def _name(node: Node) -> str:
+    return str(getattr(node.target, "_opname", ""))
 
 
 def _region_writes(module: GraphModule, node: Node, shared: set[Node]) -> bool:
@@ -131,11 +149,11 @@ def _written(node: Node, target: OpOverload) -> Iterator[Node]:
 
 
 def _viewed(node: Node, target: OpOverload) -> Iterator[Node]:
-    """The tensors of which a result may be a view. Operators that torch composes of others do not always declare it."""
+    """The tensors of which a result may be a view. Operators that are composed of others do not always declare it."""
     name = target._schema.name + (f".{target._schema.overload_name}" if target._schema.overload_name else "")
+    composed = torch._C._dispatch_has_kernel_for_dispatch_key(name, "CompositeImplicitAutograd")
     if any(result.alias_info is not None for result in target._schema.returns):
-        yield from (
-            item for argument, value in _arguments(node, target) if argument.alias_info for item in _nodes(value)
-        )
-    elif torch._C._dispatch_has_kernel_for_dispatch_key(name, "CompositeImplicitAutograd"):
+        viewed = [value for argument, value in _arguments(node, target) if argument.alias_info]
+        yield from (item for value in viewed for item in _nodes(value))
+    elif composed or _name(node) in _SECRET_VIEWS:
         yield from node.all_input_nodes

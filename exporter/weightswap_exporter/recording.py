@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from functools import partial
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
+from msgspec import structs
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from weightswap_runtime.errors import CaptureError
 from weightswap_runtime.manifest import Adapter, Source
 
-from .hollowing import install, named_tensors, restored, without_values
+from .hollowing import install, named_tensors, restored, tied, without_values
 from .tables import Tables, TieKey, tie_key
-from .tracing import Checkpoint, Load, Untraceable, load_state_dict, trace_loading
+from .tracing import Checkpoint, Load, Untraceable, load_state_dict, load_what_fits, trace_loading
 from .transforming import Loaded, Transforming
 
 _PACK = (
@@ -52,9 +53,8 @@ def record_adapter(
             checkpoint, identities = _saved(model, tables, known.__contains__)
             if own and not _has_loading_code(model) and all(found.keys for found in identities.values()):
                 return _recorded(identities, checkpoint)
-        # hooks that only rename on saving leave keys that loading does not know
-        load = load or partial(load_state_dict, strict=not own)
-        traced = trace_loading(model, known.__contains__, checkpoint, load)
+        recording = _Recording(model, tables, known, identities)
+        recorded = recording.record(checkpoint, load or load_state_dict, fallback=load_what_fits if own else None)
     except Untraceable as error:
         if not own and not error.wants_values:
             raise CaptureError(
@@ -64,16 +64,55 @@ def record_adapter(
         sources = tuple(Source(weight=weight.name, keys=()) for weight in tables.weights)
         reason = f"how a checkpoint becomes weights cannot be recorded: {error}"
         return Recorded(Adapter(sources=sources, untraceable=str(error)), {}, (f"{reason}. {_PACK}",))
-    transforming = Transforming(traced, named_tensors(model))
-    loaded = {weight.name: transforming.weight(weight) for weight in tables.weights}
-    loaded = {name: found if found.keys else identities.get(name, found) for name, found in loaded.items()}
-    recorded = _recorded(loaded, checkpoint, transforming)
-    unused = [key for key in recorded.adapter.ignored if key not in known and isinstance(checkpoint[key], torch.Tensor)]
-    if own or recorded.warnings or not unused:
+    optional = [key for key in _unused(recorded, checkpoint) if key not in known]
+    if optional:
+        recorded = recording.with_needed(recorded, checkpoint, optional, load or load_what_fits)
+    if own or recorded.warnings or not optional:
         return recorded
-    more = f" and {len(unused) - 10} more" if len(unused) > 10 else ""
-    text = f"no weight comes from these keys of a checkpoint: {', '.join(unused[:10])}{more}"
+    more = f" and {len(optional) - 10} more" if len(optional) > 10 else ""
+    text = f"no weight comes from these keys of a checkpoint: {', '.join(optional[:10])}{more}"
     return recorded._replace(warnings=(text,))
+
+
+class _Recording:
+    """Traces of one model's loading code."""
+
+    def __init__(
+        self, model: nn.Module, tables: Tables, known: Collection[str], identities: Mapping[str, Loaded]
+    ) -> None:
+        self._model, self._tables, self._known, self._identities = model, tables, known, identities
+
+    def record(self, checkpoint: Checkpoint, load: Load, *, fallback: Load | None) -> Recorded:
+        """`fallback` is tried where `load` refuses the checkpoint: hooks that only rename on saving leave such."""
+        try:
+            traced = trace_loading(self._model, self._known.__contains__, checkpoint, load)
+        except Untraceable as error:
+            if fallback is None or error.wants_values:
+                raise
+            traced = trace_loading(self._model, self._known.__contains__, checkpoint, fallback)
+        transforming = Transforming(traced, named_tensors(self._model))
+        loaded = {weight.name: transforming.weight(weight) for weight in self._tables.weights}
+        loaded = {name: found if found.keys else self._identities.get(name, found) for name, found in loaded.items()}
+        return _recorded(loaded, checkpoint, transforming)
+
+    def with_needed(self, recorded: Recorded, checkpoint: Checkpoint, optional: Sequence[str], load: Load) -> Recorded:
+        """Loading code may ask whether a key is there: if it does something else without them, they are needed."""
+        fewer = OrderedDict((key, value) for key, value in checkpoint.items() if key not in optional)
+        if hasattr(checkpoint, "_metadata"):
+            fewer._metadata = checkpoint._metadata  # type: ignore[attr-defined]
+        try:
+            without = self.record(fewer, load, fallback=None)
+        except (Untraceable, CaptureError):
+            same = False
+        else:
+            same = (without.adapter.sources, without.files) == (recorded.adapter.sources, recorded.files)
+        if same:
+            return recorded
+        return recorded._replace(adapter=structs.replace(recorded.adapter, needed=tuple(optional)))
+
+
+def _unused(recorded: Recorded, checkpoint: Checkpoint) -> list[str]:
+    return [key for key in recorded.adapter.ignored if isinstance(checkpoint[key], torch.Tensor)]
 
 
 def _recorded(
@@ -88,17 +127,17 @@ def _recorded(
         ignored=tuple(key for key in checkpoint if key not in used),
         inputs=inputs,
     )
-    odd = transforming.odd if transforming else {}
-    absent = [name for name, found in loaded.items() if not found.keys and name not in odd]
+    absent = [name for name, found in loaded.items() if not found.keys]
     warnings = [f"no key of a checkpoint gives the weight(s) {', '.join(absent)}. {_PACK}"] if absent else []
-    warnings += [f"{name}: {reason}. {_PACK}" for name, reason in odd.items()]
+    if changed := transforming.changed if transforming else ():
+        warnings.append(f"loading changes {', '.join(changed)}; the graph keeps what it is at the export")
     return Recorded(adapter, files, tuple(warnings))
 
 
 def _saved(model: nn.Module, tables: Tables, names: Callable[[str], bool]) -> tuple[dict[str, Any], dict[str, Loaded]]:
     """What `model.state_dict()` holds, without values, and the keys whose tensors are weights themselves."""
     with restored(model):
-        install(model, without_values(model, FakeTensorMode(allow_non_fake_inputs=True), names))
+        install(model, tied(model, without_values(model, FakeTensorMode(allow_non_fake_inputs=True), names)))
         tensors = named_tensors(model)
         try:
             saved: dict[str, Any] = model.state_dict(keep_vars=True)

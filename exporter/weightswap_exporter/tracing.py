@@ -7,7 +7,7 @@ The code runs once, on tensors without values, and every operator that it calls 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -18,8 +18,9 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from weightswap_runtime.errors import CaptureError
 
-from .blame import first_line, place_of, reason, wants_values
+from .blame import Unrecordable, first_line, place_of, reason, wants_values
 from .hollowing import install, named_tensors, restored, stand_in, without_values
+from .watching import watched
 
 Load = Callable[[nn.Module, dict[str, Any]], object]
 Checkpoint = Mapping[str, Any]
@@ -37,11 +38,15 @@ class Untraceable(Exception):
 
 
 class Traced(NamedTuple):
-    """`module` takes the tensors at `keys`, then the model's at `outputs`, and returns the latter after the loading."""
+    """`module` takes the tensors at `keys`, then the model's at `outputs`, and returns the latter after the loading.
+
+    `changed` are attributes of modules that loading has changed: the graph has their values at the export.
+    """
 
     module: GraphModule
     keys: tuple[str, ...]
     outputs: tuple[str, ...]
+    changed: tuple[str, ...]
 
     @property
     def placeholders(self) -> list[Node]:
@@ -64,16 +69,22 @@ class Traced(NamedTuple):
         return dict(zip(self.outputs, nodes, strict=True))  # type: ignore[arg-type]
 
 
-def load_state_dict(model: nn.Module, checkpoint: dict[str, Any], *, strict: bool = True) -> None:
-    """What `model.load_state_dict(checkpoint)` does, with every hook, without copies of tensors that only move."""
-    model.load_state_dict(checkpoint, strict=strict, assign=True)
+def load_state_dict(model: nn.Module, checkpoint: dict[str, Any]) -> None:
+    """What a user does, with every hook."""
+    model.load_state_dict(checkpoint)
+
+
+def load_what_fits(model: nn.Module, checkpoint: dict[str, Any]) -> None:
+    """The same for checkpoints with keys that the loading side does not know, or without some that it knows."""
+    model.load_state_dict(checkpoint, strict=False)
 
 
 def trace_loading(model: nn.Module, names: Callable[[str], bool], checkpoint: Checkpoint, load: Load) -> Traced:
     """Record what `load(model, checkpoint)` makes of the tensors whose FQNs `names` accepts.
 
     `checkpoint` needs no values; entries that are no tensors are given to `load` as they are, and so are the versions
-    that a state dict has in `_metadata`. The model is left as it was. Raises Untraceable and CaptureError.
+    that a state dict has in `_metadata`. The model is left as it was, but for what `load` changes inside objects that
+    are no modules, lists, dicts or sets. Raises Untraceable and CaptureError.
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     tensors = {
@@ -82,29 +93,63 @@ def trace_loading(model: nn.Module, names: Callable[[str], bool], checkpoint: Ch
         if isinstance(value, torch.Tensor)
     }
     initial = without_values(model, mode, names)
-    constants = {name: tensor for name, tensor in named_tensors(model).items() if name not in initial}
+    changed: list[str] = []
 
     def run(*flat: torch.Tensor) -> list[torch.Tensor]:
         given = dict(zip(tensors, flat, strict=False))
         install(model, dict(zip(initial, flat[len(given) :], strict=True)))
-        load(model, _like(checkpoint, given))
+        before = _others(model, initial)
+        with watched():
+            load(model, _like(checkpoint, given))
         loaded = named_tensors(model)
-        _check_constants(constants, loaded)
+        changed[:] = _changed(before, _others(model, initial))
         return [loaded[name] for name in initial]
 
     inputs = (*tensors.values(), *initial.values())
     with restored(model):
         try:
             module = make_fx(run, tracing_mode="fake")(*inputs)
+            if any(_mutates(node) for node in module.graph.nodes):
+                module = make_fx(torch.func.functionalize(module, remove="mutations"), tracing_mode="fake")(*inputs)
+            _check_recorded(module)
         except CaptureError:
             raise
         except Exception as error:
             raise Untraceable("", error) from error
-    if any(_mutates(node) for node in module.graph.nodes):
-        module = make_fx(torch.func.functionalize(module, remove="mutations"), tracing_mode="fake")(*inputs)
     module.graph.eliminate_dead_code()
-    module.recompile()
-    return Traced(module, tuple(tensors), tuple(initial))
+    return Traced(module, tuple(tensors), tuple(initial), tuple(changed))
+
+
+def _check_recorded(module: GraphModule) -> None:
+    for node in module.graph.nodes:
+        schema = getattr(node.target, "_schema", None)
+        if schema is not None and not schema.returns and not schema.is_mutable:
+            raise Unrecordable(f"{node.target} checks values")
+
+
+def _others(model: nn.Module, weights: Collection[str]) -> dict[str, Any]:
+    """What the graph may depend on beside weights and state: buffers, plain attributes that are tensors or values."""
+    found: dict[str, Any] = {name: value for name, value in model.named_buffers() if name not in weights}
+    for path, module in model.named_modules():
+        for name, value in vars(module).items():
+            if isinstance(value, torch.Tensor | bool | int | float | str):
+                found[f"{path}.{name}" if path else name] = value
+    return found
+
+
+def _changed(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
+    """Attributes that are not what they were. Raises CaptureError for tensors: they are constants of the graph."""
+    changed = [name for name, value in before.items() if name in after and _differ(value, after[name])]
+    if tensors := [name for name in changed if isinstance(before[name], torch.Tensor)]:
+        raise CaptureError(
+            f"loading a checkpoint replaces {', '.join(tensors)}, which belongs to the graph, not to a checkpoint, so "
+            "that a swap could not: register it as a persistent buffer"
+        )
+    return changed
+
+
+def _differ(one: object, other: object) -> bool:
+    return one is not other if isinstance(one, torch.Tensor) else type(one) is not type(other) or one != other
 
 
 def _like(checkpoint: Checkpoint, tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
@@ -112,14 +157,6 @@ def _like(checkpoint: Checkpoint, tensors: Mapping[str, torch.Tensor]) -> dict[s
     if hasattr(checkpoint, "_metadata"):
         filled._metadata = checkpoint._metadata  # type: ignore[attr-defined]
     return filled
-
-
-def _check_constants(before: Mapping[str, torch.Tensor], after: Mapping[str, torch.Tensor]) -> None:
-    if changed := [name for name, tensor in before.items() if after.get(name) is not tensor]:
-        raise CaptureError(
-            f"loading a checkpoint replaces {', '.join(changed)}, which belongs to the graph, not to a checkpoint, so "
-            "that a swap could not: register it as a persistent buffer"
-        )
 
 
 def _mutates(node: Node) -> bool:

@@ -15,11 +15,11 @@ from weightswap_runtime.tensors import tensor_bytes, torch_dtype
 from weightswap_runtime.weightfile import TensorRow, canonical_order
 
 from .archive import program_archive
-from .blame import first_line
+from .blame import Unrecordable, first_line
 from .describe import dtype_name
 from .overwriting import needs, overwritten
 from .skeletons import is_fake
-from .tracing import Traced
+from .tracing import Traced, Untraceable
 
 aten = torch.ops.aten
 _SAME_VALUES = {
@@ -55,25 +55,36 @@ class Transforming:
         self._initial = traced.initial
         self._results = traced.results
         self._outputs: list[Node] = []
-        self.odd: dict[str, str] = {}
+        self._moved: set[str] = set()
+        self.changed = traced.changed
 
     def weight(self, weight: NamedTensor) -> Loaded:
-        """Where a weight comes from. `odd` collects those that no checkpoint can give alone, with the reason."""
+        """Where a weight comes from; without keys if loading does not touch it.
+
+        Raises Untraceable for a weight that no checkpoint can give alone.
+        """
         roots = dict.fromkeys(_root(self._results[name]) for name in weight.names)
         given = [root for root in roots if root not in self._initial]
-        if all(root in self._keys and _type(root) == (weight.dtype, weight.shape) for root in given):
-            return Loaded(tuple(self._keys[root] for root in given))
-        if len(given) > 1 and not all(root in self._keys for root in given):
-            self.odd[weight.name] = (
-                f"loading gives {' and '.join(weight.names)}, which are one tensor, different values"
-            )
-            return Loaded(())
-        node = self._typed(given[-1], weight)  # as loading one after the other would leave it
+        keys = [self._keys[root] for root in given if root in self._keys]
+        cast = [root for root in given if _root(root, casts=True) in self._keys]
+        if len(keys) == len(given) and all(_type(root) == (weight.dtype, weight.shape) for root in given):
+            if not self._moved.intersection(keys):
+                self._moved.update(keys)
+                return Loaded(tuple(keys))
+            node = _copy(given[-1])  # a key that gives another weight, too
+        elif len(cast) < len(given) > 1:
+            raise _untraceable(f"gives {' and '.join(weight.names)}, which are one tensor, different values")
+        else:
+            node = self._typed(given[-1], weight)  # as loading one after the other would leave it
+        return self._computed(weight, node)
+
+    def _computed(self, weight: NamedTensor, node: Node) -> Loaded:
         used = needs(node)
         before = [root for root in used if root in self._initial]
         if before and not overwritten(node, before):
-            self.odd[weight.name] = "loading a checkpoint leaves old values in a part of it"
-            return Loaded(())
+            raise _untraceable(f"leaves old values in a part of {weight.name}")
+        if any(torch.Tag.nondeterministic_seeded in getattr(item.target, "tags", ()) for item in used):
+            raise _untraceable(f"draws random numbers for {weight.name}")
         self._outputs.append(node)
         return Loaded(tuple(self._keys[root] for root in used if root in self._keys), len(self._outputs) - 1)
 
@@ -130,6 +141,10 @@ class Transforming:
             raise CaptureError(f"the adapter's graph cannot be written: {first_line(error)}") from error
 
 
+def _untraceable(what: str) -> Untraceable:
+    return Untraceable("", Unrecordable(f"loading a checkpoint {what}"))
+
+
 def _replace_copy(node: Node) -> None:
     """`copy(target, source)` has the source's values, in the target's type."""
     if node.target is not aten.copy.default:
@@ -154,17 +169,24 @@ def _cast(node: Node, dtype: torch.dtype, value: torch.Tensor) -> Node:
     return _made(cast, value.to(dtype))
 
 
+def _copy(node: Node) -> Node:
+    value = node.meta["val"]
+    with node.graph.inserting_after(node):
+        return _made(node.graph.call_function(aten.clone.default, (node,)), value.clone())
+
+
 def _made(node: Node, value: torch.Tensor) -> Node:
     node.meta["val"] = value
     return node
 
 
-def _root(node: Node) -> Node:
-    """The node whose values, in the same order and type, are those of `node`."""
+def _root(node: Node, *, casts: bool = False) -> Node:
+    """The node whose values, in the same order and shape, are those of `node`; also of another dtype if asked for."""
     while node.target in _SAME_VALUES:
         source = node.args[0]
         assert isinstance(source, Node)
-        if _type(source) != _type(node):
+        (dtype, shape), (found, size) = _type(node), _type(source)
+        if size != shape or (found != dtype and not casts):
             break
         node = source
     return node

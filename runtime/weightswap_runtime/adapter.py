@@ -49,16 +49,19 @@ class Demand(NamedTuple):
 
 
 class Reading(NamedTuple):
-    """One way to read names. `ignored` ones may be present."""
+    """One way to read names. `ignored` ones may be present, `needed` ones must be."""
 
     demands: tuple[Demand, ...]
     ignored: frozenset[str]
+    needed: tuple[str, ...] = ()
 
     def complete(self, names: Collection[str]) -> bool:
         """Whether the names are exactly what is wanted, whatever their types."""
         wanted = {key for demand in self.demands for key in demand.keys}
-        return all(name in wanted or name in self.ignored for name in names) and all(
-            (all if demand.all else any)(key in names for key in demand.keys) for demand in self.demands
+        return (
+            all(name in wanted or name in self.ignored for name in names)
+            and all((all if demand.all else any)(key in names for key in demand.keys) for demand in self.demands)
+            and all(name in names for name in self.needed)
         )
 
     def match(self, tensors: Mapping[str, Typed]) -> Match:
@@ -71,13 +74,15 @@ class Reading(NamedTuple):
         hints = _suggestions(missing, unexpected)
         problems = [text for demand in self.demands for text in _problems(demand, tensors, hints)]
         problems += [f"{key}: unexpected{hints.get(key, '')}" for key in unexpected]
+        lacking = [name for name in self.needed if name not in tensors]
+        problems += [f"{name}: missing; the loading code asks whether it is there" for name in lacking]
         unknown = tuple(demand.weight.name for demand in self.demands if not demand.keys)
         return Match(
             found={demand.weight.name: present[demand.weight.name] for demand in self.demands if not demand.all},
             computed={demand.weight.name: {key: key for key in demand.keys} for demand in self.demands if demand.all},
             ignored=tuple(key for key in extra if key in self.ignored),
             problems=tuple(dict.fromkeys(problems)),  # several weights may be computed from one tensor
-            only_dtypes=not (missing or unexpected or unknown) and self._same_shapes(tensors),
+            only_dtypes=not (missing or unexpected or unknown or lacking) and self._same_shapes(tensors),
             unknown=unknown,
         )
 
@@ -97,6 +102,11 @@ def by_fqn(manifest: Manifest) -> Reading:
     return Reading(demands, frozenset(ignored))
 
 
+def by_unsaid_fqn(manifest: Manifest) -> Reading:
+    """The same for names of which nobody says that they are FQNs: the loading code may want to see other keys, too."""
+    return by_fqn(manifest)._replace(needed=manifest.adapter.needed)
+
+
 def by_key(manifest: Manifest) -> Reading:
     """Names are the checkpoint's keys, as the adapter recorded them at export."""
     weights = {weight.name: weight for weight in manifest.weights}
@@ -107,14 +117,14 @@ def by_key(manifest: Manifest) -> Reading:
         computed = source.transform is not None
         keys: dict[str, Typed] = {key: inputs[key] if computed else weight for key in source.keys}
         demands.append(Demand(weight, keys, all=computed))
-    return Reading(tuple(demands), frozenset(manifest.adapter.ignored))
+    return Reading(tuple(demands), frozenset(manifest.adapter.ignored), manifest.adapter.needed)
 
 
 Readings = tuple[Callable[[Manifest], Reading], ...]
 NAMES: Readings = (by_fqn,)
 KEYS: Readings = (by_key,)
-KEYS_THEN_NAMES: Readings = (by_key, by_fqn)
-UNAMBIGUOUS: Readings = (by_fqn, by_key)
+KEYS_THEN_NAMES: Readings = (by_key, by_unsaid_fqn)
+UNAMBIGUOUS: Readings = (by_unsaid_fqn, by_key)
 
 
 def resolve(tensors: Mapping[str, Typed], manifest: Manifest, where: str, *, readings: Readings = UNAMBIGUOUS) -> Match:

@@ -28,6 +28,9 @@ _NAME = re.compile(
     r"|(Ceil|Floor|Trunc)To(Float|Int)|ToFloat|RoundToInt|RoundDecimal|FloorDiv|CeilDiv|CleanDiv|(Int|Float)TrueDiv"
     r"|ModularIndexing|PythonMod|PowByNatural|FloatPow|LShift|RShift|Where|Identity|Piecewise|floor|ceiling"
 )
+_POWER = re.compile(r"\*\*|<<|\b(?:Pow|PowByNatural|FloatPow|LShift)\(")
+_SMALL_EXPONENT = re.compile(r" *(?:Integer\()?-?\d{1,2}\)* *")
+MOST_POWERS = 3
 _WORD = re.compile(r"[A-Za-z_]\w*")
 MOST_CHARACTERS = 10_000
 
@@ -59,6 +62,16 @@ def _targets(value: Any) -> Iterator[str]:
 
 
 def _problems(archive: zipfile.ZipFile) -> Iterator[str]:
+    members = archive.infolist()
+    if len({info.filename for info in members}) != len(members):
+        yield "two records have one name"
+    elif any(info.compress_type != zipfile.ZIP_STORED for info in members):
+        yield "its records are compressed"
+    else:
+        yield from _member_problems(archive)
+
+
+def _member_problems(archive: zipfile.ZipFile) -> Iterator[str]:
     for info in archive.infolist():
         if _EMPTY.fullmatch(info.filename):
             if info.file_size:
@@ -96,6 +109,25 @@ def is_size(text: str) -> bool:
     plain = _SYMBOL.sub("", text)
     return (
         len(text) < MOST_CHARACTERS
+        and _has_small_powers(plain)
         and _EXPRESSION.fullmatch(plain) is not None
         and all(_NAME.fullmatch(word) for word in _WORD.findall(plain))
     )
+
+
+def _has_small_powers(text: str) -> bool:
+    """Whether no power is one of another: evaluating a tower of them would take for ever."""
+    found = list(_POWER.finditer(text))
+    return len(found) <= MOST_POWERS and all(_SMALL_EXPONENT.fullmatch(_exponent(text, power)) for power in found)
+
+
+def _exponent(text: str, power: re.Match[str]) -> str:
+    """What follows an operator up to the next one, or the last argument of a function."""
+    if power[0] in ("**", "<<"):
+        return re.split(r"[+\-/%,<>=&|]|\*(?!\*)", text[power.end() :].lstrip(), maxsplit=1)[0]
+    depth, end = 1, power.end()
+    while depth and end < len(text):
+        depth += {"(": 1, ")": -1}.get(text[end], 0)
+        end += 1
+    inner = text[power.end() : end - 1]
+    return "" if _POWER.search(inner) else inner.rpartition(",")[2]

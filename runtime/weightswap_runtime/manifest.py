@@ -97,12 +97,14 @@ class AdapterInput(_Document, frozen=True, array_like=True):
 class Adapter(_Document, frozen=True):
     """The recorded way from checkpoint keys to weights. `ignored` keys may be present and are left out.
 
-    `inputs` are those of the graph of value transforms, in order; empty where there is none. `untraceable` says why the
-    model's loading code could not be recorded: a server then takes weight files only.
+    `needed` are those of them that must be present, as the loading code does something else without them. `inputs` are
+    those of the graph of value transforms, in order; empty where there is none. `untraceable` says why the model's
+    loading code could not be recorded: a server then takes weight files only.
     """
 
     sources: tuple[Source, ...]
     ignored: tuple[str, ...] = ()
+    needed: tuple[str, ...] = ()
     inputs: tuple[AdapterInput, ...] = ()
     untraceable: str = ""
 

@@ -152,6 +152,8 @@ def read_index(index: Path, suffix: str) -> dict[str, str]:
     Raises WeightFileError.
     """
     try:
+        if not index.is_file():  # a pipe would be waited for
+            raise WeightFileError(f"{index}: cannot be opened (not a regular file)")
         if index.stat().st_size > MOST_INDEX_BYTES:
             raise WeightFileError(f"{index}: larger than {MOST_INDEX_BYTES} bytes, so it is not an index")
         weight_map = msgspec.json.decode(index.read_bytes(), type=_Index).weight_map

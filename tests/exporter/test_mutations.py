@@ -11,6 +11,7 @@ from torch.nn import functional
 
 from weightswap_exporter.capture import MethodSpec, capture
 from weightswap_exporter.mutations import functionalised_mutations, is_plain, may_mutate, mutated_buffers
+from weightswap_runtime import CaptureError
 
 X = torch.ones(2, 4)
 
@@ -95,6 +96,24 @@ ACTS: dict[str, tuple[Callable[[Does, torch.Tensor], torch.Tensor], set[str]]] =
 def test_what_a_call_changes_is_found(act: Callable[[Does, torch.Tensor], torch.Tensor], expected: set[str]) -> None:
     program = torch.export.export(Does(act).eval(), (X,), strict=False)
     assert mutated_buffers(program) == functionalised_mutations(program) == expected
+
+
+SECRET: dict[str, Callable[[Does, torch.Tensor], torch.Tensor]] = {
+    "unsafe_split": lambda m, x: torch.unsafe_split(m.state, 1)[0].add_(1) + x,
+    "unsafe_chunk": lambda m, x: torch.unsafe_chunk(m.state, 2)[0].view(-1).add_(1) + x[0],
+    "_unsafe_view": lambda m, x: torch.ops.aten._unsafe_view(m.state, [4, 2]).mul_(2).sum() + x,
+}
+
+
+@pytest.mark.parametrize("act", SECRET.values(), ids=SECRET)
+def test_a_write_that_torch_does_not_see_is_refused(act: Callable[[Does, torch.Tensor], torch.Tensor]) -> None:
+    with pytest.raises(CaptureError, match="which may be a view: use the safe operator"):
+        mutated_buffers(torch.export.export(Does(act).eval(), (X,), strict=False))
+
+
+def test_views_that_are_only_read_are_no_matter() -> None:
+    program = torch.export.export(Does(lambda m, x: torch.unsafe_split(m.state, 1)[0] + x).eval(), (X,), strict=False)
+    assert mutated_buffers(program) == frozenset()
 
 
 class Assigns(nn.Module):

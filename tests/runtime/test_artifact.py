@@ -158,6 +158,27 @@ def rewritten(tiny: TinyArtifact, change: Callable[[str, bytes], bytes | None], 
     return written.getvalue()
 
 
+def compressed(raw: bytes) -> bytes:
+    written = io.BytesIO()
+    with zipfile.ZipFile(io.BytesIO(raw)) as source, zipfile.ZipFile(written, "w", zipfile.ZIP_DEFLATED) as target:
+        for name in source.namelist():
+            target.writestr(name, source.read(name))
+    return written.getvalue()
+
+
+def test_a_compressed_archive_is_refused_before_it_is_unpacked(tiny: TinyArtifact) -> None:
+    replace_file(tiny, "graphs/forward.pt2", compressed((tiny.path / "graphs/forward.pt2").read_bytes()))
+    with pytest.raises(ArtifactError, match="its records are compressed"):
+        load(tiny.path)
+
+
+@pytest.mark.filterwarnings("ignore:Duplicate name:UserWarning")
+def test_two_records_of_one_name_are_refused(tiny: TinyArtifact) -> None:
+    replace_file(tiny, "graphs/forward.pt2", rewritten(tiny, keep, {"models/model.json": b"{}"}))
+    with pytest.raises(ArtifactError, match="two records have one name"):
+        load(tiny.path)
+
+
 def keep(name: str, content: bytes) -> bytes:
     return content
 

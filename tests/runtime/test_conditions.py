@@ -64,6 +64,13 @@ def test_anything_else_is_refused(text: str) -> None:
         ("open('x')", False),
         ("s0.evalf", False),
         ("eval(s0)", False),
+        ("2*s0**2 + 1", True),
+        ("Mul(Integer(2), Pow(Symbol('s7', positive=True, integer=True), Integer(2)))", True),
+        ("9**9**9", False),
+        ("9**(9**9)", False),
+        ("Pow(9, Pow(9, 9))", False),
+        ("Pow(Pow(9, 99), 99)", False),
+        ("1 << 99999", False),
     ],
 )
 def test_texts_that_torch_evaluates_are_sizes_only(text: str, harmless: bool) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -123,6 +124,7 @@ BAD: dict[str, tuple[Callable[[Path], object], str]] = {
     "no map": (lambda folder: (folder / INDEX).write_text("{}"), "`weight_map`"),
     "a map of numbers": (lambda folder: write_index(folder, {"a": 1}), "Expected `str`, got `int`"),
     "an empty map": (lambda folder: write_index(folder, {}), "an index without tensors"),
+    "a pipe": (lambda folder: os.mkfifo(folder / INDEX), "cannot be opened (not a regular file)"),
     "an empty directory": (lambda folder: None, "a directory without a .safetensors file"),
     "a pickled checkpoint": (
         lambda folder: (folder / "pytorch_model.bin").write_bytes(b""),

@@ -1,0 +1,144 @@
+"""Loading code of every kind: swap and pack give what eager has after loading, or refuse; never other weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+from torch import nn
+
+from weightswap_exporter import export, pack
+from weightswap_runtime import WeightsMismatch, load
+
+State = dict[str, Any]
+X = torch.randn(3, 4, generator=torch.Generator().manual_seed(3))
+
+
+class Pair(nn.Module):
+    """Two layers; `pre` and `post` are what loading does beside loading."""
+
+    pre: Callable[[Pair, State], object] | None = None
+    post: Callable[[Pair], object] | None = None
+    tied = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)
+        if self.tied:
+            self.b.weight = self.a.weight
+        self.held = [self.a.weight]
+        self.register_load_state_dict_pre_hook(self._before)
+        self.register_load_state_dict_post_hook(self._after)
+
+    @staticmethod
+    def _before(module: Pair, state: State, *_: Any) -> None:
+        if module.pre:
+            type(module).pre(module, state)
+
+    @staticmethod
+    def _after(module: Pair, _: Any) -> None:
+        if module.post:
+            with torch.no_grad():
+                type(module).post(module)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.a(x) - 3 * self.b(x)
+
+
+def transpose(model: Pair) -> None:
+    model.a.weight.data = model.a.weight.data.t()
+
+
+def exchange(model: Pair) -> None:
+    model.a.weight.data, model.b.weight.data = model.b.weight.data, model.a.weight.data
+
+
+def copied_into_the_other(model: Pair, state: State) -> None:
+    state["b.weight"] = state["a.weight"]
+
+
+def marked(model: Pair, state: State) -> None:
+    if state.pop("transposed", None) is None:
+        state["a.weight"] = state["a.weight"].t()
+
+
+def refused_by_values(model: Pair, state: State) -> None:
+    state["a.weight"] = torch.linalg.cholesky(state["a.weight"] @ state["a.weight"].t() + torch.eye(4))
+
+
+def random(model: Pair, state: State) -> None:
+    state["a.weight"] = state["a.weight"] + torch.rand(4, 4)
+
+
+def added(model: Pair, state: State) -> None:
+    state["a.weight"] = state["a.weight"] + model.a.weight.detach()
+
+
+def doubled(model: Pair) -> None:
+    model.a.weight.mul_(2)
+
+
+def held(model: Pair) -> None:
+    model.held[0].mul_(2)
+
+
+def shared(model: Pair, state: State) -> None:
+    state["a.weight"].mul_(2)
+    state["b.weight"] = state["a.weight"].view(4, 4)[:]
+    state["a.weight"] = state["a.weight"].clone().t()
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "nothing": {},
+    "an assignment of .data": {"post": transpose},
+    "an exchange of .data": {"post": exchange},
+    "one key for two weights": {"pre": copied_into_the_other},
+    "one key for two weights, one of which is changed": {"pre": copied_into_the_other, "post": doubled},
+    "a key that is asked for": {"pre": marked},
+    "checks of values": {"pre": refused_by_values},
+    "random numbers": {"pre": random},
+    "a sum with what was there": {"pre": added},
+    "a tied weight that is changed": {"post": doubled, "tied": True},
+    "a parameter that is held": {"post": held},
+    "views of a changed tensor": {"pre": shared},
+}
+
+
+@pytest.mark.parametrize("marker", [False, True])
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+@pytest.mark.filterwarnings("ignore:how a checkpoint becomes weights:UserWarning")
+@pytest.mark.filterwarnings("ignore:no weight comes from these keys:UserWarning")
+def test_weights_are_those_of_eager_or_refused(case: dict[str, Any], marker: bool, tmp_path: Path) -> None:
+    kind = type("Model", (Pair,), dict(case))
+    generator = torch.Generator().manual_seed(5)
+    checkpoint = {f"{name}.weight": torch.randn(4, 4, generator=generator) for name in "ab"}
+    example = checkpoint | ({"transposed": torch.zeros(1)} if marker else {})
+    model = kind().eval()
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+
+    def read(model: nn.Module, state: State) -> None:
+        model.load_state_dict(state, strict=False)
+
+    artifact = export(model, (X,), out=tmp_path / "a.artifact", load=read, checkpoint=example)
+    assert all(map(torch.equal, model.parameters(), before))
+    if case.get("tied"):
+        checkpoint["b.weight"] = checkpoint["a.weight"].clone()
+    path = tmp_path / "c.safetensors"
+    safetensors.torch.save_file(checkpoint, path)
+    eager = kind().eval()
+    read(eager, {name: value.clone() for name, value in checkpoint.items()})
+    with torch.no_grad():
+        expected = eager(X)
+    for source in (path, tmp_path / "packed.safetensors"):
+        try:
+            if source is not path:
+                pack(checkpoint, artifact, out=source)
+            served = load(artifact, source, keys="checkpoint")
+        except WeightsMismatch:
+            assert case not in (CASES["nothing"], CASES["one key for two weights"]) or marker
+            continue
+        assert torch.equal(served(X), expected)
