@@ -23,7 +23,7 @@ def choose_level(checkpoint: Checkpoint, manifest: Manifest, readings: Readings)
     `prefix` that would do; and WeightsMismatch if several levels fit and would give different weights.
     """
     where = checkpoint.where
-    if not any(level.tensors or level.problems for level in checkpoint.levels):
+    if manifest.weights and not any(level.tensors or level.problems for level in checkpoint.levels):
         raise CheckpointError(f"{_where(where, checkpoint.levels[0])}: {_no_tensors(checkpoint)}")
     fitting: list[tuple[Level, Match]] = []
     refused: list[tuple[tuple[bool, int, int], Level, WeightswapError]] = []

@@ -100,6 +100,8 @@ def _locate(fd: int, folder: Path, name: str, found: Described, chunk: Chunk) ->
         raise CheckpointError(f"{where} does not have one storage, as torch.save writes for a tensor. {_AGAIN}")
     if not isinstance(meta, torch.Tensor) or meta.dtype != found.dtype or tuple(meta.shape) != chunk.sizes:
         raise CheckpointError(f"{where} is not the {found.dtype} {list(chunk.sizes)} that the metadata promise")
+    if meta.is_conj() or meta.is_neg():
+        raise CheckpointError(f"{where} is a conjugate or negative view; save {name}.resolve_conj().resolve_neg()")
     record = records["data/0"]
     offset = int(meta.storage_offset()) * meta.dtype.itemsize
     stored = Stored(where, fd, chunk.begin + record.offset + offset, meta.dtype, chunk.sizes, meta.stride())

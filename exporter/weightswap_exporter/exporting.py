@@ -39,8 +39,9 @@ from .archive import graph_archive
 from .capture import Captured, MethodSpec, capture, training_operators
 from .describe import describe_method
 from .examples import example_checkpoint
+from .hollowing import named_tensors
 from .recording import Recorded, record_adapter
-from .tables import Tables, classify
+from .tables import Tables, classify, overlapping
 from .tracing import Checkpoint, Load
 
 ENGINES = ("torch",)
@@ -99,6 +100,9 @@ def _artifact(
         captured = {name: capture(model, name, spec) for name, spec in specs.items()}
     _warn_of_training(captured)
     tables = classify(model, captured)
+    if pairs := overlapping(named_tensors(model), tables.weights):
+        text = "these weights share memory and are not one tensor, so that a swap sets them apart: "
+        warnings.warn(text + "; ".join(pairs), stacklevel=_CALLER - 1)
     recorded = _record(model, tables, load, checkpoint)
     described = {
         name: Method(graph=f"graphs/{name}.pt2", inputs=tables.inputs[name], signature=describe_method(method))

@@ -75,6 +75,8 @@ class Pickled(NamedTuple):
 
     def values_of(self, tensor: torch.Tensor) -> Values:
         """Where a tensor's values are. One that torch has put elsewhere stays there."""
+        if tensor.is_conj() or tensor.is_neg():  # its values are not those that the file has
+            return values_of(tensor)
         address = tensor.data_ptr()
         for start, end, offset, storages in self.mapped if tensor.numel() else ():
             if start <= address < end:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -142,6 +143,20 @@ def _check_values(values: Mapping[str, torch.Tensor]) -> None:
             f"{', '.join(empty)}: constants and state go into the artifact, but these have no values. In a skeleton, "
             "compute buffers from real tensors, not from parameters."
         )
+
+
+def overlapping(tensors: Mapping[str, torch.Tensor], weights: Iterable[NamedTensor]) -> list[str]:
+    """Pairs of weights that share some of their memory without being one tensor, as texts."""
+    ranges: dict[object, list[tuple[int, int, str]]] = {}
+    for name in (weight.name for weight in weights):
+        tensor = tensors[name]
+        span = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True)) + 1
+        if tensor.numel():
+            begin = tensor.storage_offset() * tensor.element_size()
+            place = (begin, begin + span * tensor.element_size(), name)
+            ranges.setdefault(tensor.untyped_storage()._cdata, []).append(place)
+    pairs = (pair for places in ranges.values() for pair in pairwise(sorted(places)))
+    return [f"{one[2]} and {other[2]}" for one, other in pairs if other[0] < one[1]]
 
 
 def _check_overlaps(values: Mapping[str, torch.Tensor], weights: Mapping[str, torch.Tensor]) -> None:

@@ -28,7 +28,7 @@ _NAME = re.compile(
     r"|(Ceil|Floor|Trunc)To(Float|Int)|ToFloat|RoundToInt|RoundDecimal|FloorDiv|CeilDiv|CleanDiv|(Int|Float)TrueDiv"
     r"|ModularIndexing|PythonMod|PowByNatural|FloatPow|LShift|RShift|Where|Identity|Piecewise|floor|ceiling"
 )
-_POWER = re.compile(r"\*\*|<<|\b(?:Pow|PowByNatural|FloatPow|LShift)\(")
+_POWER = re.compile(r"\*\*|<<|\b(?:Pow|PowByNatural|LShift)\(")  # of floats no power is large
 _SMALL_EXPONENT = re.compile(r" *(?:Integer\()?-?\d{1,2}\)* *")
 MOST_POWERS = 3
 _WORD = re.compile(r"[A-Za-z_]\w*")

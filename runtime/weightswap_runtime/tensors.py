@@ -28,6 +28,6 @@ def as_tensor(memory: bytearray, dtype: str, shape: Sequence[int]) -> torch.Tens
 
 def tensor_bytes(tensor: torch.Tensor) -> memoryview:
     """Row-major, little-endian bytes. A view of the tensor's own memory where that is on the CPU and contiguous."""
-    rows = tensor.detach().cpu().contiguous()
+    rows = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
     flat = rows.as_strided((rows.numel(),), (1,))  # reshape leaves a single element its stride
     return flat.view(torch.uint8).numpy().data

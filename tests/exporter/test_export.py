@@ -237,6 +237,22 @@ class ViewOfWeight(nn.Module):
         return self.turned @ x
 
 
+class Overlapping(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.whole = nn.Parameter(torch.arange(12.0).view(3, 4))
+        self.turned = nn.Parameter(self.whole.data.t())
+        self.first, self.second = (nn.Parameter(part) for part in torch.zeros(8).split(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ self.whole @ self.turned + self.first.sum() + self.second.sum()
+
+
+def test_weights_that_share_memory_are_named(tmp_path: Path) -> None:
+    with pytest.warns(UserWarning, match="sets them apart: (whole and turned|turned and whole)$"):
+        export(Overlapping().eval(), (torch.ones(3),), out=tmp_path / "a.artifact")
+
+
 class Unreadable(nn.Module):
     """torch 2.13 writes this and cannot read it."""
 

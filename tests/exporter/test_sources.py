@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from torch.testing._internal.two_tensor import TwoTensor
 
 from tests.checkpoints import (
@@ -275,6 +276,12 @@ def test_bad_sources_are_refused_with_a_reason(
     assert not list((tmp_path / "out").iterdir())
 
 
+def fill(model: torch.nn.Module, state: State) -> None:
+    for name, parameter in model.named_parameters():
+        key = name.replace(".layer.", ".")
+        parameter.data.copy_(state[key] if key in state else state[f"model.{key}"])
+
+
 DAMAGED: dict[str, tuple[Callable[[Path, State], Path], str, str]] = {
     "a .pt": (lambda path, state: saved(path / "c.pt", whole(state)), "c.pt", "c.pt: damaged: the bytes of data/"),
     "pickled shards": (
@@ -309,9 +316,11 @@ def test_a_bit_that_is_not_as_it_was_written_is_found_before_anything_is_written
     (tmp_path / "out").mkdir()
     assert pack(source, renamed, out=tmp_path / "good.safetensors").level in {"", "model"}
     flipped(path, state["layers.0.bias"])
-    with pytest.raises(CheckpointError, match="CRC-32") as refused:
-        pack(source, renamed, out=tmp_path / "out" / "v.safetensors")
-    assert str(refused.value).count(says) == 1
+    code: dict[str, Any] = {"model": Renamed(), "load": lambda model, saved: fill(model, saved.get("model", saved))}
+    for arguments in ({}, code):
+        with pytest.raises(CheckpointError, match="CRC-32") as refused:
+            pack(source, renamed, out=tmp_path / "out" / "v.safetensors", **arguments)
+        assert str(refused.value).count(says) == 1
     assert not list((tmp_path / "out").iterdir())
 
 
@@ -394,3 +403,25 @@ def test_a_pickle_of_another_byte_order_is_refused(renamed: Artifact, tmp_path: 
         path = saved(tmp_path / "c.pt", Renamed().state_dict())
     with pytest.raises(CheckpointError, match="another byte order"):
         pack(path, renamed, out=tmp_path / "v.safetensors")
+
+
+@pytest.mark.parametrize("kind", ["state dict", ".pt"])
+def test_conjugate_and_negative_views_are_packed_by_value(kind: str, tmp_path: Path) -> None:
+    values = torch.randn(3, 3, dtype=torch.complex64, generator=torch.Generator().manual_seed(2))
+    views = {"conj": values.conj(), "adjoint": values.clone().adjoint(), "neg": values.clone().conj().imag}
+    model = nn.ParameterDict({name: nn.Parameter(value.clone()) for name, value in views.items()})
+    artifact = export(Holder(model), (torch.ones(3),), out=tmp_path / "a.artifact")
+    state: Any = {f"inner.{name}": value for name, value in views.items()}
+    if kind == ".pt":
+        torch.save(state, tmp_path / "c.pt")
+    packed = pack(state if kind == "state dict" else tmp_path / "c.pt", artifact, out=tmp_path / "v.safetensors")
+    assert packed.weights_id == pack(Holder(model), artifact, out=tmp_path / "w.safetensors").weights_id
+
+
+class Holder(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * 2
