@@ -79,7 +79,9 @@ def pack(
       so does a dtype in which the graph wants nothing.
     model: for checkpoints whose loading computes what the adapter has not recorded: the checkpoint is loaded into this
       module by its own code, `load(model, checkpoint)` or else `model.load_state_dict(checkpoint)`, and the module's
-      parameters and buffers are packed. The module keeps these values.
+      parameters and buffers are packed. The module keeps these values. Build it outside skeleton().
+    load: gets the whole checkpoint as it was saved; then, if it raises or leaves the module as it was, the state dicts
+      in it, until it has loaded one.
     level: where in the checkpoint the weights are, as keys joined with dots, such as "state_dict_ema" or "app.model";
       empty for its top. It is taken as it is, even if others fit, too.
     prefix: only tensors whose names begin with it are taken, without it, such as "net."; the others are left out.
