@@ -183,7 +183,8 @@ def _nested(path: str, tree: Mapping[Any, Any], values_of: Callable[[torch.Tenso
     prefix = choice.prefix
     left_out = tuple(str(key) for key in _tensors(tree) if not str(key).startswith(prefix))
     if prefix:
-        tree = {key[len(prefix) :]: value for key, value in tree.items() if str(key).startswith(prefix)}
+        names = [key for key in tree if isinstance(key, str) and key.startswith(prefix)]
+        tree = {name[len(prefix) :]: tree[name] for name in names}
     tensors = _tensors(tree)
     problems = tuple(text for key, value in tensors.items() for text in _problems(key, value))
     values = {} if problems else {key: values_of(value) for key, value in tensors.items()}

@@ -86,6 +86,12 @@ def test_a_prefix_is_looked_for_on_every_level(renamed: Artifact, tmp_path: Path
     assert packed.level == "state_dict"
 
 
+def test_a_prefix_passes_over_keys_that_are_no_texts(renamed: Artifact, tmp_path: Path) -> None:
+    state = prefixed("1.", Renamed().state_dict())
+    packed = pack({**state, 1: torch.ones(1), 12: 3}, renamed, out=tmp_path / "v.safetensors", prefix="1.")
+    assert packed.ignored == ("1",)
+
+
 def test_the_prefix_of_a_module(renamed: Artifact, tmp_path: Path) -> None:
     whole = torch.nn.ModuleDict({"net": Renamed(), "loss": torch.nn.Linear(2, 2)})
     packed = pack(whole, renamed, out=tmp_path / "v.safetensors", prefix="net.")

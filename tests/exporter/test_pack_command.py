@@ -98,6 +98,11 @@ def test_a_level_and_a_prefix(shell: Shell) -> None:
     assert "loss.9 and 2 more\n" in said
 
 
+def test_help_names_every_recipe(shell: Shell) -> None:
+    said = CliRunner().invoke(pack_command, ["--help"], env={"COLUMNS": "400"}).output
+    assert "file.py:function, module:function or hf:DIR" in said
+
+
 REFUSED = {
     "no dtype": (("c.pt", "a.artifact", "--dtype", "bf16"), 1, "'bf16'"),
     "another dtype": (("c.pt", "a.artifact"), 1, "expected BF16[2], found F32[2]"),
