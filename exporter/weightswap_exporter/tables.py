@@ -152,8 +152,8 @@ def overlapping(tensors: Mapping[str, torch.Tensor], weights: Iterable[NamedTens
         tensor = tensors[name]
         span = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True)) + 1
         if tensor.numel():
-            begin = tensor.storage_offset() * tensor.element_size()
-            place = (begin, begin + span * tensor.element_size(), name)
+            begin = int(tensor.storage_offset()) * tensor.element_size()
+            place = (begin, begin + int(span) * tensor.element_size(), name)
             ranges.setdefault(tensor.untyped_storage()._cdata, []).append(place)
     pairs = (pair for places in ranges.values() for pair in pairwise(sorted(places)))
     return [f"{one[2]} and {other[2]}" for one, other in pairs if other[0] < one[1]]
