@@ -39,8 +39,8 @@ def record_adapter(
     """Record how `load(model, checkpoint)` makes weights of a checkpoint like `checkpoint`.
 
     load: the model's loading code, None for its `load_state_dict`. checkpoint: tensors with or without values by key,
-    None for `model.state_dict()`; then a weight that `load` does not touch is found by its identity, so that hooks
-    which only rename on saving are covered.
+    None for `model.state_dict()`. Where `load_state_dict` refuses that, the weights that it does not touch are found by
+    the identity of their tensors, so that hooks which only rename on saving are covered.
 
     Keys that no weight comes from (state, `_extra_state`) are recorded as ignored. Loading code that needs values
     cannot be recorded: that is a warning, and checkpoints have to be packed. Raises CaptureError.
@@ -54,7 +54,7 @@ def record_adapter(
             if own and not _has_loading_code(model) and all(found.keys for found in identities.values()):
                 return _recorded(identities, checkpoint)
         recording = _Recording(model, tables, known, identities)
-        recorded = recording.record(checkpoint, load or load_state_dict, fallback=load_what_fits if own else None)
+        recorded = recording.record(checkpoint, load)
     except Untraceable as error:
         if not own and not error.wants_values:
             raise CaptureError(
@@ -66,7 +66,7 @@ def record_adapter(
         return Recorded(Adapter(sources=sources, untraceable=str(error)), {}, (f"{reason}. {_PACK}",))
     optional = [key for key in _unused(recorded, checkpoint) if key not in known]
     if optional:
-        recorded = recording.with_needed(recorded, checkpoint, optional, load or load_what_fits)
+        recorded = recording.with_needed(recorded, checkpoint, optional, load)
     if own or recorded.warnings or not optional:
         return recorded
     more = f" and {len(optional) - 10} more" if len(optional) > 10 else ""
@@ -82,26 +82,37 @@ class _Recording:
     ) -> None:
         self._model, self._tables, self._known, self._identities = model, tables, known, identities
 
-    def record(self, checkpoint: Checkpoint, load: Load, *, fallback: Load | None) -> Recorded:
-        """`fallback` is tried where `load` refuses the checkpoint: hooks that only rename on saving leave such."""
+    def record(self, checkpoint: Checkpoint, load: Load | None) -> Recorded:
+        """Without `load` by `load_state_dict`, or where that refuses the checkpoint by what of it fits.
+
+        That happens after hooks that only rename on saving; what is not touched is then found by its identity.
+        """
         try:
-            traced = trace_loading(self._model, self._known.__contains__, checkpoint, load)
+            recorded = self._record(checkpoint, load or load_state_dict, {})
         except Untraceable as error:
-            if fallback is None or error.wants_values:
+            if not self._identities or load is not None or error.wants_values:
                 raise
-            traced = trace_loading(self._model, self._known.__contains__, checkpoint, fallback)
-        transforming = Transforming(traced, named_tensors(self._model))
+            return self._record(checkpoint, load_what_fits, self._identities)
+        self._identities = {}
+        return recorded
+
+    def _record(self, checkpoint: Checkpoint, load: Load, identities: Mapping[str, Loaded]) -> Recorded:
+        transforming = Transforming(
+            trace_loading(self._model, self._known.__contains__, checkpoint, load), named_tensors(self._model)
+        )
         loaded = {weight.name: transforming.weight(weight) for weight in self._tables.weights}
-        loaded = {name: found if found.keys else self._identities.get(name, found) for name, found in loaded.items()}
+        loaded = {name: found if found.keys else identities.get(name, found) for name, found in loaded.items()}
         return _recorded(loaded, checkpoint, transforming)
 
-    def with_needed(self, recorded: Recorded, checkpoint: Checkpoint, optional: Sequence[str], load: Load) -> Recorded:
+    def with_needed(
+        self, recorded: Recorded, checkpoint: Checkpoint, optional: Sequence[str], load: Load | None
+    ) -> Recorded:
         """Loading code may ask whether a key is there: if it does something else without them, they are needed."""
         fewer = OrderedDict((key, value) for key, value in checkpoint.items() if key not in optional)
         if hasattr(checkpoint, "_metadata"):
             fewer._metadata = checkpoint._metadata  # type: ignore[attr-defined]
         try:
-            without = self.record(fewer, load, fallback=None)
+            without = self._record(fewer, load or load_what_fits, self._identities)
         except (Untraceable, CaptureError):
             same = False
         else:
