@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
@@ -58,10 +59,14 @@ def read_tensors(
     return digests
 
 
-def read_bytes(weights: WeightSet, key: str, workers: Workers) -> bytearray:
-    """The bytes of one tensor. Raises WeightFileError."""
+def read_bytes(weights: WeightSet, key: str, workers: Workers) -> mmap.mmap | bytearray:
+    """The bytes of one tensor, in memory of its own. Raises WeightFileError and MemoryError."""
     stored = weights.tensors[key]
-    memory = bytearray(stored.nbytes)
+    try:
+        # malloc would keep tens of megabytes of what is freed
+        memory = mmap.mmap(-1, stored.nbytes) if stored.nbytes else bytearray()
+    except OSError as error:
+        raise MemoryError(str(error)) from error
     target = memoryview(memory)
 
     def read(start: int) -> None:

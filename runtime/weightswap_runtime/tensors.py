@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Sequence
 
 import torch
@@ -19,10 +20,10 @@ def torch_dtype(name: str) -> torch.dtype:
     return dtype
 
 
-def as_tensor(memory: bytearray, dtype: str, shape: Sequence[int]) -> torch.Tensor:
+def as_tensor(memory: bytearray | mmap.mmap, dtype: str, shape: Sequence[int]) -> torch.Tensor:
     """A tensor over row-major, little-endian bytes; it shares their memory."""
     kind = torch_dtype(dtype)
-    flat = torch.frombuffer(memory, dtype=kind) if memory else torch.empty(0, dtype=kind)
+    flat = torch.frombuffer(memory, dtype=kind) if len(memory) else torch.empty(0, dtype=kind)
     return flat.view(*shape) if shape else flat.view(())
 
 
