@@ -21,7 +21,7 @@ from .dcp import open_dcp
 from .dcp_metadata import METADATA_NAME
 from .levels import ANYWHERE, Choice, Level, Mappings, flat_levels, nested_levels
 from .stored import Files, Stored, row_major
-from .tables import persistent_buffers
+from .tables import named_tensors, persistent_buffers
 from .values import Values, values_of
 
 PICKLED_NAMES = ("pytorch_model.bin", f"pytorch_model{pickled.INDEX_SUFFIX}")
@@ -63,10 +63,8 @@ def open_checkpoint(source: Source, choice: Choice = ANYWHERE) -> Iterator[Check
 
 def from_module(model: nn.Module, where: str | None = None, choice: Choice = ANYWHERE) -> Checkpoint:
     """A live module's parameters and persistent buffers, under their FQNs. Nothing is copied."""
-    lasting = persistent_buffers(model)
-    tensors: dict[str, torch.Tensor] = {}
-    tensors |= dict(model.named_parameters(remove_duplicate=False))
-    tensors |= {name: value for name, value in model.named_buffers(remove_duplicate=False) if name in lasting}
+    lasting = persistent_buffers(model) | {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    tensors = {name: value for name, value in named_tensors(model).items() if name in lasting}
     where = where or type(model).__qualname__
     return Checkpoint(where, *nested_levels(tensors, values_of, where, choice, deep=False), names=True)
 

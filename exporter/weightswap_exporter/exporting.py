@@ -39,9 +39,8 @@ from .archive import graph_archive
 from .capture import Captured, MethodSpec, capture, training_operators
 from .describe import describe_method
 from .examples import example_checkpoint
-from .hollowing import named_tensors
 from .recording import Recorded, record_adapter
-from .tables import Tables, classify, overlapping
+from .tables import Tables, classify, named_tensors, overlapping
 from .tracing import Checkpoint, Load
 
 ENGINES = ("torch",)

@@ -9,15 +9,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from .tables import TieKey, tie_key
-
-
-def named_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Parameters and buffers by FQN, tied ones under each of theirs."""
-    tensors: dict[str, torch.Tensor] = {}
-    tensors |= dict(model.named_parameters(remove_duplicate=False))
-    tensors |= dict(model.named_buffers(remove_duplicate=False))
-    return tensors
+from .tables import TieKey, named_tensors, tie_key
 
 
 def stand_in(tensor: torch.Tensor, mode: FakeTensorMode, *, contiguous: bool = False) -> torch.Tensor:

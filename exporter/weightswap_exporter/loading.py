@@ -18,9 +18,9 @@ from weightswap_runtime.errors import MOST_PRINTED, CheckpointError
 from . import huggingface
 from .blame import first_line, place_of, reason
 from .checkpoints import Checkpoint, Source, from_module, open_checkpoint
-from .hollowing import named_tensors
 from .levels import ANYWHERE, Choice, Level
 from .skeletons import is_fake
+from .tables import named_tensors
 from .tracing import Load
 from .values import pieces
 

@@ -30,6 +30,14 @@ class Tables(NamedTuple):
     values: dict[str, torch.Tensor]
 
 
+def named_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Parameters and buffers by FQN, tied ones under each of theirs."""
+    tensors: dict[str, torch.Tensor] = {}
+    tensors |= dict(model.named_parameters(remove_duplicate=False))
+    tensors |= dict(model.named_buffers(remove_duplicate=False))
+    return tensors
+
+
 def tie_key(tensor: torch.Tensor) -> TieKey:
     """Equal for tensors that are one: the same elements of the same storage. Empty tensors are never tied."""
     if not tensor.numel():
@@ -44,9 +52,9 @@ def classify(model: nn.Module, captured: Mapping[str, Captured]) -> Tables:
     Raises CaptureError for tensors that cannot be captured.
     """
     mutated = frozenset(fqn for method in captured.values() for fqn in method.mutated)
-    parameters = dict(model.named_parameters(remove_duplicate=False))
-    tensors = parameters | dict(model.named_buffers(remove_duplicate=False))
-    lasting = set(parameters) | persistent_buffers(model)
+    tensors = named_tensors(model)
+    parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    lasting = parameters | persistent_buffers(model)
     groups: dict[TieKey, list[str]] = {}
     for fqn, tensor in tensors.items():
         groups.setdefault(tie_key(tensor), []).append(fqn)

@@ -19,7 +19,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from weightswap_runtime.errors import CaptureError
 
 from .blame import Unrecordable, first_line, place_of, reason, wants_values
-from .hollowing import install, named_tensors, restored, stand_in, without_values
+from .hollowing import install, restored, stand_in, without_values
+from .tables import named_tensors
 from .watching import watched
 
 Load = Callable[[nn.Module, dict[str, Any]], object]

@@ -142,3 +142,25 @@ def test_weights_are_those_of_eager_or_refused(case: dict[str, Any], marker: boo
             assert case not in (CASES["nothing"], CASES["one key for two weights"]) or marker
             continue
         assert torch.equal(served(X), expected)
+
+
+def test_a_key_that_is_asked_for_must_be_there(tmp_path: Path) -> None:
+    kind = type("Marked", (Pair,), {"pre": marked})
+    checkpoint = {"a.weight": torch.randn(4, 4), "b.weight": torch.randn(4, 4), "transposed": torch.zeros(1)}
+
+    def read(model: nn.Module, state: State) -> None:
+        model.load_state_dict(state, strict=False)
+
+    with pytest.warns(UserWarning, match="no weight comes from these keys of a checkpoint: transposed"):
+        artifact = export(kind().eval(), (X,), out=tmp_path / "a.artifact", load=read, checkpoint=checkpoint)
+    assert artifact.manifest.adapter.needed == ("transposed",)
+    path = tmp_path / "c.safetensors"
+    safetensors.torch.save_file(checkpoint, path)
+    eager = kind().eval()
+    read(eager, checkpoint)
+    with torch.no_grad():
+        assert torch.equal(load(artifact, path)(X), eager(X))
+    del checkpoint["transposed"]
+    safetensors.torch.save_file(checkpoint, path)
+    with pytest.raises(WeightsMismatch, match="transposed: missing; the loading code asks whether it is there"):
+        load(artifact, path)

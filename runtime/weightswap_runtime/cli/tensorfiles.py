@@ -19,6 +19,8 @@ try:
 except ImportError as error:
     raise MissingExtra("weightswap run", "torch") from error
 
+from weightswap_runtime.tensors import as_tensor, tensor_bytes
+
 SUFFIXES = (".safetensors", ".npz")
 
 
@@ -46,7 +48,7 @@ def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
     with new_file(path) as file:
         file.write(render_header(pack_ranges(order), {"format": "pt"}))
         for row in order:
-            file.write(tensors[row.name].contiguous().reshape(-1).view(torch.uint8).numpy().data)
+            file.write(tensor_bytes(tensors[row.name]))
 
 
 def describe_value(value: Any) -> Any:
@@ -71,14 +73,8 @@ def _read_safetensors(path: Path) -> dict[str, torch.Tensor]:
     header = parse_header(bytes(raw[8 : 8 + length]), len(raw), str(path))
     tensors = {}
     for name, place in header.tensors.items():
-        attribute = DTYPES[place.dtype].torch
-        if attribute is None:
-            raise Unsupported(f"{path}: {name} has the dtype {place.dtype}, which torch does not have")
         values = raw[header.data_start + place.begin : header.data_start + place.end]
-        dtype = getattr(torch, attribute)
-        tensors[name] = (torch.frombuffer(values, dtype=dtype) if values else torch.empty(0, dtype=dtype)).view(
-            place.shape
-        )
+        tensors[name] = as_tensor(values, place.dtype, place.shape)
     return tensors
 
 

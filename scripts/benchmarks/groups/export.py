@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from shutil import disk_usage
 from statistics import median
 from tempfile import gettempdir
 from typing import NamedTuple
@@ -93,7 +93,6 @@ def _run(way: str, size: Size) -> Figures:
 
 
 def _has_room(size: Size) -> bool:
-    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    cached = next(int(line.split()[1]) for line in Path("/proc/meminfo").read_text().splitlines() if "MemAvail" in line)
-    disk = os.statvfs(gettempdir())
-    return max(free, cached * 1024) > size.nbytes * 1.2 and disk.f_bavail * disk.f_frsize > size.nbytes * 1.5
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    (kilobytes,) = (int(line.split()[1]) for line in lines if line.startswith("MemAvailable:"))
+    return kilobytes * 1024 > size.nbytes * 1.2 and disk_usage(gettempdir()).free > size.nbytes * 1.5
