@@ -20,7 +20,7 @@ from . import pickled
 from .dcp import open_dcp
 from .dcp_metadata import METADATA_NAME
 from .levels import ANYWHERE, Choice, Level, Mappings, flat_levels, nested_levels
-from .stored import Files, Stored, row_major
+from .stored import Files
 from .tables import named_tensors, persistent_buffers
 from .values import Values, values_of
 
@@ -114,11 +114,11 @@ def _safetensors(path: Path, choice: Choice) -> Iterator[Checkpoint]:
 
 def _stored(tensor: StoredTensor) -> Values:
     def load() -> torch.Tensor:
-        dtype = torch_dtype(tensor.dtype)
-        path = str(tensor.file.path)
-        return Stored(path, tensor.file.fd, tensor.offset, dtype, tensor.shape, row_major(tensor.shape)).load()
+        memory = torch.empty(tensor.nbytes, dtype=torch.uint8)
+        tensor.file.source.read_into([memory.numpy().data], tensor.offset)
+        return memory.view(torch_dtype(tensor.dtype)).view(tensor.shape)
 
-    return Values(tensor.dtype, tensor.shape, (tensor.file.fd, tensor.offset), load)
+    return Values(tensor.dtype, tensor.shape, (id(tensor.file.source), tensor.offset), load)
 
 
 @contextmanager

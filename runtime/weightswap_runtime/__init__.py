@@ -2,8 +2,10 @@
 
 from ._version import __version__
 from .artifact import Artifact
+from .deltafile import Delta, write_delta
 from .errors import (
     ArtifactError,
+    BaseMismatch,
     CallError,
     CaptureError,
     CheckpointError,
@@ -21,27 +23,36 @@ from .errors import (
     PinReleased,
     PublishTimeout,
     RecipeError,
+    StageCancelled,
     StageClosed,
+    StageTimeout,
     StagingBusy,
     SwapError,
+    UnexpectedWeights,
     UnknownMethod,
     Unsupported,
     WeightFileError,
     WeightsMismatch,
     WeightswapError,
 )
+from .events import Event
+from .job import Progress
 from .model import Model, load
 from .pinned import Pinned
-from .staged import Staged, SwapReceipt
+from .receipts import SwapReceipt
+from .staged import Staged
 from .weightfile import WeightFile
 
 __all__ = [
     "Artifact",
     "ArtifactError",
+    "BaseMismatch",
     "CallError",
     "CaptureError",
     "CheckpointError",
+    "Delta",
     "DigestMismatch",
+    "Event",
     "ExportError",
     "FormatVersionError",
     "GraphMismatch",
@@ -55,13 +66,17 @@ __all__ = [
     "OutOfMemory",
     "PinReleased",
     "Pinned",
+    "Progress",
     "PublishTimeout",
     "RecipeError",
+    "StageCancelled",
     "StageClosed",
+    "StageTimeout",
     "Staged",
     "StagingBusy",
     "SwapError",
     "SwapReceipt",
+    "UnexpectedWeights",
     "UnknownMethod",
     "Unsupported",
     "WeightFile",
@@ -70,4 +85,5 @@ __all__ = [
     "WeightswapError",
     "__version__",
     "load",
+    "write_delta",
 ]

@@ -49,17 +49,18 @@ class Demand(NamedTuple):
 
 
 class Reading(NamedTuple):
-    """One way to read names. `ignored` ones may be present, `needed` ones must be."""
+    """One way to read names. `ignored` ones may be present, `needed` ones must be; with `part` any others may, too."""
 
     demands: tuple[Demand, ...]
     ignored: frozenset[str]
     needed: tuple[str, ...] = ()
+    part: bool = False
 
     def complete(self, names: Collection[str]) -> bool:
         """Whether the names are exactly what is wanted, whatever their types."""
         wanted = {key for demand in self.demands for key in demand.keys}
         return (
-            all(name in wanted or name in self.ignored for name in names)
+            all(self.part or name in wanted or name in self.ignored for name in names)
             and all((all if demand.all else any)(key in names for key in demand.keys) for demand in self.demands)
             and all(name in names for name in self.needed)
         )
@@ -69,7 +70,7 @@ class Reading(NamedTuple):
         present = {demand.weight.name: tuple(key for key in demand.keys if key in tensors) for demand in self.demands}
         used = {key for keys in present.values() for key in keys}
         extra = [key for key in tensors if key not in used]
-        unexpected = {key: tensors[key] for key in extra if key not in self.ignored}
+        unexpected = {key: tensors[key] for key in extra if key not in self.ignored and not self.part}
         missing = {key: typed for demand in self.demands for key, typed in _missing(demand, tensors).items()}
         hints = _suggestions(missing, unexpected)
         problems = [text for demand in self.demands for text in _problems(demand, tensors, hints)]
@@ -127,9 +128,17 @@ KEYS_THEN_NAMES: Readings = (by_key, by_unsaid_fqn)
 UNAMBIGUOUS: Readings = (by_unsaid_fqn, by_key)
 
 
-def resolve(tensors: Mapping[str, Typed], manifest: Manifest, where: str, *, readings: Readings = UNAMBIGUOUS) -> Match:
+def resolve(
+    tensors: Mapping[str, Typed],
+    manifest: Manifest,
+    where: str,
+    *,
+    readings: Readings = UNAMBIGUOUS,
+    part: bool = False,
+) -> Match:
     """Choose how to read a set of tensors. Raises WeightsMismatch with every problem of the nearest reading.
 
+    part: the manifest has a part of the weights; names that it does not know are no problem.
     The first of `readings` that fits is taken. Where none does, names without the prefixes that wrappers add are tried,
     and taken if they are exactly what a reading wants. With UNAMBIGUOUS a set that fits both ways, with different
     weights as the result, is refused: nothing in it can tell which is meant.
@@ -141,7 +150,7 @@ def resolve(tensors: Mapping[str, Typed], manifest: Manifest, where: str, *, rea
             "Pack it on the build side, with the model (weightswap pack --recipe, pack(model=...)). If its names are "
             'runtime FQNs and its values the weights themselves, say keys="fqn".',
         )
-    matches = _matches(tensors, [reading(manifest) for reading in readings])
+    matches = _matches(tensors, [reading(manifest)._replace(part=part) for reading in readings])
     fitting = [match for match in matches if not match.problems]
     if readings is UNAMBIGUOUS and len(fitting) == 2 and _differ(*fitting):
         raise WeightsMismatch(

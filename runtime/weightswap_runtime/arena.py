@@ -61,12 +61,33 @@ class HostArena:
         offset, size = self.layout.slots[name]
         return memoryview(self.memory)[offset : offset + size]
 
-    def copy_from(self, other: HostArena, workers: Workers) -> None:
-        """Copy every weight from an arena of the same layout; addresses stay. Bounded by memory bandwidth."""
+    def write_to(self, other: HostArena, workers: Workers) -> None:
+        """Copy every weight to an arena of the same layout; addresses stay. Bounded by memory bandwidth."""
         total = self.layout.nbytes
+        workers.run_all(
+            lambda start: other.copy_part(self, start, min(start + COPY_CHUNK, total)), range(0, total, COPY_CHUNK)
+        )
 
-        def copy(start: int) -> None:
-            # ctypes releases the interpreter's lock for the call, slice assignment would not
-            ctypes.memmove(self.address + start, other.address + start, min(COPY_CHUNK, total - start))
+    def copy_part(self, other: HostArena, begin: int, end: int) -> None:
+        """Copy bytes `begin` to `end` of an arena of the same layout."""
+        # ctypes releases the interpreter's lock for the call, slice assignment would not
+        ctypes.memmove(self.address + begin, other.address + begin, end - begin)
 
-        workers.run_all(copy, range(0, total, COPY_CHUNK))
+    def write(self, offset: int, data: memoryview) -> None:
+        """Copy bytes to an offset. `data` is of writable memory."""
+        if len(data):
+            ctypes.memmove(self.address + offset, ctypes.addressof(ctypes.c_char.from_buffer(data)), len(data))
+
+    def read(self, offset: int, target: memoryview) -> None:
+        """Copy bytes from an offset, as many as `target`, which is of writable memory, holds."""
+        if len(target):
+            ctypes.memmove(ctypes.addressof(ctypes.c_char.from_buffer(target)), self.address + offset, len(target))
+
+
+def allocate(nbytes: int) -> mmap.mmap | bytearray:
+    """Memory that goes back to the system when it is dropped. Raises MemoryError."""
+    try:
+        # malloc would keep tens of megabytes of what is freed
+        return mmap.mmap(-1, nbytes) if nbytes else bytearray()
+    except (OSError, OverflowError) as error:
+        raise MemoryError(str(error)) from error

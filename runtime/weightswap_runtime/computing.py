@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import torch
-from blake3 import blake3
 
 from .arena import HostArena
+from .digests import Blocks, block_digests
 from .errors import OutOfMemory, WeightsMismatch, WeightswapError
+from .job import Job
 from .reading import read_bytes, write_rows
 from .tensors import as_tensor, tensor_bytes
 from .transforms import Transforms
@@ -22,23 +23,24 @@ def compute_weights(
     arena: HostArena,
     workers: Workers,
     transforms: Transforms,
-) -> dict[str, str]:
-    """Compute each weight of `computed` into the arena; returns their BLAKE3 digests by weight.
+    job: Job,
+) -> dict[str, Blocks]:
+    """Compute each weight of `computed` into the arena; returns the digests of their blocks by weight.
 
     One weight and what it is computed from are held beside the arena. Raises WeightFileError, WeightsMismatch,
-    OutOfMemory and ArtifactError; the arena's content is then undefined.
+    OutOfMemory, StageCancelled and ArtifactError; the arena's content is then undefined.
     """
     names = {key: name for keys in computed.values() for key, name in keys.items()}
-    digests: dict[str, str] = {}
+    digests: dict[str, Blocks] = {}
 
     def read(key: str) -> torch.Tensor:
         stored = weights.tensors[names[key]]
-        return as_tensor(read_bytes(weights, names[key], workers), stored.dtype, stored.shape)
+        return as_tensor(read_bytes(weights, names[key], workers, job), stored.dtype, stored.shape)
 
     try:
         for name, value in transforms.compute(list(computed), read):
             rows = tensor_bytes(value)
-            digests[name] = blake3(rows, max_threads=workers.threads).hexdigest()
+            digests[name] = block_digests(rows)
             write_rows(arena.layout.weights[name], rows, arena.view(name))
     except (WeightswapError, MemoryError):
         raise

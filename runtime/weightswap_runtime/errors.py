@@ -8,9 +8,13 @@ WeightswapError
 |   |-- WeightsMismatch        its tensors are not those of the graph
 |   |-- DigestMismatch         its bytes are not those that were packed
 |   |-- GraphMismatch          packed for another graph id
+|   |-- BaseMismatch           a delta or a part is for other weights than those that are served
+|   |-- UnexpectedWeights      another weights id than was asked for
 |   |-- OutOfMemory            no memory to stage into
 |   |-- StagingBusy            another staging is open
 |   |-- StageClosed            already committed or discarded
+|   |-- StageCancelled         somebody has cancelled the staging
+|   |-- StageTimeout           a staging in the background has not ended yet
 |   |-- LeaseTimeout           calls or pins still hold the memory that must be written
 |   `-- NothingToRollBack      no previous weights are kept
 |-- CallError                  a call was refused before it ran
@@ -79,6 +83,14 @@ class GraphMismatch(SwapError):
     """The weight file was packed for another graph id."""
 
 
+class BaseMismatch(SwapError):
+    """A delta, or a part of a set, cannot be put on the weights that are served."""
+
+
+class UnexpectedWeights(SwapError):
+    """The weights have another id than the caller expects."""
+
+
 class OutOfMemory(SwapError):
     """There is no memory to stage into."""
 
@@ -89,6 +101,14 @@ class StagingBusy(SwapError):
 
 class StageClosed(SwapError):
     """This staging was already committed or discarded."""
+
+
+class StageCancelled(SwapError):
+    """The staging was cancelled before its commit."""
+
+
+class StageTimeout(SwapError, TimeoutError):
+    """A staging in the background has not ended yet; waiting for it again is fine."""
 
 
 class LeaseTimeout(SwapError):
@@ -162,6 +182,7 @@ class RecipeError(ExportError):
 
 __all__ = [
     "ArtifactError",
+    "BaseMismatch",
     "CallError",
     "CaptureError",
     "CheckpointError",
@@ -179,9 +200,12 @@ __all__ = [
     "PinReleased",
     "PublishTimeout",
     "RecipeError",
+    "StageCancelled",
     "StageClosed",
+    "StageTimeout",
     "StagingBusy",
     "SwapError",
+    "UnexpectedWeights",
     "UnknownMethod",
     "Unsupported",
     "WeightFileError",

@@ -15,11 +15,12 @@ import time
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from threading import Condition, Lock, get_ident
 from typing import Generic, Protocol, TypeVar
 
 from .errors import LeaseTimeout, ModelFailed, NoWeights
+from .identity import Identity
 
 POLL_SECONDS = 0.05  # how soon it is noticed that something was left behind
 
@@ -32,6 +33,10 @@ class Claim:
     def __init__(self) -> None:
         self.thread = get_ident()
         self.process = _process
+
+    def adopt(self) -> None:
+        """Let it be the calling thread's."""
+        self.thread = get_ident()
 
     def end(self) -> None:
         """End it; a second time does nothing."""
@@ -70,8 +75,15 @@ class Version(Generic[S]):
 
     session: S
     generation: int
-    weights_id: str
-    labels: dict[str, str] = field(default_factory=dict)
+    identity: Identity
+
+    @property
+    def weights_id(self) -> str:
+        return self.identity.weights_id
+
+    @property
+    def labels(self) -> dict[str, str]:
+        return dict(self.identity.labels)
 
 
 class Gate(Generic[S]):

@@ -2,28 +2,31 @@
 
 from __future__ import annotations
 
+import math
 import os
-import weakref
-from threading import Lock
-from typing import TYPE_CHECKING, Any, Literal
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, Literal
 
 from .adapter import Keys
-from .arena import ArenaLayout
 from .artifact import Artifact
 from .engines import open_engine
-from .errors import StagingBusy
-from .gate import Claim, ClaimReference, Gate
+from .errors import StageCancelled, Unsupported
+from .events import Event, Listener
+from .gate import Claim
+from .job import Job
 from .pinned import Pinned
-from .residency import Committed, open_residency
-from .session import Caller, Methods, Session
-from .staged import LEASE_TIMEOUT, Staged, SwapReceipt
-from .staging import Contents, fill, plan
-from .workers import Workers
-
-if TYPE_CHECKING:
-    from .transforms import Transforms
+from .receipts import SwapReceipt
+from .residency import Candidate
+from .selection import patterns
+from .session import Caller, Methods
+from .staged import LEASE_TIMEOUT, Staged, Staging
+from .staging import Contents, Request
+from .store import Store
 
 Path = str | os.PathLike[str]
+Busy = Literal["refuse", "wait"]
 
 
 def load(
@@ -31,10 +34,13 @@ def load(
     weights: Path | None = None,
     *,
     keys: Keys | None = None,
+    expect: str | None = None,
     device: str = "cpu",
     engine: Literal["torch"] = "torch",
     residency: Literal["double", "single"] = "double",
     keep_previous: Literal["host"] | None = None,
+    share: Model | None = None,
+    on_event: Listener | None = None,
 ) -> Model:
     """Open an artifact and, if `weights` names a file or a checkpoint, put it behind the graph as generation 0.
 
@@ -42,41 +48,46 @@ def load(
     place of the previous weights. "single" holds one: a commit copies in place while calls are held, staging needs a
     second set's memory only meanwhile, and nothing is kept for a rollback. keep_previous="host" keeps one set more: a
     rollback is then possible in single residency, and in double residency also after a staging that was refused.
-    `weights` and `keys` are those of `Model.stage`.
+    `weights`, `keys` and `expect` are those of `Model.stage`.
+
+    share: a model whose weights this one serves from, too: an artifact with the same table of weights, such as the same
+    model exported with other inputs. One swap through either changes both in one commit; `residency` and
+    `keep_previous` are then those of the other. on_event: called for everything that happens to the weights, in the
+    thread that does it; see `Event`.
 
     Raises ArtifactError, Unsupported, MissingExtra, OutOfMemory, and whatever `Model.swap` raises.
     """
     opened = artifact if isinstance(artifact, Artifact) else Artifact.open(artifact)
-    model = Model(opened, device=device, engine=engine, residency=residency, keep_previous=keep_previous)
+    store = share._store if share is not None else Store(opened.manifest.weights, residency, keep_previous)
+    model = Model(opened, store, device=device, engine=engine)
+    if on_event is not None:
+        model.listen(on_event)
     if weights is not None:
-        model.swap(weights, keys=keys)
+        model.swap(weights, keys=keys, expect=expect)
     return model
+
+
+def _seconds(timeout: float | None) -> float:
+    return math.inf if timeout is None else timeout
 
 
 class Model(Caller):
     """A graph with replaceable weights. Every method may be called from any thread. Made by `load()`."""
 
-    def __init__(
-        self, artifact: Artifact, *, device: str, engine: str, residency: str, keep_previous: str | None
-    ) -> None:
+    def __init__(self, artifact: Artifact, store: Store, *, device: str, engine: str) -> None:
         self.artifact = artifact
         self.device = device
-        self._manifest = artifact.manifest
-        self._workers = Workers()
-        self._transforms: Transforms | None = None
-        self._gate: Gate[Session] = Gate()
         opened = open_engine(engine, artifact, device)
         self.engine = opened.name
-        super().__init__(Methods(self._manifest, opened))
-        layout = ArenaLayout(self._manifest.weights)
-        self._residency = open_residency(residency, keep_previous, opened, layout, self._gate, self._workers)
-        self._staging: ClaimReference | None = None
-        self._opening = Lock()
-        self._swapping = Lock()
+        self._store = store
+        self._gate = store.gate
+        self._member = store.join(artifact, opened)
+        super().__init__(Methods(artifact.manifest, opened, self._member.place))
+        self._place = self._member.place
 
     @property
     def graph_id(self) -> str:
-        return self._manifest.graph_id
+        return self.artifact.graph_id
 
     @property
     def weights_id(self) -> str | None:
@@ -91,58 +102,91 @@ class Model(Caller):
     @property
     def labels(self) -> dict[str, str]:
         """The labels of the weights that new calls get."""
-        return dict(self._gate.current.labels) if self._gate.current else {}
+        return self._gate.current.labels if self._gate.current else {}
 
     @property
     def residency(self) -> str:
-        return self._residency.name
+        return self._store.residency
 
     @property
     def failed(self) -> bool:
         """Whether an in-place commit broke off, so that calls are refused until a swap or rollback succeeds."""
         return self._gate.failure is not None
 
+    @property
+    def history(self) -> tuple[SwapReceipt, ...]:
+        """The receipts of the last 100 commits, oldest first; also those through models that share the weights."""
+        return tuple(self._store.history)
+
+    def listen(self, listener: Listener) -> None:
+        """Call `listener(event)` for everything that happens to the weights from now on; what it raises is logged."""
+        self._store.events.listen(listener)
+
     def stage(
         self,
         path: Path,
         *,
+        only: str | Sequence[str] | None = None,
         keys: Keys | None = None,
+        expect: str | None = None,
         allow_other_graph: bool = False,
+        by: str = "",
+        background: bool = False,
+        rate_limit: float | None = None,
+        busy: Busy = "refuse",
         timeout: float | None = LEASE_TIMEOUT,
     ) -> Staged:
-        """Read and verify a weight file or a checkpoint beside the weights that serve. Nothing that serves is touched.
+        """Read and verify weights beside those that serve. Nothing that serves is touched.
 
-        path: a .safetensors file, a .safetensors.index.json with its shards, or a Hugging Face directory. Names are
-        runtime FQNs or the checkpoint's keys; weights that the adapter computes need torch. keys: "checkpoint" or "fqn"
-        says which they are where a file that weightswap has not written would fit both ways, with different results.
-        A file packed for another graph is refused, unless its tensors fit and `allow_other_graph` is set. In double
-        residency the previous weights give way; `timeout` seconds are waited for calls and pins that still use them.
+        path: a .safetensors file, a .safetensors.index.json with its shards, a Hugging Face directory, or a delta
+          file, which needs the weights that it starts from to be served. Names are runtime FQNs or the checkpoint's
+          keys; weights that the adapter computes need torch.
+        only: patterns of FQNs, such as "encoder.*" (`*` also matches dots): these weights are taken from the file,
+          whatever else it holds, and the rest are those that are served.
+        keys: "checkpoint" or "fqn" says what the names are where a file that weightswap has not written would fit both
+          ways, with different results.
+        expect: the weights id of the result; anything else is refused.
+        allow_other_graph: take a file that was packed for another graph, if its tensors fit.
+        by: who asks, for receipts and events.
+        background: return at once; see `Staged` for `progress`, `wait()` and `cancel()`.
+        rate_limit: read and copy at most so many bytes per second, so that calls are not starved.
+        busy: where another staging of the model is open, "refuse", or "wait" for it.
+        timeout: seconds to wait for that, and for calls and pins that still use memory that is needed: in double
+          residency the previous weights give way.
 
-        Raises WeightFileError, WeightsMismatch, GraphMismatch, DigestMismatch, OutOfMemory, StagingBusy, LeaseTimeout,
-        and ArtifactError or MissingExtra where the adapter's graph cannot be opened.
+        Raises WeightFileError, WeightsMismatch, GraphMismatch, DigestMismatch, BaseMismatch, UnexpectedWeights,
+        OutOfMemory, StagingBusy, LeaseTimeout, Unsupported, and ArtifactError or MissingExtra where the adapter's graph
+        cannot be opened; with `background`, `Staged.wait()` and `Staged.commit()` raise what comes after the start.
         """
-        ticket = Claim()
-        try:
-            self._open_staging(ticket)
-            with plan(path, self._manifest, allow_other_graph=allow_other_graph, keys=keys) as opened:
-                session = self._residency.target(timeout)
-                self._residency.overwriting(session)
-                contents = fill(opened, self._manifest, session.arena, self._workers, self._open_transforms)
-            session.bound.reset_state()
-            return Staged(self._methods, self._gate, session, contents, self._commit, ticket)
-        except BaseException:
-            ticket.end()
-            raise
+        request = Request(path, keys, patterns(only) if only is not None else (), expect, allow_other_graph)
+        request.check()
+        if busy not in ("refuse", "wait"):
+            raise Unsupported(f'busy={busy!r}: expected "refuse" or "wait"')
+        job, ticket = Job(rate_limit), Claim()
+        claim = partial(self._store.claim, ticket, _seconds(timeout) if busy == "wait" else None)
+        if busy == "refuse":
+            claim(job)
+        staging = Staging(partial(self._work, request, by, timeout, claim), job, ticket)
+        staged = Staged(self._methods, self._gate, staging, partial(self._commit, by), partial(self._discarded, by))
+        if background:
+            return staged.start()
+        staging.run()
+        return staged
 
     def swap(
         self,
         path: Path,
         *,
+        only: str | Sequence[str] | None = None,
         keys: Keys | None = None,
+        expect: str | None = None,
         allow_other_graph: bool = False,
+        by: str = "",
+        rate_limit: float | None = None,
+        busy: Busy = "refuse",
         timeout: float | None = LEASE_TIMEOUT,
     ) -> SwapReceipt:
-        """Replace every weight: stage, verify, commit; `path` and `keys` as in `stage`. Several threads' swaps queue.
+        """Replace weights: stage, verify, commit; the arguments are those of `stage`. Several threads' swaps queue.
 
         Whatever is raised before the commit leaves weights, addresses and outputs as they were. State starts again
         from its initial values, as in a model loaded with these weights.
@@ -150,24 +194,28 @@ class Model(Caller):
         Raises what `stage` raises, and ModelFailed if an in-place commit breaks off.
         """
         with (
-            self._swapping,
-            self.stage(path, keys=keys, allow_other_graph=allow_other_graph, timeout=timeout) as staged,
+            self._store.swapping,
+            self.stage(
+                path,
+                only=only,
+                keys=keys,
+                expect=expect,
+                allow_other_graph=allow_other_graph,
+                by=by,
+                rate_limit=rate_limit,
+                busy=busy,
+                timeout=timeout,
+            ) as staged,
         ):
             return staged.commit(timeout=timeout)
 
-    def rollback(self, *, timeout: float | None = LEASE_TIMEOUT) -> SwapReceipt:
+    def rollback(self, *, by: str = "", timeout: float | None = LEASE_TIMEOUT) -> SwapReceipt:
         """Serve the previous weights again; a second rollback undoes the first. It is a commit of its own.
 
         Raises NothingToRollBack, StagingBusy, LeaseTimeout, ModelFailed.
         """
-        ticket = Claim()
-        with self._swapping:
-            try:
-                self._open_staging(ticket)
-                before = self.weights_id
-                return self._receipt(self._residency.rollback(timeout), before, None)
-            finally:
-                ticket.end()
+        with self._store.swapping, self._store.claimed(wait=None):
+            return self._store.rollback(self._member, by, timeout)
 
     def pin(self) -> Pinned:
         """`with model.pin() as session:` makes several calls on one version, whatever is committed meanwhile.
@@ -176,53 +224,46 @@ class Model(Caller):
         """
         return Pinned(self._methods, self._gate)
 
-    def _open_staging(self, ticket: Claim) -> None:
-        with self._opening:
-            other = self._staging() if self._staging else None
-            if other is not None and other.holds:
-                raise StagingBusy("another staging of this model is open; commit or discard it first")
-            self._staging = weakref.ref(ticket)
+    def _work(
+        self, request: Request, by: str, timeout: float | None, claim: Callable[[Job], None], job: Job
+    ) -> Candidate:
+        """What a staging does, in whichever thread."""
+        start = time.perf_counter()
+        source = str(request.path)
+        tell = partial(Event, source=source, by=by, graph_id=self.graph_id)
+        try:
+            claim(job)
+            self._store.events.emit(tell("staging"))
+            candidate = self._store.stage(self._member, request, timeout, job)
+        except StageCancelled as error:
+            self._store.events.emit(tell("cancelled", error=error))
+            raise
+        except Exception as error:
+            self._store.events.emit(tell("refused", error=error))
+            raise
+        contents = candidate.contents
+        seconds = time.perf_counter() - start
+        event = tell("staged", weights_id=contents.identity.weights_id, nbytes=contents.bytes_read, seconds=seconds)
+        self._store.events.emit(event)
+        return candidate
 
-    def _open_transforms(self) -> Transforms:
-        if self._transforms is None:
-            from .transforms import Transforms  # needs torch
+    def _commit(self, by: str, candidate: Candidate, timeout: float | None) -> SwapReceipt:
+        return self._store.commit(self._member, candidate, by, timeout)
 
-            self._transforms = Transforms(self.artifact)
-        return self._transforms
+    def _discarded(self, by: str, contents: Contents) -> None:
+        event = Event("discarded", contents.source, by, self.graph_id, contents.identity.weights_id)
+        self._store.events.emit(event)
 
     def _run(self, name: str, flat: list[Any]) -> list[Any]:
         lease = Claim()
         session = None
         try:
             session = self._gate.acquire(lease).session
-            return session.bound.run(name, flat)
+            return session.bound[self._place].run(name, flat)
         finally:
             lease.end()
             if session is not None:
                 self._gate.release(session, lease)
-
-    def _commit(self, session: Session, contents: Contents, timeout: float | None) -> SwapReceipt:
-        before = self.weights_id
-        committed = self._residency.commit(session, contents.weights_id, contents.labels, timeout)
-        return self._receipt(committed, before, contents)
-
-    def _receipt(self, committed: Committed, before: str | None, contents: Contents | None) -> SwapReceipt:
-        version = committed.version
-        return SwapReceipt(
-            generation=version.generation,
-            weights_id=version.weights_id,
-            previous_weights_id=before,
-            graph_id=self.graph_id,
-            source=contents.source if contents else "rollback",
-            labels=dict(version.labels),
-            ignored=contents.ignored if contents else (),
-            residency=self.residency,
-            bytes_read=contents.bytes_read if contents else 0,
-            bytes_copied=committed.bytes_copied,
-            seconds_staged=contents.seconds_staged if contents else 0.0,
-            seconds_verified=contents.seconds_verified if contents else 0.0,
-            seconds_paused=committed.seconds_paused,
-        )
 
     def __repr__(self) -> str:
         return (

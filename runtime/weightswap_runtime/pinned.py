@@ -58,6 +58,6 @@ class Pinned(Caller, AbstractContextManager["Pinned"]):
                 if not self._lease.holds:
                     raise PinReleased("the `with model.pin()` block has ended; pin again")
                 self._gate.acquire_session(session, lease)
-            return session.bound.run(name, flat)
+            return session.bound[self._methods.place].run(name, flat)
         finally:
             self._gate.release(session, lease)

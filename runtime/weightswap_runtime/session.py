@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from difflib import get_close_matches
 from functools import partial
 from typing import Any
@@ -17,18 +17,32 @@ from .signature import Signature, Tensor, unflatten
 
 
 class Session:
-    """One engine bound to one arena, for good. `leases` belongs to the gate."""
+    """One arena and the engines that are bound to it, for good: one for each artifact that shares the weights.
 
-    def __init__(self, engine: Engine, arena: HostArena) -> None:
+    `leases` belongs to the gate.
+    """
+
+    def __init__(self, arena: HostArena, engines: Iterable[Engine]) -> None:
         self.arena = arena
-        self.bound: Bound = engine.bind(arena)
+        self.bound: list[Bound] = [engine.bind(arena) for engine in engines]
         self.leases: dict[int, ClaimReference] = {}
+
+    @property
+    def has_state(self) -> bool:
+        """Whether calls leave traces."""
+        return any(bound.has_state for bound in self.bound)
+
+    def reset_state(self) -> None:
+        """Put all state back to its initial values, in place."""
+        for bound in self.bound:
+            bound.reset_state()
 
 
 class Methods:
     """The artifact's methods: checks and flattens what goes in, rebuilds what comes out."""
 
-    def __init__(self, manifest: Manifest, engine: Engine) -> None:
+    def __init__(self, manifest: Manifest, engine: Engine, place: int) -> None:
+        self.place = place  # of the engine in a session
         self.inputs = {
             name: Inputs(name, method.signature, engine.tensor_type, engine.dtypes, engine.misplaced, engine.kind)
             for name, method in manifest.methods.items()

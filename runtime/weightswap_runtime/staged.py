@@ -1,106 +1,221 @@
-"""A verified set of weights that serves nobody yet, and the receipt of its commit."""
+"""A set of weights that serves nobody yet, from the beginning of its staging to its commit."""
 
 from __future__ import annotations
 
+import math
+import os
+import threading
+import time
+import weakref
 from collections.abc import Callable
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
-from threading import Lock
+from contextlib import AbstractContextManager, suppress
+from queue import Empty, SimpleQueue
 from typing import Any
 
-from .errors import StageClosed
-from .gate import Claim, Gate
+from .errors import StageCancelled, StageClosed, StageTimeout, StagingBusy
+from .gate import POLL_SECONDS, Claim, Gate
+from .job import Job, Progress
+from .receipts import SwapReceipt
+from .residency import Candidate
 from .session import Caller, Methods, Session
 from .staging import Contents
 
 LEASE_TIMEOUT = 60.0
 
 
-@dataclass(frozen=True)
-class SwapReceipt:
-    """What one commit did. Sizes in bytes, times in seconds; `seconds_paused` is how long new calls could wait.
+class Staging:
+    """One staging: the work, its outcome, and the claim that keeps others out until it is over."""
 
-    `ignored` are names of the source that are no weights: state, `_extra_state`.
-    """
+    def __init__(self, work: Callable[[Job], Candidate], job: Job, ticket: Claim) -> None:
+        self._work: Callable[[Job], Candidate] | None = work
+        self.job = job
+        self.ticket = ticket
+        self.candidate: Candidate | None = None
+        self.contents: Contents | None = None
+        self.error: BaseException | None = None
+        self.over = False
+        self._bell: SimpleQueue[None] = SimpleQueue()  # an Event may stay locked where an interrupt leaves it
+        self._process = os.getpid()
 
-    generation: int
-    weights_id: str
-    previous_weights_id: str | None
-    graph_id: str
-    source: str
-    labels: dict[str, str]
-    ignored: tuple[str, ...]
-    residency: str
-    bytes_read: int
-    bytes_copied: int
-    seconds_staged: float
-    seconds_verified: float
-    seconds_paused: float
+    def run(self) -> None:
+        """Do the work. Raises what it raises."""
+        work, self._work = self._work, None
+        assert work is not None
+        try:
+            self.candidate = work(self.job)
+            self.contents = self.candidate.contents
+            self.job.end("staged")
+        except BaseException as error:
+            self.error = error
+            self.job.end("cancelled" if isinstance(error, StageCancelled) else "failed")
+            self.ticket.end()
+            raise
+        finally:
+            self._end()
+
+    def join(self, timeout: float | None = None) -> bool:
+        """Wait until it has ended. A forked child does not have the thread that works on it."""
+        deadline = math.inf if timeout is None else time.monotonic() + timeout
+        while not self.over:
+            if self._process != os.getpid():
+                self.error = StageCancelled("the process was forked while another thread staged; stage again")
+                self._end()
+            elif (left := deadline - time.monotonic()) <= 0:
+                return False
+            else:
+                self._listen(min(left, POLL_SECONDS))
+        return True
+
+    def _listen(self, seconds: float) -> None:
+        with suppress(Empty):
+            self._bell.get(timeout=seconds)
+            self._bell.put(None)  # for others who wait
+
+    def _end(self) -> None:
+        self.over = True
+        self._bell.put(None)
+
+    def start(self) -> None:
+        """Do the work in a thread of its own, which the end of the interpreter does not wait for."""
+
+        def run() -> None:
+            try:
+                self.ticket.adopt()
+                self.run()
+            except BaseException:  # wait() raises it
+                return
+
+        thread = threading.Thread(target=run, name="weightswap-staging", daemon=True)
+        try:
+            thread.start()
+        except BaseException:
+            self.ticket.end()
+            raise
 
 
 class Staged(Caller, AbstractContextManager["Staged"]):
-    """A verified set of weights that serves nobody yet. Call it to try it; then `commit()` or `discard()`.
+    """A set of weights that serves nobody yet. Call it to try it; then `commit()` or `discard()`.
 
-    Leaving its `with` block, or dropping the last reference, discards it.
+    One that is staged in the background is not ready at once: `progress`, `wait()`, `cancel()`. Leaving its `with`
+    block, or dropping the last reference, discards it.
     """
 
     def __init__(
         self,
         methods: Methods,
         gate: Gate[Session],
-        session: Session,
-        contents: Contents,
-        commit: Callable[[Session, Contents, float | None], SwapReceipt],
-        ticket: Claim,
+        staging: Staging,
+        commit: Callable[[Candidate, float | None], SwapReceipt],
+        discarded: Callable[[Contents], None],
     ) -> None:
         super().__init__(methods)
         self._gate = gate
-        self._session: Session | None = session
-        self._contents = contents
+        self._staging = staging
         self._commit = commit
-        self._ticket = ticket
-        self._closing = Lock()
+        self._discarded = discarded
+        self._closing = threading.Lock()
+
+    def start(self) -> Staged:
+        """Stage in the background, until the last reference to this is dropped."""
+        weakref.finalize(self, self._staging.job.cancel)
+        self._staging.start()
+        return self
+
+    @property
+    def progress(self) -> Progress:
+        """The phase, bytes done, and of how many."""
+        return self._staging.job.progress
+
+    @property
+    def done(self) -> bool:
+        """Whether the staging has ended, well or not."""
+        return self._staging.over
+
+    def wait(self, timeout: float | None = None) -> Staged:
+        """Wait, for at most `timeout` seconds, until it is staged and verified.
+
+        Raises StageTimeout, and whatever the staging has raised.
+        """
+        if not self._staging.join(timeout):
+            raise StageTimeout(f"still {self.progress.phase} after {timeout} s; wait again, or cancel()")
+        if self._staging.error is not None:
+            raise self._staging.error
+        return self
+
+    def cancel(self) -> None:
+        """Stop the staging and discard what is there. When it returns, no thread works on it any more.
+
+        After a commit, or a second time, it does nothing.
+        """
+        self._staging.job.cancel()
+        self._staging.join()
+        self.discard()
+
+    def discard(self) -> None:
+        """Give the weights up. A second time, or after a commit, it does nothing."""
+        if not self.done:
+            self.cancel()
+            return
+        with self._closing:
+            if self._staging.candidate is not None:
+                self._close("discarded")
+                self._discarded(self._contents)
 
     @property
     def weights_id(self) -> str:
-        return self._contents.weights_id
+        return self._contents.identity.weights_id
 
     @property
     def labels(self) -> dict[str, str]:
-        return dict(self._contents.labels)
+        return dict(self._contents.identity.labels)
+
+    @property
+    def _contents(self) -> Contents:
+        self._check_done()
+        assert self._staging.contents is not None
+        return self._staging.contents
 
     def commit(self, *, timeout: float | None = LEASE_TIMEOUT) -> SwapReceipt:
-        """Serve these weights. Raises StageClosed; LeaseTimeout (nothing changed, still staged); ModelFailed."""
-        with self._closing:
-            session = self._opened()
-            self._gate.wait_idle(session, timeout)  # trial calls may still run, and would leave traces in the state
-            receipt = self._commit(session, self._contents, timeout)
-            self._close()
-        return receipt
+        """Serve these weights, as soon as they are staged; `timeout` seconds are waited for that, and for calls.
 
-    def discard(self) -> None:
-        """Give the staged weights up. A second time, or after a commit, it does nothing."""
+        Raises what the staging has raised; StageClosed; StageTimeout and LeaseTimeout (nothing changed, still staged);
+        ModelFailed.
+        """
+        self.wait(timeout)
         with self._closing:
-            self._close()
+            candidate = self._opened()
+            if (session := candidate.opened) is not None:
+                self._gate.wait_idle(session, timeout)  # trial calls may still run, and would leave traces in the state
+            receipt = self._commit(candidate, timeout)
+            self._close("committed")
+        return receipt
 
     def __exit__(self, *_: object) -> None:
         self.discard()
 
-    def _opened(self) -> Session:
-        if self._session is None:
-            raise StageClosed("this staging was already committed or discarded; stage the file again")
-        return self._session
+    def _check_done(self) -> None:
+        if not self.done:
+            raise StagingBusy(f"still {self.progress.phase}: wait() until it is staged")
+        self.wait()
 
-    def _close(self) -> None:
-        self._session = None
-        self._ticket.end()
+    def _opened(self) -> Candidate:
+        self._check_done()
+        if self._staging.candidate is None:
+            raise StageClosed("this staging was already committed or discarded; stage the file again")
+        return self._staging.candidate
+
+    def _close(self, phase: str) -> None:
+        """Free the candidate's memory, and let others stage."""
+        self._staging.candidate = None
+        self._staging.job.end(phase)
+        self._staging.ticket.end()
 
     def _run(self, name: str, flat: list[Any]) -> list[Any]:
         lease = Claim()
         with self._closing:
-            session = self._opened()
+            session = self._opened().session()
             self._gate.acquire_session(session, lease)
         try:
-            return session.bound.run(name, flat)
+            return session.bound[self._methods.place].run(name, flat)
         finally:
             self._gate.release(session, lease)

@@ -1,33 +1,63 @@
-"""Stage and verify: a weight file or a checkpoint becomes a full set of weights in an arena that serves nobody yet."""
+"""Staging: a weight file or a checkpoint becomes a full set of weights that serves nobody yet."""
 
 from __future__ import annotations
 
 import os
+import re
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from .adapter import KEYS, NAMES, UNAMBIGUOUS, Keys, Match, Readings, resolve
 from .arena import HostArena
-from .errors import DigestMismatch, GraphMismatch, OutOfMemory, Unsupported, WeightsMismatch
+from .digests import Blocks, tensor_digest
+from .errors import (
+    DigestMismatch,
+    GraphMismatch,
+    UnexpectedWeights,
+    Unsupported,
+    WeightsMismatch,
+)
+from .identity import Identity, identify
+from .job import Job
 from .manifest import Manifest
 from .reading import read_tensors
-from .weightfile import Stamp, weights_id
-from .weightset import WeightSet, open_weights
+from .selection import part_of
+from .weightfile import Stamp
+from .weightset import WeightSet
 from .workers import Workers
 
 if TYPE_CHECKING:
     from .transforms import Transforms
 
+OpenTransforms = Callable[[], "Transforms"]
+Kind = Literal["full", "partial", "delta", "rollback"]
 _READINGS: dict[str | None, Readings] = {None: UNAMBIGUOUS, "checkpoint": KEYS, "fqn": NAMES}
+_WEIGHTS_ID = re.compile(r"[0-9a-f]{64}")
+
+
+class Request(NamedTuple):
+    """What a caller wants staged. `only` are patterns of FQNs; empty: everything."""
+
+    path: str | os.PathLike[str]
+    keys: Keys | None = None
+    only: tuple[str, ...] = ()
+    expect: str | None = None
+    allow_other_graph: bool = False
+
+    def check(self) -> None:
+        """Raise Unsupported for what cannot be meant."""
+        if self.keys not in _READINGS:
+            raise Unsupported(f"keys={self.keys!r}: the names of a file are read as {', '.join(map(repr, _READINGS))}")
+        if self.expect is not None and not (isinstance(self.expect, str) and _WEIGHTS_ID.fullmatch(self.expect)):
+            raise Unsupported(f"expect={self.expect!r}: a weights id has 64 hexadecimal digits")
 
 
 class Contents(NamedTuple):
     """What was staged. Times in seconds: reading and hashing, then comparing."""
 
-    weights_id: str
-    labels: dict[str, str]
+    identity: Identity
+    kind: Kind
     source: str
     ignored: tuple[str, ...]
     bytes_read: int
@@ -36,92 +66,132 @@ class Contents(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """Opened files whose names, dtypes and shapes fit the graph."""
+    """Opened files whose names, dtypes and shapes fit the graph, or the part of it that is asked for."""
 
     weights: WeightSet
     match: Match
+    manifest: Manifest
+
+    @property
+    def used(self) -> set[str]:
+        """The names of the tensors that are read."""
+        used = {name for names in self.match.found.values() for name in names}
+        return used | {name for names in self.match.computed.values() for name in names.values()}
+
+    @property
+    def nbytes(self) -> int:
+        return sum(self.weights.tensors[name].nbytes for name in self.used)
 
 
-@contextmanager
-def plan(
-    path: str | os.PathLike[str], manifest: Manifest, *, allow_other_graph: bool, keys: Keys | None
-) -> Iterator[Plan]:
-    """Open a checkpoint and check everything that its headers can tell.
+def plan(weights: WeightSet, manifest: Manifest, request: Request) -> Plan:
+    """Check everything that the headers of a checkpoint can tell.
 
-    Raises WeightFileError, GraphMismatch, and WeightsMismatch with every problem.
+    Raises GraphMismatch, UnexpectedWeights, and WeightsMismatch with every problem.
     """
-    if keys not in _READINGS:
-        raise Unsupported(f"keys={keys!r}: the names of a file are read as {', '.join(map(repr, _READINGS))}")
-    with open_weights(path) as weights:
-        stamp = weights.stamp
-        # a stamp says that the names are FQNs; other files may have either
-        match = resolve(weights.tensors, manifest, weights.where, readings=NAMES if stamp else _READINGS[keys])
-        if stamp and stamp.graph_id != manifest.graph_id and not allow_other_graph:
-            raise GraphMismatch(
-                f"{weights.where}: packed for the graph {stamp.graph_id[:12]}, this model is {manifest.graph_id[:12]}. "
-                "Its tensors fit: pass allow_other_graph=True if that is meant, or pack the checkpoint for this one."
-            )
-        yield Plan(weights, match)
+    wanted = part_of(manifest, request.only) if request.only else manifest
+    stamp = weights.stamp
+    # a stamp says that the names are FQNs; other files may have either
+    readings = NAMES if stamp else _READINGS[request.keys]
+    match = resolve(weights.tensors, wanted, weights.where, readings=readings, part=bool(request.only))
+    if stamp:
+        check_graph(stamp.graph_id, manifest, weights.where, request)
+        if not request.only and stamp.graph_id == manifest.graph_id:
+            check_expected(stamp.weights_id, weights.where, request)
+    return Plan(weights, match, wanted)
 
 
-def fill(
-    plan: Plan, manifest: Manifest, arena: HostArena, workers: Workers, open_transforms: Callable[[], Transforms]
-) -> Contents:
-    """Read the files into the arena and verify them: digests, ties, weights id.
+def check_graph(graph_id: str, manifest: Manifest, where: str, request: Request) -> None:
+    """Raise GraphMismatch for a file that was packed for another graph."""
+    if graph_id != manifest.graph_id and not request.allow_other_graph:
+        raise GraphMismatch(
+            f"{where}: packed for the graph {graph_id[:12]}, this model is {manifest.graph_id[:12]}. "
+            "Its tensors fit: pass allow_other_graph=True if that is meant, or pack the checkpoint for this one."
+        )
 
-    Raises WeightFileError, OutOfMemory, DigestMismatch, WeightsMismatch, and ArtifactError or MissingExtra where the
-    adapter's graph cannot be opened; the arena's content is then undefined.
+
+def check_expected(found: str, where: str, request: Request) -> None:
+    """Raise UnexpectedWeights for other weights than the caller has asked for."""
+    if request.expect is not None and found != request.expect:
+        raise UnexpectedWeights(f"{where}: gives the weights {found[:12]}, expected {request.expect[:12]}")
+
+
+class Filled(NamedTuple):
+    """What was read into an arena: the digests of its weights' blocks, and how long it took in seconds."""
+
+    digests: dict[str, Blocks]
+    seconds_read: float
+    seconds_verified: float
+
+
+def fill(plan: Plan, arena: HostArena, workers: Workers, job: Job, open_transforms: OpenTransforms) -> Filled:
+    """Read the files into an arena that has the plan's weights, and verify digests and ties.
+
+    Raises WeightFileError, MemoryError, DigestMismatch, WeightsMismatch, StageCancelled, and ArtifactError or
+    MissingExtra where the adapter's graph cannot be opened; the arena's content is then undefined.
     """
-    weights, match = plan
+    weights, match, _ = plan
     start = time.perf_counter()
-    try:
-        read = read_tensors(weights, match.found, arena, workers)
-        computed = _compute(plan, arena, workers, open_transforms()) if match.computed else {}
-    except MemoryError as error:
-        raise OutOfMemory(f"{weights.where}: no memory to read it into") from error
-    staged = time.perf_counter()
+    job.begin("reading", plan.nbytes)
+    read = read_tensors(weights, match.found, arena, workers, job)
+    computed = _compute(plan, arena, workers, job, open_transforms()) if match.computed else {}
+    done = time.perf_counter()
+    job.begin("verifying")
+    _verify(weights, match, read)
     digests = computed | {name: read[keys[0]] for name, keys in match.found.items()}
-    found_id = weights_id((weight.row, digests[weight.name]) for weight in manifest.weights)
-    _verify(weights, match, read, found_id, manifest)
-    used = {name for names in match.found.values() for name in names}
-    used |= {name for names in match.computed.values() for name in names.values()}
+    return Filled(digests, done - start, time.perf_counter() - done)
+
+
+def stage_full(
+    plan: Plan, arena: HostArena, workers: Workers, job: Job, open_transforms: OpenTransforms, request: Request
+) -> Contents:
+    """Read a full set into an arena, and verify it: digests, ties, weights id. Raises what `fill` does."""
+    filled = fill(plan, arena, workers, job, open_transforms)
+    start = time.perf_counter()
+    stamp, where = plan.weights.stamp, plan.weights.where
+    identity = identify(plan.manifest.weights, filled.digests, stamp.labels if stamp else {})
+    if stamp and stamp.graph_id == plan.manifest.graph_id and stamp.weights_id != identity.weights_id:
+        text = f"the file records the weights id {stamp.weights_id[:12]}, its tensors have {identity.weights_id[:12]}"
+        raise DigestMismatch(where, [text], _DAMAGED)
+    check_expected(identity.weights_id, where, request)
     return Contents(
-        weights_id=found_id,
-        labels=dict(weights.stamp.labels) if weights.stamp else {},
-        source=weights.where,
-        ignored=match.ignored,
-        bytes_read=sum(weights.tensors[name].nbytes for name in used),
-        seconds_staged=staged - start,
-        seconds_verified=time.perf_counter() - staged,
+        identity=identity,
+        kind="full",
+        source=where,
+        ignored=plan.match.ignored,
+        bytes_read=plan.nbytes,
+        seconds_staged=filled.seconds_read,
+        seconds_verified=filled.seconds_verified + time.perf_counter() - start,
     )
 
 
-def _compute(plan: Plan, arena: HostArena, workers: Workers, transforms: Transforms) -> dict[str, str]:
+def _compute(plan: Plan, arena: HostArena, workers: Workers, job: Job, transforms: Transforms) -> dict[str, Blocks]:
     from .computing import compute_weights  # needs torch
 
-    return compute_weights(plan.weights, plan.match.computed, arena, workers, transforms)
+    return compute_weights(plan.weights, plan.match.computed, arena, workers, transforms, job)
 
 
-def _verify(weights: WeightSet, match: Match, digests: dict[str, str], found_id: str, manifest: Manifest) -> None:
+_DAMAGED = "The file is damaged: copy it again, or pack it again."
+
+
+def _verify(weights: WeightSet, match: Match, read: dict[str, Blocks]) -> None:
+    """Raise DigestMismatch or WeightsMismatch for wrong digests and broken ties, with all of them."""
+    digests = {key: tensor_digest(blocks) for key, blocks in read.items()}
     ties = [
         f"{' and '.join(keys)} are one tensor in the graph, the file has different values for them"
         for keys in match.found.values()
         if len({digests[key] for key in keys}) > 1
     ]
-    stamp = weights.stamp
-    corrupt = _digest_problems(stamp, digests, found_id, manifest) if stamp else []
+    corrupt = digest_problems(weights.stamp, digests) if weights.stamp else []
     if corrupt:
-        raise DigestMismatch(weights.where, corrupt + ties, "The file is damaged: copy it again, or pack it again.")
+        raise DigestMismatch(weights.where, corrupt + ties, _DAMAGED)
     if ties:
         raise WeightsMismatch(weights.where, ties, "Save the checkpoint from a model whose tied tensors are tied.")
 
 
-def _digest_problems(stamp: Stamp, digests: dict[str, str], found_id: str, manifest: Manifest) -> list[str]:
-    problems = [
+def digest_problems(stamp: Stamp, digests: dict[str, str]) -> list[str]:
+    """What of the digests that were found is not what the stamp says."""
+    return [
         f"{key}: the file records the digest {stamp.digests[key][:12]}, its bytes have {digest[:12]}"
         for key, digest in sorted(digests.items())
         if digest != stamp.digests[key]
     ]
-    if not problems and stamp.graph_id == manifest.graph_id and stamp.weights_id != found_id:
-        problems.append(f"the file records the weights id {stamp.weights_id[:12]}, its tensors have {found_id[:12]}")
-    return problems

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import stat
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -15,20 +13,22 @@ from typing import NamedTuple
 import msgspec
 from blake3 import blake3
 
+from .digests import TensorHasher
 from .dtypes import nbytes
 from .errors import WeightFileError
 from .files import new_file
 from .header import FileTensor, Header, header_length, pack_ranges, parse_header, render_header
+from .sources import ByteSource, LocalFile
 
 ALIGNMENT = 256
 LABEL_ROOM = 1024
-CLOCK_TICK_NS = 20_000_000  # the kernel stamps files by a clock of up to 10 ms
 METADATA_KEY = "weightswap"
+TensorData = Mapping[str, Iterable[memoryview]] | Iterator[tuple[str, Iterable[memoryview]]]
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 
 
 class Stamp(msgspec.Struct, frozen=True, kw_only=True):
-    """What weightswap adds to `__metadata__`. `digests` are BLAKE3, hexadecimal, by tensor name.
+    """What weightswap adds to `__metadata__`. `digests` are `tensor_digest`s by tensor name.
 
     `cast` says which tensors were cast when they were packed: the dtype they had -> their names, sorted. It is absent
     from files in which none was.
@@ -65,19 +65,11 @@ def canonical_order(rows: Iterable[TensorRow]) -> list[TensorRow]:
     return sorted(rows, key=lambda row: (-size_alignment(nbytes(row.dtype, row.shape) or 0), row.name))
 
 
-class _Fingerprint(NamedTuple):
-    """What shows that a file is written to. Times in nanoseconds."""
-
-    size: int
-    modified: int
-    changed: int
-    links: int
-
-
 class WeightFile(AbstractContextManager["WeightFile"]):
-    """An open safetensors file whose header was read and checked. Data is read through `fd` by the caller.
+    """An open safetensors file whose header was read and checked. Data is read from `source` by the caller.
 
-    The file stays readable when its name is replaced. `check_unchanged()` tells whether it was written to in place.
+    path: a local path. The file stays readable when its name is replaced. `check_unchanged()` tells whether it was
+    written to in place.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -87,75 +79,42 @@ class WeightFile(AbstractContextManager["WeightFile"]):
                 "write one with weightswap_exporter.pack()"
             )
         self.path = Path(path)
-        self.fd = self._open()
+        self.source = LocalFile(self.path)
         try:
-            self._identity = self._fingerprint()
-            self.header = self._read_header()
-            self.stamp = _read_stamp(self.header, str(self.path))
+            self.header = _read_header(self.source)
+            self.stamp = _read_stamp(self.header, self.where)
             if self.stamp is None:  # nothing but its times can tell that it changes
-                self._settle()
-        except OSError as error:
-            self.close()
-            raise WeightFileError(f"{self.path}: cannot be read ({error.strerror})") from error
+                self.source.settle()
         except BaseException:
             self.close()
             raise
 
-    def _open(self) -> int:
-        try:
-            # without O_NONBLOCK a named pipe would be waited for
-            fd = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-        except (OSError, ValueError) as error:
-            reason = getattr(error, "strerror", None) or error
-            raise WeightFileError(f"{self.path!s:.200}: cannot be opened ({reason})") from error
-        if not stat.S_ISREG(os.fstat(fd).st_mode):
-            os.close(fd)
-            raise WeightFileError(f"{self.path}: cannot be read (not a regular file)")
-        return fd
+    @property
+    def where(self) -> str:
+        return self.source.where
 
     @property
     def tensors(self) -> dict[str, FileTensor]:
         return self.header.tensors
 
+    def check_unchanged(self) -> None:
+        """Raise WeightFileError if the file was written to or truncated since it was opened."""
+        self.source.check_unchanged()
+
     def close(self) -> None:
-        if self.fd >= 0:
-            os.close(self.fd)
-            self.fd = -1
+        self.source.close()
 
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def check_unchanged(self) -> None:
-        """Raise WeightFileError if the file was written to or truncated since it was opened."""
-        before, now = self._identity, self._fingerprint()
-        # replacing a file takes one name from the old one, which changes its ctime and nothing else
-        replaced = now.links != before.links
-        if now[:2] != before[:2] or (now.changed != before.changed and not replaced):
-            raise WeightFileError(
-                f"{self.path}: the file was written to while it was read. "
-                "Replace files (os.replace), never rewrite them."
-            )
 
-    def _fingerprint(self) -> _Fingerprint:
-        status = os.fstat(self.fd)
-        return _Fingerprint(status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_nlink)
-
-    def _settle(self) -> None:
-        """Let a file that was just written grow older than the clock that stamps it, so that a later write shows."""
-        age = time.time_ns() - max(self._identity.modified, self._identity.changed)
-        if 0 <= age < CLOCK_TICK_NS:
-            time.sleep(CLOCK_TICK_NS / 1e9)
-            self.check_unchanged()
-
-    def _read_header(self) -> Header:
-        size = self._identity.size
-        length = header_length(os.pread(self.fd, 8, 0), size, str(self.path))
-        raw = bytearray()
-        while len(raw) < length and (piece := os.pread(self.fd, length - len(raw), 8 + len(raw))):
-            raw += piece
-        if len(raw) < length:
-            raise WeightFileError(f"{self.path}: the file was truncated while its header was read")
-        return parse_header(bytes(raw), size, str(self.path))
+def _read_header(source: ByteSource) -> Header:
+    prefix = bytearray(min(8, source.size))
+    source.read_into([memoryview(prefix)], 0)
+    length = header_length(bytes(prefix), source.size, source.where)
+    raw = bytearray(length)
+    source.read_into([memoryview(raw)], len(prefix))
+    return parse_header(bytes(raw), source.size, source.where)
 
 
 def _read_stamp(header: Header, where: str) -> Stamp | None:
@@ -186,7 +145,7 @@ def _read_stamp(header: Header, where: str) -> Stamp | None:
 def write_weight_file(
     path: str | os.PathLike[str],
     rows: Sequence[TensorRow],
-    data: Mapping[str, Iterable[memoryview]] | Iterator[tuple[str, Iterable[memoryview]]],
+    data: TensorData,
     *,
     graph_id: str,
     labels: Mapping[str, str] | None = None,
@@ -201,36 +160,57 @@ def write_weight_file(
     """
     order = canonical_order(rows)
     ranges = pack_ranges(order)
-    blank = Stamp(
-        graph_id=graph_id,
-        weights_id="0" * 64,
-        digests=dict.fromkeys(ranges, "0" * 64),
-        labels=dict(labels or {}),
-        cast=dict(cast) if cast else msgspec.UNSET,
+
+    def stamped(digests: Mapping[str, str]) -> Stamp:
+        return Stamp(
+            graph_id=graph_id,
+            weights_id=weights_id((row, digests[row.name]) for row in order),
+            digests=dict(digests),
+            labels=dict(labels or {}),
+            cast=dict(cast) if cast else msgspec.UNSET,
+        )
+
+    digests = write_tensors(
+        Path(path),
+        order,
+        data,
+        lambda digests: render_stamped(ranges, METADATA_KEY, stamped(digests), labels or {}),
+        lambda digests: rename(stamped(digests)) if rename else Path(path),
     )
+    return stamped(digests)
+
+
+def write_tensors(
+    path: Path,
+    order: Sequence[TensorRow],
+    data: TensorData,
+    header: Callable[[Mapping[str, str]], bytes],
+    rename: Callable[[Mapping[str, str]], Path] | None = None,
+) -> Mapping[str, str]:
+    """Write a safetensors file whose header holds digests; it appears whole or not at all. Returns the digests.
+
+    `header` renders the header from digests by name, always with the same length; `rename` gives another path.
+    """
+    ranges = pack_ranges(order)
     items = iter(data.items() if isinstance(data, Mapping) else data)
-    stamp = blank
-    with new_file(Path(path), lambda: rename(stamp) if rename else Path(path)) as file:
-        placeholder = _render(ranges, blank)
+    digests = dict.fromkeys(ranges, "0" * 64)
+    with new_file(path, lambda: rename(digests) if rename else path) as file:
+        placeholder = header(digests)
         file.write(placeholder)
-        digests: dict[str, str] = {}
         for row, (name, pieces) in zip(order, items, strict=True):
             if row.name != name:
                 raise ValueError(f"tensor {name!r} came where {row.name!r} belongs")
             digests[name] = _write_tensor(file.write, pieces, ranges[name])
-        stamp = msgspec.structs.replace(
-            blank, weights_id=weights_id((row, digests[row.name]) for row in order), digests=digests
-        )
-        header = _render(ranges, stamp)
-        if len(header) != len(placeholder):
+        final = header(digests)
+        if len(final) != len(placeholder):
             raise ValueError("the header changed its size between two renderings")
         file.seek(0)
-        file.write(header)
-    return stamp
+        file.write(final)
+    return digests
 
 
 def _write_tensor(write: Callable[[memoryview], int], pieces: Iterable[memoryview], place: FileTensor) -> str:
-    hasher = blake3()
+    hasher = TensorHasher()
     written = 0
     for piece in pieces:
         hasher.update(piece)
@@ -240,8 +220,11 @@ def _write_tensor(write: Callable[[memoryview], int], pieces: Iterable[memoryvie
     return hasher.hexdigest()
 
 
-def _render(ranges: Mapping[str, FileTensor], stamp: Stamp) -> bytes:
+def render_stamped(
+    ranges: Mapping[str, FileTensor], key: str, stamp: msgspec.Struct, labels: Mapping[str, str]
+) -> bytes:
+    """The header of a file that carries a stamp under `key`, with room for longer labels."""
     # "format": transformers and others refuse files without it
-    metadata = {"format": "pt", METADATA_KEY: msgspec.json.encode(stamp).decode()}
-    labels = json.dumps(msgspec.json.encode(stamp.labels).decode(), ensure_ascii=False)
-    return render_header(ranges, metadata, reserve=max(0, LABEL_ROOM - len(labels.encode())))
+    metadata = {"format": "pt", key: msgspec.json.encode(stamp).decode()}
+    text = json.dumps(msgspec.json.encode(labels).decode(), ensure_ascii=False)
+    return render_header(ranges, metadata, reserve=max(0, LABEL_ROOM - len(text.encode())))

@@ -12,6 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from weightswap_runtime import LeaseTimeout, ModelFailed, NoWeights
 from weightswap_runtime.gate import Claim, ClaimReference, Gate, Version, _held_leases
+from weightswap_runtime.identity import Identity
 
 
 class Place:
@@ -35,7 +36,7 @@ class GateMachine(RuleBasedStateMachine):
     @rule(index=st.integers(0, 1))
     def exchange(self, index: int) -> None:
         generation = self.current.generation + 1 if self.current else 0
-        self.current = Version(self.places[index], generation, str(generation))
+        self.current = Version(self.places[index], generation, Identity(str(generation), {}, {}))
         self.gate.exchange(self.current)
         self.failed = False
 
@@ -90,7 +91,7 @@ TestGateMachine.settings = settings(max_examples=60, deadline=None)
 def opened() -> tuple[Gate[Place], Place]:
     gate: Gate[Place] = Gate()
     place = Place()
-    gate.exchange(Version(place, 0, "first"))
+    gate.exchange(Version(place, 0, Identity("first", {}, {})))
     return gate, place
 
 
@@ -106,7 +107,7 @@ def test_a_hold_waits_for_leases_and_keeps_new_calls_waiting() -> None:
             order.append("held")
             entered.set()
             time.sleep(0.05)
-            gate.exchange(Version(place, 1, "second"))
+            gate.exchange(Version(place, 1, Identity("second", {}, {})))
             order.append("committed")
 
     def call() -> None:

@@ -138,8 +138,8 @@ def test_a_broken_in_place_commit_fails_the_model_until_a_swap_succeeds(
 
     with model.stage(weight_file(1)) as staged:
         with monkeypatch.context() as patch:
-            copies = iter([HostArena.copy_from, breaking])  # the first one keeps the previous weights
-            patch.setattr(HostArena, "copy_from", lambda *args: next(copies)(*args))  # noqa: PLW0108
+            copies = iter([HostArena.write_to, breaking])  # the first one keeps the previous weights
+            patch.setattr(HostArena, "write_to", lambda *args: next(copies)(*args))  # noqa: PLW0108
             with pytest.raises(ModelFailed, match="the device is gone"):
                 staged.commit()
         assert model.failed

@@ -1,4 +1,4 @@
-"""Reading into an arena: batches, large tensors, ties, other strides; digests against BLAKE3 over the whole tensor."""
+"""Reading into an arena: small and large tensors, ties, other strides; digests against BLAKE3 of each block."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from blake3 import blake3
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from weightswap_runtime import reading
+from weightswap_runtime import digests, reading, sources
 from weightswap_runtime.arena import ArenaLayout, HostArena
+from weightswap_runtime.job import Job
 from weightswap_runtime.manifest import NamedTensor
 from weightswap_runtime.weightset import open_weights
 from weightswap_runtime.workers import Workers
@@ -20,11 +21,16 @@ from weightswap_runtime.workers import Workers
 WORKERS = Workers(3)
 
 
+def blocks_of(data: bytes, size: int = 64) -> list[bytes]:
+    return [data[start : start + size] for start in range(0, max(1, len(data)), size)]
+
+
 @pytest.fixture
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """The same code paths as for gigabytes."""
-    monkeypatch.setattr(reading, "CHUNK", 64)
-    monkeypatch.setattr(reading, "LARGE", 1000)
+    for module in (reading, digests):
+        monkeypatch.setattr(module, "BLOCK", 64)
+    monkeypatch.setattr(sources.LocalFile, "unit", 200)
     monkeypatch.setattr(reading, "MOST_BUFFERS", 3)
 
 
@@ -39,31 +45,11 @@ def test_every_byte_arrives_with_its_digest(round_: int, tmp_path: Path) -> None
     weights = [NamedTensor(name=name, dtype="U8", shape=value.shape) for name, value in values.items()]
     arena = HostArena(ArenaLayout(weights))
     with open_weights(path) as opened:
-        digests = reading.read_tensors(opened, {name: (name,) for name in values}, arena, WORKERS)
+        found = reading.read_tensors(opened, {name: (name,) for name in values}, arena, WORKERS, Job())
     for name, value in values.items():
         assert bytes(arena.view(name)) == value.tobytes()
-        assert digests[name] == blake3(value.tobytes()).hexdigest()
+        assert list(found[name]) == [blake3(block).digest() for block in blocks_of(value.tobytes())]
         assert arena.layout.slots[name].offset % 256 == 0
-
-
-@pytest.mark.usefixtures("small_chunks")
-def test_a_tensor_beyond_a_thread_s_share_is_read_by_all_threads(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    read_large = reading._read_large
-    large: list[str] = []
-    monkeypatch.setattr(reading, "_read_large", lambda piece, w: (large.append(piece.key), read_large(piece, w))[1])
-    random = np.random.default_rng(5)
-    values = {name: random.integers(0, 256, size, dtype=np.uint8) for name, size in (("big", 20_011), ("small", 70))}
-    path = tmp_path / "file.safetensors"
-    safetensors.numpy.save_file(values, path)
-    arena = HostArena(ArenaLayout(NamedTensor(name=name, dtype="U8", shape=v.shape) for name, v in values.items()))
-    with open_weights(path) as opened:
-        digests = reading.read_tensors(opened, {name: (name,) for name in values}, arena, WORKERS)
-    assert large == ["big"]
-    for name, value in values.items():
-        assert bytes(arena.view(name)) == value.tobytes()
-        assert digests[name] == blake3(value.tobytes()).hexdigest()
 
 
 def test_tied_tensors_are_all_read_for_their_digests(tmp_path: Path) -> None:
@@ -71,9 +57,9 @@ def test_tied_tensors_are_all_read_for_their_digests(tmp_path: Path) -> None:
     safetensors.numpy.save_file({"a": np.ones(4), "b": np.zeros(4)}, path)
     arena = HostArena(ArenaLayout([NamedTensor(name="w", dtype="F64", shape=(4,))]))
     with open_weights(path) as opened:
-        digests = reading.read_tensors(opened, {"w": ("a", "b")}, arena, WORKERS)
+        found = reading.read_tensors(opened, {"w": ("a", "b")}, arena, WORKERS, Job())
     assert bytes(arena.view("w")) == np.ones(4).tobytes()
-    assert digests["b"] == blake3(bytes(32)).hexdigest()
+    assert found["b"] == (blake3(bytes(32)).digest(),)
 
 
 @settings(deadline=None)
@@ -89,9 +75,9 @@ def test_tensors_are_laid_out_in_the_order_that_the_model_keeps_them(
     safetensors.numpy.save_file({"w": logical}, path)
     arena = HostArena(ArenaLayout([NamedTensor(name="w", dtype=names[dtype], shape=shape, stride=stride)]))
     with open_weights(path) as opened:
-        digests = reading.read_tensors(opened, {"w": ("w",)}, arena, WORKERS)
+        found = reading.read_tensors(opened, {"w": ("w",)}, arena, WORKERS, Job())
     assert bytes(arena.view("w")) == np.ascontiguousarray(logical.transpose(order)).tobytes()
-    assert digests["w"] == blake3(logical.tobytes()).hexdigest()
+    assert found["w"] == (blake3(logical.tobytes()).digest(),)
 
 
 def test_an_arena_is_copied_whole(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -101,7 +87,7 @@ def test_an_arena_is_copied_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in layout.slots:
         source.view(name)[:] = np.random.bytes(len(source.view(name)))
     address = target.address
-    target.copy_from(source, WORKERS)
+    source.write_to(target, WORKERS)
     assert all(bytes(target.view(name)) == bytes(source.view(name)) for name in layout.slots)
     assert target.address == address
 

@@ -112,7 +112,7 @@ def weights(seed: int) -> Values:
 def test_shared_inputs_are_read_once(artifact: Artifact, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     read: list[str] = []
     original = computing.read_bytes
-    monkeypatch.setattr(computing, "read_bytes", lambda w, key, n: (read.append(key), original(w, key, n))[1])
+    monkeypatch.setattr(computing, "read_bytes", lambda w, key, *rest: (read.append(key), original(w, key, *rest))[1])
     load(artifact, saved(tmp_path / "c.safetensors", checkpoint(0)))
     assert sorted(read) == ["both", "halves"]
 

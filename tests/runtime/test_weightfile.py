@@ -148,7 +148,7 @@ def test_writing_replaces_and_never_truncates(weight_file: Callable[[int], Path]
     before = path.read_bytes()
     with WeightFile(path) as file:
         tiny.write(path, tiny.values(2))
-        assert os.pread(file.fd, len(before), 0) == before
+        assert os.pread(file.source.fd, len(before), 0) == before
         file.check_unchanged()
 
 

@@ -38,7 +38,7 @@ def read(path: Path) -> dict[str, list[float]]:
             raw = tensor.file.path.read_bytes()[tensor.offset : tensor.offset + tensor.nbytes]
             found[name] = np.frombuffer(raw, np.float32).reshape(tensor.shape).tolist()
         opened.check_unchanged()
-    assert all(file.fd == -1 for file in opened.files)
+    assert all(file.source.fd == -1 for file in opened.files)
     return found
 
 

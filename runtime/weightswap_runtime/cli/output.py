@@ -17,7 +17,20 @@ from rich.table import Table
 from weightswap_runtime.errors import MissingExtra, RecipeError, Unsupported, WeightswapError
 
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of text.")]
+LabelOption = Annotated[list[str] | None, typer.Option(help="name=text, kept in the file; may be repeated.")]
 _USAGE = (MissingExtra, RecipeError, Unsupported)
+
+
+def parse_labels(texts: list[str] | None) -> dict[str, str]:
+    """The labels of `--label name=text`, which may be repeated."""
+    return dict(map(_label, texts or ()))
+
+
+def _label(text: str) -> tuple[str, str]:
+    name, equals, value = text.partition("=")
+    if not equals or not name:
+        raise typer.BadParameter(f"{text!r} is not name=text")
+    return name, value
 
 
 def print_json(document: Any) -> None:

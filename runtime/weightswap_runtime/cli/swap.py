@@ -10,7 +10,7 @@ import typer
 
 from weightswap_runtime.adapter import Keys
 from weightswap_runtime.model import Model, load
-from weightswap_runtime.staged import SwapReceipt
+from weightswap_runtime.receipts import SwapReceipt
 
 from .output import JsonOption, errors_as_exit, human_bytes, print_json
 

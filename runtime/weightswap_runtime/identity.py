@@ -1,0 +1,25 @@
+"""Which weights: the id that their content gives them, and what is needed to prove the id of a changed set."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from .digests import Blocks, tensor_digest
+from .manifest import NamedTensor
+from .weightfile import weights_id
+
+
+@dataclass(frozen=True, eq=False)
+class Identity:
+    """One full set of weights. `digests` are those of each weight's blocks, by FQN, of its row-major bytes."""
+
+    weights_id: str
+    digests: Mapping[str, Blocks]
+    labels: Mapping[str, str]
+
+
+def identify(weights: Iterable[NamedTensor], digests: Mapping[str, Blocks], labels: Mapping[str, str]) -> Identity:
+    """Compute the weights id from the digests of every weight's blocks."""
+    found = weights_id((weight.row, tensor_digest(digests[weight.name])) for weight in weights)
+    return Identity(found, dict(digests), dict(labels))

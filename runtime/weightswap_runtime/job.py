@@ -1,0 +1,85 @@
+"""The work of one staging: how far it is, how to stop it, how fast it may go."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import NamedTuple
+
+from .errors import StageCancelled, Unsupported
+
+LONGEST_BURST = 0.05  # seconds' worth of bytes that a limited staging does at once
+LONGEST_NAP = 0.02  # seconds; how soon a cancel is noticed
+
+
+class Progress(NamedTuple):
+    """How far a staging is. `phase`: waiting, reading, copying, verifying, or how it ended. Sizes in bytes."""
+
+    phase: str
+    bytes_done: int
+    bytes_total: int
+
+
+class Job:
+    """Shared by the threads that work on one staging. `rate_limit` in bytes per second; None: as fast as it goes.
+
+    The threads call `advance` after each piece of work, at most a few milliseconds apart.
+    """
+
+    def __init__(self, rate_limit: float | None = None) -> None:
+        if rate_limit is not None and not rate_limit > 0:
+            raise Unsupported(f"rate_limit={rate_limit!r}: expected bytes per second, more than 0, or None")
+        self.rate_limit = rate_limit
+        self._lock = threading.Lock()
+        self._cancelled = False
+        self._progress = Progress("waiting", 0, 0)
+        self._free_at = time.monotonic()
+
+    def unit(self, wanted: int) -> int:
+        """How many bytes to do at once where `wanted` suits the file: less, if those would be too much of a burst."""
+        return wanted if self.rate_limit is None else min(wanted, int(self.rate_limit * LONGEST_BURST))
+
+    @property
+    def progress(self) -> Progress:
+        return self._progress
+
+    @property
+    def cancelled(self) -> bool:
+        return self._cancelled
+
+    def begin(self, phase: str, total: int | None = None) -> None:
+        """Enter a phase; with `total`, count from 0 again. Raises StageCancelled."""
+        self.check()
+        with self._lock:
+            _, done, before = self._progress
+            self._progress = Progress(phase, done, before) if total is None else Progress(phase, 0, total)
+
+    def end(self, phase: str) -> None:
+        with self._lock:
+            self._progress = self._progress._replace(phase=phase)
+
+    def advance(self, nbytes: int) -> None:
+        """Count bytes as done, and sleep where that was faster than is allowed. Raises StageCancelled."""
+        now = time.monotonic()
+        with self._lock:
+            phase, done, total = self._progress
+            self._progress = Progress(phase, done + nbytes, total)
+            if self.rate_limit is not None:
+                # what was not used before is lost: a staging that was slow does not make up for it in a burst
+                self._free_at = max(self._free_at, now) + nbytes / self.rate_limit
+        self.check()
+        while (left := self._free_at - time.monotonic()) > 0 and self.rate_limit is not None:
+            time.sleep(min(left, LONGEST_NAP))
+            self.check()
+
+    def check(self) -> None:
+        """Raise StageCancelled if the staging was cancelled, or the interpreter is ending."""
+        if self._cancelled:
+            raise StageCancelled("the staging was cancelled; nothing was changed")
+        main = threading.main_thread()
+        # the main thread does not ask: an interrupt within is_alive() would make it say no ever after
+        if threading.get_ident() != main.ident and not main.is_alive():
+            raise StageCancelled("the interpreter is ending")
+
+    def cancel(self) -> None:
+        self._cancelled = True

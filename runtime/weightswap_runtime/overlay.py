@@ -1,0 +1,120 @@
+"""Parts of weights, laid over copies of the blocks that they change."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+from blake3 import blake3
+
+from .arena import HostArena, allocate
+from .digests import BLOCK, Blocks
+from .job import Job
+from .manifest import NamedTensor
+from .patches import Span
+from .reading import read_rows, write_rows
+from .workers import Workers
+
+MOST_PIECES = 16  # of a block that are copied one by one; with more of them the whole block is
+Offsets = npt.NDArray[np.int64]
+
+
+class Parts(NamedTuple):
+    """Ranges of a weight's row-major bytes, rising and apart, and the bytes that belong there, end to end."""
+
+    begins: Offsets
+    ends: Offsets
+    data: memoryview
+
+    def fit(self, size: int) -> bool:
+        """Whether the ranges are in order, within `size` bytes, and as long as the data."""
+        inner = bool((self.begins < self.ends).all() and (self.ends[:-1] <= self.begins[1:]).all())
+        outer = not len(self.begins) or bool(self.begins[0] >= 0 and self.ends[-1] <= size)
+        return inner and outer and int((self.ends - self.begins).sum()) == len(self.data)
+
+    def blocks(self) -> list[int]:
+        """The blocks of which any byte is replaced."""
+        found: set[int] = set()
+        for begin, end in zip(self.begins.tolist(), self.ends.tolist(), strict=True):
+            found.update(range(begin // BLOCK, (end - 1) // BLOCK + 1))
+        return sorted(found)
+
+    def within(self, low: int, high: int) -> Iterator[tuple[int, memoryview]]:
+        """What belongs into the bytes `low` to `high`: where, counted from `low`, and the bytes."""
+        first = int(np.searchsorted(self.ends, low, "right"))
+        last = int(np.searchsorted(self.begins, high, "left"))
+        place = int((self.ends[:first] - self.begins[:first]).sum())
+        for begin, end in zip(self.begins[first:last].tolist(), self.ends[first:last].tolist(), strict=True):
+            inner, outer = max(begin, low), min(end, high)
+            yield inner - low, self.data[place + inner - begin : place + outer - begin]
+            place += end - begin
+
+
+def overlay(
+    parts: Mapping[str, Parts], arena: HostArena, digests: Mapping[str, Blocks], workers: Workers, job: Job
+) -> tuple[tuple[Span, ...], dict[str, Blocks]]:
+    """Spans for an arena's blocks with the parts laid over them, and the new digests of the weights' blocks.
+
+    The arena is only read. Raises MemoryError and StageCancelled.
+    """
+    spans: list[Span] = []
+    changed = {name: list(digests[name]) for name in parts}
+    tasks: list[Callable[[], None]] = []
+    for name, part in parts.items():
+        if arena.layout.weights[name].stride is None:
+            tasks += _by_block(name, part, arena, changed[name], spans)
+        else:
+            tasks.append(_relaid(name, part, arena, changed[name], spans))
+
+    def work(task: Callable[[], None]) -> None:
+        task()
+        job.check()
+
+    workers.run_all(work, tasks)
+    return tuple(spans), {name: tuple(blocks) for name, blocks in changed.items()}
+
+
+def _by_block(
+    name: str, part: Parts, arena: HostArena, digests: list[bytes], spans: list[Span]
+) -> Iterator[Callable[[], None]]:
+    offset, size = arena.layout.slots[name]
+    for index in part.blocks():
+        low, high = index * BLOCK, min((index + 1) * BLOCK, size)
+
+        def work(index: int = index, low: int = low, high: int = high) -> None:
+            pieces = list(part.within(low, high))
+            content = pieces[0][1]
+            if len(content) < high - low:
+                content = memoryview(allocate(high - low))
+                arena.read(offset + low, content)
+                _lay(pieces, content)
+            digests[index] = blake3(content).digest()
+            if len(pieces) > MOST_PIECES:
+                spans.append(Span(offset + low, content))
+            else:
+                spans.extend(Span(offset + low + place, data) for place, data in pieces)
+
+        yield work
+
+
+def _lay(pieces: Iterable[tuple[int, memoryview]], content: memoryview) -> None:
+    for place, data in pieces:
+        content[place : place + len(data)] = data
+
+
+def _relaid(name: str, part: Parts, arena: HostArena, digests: list[bytes], spans: list[Span]) -> Callable[[], None]:
+    """A weight whose dimensions the arena keeps in another order: as a whole."""
+    weight: NamedTensor = arena.layout.weights[name]
+
+    def work() -> None:
+        rows = read_rows(weight, arena.view(name))
+        _lay(part.within(0, len(rows)), rows)
+        for index in part.blocks():
+            digests[index] = blake3(rows[index * BLOCK : (index + 1) * BLOCK]).digest()
+        content = memoryview(allocate(len(rows)))
+        write_rows(weight, rows, content)
+        spans.append(Span(arena.layout.slots[name].offset, content))
+
+    return work

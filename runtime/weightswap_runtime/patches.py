@@ -1,0 +1,84 @@
+"""Changes of a part of an arena, kept in memory of their own until they are applied."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple
+
+from .arena import COPY_CHUNK, HostArena, allocate
+from .digests import BLOCK, Blocks
+from .job import Job
+from .workers import Workers
+
+
+class Span(NamedTuple):
+    """Bytes that belong at an offset of an arena."""
+
+    offset: int
+    data: memoryview
+
+
+class Patch(NamedTuple):
+    """Spans that do not overlap; what lies between them stays."""
+
+    spans: tuple[Span, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(len(span.data) for span in self.spans)
+
+    def write_to(self, arena: HostArena, workers: Workers) -> None:
+        """Copy every span to its place; addresses stay."""
+        workers.run_all(lambda span: arena.write(span.offset, span.data), _in_chunks(self.spans))
+
+    def undo(self, arena: HostArena) -> Patch:
+        """What lies in the arena where this would be written, copied. Raises MemoryError."""
+        memory = memoryview(allocate(self.nbytes))
+        spans = []
+        for offset, data in self.spans:
+            kept, memory = memory[: len(data)], memory[len(data) :]
+            arena.read(offset, kept)
+            spans.append(Span(offset, kept))
+        return Patch(tuple(spans))
+
+
+def _in_chunks(spans: Iterable[Span]) -> Iterable[Span]:
+    for offset, data in spans:
+        for start in range(0, len(data), COPY_CHUNK):
+            yield Span(offset + start, data[start : start + COPY_CHUNK])
+
+
+class Stretch(NamedTuple):
+    """Bytes `begin` to `end` of an arena."""
+
+    begin: int
+    end: int
+
+
+def differing(arena: HostArena, one: Mapping[str, Blocks], other: Mapping[str, Blocks]) -> list[Stretch]:
+    """Where two arenas of this layout differ that hold weights with these digests of blocks."""
+    stretches: list[Stretch] = []
+    for name, weight in arena.layout.weights.items():
+        offset, size = arena.layout.slots[name]
+        if one[name] == other[name]:
+            continue
+        if weight.stride is not None:  # its blocks are scattered over the arena's memory
+            stretches.append(Stretch(offset, offset + size))
+            continue
+        for index, (mine, theirs) in enumerate(zip(one[name], other[name], strict=True)):
+            if mine != theirs:
+                begin = offset + index * BLOCK
+                stretches.append(Stretch(begin, min(begin + BLOCK, offset + size)))
+    return stretches
+
+
+def copy_stretches(
+    target: HostArena, source: HostArena, stretches: Iterable[Stretch], workers: Workers, job: Job
+) -> None:
+    """Copy parts of an arena to the same places of another. Raises StageCancelled, with the copy half done."""
+
+    def copy(stretch: Stretch) -> None:
+        target.copy_part(source, stretch.begin, stretch.end)
+        job.advance(stretch.end - stretch.begin)
+
+    workers.run_all(copy, stretches)

@@ -1,0 +1,35 @@
+"""What one commit did."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .staging import Kind
+
+
+@dataclass(frozen=True)
+class SwapReceipt:
+    """What one commit did. Sizes in bytes, times in seconds; `seconds_paused` is how long new calls could wait.
+
+    kind: "full", "partial", "delta" or "rollback". source: the path or URL, or "rollback". by: who asked, as they said.
+    ignored: names of the source that are no weights: state, `_extra_state`. committed_at: seconds since the epoch.
+    bytes_read: from the source; bytes_copied: within the pause. seconds_staged: reading and hashing; seconds_verified:
+    comparing, and running the goldens.
+    """
+
+    generation: int
+    weights_id: str
+    previous_weights_id: str | None
+    graph_id: str
+    kind: Kind
+    source: str
+    by: str
+    labels: dict[str, str]
+    ignored: tuple[str, ...]
+    residency: str
+    bytes_read: int
+    bytes_copied: int
+    seconds_staged: float
+    seconds_verified: float
+    seconds_paused: float
+    committed_at: float

@@ -1,0 +1,141 @@
+"""Where the bytes of a weight file come from. A local file here; objects behind a URL in `remote`."""
+
+from __future__ import annotations
+
+import os
+import stat
+import time
+from pathlib import Path
+from typing import NamedTuple, Protocol
+
+from .errors import WeightFileError
+
+CLOCK_TICK_NS = 20_000_000  # the kernel stamps files by a clock of up to 10 ms
+MOST_BUFFERS = 512  # below the kernel's IOV_MAX of 1024
+_REPLACE = "Replace files (os.replace), never rewrite them."
+
+
+class ByteSource(Protocol):
+    """An open file of a known size, whose bytes several threads may read at once."""
+
+    @property
+    def where(self) -> str:
+        """What messages call it: a path or a URL."""
+        ...
+
+    @property
+    def size(self) -> int: ...
+
+    @property
+    def unit(self) -> int:
+        """How many bytes one read should ask for."""
+        ...
+
+    def read_into(self, buffers: list[memoryview], offset: int) -> None:
+        """Fill all the buffers, at most MOST_BUFFERS, from `offset` on. Raises WeightFileError.
+
+        Nothing is written to them after it has returned or raised.
+        """
+        ...
+
+    def settle(self) -> None:
+        """Wait until `check_unchanged` would notice every later write."""
+        ...
+
+    def check_unchanged(self) -> None:
+        """Raise WeightFileError if what the name stood for was written to since it was opened."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class _Fingerprint(NamedTuple):
+    """What shows that a file is written to. Times in nanoseconds."""
+
+    size: int
+    modified: int
+    changed: int
+    links: int
+
+
+class LocalFile:
+    """A regular file. It stays readable when its name is replaced."""
+
+    unit = 1 << 20  # small enough that the hasher finds it still in the cache
+
+    def __init__(self, path: Path) -> None:
+        self.where = str(path)
+        self.fd = self._open(path)
+        try:
+            self._identity = self._fingerprint()
+        except OSError as error:
+            self.close()
+            raise self._unreadable(error) from error
+
+    def _open(self, path: Path) -> int:
+        try:
+            # without O_NONBLOCK a named pipe would be waited for
+            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        except (OSError, ValueError) as error:
+            reason = getattr(error, "strerror", None) or error
+            raise WeightFileError(f"{self.where:.200}: cannot be opened ({reason})") from error
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            os.close(fd)
+            raise WeightFileError(f"{self.where}: cannot be read (not a regular file)")
+        return fd
+
+    @property
+    def size(self) -> int:
+        return self._identity.size
+
+    def read_into(self, buffers: list[memoryview], offset: int) -> None:
+        wanted = sum(map(len, buffers))
+        try:
+            got = os.preadv(self.fd, buffers, offset)
+            while got < wanted:
+                more = os.preadv(self.fd, _after(buffers, got), offset + got)
+                if not more:
+                    raise WeightFileError(
+                        f"{self.where}: ends at byte {offset + got}, {wanted - got} bytes early; it was truncated "
+                        f"while it was read. {_REPLACE}"
+                    )
+                got += more
+        except OSError as error:
+            raise self._unreadable(error, f" at byte {offset}") from error
+
+    def settle(self) -> None:
+        """Let a file that was just written grow older than the clock that stamps it, so that a later write shows."""
+        age = time.time_ns() - max(self._identity.modified, self._identity.changed)
+        if 0 <= age < CLOCK_TICK_NS:
+            time.sleep(CLOCK_TICK_NS / 1e9)
+            self.check_unchanged()
+
+    def check_unchanged(self) -> None:
+        try:
+            before, now = self._identity, self._fingerprint()
+        except OSError as error:
+            raise self._unreadable(error) from error
+        # replacing a file takes one name from the old one, which changes its ctime and nothing else
+        replaced = now.links != before.links
+        if now[:2] != before[:2] or (now.changed != before.changed and not replaced):
+            raise WeightFileError(f"{self.where}: the file was written to while it was read. {_REPLACE}")
+
+    def close(self) -> None:
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
+
+    def _fingerprint(self) -> _Fingerprint:
+        status = os.fstat(self.fd)
+        return _Fingerprint(status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_nlink)
+
+    def _unreadable(self, error: OSError, place: str = "") -> WeightFileError:
+        return WeightFileError(f"{self.where}: cannot be read{place} ({error.strerror})")
+
+
+def _after(buffers: list[memoryview], skip: int) -> list[memoryview]:
+    rest = []
+    for buffer in buffers:
+        rest += [buffer[skip:]] if skip < len(buffer) else []
+        skip = max(0, skip - len(buffer))
+    return rest

@@ -1,0 +1,217 @@
+"""The weights that one or several models serve from: who may change them, and what was done to them."""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from threading import Lock
+from typing import TYPE_CHECKING, NamedTuple
+
+import msgspec
+
+from .arena import ArenaLayout, HostArena
+from .artifact import Artifact
+from .deltafile import delta_stamp
+from .engines import Engine
+from .errors import BaseMismatch, ModelFailed, OutOfMemory, StagingBusy, Unsupported
+from .events import Event, EventKind, Events
+from .gate import POLL_SECONDS, Claim, ClaimReference, Gate, Version
+from .incremental import stage_delta, stage_part
+from .job import Job
+from .manifest import NamedTensor
+from .receipts import SwapReceipt
+from .residency import Candidate, Committed, open_residency
+from .session import Session
+from .staging import Contents, Request, plan, stage_full
+from .weightset import WeightSet, open_weights
+from .workers import Workers
+
+if TYPE_CHECKING:
+    from .transforms import Transforms
+
+HISTORY = 100
+
+
+def check_same_weights(weights: tuple[NamedTensor, ...], artifact: Artifact) -> None:
+    """Raise Unsupported unless an artifact has exactly these weights, laid out in the same way."""
+    ours = {weight.name: msgspec.structs.replace(weight, requires_grad=False) for weight in weights}
+    theirs = {weight.name: msgspec.structs.replace(weight, requires_grad=False) for weight in artifact.manifest.weights}
+    odd = [name for name in sorted({*ours, *theirs}) if ours.get(name) != theirs.get(name)]
+    if odd:
+        more = f" and {len(odd) - 5} more" if len(odd) > 5 else ""
+        raise Unsupported(
+            f"{artifact.path}: cannot share weights with a model of another table of weights; they differ in "
+            f"{', '.join(odd[:5])}{more}"
+        )
+
+
+class Member(NamedTuple):
+    """An artifact whose graphs run on the weights; `place` is that of its engine in every session."""
+
+    artifact: Artifact
+    engine: Engine
+    place: int
+
+
+class Store:
+    """Arenas, their sessions, and the gate before them. Several models may share one."""
+
+    def __init__(self, weights: tuple[NamedTensor, ...], residency: str, keep_previous: str | None) -> None:
+        self.gate: Gate[Session] = Gate()
+        self.events = Events()
+        self.history: deque[SwapReceipt] = deque(maxlen=HISTORY)
+        self.swapping = Lock()
+        self._weights = weights
+        self._workers = Workers()
+        self._members: list[Member] = []
+        self._transforms: dict[int, Transforms] = {}
+        self._opening = Lock()
+        self._staging: ClaimReference | None = None
+        layout = ArenaLayout(weights)
+        self._residency = open_residency(residency, keep_previous, self._new_session, layout, self.gate, self._workers)
+
+    def _new_session(self, arena: HostArena) -> Session:
+        return Session(arena, [member.engine for member in self._members])
+
+    @property
+    def residency(self) -> str:
+        return self._residency.name
+
+    def join(self, artifact: Artifact, engine: Engine) -> Member:
+        """Let an artifact's graphs run on the weights, too. Raises Unsupported if they have others."""
+        check_same_weights(self._weights, artifact)
+        with self.claimed(wait=None):
+            member = Member(artifact, engine, len(self._members))
+            for session in self._residency.sessions:
+                session.bound.append(engine.bind(session.arena))
+            self._members.append(member)
+        return member
+
+    @contextmanager
+    def claimed(self, wait: float | None) -> Iterator[Claim]:
+        """Keep others from staging and committing for the length of a block."""
+        ticket = Claim()
+        try:
+            self.claim(ticket, wait, None)
+            yield ticket
+        finally:
+            ticket.end()
+
+    def claim(self, ticket: Claim, wait: float | None, job: Job | None) -> None:
+        """Keep others from staging until `ticket` ends. `wait`: for at most so many seconds; None: not at all.
+
+        Raises StagingBusy, and StageCancelled.
+        """
+        deadline = time.monotonic() + (wait or 0.0)
+        while not self._take(ticket):
+            if job is not None:
+                job.check()
+            if time.monotonic() >= deadline:
+                raise StagingBusy(
+                    "another staging of this model is open; commit or discard it first"
+                    + (f" (waited {wait} s)" if wait else ', or say busy="wait"')
+                )
+            time.sleep(min(POLL_SECONDS, max(0.0, deadline - time.monotonic())))
+
+    def _take(self, ticket: Claim) -> bool:
+        with self._opening:
+            other = self._staging() if self._staging else None
+            if other is not None and other is not ticket and other.holds:
+                return False
+            self._staging = weakref.ref(ticket)
+            return True
+
+    def stage(self, member: Member, request: Request, timeout: float | None, job: Job) -> Candidate:
+        """Read and verify what is requested, beside the weights that serve. The caller has a claim."""
+        try:
+            with open_weights(request.path) as weights:
+                return self._stage(member, weights, request, timeout, job)
+        except MemoryError as error:
+            raise OutOfMemory(f"{request.path}: no memory to stage it in ({error})") from error
+
+    def _stage(
+        self, member: Member, weights: WeightSet, request: Request, timeout: float | None, job: Job
+    ) -> Candidate:
+        manifest = member.artifact.manifest
+        transforms = partial(self._open_transforms, member)
+        if delta := delta_stamp(weights):
+            live = self._live(weights.where)
+            change = stage_delta(weights, delta, live, manifest, self._workers, job, request)
+            return self._residency.stage_patch(change.patch, change.contents, timeout, job)
+        opened = plan(weights, manifest, request)
+        if request.only:
+            live = self._live(weights.where)
+            change = stage_part(opened, live, manifest, self._workers, job, transforms, request)
+            return self._residency.stage_patch(change.patch, change.contents, timeout, job)
+        return self._residency.stage(
+            lambda arena: stage_full(opened, arena, self._workers, job, transforms, request), timeout
+        )
+
+    def _live(self, where: str) -> Version[Session]:
+        """The weights that are served, for a staging that builds on them. Raises BaseMismatch."""
+        if self.gate.current is None or self.gate.failure is not None:
+            why = "no weights are served yet" if self.gate.current is None else "the model has failed"
+            raise BaseMismatch(
+                f"{where}: changes a part of the weights that are served, but {why}. Swap a full weight file first."
+            )
+        return self.gate.current
+
+    def _open_transforms(self, member: Member) -> Transforms:
+        if member.place not in self._transforms:
+            from .transforms import Transforms  # needs torch
+
+            self._transforms[member.place] = Transforms(member.artifact)
+        return self._transforms[member.place]
+
+    def commit(self, member: Member, candidate: Candidate, by: str, timeout: float | None) -> SwapReceipt:
+        before = self._current_id
+        committed = self._committed(lambda: self._residency.commit(candidate, timeout), member, by)
+        return self._receipt(member, committed, before, candidate.contents, by)
+
+    def rollback(self, member: Member, by: str, timeout: float | None) -> SwapReceipt:
+        before = self._current_id
+        committed = self._committed(lambda: self._residency.rollback(timeout), member, by)
+        contents = Contents(committed.version.identity, "rollback", "rollback", (), 0, 0.0, 0.0)
+        return self._receipt(member, committed, before, contents, by)
+
+    @property
+    def _current_id(self) -> str | None:
+        return self.gate.current.weights_id if self.gate.current else None
+
+    def _committed(self, commit: Callable[[], Committed], member: Member, by: str) -> Committed:
+        try:
+            return commit()
+        except ModelFailed as error:
+            self.events.emit(Event("failed", "commit", by, member.artifact.graph_id, error=error))
+            raise
+
+    def _receipt(
+        self, member: Member, committed: Committed, before: str | None, contents: Contents, by: str
+    ) -> SwapReceipt:
+        version = committed.version
+        receipt = SwapReceipt(
+            generation=version.generation,
+            weights_id=version.weights_id,
+            previous_weights_id=before,
+            graph_id=member.artifact.graph_id,
+            kind=contents.kind,
+            source=contents.source,
+            by=by,
+            labels=version.labels,
+            ignored=contents.ignored,
+            residency=self.residency,
+            bytes_read=contents.bytes_read,
+            bytes_copied=committed.bytes_copied,
+            seconds_staged=contents.seconds_staged,
+            seconds_verified=contents.seconds_verified,
+            seconds_paused=committed.seconds_paused,
+            committed_at=time.time(),
+        )
+        self.history.append(receipt)
+        kind: EventKind = "rolled back" if contents.kind == "rollback" else "committed"
+        self.events.emit(Event(kind, receipt.source, by, receipt.graph_id, receipt.weights_id, receipt=receipt))
+        return receipt
