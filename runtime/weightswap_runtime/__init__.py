@@ -41,6 +41,7 @@ from .model import Model, load
 from .pinned import Pinned
 from .receipts import SwapReceipt
 from .staged import Staged
+from .tools import read_weights
 from .weightfile import WeightFile
 
 __all__ = [
@@ -85,5 +86,6 @@ __all__ = [
     "WeightswapError",
     "__version__",
     "load",
+    "read_weights",
     "write_delta",
 ]

@@ -16,7 +16,7 @@ import msgspec
 import numpy as np
 
 from .digests import BLOCK, TensorHasher
-from .dtypes import describe
+from .dtypes import DTYPES, describe
 from .dtypes import nbytes as size_of
 from .errors import DigestMismatch, GraphMismatch, WeightFileError, WeightsMismatch
 from .header import FileTensor, pack_ranges
@@ -91,7 +91,8 @@ def _problems(stamp: DeltaStamp, weights: WeightSet) -> Iterator[str]:
         data, runs = weights.tensors[DATA + name], weights.tensors[RUNS + name]
         if (data.dtype, len(data.shape), runs.dtype, runs.shape[1:]) != ("U8", 1, "I64", (2,)):
             yield f"the tensors of {name} are {describe(data.dtype, data.shape)} and {describe(runs.dtype, runs.shape)}"
-        if size_of(changed.dtype, changed.shape) is None:
+        known = changed.dtype in DTYPES and min(changed.shape, default=0) >= 0
+        if not known or size_of(changed.dtype, changed.shape) is None:
             yield f"{name} has the type {describe(changed.dtype, changed.shape)}"
 
 

@@ -151,7 +151,7 @@ def stage_full(
     identity = identify(plan.manifest.weights, filled.digests, stamp.labels if stamp else {})
     if stamp and stamp.graph_id == plan.manifest.graph_id and stamp.weights_id != identity.weights_id:
         text = f"the file records the weights id {stamp.weights_id[:12]}, its tensors have {identity.weights_id[:12]}"
-        raise DigestMismatch(where, [text], _DAMAGED)
+        raise DigestMismatch(where, [text], DAMAGED)
     check_expected(identity.weights_id, where, request)
     return Contents(
         identity=identity,
@@ -170,7 +170,7 @@ def _compute(plan: Plan, arena: HostArena, workers: Workers, job: Job, transform
     return compute_weights(plan.weights, plan.match.computed, arena, workers, transforms, job)
 
 
-_DAMAGED = "The file is damaged: copy it again, or pack it again."
+DAMAGED = "The file is damaged: copy it again, or pack it again."
 
 
 def _verify(weights: WeightSet, match: Match, read: dict[str, Blocks]) -> None:
@@ -183,7 +183,7 @@ def _verify(weights: WeightSet, match: Match, read: dict[str, Blocks]) -> None:
     ]
     corrupt = digest_problems(weights.stamp, digests) if weights.stamp else []
     if corrupt:
-        raise DigestMismatch(weights.where, corrupt + ties, _DAMAGED)
+        raise DigestMismatch(weights.where, corrupt + ties, DAMAGED)
     if ties:
         raise WeightsMismatch(weights.where, ties, "Save the checkpoint from a model whose tied tensors are tied.")
 
