@@ -30,8 +30,23 @@ class Call(NamedTuple):
     kwargs: dict[str, Any]
 
 
-def requested_calls(goldens: Requested, methods: Sequence[str]) -> list[Call]:
-    """The calls that `goldens=` of `export()` and `pack()` stands for. Raises RecordingError."""
+class Wanted(NamedTuple):
+    """The calls to record, and the tolerance (rtol, atol) within which a server is to reproduce them; None: exactly."""
+
+    calls: list[Call]
+    tolerance: Tolerance | None
+
+
+def wanted_goldens(goldens: Requested | None, tolerance: Tolerance | None, methods: Sequence[str]) -> Wanted | None:
+    """What `goldens=` and `tolerance=` of `export()` and `pack()` stand for. Raises RecordingError."""
+    if goldens is not None:
+        return Wanted(_calls(goldens, methods), None if tolerance is None else _limits(tolerance))
+    if tolerance is not None:
+        raise RecordingError(["tolerance: says how goldens are compared, and there are none"], "Give `goldens`, too.")
+    return None
+
+
+def _calls(goldens: Requested, methods: Sequence[str]) -> list[Call]:
     if isinstance(goldens, Mapping):
         by_method = dict(goldens)
     else:
@@ -62,12 +77,7 @@ def _call(method: str, given: Any) -> Call | None:
     return Call(method, given, {})
 
 
-def checked_tolerance(tolerance: Any, goldens: Requested | None) -> Tolerance | None:
-    """(rtol, atol) as floats. Raises RecordingError unless they are finite, not negative, and goldens are recorded."""
-    if tolerance is None:
-        return None
-    if goldens is None:
-        raise RecordingError(["tolerance: says how goldens are compared, and there are none"], "Give `goldens`, too.")
+def _limits(tolerance: Any) -> Tolerance:
     numbers = isinstance(tolerance, tuple | list) and all(type(part) in (int, float) for part in tolerance)
     if not numbers or len(tolerance) != 2 or not all(math.isfinite(part) and part >= 0 for part in tolerance):
         raise RecordingError(

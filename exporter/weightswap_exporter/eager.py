@@ -30,7 +30,8 @@ def eager(model: nn.Module, functions: Mapping[str, str], initial: Mapping[str, 
 
     functions: a method's name -> the model's attribute. initial: the state by FQN. In the block there are no gradients;
     attention takes the ordinary path, which is the one that is captured, and a model of the library transformers has no
-    key-value cache. Afterwards torch's random numbers and the model's buffers are what they were, whatever is raised.
+    key-value cache. Afterwards torch's random numbers and the model's buffers, of which a copy is held, are what they
+    were, whatever is raised.
     """
     buffers = _Buffers(model, initial)
     fast = torch.backends.mha.get_fastpath_enabled()

@@ -37,7 +37,7 @@ from weightswap_runtime.weightfile import TensorRow, canonical_order
 
 from . import huggingface
 from .archive import graph_archive
-from .calls import Call, Requested, checked_tolerance, requested_calls
+from .calls import Requested, Wanted, wanted_goldens
 from .capture import Captured, MethodSpec, capture, training_operators, unwrapped
 from .describe import describe_method
 from .examples import example_checkpoint
@@ -90,18 +90,14 @@ def export(
     model = unwrapped(model)
     example = None if checkpoint is None else example_checkpoint(checkpoint)
     specs = _specs(args, kwargs, dynamic_shapes, methods)
-    limits = checked_tolerance(tolerance, goldens)
-    calls = None if goldens is None else requested_calls(goldens, list(specs))
-    if calls:
+    wanted = wanted_goldens(goldens, tolerance, list(specs))
+    if wanted:
         check_has_values(model)
     with _collector_paused():
         manifest, files = _artifact(model, specs, load, example)
-        if calls:
-            functions = {name: spec.fn_name for name, spec in specs.items()}
-            raw = files[GOLDENS_NAME] = _goldens(model, calls, manifest, files[CONSTANTS_NAME], functions, limits)
-            # no part of the graph id
-            digests = manifest.files | {GOLDENS_NAME: blake3(raw).hexdigest()}
-            manifest = msgspec.structs.replace(manifest, files=dict(sorted(digests.items())))
+        if wanted:
+            files[GOLDENS_NAME] = _goldens(model, wanted, specs, manifest, files[CONSTANTS_NAME])
+            manifest = _with_file(manifest, GOLDENS_NAME, files[GOLDENS_NAME])
         encoded = encode_manifest(manifest)
         try:
             decode_manifest(encoded, str(path))
@@ -217,19 +213,20 @@ def _constants(tables: Tables) -> bytes:
 
 
 def _goldens(
-    model: nn.Module,
-    calls: Sequence[Call],
-    manifest: Manifest,
-    constants: bytes,
-    functions: Mapping[str, str],
-    tolerance: Tolerance | None,
+    model: nn.Module, wanted: Wanted, specs: Mapping[str, MethodSpec], manifest: Manifest, constants: bytes
 ) -> bytes:
     """The bytes of `goldens.safetensors`."""
     length = header_length(constants[:8], len(constants), CONSTANTS_NAME)
     header = parse_header(constants[8 : 8 + length], len(constants), CONSTANTS_NAME)
     values = header, memoryview(constants)[header.data_start :]
-    recording = record(model, calls, manifest, values, functions=functions, tolerance=tolerance)
-    return recording.encode(weights_identity(model, manifest))
+    functions = {name: spec.fn_name for name, spec in specs.items()}
+    return record(model, wanted, manifest, values, functions).encode(weights_identity(model, manifest))
+
+
+def _with_file(manifest: Manifest, name: str, content: bytes) -> Manifest:
+    """The manifest with a file that is no part of the graph id."""
+    files = manifest.files | {name: blake3(content).hexdigest()}
+    return msgspec.structs.replace(manifest, files=dict(sorted(files.items())))
 
 
 def _write(path: Path, files: Mapping[str, bytes]) -> None:

@@ -11,21 +11,12 @@ import torch
 from blake3 import blake3
 from torch import nn
 
+from weightswap_runtime.cases import Case, Value, input_leaves, type_problem
 from weightswap_runtime.comparing import difference
 from weightswap_runtime.dtypes import describe
 from weightswap_runtime.errors import RecordingError
 from weightswap_runtime.files import new_file
-from weightswap_runtime.goldens import (
-    Case,
-    Content,
-    Environment,
-    Tolerance,
-    Value,
-    encode_goldens,
-    goldens_path,
-    input_leaves,
-    type_problem,
-)
+from weightswap_runtime.goldens import Content, Environment, Tolerance, encode_goldens, goldens_path
 from weightswap_runtime.header import Header
 from weightswap_runtime.manifest import Manifest, NamedTensor
 from weightswap_runtime.signature import Integer, Leaf, Literal, Tensor, leaves
@@ -34,7 +25,7 @@ from weightswap_runtime.verifying import environment_here
 from weightswap_runtime.weightfile import Stamp, weights_id
 
 from .blame import first_line, place_of
-from .calls import Call, checked_inputs, with_literals
+from .calls import Call, Wanted, checked_inputs, with_literals
 from .eager import Eager, Outputs, eager
 from .skeletons import is_fake
 from .tables import named_tensors
@@ -74,12 +65,10 @@ def check_has_values(model: nn.Module) -> None:
 
 def record(
     model: nn.Module,
-    calls: Sequence[Call],
+    wanted: Wanted,
     manifest: Manifest,
     constants: tuple[Header, memoryview],
-    *,
     functions: Mapping[str, str],
-    tolerance: Tolerance | None,
 ) -> Recording:
     """Call the eager model, twice for each call, and keep what it gives.
 
@@ -87,6 +76,7 @@ def record(
     must have the weights of the file, in the mode in which it was exported. Raises RecordingError with every problem:
     a model that does not fit, inputs that a server would refuse, outputs that differ from one run to the next.
     """
+    calls = wanted.calls
     header, data = constants
     values = {
         name: as_tensor(bytearray(data[place.begin : place.end]), place.dtype, place.shape)
@@ -103,8 +93,8 @@ def record(
             recorder.record(runner, call, flat)
         recorder.problems += [f"a call has changed {name}, which is no state" for name in runner.changed()]
     if recorder.problems:
-        raise RecordingError(recorder.problems, "Outputs must follow from the inputs alone: call model.eval() first.")
-    return Recording(manifest.graph_id, environment_here(), tolerance, recorder.cases, recorder.tensors)
+        raise RecordingError(recorder.problems, "Outputs must follow from inputs and weights alone: call model.eval().")
+    return Recording(manifest.graph_id, environment_here(), wanted.tolerance, recorder.cases, recorder.tensors)
 
 
 class _Recorder:

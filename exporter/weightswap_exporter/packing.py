@@ -20,7 +20,7 @@ from weightswap_runtime.manifest import NamedTensor
 from weightswap_runtime.transforms import Transforms
 from weightswap_runtime.weightfile import Stamp, canonical_order, write_weight_file
 
-from .calls import Requested, checked_tolerance, requested_calls
+from .calls import Requested, wanted_goldens
 from .capture import unwrapped
 from .casting import cast, casting, casts, requested
 from .checkpoints import Checkpoint, Source, open_checkpoint
@@ -129,8 +129,8 @@ def _recorder(
     model: object, artifact: Artifact, goldens: Requested | None, tolerance: Tolerance | None
 ) -> Callable[[], Recording | None]:
     """What records the goldens once the model has its weights. Raises CheckpointError and RecordingError."""
-    limits = checked_tolerance(tolerance, goldens)
-    if goldens is None:
+    wanted = wanted_goldens(goldens, tolerance, artifact.methods)
+    if wanted is None:
         return lambda: None
     if not isinstance(model, nn.Module):
         raise CheckpointError(
@@ -138,9 +138,7 @@ def _recorder(
             "`model`, too, or as the source"
         )
     methods = {name: name for name in artifact.methods}
-    calls = requested_calls(goldens, artifact.methods)
-    eager = unwrapped(model)
-    return lambda: record(eager, calls, artifact.manifest, artifact.constants(), functions=methods, tolerance=limits)
+    return partial(record, unwrapped(model), wanted, artifact.manifest, artifact.constants(), methods)
 
 
 def pack_checkpoint(

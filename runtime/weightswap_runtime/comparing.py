@@ -79,7 +79,7 @@ def _wide(tensor: torch.Tensor) -> torch.Tensor:
 
 def _differ_in_bits(expected: torch.Tensor, found: torch.Tensor) -> torch.Tensor:
     differ = (_bytes(expected) != _bytes(found)).any(1).view(found.shape)
-    if _has_fractions(found):
+    if _has_fractions(found) and differ.any():
         differ &= ~(torch.isnan(_wide(expected)) & torch.isnan(_wide(found)))
     return differ
 

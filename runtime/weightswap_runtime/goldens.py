@@ -17,12 +17,10 @@ import msgspec
 from blake3 import blake3
 
 from .artifact import Artifact
-from .dtypes import DTYPES, describe
-from .errors import GoldensError, InputMismatch, OutOfMemory
+from .cases import Case, Document, case_problems
+from .errors import GoldensError, OutOfMemory
 from .header import FileTensor, header_length, pack_ranges, parse_header, render_header
-from .inputs import Inputs
 from .manifest import Manifest
-from .signature import Integer, Leaf, Node, Signature, Tensor, leaves, unflatten
 from .weightfile import METADATA_KEY, TensorRow, canonical_order
 from .weightset import INDEX_SUFFIX, SUFFIX
 
@@ -31,17 +29,11 @@ GOLDENS_SUFFIX = ".goldens.safetensors"
 FORMAT_VERSION = 1
 _HEX = re.compile(r"[0-9a-f]{64}")
 _AGAIN = "Record the goldens again, copy them again, or remove the file."
-_DTYPE_NAMES = {name: name for name in DTYPES}
 
-Value = str | int | None
 Tolerance = tuple[float, float]
 
 
-class _Document(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    pass
-
-
-class Environment(_Document, frozen=True):
+class Environment(Document, frozen=True):
     """What decides the last bits of an output: torch's version, the device, its instruction set, intra-op threads."""
 
     torch: str
@@ -50,18 +42,7 @@ class Environment(_Document, frozen=True):
     threads: int
 
 
-class Case(_Document, frozen=True):
-    """One call of a method: its flat inputs and outputs, in the graph's order.
-
-    A tensor is the name of an entry of the file, an integer is itself, a literal is None: the signature has its value.
-    """
-
-    method: str
-    inputs: tuple[Value, ...]
-    outputs: tuple[Value, ...]
-
-
-class Record(_Document, frozen=True):
+class Record(Document, frozen=True):
     """What `__metadata__` says. `tolerance` is (rtol, atol); None: exact where `environment` is that of the server.
 
     `digests` are BLAKE3, hexadecimal, by tensor name.
@@ -233,8 +214,9 @@ def _file_problems(goldens: Goldens) -> Iterator[str]:
 
 
 def _record_problems(goldens: Goldens, manifest: Manifest) -> Iterator[str]:
-    if tolerance_problem(goldens.record.tolerance):
-        yield f"the tolerance {goldens.record.tolerance} is not two finite numbers from 0"
+    tolerance = goldens.record.tolerance or ()
+    if not all(math.isfinite(part) and part >= 0 for part in tolerance):
+        yield f"the tolerance {tolerance} is not two finite numbers from 0"
     if not goldens.cases:
         yield "it has no cases"
     for number, case in enumerate(goldens.cases):
@@ -243,77 +225,5 @@ def _record_problems(goldens: Goldens, manifest: Manifest) -> Iterator[str]:
             known = ", ".join(manifest.methods)
             yield f"case {number}: the method {case.method!r} is not among those of the artifact ({known})"
         else:
-            found = _case_problems(case, method.signature, goldens.tensors)
+            found = case_problems(case, method.signature, goldens.tensors)
             yield from (f"case {number}, {case.method}: {problem}" for problem in found)
-
-
-def tolerance_problem(tolerance: Tolerance | None) -> bool:
-    """Whether a tolerance is none: (rtol, atol) must be finite and not negative."""
-    return tolerance is not None and not all(math.isfinite(part) and part >= 0 for part in tolerance)
-
-
-def _case_problems(case: Case, signature: Signature, tensors: Mapping[str, FileTensor]) -> list[str]:
-    inputs = input_leaves(signature)
-    outputs = leaves(signature.output)
-    problems = [
-        *_value_problems("inputs", inputs, case.inputs, tensors),
-        *_value_problems("outputs", outputs, case.outputs, tensors),
-    ]
-    if not problems:
-        problems += _input_problems(case, signature, tensors)
-        for leaf, value in zip(outputs, case.outputs, strict=True):
-            if isinstance(leaf, Tensor) and isinstance(value, str):
-                text = type_problem(leaf, tensors[value].dtype, tensors[value].shape)
-                problems += [f"{leaf.name}{text}"] if text else []
-    return problems
-
-
-def input_leaves(signature: Signature) -> list[Leaf]:
-    """The flat inputs of a method, in the graph's order."""
-    return [leaf for _, node in (*signature.args, *signature.kwargs) for leaf in leaves(node)]
-
-
-def _value_problems(
-    what: str, wanted: Sequence[Leaf], values: Sequence[Value], tensors: Mapping[str, FileTensor]
-) -> Iterator[str]:
-    if len(wanted) != len(values):
-        yield f"expected {len(wanted)} {what}, found {len(values)}"
-        return
-    for leaf, value in zip(wanted, values, strict=True):
-        if isinstance(leaf, Tensor):
-            if value not in tensors:
-                yield f"{leaf.name}: expected the name of a tensor in the file, found {value!r:.80}"
-        elif (type(value) is int) != isinstance(leaf, Integer):
-            expected = "an integer" if isinstance(leaf, Integer) else "null, for a literal"
-            yield f"{leaf.name}: expected {expected}, found {value!r:.80}"
-
-
-def _input_problems(case: Case, signature: Signature, tensors: Mapping[str, FileTensor]) -> tuple[str, ...]:
-    """What a server would refuse in a call with these inputs."""
-    values = iter([tensors[value] if isinstance(value, str) else value for value in case.inputs])
-
-    def tree(node: Node) -> Any:
-        return unflatten(node, [next(values) for _ in leaves(node)])
-
-    check = Inputs(case.method, signature, FileTensor, _DTYPE_NAMES, _nowhere, tuple)
-    try:
-        args = tuple(tree(node) for _, node in signature.args)
-        check.flatten(args, {name: tree(node) for name, node in signature.kwargs})
-    except InputMismatch as error:
-        return error.problems
-    return ()
-
-
-def _nowhere(tensor: FileTensor) -> None:
-    """A tensor of a file is on no device, so on no wrong one."""
-
-
-def type_problem(leaf: Tensor, dtype: str, shape: Sequence[int]) -> str | None:
-    """Why a recorded tensor cannot be that output; None if it can. Sizes that vary are left to a run."""
-    fits = len(shape) == len(leaf.shape) and all(
-        wanted == size for wanted, size in zip(leaf.shape, shape, strict=True) if isinstance(wanted, int)
-    )
-    if fits and dtype == leaf.dtype:
-        return None
-    expected = f"{leaf.dtype}[{', '.join(map(str, leaf.shape))}]"
-    return f": expected {expected}, found {describe(dtype, shape)}"

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
+from .cases import Case, Value
 from .errors import GoldenMismatch, GoldensError, MissingExtra, Unsupported, WeightswapError
-from .goldens import Case, Environment, Goldens, Tolerance, Value
+from .goldens import Environment, Goldens, Tolerance
 from .manifest import Manifest
 from .signature import Integer, Leaf, Tensor, leaves
 
