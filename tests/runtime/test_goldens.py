@@ -16,6 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch.testing._comparison import default_tolerances
 
+from tests.sessions import bound_of
 from tests.tiny import TinyArtifact, WriteWeights, X
 from weightswap_runtime import (
     Artifact,
@@ -80,8 +81,7 @@ class Stage:
 
     def bound(self, seed: int = 1) -> tuple[Bound, str]:
         model = load(self.tiny.path, self.tiny.write(self.folder / "s.safetensors", self.tiny.values(seed)))
-        assert model._gate.current is not None
-        return model._gate.current.session.bound, str(model.weights_id)
+        return bound_of(model), str(model.weights_id)
 
     def open(self, **tensors: torch.Tensor) -> Goldens:
         tensors = self.tensors | tensors
@@ -255,11 +255,10 @@ def test_a_wrong_weight_is_refused_with_the_worst_element(stage: Stage) -> None:
     values["weight"][1, 3] += 0.5
     path = stage.tiny.write(stage.folder / "wrong.safetensors", values)
     model = load(stage.tiny.path, path)
-    assert model._gate.current is not None
     with pytest.raises(GoldenMismatch) as refused:
         verify(
             stage.open(),
-            model._gate.current.session.bound,
+            bound_of(model),
             stage.tiny.manifest,
             stage.document["weights_id"],
         )
