@@ -36,7 +36,7 @@ def eager(model: nn.Module, functions: Mapping[str, str], initial: Mapping[str, 
     buffers = _Buffers(model, initial)
     fast = torch.backends.mha.get_fastpath_enabled()
     uncached = huggingface.without_cache(model) if huggingface.is_pretrained(model) else nullcontext()
-    with torch.inference_mode(False), torch.no_grad(), torch.random.fork_rng(devices=[]), uncached:
+    with torch.no_grad(), torch.random.fork_rng(devices=[]), uncached:
         try:
             torch.backends.mha.set_fastpath_enabled(False)
             yield Eager(model, functions, buffers)

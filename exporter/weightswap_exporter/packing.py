@@ -163,11 +163,6 @@ def pack_checkpoint(
     weights.check()
     changed = casts(match, manifest, level.tensors)
     places = [out]
-
-    def renamed(stamp: Stamp) -> Path:
-        places.append(rename(stamp) if rename else out)
-        return places[-1]
-
     try:
         stamp = write_weight_file(
             out,
@@ -176,7 +171,7 @@ def pack_checkpoint(
             graph_id=manifest.graph_id,
             labels=_labels(labels or {}),
             cast=changed,
-            rename=renamed,
+            rename=partial(_noted, places, rename) if rename else None,
         )
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{out}: cannot be written ({error})") from error
@@ -190,6 +185,11 @@ def pack_checkpoint(
         level=level.path,
         cast=changed,
     )
+
+
+def _noted(places: list[Path], rename: Callable[[Stamp], Path], stamp: Stamp) -> Path:
+    places.append(rename(stamp))
+    return places[-1]
 
 
 class _Weights:

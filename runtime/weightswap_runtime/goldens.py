@@ -11,14 +11,14 @@ import re
 import stat
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import msgspec
 from blake3 import blake3
 
 from .artifact import Artifact
 from .cases import Case, Document, case_problems
-from .errors import GoldensError, OutOfMemory
+from .errors import GoldensError, OutOfMemory, Unsupported
 from .header import FileTensor, header_length, pack_ranges, parse_header, render_header
 from .manifest import Manifest
 from .weightfile import METADATA_KEY, TensorRow, canonical_order
@@ -31,6 +31,13 @@ _HEX = re.compile(r"[0-9a-f]{64}")
 _AGAIN = "Record the goldens again, copy them again, or remove the file."
 
 Tolerance = tuple[float, float]
+Mode = Literal["goldens", "finite", "off"]
+
+
+def check_mode(mode: str) -> None:
+    """Raise Unsupported for what is no way to verify."""
+    if mode not in get_args(Mode):
+        raise Unsupported(f"verify={mode!r}: expected {', '.join(map(repr, get_args(Mode)))}")
 
 
 class Environment(Document, frozen=True):

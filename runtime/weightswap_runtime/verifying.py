@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any
 
 from .cases import Case, Value
-from .errors import GoldenMismatch, GoldensError, MissingExtra, Unsupported, WeightswapError
-from .goldens import Environment, Goldens, Tolerance
+from .errors import GoldenMismatch, GoldensError, MissingExtra, WeightswapError
+from .goldens import Environment, Goldens, Mode, Tolerance, check_mode
 from .manifest import Manifest
 from .signature import Integer, Leaf, Tensor, leaves
 
@@ -22,7 +22,6 @@ from .tensors import as_tensor
 if TYPE_CHECKING:
     from .engines import Bound
 
-Mode = Literal["goldens", "finite", "off"]
 _Compare = Callable[[torch.Tensor, torch.Tensor], str | None]
 
 
@@ -60,8 +59,7 @@ def verify(
     Returns the mode in which it was done. Raises GoldenMismatch with the worst element of every output that is wrong,
     GoldensError for a file of other weights, Unsupported for another mode; whatever `check` raises.
     """
-    if mode not in get_args(Mode):
-        raise Unsupported(f"verify={mode!r}: expected {', '.join(map(repr, get_args(Mode)))}")
+    check_mode(mode)
     if mode == "off":
         return mode
     compare = _comparison(goldens, weights_id, mode, exact=engine == "torch", here=environment_here(device))

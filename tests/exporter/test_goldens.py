@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import msgspec
 import pytest
 import torch
 from torch import nn
@@ -115,6 +116,15 @@ NESTED = (
     {"options": {"gain": torch.ones(4)}, "flag": True},
 )
 TOKENS = {"input_ids": torch.arange(8).view(2, 4), "attention_mask": torch.ones(2, 4, dtype=torch.int64)}
+
+
+def caching() -> nn.Module:
+    """A model of transformers that would give its key-value cache, too."""
+    model: Any = hf("LlamaForCausalLM", "LlamaConfig", **GROUPED)()
+    model.config.use_cache = True
+    return model
+
+
 SETTINGS: dict[str, Setting] = {
     "several methods": Setting(
         Everything,
@@ -167,7 +177,7 @@ SETTINGS: dict[str, Setting] = {
         1,
     ),
     "a model of transformers": Setting(
-        hf("LlamaForCausalLM", "LlamaConfig", **GROUPED),
+        caching,
         {"forward": MethodSpec("forward", (), TOKENS)},
         [((), TOKENS)],
         1,
@@ -455,19 +465,19 @@ def renames(monkeypatch: pytest.MonkeyPatch, act: Callable[[Path, Path], None]) 
 def test_whoever_finds_the_weight_file_finds_its_goldens(
     calls: Any, packing: Packing, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    seen: list[bool] = []
+    renamed: list[str] = []
 
     def act(temporary: Path, target: Path) -> None:
+        renamed.append(target.name)
         if target == packing.out:
             with WeightFile(temporary) as file:
                 assert file.stamp is not None
                 found = goldens_beside(target, packing.artifact.manifest)
                 assert (found and found.weights_id) == (file.stamp.weights_id if calls else None)
-                seen.append(True)
 
     renames(monkeypatch, act)
     packing.pack(different(Everything, 2), goldens=calls)
-    assert seen == [True]
+    assert renamed == (["v1.goldens.safetensors"] if calls else []) + ["v1.safetensors"]
 
 
 def failing_rename(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
@@ -555,6 +565,31 @@ def test_a_model_that_trains_is_refused_and_its_statistics_are_put_back(tmp_path
         pack(model, artifact, out=tmp_path / "v1.safetensors", goldens=[(ROWS,)])
     assert "a call has changed 1.running_mean, which is no state" in refused.value.problems
     assert same(before, everything_in(model))
+
+
+def test_a_call_that_changes_a_weight_is_refused_by_name(packing: Packing) -> None:
+    def double(module: nn.Module, inputs: Any) -> None:
+        module.get_parameter("weight").mul_(1)
+
+    packing.model.get_submodule("conv").register_forward_pre_hook(double)
+    assert "a call has changed conv.weight, which is no state" in refusal(packing, packing.model)
+
+
+def test_a_model_of_inference_mode_can_be_recorded(packing: Packing) -> None:
+    with torch.inference_mode():
+        model = different(Everything, 1)
+        packing.pack(model, goldens=[(IMAGE,)])
+    assert packing.files() == packing.before
+
+
+def test_integers_are_compared(tmp_path: Path) -> None:
+    artifact, model, found = recorded(SETTINGS["integers"], tmp_path)
+    case = msgspec.structs.replace(found.cases[0], outputs=(found.cases[0].outputs[0], 5))
+    altered = found._replace(record=msgspec.structs.replace(found.record, cases=(case,), tolerance=(1.0, 1.0)))
+    served = load(artifact, pack(model, artifact, out=tmp_path / "v1.safetensors").path)
+    with pytest.raises(GoldenMismatch) as refused:
+        verified(altered, served)
+    assert refused.value.problems == ("case 0, forward, 1: expected 5, found 2",)
 
 
 def test_a_method_that_the_model_calls_otherwise_is_named(tmp_path: Path) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -24,6 +26,7 @@ from weightswap_runtime import (
     GoldensError,
     Unsupported,
     WeightFileError,
+    WeightsMismatch,
     WeightswapError,
     load,
 )
@@ -344,6 +347,7 @@ class Probe:
 
     def run(self, method: str, inputs: list[Any]) -> list[Any]:
         self.done.append("run")
+        self.inputs = inputs
         return self._run()
 
     def reset_state(self) -> None:
@@ -367,6 +371,15 @@ def test_the_state_is_reset_around_every_case_and_a_cancel_ends_it(stage: Stage)
     assert probe.done == ["reset", "run", "reset"]
 
 
+def test_inputs_are_where_torch_allocates_tensors(stage: Stage) -> None:
+    probe = Probe(lambda: [Y.clone()])
+    kept = []
+    for _ in range(16):
+        verify(stage.open(), probe, stage.tiny.manifest, stage.document["weights_id"])
+        kept.append(probe.inputs[0])
+    assert all(torch.equal(tensor, X) and tensor.data_ptr() % 64 == 0 for tensor in kept)
+
+
 def test_every_case_is_reported_and_what_an_operator_raises_is_a_mismatch(stage: Stage) -> None:
     stage.document["cases"] *= 2
     with pytest.raises(GoldenMismatch) as refused:
@@ -388,6 +401,29 @@ def test_an_artifacts_own_goldens(stage: Stage) -> None:
     path.write_bytes(path.read_bytes() + b"x")
     with pytest.raises(WeightswapError, match="altered since the export"):
         artifact_goldens(Artifact.open(stage.tiny.path))
+
+
+def test_without_torch_goldens_are_opened_and_cannot_be_compared(stage: Stage) -> None:
+    stage.open()
+    code = f"""
+import sys
+sys.modules["torch"] = None
+from weightswap_runtime import Artifact, MissingExtra
+from weightswap_runtime.goldens import open_goldens
+print(len(open_goldens({str(stage.path)!r}, Artifact.open({str(stage.tiny.path)!r}).manifest).cases))
+try:
+    import weightswap_runtime.verifying
+except MissingExtra as error:
+    print(error)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "1\ncomparing with goldens needs the extra `torch`: pip install 'weightswap[torch]'\n"
+
+
+def test_goldens_are_no_weights(stage: Stage) -> None:
+    stage.open()
+    with pytest.raises(WeightsMismatch, match=r"0.input.0: unexpected"):
+        load(stage.tiny.path, stage.path)
 
 
 def test_weight_files_do_not_mind_the_goldens_beside_them(stage: Stage, weight_file: WriteWeights) -> None:
