@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -19,9 +21,10 @@ from .digests import BLOCK, TensorHasher
 from .dtypes import DTYPES, describe
 from .dtypes import nbytes as size_of
 from .errors import DigestMismatch, GraphMismatch, WeightFileError, WeightsMismatch
+from .files import new_file
 from .header import FileTensor, pack_ranges
 from .weightfile import Stamp, TensorRow, WeightFile, canonical_order, render_stamped, write_tensors
-from .weightset import WeightSet
+from .weightset import WeightSet, goldens_path
 
 DELTA_KEY = "weightswap_delta"
 DATA, RUNS = "data:", "runs:"
@@ -110,13 +113,15 @@ def write_delta(
     embedding tables), else pieces of 1 MiB. Weights with equal digests are not read. A few pieces are in memory at a
     time. labels: beside those of `new`. progress: called with bytes compared, and bytes in all.
 
+    Goldens beside `new` are copied beside the delta, before that appears; others that are there are removed.
+
     Raises WeightFileError, GraphMismatch, WeightsMismatch, and DigestMismatch for a damaged file.
     """
     with WeightFile(base) as old, WeightFile(new) as fresh:
         stamps = _stamps(old, fresh)
         runs = _compare(old, fresh, stamps, progress)
         texts = {**stamps[1].labels, **(labels or {})}
-        _write(Path(out), fresh, stamps, runs, texts)
+        _write(Path(out), fresh, stamps, runs, texts, partial(_copy_goldens, Path(new), Path(out)))
         fresh.check_unchanged()
         return Delta(
             path=Path(out),
@@ -222,7 +227,12 @@ def _append(runs: Runs, begin: int, end: int) -> None:
 
 
 def _write(
-    path: Path, fresh: WeightFile, stamps: tuple[Stamp, Stamp], runs: dict[str, Runs], labels: dict[str, str]
+    path: Path,
+    fresh: WeightFile,
+    stamps: tuple[Stamp, Stamp],
+    runs: dict[str, Runs],
+    labels: dict[str, str],
+    before: Callable[[], None],
 ) -> None:
     rows = [row for name, stretches in runs.items() for row in _rows(name, stretches)]
     order = canonical_order(rows)
@@ -240,7 +250,20 @@ def _write(
         )
         return render_stamped(ranges, DELTA_KEY, stamp, labels)
 
-    write_tensors(path, order, ((row.name, _data(fresh, row.name, runs)) for row in order), header)
+    def rename(_: Mapping[str, str]) -> Path:
+        before()
+        return path
+
+    write_tensors(path, order, ((row.name, _data(fresh, row.name, runs)) for row in order), header, rename)
+
+
+def _copy_goldens(new: Path, out: Path) -> None:
+    source, target = goldens_path(new), goldens_path(out)
+    if not source.is_file():
+        target.unlink(missing_ok=True)
+        return
+    with source.open("rb") as file, new_file(target) as copy:
+        shutil.copyfileobj(file, copy)
 
 
 def _rows(name: str, runs: Runs) -> Iterable[TensorRow]:

@@ -18,6 +18,7 @@ from .errors import (
     Unsupported,
     WeightsMismatch,
 )
+from .goldens import Mode, check_mode
 from .identity import Identity, identify
 from .job import Job
 from .manifest import Manifest
@@ -44,6 +45,7 @@ class Request(NamedTuple):
     only: tuple[str, ...] = ()
     expect: str | None = None
     allow_other_graph: bool = False
+    verify: Mode = "goldens"
 
     def check(self) -> None:
         """Raise Unsupported for what cannot be meant."""
@@ -51,18 +53,24 @@ class Request(NamedTuple):
             raise Unsupported(f"keys={self.keys!r}: the names of a file are read as {', '.join(map(repr, _READINGS))}")
         if self.expect is not None and not (isinstance(self.expect, str) and _WEIGHTS_ID.fullmatch(self.expect)):
             raise Unsupported(f"expect={self.expect!r}: a weights id has 64 hexadecimal digits")
+        check_mode(self.verify)
 
 
 class Contents(NamedTuple):
-    """What was staged. Times in seconds: reading and hashing, then comparing."""
+    """What was staged. Times in seconds: reading and hashing, then comparing. `verified`: how goldens were."""
 
     identity: Identity
     kind: Kind
     source: str
-    ignored: tuple[str, ...]
-    bytes_read: int
-    seconds_staged: float
-    seconds_verified: float
+    ignored: tuple[str, ...] = ()
+    bytes_read: int = 0
+    seconds_staged: float = 0.0
+    seconds_verified: float = 0.0
+    verified: str = "none"
+
+    def proven(self, verified: str, seconds: float) -> Contents:
+        """The same after goldens were tried for `seconds`."""
+        return self._replace(verified=verified, seconds_verified=self.seconds_verified + seconds)
 
 
 class Plan(NamedTuple):

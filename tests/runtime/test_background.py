@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import os
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -20,7 +22,6 @@ from weightswap_runtime import (
     Model,
     Progress,
     StageCancelled,
-    StageClosed,
     Staged,
     StageTimeout,
     StagingBusy,
@@ -159,7 +160,7 @@ def test_a_second_one_waits_if_asked(model: Model, weight_file: WriteWeights) ->
         waiting.cancel()
         with pytest.raises(StageCancelled):
             waiting.wait()
-    model.rollback() if model.residency == "double" and model.history[-1].kind != "rollback" else None
+    assert serves(model, 2)
 
 
 def test_a_fork_does_not_wait_for_a_thread_that_it_has_not(model: Model, weight_file: WriteWeights) -> None:
@@ -191,9 +192,6 @@ def test_the_interpreter_ends_without_waiting(tiny: TinyArtifact, weight_file: W
         f"staged = model.stage(sys.argv[3], background=True, rate_limit={SLOW})\n"
         "time.sleep(0.1)\nprint(staged.progress.phase)\n"
     )
-    import subprocess
-    import sys
-
     command = [sys.executable, "-c", script, str(tiny.path), str(weight_file(0)), str(weight_file(1))]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (0, "reading\n", "")
@@ -211,11 +209,8 @@ def test_events_say_what_happened(tiny: TinyArtifact, weight_file: WriteWeights,
     kinds = ["staging", "staged", "committed", "staging", "cancelled", "staging", "staged", "discarded"]
     kinds += ["staging", "refused", "staging", "staged", "committed", "rolled back"]
     assert [event.kind for event in events] == kinds
-    assert [event.by for event in events if event.kind in {"cancelled", "refused", "rolled back"}] == [
-        "me",
-        "me",
-        "you",
-    ]
+    asked = [event.by for event in events if event.kind in {"cancelled", "refused", "rolled back"}]
+    assert asked == ["me", "me", "you"]
     refused = events[kinds.index("refused")]
     assert isinstance(refused.error, WeightFileError)
     assert str(refused).startswith(f"refused for me: {tmp_path / 'none'}: WeightFileError: ")
@@ -255,11 +250,3 @@ def test_a_pin_is_waited_for_in_the_background(tiny: TinyArtifact, weight_file: 
             staged.wait(30)
     model.stage(weight_file(2), background=True).commit()
     assert serves(model, 2)
-    with pytest.raises(StageClosed):
-        model.stage(weight_file(1)).__enter__().__exit__() or staged_twice(model, weight_file(1))
-
-
-def staged_twice(model: Model, path: Path) -> None:
-    staged = model.stage(path)
-    staged.commit()
-    staged.commit()
