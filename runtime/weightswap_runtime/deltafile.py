@@ -27,6 +27,7 @@ from .weightfile import Stamp, TensorRow, WeightFile, canonical_order, render_st
 from .weightset import WeightSet, goldens_path
 
 DELTA_KEY = "weightswap_delta"
+FEWEST = 256  # bytes that are compared together: each range takes 16 bytes of the file
 DATA, RUNS = "data:", "runs:"
 _HEX = re.compile(r"[0-9a-f]{64}")
 _AGAIN = "Write the delta again, or copy it again."
@@ -109,9 +110,10 @@ def write_delta(
 ) -> Delta:
     """Write what changes from one weight file to another; both are files that weightswap packed, for one graph.
 
-    What is compared: rows of weights that have rows of at most 1 MiB and more than 1 MiB in all (linear layers,
-    embedding tables), else pieces of 1 MiB. Weights with equal digests are not read. A few pieces are in memory at a
-    time. labels: beside those of `new`. progress: called with bytes compared, and bytes in all.
+    What is compared: the rows of a weight (of an embedding table, of a linear layer), several at once where they have
+    less than 256 bytes; pieces of 1 MiB where they have more than that, or there are none. Weights with equal digests
+    are not read. A few pieces are in memory at a time. labels: beside those of `new`. progress: called with bytes
+    compared, and bytes in all.
 
     Goldens beside `new` are copied beside the delta, before that appears; others that are there are removed.
 
@@ -189,7 +191,7 @@ def _grain(tensor: FileTensor) -> int:
     """How many bytes are replaced or kept together."""
     size = tensor.end - tensor.begin
     row = size // tensor.shape[0] if len(tensor.shape) > 1 and size else BLOCK
-    return row if size > BLOCK and row <= BLOCK else BLOCK
+    return -(-FEWEST // row) * row if row <= BLOCK else BLOCK
 
 
 def _pairs(old: WeightFile, fresh: WeightFile, name: str, grain: int) -> Iterator[tuple[int, memoryview, memoryview]]:

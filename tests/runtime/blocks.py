@@ -12,4 +12,5 @@ MODULES = (deltafile, digests, overlay, patches, reading)
 def make_blocks_small(patch: pytest.MonkeyPatch, size: int) -> None:
     for module in MODULES:
         patch.setattr(module, "BLOCK", size)
+    patch.setattr(deltafile, "FEWEST", 1)
     patch.setattr(sources.LocalFile, "unit", 3 * size)

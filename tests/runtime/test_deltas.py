@@ -28,6 +28,7 @@ from weightswap_runtime import (
     Unsupported,
     WeightFileError,
     WeightsMismatch,
+    deltafile,
     load,
     read_weights,
     write_delta,
@@ -162,6 +163,7 @@ def test_in_single_residency_only_what_changes_is_copied(tiny: TinyArtifact, tmp
 
 def test_large_tables_give_their_changed_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make_blocks_small(monkeypatch, 256)
+    monkeypatch.setattr(deltafile, "FEWEST", 30)
     table = np.arange(1000 * 8, dtype=np.float32).reshape(1000, 8)
     changed = table.copy()
     changed[[3, 4, 700]] += 1
@@ -177,6 +179,8 @@ def test_large_tables_give_their_changed_rows(tmp_path: Path, monkeypatch: pytes
     assert parts["runs:table"].tolist() == [[3 * 32, 5 * 32], [700 * 32, 701 * 32]]
     assert parts["data:table"].tobytes() == changed[[3, 4, 700]].tobytes()
     assert parts["runs:flat"].tolist() == [[0, 100]]
+    monkeypatch.setattr(deltafile, "FEWEST", 256)  # now eight rows are compared at once
+    assert write_delta(*files, tmp_path / "d.safetensors").nbytes == 2 * 256 + 100
 
 
 DTYPES = {"u1": "U8", "f4": "F32"}
