@@ -7,10 +7,9 @@ from dataclasses import asdict, dataclass
 from statistics import median
 from typing import Any, Literal
 
+from rich import box
 from rich.table import Table
 from timing import percentile
-
-from rich import box
 
 
 @dataclass(frozen=True)

@@ -6,11 +6,10 @@ import time
 from contextlib import AbstractContextManager
 
 from ledger import Generation, Ledger, accuracy, latency
+from rich import box
 from rich.console import Console
 from rich.live import Live
 from rich.table import Table
-
-from rich import box
 
 PLAIN_WIDTH = 110
 REFRESH_SECONDS = 0.25
