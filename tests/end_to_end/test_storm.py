@@ -141,73 +141,82 @@ class Storm:
                 reached = fitting[0]
 
 
-def steps(storm: Storm, choose: random.Random) -> dict[str, Callable[[], None]]:
-    """What can happen to the weights. Those that commit return nothing else; the others leave everything as it was."""
-    model, files = storm.model, storm.files
-    previous = storm.now
+class Changes:
+    """What can happen to the weights."""
 
-    def swap() -> None:
-        new = choose.randrange(SETS)
-        replace(model.swap(files[new]), (new, new))
+    def __init__(self, storm: Storm, choose: random.Random) -> None:
+        self._storm, self._model, self._files, self._choose = storm, storm.model, storm.files, choose
+        self._previous = storm.now
+        self.swap()  # so that there is something to roll back to
 
-    def replace(receipt: SwapReceipt, served: Served) -> None:
-        nonlocal previous
-        previous = storm.now
-        storm.committed(receipt, served)
+    def any(self) -> None:
+        self._choose.choice(self.all)()
 
-    def part() -> None:
-        new, front = choose.randrange(SETS), choose.random() < 0.5
-        receipt = model.swap(files[new], only="front.*" if front else ["back.*"])
-        replace(receipt, (new, storm.now[1]) if front else (storm.now[0], new))
+    @property
+    def all(self) -> list[Callable[[], None]]:
+        commits = [self.swap, self.part, self.delta, self.rollback, self.background]
+        return [*commits, self.cancel, self.discard, self.refused, self.missing]
 
-    def delta() -> None:
-        base, new = storm.now[0], choose.choice([index for index in range(SETS) if index != storm.now[0]])
-        if storm.now == (base, base):
-            replace(model.swap(storm.deltas[base, new]), (new, new))
+    def _committed(self, receipt: SwapReceipt, served: Served) -> None:
+        self._previous = self._storm.now
+        self._storm.committed(receipt, served)
+
+    def swap(self) -> None:
+        new = self._choose.randrange(SETS)
+        self._committed(self._model.swap(self._files[new]), (new, new))
+
+    def part(self) -> None:
+        new, front, back = self._choose.randrange(SETS), *self._storm.now
+        if self._choose.random() < 0.5:
+            self._committed(self._model.swap(self._files[new], only="front.*"), (new, back))
+        else:
+            self._committed(self._model.swap(self._files[new], only=["back.*"]), (front, new))
+
+    def delta(self) -> None:
+        base, new = self._storm.now[0], self._choose.randrange(SETS - 1)
+        new += new >= base
+        if self._storm.now == (base, base):
+            self._committed(self._model.swap(self._storm.deltas[base, new]), (new, new))
         else:
             with pytest.raises(BaseMismatch):
-                model.swap(storm.deltas[base, new])
+                self._model.swap(self._storm.deltas[base, new])
 
-    def rollback() -> None:
-        replace(model.rollback(), previous)
+    def rollback(self) -> None:
+        self._committed(self._model.rollback(), self._previous)
 
-    def background() -> None:
-        new = choose.randrange(SETS)
-        replace(model.stage(files[new], background=True, rate_limit=1e8).commit(), (new, new))
+    def background(self) -> None:
+        new = self._choose.randrange(SETS)
+        self._committed(self._model.stage(self._files[new], background=True, rate_limit=1e8).commit(), (new, new))
 
-    def cancel() -> None:
-        kinds = [{}, {"only": "front.*"}]
-        staged = model.stage(files[choose.randrange(SETS)], background=True, rate_limit=1e5, **choose.choice(kinds))
-        time.sleep(choose.random() * 0.004)
+    def cancel(self) -> None:
+        only = self._choose.choice([None, "front.*"])
+        staged = self._model.stage(self._files[0], only=only, background=True, rate_limit=1e4)
+        time.sleep(self._choose.random() * 0.004)
         staged.cancel()
         with pytest.raises(StageCancelled):
             staged.wait()
 
-    def discard() -> None:
-        with model.stage(files[choose.randrange(SETS)]) as staged:
-            assert staged(storm.inputs[0]).numpy().tobytes() in storm.answers[0]
+    def discard(self) -> None:
+        with self._model.stage(self._files[self._choose.randrange(SETS)]) as staged:
+            assert staged(self._storm.inputs[0]).numpy().tobytes() in self._storm.answers[0]
 
-    def refused() -> None:
+    def refused(self) -> None:
         with pytest.raises(DigestMismatch):
-            model.swap(storm.damaged, only=choose.choice([None, "*"]))
+            self._model.swap(self._storm.damaged, only=self._choose.choice([None, "*"]))
 
-    def missing() -> None:
+    def missing(self) -> None:
         with pytest.raises(WeightFileError):
-            model.swap(files[0].with_name("nowhere.safetensors"))
-
-    found = (swap, part, delta, rollback, background, cancel, discard, refused, missing)
-    return {step.__name__: step for step in found}
+            self._model.swap(self._files[0].with_name("nowhere.safetensors"))
 
 
 def test_eight_threads_call_while_weights_change_in_every_way(tmp_path: Path, residency: str) -> None:
     storm = Storm(tmp_path, residency)
-    choose = random.Random(99)
-    happening = steps(storm, choose)
-    happening["swap"]()  # so that there is something to roll back to
+    changes = Changes(storm, random.Random(99))
     with storm.calls():
-        for number in range(STEPS):
-            names = list(happening)
-            happening[names[number % len(names)] if number < len(names) else choose.choice(names)]()
+        for change in changes.all:
+            change()
+        for _ in range(STEPS):
+            changes.any()
     storm.check()
     generations = [{seen.last for seen in thread} for thread in storm.seen]
     assert len(set().union(*generations)) > STEPS // 20  # calls and commits were mixed
