@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager, suppress
 from queue import Empty, SimpleQueue
 from typing import Any
 
-from .errors import StageCancelled, StageClosed, StageTimeout, StagingBusy
+from .errors import OutOfMemory, StageCancelled, StageClosed, StageTimeout, StagingBusy
 from .gate import POLL_SECONDS, Claim, Gate
 from .job import Job, Progress
 from .receipts import SwapReceipt
@@ -88,6 +88,9 @@ class Staging:
         thread = threading.Thread(target=run, name="weightswap-staging", daemon=True)
         try:
             thread.start()
+        except RuntimeError as error:
+            self.ticket.end()
+            raise OutOfMemory(f"no thread can be started to stage in the background ({error})") from error
         except BaseException:
             self.ticket.end()
             raise
