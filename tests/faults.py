@@ -25,10 +25,10 @@ class Fault(NamedTuple):
 
 
 def raises(error: BaseException) -> Act:
-    """Fail with an error instead of doing the work."""
+    """Fail with an error like this one instead of doing the work."""
 
     def act(original: Any, *args: Any, **kwargs: Any) -> Any:
-        raise error.with_traceback(None)
+        raise type(error)(*error.args)  # a new one: it holds the frames that it comes through
 
     return act
 
