@@ -80,8 +80,9 @@ class Store:
         check_same_weights(self._weights, artifact)
         with self.claimed(wait=None):
             member = new_member(artifact, engine, len(self._members))
-            for session in self._residency.sessions:
-                session.bound.append(engine.bind(session.arena))
+            sessions = self._residency.sessions
+            for session, bound in zip(sessions, [engine.bind(each.arena) for each in sessions], strict=True):
+                session.bound[member.place :] = [bound]  # an interrupted join may have left one there
             self._members.append(member)
         return member
 
