@@ -12,17 +12,18 @@ from typing import Any, Literal
 from .adapter import Keys
 from .artifact import Artifact
 from .engines import open_engine
-from .errors import StageCancelled, Unsupported
-from .events import Event, Listener
+from .errors import StageCancelled, StagingBusy, Unsupported
+from .events import Event, EventKind, Listener
 from .gate import Claim
-from .job import Job
+from .hooks import Stop
+from .job import Job, Progress
 from .pinned import Pinned
 from .receipts import SwapReceipt
 from .residency import Candidate
 from .selection import patterns
-from .session import Caller, Methods
+from .session import Caller, CallObserver, Methods
 from .staged import LEASE_TIMEOUT, Staged, Staging
-from .staging import Contents, Request
+from .staging import Contents, Kind, Request
 from .store import Store
 
 Path = str | os.PathLike[str]
@@ -69,6 +70,17 @@ def load(
 
 def _seconds(timeout: float | None) -> float:
     return math.inf if timeout is None else timeout
+
+
+def _described(contents: Contents) -> dict[str, Any]:
+    """What an event says of weights that are staged."""
+    return {
+        "weights_id": contents.identity.weights_id,
+        "labels": dict(contents.identity.labels),
+        "operation": contents.kind,
+        "seconds_staged": contents.seconds_staged,
+        "seconds_verified": contents.seconds_verified,
+    }
 
 
 class Model(Caller):
@@ -118,9 +130,26 @@ class Model(Caller):
         """The receipts of the last 100 commits, oldest first; also those through models that share the weights."""
         return tuple(self._store.history)
 
-    def listen(self, listener: Listener) -> None:
-        """Call `listener(event)` for everything that happens to the weights from now on; what it raises is logged."""
-        self._store.events.listen(listener)
+    @property
+    def progress(self) -> Progress | None:
+        """How far the staging is that is under way, whoever asked for it; None where none is."""
+        job = self._store.job
+        return job.progress if job is not None else None
+
+    def listen(self, listener: Listener) -> Stop:
+        """Call `listener(event)` for everything that happens to the weights, in the thread that does it; see `Event`.
+
+        What it raises is logged. It must not swap or roll back itself. Returns a function that ends it.
+        """
+        return self._store.events.listen(listener)
+
+    def observe(self, observer: CallObserver) -> Stop:
+        """Call `observer(method, seconds, error)` after each call of this model and of its pins, in the same thread.
+
+        `error` is what the call raised, or None. Trial calls of a staging are not told. What the observer raises is
+        logged. Returns a function that ends it.
+        """
+        return self._methods.observers.add(observer)
 
     def stage(
         self,
@@ -162,16 +191,25 @@ class Model(Caller):
         request.check()
         if busy not in ("refuse", "wait"):
             raise Unsupported(f'busy={busy!r}: expected "refuse" or "wait"')
-        job, ticket = Job(rate_limit), Claim()
+        staged = self._prepare(request, Job(rate_limit), by, busy, timeout)
+        return staged.start() if background else staged.run()
+
+    def _prepare(self, request: Request, job: Job, by: str, busy: Busy, timeout: float | None) -> Staged:
+        """A staging that has not begun. Raises StagingBusy if it is not to wait for another."""
+        ticket = Claim()
         claim = partial(self._store.claim, ticket, _seconds(timeout) if busy == "wait" else None)
         if busy == "refuse":
-            claim(job)
+            try:
+                claim(job)
+            except StagingBusy as error:
+                self._tell("refused", request, by, error=error, phase=job.progress.phase)
+                raise
         staging = Staging(partial(self._work, request, by, timeout, claim), job, ticket)
-        staged = Staged(self._methods, self._gate, staging, partial(self._commit, by), partial(self._discarded, by))
-        if background:
-            return staged.start()
-        staging.run()
-        return staged
+        return Staged(self._methods, self._gate, staging, partial(self._commit, by), partial(self._discarded, by))
+
+    def _tell(self, kind: EventKind, request: Request, by: str, **more: Any) -> None:
+        operation: Kind | None = "partial" if request.only else None
+        self._store.events.emit(Event(kind, str(request.path), by, self.graph_id, **({"operation": operation} | more)))
 
     def swap(
         self,
@@ -214,7 +252,7 @@ class Model(Caller):
 
         Raises NothingToRollBack, StagingBusy, LeaseTimeout, ModelFailed.
         """
-        with self._store.swapping, self._store.claimed(wait=None):
+        with self._store.swapping:
             return self._store.rollback(self._member, by, timeout)
 
     def pin(self) -> Pinned:
@@ -229,30 +267,27 @@ class Model(Caller):
     ) -> Candidate:
         """What a staging does, in whichever thread."""
         start = time.perf_counter()
-        source = str(request.path)
-        tell = partial(Event, source=source, by=by, graph_id=self.graph_id)
+        tell = partial(self._tell, request=request, by=by)
         try:
             claim(job)
-            self._store.events.emit(tell("staging"))
+            tell("staging")
+            job.begin("opening")
             candidate = self._store.stage(self._member, request, timeout, job)
-        except StageCancelled as error:
-            self._store.events.emit(tell("cancelled", error=error))
-            raise
-        except Exception as error:
-            self._store.events.emit(tell("refused", error=error))
+        except BaseException as error:
+            refused = isinstance(error, Exception) and not isinstance(error, StageCancelled)
+            phase, nbytes, _ = job.progress
+            seconds = time.perf_counter() - start
+            tell("refused" if refused else "cancelled", error=error, phase=phase, nbytes=nbytes, seconds=seconds)
             raise
         contents = candidate.contents
-        seconds = time.perf_counter() - start
-        event = tell("staged", weights_id=contents.identity.weights_id, nbytes=contents.bytes_read, seconds=seconds)
-        self._store.events.emit(event)
+        tell("staged", **_described(contents), nbytes=contents.bytes_read, seconds=time.perf_counter() - start)
         return candidate
 
     def _commit(self, by: str, candidate: Candidate, timeout: float | None) -> SwapReceipt:
         return self._store.commit(self._member, candidate, by, timeout)
 
     def _discarded(self, by: str, contents: Contents) -> None:
-        event = Event("discarded", contents.source, by, self.graph_id, contents.identity.weights_id)
-        self._store.events.emit(event)
+        self._store.events.emit(Event("discarded", contents.source, by, self.graph_id, **_described(contents)))
 
     def _run(self, name: str, flat: list[Any]) -> list[Any]:
         lease = Claim()
