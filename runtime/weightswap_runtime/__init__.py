@@ -27,7 +27,9 @@ from .errors import (
     StageClosed,
     StageTimeout,
     StagingBusy,
+    Superseded,
     SwapError,
+    TruncatedFile,
     UnexpectedWeights,
     UnknownMethod,
     Unsupported,
@@ -41,6 +43,7 @@ from .model import Model, load
 from .pinned import Pinned
 from .receipts import SwapReceipt
 from .staged import Staged
+from .watching import Watcher
 from .weightfile import WeightFile
 
 __all__ = [
@@ -74,11 +77,14 @@ __all__ = [
     "StageTimeout",
     "Staged",
     "StagingBusy",
+    "Superseded",
     "SwapError",
     "SwapReceipt",
+    "TruncatedFile",
     "UnexpectedWeights",
     "UnknownMethod",
     "Unsupported",
+    "Watcher",
     "WeightFile",
     "WeightFileError",
     "WeightsMismatch",

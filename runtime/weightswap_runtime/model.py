@@ -14,6 +14,7 @@ from .artifact import Artifact
 from .engines import open_engine
 from .errors import StageCancelled, StagingBusy, Unsupported
 from .events import Event, EventKind, Listener
+from .following import Start
 from .gate import Claim
 from .hooks import Stop
 from .job import Job, Progress
@@ -25,6 +26,7 @@ from .session import Caller, CallObserver, Methods
 from .staged import LEASE_TIMEOUT, Staged, Staging
 from .staging import Contents, Kind, Request
 from .store import Store
+from .watching import Options, Watcher
 
 Path = str | os.PathLike[str]
 Busy = Literal["refuse", "wait"]
@@ -254,6 +256,46 @@ class Model(Caller):
         """
         with self._store.swapping:
             return self._store.rollback(self._member, by, timeout)
+
+    def watch(
+        self,
+        directory: Path,
+        interval: float = 5.0,
+        *,
+        start: Start = "newest",
+        callback: Listener | None = None,
+        only: str | Sequence[str] | None = None,
+        keys: Keys | None = None,
+        allow_other_graph: bool = False,
+        by: str = "watch",
+        rate_limit: float | None = None,
+        timeout: float | None = LEASE_TIMEOUT,
+    ) -> Watcher:
+        """Swap in each new complete weight file of a directory, or of a URL's, in order, in a thread of its own.
+
+        Weight files are those whose names end in .safetensors, but not in .goldens.safetensors, and do not begin with
+        a dot. They are ordered by name, numbers in names by their value; of two files that `publish()` wrote for one
+        step, the later one is later. A file that comes before one that was taken is passed over.
+
+        interval: seconds between two looks at the directory.
+        start: "newest" begins with the last file that can be taken, unless its weights are served; "all" with the
+          first; "new" takes only files that are not there yet.
+        callback: told what the watching does, in its thread, as are all that `listen`: the events of each swap, and
+          "skipped" and "unreachable".
+        The other arguments are those of `swap`; another staging of the model is waited for.
+
+        Files that are renamed into place are taken at the next look. One that is shorter than its header says is waited
+        for, for a minute after its last change; one without digests is taken when two looks found it the same. A
+        delta is taken while the weights that it starts from are served, and waits for them until a later file is taken.
+
+        What cannot be taken changes nothing: a file that is damaged or does not fit is skipped until it changes. Where
+        it cannot be read, memory or a lease is missing, or the directory cannot be listed, another try is made after
+        `interval`, then after twice as long, up to five minutes; later files are taken meanwhile.
+
+        Raises Unsupported and MissingExtra; nothing afterwards.
+        """
+        request = Request("", keys, patterns(only) if only is not None else (), None, allow_other_graph)
+        return Watcher(self, directory, interval, start, callback, Options(request, by, rate_limit, timeout))
 
     def pin(self) -> Pinned:
         """`with model.pin() as session:` makes several calls on one version, whatever is committed meanwhile.
