@@ -18,7 +18,7 @@ import numpy as np
 from .digests import BLOCK, TensorHasher
 from .dtypes import describe
 from .dtypes import nbytes as size_of
-from .errors import DigestMismatch, GraphMismatch, WeightFileError, WeightsMismatch
+from .errors import DamagedFile, DigestMismatch, GraphMismatch, WeightFileError, WeightsMismatch
 from .header import FileTensor, pack_ranges
 from .weightfile import Stamp, TensorRow, WeightFile, canonical_order, render_stamped, write_tensors
 from .weightset import WeightSet
@@ -64,18 +64,16 @@ class Delta:
 
 
 def delta_stamp(weights: WeightSet) -> DeltaStamp | None:
-    """What a delta file says of itself; None for other files. Raises WeightFileError."""
+    """What a delta file says of itself; None for other files. Raises DamagedFile."""
     text = weights.files[0].header.metadata.get(DELTA_KEY) if len(weights.files) == 1 else None
     if text is None:
         return None
     try:
         stamp = msgspec.json.decode(text, type=DeltaStamp)
     except (msgspec.MsgspecError, UnicodeError) as error:
-        raise WeightFileError(
-            f"{weights.where}: its `{DELTA_KEY}` metadata cannot be read ({error}). {_AGAIN}"
-        ) from error
+        raise DamagedFile(f"{weights.where}: its `{DELTA_KEY}` metadata cannot be read ({error}). {_AGAIN}") from error
     if problems := list(_problems(stamp, weights)):
-        raise WeightFileError(f"{weights.where}: contradicts itself: {'; '.join(problems[:5])}. {_AGAIN}")
+        raise DamagedFile(f"{weights.where}: contradicts itself: {'; '.join(problems[:5])}. {_AGAIN}")
     return stamp
 
 

@@ -5,7 +5,8 @@ WeightswapError
 |   `-- FormatVersionError     written by another format version
 |-- SwapError                  a swap was refused; the served weights are as they were
 |   |-- WeightFileError        not a readable safetensors file
-|   |   `-- TruncatedFile      shorter than its header says
+|   |   `-- DamagedFile        its header or metadata cannot be right, however often it is read
+|   |       `-- TruncatedFile  shorter than its header says
 |   |-- WeightsMismatch        its tensors are not those of the graph
 |   |-- DigestMismatch         its bytes are not those that were packed
 |   |-- GraphMismatch          packed for another graph id
@@ -61,7 +62,11 @@ class WeightFileError(SwapError):
     """The file is not a valid safetensors file, or changed while it was read."""
 
 
-class TruncatedFile(WeightFileError):
+class DamagedFile(WeightFileError):
+    """What the file holds is not what a weight file holds; reading it again would not help."""
+
+
+class TruncatedFile(DamagedFile):
     """The file is shorter than its header says: it was cut off, or is still being copied."""
 
 
@@ -196,6 +201,7 @@ __all__ = [
     "CallError",
     "CaptureError",
     "CheckpointError",
+    "DamagedFile",
     "DigestMismatch",
     "ExportError",
     "FormatVersionError",

@@ -9,12 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, NamedTuple, Protocol
 
-import msgspec
-
 from .deltafile import delta_stamp
-from .directory import Entry, Listing, order
+from .directory import Entry, Listing, order, printable
 from .errors import (
     BaseMismatch,
+    DamagedFile,
     LeaseTimeout,
     ModelFailed,
     OutOfMemory,
@@ -30,8 +29,7 @@ from .weightset import open_weights
 Start = Literal["newest", "all", "new"]
 LONGEST_DELAY = 300.0
 PATIENCE = 60.0  # seconds without a change after which a file that is cut off counts as damaged
-_TRANSIENT = (BaseMismatch, LeaseTimeout, ModelFailed, OutOfMemory, StagingBusy)
-_DAMAGE = (ValueError, RecursionError, msgspec.MsgspecError)
+_TRANSIENT = (BaseMismatch, LeaseTimeout, ModelFailed, OutOfMemory, StagingBusy, WeightFileError)
 
 
 class Target(Protocol):
@@ -213,7 +211,7 @@ class Follower:
         self.last_error = file.error = forget_frames(error)
         if not is_transient(error):
             file.over = True
-            target.tell("skipped", str(file.entry.path), error)
+            target.tell("skipped", printable(file.entry.path), error)
             return
         file.attempts += 1
         file.retry_at = self._clock() + self._delay(file.attempts)
@@ -233,21 +231,25 @@ class Follower:
 
     def _pass_over(self, file: _File, target: Target) -> None:
         assert self._mark is not None
-        found = file.glance or Glance()
-        why = file.error or found.error
-        reason = f"; before that: {why}" if why else ""
-        if found.base is not None:
-            reason = f"; it is a delta from the weights {found.base[:12]}, which were not served before that"
-        error = Superseded(f"{file.entry.path}: passed over, as {self._mark.name} comes later and was taken{reason}")
+        where, later = printable(file.entry.path), self._mark.name
+        error = Superseded(f"{where}: passed over, as {later} comes later and was taken{_why_not_before(file)}")
         file.over, file.error = True, error
-        target.tell("skipped", str(file.entry.path), error)
+        target.tell("skipped", where, error)
+
+
+def _why_not_before(file: _File) -> str:
+    found = file.glance or Glance()
+    if found.base is not None:
+        return f"; it is a delta from the weights {found.base[:12]}, which were not served before that"
+    why = file.error or found.error
+    return f"; before that: {why}" if why else ""
 
 
 def is_transient(error: Exception) -> bool:
     """Whether the same file may be taken another time: it could not be read, or the model was not ready for it."""
-    if isinstance(error, WeightFileError):
-        return error.__cause__ is not None and not isinstance(error.__cause__, _DAMAGE)
-    return isinstance(error, _TRANSIENT) or not isinstance(error, WeightswapError)
+    if isinstance(error, WeightswapError):
+        return isinstance(error, _TRANSIENT) and not isinstance(error, DamagedFile)
+    return True
 
 
 def forget_frames(error: Exception) -> Exception:

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn
 
 from .dtypes import DTYPES, describe, nbytes
-from .errors import TruncatedFile, WeightFileError
+from .errors import DamagedFile, TruncatedFile, WeightFileError
 
 MAX_HEADER = 100_000_000
 DATA_ALIGNMENT = 4096
@@ -47,12 +47,12 @@ def header_length(prefix: bytes, file_size: int, where: str) -> int:
     if len(prefix) < _LENGTH.size:
         _cut_off(where, f"{file_size} bytes are too few for a safetensors file, which starts with an 8-byte length")
     if prefix.startswith(_ZIP):
-        raise WeightFileError(
+        raise DamagedFile(
             f"{where}: a zip file, like those that torch.save writes, not a safetensors file. "
             "Pack it on the build side: weightswap pack CHECKPOINT ARTIFACT -o FILE.safetensors"
         )
     if prefix == _LFS and file_size < _MAX_LFS:
-        raise WeightFileError(f"{where}: {LFS_POINTER}")
+        raise DamagedFile(f"{where}: {LFS_POINTER}")
     length: int = _LENGTH.unpack(prefix)[0]
     if length > MAX_HEADER:
         _refuse(where, f"damaged, or no safetensors file: a header of {length} bytes, the format allows {MAX_HEADER}")
@@ -67,7 +67,7 @@ def header_length(prefix: bytes, file_size: int, where: str) -> int:
 def parse_header(raw: bytes, file_size: int, where: str) -> Header:
     """Parse the JSON part `raw` of a file of `file_size` bytes; every tensor's range is checked.
 
-    Raises WeightFileError.
+    Raises DamagedFile, and TruncatedFile where the file is shorter than it says.
     """
     data_start = _LENGTH.size + len(raw)
     document = _load_json(raw, where)
@@ -100,7 +100,7 @@ def _dumps(value: object) -> bytes:
 
 
 def _refuse(where: str, found: str) -> NoReturn:
-    raise WeightFileError(f"{where}: {found}. {_AGAIN}")
+    raise DamagedFile(f"{where}: {found}. {_AGAIN}")
 
 
 def _cut_off(where: str, found: str) -> NoReturn:

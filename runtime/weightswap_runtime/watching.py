@@ -13,7 +13,7 @@ from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
-from .directory import open_directory
+from .directory import open_directory, printable
 from .errors import StageCancelled, Unsupported
 from .events import Event, Listener
 from .following import Follower, Start, forget_frames
@@ -55,7 +55,7 @@ class Watcher(AbstractContextManager["Watcher"]):
         _check(interval, start)
         options.request.check()
         Job(options.rate_limit)
-        self.directory = str(directory)
+        self.directory = printable(directory)
         self._follower = Follower(self.directory, open_directory(directory), interval, start)
         self._loop = _Loop(model, self._follower, interval, callback, options)
         self._thread = threading.Thread(target=self._loop.run, name="weightswap-watching", daemon=True)

@@ -13,7 +13,7 @@ import fsspec
 import pytest
 
 from weightswap_runtime import MissingExtra, Unsupported, WeightFileError
-from weightswap_runtime.directory import Entry, is_weight_file, open_directory, order
+from weightswap_runtime.directory import Entry, is_weight_file, open_directory, order, printable
 
 IN_ORDER = [
     "best.safetensors",
@@ -128,6 +128,15 @@ def test_a_url(tmp_path: Path) -> None:
     memory.pipe("/run7/weights/v2.safetensors", b"87654321")
     assert listing()[0].fingerprint != first.fingerprint
     memory.rm("/run7", recursive=True)
+
+
+def test_messages_show_no_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(WeightFileError) as caught:
+        open_directory("memory://me:password@host/nowhere?signature=s3cret")()
+    assert str(caught.value).startswith("memory://***@host/nowhere: cannot be listed (FileNotFoundError")
+    assert "password" not in printable("https://me:password@host/run?signature=s3cret")
+    assert "s3cret" not in printable("https://me:password@host/run?signature=s3cret")
+    assert printable(Path("a?b@c")) == "a?b@c"
 
 
 def test_a_file_url_lists_what_the_path_does(tmp_path: Path) -> None:
