@@ -5,9 +5,10 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from operator import attrgetter
 from pathlib import Path
-from typing import Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 from .deltafile import delta_stamp
 from .directory import Entry, Listing, order, printable
@@ -35,12 +36,16 @@ _TRANSIENT = (BaseMismatch, LeaseTimeout, ModelFailed, OutOfMemory, StagingBusy,
 class Target(Protocol):
     """What the files are put behind."""
 
+    def check(self) -> None:
+        """Raise StageCancelled once nothing is to be taken any more."""
+        ...
+
     def serves(self, weights_id: str) -> bool:
         """Whether exactly these weights are served now."""
         ...
 
     def swap(self, path: str | Path) -> None:
-        """Raises what `Model.swap` raises; StageCancelled once nothing is to be taken any more."""
+        """Raises what `Model.swap` raises, and StageCancelled as `check` does."""
         ...
 
     def tell(self, kind: Literal["skipped", "unreachable"], source: str, error: BaseException) -> None: ...
@@ -79,6 +84,10 @@ class _File:
     retry_at: float = 0.0
     glance: Glance | None = None
     error: BaseException | None = None
+    key: tuple[Any, ...] = field(init=False)  # where it comes among the others
+
+    def __post_init__(self) -> None:
+        self.key = order(self.entry)
 
 
 class _NotNowError(Exception):
@@ -109,13 +118,13 @@ class Follower:
         self._clock = clock
         self._files: dict[str, _File] = {}
         self._old: set[str] | None = None  # the names found first, as long as none of them is taken
-        self._mark: Entry | None = None  # the last in order that was taken
+        self._mark: _File | None = None  # the last in order that was taken
         self._unlisted = 0  # how often the directory could not be listed since it could
 
     @property
     def skipped(self) -> dict[str, BaseException]:
         """Why files that are in the directory were passed over, by name, in order."""
-        files = sorted(self._files.values(), key=lambda file: order(file.entry))
+        files = sorted(self._files.values(), key=attrgetter("key"))
         return {file.entry.name: file.error for file in files if file.over and file.error is not None}
 
     def look(self, target: Target) -> float:
@@ -168,9 +177,10 @@ class Follower:
                 self._step(file, target)
 
     def _pending(self) -> list[_File]:
-        return sorted((file for file in self._files.values() if not file.over), key=lambda file: order(file.entry))
+        return sorted((file for file in self._files.values() if not file.over), key=attrgetter("key"))
 
     def _step(self, file: _File, target: Target) -> None:
+        target.check()
         if self._is_past(file):
             self._pass_over(file, target)
         elif self._clock() >= file.retry_at:
@@ -182,7 +192,7 @@ class Follower:
 
     def _is_past(self, file: _File) -> bool:
         mark = self._mark
-        return mark is not None and mark.name != file.entry.name and order(file.entry) < order(mark)
+        return mark is not None and mark.entry.name != file.entry.name and file.key < mark.key
 
     def _is_served(self, file: _File, found: Glance, target: Target) -> bool:
         """Whether a file that is not new has what is served."""
@@ -222,16 +232,17 @@ class Follower:
     def _taken(self, file: _File, target: Target) -> None:
         old, self._old = self._old or set(), set()
         file.over, file.error, self.last_error = True, None, None
-        self._mark = file.entry
-        for other in self._pending():
-            if other.entry.name in old and self._is_past(other):
+        self._mark = file
+        passed = [other for other in self._files.values() if not other.over and self._is_past(other)]
+        for other in sorted(passed, key=attrgetter("key")):
+            if other.entry.name in old:
                 other.over = True
-            elif self._is_past(other):
+            else:
                 self._pass_over(other, target)
 
     def _pass_over(self, file: _File, target: Target) -> None:
         assert self._mark is not None
-        where, later = printable(file.entry.path), self._mark.name
+        where, later = printable(file.entry.path), self._mark.entry.name
         error = Superseded(f"{where}: passed over, as {later} comes later and was taken{_why_not_before(file)}")
         file.over, file.error = True, error
         target.tell("skipped", where, error)
@@ -254,8 +265,10 @@ def is_transient(error: Exception) -> bool:
 
 def forget_frames(error: Exception) -> Exception:
     """The frames that an error has come through hold the model."""
+    links: list[BaseException] = []
     link: BaseException | None = error
-    while link is not None:
+    while link is not None and link not in links:
+        links.append(link)
         link.__traceback__ = None
         link = link.__cause__ or link.__context__
     return error

@@ -163,6 +163,10 @@ class _Target:
         self._model = model
         self._loop = loop
 
+    def check(self) -> None:
+        if self._loop.stopping:
+            raise StageCancelled("the watching was stopped")
+
     def serves(self, weights_id: str) -> bool:
         return self._model.weights_id == weights_id
 
@@ -179,8 +183,7 @@ class _Target:
         """Several threads' swaps queue."""
         swapping = self._model._store.swapping
         while not swapping.acquire(timeout=POLL_SECONDS):
-            if self._loop.stopping:
-                raise StageCancelled("the watching was stopped")
+            self.check()
         try:
             yield
         finally:

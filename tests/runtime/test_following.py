@@ -49,6 +49,7 @@ class Desk:
         self.told: list[tuple[str, str]] = []
         self.errors: dict[str, list[BaseException]] = {}  # raised instead of the next swaps of a file
         self.unlisted = False
+        self.stopped = False
         folder.mkdir()
         self.follow("newest")
 
@@ -60,6 +61,10 @@ class Desk:
         if self.unlisted:
             raise WeightFileError("unreachable")
         return open_directory(self.folder)()
+
+    def check(self) -> None:
+        if self.stopped:
+            raise StageCancelled("stopped")
 
     def serves(self, weights_id: str) -> bool:
         return self.model.weights_id == weights_id
@@ -457,6 +462,15 @@ def test_an_interval_above_the_longest_delay_stays(desk: Desk) -> None:
     follower = Follower("run", desk._list, 1000.0, "all", lambda: desk.now)
     desk.unlisted = True
     assert {follower.look(desk) for _ in range(2000)} == {1000.0}
+
+
+def test_nothing_is_opened_after_the_stop(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+    desk.write("v1", 1)
+    desk.stopped = True
+    opened: list[str | Path] = []
+    monkeypatch.setattr(module, "open_weights", opened.append)
+    desk.look()
+    assert (opened, desk.told, desk.follower.last_error) == ([], [], None)
 
 
 def test_a_cancelled_staging_ends_the_look(desk: Desk) -> None:
