@@ -277,6 +277,7 @@ class Model(Caller):
         only: str | Sequence[str] | None = None,
         keys: Keys | None = None,
         allow_other_graph: bool = False,
+        verify: Mode = "goldens",
         by: str = "watch",
         rate_limit: float | None = None,
         timeout: float | None = LEASE_TIMEOUT,
@@ -304,7 +305,7 @@ class Model(Caller):
 
         Raises Unsupported and MissingExtra; nothing afterwards.
         """
-        request = Request("", keys, patterns(only) if only is not None else (), None, allow_other_graph)
+        request = Request("", keys, patterns(only) if only is not None else (), None, allow_other_graph, verify)
         return Watcher(self, directory, interval, start, callback, Options(request, by, rate_limit, timeout))
 
     def pin(self) -> Pinned:
