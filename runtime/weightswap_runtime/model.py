@@ -17,6 +17,7 @@ from .events import Event, Listener
 from .gate import Claim
 from .job import Job
 from .pinned import Pinned
+from .places import printable
 from .receipts import SwapReceipt
 from .residency import Candidate
 from .selection import patterns
@@ -139,8 +140,9 @@ class Model(Caller):
         """Read and verify weights beside those that serve. Nothing that serves is touched.
 
         path: a .safetensors file, a .safetensors.index.json with its shards, a Hugging Face directory, or a delta
-          file, which needs the weights that it starts from to be served. Names are runtime FQNs or the checkpoint's
-          keys; weights that the adapter computes need torch.
+          file, which needs the weights that it starts from to be served; a local path, or an fsspec URL of the same
+          (s3://, gs://, https://, ...; extra `remote`). Names are runtime FQNs or the checkpoint's keys; weights that
+          the adapter computes need torch.
         only: patterns of FQNs, such as "encoder.*" (`*` also matches dots): these weights are taken from the file,
           whatever else it holds, and the rest are those that are served.
         keys: "checkpoint" or "fqn" says what the names are where a file that weightswap has not written would fit both
@@ -229,7 +231,7 @@ class Model(Caller):
     ) -> Candidate:
         """What a staging does, in whichever thread."""
         start = time.perf_counter()
-        source = str(request.path)
+        source = printable(request.path)
         tell = partial(Event, source=source, by=by, graph_id=self.graph_id)
         try:
             claim(job)

@@ -23,6 +23,7 @@ from .gate import POLL_SECONDS, Claim, ClaimReference, Gate, Version
 from .incremental import stage_delta, stage_part
 from .job import Job
 from .manifest import NamedTensor
+from .places import printable
 from .receipts import SwapReceipt
 from .residency import Candidate, Committed, open_residency
 from .session import Session
@@ -128,10 +129,10 @@ class Store:
     def stage(self, member: Member, request: Request, timeout: float | None, job: Job) -> Candidate:
         """Read and verify what is requested, beside the weights that serve. The caller has a claim."""
         try:
-            with open_weights(request.path) as weights:
+            with open_weights(request.path, job.check) as weights:
                 return self._stage(member, weights, request, timeout, job)
         except MemoryError as error:
-            raise OutOfMemory(f"{request.path}: no memory to stage it in ({error})") from error
+            raise OutOfMemory(f"{printable(request.path)}: no memory to stage it in ({error})") from error
 
     def _stage(
         self, member: Member, weights: WeightSet, request: Request, timeout: float | None, job: Job

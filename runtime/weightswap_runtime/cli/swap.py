@@ -45,9 +45,9 @@ class Residency(StrEnum):
 def swap(
     artifact: Annotated[Path, typer.Argument(help="An artifact's folder.")],
     checkpoints: Annotated[
-        list[Path],
+        list[str],
         typer.Argument(
-            help="Weight files, .safetensors checkpoints, indices of shards, or folders of Hugging Face models."
+            help="Weight files, .safetensors checkpoints, indices of shards, folders of Hugging Face models; or URLs."
         ),
     ],
     keys: KeysOption = None,
@@ -68,7 +68,7 @@ def swap(
             print_json(receipts)
 
 
-def _swap(model: Model, path: Path, keys: Keys | None, allow_other_graph: bool, quiet: bool) -> SwapReceipt:
+def _swap(model: Model, path: str, keys: Keys | None, allow_other_graph: bool, quiet: bool) -> SwapReceipt:
     receipt = model.swap(path, keys=keys, allow_other_graph=allow_other_graph)
     if quiet:
         return receipt
