@@ -28,6 +28,7 @@ from .transport import (
 
 CLOCK_TICK = 2.0  # seconds: Last-Modified has whole ones, and may be written before the last byte is
 _PERMANENT = (
+    aiohttp.ClientResponseError,  # not HTTP; statuses do not raise it
     aiohttp.InvalidURL,
     aiohttp.TooManyRedirects,
     aiohttp.ClientConnectorCertificateError,
