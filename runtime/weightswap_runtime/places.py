@@ -46,7 +46,8 @@ class Url:
     def parent(self) -> Url:
         """The folder, without a slash at its end. A query stays: it may be what gives access."""
         scheme, path, query = self._split()
-        return Url(scheme + path.rpartition("/")[0] + query)
+        folder, slash, _ = path.rpartition("/")
+        return Url(scheme + (folder or slash) + query)
 
     def __truediv__(self, name: str) -> Url:
         scheme, path, query = self._split()

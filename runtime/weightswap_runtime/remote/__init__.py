@@ -25,7 +25,7 @@ def find_object(url: Url, check: Check | None = None) -> RemoteObject | None:
     fs, path = _file_system(url)
     loop, check = _loop_of(fs, url), check or _go_on
     transport = _transport(fs, path, url)
-    opened = wait_for(persist(transport.open, lambda: f"{url}: cannot be opened"), loop(), check)
+    opened = wait_for(loop(), persist(transport.open, lambda: f"{url}: cannot be opened"), check)
     return RemoteObject(str(url), transport, opened, loop, check) if opened else None
 
 
@@ -41,7 +41,7 @@ def list_names(url: Url, likely: Sequence[str], check: Check | None = None) -> l
     fs, path = _file_system(url)
     folder = GenericObject(fs, path, str(url))
     work = persist(folder.names, lambda: f"{url}: cannot be listed")
-    return wait_for(work, _loop_of(fs, url)(), check or _go_on) or None
+    return wait_for(_loop_of(fs, url)(), work, check or _go_on) or None
 
 
 def _go_on() -> None:
@@ -65,11 +65,12 @@ def _transport(fs: Any, path: str, url: Url) -> Transport:
 def _file_system(url: Url) -> tuple[Any, str]:
     """The file system of a URL, with the options that fsspec's configuration has for it, and the path in that."""
     try:
+        from fsspec import get_filesystem_class
         from fsspec.core import url_to_fs
 
-        fs, path = url_to_fs(url.raw)
         # one that works in threads may still be at work for somebody who has given up
-        return (fs, path) if fs.async_impl else url_to_fs(url.raw, skip_instance_cache=True)
+        shared = getattr(get_filesystem_class(url.protocol), "async_impl", False)
+        fs, path = url_to_fs(url.raw, skip_instance_cache=not shared)
     except ImportError as error:
         raise _missing(url, error) from error
     except ValueError as error:
@@ -77,6 +78,7 @@ def _file_system(url: Url) -> tuple[Any, str]:
     except Exception as error:  # a constructor may look for credentials, or connect
         text = f"{type(error).__name__}: {redact(str(error))}"
         raise WeightFileError(f"{url}: cannot be opened ({text}). Check the options of its file system.") from None
+    return fs, path
 
 
 def _missing(url: Url, error: ImportError) -> Exception:

@@ -82,11 +82,11 @@ class GenericObject:
     async def call(self, name: str, *arguments: Any, **options: Any) -> Any:
         """Call a method of the file system. Raises FileNotFoundError, WeightFileError and Transient."""
         try:
-            async with asyncio.timeout(PATIENCE):
-                if self._fs.async_impl:
-                    return await getattr(self._fs, f"_{name}")(*arguments, **options)
-                async with self._alone:
+            if not self._fs.async_impl:
+                async with self._alone:  # without a limit of time: a thread cannot be stopped
                     return await asyncio.to_thread(getattr(self._fs, name), *arguments, **options)
+            async with asyncio.timeout(PATIENCE):
+                return await getattr(self._fs, f"_{name}")(*arguments, **options)
         except (FileNotFoundError, MemoryError):
             raise
         except _PERMANENT as error:  # `from None`: the texts of the causes may show credentials

@@ -26,7 +26,7 @@ _gates: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = WeakKe
 Loop = Callable[[], asyncio.AbstractEventLoop]
 
 
-def wait_for(work: Coroutine[Any, Any, T], loop: asyncio.AbstractEventLoop, check: Check) -> T:
+def wait_for(loop: asyncio.AbstractEventLoop, work: Coroutine[Any, Any, T], check: Check) -> T:
     """Run a coroutine on a loop of another thread. It is cancelled if `check` raises, or an interrupt comes."""
     future = asyncio.run_coroutine_threadsafe(work, loop)
     try:
@@ -91,7 +91,7 @@ class RemoteObject:
             if offset + landing.size <= len(self._head):
                 landing.write(0, self._head[offset : offset + landing.size])
             else:
-                wait_for(self._read(landing, offset), self._loop(), self._check)
+                wait_for(self._loop(), self._read(landing, offset), self._check)
         finally:
             landing.close()
 
@@ -136,7 +136,7 @@ class RemoteObject:
 
     def check_unchanged(self) -> None:
         if not self._is_whole:
-            wait_for(self._probe(), self._loop(), self._check)
+            wait_for(self._loop(), self._probe(), self._check)
 
     async def _probe(self) -> None:
         found = await persist(lambda: self._transport.probe(self._pin), lambda: f"{self.where}: cannot be read")
