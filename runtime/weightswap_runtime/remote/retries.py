@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import time
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
@@ -14,23 +15,21 @@ from .transport import Transient
 T = TypeVar("T")
 ATTEMPTS = 6
 FIRST_PAUSE, LONGEST_PAUSE = 0.2, 10.0  # seconds
-MOST_PAUSED = 60.0  # seconds, of all pauses together
+MOST_SECONDS = 120.0  # after the first attempt has begun, no other begins
 
 
 async def persist(attempt: Callable[[], Awaitable[T]], where: Callable[[], str]) -> T:
     """Await `attempt()` until it raises nothing transient. Raises WeightFileError when that takes too long."""
-    paused = 0.0
+    start = time.monotonic()
     for number in range(1, ATTEMPTS + 1):
         try:
             return await attempt()
         except Transient as error:
             pause = max(_backoff(number), error.after)
             reason = str(error)
-        if paused + pause > MOST_PAUSED:
+        if number == ATTEMPTS or time.monotonic() + pause > start + MOST_SECONDS:
             break
-        paused += pause
-        if number < ATTEMPTS:
-            await asyncio.sleep(pause)
+        await asyncio.sleep(pause)
     raise WeightFileError(
         f"{where()}, after {number} attempt(s) ({reason}). Check the server and the network, then stage again."
     )

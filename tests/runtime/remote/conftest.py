@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import fsspec.config
 import pytest
+from fsspec.registry import _registry
 
 from tests.servers import (
     Bucket,
@@ -63,6 +64,9 @@ def s3_bucket(s3_server: S3Server, monkeypatch: pytest.MonkeyPatch) -> S3Bucket:
 
 @pytest.fixture
 def gs_bucket(monkeypatch: pytest.MonkeyPatch) -> Iterator[CloudBucket]:
+    from gcsfs.core import GCSFileSystem  # without gRPC
+
+    monkeypatch.setitem(_registry, "gs", GCSFileSystem)
     with WebServer(CloudStorage) as started:
         monkeypatch.setitem(fsspec.config.conf, "gs", {"endpoint_url": started.url, "token": "anon"})
         yield CloudBucket(started)
