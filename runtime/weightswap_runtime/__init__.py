@@ -4,6 +4,7 @@ from ._version import __version__
 from .artifact import Artifact
 from .deltafile import Delta, write_delta
 from .errors import (
+    AccessDenied,
     ArtifactError,
     BaseMismatch,
     CallError,
@@ -12,6 +13,8 @@ from .errors import (
     DigestMismatch,
     ExportError,
     FormatVersionError,
+    GoldenMismatch,
+    GoldensError,
     GraphMismatch,
     InputMismatch,
     LeaseTimeout,
@@ -23,6 +26,7 @@ from .errors import (
     PinReleased,
     PublishTimeout,
     RecipeError,
+    RecordingError,
     StageCancelled,
     StageClosed,
     StageTimeout,
@@ -41,9 +45,11 @@ from .model import Model, load
 from .pinned import Pinned
 from .receipts import SwapReceipt
 from .staged import Staged
+from .tools import read_weights
 from .weightfile import WeightFile
 
 __all__ = [
+    "AccessDenied",
     "Artifact",
     "ArtifactError",
     "BaseMismatch",
@@ -55,6 +61,8 @@ __all__ = [
     "Event",
     "ExportError",
     "FormatVersionError",
+    "GoldenMismatch",
+    "GoldensError",
     "GraphMismatch",
     "InputMismatch",
     "LeaseTimeout",
@@ -69,6 +77,7 @@ __all__ = [
     "Progress",
     "PublishTimeout",
     "RecipeError",
+    "RecordingError",
     "StageCancelled",
     "StageClosed",
     "StageTimeout",
@@ -85,5 +94,6 @@ __all__ = [
     "WeightswapError",
     "__version__",
     "load",
+    "read_weights",
     "write_delta",
 ]

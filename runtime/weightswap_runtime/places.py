@@ -49,6 +49,12 @@ class Url:
         folder, slash, _ = path.rpartition("/")
         return Url(scheme + (folder or slash) + query)
 
+    def with_name(self, name: str) -> Url:
+        """A neighbour; `name` as it stands in a URL."""
+        scheme, path, query = self._split()
+        folder, slash, _ = path.rpartition("/")
+        return Url(scheme + folder + slash + name + query)
+
     def __truediv__(self, name: str) -> Url:
         scheme, path, query = self._split()
         folder = path.rstrip("/") + "/" if path else ""

@@ -20,6 +20,7 @@ from .weightfile import Stamp, WeightFile
 
 SINGLE_NAME = "model.safetensors"
 SUFFIX = ".safetensors"
+GOLDENS_SUFFIX = ".goldens.safetensors"
 INDEX_SUFFIX = ".safetensors.index.json"
 INDEX_NAME = "model" + INDEX_SUFFIX
 MOST_INDEX_BYTES = 256 << 20
@@ -40,8 +41,9 @@ class StoredTensor(NamedTuple):
 class WeightSet(AbstractContextManager["WeightSet"]):
     """Open, checked safetensors files whose tensors form one set. Made by `open_weights()`."""
 
-    def __init__(self, where: str, files: Mapping[str, WeightFile]) -> None:
-        self.where = where
+    def __init__(self, place: Place, files: Mapping[str, WeightFile]) -> None:
+        self.place = place
+        self.where = str(place)
         self.files = tuple(files.values())
         self.tensors = {name: tensor for file in self.files for name, tensor in _stored(file)}
 
@@ -75,7 +77,23 @@ def open_weights(path: str | os.PathLike[str], check: Check | None = None) -> We
     found = _find(as_place(path), check)
     if found.name.endswith(INDEX_SUFFIX):
         return _open_shards(found, check)
-    return WeightSet(str(found), {"": WeightFile(found, check)})
+    return WeightSet(found, {"": WeightFile(found, check)})
+
+
+def goldens_path(weights: str | os.PathLike[str]) -> Path:
+    """`v1.goldens.safetensors` for `v1.safetensors`, or for the index of its shards."""
+    path = Path(weights)
+    return path.with_name(_goldens_name(path.name))
+
+
+def goldens_url(weights: Url) -> Url:
+    """As `goldens_path`, for the URL of a weight file or an index."""
+    return weights.with_name(_goldens_name(weights.name))
+
+
+def _goldens_name(name: str) -> str:
+    suffix = next((suffix for suffix in (INDEX_SUFFIX, SUFFIX) if name.endswith(suffix)), "")
+    return name.removesuffix(suffix) + GOLDENS_SUFFIX
 
 
 def _stored(file: WeightFile) -> Iterator[tuple[str, StoredTensor]]:
@@ -112,7 +130,7 @@ def _meant(path: Place, names: Sequence[str]) -> str:
     if MANIFEST_NAME in names:
         raise WeightFileError(f"{path}: an artifact, not a checkpoint; give a weight file or a checkpoint's directory")
     indices = [name for name in names if name.endswith(INDEX_SUFFIX)]
-    singles = [name for name in names if name.endswith(SUFFIX)]
+    singles = [name for name in names if name.endswith(SUFFIX) and not name.endswith(GOLDENS_SUFFIX)]
     if not indices and (lost := lost_index(singles)):
         raise WeightFileError(f"{path}: {lost}")
     for candidates in (indices, singles):
@@ -159,7 +177,7 @@ def _open_shards(index: Place, check: Check | None) -> WeightSet:
             more = f" and {len(problems) - 5} more" if len(problems) > 5 else ""
             raise WeightFileError(f"{index}: contradicts its shards: {'; '.join(problems[:5])}{more}. {_AGAIN}")
         stack.pop_all()  # the set closes them
-    return WeightSet(str(index), files)
+    return WeightSet(index, files)
 
 
 def read_index(index: Place, suffix: str, check: Check | None = None) -> dict[str, str]:

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Mapping
 from typing import Any
 
-from weightswap_runtime.errors import WeightFileError
+from weightswap_runtime.errors import AccessDenied, WeightFileError
 
 from .transport import HEAD_BYTES, STALL, Opened, Pin, Write, changed, failed, lost
 
@@ -22,7 +22,6 @@ CONTENT_KEYS = (
     "blob_id",
 )
 TIME_KEYS = ("LastModified", "last_modified", "modified", "mtime", "updated", "created")
-_PERMANENT = (PermissionError, IsADirectoryError, NotADirectoryError)
 
 
 class GenericObject:
@@ -89,7 +88,9 @@ class GenericObject:
                 return await getattr(self._fs, f"_{name}")(*arguments, **options)
         except (FileNotFoundError, MemoryError):
             raise
-        except _PERMANENT as error:  # `from None`: the texts of the causes may show credentials
+        except PermissionError as error:  # `from None`: the texts of the causes may show credentials
+            raise AccessDenied(str(failed(self._where, error))) from None
+        except (IsADirectoryError, NotADirectoryError) as error:
             raise failed(self._where, error) from None
         except OSError as error:
             raise lost(error) from None

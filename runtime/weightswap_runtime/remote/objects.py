@@ -35,6 +35,7 @@ def wait_for(loop: asyncio.AbstractEventLoop, work: Coroutine[Any, Any, T], chec
         return future.result()
     finally:
         future.cancel()
+        del future  # it holds its error, whose frames hold this one
 
 
 class Landing:
@@ -108,6 +109,7 @@ class RemoteObject:
             for request in requests:
                 request.cancel()
             await asyncio.gather(*requests, return_exceptions=True)
+            requests.clear()  # they hold their errors, whose frames hold this one
 
     async def fetch(self, start: int, stop: int, write: Callable[[bytes], None]) -> None:
         async with _gate():

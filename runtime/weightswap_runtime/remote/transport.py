@@ -8,7 +8,7 @@ from collections.abc import Callable
 from email.utils import parsedate_to_datetime
 from typing import NamedTuple, Protocol
 
-from weightswap_runtime.errors import WeightFileError
+from weightswap_runtime.errors import AccessDenied, WeightFileError
 from weightswap_runtime.places import redact
 
 HEAD_BYTES = 128 << 10  # of an object that the first request asks for: most headers are shorter
@@ -16,10 +16,6 @@ STALL = 20.0  # seconds without a byte after which a request is given up
 Write = Callable[[bytes], None]
 _TRANSIENT = frozenset({408, 425, 429, 500, 502, 503, 504})
 _CONTENT_RANGE = re.compile(r"bytes (?:(\d+)-(\d+)|\*)/(\d+|\*)")
-_ADVICE = {
-    401: "Check the credentials.",
-    403: "Check the credentials, and whether a signed URL has expired.",
-}
 
 
 class Pin(NamedTuple):
@@ -93,8 +89,10 @@ def refused(where: str, status: int, reason: str, retry_after: str | None = None
         return Transient(f"{status} {reason}".strip(), _seconds(retry_after))
     if status == 412:
         return changed(where)
-    advice = _ADVICE.get(status, "Check the URL.")
-    return WeightFileError(f"{where}: the server refuses ({f'{status} {redact(reason)}'.strip()}). {advice}")
+    text = f"{where}: the server refuses ({f'{status} {redact(reason)}'.strip()})."
+    if status in (401, 403):
+        return AccessDenied(f"{text} Check the credentials, and whether a signed URL has expired.")
+    return WeightFileError(f"{text} Check the URL.")
 
 
 def _seconds(retry_after: str | None) -> float:

@@ -103,14 +103,14 @@ def stalled(handler: Handler, asked: Asked) -> None:
 
 
 def changing(before: Content, after: Content, at: int) -> Fault:
-    """Put other content in place when the `at`th request for data comes."""
+    """Put other content in place of `v.safetensors` when the `at`th request for data comes."""
     lock = threading.Lock()
     seen = [0]
 
     def fault(handler: Handler, asked: Asked) -> bool:
         with lock:
             seen[0] += is_data(asked)
-            handler.web.contents[asked.path] = after if seen[0] >= at else before
+            handler.web.contents["/v.safetensors"] = after if seen[0] >= at else before
         return False
 
     return fault
@@ -120,7 +120,7 @@ def after_the_data(before: Content, after: Content) -> Fault:
     """Put other content in place when it is asked whether it is still the same."""
 
     def fault(handler: Handler, asked: Asked) -> bool:
-        handler.web.contents[asked.path] = after if (asked.start, asked.stop) == (0, 1) else before
+        handler.web.contents["/v.safetensors"] = after if (asked.start, asked.stop) == (0, 1) else before
         return False
 
     return fault

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -51,3 +52,11 @@ def sharded(tiny: TinyArtifact, put: Callable[[str, bytes], object], index: str 
         put(f"hub/{name}", safetensors.numpy.save({key: values[key] for key in keys}))
     weight_map = {key: name for name, keys in shards.items() for key in keys}
     put(f"hub/{index}", json.dumps({"weight_map": weight_map}).encode())
+
+
+def until(condition: Callable[[], bool]) -> None:
+    """Wait for something that is about to happen."""
+    deadline = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)

@@ -19,18 +19,12 @@ from weightswap_runtime.remote import objects, web
 from weightswap_runtime.sources import open_source
 
 from .answers import (
+from .contents import until
     always,
     for_the_first,
     is_data,
     stalled,
 )
-
-
-def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 10
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
 
 
 def test_a_stalled_staging_is_cancelled_at_once(model: Model, weight_file: WriteWeights, server: WebServer) -> None:
