@@ -79,6 +79,10 @@ class Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     web: WebServer
 
+    def handle(self) -> None:
+        with suppress(ConnectionError):  # clients that have given up
+            super().handle()
+
     def do_GET(self) -> None:
         web = self.web
         path = self.path.partition("?")[0]

@@ -4,13 +4,7 @@ from __future__ import annotations
 
 import threading
 
-from tests.servers import (
-    Answer,
-    Asked,
-    Content,
-    Fault,
-    Handler,
-)
+from tests.servers import Answer, Asked, Content, Fault, Handler
 
 INDEX = "model.safetensors.index.json"
 

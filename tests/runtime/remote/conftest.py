@@ -8,25 +8,12 @@ import fsspec.config
 import pytest
 from fsspec.registry import _registry
 
-from tests.servers import (
-    Bucket,
-    CloudBucket,
-    CloudStorage,
-    MemoryBucket,
-    S3Bucket,
-    S3Server,
-    WebServer,
-)
+from tests.servers import Bucket, CloudBucket, CloudStorage, MemoryBucket, S3Bucket, S3Server, WebServer
 from tests.tiny import TinyArtifact, WriteWeights
-from weightswap_runtime import (
-    Model,
-    load,
-)
+from weightswap_runtime import Model, load
 from weightswap_runtime.remote import generic, objects, retries, s3, web
 
-from .answers import (
-    DATA_START,
-)
+from .answers import DATA_START
 
 
 @pytest.fixture

@@ -18,9 +18,7 @@ from weightswap_runtime.reading import read_tensors
 from weightswap_runtime.weightset import open_weights
 from weightswap_runtime.workers import Workers
 
-from .answers import (
-    INDEX,
-)
+from .answers import INDEX
 
 WORKERS = Workers(3)
 

@@ -9,23 +9,13 @@ from typing import Any
 import pytest
 import safetensors.numpy
 
-from tests.servers import (
-    Bucket,
-    S3Bucket,
-    WebServer,
-)
+from tests.servers import Bucket, S3Bucket, WebServer
 from tests.tiny import TinyArtifact, WriteWeights, serves
-from weightswap_runtime import (
-    Model,
-    WeightFileError,
-    load,
-)
+from weightswap_runtime import Model, WeightFileError, load
 from weightswap_runtime.remote import objects
 from weightswap_runtime.sources import read_small
 
-from .answers import (
-    DATA_START,
-)
+from .answers import DATA_START
 from .contents import random_values, read_all, sharded, unstamped
 
 

@@ -7,22 +7,12 @@ from typing import Any
 
 import pytest
 
-from tests.servers import (
-    Content,
-    WebServer,
-)
+from tests.servers import Content, WebServer
 from tests.tiny import WriteWeights, serves
-from weightswap_runtime import (
-    DigestMismatch,
-    Model,
-    WeightFileError,
-)
+from weightswap_runtime import DigestMismatch, Model, WeightFileError
 from weightswap_runtime.remote import web
 
-from .answers import (
-    after_the_data,
-    changing,
-)
+from .answers import after_the_data, changing
 from .contents import unstamped
 
 VALIDATORS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {

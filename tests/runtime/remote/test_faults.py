@@ -4,17 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from tests.servers import (
-    Answer,
-    Asked,
-    Handler,
-    WebServer,
-)
+from tests.servers import Answer, Asked, Handler, WebServer
 from tests.tiny import WriteWeights, serves
-from weightswap_runtime import (
-    Model,
-    WeightFileError,
-)
+from weightswap_runtime import Model, WeightFileError
 from weightswap_runtime.sources import open_source, read_small
 
 from .answers import (

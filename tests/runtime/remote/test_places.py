@@ -11,28 +11,12 @@ from pathlib import Path
 import pytest
 
 from tests.runtime.test_public import imported_by
-from tests.servers import (
-    WebServer,
-)
+from tests.servers import WebServer
 from tests.tiny import TinyArtifact, WriteWeights, serves
-from weightswap_runtime import (
-    Event,
-    Model,
-    Unsupported,
-    WeightFileError,
-    load,
-)
+from weightswap_runtime import Event, Model, Unsupported, WeightFileError, load
 from weightswap_runtime.places import Url, printable, redact
 
-from .answers import (
-    DATA_START,
-    compressed,
-    dropped,
-    everything,
-    other_range,
-    status,
-    too_much,
-)
+from .answers import DATA_START, compressed, dropped, everything, other_range, status, too_much
 
 
 def test_a_file_url_is_a_local_path(tiny: TinyArtifact, tmp_path: Path) -> None:

@@ -2,29 +2,22 @@
 
 from __future__ import annotations
 
+import gc
 import time
-from collections.abc import Callable
+import weakref
+from contextlib import suppress
 
+import numpy as np
 import pytest
 
-from tests.servers import (
-    WebServer,
-)
+from tests.servers import WebServer
 from tests.tiny import WriteWeights, serves
-from weightswap_runtime import (
-    Model,
-    StageCancelled,
-)
+from weightswap_runtime import Model, StageCancelled, WeightFileError
 from weightswap_runtime.remote import objects, web
 from weightswap_runtime.sources import open_source
 
-from .answers import (
+from .answers import always, for_the_first, is_data, stalled
 from .contents import until
-    always,
-    for_the_first,
-    is_data,
-    stalled,
-)
 
 
 def test_a_stalled_staging_is_cancelled_at_once(model: Model, weight_file: WriteWeights, server: WebServer) -> None:
@@ -100,3 +93,19 @@ def test_a_request_without_progress_is_sent_again(
     server.fault = for_the_first(2, stalled)
     model.swap(server.put("v2.safetensors", weight_file(2).read_bytes()))
     assert serves(model, 2)
+
+
+def test_a_refusal_keeps_no_memory(server: WebServer) -> None:
+    source = open_source(server.put("v", bytes(9000)))
+    server.fault = always(lambda handler, asked: handler.reply(405))
+    memory = np.zeros(4000, np.uint8)
+    alive = weakref.ref(memory)
+    gc.collect()
+    gc.disable()
+    try:
+        with suppress(WeightFileError):
+            source.read_into([memoryview(memory)], 5000)
+        del memory
+        until(lambda: alive() is None)
+    finally:
+        gc.enable()
