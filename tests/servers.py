@@ -122,12 +122,12 @@ class Handler(BaseHTTPRequestHandler):
 
     def reply(self, status: int, body: bytes = b"", headers: dict[str, str] | None = None, cut: int = 0) -> None:
         """Answer. `cut`: so many bytes fewer than announced, and then the end of the connection."""
+        with self.web.lock:
+            self.web.sent += len(body) - cut
         self.send_response(status)
         for name, value in {"Content-Length": str(len(body)), **(headers or {})}.items():
             self.send_header(name, value)
         self.end_headers()
-        with self.web.lock:
-            self.web.sent += len(body) - cut
         self.wfile.write(memoryview(body)[: len(body) - cut])
         if cut:
             self.close_connection = True

@@ -92,7 +92,7 @@ def stalled(handler: Handler, asked: Asked) -> None:
         handler.send_header(name, value)
     handler.end_headers()
     handler.wfile.write(data[:1])
-    handler.web.released.wait(30)
+    handler.web.released.wait(120)
     handler.wfile.write(data[1:])
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import subprocess
+import sys
 import time
 import weakref
 from contextlib import suppress
@@ -11,12 +13,12 @@ import numpy as np
 import pytest
 
 from tests.servers import WebServer
-from tests.tiny import WriteWeights, serves
+from tests.tiny import TinyArtifact, WriteWeights, serves
 from weightswap_runtime import Model, StageCancelled, WeightFileError
 from weightswap_runtime.remote import objects, web
 from weightswap_runtime.sources import open_source
 
-from .answers import always, for_the_first, is_data, stalled
+from .answers import DATA_START, always, for_the_first, is_data, stalled
 from .contents import until
 
 
@@ -109,3 +111,25 @@ def test_a_refusal_keeps_no_memory(server: WebServer) -> None:
         until(lambda: alive() is None)
     finally:
         gc.enable()
+
+
+def test_the_interpreter_ends_while_a_server_stalls(
+    tiny: TinyArtifact, weight_file: WriteWeights, server: WebServer
+) -> None:
+    server.fault = always(stalled)
+    url = server.put("v2.safetensors", weight_file(2).read_bytes())
+    code = f"""
+import time
+from weightswap_runtime import load
+from weightswap_runtime.remote import web
+web.HEAD_BYTES = {DATA_START}
+staged = load({str(tiny.path)!r}, {str(weight_file(1))!r}).stage({url!r}, background=True)
+while not staged.progress.phase == "reading":
+    time.sleep(0.01)
+time.sleep(0.2)
+"""
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, check=False, timeout=60
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert any(map(is_data, server.asked))

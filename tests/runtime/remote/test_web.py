@@ -61,6 +61,21 @@ def test_a_part_reads_its_bytes_alone(model: Model, weight_file: WriteWeights, s
     assert server.sent == DATA_START + 4 + 20 + 1
 
 
+def test_redirects_are_followed_with_the_conditions(model: Model, weight_file: WriteWeights, server: WebServer) -> None:
+    def redirected(handler: Handler, asked: Asked) -> bool:
+        if asked.path == "/latest.safetensors":
+            handler.reply(302, headers={"Location": "/v2.safetensors"})
+        return asked.path == "/latest.safetensors"
+
+    server.fault = redirected
+    server.put("v2.safetensors", weight_file(2).read_bytes())
+    receipt = model.swap(f"{server.url}/latest.safetensors")
+    assert serves(model, 2)
+    assert receipt.source == f"{server.url}/latest.safetensors"
+    etag = server.contents["/v2.safetensors"].etag
+    assert {asked.headers.get("If-Match") for asked in server.asked if is_data(asked)} == {etag}
+
+
 def test_a_delta_is_taken_by_url(model: Model, weight_file: WriteWeights, tmp_path: Path, server: WebServer) -> None:
     delta = write_delta(weight_file(1), weight_file(2), tmp_path / "delta.safetensors")
     receipt = model.swap(server.put("delta.safetensors", delta.path.read_bytes()))
