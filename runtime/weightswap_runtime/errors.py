@@ -7,6 +7,7 @@ WeightswapError
 |   |-- WeightFileError        not a readable safetensors file
 |   |   `-- DamagedFile        its header or metadata cannot be right, however often it is read
 |   |       `-- TruncatedFile  shorter than its header says
+|   |   `-- AccessDenied       a server does not give it to whoever asks
 |   |-- WeightsMismatch        its tensors are not those of the graph
 |   |-- DigestMismatch         its bytes are not those that were packed
 |   |-- GraphMismatch          packed for another graph id
@@ -78,6 +79,10 @@ def _refusal(where: str, problems: Sequence[str], advice: str) -> str:
     if len(problems) > MOST_PRINTED:
         lines += f"\n  - and {len(problems) - MOST_PRINTED} more"
     return f"{where}: refused, {len(problems)} problem(s)\n{lines}\n{advice}"
+
+
+class AccessDenied(WeightFileError):
+    """A server does not give an object to whoever asks: wrong credentials, or a signed URL that has expired."""
 
 
 class _Problems(SwapError):
@@ -219,6 +224,7 @@ class RecipeError(ExportError):
 
 
 __all__ = [
+    "AccessDenied",
     "ArtifactError",
     "BaseMismatch",
     "CallError",

@@ -20,6 +20,7 @@ from .goldens import Mode
 from .hooks import Stop
 from .job import Job, Progress
 from .pinned import Pinned
+from .places import printable
 from .receipts import SwapReceipt
 from .residency import Candidate
 from .selection import patterns
@@ -173,8 +174,9 @@ class Model(Caller):
         """Read and verify weights beside those that serve. Nothing that serves is touched.
 
         path: a .safetensors file, a .safetensors.index.json with its shards, a Hugging Face directory, or a delta
-          file, which needs the weights that it starts from to be served. Names are runtime FQNs or the checkpoint's
-          keys; weights that the adapter computes need torch.
+          file, which needs the weights that it starts from to be served; a local path, or an fsspec URL of the same
+          (s3://, gs://, https://, ...; extra `remote`). Names are runtime FQNs or the checkpoint's keys; weights that
+          the adapter computes need torch.
         only: patterns of FQNs, such as "encoder.*" (`*` also matches dots): these weights are taken from the file,
           whatever else it holds, and the rest are those that are served.
         keys: "checkpoint" or "fqn" says what the names are where a file that weightswap has not written would fit both
@@ -219,7 +221,9 @@ class Model(Caller):
 
     def _tell(self, kind: EventKind, request: Request, by: str, **more: Any) -> None:
         operation: Kind | None = "partial" if request.only else None
-        self._store.events.emit(Event(kind, str(request.path), by, self.graph_id, **({"operation": operation} | more)))
+        self._store.events.emit(
+            Event(kind, printable(request.path), by, self.graph_id, **({"operation": operation} | more))
+        )
 
     def swap(
         self,

@@ -17,7 +17,7 @@ from .sources import MOST_BUFFERS, ByteSource
 from .weightset import WeightSet
 from .workers import Workers
 
-READS = 8  # that a thread does in a row
+READS, GROUP_BYTES = 8, 8 << 20  # at most, that a thread does in a row
 _BLANK = b""
 
 
@@ -86,7 +86,7 @@ def new_piece(weights: WeightSet, key: str, target: memoryview) -> Piece:
 def read_pieces(pieces: Iterable[Piece], workers: Workers, job: Job) -> None:
     """Fill every piece's memory and its list of digests."""
     ordered = sorted(pieces, key=lambda piece: (id(piece.source), piece.begin))
-    reads = list(_reads(part for piece in ordered for part in _parts(piece, job.unit(piece.source.unit))))
+    reads = list(_reads((part for piece in ordered for part in _parts(piece, job.unit(piece.source.unit))), job))
     workers.run_all(_reader(job), _groups(reads))
 
 
@@ -97,8 +97,8 @@ def _parts(piece: Piece, unit: int) -> Iterator[Part]:
         yield Part(piece, start, min(start + unit, size))
 
 
-def _reads(parts: Iterable[Part]) -> Iterator[list[Part]]:
-    """Neighbours in a file that one scattered read fills, of about the size that suits the file."""
+def _reads(parts: Iterable[Part], job: Job) -> Iterator[list[Part]]:
+    """Neighbours in a file that one scattered read fills, of about the size that suits the file and the job."""
     read: list[Part] = []
     room = end = 0
     for part in parts:
@@ -107,7 +107,7 @@ def _reads(parts: Iterable[Part]) -> Iterator[list[Part]]:
         if not (follows and length <= room and len(read) < MOST_BUFFERS):
             if read:
                 yield read
-            read, room = [], max(part.piece.source.unit, length)
+            read, room = [], max(job.unit(part.piece.source.unit), length)
         read.append(part)
         room -= length
         end = begin + length
@@ -115,8 +115,18 @@ def _reads(parts: Iterable[Part]) -> Iterator[list[Part]]:
         yield read
 
 
-def _groups(reads: Sequence[list[Part]]) -> Iterator[Sequence[list[Part]]]:
-    return (reads[start : start + READS] for start in range(0, len(reads), READS))
+def _groups(reads: Iterable[list[Part]]) -> Iterator[Sequence[list[Part]]]:
+    """What a thread reads in a row: one large read, or several small ones."""
+    group: list[list[Part]] = []
+    size = 0
+    for read in reads:
+        group.append(read)
+        size += sum(part.stop - part.start for part in read)
+        if len(group) == READS or size >= GROUP_BYTES:
+            yield group
+            group, size = [], 0
+    if group:
+        yield group
 
 
 def _reader(job: Job) -> Callable[[Sequence[list[Part]]], None]:

@@ -13,7 +13,8 @@ import fsspec
 import pytest
 
 from weightswap_runtime import MissingExtra, Unsupported, WeightFileError
-from weightswap_runtime.directory import Entry, is_weight_file, open_directory, order, printable
+from weightswap_runtime.directory import Entry, is_weight_file, open_directory, order
+from weightswap_runtime.places import printable
 
 IN_ORDER = [
     "best.safetensors",
