@@ -101,8 +101,10 @@ def _list_url(url: str) -> list[Entry]:
         system.invalidate_cache(root)
         return list(_remote(system.ls(root, detail=True), system.unstrip_protocol))
     except Exception as error:  # each kind of store has its own
-        found = redact(str(error))
-        raise WeightFileError(f"{printable(url)}: cannot be listed ({type(error).__name__}: {found})") from None
+        shown = printable(url)
+        # some of them name the path alone, without the protocol
+        found = redact(str(error)).replace(url.partition("://")[2], shown.partition("://")[2])
+        raise WeightFileError(f"{shown}: cannot be listed ({type(error).__name__}: {found})") from None
 
 
 def _remote(found: Iterable[Mapping[str, Any]], url_of: Callable[[str], str]) -> Iterable[Entry]:

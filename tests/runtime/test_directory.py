@@ -134,7 +134,7 @@ def test_a_url(tmp_path: Path) -> None:
 def test_messages_show_no_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(WeightFileError) as caught:
         open_directory("memory://me:password@host/nowhere?signature=s3cret")()
-    assert str(caught.value).startswith("memory://***@host/nowhere: cannot be listed (FileNotFoundError")
+    assert str(caught.value).startswith("memory://***@host/nowhere?signature=***: cannot be listed (FileNotFoundError")
     assert "password" not in printable("https://me:password@host/run?signature=s3cret")
     assert "s3cret" not in printable("https://me:password@host/run?signature=s3cret")
     assert printable(Path("a?b@c")) == "a?b@c"
