@@ -10,6 +10,7 @@ from .errors import (
     CallError,
     CaptureError,
     CheckpointError,
+    DamagedFile,
     DigestMismatch,
     ExportError,
     FormatVersionError,
@@ -31,7 +32,9 @@ from .errors import (
     StageClosed,
     StageTimeout,
     StagingBusy,
+    Superseded,
     SwapError,
+    TruncatedFile,
     UnexpectedWeights,
     UnknownMethod,
     Unsupported,
@@ -46,6 +49,7 @@ from .pinned import Pinned
 from .receipts import SwapReceipt
 from .staged import Staged
 from .tools import read_weights
+from .watching import Watcher
 from .weightfile import WeightFile
 
 __all__ = [
@@ -56,6 +60,7 @@ __all__ = [
     "CallError",
     "CaptureError",
     "CheckpointError",
+    "DamagedFile",
     "Delta",
     "DigestMismatch",
     "Event",
@@ -83,11 +88,14 @@ __all__ = [
     "StageTimeout",
     "Staged",
     "StagingBusy",
+    "Superseded",
     "SwapError",
     "SwapReceipt",
+    "TruncatedFile",
     "UnexpectedWeights",
     "UnknownMethod",
     "Unsupported",
+    "Watcher",
     "WeightFile",
     "WeightFileError",
     "WeightsMismatch",
