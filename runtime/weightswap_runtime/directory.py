@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from .errors import MissingExtra, Unsupported, WeightFileError
-from .places import printable, redact
+from .places import is_url, printable, redact
 from .weightset import GOLDENS_SUFFIX, SUFFIX
 
 _PUBLISHED = re.compile(r"(step-[0-9]+)-[0-9a-f]{12}\.safetensors")
@@ -42,7 +42,7 @@ def open_directory(directory: str | os.PathLike[str]) -> Listing:
     """
     if not isinstance(directory, str | os.PathLike):
         raise Unsupported(f"expected a directory's path or URL, got a {type(directory).__qualname__}")
-    if isinstance(directory, str) and "://" in directory:
+    if isinstance(directory, str) and is_url(directory):
         _check_protocol(directory)
         return lambda: _list_url(directory)
     path = Path(directory)
@@ -101,10 +101,8 @@ def _list_url(url: str) -> list[Entry]:
         system.invalidate_cache(root)
         return list(_remote(system.ls(root, detail=True), system.unstrip_protocol))
     except Exception as error:  # each kind of store has its own
-        shown = printable(url)
-        # some of them name the path alone, without the protocol
-        found = redact(str(error)).replace(url.partition("://")[2], shown.partition("://")[2])
-        raise WeightFileError(f"{shown}: cannot be listed ({type(error).__name__}: {found})") from None
+        found = f"{type(error).__name__}: {redact(str(error), url)}"
+        raise WeightFileError(f"{printable(url)}: cannot be listed ({found})") from None
 
 
 def _remote(found: Iterable[Mapping[str, Any]], url_of: Callable[[str], str]) -> Iterable[Entry]:

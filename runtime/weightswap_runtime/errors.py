@@ -5,9 +5,9 @@ WeightswapError
 |   `-- FormatVersionError     written by another format version
 |-- SwapError                  a swap was refused; the served weights are as they were
 |   |-- WeightFileError        not a readable safetensors file
+|   |   |-- AccessDenied       a server does not give it to whoever asks
 |   |   `-- DamagedFile        its header or metadata cannot be right, however often it is read
 |   |       `-- TruncatedFile  shorter than its header says
-|   |   `-- AccessDenied       a server does not give it to whoever asks
 |   |-- WeightsMismatch        its tensors are not those of the graph
 |   |-- DigestMismatch         its bytes are not those that were packed
 |   |-- GraphMismatch          packed for another graph id

@@ -109,9 +109,15 @@ def printable(path: object) -> str:
     return _without_secrets(path) if isinstance(path, str) and is_url(path) else str(path)
 
 
-def redact(text: str) -> str:
-    """A message, in which every URL is printed without secrets."""
+def redact(text: str, url: str = "") -> str:
+    """A message in which every URL, and `url` also without its protocol, is printed without secrets."""
+    if rest := _rest(url):
+        text = text.replace(rest, _rest(_without_secrets(url)))
     return _URL.sub(lambda found: _without_secrets(found[0]), text)
+
+
+def _rest(url: str) -> str:
+    return url.partition("://")[2].strip("/")
 
 
 def _without_secrets(url: str) -> str:

@@ -39,7 +39,7 @@ def list_names(url: Url, likely: Sequence[str], check: Check | None = None) -> l
     from .generic import GenericObject
 
     fs, path = _file_system(url)
-    folder = GenericObject(fs, path, str(url))
+    folder = GenericObject(fs, path, url)
     work = persist(folder.names, lambda: f"{url}: cannot be listed")
     return wait_for(_loop_of(fs, url)(), work, check or _go_on) or None
 
@@ -56,10 +56,10 @@ def _transport(fs: Any, path: str, url: Url) -> Transport:
     if url.protocol in ("s3", "s3a"):
         from .s3 import S3Object
 
-        return S3Object(fs, path, str(url))
+        return S3Object(fs, path, url)
     from .generic import GenericObject
 
-    return GenericObject(fs, path, str(url))
+    return GenericObject(fs, path, url)
 
 
 def _file_system(url: Url) -> tuple[Any, str]:
@@ -76,7 +76,7 @@ def _file_system(url: Url) -> tuple[Any, str]:
     except ValueError as error:
         raise _unknown(url, error) from None
     except Exception as error:  # a constructor may look for credentials, or connect
-        text = f"{type(error).__name__}: {redact(str(error))}"
+        text = f"{type(error).__name__}: {redact(str(error), url.raw)}"
         raise WeightFileError(f"{url}: cannot be opened ({text}). Check the options of its file system.") from None
     return fs, path
 
@@ -84,14 +84,14 @@ def _file_system(url: Url) -> tuple[Any, str]:
 def _missing(url: Url, error: ImportError) -> Exception:
     if error.name in _OURS or any(name in str(error) for name in _OURS):
         return MissingExtra(f"reading {url.protocol}://", "remote")
-    return Unsupported(f"{url}: reading {url.protocol}:// needs another package ({redact(str(error))})")
+    return Unsupported(f"{url}: reading {url.protocol}:// needs another package ({redact(str(error), url.raw)})")
 
 
 def _unknown(url: Url, error: ValueError) -> Exception:
     from fsspec.registry import known_implementations
 
     if url.protocol in known_implementations:
-        return WeightFileError(f"{url}: not a URL of its kind ({redact(str(error))})")
+        return WeightFileError(f"{url}: not a URL of its kind ({redact(str(error), url.raw)})")
     known = ", ".join(sorted(known_implementations))
     return Unsupported(f"{url}: {url.protocol}:// is not known to fsspec. Known are {known}.")
 

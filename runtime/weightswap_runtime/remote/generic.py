@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from weightswap_runtime.errors import AccessDenied, WeightFileError
+from weightswap_runtime.places import Url
 
 from .transport import HEAD_BYTES, STALL, Opened, Pin, Write, changed, failed, lost
 
@@ -30,10 +31,11 @@ class GenericObject:
     File systems without an event loop get one call at a time, each in a thread: few of them promise more.
     """
 
-    def __init__(self, fs: Any, path: str, where: str) -> None:
+    def __init__(self, fs: Any, path: str, url: Url) -> None:
         self._fs = fs
         self._path = path
-        self._where = where
+        self._url = url
+        self._where = str(url)
         self._alone = asyncio.Lock()
 
     async def open(self) -> Opened | None:
@@ -89,13 +91,13 @@ class GenericObject:
         except (FileNotFoundError, MemoryError):
             raise
         except PermissionError as error:  # `from None`: the texts of the causes may show credentials
-            raise AccessDenied(str(failed(self._where, error))) from None
+            raise AccessDenied(str(failed(self._url, error))) from None
         except (IsADirectoryError, NotADirectoryError) as error:
-            raise failed(self._where, error) from None
+            raise failed(self._url, error) from None
         except OSError as error:
-            raise lost(error) from None
+            raise lost(self._url, error) from None
         except Exception as error:
-            raise failed(self._where, error) from None
+            raise failed(self._url, error) from None
 
 
 def _identity(info: Mapping[str, Any]) -> tuple[str, str]:

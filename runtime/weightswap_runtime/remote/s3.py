@@ -9,6 +9,8 @@ from typing import Any
 import aiohttp
 from botocore.exceptions import BotoCoreError, ClientError, HTTPClientError, IncompleteReadError
 
+from weightswap_runtime.places import Url
+
 from .transport import (
     HEAD_BYTES,
     ContentRange,
@@ -36,11 +38,12 @@ class _Missing(Exception):
 class S3Object:
     """A Transport. The version that the URL names is read, else what is current, pinned by its ETag."""
 
-    def __init__(self, fs: Any, path: str, where: str) -> None:
+    def __init__(self, fs: Any, path: str, url: Url) -> None:
         self._fs = fs
         bucket, key, version = fs.split_path(path)
         self._names = {"Bucket": bucket, "Key": key, **({"VersionId": version} if version else {})}
-        self._where = where
+        self._url = url
+        self._where = str(url)
 
     async def open(self) -> Opened | None:
         try:
@@ -57,7 +60,7 @@ class S3Object:
             return Opened(Pin(0), b"")
         pin = Pin(found.total or 0, answer.get("ETag", ""))
         if len(head) != min(pin.size, HEAD_BYTES):
-            raise lost(EOFError(f"the answer has {len(head)} bytes"))
+            raise lost(self._url, EOFError(f"the answer has {len(head)} bytes"))
         return Opened(pin, head)
 
     async def fetch(self, pin: Pin, start: int, stop: int, write: Write) -> None:
@@ -100,9 +103,9 @@ class S3Object:
         except ClientError as error:
             raise self._meaning(error) from None
         except (HTTPClientError, IncompleteReadError, aiohttp.ClientError, TimeoutError, OSError) as error:
-            raise lost(error) from None
+            raise lost(self._url, error) from None
         except (BotoCoreError, ValueError) as error:
-            raise failed(self._where, error) from None
+            raise failed(self._url, error) from None
 
     def _meaning(self, error: ClientError) -> Exception:
         response: dict[str, Any] = dict(error.response)

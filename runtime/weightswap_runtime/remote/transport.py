@@ -9,7 +9,7 @@ from email.utils import parsedate_to_datetime
 from typing import NamedTuple, Protocol
 
 from weightswap_runtime.errors import AccessDenied, WeightFileError
-from weightswap_runtime.places import redact
+from weightswap_runtime.places import Url, redact
 
 HEAD_BYTES = 128 << 10  # of an object that the first request asks for: most headers are shorter
 STALL = 20.0  # seconds without a byte after which a request is given up
@@ -66,15 +66,15 @@ class Transient(Exception):
         self.after = after
 
 
-def lost(error: BaseException) -> Transient:
+def lost(url: Url, error: BaseException) -> Transient:
     """A connection that was lost, or an answer that did not come. The text has no secrets."""
-    text = redact(str(error))
+    text = redact(str(error), url.raw)
     return Transient(f"{type(error).__name__}: {text}" if text else type(error).__name__)
 
 
-def failed(where: str, error: BaseException) -> WeightFileError:
+def failed(url: Url, error: BaseException) -> WeightFileError:
     """A failure that another attempt would not help. The text has no secrets."""
-    return WeightFileError(f"{where}: cannot be read ({type(error).__name__}: {redact(str(error))})")
+    return WeightFileError(f"{url}: cannot be read ({type(error).__name__}: {redact(str(error), url.raw)})")
 
 
 def changed(where: str) -> WeightFileError:

@@ -60,7 +60,7 @@ class WebObject:
 
     def _checked(self, head: bytes, size: int) -> bytes:
         if len(head) != min(size, HEAD_BYTES):
-            raise lost(EOFError(f"the answer has {len(head)} bytes"))
+            raise lost(self._url, EOFError(f"the answer has {len(head)} bytes"))
         return head
 
     async def fetch(self, pin: Pin, start: int, stop: int, write: Write) -> None:
@@ -95,11 +95,11 @@ class WebObject:
             async with session.get(self._fs.encode_url(self._url.raw), **options) as response:
                 yield response
         except _PERMANENT as error:  # `from None`: the texts of the causes show credentials
-            raise failed(self._where, error) from None
+            raise failed(self._url, error) from None
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
-            raise lost(error) from None
+            raise lost(self._url, error) from None
         except ValueError as error:
-            raise failed(self._where, error) from None
+            raise failed(self._url, error) from None
 
     def _check_status(self, response: aiohttp.ClientResponse) -> None:
         if response.status not in (200, 206):

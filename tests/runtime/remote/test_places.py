@@ -59,6 +59,11 @@ def test_secrets_are_not_shown(url: str, shown: str) -> None:
         assert redact(f"before '{url}', after") == f"before '{shown}', after"
 
 
+def test_secrets_are_not_shown_where_a_file_system_has_taken_the_protocol_off() -> None:
+    text = redact("FileNotFoundError: /me:secret@host/a?sig=secret", "memory://me:secret@host/a?sig=secret")
+    assert text == "FileNotFoundError: /***@host/a?sig=***"
+
+
 def test_no_secret_leaves_with_a_refusal_or_a_receipt(
     model: Model, weight_file: WriteWeights, server: WebServer, caplog: pytest.LogCaptureFixture
 ) -> None:
