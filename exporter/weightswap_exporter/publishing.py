@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import threading
-import traceback
 import weakref
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -18,6 +17,7 @@ from weightswap_runtime import Artifact
 from weightswap_runtime.errors import CheckpointError, PublishTimeout
 from weightswap_runtime.files import remove_abandoned
 from weightswap_runtime.weightfile import Stamp
+from weightswap_runtime.workers import forget_frames
 
 from .casting import requested
 from .checkpoints import Checkpoint, from_module
@@ -201,17 +201,10 @@ class _Writer:
         try:
             packed = write(held.pop())
         except BaseException as caught:
-            _forget_frames(caught)
+            forget_frames(caught)
             error = caught
         self._free.release()
         outcome.finish(packed, error)
-
-
-def _forget_frames(error: BaseException | None) -> None:
-    """The frames that an error has come through hold the snapshot."""
-    while error is not None:
-        traceback.clear_frames(error.__traceback__)
-        error = error.__cause__ or error.__context__
 
 
 _writer = _Writer()

@@ -13,6 +13,8 @@ from .errors import (
     DigestMismatch,
     ExportError,
     FormatVersionError,
+    GoldenMismatch,
+    GoldensError,
     GraphMismatch,
     InputMismatch,
     LeaseTimeout,
@@ -24,6 +26,7 @@ from .errors import (
     PinReleased,
     PublishTimeout,
     RecipeError,
+    RecordingError,
     StageCancelled,
     StageClosed,
     StageTimeout,
@@ -44,6 +47,7 @@ from .model import Model, load
 from .pinned import Pinned
 from .receipts import SwapReceipt
 from .staged import Staged
+from .tools import read_weights
 from .watching import Watcher
 from .weightfile import WeightFile
 
@@ -60,6 +64,8 @@ __all__ = [
     "Event",
     "ExportError",
     "FormatVersionError",
+    "GoldenMismatch",
+    "GoldensError",
     "GraphMismatch",
     "InputMismatch",
     "LeaseTimeout",
@@ -74,6 +80,7 @@ __all__ = [
     "Progress",
     "PublishTimeout",
     "RecipeError",
+    "RecordingError",
     "StageCancelled",
     "StageClosed",
     "StageTimeout",
@@ -93,5 +100,6 @@ __all__ = [
     "WeightswapError",
     "__version__",
     "load",
+    "read_weights",
     "write_delta",
 ]

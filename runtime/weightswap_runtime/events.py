@@ -99,5 +99,8 @@ class Events:
         return self._listeners.add(listener)
 
     def emit(self, event: Event) -> None:
-        _log.log(_LEVELS.get(event.kind, logging.INFO), "%s", event)
+        level = _LEVELS.get(event.kind, logging.INFO)
+        if _log.isEnabledFor(level):
+            # as text: a record that is kept must not keep the error, and through its frames the staging
+            _log.log(level, "%s", str(event))
         self._listeners.tell(event)

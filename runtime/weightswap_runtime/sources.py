@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import stat
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
@@ -67,22 +68,23 @@ class LocalFile:
         self.where = str(path)
         self.fd = self._open(path)
         try:
+            self._check_regular()
             self._identity = self._fingerprint()
-        except OSError as error:
+        except BaseException:
             self.close()
-            raise self._unreadable(error) from error
+            raise
 
     def _open(self, path: Path) -> int:
         try:
             # without O_NONBLOCK a named pipe would be waited for
-            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+            return os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         except (OSError, ValueError) as error:
             reason = getattr(error, "strerror", None) or error
             raise WeightFileError(f"{self.where:.200}: cannot be opened ({reason})") from error
-        if not stat.S_ISREG(os.fstat(fd).st_mode):
-            os.close(fd)
+
+    def _check_regular(self) -> None:
+        if not stat.S_ISREG(self._status().st_mode):
             raise WeightFileError(f"{self.where}: cannot be read (not a regular file)")
-        return fd
 
     @property
     def size(self) -> int:
@@ -111,23 +113,27 @@ class LocalFile:
             self.check_unchanged()
 
     def check_unchanged(self) -> None:
-        try:
-            before, now = self._identity, self._fingerprint()
-        except OSError as error:
-            raise self._unreadable(error) from error
+        before, now = self._identity, self._fingerprint()
         # replacing a file takes one name from the old one, which changes its ctime and nothing else
         replaced = now.links != before.links
         if now[:2] != before[:2] or (now.changed != before.changed and not replaced):
             raise WeightFileError(f"{self.where}: the file was written to while it was read. {_REPLACE}")
 
     def close(self) -> None:
-        if self.fd >= 0:
-            os.close(self.fd)
-            self.fd = -1
+        fd, self.fd = self.fd, -1
+        if fd >= 0:
+            with suppress(OSError):  # the descriptor is free all the same, and nothing was written
+                os.close(fd)
 
     def _fingerprint(self) -> _Fingerprint:
-        status = os.fstat(self.fd)
+        status = self._status()
         return _Fingerprint(status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_nlink)
+
+    def _status(self) -> os.stat_result:
+        try:
+            return os.fstat(self.fd)
+        except OSError as error:
+            raise self._unreadable(error) from error
 
     def _unreadable(self, error: OSError, place: str = "") -> WeightFileError:
         return WeightFileError(f"{self.where}: cannot be read{place} ({error.strerror})")

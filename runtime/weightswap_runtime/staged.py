@@ -12,13 +12,14 @@ from contextlib import AbstractContextManager, suppress
 from queue import Empty, SimpleQueue
 from typing import Any
 
-from .errors import StageCancelled, StageClosed, StageTimeout, StagingBusy
+from .errors import OutOfMemory, StageCancelled, StageClosed, StageTimeout, StagingBusy
 from .gate import POLL_SECONDS, Claim, Gate
 from .job import Job, Progress
 from .receipts import SwapReceipt
 from .residency import Candidate
 from .session import Caller, Methods, Session
 from .staging import Contents
+from .workers import forget_frames
 
 LEASE_TIMEOUT = 60.0
 
@@ -39,6 +40,12 @@ class Staging:
 
     def run(self) -> None:
         """Do the work. Raises what it raises."""
+        try:
+            self._do()
+        finally:
+            self._end()
+
+    def _do(self) -> None:
         work, self._work = self._work, None
         assert work is not None
         try:
@@ -46,12 +53,9 @@ class Staging:
             self.contents = self.candidate.contents
             self.job.end("staged")
         except BaseException as error:
-            self.error = error
             self.job.end("cancelled" if isinstance(error, StageCancelled) else "failed")
             self.ticket.end()
             raise
-        finally:
-            self._end()
 
     def join(self, timeout: float | None = None) -> bool:
         """Wait until it has ended. A forked child does not have the thread that works on it."""
@@ -81,13 +85,19 @@ class Staging:
         def run() -> None:
             try:
                 self.ticket.adopt()
-                self.run()
-            except BaseException:  # wait() raises it
-                return
+                self._do()
+            except BaseException as error:  # wait() raises it
+                forget_frames(error)
+                self.error = error
+            finally:
+                self._end()
 
         thread = threading.Thread(target=run, name="weightswap-staging", daemon=True)
         try:
             thread.start()
+        except RuntimeError as error:
+            self.ticket.end()
+            raise OutOfMemory(f"no thread can be started to stage in the background ({error})") from error
         except BaseException:
             self.ticket.end()
             raise

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import traceback
 from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -13,6 +14,13 @@ from typing import Generic, TypeVar
 T = TypeVar("T")
 MOST_THREADS = 8
 _NOTHING = object()
+
+
+def forget_frames(error: BaseException | None) -> None:
+    """Drop what the frames that an error has come through hold: it may be a set of weights."""
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__
 
 
 class Workers:
@@ -38,8 +46,12 @@ class Workers:
             batch.work()
         finally:
             batch.close()
-        if batch.error is not None:
-            raise batch.error
+        error, batch.error = batch.error, None
+        if error is not None:
+            try:
+                raise error
+            finally:
+                del error  # its frames refer to this one: a cycle would keep their memory
 
 
 class _Batch(Generic[T]):

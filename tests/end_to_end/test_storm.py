@@ -1,10 +1,15 @@
-"""Calls from many threads while weights change: each output comes from exactly one generation."""
+"""Calls from many threads while weights change in every way: each output comes from exactly one generation."""
 
 from __future__ import annotations
 
+import itertools
 import random
 import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -12,9 +17,19 @@ from torch import nn
 from torch.export import Dim
 
 from weightswap_exporter import export, pack
-from weightswap_runtime import Model, SwapError, WeightFileError, load
+from weightswap_runtime import (
+    BaseMismatch,
+    DigestMismatch,
+    Model,
+    StageCancelled,
+    SwapReceipt,
+    WeightFileError,
+    load,
+    write_delta,
+)
 
-SETS, SWAPS, THREADS = 6, 200, 4
+SETS, THREADS, STEPS = 4, 8, 1000
+Served = tuple[int, int]  # the sets that `front` and `back` are of
 
 
 class Deep(nn.Module):
@@ -22,104 +37,198 @@ class Deep(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.Sequential(*[nn.Linear(24, 24) for _ in range(8)])
+        self.front = nn.Sequential(*[nn.Linear(24, 24) for _ in range(4)])
+        self.back = nn.Sequential(*[nn.Linear(24, 24) for _ in range(4)])
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.layers(x)
+        return self.back(self.front(x))
+
+
+class Seen(NamedTuple):
+    """An output: what was served by the model that gives it, and the generations before and after the call."""
+
+    served: Served
+    first: int
+    last: int
 
 
 class Storm:
-    """What the threads share: the model, every possible answer, and what they have seen."""
+    """The model, its files, every possible answer, and what the threads have seen."""
 
-    def __init__(
-        self, model: Model, ids: list[str], inputs: list[torch.Tensor], answers: list[list[torch.Tensor]]
-    ) -> None:
-        self.model = model
-        self.inputs = inputs
-        self.answers = dict(zip(ids, answers, strict=True))
+    def __init__(self, folder: Path, residency: str) -> None:
+        models = [Deep().eval() for _ in range(SETS)]
+        shapes = {"x": {0: Dim("batch", max=32)}}
+        artifact = export(models[0], (torch.zeros(2, 24),), out=folder / "a.artifact", dynamic_shapes=shapes)
+        packed = [pack(model, artifact, out=folder / f"v{index}.safetensors") for index, model in enumerate(models)]
+        self.files = [each.path for each in packed]
+        self.deltas = {
+            (base, new): write_delta(self.files[base], self.files[new], folder / f"d{base}{new}.safetensors").path
+            for base, new in itertools.permutations(range(SETS), 2)
+        }
+        self.damaged = folder / "damaged.safetensors"
+        raw = bytearray(self.files[1].read_bytes())
+        raw[-5] ^= 0x10
+        self.damaged.write_bytes(raw)
+        self.inputs = [torch.randn(batch, 24) for batch in (1, 2, 7, 32)]
+        self.answers = [self._answers(models, x) for x in self.inputs]
+        self.model: Model = load(artifact, self.files[0], residency=residency, keep_previous="host")
+        self.now: Served = (0, 0)
+        self.ledger = {0: self.now}
         self.stop = threading.Event()
         self.failures: list[str] = []
-        self.generations: set[int] = set()
-        self.calls = 0
+        self.seen: list[list[Seen]] = [[] for _ in range(THREADS)]
 
-    def call(self, seed: int) -> None:
-        """Plain calls match exactly one set; pinned calls match the set that the pin names, twice."""
-        choose = random.Random(seed)
-        last = -1
-        while not self.stop.is_set():
-            index = choose.randrange(len(self.inputs))
-            if choose.random() < 0.5:
-                self.check([self.model(self.inputs[index])], index, None)
-                continue
-            with self.model.pin() as session:
-                outputs = [session(self.inputs[index]) for _ in range(2)]
-                if session.generation < last:
-                    self.failures.append(f"generation {session.generation} came after {last}")
-                last = session.generation
-                self.generations.add(last)
-                self.check(outputs, index, session.weights_id)
+    @staticmethod
+    @torch.no_grad()
+    def _answers(models: list[Deep], x: torch.Tensor) -> dict[bytes, Served]:
+        pairs = itertools.product(range(SETS), repeat=2)
+        answers = {models[back].back(models[front].front(x)).numpy().tobytes(): (front, back) for front, back in pairs}
+        assert len(answers) == SETS**2
+        return answers
 
-    def check(self, outputs: list[torch.Tensor], index: int, claimed: str | None) -> None:
-        for output in outputs:
-            matches = [name for name, answers in self.answers.items() if torch.equal(output, answers[index])]
-            if len(matches) != 1 or (claimed is not None and matches != [claimed]):
-                self.failures.append(f"an output matches {matches}, claimed was {claimed}")
-        self.calls += len(outputs)
-
-
-@pytest.fixture
-def storm(tmp_path: Path, residency: str) -> tuple[Storm, list[Path]]:
-    models = [Deep().eval() for _ in range(SETS)]
-    shapes = {"x": {0: Dim("batch", max=32)}}
-    artifact = export(models[0], (torch.zeros(2, 24),), out=tmp_path / "deep.artifact", dynamic_shapes=shapes)
-    packed = [pack(model, artifact, out=tmp_path / f"v{index}.safetensors") for index, model in enumerate(models)]
-    inputs = [torch.randn(batch, 24) for batch in (1, 2, 7, 32)]
-    with torch.no_grad():
-        answers = [[model(x) for x in inputs] for model in models]
-    model = load(artifact, packed[0].path, residency=residency, keep_previous="host")
-    return Storm(model, [each.weights_id for each in packed], inputs, answers), [each.path for each in packed]
-
-
-def test_four_threads_two_hundred_swaps(storm: tuple[Storm, list[Path]], tmp_path: Path) -> None:
-    state, files = storm
-    damaged = tmp_path / "damaged.safetensors"
-    raw = bytearray(files[1].read_bytes())
-    raw[-5] ^= 0x10
-    damaged.write_bytes(raw)
-    threads = [threading.Thread(target=state.call, args=(seed,)) for seed in range(THREADS)]
-    for thread in threads:
-        thread.start()
-    try:
-        choose = random.Random(99)
-        for number in range(SWAPS):
-            state.model.swap(choose.choice(files))
-            if number % 10 == 3:
-                state.model.rollback()
-            if number % 10 == 6:
-                with pytest.raises(SwapError):
-                    state.model.swap(damaged)
-            if number % 10 == 9:
-                with pytest.raises(WeightFileError):
-                    state.model.swap(tmp_path / "nowhere.safetensors")
-            if number % 20 == 11:
-                with state.model.stage(choose.choice(files)) as staged:
-                    staged(state.inputs[0])
-    finally:
-        state.stop.set()
+    @contextmanager
+    def calls(self) -> Iterator[None]:
+        """Threads call without pause as long as the block runs."""
+        threads = [threading.Thread(target=self._call, args=(index,)) for index in range(THREADS)]
         for thread in threads:
-            thread.join(30)
-    assert state.failures == []
-    assert state.model.generation == SWAPS + SWAPS // 10
-    assert state.calls > SWAPS
-    assert len(state.generations) > SWAPS // 20
+            thread.start()
+        try:
+            yield
+        finally:
+            self.stop.set()
+            for thread in threads:
+                thread.join(60)
+        assert not any(thread.is_alive() for thread in threads)
+
+    def _call(self, thread: int) -> None:
+        choose = random.Random(thread)
+        try:
+            while not self.stop.is_set():
+                index = choose.randrange(len(self.inputs))
+                if choose.random() < 0.5:
+                    first = self.model.generation
+                    output = self.model(self.inputs[index])
+                    self._note(thread, output, index, first, self.model.generation)
+                else:
+                    with self.model.pin() as session:
+                        for _ in range(2):
+                            output = session(self.inputs[index])
+                            self._note(thread, output, index, session.generation, session.generation)
+        except BaseException as error:
+            self.failures.append(f"{type(error).__name__}: {error}")
+            raise
+
+    def _note(self, thread: int, output: torch.Tensor, index: int, first: int | None, last: int | None) -> None:
+        served = self.answers[index].get(output.numpy().tobytes())
+        assert served is not None, "an output of no set"
+        assert first is not None
+        assert last is not None
+        self.seen[thread].append(Seen(served, first, last))
+
+    def committed(self, receipt: SwapReceipt, served: Served) -> None:
+        self.now = served
+        self.ledger[receipt.generation] = served
+
+    def check(self) -> None:
+        """Each output is of a generation that was served during the call, and no thread goes back to an older one."""
+        assert self.failures == []
+        assert sorted(self.ledger) == list(range(len(self.ledger)))
+        for seen in self.seen:
+            reached = 0
+            for served, first, last in seen:
+                fitting = [gen for gen in range(max(first, reached), last + 1) if self.ledger[gen] == served]
+                assert fitting, f"{served} between generations {max(first, reached)} and {last}"
+                reached = fitting[0]
 
 
-def test_swaps_from_several_threads_run_one_after_another(storm: tuple[Storm, list[Path]]) -> None:
-    state, files = storm
+class Changes:
+    """What can happen to the weights."""
+
+    def __init__(self, storm: Storm, choose: random.Random) -> None:
+        self._storm, self._model, self._files, self._choose = storm, storm.model, storm.files, choose
+        self._previous = storm.now
+        self.swap()  # so that there is something to roll back to
+
+    def any(self) -> None:
+        self._choose.choice(self.all)()
+
+    @property
+    def all(self) -> list[Callable[[], None]]:
+        commits = [self.swap, self.part, self.delta, self.rollback, self.background]
+        return [*commits, self.cancel, self.discard, self.refused, self.missing]
+
+    def _committed(self, receipt: SwapReceipt, served: Served) -> None:
+        self._previous = self._storm.now
+        self._storm.committed(receipt, served)
+
+    def swap(self) -> None:
+        new = self._choose.randrange(SETS)
+        self._committed(self._model.swap(self._files[new]), (new, new))
+
+    def part(self) -> None:
+        new, front, back = self._choose.randrange(SETS), *self._storm.now
+        if self._choose.random() < 0.5:
+            self._committed(self._model.swap(self._files[new], only="front.*"), (new, back))
+        else:
+            self._committed(self._model.swap(self._files[new], only=["back.*"]), (front, new))
+
+    def delta(self) -> None:
+        base, new = self._storm.now[0], self._choose.randrange(SETS - 1)
+        new += new >= base
+        if self._storm.now == (base, base):
+            self._committed(self._model.swap(self._storm.deltas[base, new]), (new, new))
+        else:
+            with pytest.raises(BaseMismatch):
+                self._model.swap(self._storm.deltas[base, new])
+
+    def rollback(self) -> None:
+        self._committed(self._model.rollback(), self._previous)
+
+    def background(self) -> None:
+        new = self._choose.randrange(SETS)
+        self._committed(self._model.stage(self._files[new], background=True, rate_limit=1e8).commit(), (new, new))
+
+    def cancel(self) -> None:
+        only = self._choose.choice([None, "front.*"])
+        staged = self._model.stage(self._files[0], only=only, background=True, rate_limit=1e4)
+        time.sleep(self._choose.random() * 0.004)
+        staged.cancel()
+        with pytest.raises(StageCancelled):
+            staged.wait()
+
+    def discard(self) -> None:
+        with self._model.stage(self._files[self._choose.randrange(SETS)]) as staged:
+            assert staged(self._storm.inputs[0]).numpy().tobytes() in self._storm.answers[0]
+
+    def refused(self) -> None:
+        with pytest.raises(DigestMismatch):
+            self._model.swap(self._storm.damaged, only=self._choose.choice([None, "*"]))
+
+    def missing(self) -> None:
+        with pytest.raises(WeightFileError):
+            self._model.swap(self._files[0].with_name("nowhere.safetensors"))
+
+
+def test_eight_threads_call_while_weights_change_in_every_way(tmp_path: Path, residency: str) -> None:
+    storm = Storm(tmp_path, residency)
+    changes = Changes(storm, random.Random(99))
+    with storm.calls():
+        for change in changes.all:
+            change()
+        for _ in range(STEPS):
+            changes.any()
+    storm.check()
+    generations = [{seen.last for seen in thread} for thread in storm.seen]
+    assert len(set().union(*generations)) > STEPS // 20  # calls and commits were mixed
+    assert all(generations)
+
+
+def test_swaps_from_several_threads_run_one_after_another(tmp_path: Path, residency: str) -> None:
+    storm = Storm(tmp_path, residency)
     receipts: list[int] = []
 
     def swap() -> None:
-        receipts.extend(state.model.swap(file).generation for file in files)
+        receipts.extend(storm.model.swap(file).generation for file in storm.files)
 
     threads = [threading.Thread(target=swap) for _ in range(3)]
     for thread in threads:

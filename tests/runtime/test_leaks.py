@@ -1,0 +1,141 @@
+"""Swaps leave nothing behind: no memory, no thread, no descriptor, whatever way they go and however they end."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from tests.faults import failing
+from tests.rich import RichFiles, small_blocks
+from tests.runtime.test_faults import FAULTS, WAYS, Way, prepare
+from weightswap_runtime import Model, StageCancelled, load
+from weightswap_runtime.arena import HostArena
+
+ROUNDS = 10
+PAGE = os.sysconf("SC_PAGE_SIZE")
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RichFiles]:
+    with small_blocks():
+        yield RichFiles(tmp_path_factory.mktemp("leaks"), 3)
+
+
+@pytest.fixture(autouse=True)
+def _unlogged() -> Iterator[None]:
+    """pytest keeps every record, with the error in it and the frames that the error came through."""
+    logging.disable()
+    yield
+    logging.disable(logging.NOTSET)
+
+
+@pytest.fixture
+def arenas(monkeypatch: pytest.MonkeyPatch) -> Iterator[weakref.WeakSet[HostArena]]:
+    """The arenas that are alive, where nothing but the last reference frees them."""
+    alive: weakref.WeakSet[HostArena] = weakref.WeakSet()
+    original = HostArena.__init__
+
+    def recording(arena: HostArena, *args: object) -> None:
+        alive.add(arena)
+        original(arena, *args)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(HostArena, "__init__", recording)
+    gc.collect()
+    gc.disable()
+    yield alive
+    gc.enable()
+
+
+class Held(NamedTuple):
+    """What this process has: resident bytes, mappings, threads, descriptors, objects of Python."""
+
+    resident: int
+    mappings: int
+    threads: int
+    descriptors: int
+    objects: int
+
+    @classmethod
+    def now(cls) -> Held:
+        gc.collect()
+        return cls(
+            resident=int(Path("/proc/self/statm").read_text().split()[1]) * PAGE,
+            mappings=len(Path("/proc/self/maps").read_text().splitlines()),
+            threads=threading.active_count(),
+            descriptors=len(list(Path("/proc/self/fd").iterdir())),
+            objects=len(gc.get_objects()),
+        )
+
+
+def round_of_swaps(model: Model, files: RichFiles) -> int:
+    """Every way once, with refusals, discards and cancels between them; the number of commits."""
+    before = model.generation or 0
+    for way in WAYS.values():
+        prepare(model, files, way)
+        way.change(model, files)
+        model.stage(files.full[2]).discard()
+        with suppress(StageCancelled):
+            staged = model.stage(files.full[2], background=True, rate_limit=1e6)
+            staged.cancel()
+            staged.wait()
+        with failing(FAULTS["a read fails"], 1), suppress(Exception):
+            model.swap(files.full[1])
+    return (model.generation or 0) - before
+
+
+def test_five_hundred_swaps_hold_what_ten_hold(residency: str, files: RichFiles) -> None:
+    model = load(files.artifact, files.full[0], residency=residency, keep_previous="host")
+    for _ in range(3):
+        round_of_swaps(model, files)
+    tenth, swaps = Held.now(), 0
+    while swaps < 500:
+        swaps += round_of_swaps(model, files)
+    after = Held.now()
+    assert after.threads <= tenth.threads
+    assert after.descriptors == tenth.descriptors
+    assert after.mappings <= tenth.mappings + 8
+    assert after.objects <= tenth.objects + 2000  # receipts, up to a hundred
+    assert after.resident <= tenth.resident + (4 << 20)
+
+
+@pytest.mark.parametrize("fault", ["a read fails", "a hash fails", "a copy fails", "no session", "a transform fails"])
+@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
+def test_a_failure_frees_its_memory_at_once(
+    fault: str, way: Way, residency: str, files: RichFiles, arenas: weakref.WeakSet[HostArena]
+) -> None:
+    """A set of weights is too much to wait for the garbage collector."""
+    model = load(files.artifact, files.full[0], residency=residency, keep_previous="host")
+    model.swap(files.checkpoints[1])
+    for number in (0, 1, 4):
+        prepare(model, files, way)
+        before = len(arenas)
+        with failing(FAULTS[fault], number), suppress(Exception):
+            way.change(model, files)
+        assert len(arenas) <= before + (residency == "single")  # a failed commit makes a whole copy of what it keeps
+        model.swap(files.full[0])
+        model.swap(files.full[0])
+        assert len(arenas) == (3 if residency == "double" else 2)
+
+
+def test_a_staging_that_is_given_up_frees_its_memory_at_once(
+    files: RichFiles, arenas: weakref.WeakSet[HostArena]
+) -> None:
+    model = load(files.artifact, files.full[0], residency="single")
+    ends: list[Callable[[Path], object]] = [
+        lambda path: model.stage(path).discard(),
+        lambda path: model.stage(path, background=True).wait(10).cancel(),
+        lambda path: model.stage(path, background=True, rate_limit=1000.0).cancel(),
+        model.stage,
+    ]
+    for end in ends:
+        end(files.full[1])
+        assert len(arenas) == 1
