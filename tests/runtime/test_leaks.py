@@ -116,7 +116,7 @@ def test_five_hundred_swaps_hold_what_ten_hold(residency: str, files: RichFiles)
     assert after.resident <= tenth.resident + (4 << 20)
 
 
-@pytest.mark.parametrize("fault", ["a read fails", "a hash fails", "a copy fails", "no session", "a transform fails"])
+@pytest.mark.parametrize("fault", ["a read fails", "a hash fails", "a copy fails", "state stays", "a transform fails"])
 @pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
 def test_a_failure_frees_its_memory_at_once(
     fault: str, way: Way, residency: str, files: RichFiles, arenas: weakref.WeakSet[HostArena]
