@@ -70,7 +70,7 @@ def delta_stamp(weights: WeightSet) -> DeltaStamp | None:
         return None
     try:
         stamp = msgspec.json.decode(text, type=DeltaStamp)
-    except (msgspec.MsgspecError, UnicodeError) as error:
+    except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
         raise WeightFileError(
             f"{weights.where}: its `{DELTA_KEY}` metadata cannot be read ({error}). {_AGAIN}"
         ) from error

@@ -123,7 +123,7 @@ def _read_stamp(header: Header, where: str) -> Stamp | None:
         return None
     try:
         stamp = msgspec.json.decode(text, type=Stamp)
-    except (msgspec.MsgspecError, UnicodeError) as error:
+    except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
         raise WeightFileError(
             f"{where}: its `{METADATA_KEY}` metadata is not what weightswap writes ({error})"
         ) from error
