@@ -13,6 +13,8 @@ from weightswap_runtime.cli.output import JsonOption, errors_as_exit, human_byte
 export_command = typer.Typer(add_completion=False)
 pack_command = typer.Typer(add_completion=False)
 
+NoGoldensOption = Annotated[bool, typer.Option("--no-goldens", help="Leave out the goldens that the recipe asks for.")]
+
 
 @export_command.command()
 def export(
@@ -23,6 +25,7 @@ def export(
     skeleton: Annotated[
         bool, typer.Option("--skeleton", help="Run the recipe under skeleton(): parameters without memory.")
     ] = False,
+    no_goldens: NoGoldensOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """Export a model's graphs, without its weights.
@@ -35,19 +38,22 @@ def export(
     """
     with errors_as_exit(as_json):
         from weightswap_runtime.cli.inspect import signature_text
+        from weightswap_runtime.goldens import artifact_goldens
 
         from .recipes import export_recipe
 
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always", UserWarning)
-            artifact = export_recipe(recipe, out=out, skeleton=skeleton)
+            artifact = export_recipe(recipe, out=out, skeleton=skeleton, goldens=not no_goldens)
         said = [str(warning.message) for warning in caught if issubclass(warning.category, UserWarning)]
         for message in said:
             typer.echo(f"warning: {message}", err=True)
         manifest = artifact.manifest
+        goldens = artifact_goldens(artifact)
+        recorded = len(goldens.cases) if goldens else 0
         if as_json:
             document = {"path": artifact.path, "graph_id": artifact.graph_id, "methods": artifact.methods}
-            counts = {"weights": len(manifest.weights), "weights_bytes": manifest.total_bytes}
+            counts = {"weights": len(manifest.weights), "weights_bytes": manifest.total_bytes, "goldens": recorded}
             print_json(document | counts | {"warnings": said})
             return
         typer.echo(f"artifact   {artifact.path}")
@@ -55,6 +61,8 @@ def export(
         for name, method in manifest.methods.items():
             typer.echo(f"method     {signature_text(name, method.signature)}")
         typer.echo(f"weights    {len(manifest.weights)} tensors, {human_bytes(manifest.total_bytes)}, left out")
+        if recorded:
+            typer.echo(f"goldens    {recorded} cases")
 
 
 @pack_command.command()
@@ -87,20 +95,22 @@ def pack(
     prefix: Annotated[
         str, typer.Option(help="Take only the tensors whose names begin with this, without it, as `net.`.")
     ] = "",
+    no_goldens: NoGoldensOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """Write a checkpoint's weights as a weight file for an artifact.
 
     A state dict below `state_dict`, `model`, `model_state_dict` or `module` is found, another with --level. Nothing
-    that is pickled runs.
+    that is pickled runs. Goldens that the recipe asks for are recorded with its model and lie beside the weight file.
     """
     labels = dict(_label(text) for text in label or ())
     with errors_as_exit(as_json):
         from weightswap_exporter import pack as pack_checkpoint
 
-        from .recipes import load_recipe
+        from .recipes import load_recipe, without_goldens
 
         built = load_recipe(recipe) if recipe else {}
+        built = without_goldens(built) if no_goldens else built
         with progress_bar(f"packing {source.name}") as progress:
             packed = pack_checkpoint(
                 source,
@@ -110,6 +120,8 @@ def pack(
                 dtype=dtype,
                 model=built.get("model"),
                 load=built.get("load"),
+                goldens=built.get("goldens"),
+                tolerance=built.get("tolerance"),
                 level=level,
                 prefix=prefix,
                 progress=progress,
@@ -119,6 +131,8 @@ def pack(
             return
         typer.echo(f"weight file {packed.path}, {human_bytes(packed.nbytes)}")
         typer.echo(f"weights id  {packed.weights_id}")
+        if packed.goldens:
+            typer.echo(f"goldens     {packed.goldens} cases")
         if packed.level:
             typer.echo(f"found in    {packed.level}")
         for found, names in packed.cast.items():

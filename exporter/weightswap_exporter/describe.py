@@ -116,6 +116,12 @@ def _output(captured: Captured, dims: _Dims) -> Node:
     return _node(out_spec, "", lambda path: _leaf(next(values), path or "output", dims, strict=False))
 
 
+def plain_tree(value: Any) -> tuple[Node, list[Any]]:
+    """What a server has in place of a value of the model's classes: a tree, leaves named by path, and the leaves."""
+    flat, spec = pytree.tree_flatten(value)
+    return _node(spec, "", lambda path: Integer(path or "output", 0)), flat
+
+
 def _node(spec: pytree.TreeSpec, path: str, leaf: Any) -> Node:
     if spec.is_leaf():
         return leaf(path)  # type: ignore[no-any-return]

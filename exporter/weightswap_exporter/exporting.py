@@ -10,15 +10,16 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 from blake3 import blake3
 from torch import nn
-from torch._dynamo.eval_frame import OptimizedModule
 
 from weightswap_runtime import Artifact, __version__
 from weightswap_runtime.errors import ArtifactError, CaptureError, ExportError, Unsupported
 from weightswap_runtime.files import new_folder
-from weightswap_runtime.header import pack_ranges, render_header
+from weightswap_runtime.goldens import GOLDENS_NAME, Tolerance
+from weightswap_runtime.header import header_length, pack_ranges, parse_header, render_header
 from weightswap_runtime.manifest import (
     CONSTANTS_NAME,
     FORMAT_VERSION,
@@ -36,9 +37,11 @@ from weightswap_runtime.weightfile import TensorRow, canonical_order
 
 from . import huggingface
 from .archive import graph_archive
-from .capture import Captured, MethodSpec, capture, training_operators
+from .calls import Requested, Wanted, wanted_goldens
+from .capture import Captured, MethodSpec, capture, training_operators, unwrapped
 from .describe import describe_method
 from .examples import example_checkpoint
+from .goldens import check_has_values, record, weights_identity
 from .recording import Recorded, record_adapter
 from .tables import Tables, classify, named_tensors, overlapping
 from .tracing import Checkpoint, Load
@@ -58,6 +61,8 @@ def export(
     engines: Sequence[str] = ENGINES,
     load: Load | None = None,
     checkpoint: Checkpoint | str | os.PathLike[str] | None = None,
+    goldens: Requested | None = None,
+    tolerance: Tolerance | None = None,
 ) -> Artifact:
     """Capture a model's graphs, without its weights, into the folder `out`.
 
@@ -67,21 +72,32 @@ def export(
     load: how a checkpoint gets into the model where that is not `model.load_state_dict`: a function
     `load(model, checkpoint)`. checkpoint: what a checkpoint looks like where that is not `model.state_dict()`: tensors
     by key, or the path of one; its values are not used.
+    goldens: calls to record with the eager model, whose outputs a server's must equal: a list of `(args, kwargs)` or of
+    tuples of args for `forward` or the only method, or a dict of such lists by method (a tuple of a tuple and a dict
+    is `(args, kwargs)`). The model must have weights: a skeleton is refused. It is called in its mode, under
+    `torch.no_grad()`, with row-major copies of the inputs and from the initial state, and is left as it was.
+    tolerance: `(rtol, atol)` for them; without it they are exact on the same kind of machine.
 
     What torch.compile, DataParallel and DistributedDataParallel wrap around a model is taken off. A model of the
     library transformers is captured without its key-value cache, and has a `load` and a `checkpoint` of its own.
 
     The folder appears whole or not at all; an artifact that is there already is replaced. The same model gives the
-    same bytes. Raises CaptureError, ExportError, Unsupported.
+    same bytes. Raises CaptureError, ExportError, Unsupported, and RecordingError for goldens that cannot be recorded.
     """
     if unknown := sorted(set(engines) - set(ENGINES)):
         raise Unsupported(f"engine(s) {', '.join(unknown)}: this version exports for {', '.join(ENGINES)}")
     path = _check_out(Path(out))
-    model = _unwrapped(model)
+    model = unwrapped(model)
     example = None if checkpoint is None else example_checkpoint(checkpoint)
     specs = _specs(args, kwargs, dynamic_shapes, methods)
+    wanted = wanted_goldens(goldens, tolerance, list(specs))
+    if wanted:
+        check_has_values(model)
     with _collector_paused():
         manifest, files = _artifact(model, specs, load, example)
+        if wanted:
+            files[GOLDENS_NAME] = _goldens(model, wanted, specs, manifest, files[CONSTANTS_NAME])
+            manifest = _with_file(manifest, GOLDENS_NAME, files[GOLDENS_NAME])
         encoded = encode_manifest(manifest)
         try:
             decode_manifest(encoded, str(path))
@@ -150,15 +166,6 @@ def _warn_of_training(captured: Mapping[str, Captured]) -> None:
         )
 
 
-def _unwrapped(model: nn.Module) -> nn.Module:
-    """The model itself: its names, not a wrapper's, are those of the artifact."""
-    if not isinstance(model, nn.Module):
-        raise CaptureError(f"expected a module, got a {type(model).__qualname__}")
-    while isinstance(model, OptimizedModule | nn.DataParallel | nn.parallel.DistributedDataParallel):
-        model = model._orig_mod if isinstance(model, OptimizedModule) else model.module
-    return model
-
-
 def _check_out(path: Path) -> Path:
     try:
         foreign = path.exists() and not (path / MANIFEST_NAME).is_file()
@@ -203,6 +210,23 @@ def _constants(tables: Tables) -> bytes:
     order = canonical_order(rows)
     header = render_header(pack_ranges(order), {"format": "pt"})
     return b"".join([header, *(bytes(tensor_bytes(tables.values[row.name])) for row in order)])
+
+
+def _goldens(
+    model: nn.Module, wanted: Wanted, specs: Mapping[str, MethodSpec], manifest: Manifest, constants: bytes
+) -> bytes:
+    """The bytes of `goldens.safetensors`."""
+    length = header_length(constants[:8], len(constants), CONSTANTS_NAME)
+    header = parse_header(constants[8 : 8 + length], len(constants), CONSTANTS_NAME)
+    values = header, memoryview(constants)[header.data_start :]
+    functions = {name: spec.fn_name for name, spec in specs.items()}
+    return record(model, wanted, manifest, values, functions).encode(weights_identity(model, manifest))
+
+
+def _with_file(manifest: Manifest, name: str, content: bytes) -> Manifest:
+    """The manifest with a file that is no part of the graph id."""
+    files = manifest.files | {name: blake3(content).hexdigest()}
+    return msgspec.structs.replace(manifest, files=dict(sorted(files.items())))
 
 
 def _write(path: Path, files: Mapping[str, bytes]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -15,13 +15,18 @@ from torch import nn
 from weightswap_runtime import Artifact
 from weightswap_runtime.adapter import KEYS_THEN_NAMES, NAMES, Match
 from weightswap_runtime.errors import MOST_PRINTED, CheckpointError, WeightsMismatch, WeightswapError
+from weightswap_runtime.goldens import Tolerance
 from weightswap_runtime.manifest import NamedTensor
 from weightswap_runtime.transforms import Transforms
 from weightswap_runtime.weightfile import Stamp, canonical_order, write_weight_file
+from weightswap_runtime.weightset import GOLDENS_SUFFIX
 
+from .calls import Requested, wanted_goldens
+from .capture import unwrapped
 from .casting import cast, casting, casts, requested
 from .checkpoints import Checkpoint, Source, open_checkpoint
 from .choosing import choose_level
+from .goldens import Recording, goldens_first, record
 from .levels import Choice, Level
 from .loading import load_into
 from .tracing import Load
@@ -36,7 +41,7 @@ class Packed:
 
     level: where in the checkpoint the weights were, such as `model`; empty for its top. ignored: keys there that are no
     weights (state, extra state), and those that lack the prefix. cast: a dtype of the checkpoint -> the weights that
-    were cast from it.
+    were cast from it. goldens: how many cases were recorded, in the file beside it.
     """
 
     path: Path
@@ -47,6 +52,7 @@ class Packed:
     ignored: tuple[str, ...]
     level: str
     cast: dict[str, list[str]]
+    goldens: int = 0
 
 
 def pack(
@@ -61,6 +67,8 @@ def pack(
     level: str | None = None,
     prefix: str = "",
     progress: Progress | None = None,
+    goldens: Requested | None = None,
+    tolerance: Tolerance | None = None,
 ) -> Packed:
     """Write the weights of a checkpoint as a weight file for an artifact.
 
@@ -86,20 +94,52 @@ def pack(
       empty for its top. It is taken as it is, even if others fit, too.
     prefix: only tensors whose names begin with it are taken, without it, such as "net."; the others are left out.
     progress: called with bytes done and bytes in all.
+    goldens, tolerance: as in `export()`, recorded with `model`, or with the module that `source` is, into
+      `NAME.goldens.safetensors` beside `NAME.safetensors`. A method is the model's attribute of that name. The goldens
+      are in place before the weight file is; without `goldens`, those of the file that is replaced are removed.
 
     One tensor of the checkpoint is in memory at a time, with what one weight is computed from; with `model` the whole
     module and the whole checkpoint. A file in the format before torch 1.6 is read whole.
 
-    The file appears whole or not at all. Raises CheckpointError, WeightFileError, and WeightsMismatch with every
-    problem found.
+    The file appears whole or not at all, and old goldens stay with an old file. Raises CheckpointError,
+    WeightFileError, RecordingError for goldens that cannot be recorded, and WeightsMismatch with every problem found.
     """
     opened = artifact if isinstance(artifact, Artifact) else Artifact.open(artifact)
     if load is not None and model is None:
         raise CheckpointError("`load` says how to load a checkpoint into `model`; give `model` too")
+    place = _check_place(Path(out))
+    record_from = _recorder(model if model is not None else source, opened, goldens, tolerance)
     choice = Choice(level, prefix)
     opening = open_checkpoint(source, choice) if model is None else load_into(model, source, load, choice)
     with opening as checkpoint:
-        return pack_checkpoint(checkpoint, opened, Path(out), labels=labels, dtype=dtype, progress=progress)
+        recording = record_from()
+        with goldens_first(place, recording) as rename:
+            packed = pack_checkpoint(
+                checkpoint, opened, place, labels=labels, dtype=dtype, progress=progress, rename=rename
+            )
+    return replace(packed, goldens=len(recording.cases) if recording else 0)
+
+
+def _check_place(path: Path) -> Path:
+    if path.name.endswith(GOLDENS_SUFFIX):
+        raise CheckpointError(f"{path}: *{GOLDENS_SUFFIX} are names of goldens; give the weight file another name")
+    return path
+
+
+def _recorder(
+    model: object, artifact: Artifact, goldens: Requested | None, tolerance: Tolerance | None
+) -> Callable[[], Recording | None]:
+    """What records the goldens once the model has its weights. Raises CheckpointError and RecordingError."""
+    wanted = wanted_goldens(goldens, tolerance, artifact.methods)
+    if wanted is None:
+        return lambda: None
+    if not isinstance(model, nn.Module):
+        raise CheckpointError(
+            "goldens are recorded with the eager model, and a checkpoint is none: give the module that was exported as "
+            "`model`, too, or as the source"
+        )
+    methods = {name: name for name in artifact.methods}
+    return partial(record, unwrapped(model), wanted, artifact.manifest, artifact.constants(), methods)
 
 
 def pack_checkpoint(
@@ -112,7 +152,10 @@ def pack_checkpoint(
     progress: Progress | None = None,
     rename: Callable[[Stamp], Path] | None = None,
 ) -> Packed:
-    """`pack()` of a checkpoint that is open. `rename` gives another path in `out`'s folder, when the ids are known."""
+    """`pack()` of a checkpoint that is open. `rename` gives another path in `out`'s folder, when the ids are known.
+
+    It is called once, when nothing but the renaming is left to do.
+    """
     manifest = artifact.manifest
     wanted = requested(dtype, manifest)
     readings = casting(NAMES if checkpoint.names else KEYS_THEN_NAMES, wanted, manifest)
@@ -120,6 +163,7 @@ def pack_checkpoint(
     weights = _Weights(artifact, checkpoint, level, match)
     weights.check()
     changed = casts(match, manifest, level.tensors)
+    places = [out]
     try:
         stamp = write_weight_file(
             out,
@@ -128,12 +172,12 @@ def pack_checkpoint(
             graph_id=manifest.graph_id,
             labels=_labels(labels or {}),
             cast=changed,
-            rename=rename,
+            rename=partial(_noted, places, rename) if rename else None,
         )
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{out}: cannot be written ({error})") from error
     return Packed(
-        path=rename(stamp) if rename else out,
+        path=places[-1],
         graph_id=manifest.graph_id,
         weights_id=stamp.weights_id,
         nbytes=manifest.total_bytes,
@@ -142,6 +186,11 @@ def pack_checkpoint(
         level=level.path,
         cast=changed,
     )
+
+
+def _noted(places: list[Path], rename: Callable[[Stamp], Path], stamp: Stamp) -> Path:
+    places.append(rename(stamp))
+    return places[-1]
 
 
 class _Weights:

@@ -23,8 +23,10 @@ _FORM = "give file.py:function, module:function or hf:DIR"
 _HF = "hf:"
 
 
-def export_recipe(recipe: str, *, out: str | os.PathLike[str], skeleton: bool = False) -> Artifact:
-    """Export what a recipe builds. The model of `hf:DIR` is always a skeleton.
+def export_recipe(
+    recipe: str, *, out: str | os.PathLike[str], skeleton: bool = False, goldens: bool = True
+) -> Artifact:
+    """Export what a recipe builds. The model of `hf:DIR` is always a skeleton. goldens: whether to record the recipe's.
 
     Raises RecipeError, and what `export()` raises.
     """
@@ -32,7 +34,13 @@ def export_recipe(recipe: str, *, out: str | os.PathLike[str], skeleton: bool = 
         from .hf_models import export_directory
 
         return export_directory(recipe.removeprefix(_HF), out=out)
-    return export(**load_recipe(recipe, skeleton=skeleton), out=out)
+    arguments = load_recipe(recipe, skeleton=skeleton)
+    return export(**arguments if goldens else without_goldens(arguments), out=out)
+
+
+def without_goldens(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """What a recipe has returned, but for the goldens."""
+    return {key: value for key, value in arguments.items() if key not in ("goldens", "tolerance")}
 
 
 def load_recipe(recipe: str, *, skeleton: bool = False) -> dict[str, Any]:

@@ -12,6 +12,8 @@ from .errors import (
     DigestMismatch,
     ExportError,
     FormatVersionError,
+    GoldenMismatch,
+    GoldensError,
     GraphMismatch,
     InputMismatch,
     LeaseTimeout,
@@ -23,6 +25,7 @@ from .errors import (
     PinReleased,
     PublishTimeout,
     RecipeError,
+    RecordingError,
     StageCancelled,
     StageClosed,
     StageTimeout,
@@ -41,6 +44,7 @@ from .model import Model, load
 from .pinned import Pinned
 from .receipts import SwapReceipt
 from .staged import Staged
+from .tools import read_weights
 from .weightfile import WeightFile
 
 __all__ = [
@@ -55,6 +59,8 @@ __all__ = [
     "Event",
     "ExportError",
     "FormatVersionError",
+    "GoldenMismatch",
+    "GoldensError",
     "GraphMismatch",
     "InputMismatch",
     "LeaseTimeout",
@@ -69,6 +75,7 @@ __all__ = [
     "Progress",
     "PublishTimeout",
     "RecipeError",
+    "RecordingError",
     "StageCancelled",
     "StageClosed",
     "StageTimeout",
@@ -85,5 +92,6 @@ __all__ = [
     "WeightswapError",
     "__version__",
     "load",
+    "read_weights",
     "write_delta",
 ]

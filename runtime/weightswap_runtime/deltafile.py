@@ -8,22 +8,26 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import msgspec
 import numpy as np
 
 from .digests import BLOCK, TensorHasher
-from .dtypes import describe
+from .dtypes import DTYPES, describe
 from .dtypes import nbytes as size_of
 from .errors import DigestMismatch, GraphMismatch, WeightFileError, WeightsMismatch
+from .files import new_file
 from .header import FileTensor, pack_ranges
 from .weightfile import Stamp, TensorRow, WeightFile, canonical_order, render_stamped, write_tensors
-from .weightset import WeightSet
+from .weightset import WeightSet, goldens_path
 
 DELTA_KEY = "weightswap_delta"
+FEWEST = 256  # bytes that are compared together: each range takes 16 bytes of the file
 DATA, RUNS = "data:", "runs:"
 _HEX = re.compile(r"[0-9a-f]{64}")
 _AGAIN = "Write the delta again, or copy it again."
@@ -91,7 +95,8 @@ def _problems(stamp: DeltaStamp, weights: WeightSet) -> Iterator[str]:
         data, runs = weights.tensors[DATA + name], weights.tensors[RUNS + name]
         if (data.dtype, len(data.shape), runs.dtype, runs.shape[1:]) != ("U8", 1, "I64", (2,)):
             yield f"the tensors of {name} are {describe(data.dtype, data.shape)} and {describe(runs.dtype, runs.shape)}"
-        if size_of(changed.dtype, changed.shape) is None:
+        known = changed.dtype in DTYPES and min(changed.shape, default=0) >= 0
+        if not known or size_of(changed.dtype, changed.shape) is None:
             yield f"{name} has the type {describe(changed.dtype, changed.shape)}"
 
 
@@ -105,9 +110,12 @@ def write_delta(
 ) -> Delta:
     """Write what changes from one weight file to another; both are files that weightswap packed, for one graph.
 
-    What is compared: rows of weights that have rows of at most 1 MiB and more than 1 MiB in all (linear layers,
-    embedding tables), else pieces of 1 MiB. Weights with equal digests are not read. A few pieces are in memory at a
-    time. labels: beside those of `new`. progress: called with bytes compared, and bytes in all.
+    What is compared: the rows of a weight (of an embedding table, of a linear layer), several at once where they have
+    less than 256 bytes; pieces of 1 MiB where they have more than that, or there are none. Weights with equal digests
+    are not read. A few pieces are in memory at a time. labels: beside those of `new`. progress: called with bytes
+    compared, and bytes in all.
+
+    Goldens beside `new` are copied beside the delta, before that appears; others that are there are removed.
 
     Raises WeightFileError, GraphMismatch, WeightsMismatch, and DigestMismatch for a damaged file.
     """
@@ -115,7 +123,7 @@ def write_delta(
         stamps = _stamps(old, fresh)
         runs = _compare(old, fresh, stamps, progress)
         texts = {**stamps[1].labels, **(labels or {})}
-        _write(Path(out), fresh, stamps, runs, texts)
+        _write(Path(out), fresh, stamps, runs, texts, partial(_copy_goldens, Path(new), Path(out)))
         fresh.check_unchanged()
         return Delta(
             path=Path(out),
@@ -183,7 +191,7 @@ def _grain(tensor: FileTensor) -> int:
     """How many bytes are replaced or kept together."""
     size = tensor.end - tensor.begin
     row = size // tensor.shape[0] if len(tensor.shape) > 1 and size else BLOCK
-    return row if size > BLOCK and row <= BLOCK else BLOCK
+    return -(-FEWEST // row) * row if row <= BLOCK else BLOCK
 
 
 def _pairs(old: WeightFile, fresh: WeightFile, name: str, grain: int) -> Iterator[tuple[int, memoryview, memoryview]]:
@@ -221,7 +229,12 @@ def _append(runs: Runs, begin: int, end: int) -> None:
 
 
 def _write(
-    path: Path, fresh: WeightFile, stamps: tuple[Stamp, Stamp], runs: dict[str, Runs], labels: dict[str, str]
+    path: Path,
+    fresh: WeightFile,
+    stamps: tuple[Stamp, Stamp],
+    runs: dict[str, Runs],
+    labels: dict[str, str],
+    before: Callable[[], None],
 ) -> None:
     rows = [row for name, stretches in runs.items() for row in _rows(name, stretches)]
     order = canonical_order(rows)
@@ -239,7 +252,20 @@ def _write(
         )
         return render_stamped(ranges, DELTA_KEY, stamp, labels)
 
-    write_tensors(path, order, ((row.name, _data(fresh, row.name, runs)) for row in order), header)
+    def rename(_: Mapping[str, str]) -> Path:
+        before()
+        return path
+
+    write_tensors(path, order, ((row.name, _data(fresh, row.name, runs)) for row in order), header, rename)
+
+
+def _copy_goldens(new: Path, out: Path) -> None:
+    source, target = goldens_path(new), goldens_path(out)
+    if not source.is_file():
+        target.unlink(missing_ok=True)
+        return
+    with source.open("rb") as file, new_file(target) as copy:
+        shutil.copyfileobj(file, copy)
 
 
 def _rows(name: str, runs: Runs) -> Iterable[TensorRow]:

@@ -10,6 +10,8 @@ WeightswapError
 |   |-- GraphMismatch          packed for another graph id
 |   |-- BaseMismatch           a delta or a part is for other weights than those that are served
 |   |-- UnexpectedWeights      another weights id than was asked for
+|   |-- GoldensError           the goldens are damaged, or were recorded for something else
+|   |-- GoldenMismatch         the staged weights do not give the outputs that were recorded
 |   |-- OutOfMemory            no memory to stage into
 |   |-- StagingBusy            another staging is open
 |   |-- StageClosed            already committed or discarded
@@ -28,6 +30,7 @@ WeightswapError
 `-- ExportError                raised on the build side
     |-- CaptureError           the model cannot be captured as it is
     |-- CheckpointError        the checkpoint cannot be read or packed
+    |-- RecordingError         goldens cannot be recorded with the eager model
     |-- PublishTimeout         a weight file is still being written
     `-- RecipeError            the recipe cannot be loaded
 """
@@ -59,16 +62,20 @@ class WeightFileError(SwapError):
     """The file is not a valid safetensors file, or changed while it was read."""
 
 
+def _refusal(where: str, problems: Sequence[str], advice: str) -> str:
+    lines = "\n".join(f"  - {problem}" for problem in problems[:MOST_PRINTED])
+    if len(problems) > MOST_PRINTED:
+        lines += f"\n  - and {len(problems) - MOST_PRINTED} more"
+    return f"{where}: refused, {len(problems)} problem(s)\n{lines}\n{advice}"
+
+
 class _Problems(SwapError):
     """A refusal that lists everything found. `problems` holds one sentence each."""
 
     def __init__(self, where: str, problems: Sequence[str], advice: str) -> None:
         self.where = where
         self.problems = tuple(problems)
-        lines = "\n".join(f"  - {problem}" for problem in self.problems[:MOST_PRINTED])
-        if len(self.problems) > MOST_PRINTED:
-            lines += f"\n  - and {len(self.problems) - MOST_PRINTED} more"
-        super().__init__(f"{where}: refused, {len(self.problems)} problem(s)\n{lines}\n{advice}")
+        super().__init__(_refusal(where, self.problems, advice))
 
 
 class WeightsMismatch(_Problems):
@@ -89,6 +96,14 @@ class BaseMismatch(SwapError):
 
 class UnexpectedWeights(SwapError):
     """The weights have another id than the caller expects."""
+
+
+class GoldensError(SwapError):
+    """A goldens file cannot be used: damaged, of another format version, or recorded for other weights."""
+
+
+class GoldenMismatch(_Problems):
+    """The staged weights do not give the outputs that the eager model gave, or give values that are not finite."""
 
 
 class OutOfMemory(SwapError):
@@ -172,6 +187,14 @@ class CheckpointError(ExportError):
     """The checkpoint cannot be read or packed."""
 
 
+class RecordingError(ExportError):
+    """Goldens cannot be recorded with the eager model. `problems` holds one sentence each."""
+
+    def __init__(self, problems: Sequence[str], advice: str) -> None:
+        self.problems = tuple(problems)
+        super().__init__(_refusal("goldens", self.problems, advice))
+
+
 class PublishTimeout(ExportError, TimeoutError):
     """A weight file is still being written; waiting for it again is fine."""
 
@@ -189,6 +212,8 @@ __all__ = [
     "DigestMismatch",
     "ExportError",
     "FormatVersionError",
+    "GoldenMismatch",
+    "GoldensError",
     "GraphMismatch",
     "InputMismatch",
     "LeaseTimeout",
@@ -200,6 +225,7 @@ __all__ = [
     "PinReleased",
     "PublishTimeout",
     "RecipeError",
+    "RecordingError",
     "StageCancelled",
     "StageClosed",
     "StageTimeout",

@@ -15,6 +15,7 @@ from .engines import open_engine
 from .errors import StageCancelled, Unsupported
 from .events import Event, Listener
 from .gate import Claim
+from .goldens import Mode
 from .job import Job
 from .pinned import Pinned
 from .receipts import SwapReceipt
@@ -35,6 +36,7 @@ def load(
     *,
     keys: Keys | None = None,
     expect: str | None = None,
+    verify: Mode = "goldens",
     device: str = "cpu",
     engine: Literal["torch"] = "torch",
     residency: Literal["double", "single"] = "double",
@@ -48,7 +50,7 @@ def load(
     place of the previous weights. "single" holds one: a commit copies in place while calls are held, staging needs a
     second set's memory only meanwhile, and nothing is kept for a rollback. keep_previous="host" keeps one set more: a
     rollback is then possible in single residency, and in double residency also after a staging that was refused.
-    `weights`, `keys` and `expect` are those of `Model.stage`.
+    `weights`, `keys`, `expect` and `verify` are those of `Model.stage`.
 
     share: a model whose weights this one serves from, too: an artifact with the same table of weights, such as the same
     model exported with other inputs. One swap through either changes both in one commit; `residency` and
@@ -63,7 +65,7 @@ def load(
     if on_event is not None:
         model.listen(on_event)
     if weights is not None:
-        model.swap(weights, keys=keys, expect=expect)
+        model.swap(weights, keys=keys, expect=expect, verify=verify)
     return model
 
 
@@ -130,6 +132,7 @@ class Model(Caller):
         keys: Keys | None = None,
         expect: str | None = None,
         allow_other_graph: bool = False,
+        verify: Mode = "goldens",
         by: str = "",
         background: bool = False,
         rate_limit: float | None = None,
@@ -147,6 +150,9 @@ class Model(Caller):
           ways, with different results.
         expect: the weights id of the result; anything else is refused.
         allow_other_graph: take a file that was packed for another graph, if its tensors fit.
+        verify: "goldens": where outputs of the eager model were recorded for these weights (`pack(..., goldens=...)`),
+          the staged weights must reproduce them; outputs on recorded inputs must be finite. "finite": the latter
+          alone. "off": nothing is tried.
         by: who asks, for receipts and events.
         background: return at once; see `Staged` for `progress`, `wait()` and `cancel()`.
         rate_limit: read and copy at most so many bytes per second, so that calls are not starved.
@@ -155,10 +161,12 @@ class Model(Caller):
           residency the previous weights give way.
 
         Raises WeightFileError, WeightsMismatch, GraphMismatch, DigestMismatch, BaseMismatch, UnexpectedWeights,
-        OutOfMemory, StagingBusy, LeaseTimeout, Unsupported, and ArtifactError or MissingExtra where the adapter's graph
-        cannot be opened; with `background`, `Staged.wait()` and `Staged.commit()` raise what comes after the start.
+        GoldensError, GoldenMismatch, OutOfMemory, StagingBusy, LeaseTimeout, Unsupported, and ArtifactError or
+        MissingExtra where the adapter's graph cannot be opened; with `background`, `Staged.wait()` and
+        `Staged.commit()` raise what comes after the start.
         """
-        request = Request(path, keys, patterns(only) if only is not None else (), expect, allow_other_graph)
+        chosen = patterns(only) if only is not None else ()
+        request = Request(path, keys, chosen, expect, allow_other_graph, verify)
         request.check()
         if busy not in ("refuse", "wait"):
             raise Unsupported(f'busy={busy!r}: expected "refuse" or "wait"')
@@ -181,6 +189,7 @@ class Model(Caller):
         keys: Keys | None = None,
         expect: str | None = None,
         allow_other_graph: bool = False,
+        verify: Mode = "goldens",
         by: str = "",
         rate_limit: float | None = None,
         busy: Busy = "refuse",
@@ -201,6 +210,7 @@ class Model(Caller):
                 keys=keys,
                 expect=expect,
                 allow_other_graph=allow_other_graph,
+                verify=verify,
                 by=by,
                 rate_limit=rate_limit,
                 busy=busy,

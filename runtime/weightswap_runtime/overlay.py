@@ -19,6 +19,7 @@ from .workers import Workers
 
 MOST_PIECES = 16  # of a block that are copied one by one; with more of them the whole block is
 Offsets = npt.NDArray[np.int64]
+Pieces = Iterable[tuple[int, memoryview]]
 
 
 class Parts(NamedTuple):
@@ -80,26 +81,38 @@ def _by_block(
     name: str, part: Parts, arena: HostArena, digests: list[bytes], spans: list[Span]
 ) -> Iterator[Callable[[], None]]:
     offset, size = arena.layout.slots[name]
+    live = arena.view(name)
     for index in part.blocks():
         low, high = index * BLOCK, min((index + 1) * BLOCK, size)
 
-        def work(index: int = index, low: int = low, high: int = high) -> None:
-            pieces = list(part.within(low, high))
-            content = pieces[0][1]
-            if len(content) < high - low:
-                content = memoryview(allocate(high - low))
-                arena.read(offset + low, content)
-                _lay(pieces, content)
-            digests[index] = blake3(content).digest()
+        def work(index: int = index, low: int = low, block: memoryview = live[low:high]) -> None:
+            pieces = list(part.within(low, low + len(block)))
+            digests[index] = _digest(pieces, block)
             if len(pieces) > MOST_PIECES:
-                spans.append(Span(offset + low, content))
-            else:
-                spans.extend(Span(offset + low + place, data) for place, data in pieces)
+                pieces = [(0, _merged(pieces, block))]
+            spans.extend(Span(offset + low + place, data) for place, data in pieces)
 
         yield work
 
 
-def _lay(pieces: Iterable[tuple[int, memoryview]], content: memoryview) -> None:
+def _digest(pieces: Pieces, block: memoryview) -> bytes:
+    """The digest of a block with pieces laid over it; nothing is copied."""
+    hasher, end = blake3(), 0
+    for place, data in pieces:
+        hasher.update(block[end:place])
+        hasher.update(data)
+        end = place + len(data)
+    hasher.update(block[end:])
+    return hasher.digest()
+
+
+def _merged(pieces: Pieces, block: memoryview) -> memoryview:
+    content = memoryview(bytearray(block))
+    _lay(pieces, content)
+    return content
+
+
+def _lay(pieces: Pieces, content: memoryview) -> None:
     for place, data in pieces:
         content[place : place + len(data)] = data
 

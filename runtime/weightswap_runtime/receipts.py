@@ -14,7 +14,8 @@ class SwapReceipt:
     kind: "full", "partial", "delta" or "rollback". source: the path or URL, or "rollback". by: who asked, as they said.
     ignored: names of the source that are no weights: state, `_extra_state`. committed_at: seconds since the epoch.
     bytes_read: from the source; bytes_copied: within the pause. seconds_staged: reading and hashing; seconds_verified:
-    comparing, and running the goldens.
+    comparing, and running the goldens. verified: "goldens" if recorded outputs were reproduced, "finite" if outputs on
+    recorded inputs were finite, "none" if there was nothing to try.
     """
 
     generation: int
@@ -29,6 +30,7 @@ class SwapReceipt:
     residency: str
     bytes_read: int
     bytes_copied: int
+    verified: str
     seconds_staged: float
     seconds_verified: float
     seconds_paused: float

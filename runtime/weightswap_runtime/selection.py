@@ -14,7 +14,7 @@ from .manifest import Manifest, NamedTensor
 
 def patterns(only: str | Sequence[str]) -> tuple[str, ...]:
     """`only` as it is given by users. Raises Unsupported for what is neither a text nor several."""
-    found = (only,) if isinstance(only, str) else tuple(only)
+    found = (only,) if isinstance(only, str) else tuple(only) if isinstance(only, Sequence) else ()
     if not found or not all(isinstance(pattern, str) for pattern in found):
         raise Unsupported(f"only={only!r}: expected a pattern such as 'encoder.*', or several")
     return found

@@ -18,6 +18,7 @@ from .errors import (
     Unsupported,
     WeightsMismatch,
 )
+from .goldens import Mode, check_mode
 from .identity import Identity, identify
 from .job import Job
 from .manifest import Manifest
@@ -44,6 +45,7 @@ class Request(NamedTuple):
     only: tuple[str, ...] = ()
     expect: str | None = None
     allow_other_graph: bool = False
+    verify: Mode = "goldens"
 
     def check(self) -> None:
         """Raise Unsupported for what cannot be meant."""
@@ -51,18 +53,24 @@ class Request(NamedTuple):
             raise Unsupported(f"keys={self.keys!r}: the names of a file are read as {', '.join(map(repr, _READINGS))}")
         if self.expect is not None and not (isinstance(self.expect, str) and _WEIGHTS_ID.fullmatch(self.expect)):
             raise Unsupported(f"expect={self.expect!r}: a weights id has 64 hexadecimal digits")
+        check_mode(self.verify)
 
 
 class Contents(NamedTuple):
-    """What was staged. Times in seconds: reading and hashing, then comparing."""
+    """What was staged. Times in seconds: reading and hashing, then comparing. `verified`: how goldens were."""
 
     identity: Identity
     kind: Kind
     source: str
-    ignored: tuple[str, ...]
-    bytes_read: int
-    seconds_staged: float
-    seconds_verified: float
+    ignored: tuple[str, ...] = ()
+    bytes_read: int = 0
+    seconds_staged: float = 0.0
+    seconds_verified: float = 0.0
+    verified: str = "none"
+
+    def proven(self, verified: str, seconds: float) -> Contents:
+        """The same after goldens were tried for `seconds`."""
+        return self._replace(verified=verified, seconds_verified=self.seconds_verified + seconds)
 
 
 class Plan(NamedTuple):
@@ -151,7 +159,7 @@ def stage_full(
     identity = identify(plan.manifest.weights, filled.digests, stamp.labels if stamp else {})
     if stamp and stamp.graph_id == plan.manifest.graph_id and stamp.weights_id != identity.weights_id:
         text = f"the file records the weights id {stamp.weights_id[:12]}, its tensors have {identity.weights_id[:12]}"
-        raise DigestMismatch(where, [text], _DAMAGED)
+        raise DigestMismatch(where, [text], DAMAGED)
     check_expected(identity.weights_id, where, request)
     return Contents(
         identity=identity,
@@ -170,7 +178,7 @@ def _compute(plan: Plan, arena: HostArena, workers: Workers, job: Job, transform
     return compute_weights(plan.weights, plan.match.computed, arena, workers, transforms, job)
 
 
-_DAMAGED = "The file is damaged: copy it again, or pack it again."
+DAMAGED = "The file is damaged: copy it again, or pack it again."
 
 
 def _verify(weights: WeightSet, match: Match, read: dict[str, Blocks]) -> None:
@@ -183,7 +191,7 @@ def _verify(weights: WeightSet, match: Match, read: dict[str, Blocks]) -> None:
     ]
     corrupt = digest_problems(weights.stamp, digests) if weights.stamp else []
     if corrupt:
-        raise DigestMismatch(weights.where, corrupt + ties, _DAMAGED)
+        raise DigestMismatch(weights.where, corrupt + ties, DAMAGED)
     if ties:
         raise WeightsMismatch(weights.where, ties, "Save the checkpoint from a model whose tied tensors are tied.")
 

@@ -9,13 +9,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from threading import Lock
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from .arena import ArenaLayout, HostArena
 from .artifact import Artifact
-from .deltafile import delta_stamp
+from .deltafile import DeltaStamp, delta_stamp
 from .engines import Engine
 from .errors import BaseMismatch, ModelFailed, OutOfMemory, StagingBusy, Unsupported
 from .events import Event, EventKind, Events
@@ -27,6 +27,8 @@ from .receipts import SwapReceipt
 from .residency import Candidate, Committed, open_residency
 from .session import Session
 from .staging import Contents, Request, plan, stage_full
+from .trials import Member, find_trials, new_member, try_out
+from .weightfile import Stamp
 from .weightset import WeightSet, open_weights
 from .workers import Workers
 
@@ -47,14 +49,6 @@ def check_same_weights(weights: tuple[NamedTensor, ...], artifact: Artifact) -> 
             f"{artifact.path}: cannot share weights with a model of another table of weights; they differ in "
             f"{', '.join(odd[:5])}{more}"
         )
-
-
-class Member(NamedTuple):
-    """An artifact whose graphs run on the weights; `place` is that of its engine in every session."""
-
-    artifact: Artifact
-    engine: Engine
-    place: int
 
 
 class Store:
@@ -85,7 +79,7 @@ class Store:
         """Let an artifact's graphs run on the weights, too. Raises Unsupported if they have others."""
         check_same_weights(self._weights, artifact)
         with self.claimed(wait=None):
-            member = Member(artifact, engine, len(self._members))
+            member = new_member(artifact, engine, len(self._members))
             sessions = self._residency.sessions
             for session, bound in zip(sessions, [engine.bind(each.arena) for each in sessions], strict=True):
                 session.bound[member.place :] = [bound]  # an interrupted join may have left one there
@@ -137,9 +131,31 @@ class Store:
     def _stage(
         self, member: Member, weights: WeightSet, request: Request, timeout: float | None, job: Job
     ) -> Candidate:
+        delta = delta_stamp(weights)
+        owner = self._owner(delta or weights.stamp, member)
+        trials = find_trials(weights.where, owner, self._members, request)
+        candidate = self._filled(owner, weights, delta, request, timeout, job)
+        verified, seconds = try_out(candidate, trials, request, job)
+        candidate.contents = candidate.contents.proven(verified, seconds)
+        return candidate
+
+    def _owner(self, stamp: Stamp | DeltaStamp | None, asked: Member) -> Member:
+        """The artifact that a file was packed for, if it is one of those that share the weights."""
+        packed_for = [member for member in self._members if stamp and member.artifact.graph_id == stamp.graph_id]
+        return asked if asked in packed_for or not packed_for else packed_for[0]
+
+    def _filled(
+        self,
+        member: Member,
+        weights: WeightSet,
+        delta: DeltaStamp | None,
+        request: Request,
+        timeout: float | None,
+        job: Job,
+    ) -> Candidate:
         manifest = member.artifact.manifest
         transforms = partial(self._open_transforms, member)
-        if delta := delta_stamp(weights):
+        if delta:
             live = self._live(weights.where)
             change = stage_delta(weights, delta, live, manifest, self._workers, job, request)
             return self._residency.stage_patch(change.patch, change.contents, timeout, job)
@@ -176,7 +192,7 @@ class Store:
     def rollback(self, member: Member, by: str, timeout: float | None) -> SwapReceipt:
         before = self._current_id
         committed = self._committed(lambda: self._residency.rollback(timeout), member, by)
-        contents = Contents(committed.version.identity, "rollback", "rollback", (), 0, 0.0, 0.0)
+        contents = Contents(committed.version.identity, "rollback", "rollback")
         return self._receipt(member, committed, before, contents, by)
 
     @property
@@ -207,6 +223,7 @@ class Store:
             residency=self.residency,
             bytes_read=contents.bytes_read,
             bytes_copied=committed.bytes_copied,
+            verified=contents.verified,
             seconds_staged=contents.seconds_staged,
             seconds_verified=contents.seconds_verified,
             seconds_paused=committed.seconds_paused,

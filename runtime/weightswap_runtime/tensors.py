@@ -20,7 +20,7 @@ def torch_dtype(name: str) -> torch.dtype:
     return dtype
 
 
-def as_tensor(memory: bytearray | mmap.mmap, dtype: str, shape: Sequence[int]) -> torch.Tensor:
+def as_tensor(memory: bytearray | mmap.mmap | memoryview, dtype: str, shape: Sequence[int]) -> torch.Tensor:
     """A tensor over row-major, little-endian bytes; it shares their memory."""
     kind = torch_dtype(dtype)
     flat = torch.frombuffer(memory, dtype=kind) if len(memory) else torch.empty(0, dtype=kind)

@@ -124,8 +124,9 @@ def _read_stamp(header: Header, where: str) -> Stamp | None:
     try:
         stamp = msgspec.json.decode(text, type=Stamp)
     except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
+        what = "they are those of goldens; give the weight file beside it" if '"cases"' in text else error
         raise WeightFileError(
-            f"{where}: its `{METADATA_KEY}` metadata is not what weightswap writes ({error})"
+            f"{where}: its `{METADATA_KEY}` metadata are not those of a weight file ({what})"
         ) from error
     bad = [name for name, digest in stamp.digests.items() if not _DIGEST.fullmatch(digest)]
     if bad or stamp.digests.keys() != header.tensors.keys():

@@ -18,6 +18,7 @@ from .weightfile import Stamp, WeightFile
 
 SINGLE_NAME = "model.safetensors"
 SUFFIX = ".safetensors"
+GOLDENS_SUFFIX = ".goldens.safetensors"
 INDEX_SUFFIX = ".safetensors.index.json"
 MOST_INDEX_BYTES = 256 << 20
 _SHARD = re.compile(r"(.+)-\d{5}-of-(\d{5})(\.safetensors|\.bin)")
@@ -72,6 +73,13 @@ def open_weights(path: str | os.PathLike[str]) -> WeightSet:
     return WeightSet(str(found), {"": WeightFile(found)})
 
 
+def goldens_path(weights: str | os.PathLike[str]) -> Path:
+    """`v1.goldens.safetensors` for `v1.safetensors`, or for the index of its shards."""
+    path = Path(weights)
+    suffix = next((suffix for suffix in (INDEX_SUFFIX, SUFFIX) if path.name.endswith(suffix)), "")
+    return path.with_name(path.name.removesuffix(suffix) + GOLDENS_SUFFIX)
+
+
 def _stored(file: WeightFile) -> Iterator[tuple[str, StoredTensor]]:
     start = file.header.data_start
     for name, (dtype, shape, begin, end) in file.tensors.items():
@@ -95,7 +103,7 @@ def _meant(path: Path, names: Sequence[str]) -> str:
     if MANIFEST_NAME in names:
         raise WeightFileError(f"{path}: an artifact, not a checkpoint; give a weight file or a checkpoint's directory")
     indices = [name for name in names if name.endswith(INDEX_SUFFIX)]
-    singles = [name for name in names if name.endswith(SUFFIX)]
+    singles = [name for name in names if name.endswith(SUFFIX) and not name.endswith(GOLDENS_SUFFIX)]
     if not indices and (lost := lost_index(singles)):
         raise WeightFileError(f"{path}: {lost}")
     for candidates in (indices, singles):

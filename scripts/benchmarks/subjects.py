@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import torch
+from safetensors.torch import load_file
 from torch import nn
 from torch.nn import functional
 
@@ -42,6 +43,19 @@ class Stack(nn.Module):
         for layer in self.layers:
             x = torch.relu(layer(x))
         return x
+
+
+class Table(nn.Module):
+    """An embedding that holds about `nbytes`, and a small network: a call takes a millisecond, a staging does not."""
+
+    def __init__(self, nbytes: int, width: int = 256) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(max(64, nbytes // (4 * width)), width)
+        self.network = nn.Sequential(nn.Linear(width, 4 * width), nn.ReLU(), nn.Linear(4 * width, width))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        """tokens: int64 [n]. Returns float32 [n, width]."""
+        return self.network(self.embedding(tokens.repeat(64)))
 
 
 class Encoder(nn.Module):
@@ -85,7 +99,7 @@ class Version:
 
 @dataclass(frozen=True)
 class Stored:
-    """A `Stack` as an artifact with two weight files, and the first weights as a `torch.save` file."""
+    """A model as an artifact with two weight files, and the first weights as a `torch.save` file."""
 
     nbytes: int
     artifact: Artifact
@@ -97,6 +111,20 @@ class Stored:
     def size(self) -> str:
         """Of the weights, for people."""
         return f"{self.nbytes / 1e9:.2f} GB" if self.nbytes >= 1e8 else f"{self.nbytes / 1e6:.1f} MB"
+
+    def changed(self, share: float, *, scattered: bool) -> Path:
+        """A weight file of which a share of the bytes is not the first's: neighbouring rows of each tensor, or any."""
+        tensors = load_file(self.versions[0].path)
+        generator = torch.Generator().manual_seed(7)
+        for tensor in tensors.values():
+            count = -(-int(len(tensor) * share * 1000) // 1000)
+            if tensor.ndim == 1 or not count:
+                continue
+            rows = torch.randperm(len(tensor), generator=generator) if scattered else torch.arange(len(tensor))
+            tensor[rows[:count]] *= 0.999
+        return pack(
+            tensors, self.artifact, out=self.versions[0].path.with_name(f"changed-{scattered}.safetensors")
+        ).path
 
     def check(self, model: Model) -> None:
         """Raise WrongOutput unless the model's output equals eager's bit for bit."""
@@ -110,17 +138,27 @@ def equal(output: torch.Tensor, expected: torch.Tensor, where: str) -> None:
         raise WrongOutput(f"{where}: the output differs from eager's by up to {(output - expected).abs().max()}")
 
 
+def stored(nbytes: int) -> AbstractContextManager[Stored]:
+    """A `Stack` of about `nbytes`."""
+    return _stored(Stack, nbytes)
+
+
+def tabled(nbytes: int) -> AbstractContextManager[Stored]:
+    """A `Table` of about `nbytes`."""
+    return _stored(Table, nbytes)
+
+
 @contextmanager
-def stored(nbytes: int) -> Iterator[Stored]:
-    """Files for about `nbytes` of weights in a temporary folder (under $TMPDIR), removed when the block ends."""
+def _stored(kind: type[Stack | Table], nbytes: int) -> Iterator[Stored]:
+    """Files for the weights in a temporary folder (under $TMPDIR), removed when the block ends."""
     with TemporaryDirectory(prefix="weightswap-bench-") as folder, torch.no_grad():
         root = Path(folder)
         with skeleton():
-            model = Stack(nbytes).eval()
+            model = kind(nbytes).eval()
         tokens = torch.arange(4)
         with quiet():
             artifact = export(model, (tokens,), out=root / "stack.artifact")
-        eager = Stack(nbytes).eval()
+        eager = kind(nbytes).eval()
         _fill(eager, 0)
         pickled = root / "0.pt"
         torch.save(eager.state_dict(), pickled)
@@ -138,12 +176,12 @@ def quiet() -> Iterator[None]:
         yield
 
 
-def _pack(model: Stack, artifact: Artifact, tokens: torch.Tensor, path: Path) -> Version:
+def _pack(model: Stack | Table, artifact: Artifact, tokens: torch.Tensor, path: Path) -> Version:
     packed = pack(model, artifact, out=path)
     return Version(path, packed.weights_id, model(tokens))
 
 
-def _fill(model: Stack, seed: int) -> None:
+def _fill(model: Stack | Table, seed: int) -> None:
     """Random weights at the cost of a copy: one block of normal values, begun elsewhere in each tensor."""
     generator = torch.Generator().manual_seed(seed)
     pattern = torch.randn(PATTERN, generator=generator)

@@ -132,6 +132,29 @@ def test_inspect_a_weight_file(shell: Shell) -> None:
     assert json.loads(shell("inspect", "plain.safetensors", "--json"))["stamp"] is None
 
 
+def test_a_delta_between_two_files(shell: Shell) -> None:
+    shell("export", "recipe.py:pair", "-o", "m.artifact")
+    for name, value in (("one", 1.0), ("two", 2.0)):
+        safetensors.torch.save_file(
+            {"weight": torch.ones(2, 2), "bias": torch.full((2,), value)}, shell.folder / f"{name}.safetensors"
+        )
+        shell("pack", f"{name}.safetensors", "m.artifact", "-o", f"{name}.packed.safetensors")
+    files = ("one.packed.safetensors", "two.packed.safetensors")
+    said = shell("delta", *files, "-o", "d.safetensors", "--label", "step=2")
+    assert "changes     8 B of 24 B (33.33 %)" in said
+    made = json.loads(shell("delta", *files, "-o", "d.safetensors", "--json"))
+    assert (made["changed"], made["nbytes"]) == (["bias"], 8)
+    shown = shell("inspect", "d.safetensors")
+    assert f"to         {made['weights_id']}" in shown
+    assert "changes    bias, F32[2]" in shown
+    assert json.loads(shell("inspect", "d.safetensors", "--json"))["kind"] == "delta file"
+    receipts = json.loads(shell("swap", "m.artifact", files[0], "d.safetensors", "--json"))
+    ids = [receipt["weights_id"] for receipt in receipts]
+    assert ids == [made["base"], made["weights_id"]]
+    assert "BaseMismatch" in shell("swap", "m.artifact", files[1], "d.safetensors", status=1)
+    assert "not packed by weightswap" in shell("delta", "one.safetensors", files[1], "-o", "x.safetensors", status=1)
+
+
 def test_checkpoints_are_swapped_in_one_after_another(shell: Shell) -> None:
     shards = shell.folder / "shards"
     shards.mkdir()

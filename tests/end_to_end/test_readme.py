@@ -95,3 +95,24 @@ def test_the_commands(tmp_path: Path) -> None:
     said = shell(tmp_path, commands)
     assert "forward(tokens: I64[batch, length], mask: F32[batch, length])" in said
     assert (tmp_path / "outputs.safetensors").exists()
+
+
+def test_the_page_on_operations(tmp_path: Path) -> None:
+    page = (README.parent / "docs" / "operations.md").read_text()
+    build, serve = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    assert python(tmp_path, build) == "256 of 258600 bytes change\n"
+    said = python(tmp_path, serve).splitlines()
+    assert re.fullmatch(
+        r"goldens \{'step': '2'\} \d+\.\d µs", next(line for line in said if line.startswith("goldens"))
+    )
+    kinds = [line.split(" ", 2)[:2] for line in said[-5:]]
+    assert kinds == [["0", "full"], ["1", "full"], ["2", "rollback"], ["3", "delta"], ["4", "partial"]]
+    assert said[-4].endswith("v2.safetensors deploy 42")
+
+
+def test_every_error_is_explained() -> None:
+    from weightswap_runtime import errors
+
+    page = (README.parent / "docs" / "operations.md").read_text()
+    refused = [name for name in errors.__all__ if issubclass(getattr(errors, name), errors.SwapError)]
+    assert [name for name in refused if name != "SwapError" and f"`{name}`" not in page] == []

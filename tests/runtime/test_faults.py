@@ -73,6 +73,7 @@ FAULTS = {
     "no memory to read into": Fault(os, "preadv", NO_MEMORY),
     "no arena": Fault(mmap, "mmap", raises(OSError(errno.ENOMEM, "Cannot allocate memory"))),
     "no scratch": Fault(reading, "bytearray", NO_MEMORY),
+    "no scratch to lay over": Fault(overlay, "bytearray", NO_MEMORY),
     "no header": Fault(weightfile, "bytearray", NO_MEMORY),
     "no view": Fault(np, "frombuffer", NO_MEMORY),
     "a hash fails": Fault(reading, "blake3", NO_MEMORY),

@@ -104,10 +104,13 @@ def without_digest(stamp: dict[str, object]) -> object:
 
 
 STAMPS = {
-    "not JSON": (lambda stamp: "nope", "is not what weightswap writes"),
-    "not an object": (lambda stamp: "[]", "is not what weightswap writes"),
-    "no graph id": (lambda stamp: {k: v for k, v in stamp.items() if k != "graph_id"}, "is not what weightswap writes"),
-    "labels not strings": (lambda stamp: {**stamp, "labels": {"step": 1}}, "is not what weightswap writes"),
+    "not JSON": (lambda stamp: "nope", "are not those of a weight file"),
+    "not an object": (lambda stamp: "[]", "are not those of a weight file"),
+    "no graph id": (
+        lambda stamp: {k: v for k, v in stamp.items() if k != "graph_id"},
+        "are not those of a weight file",
+    ),
+    "labels not strings": (lambda stamp: {**stamp, "labels": {"step": 1}}, "are not those of a weight file"),
     "a digest missing": (without_digest, "lacks one BLAKE3 digest for each tensor (bias)"),
     "a digest too many": (
         lambda stamp: {**stamp, "digests": {**stamp["digests"], "more": "0" * 64}},
@@ -117,7 +120,7 @@ STAMPS = {
         lambda stamp: {**stamp, "cast": {"F32": ["bias", "more"]}},
         "says that more were cast, which it does not hold",
     ),
-    "casts of another kind": (lambda stamp: {**stamp, "cast": ["bias"]}, "is not what weightswap writes"),
+    "casts of another kind": (lambda stamp: {**stamp, "cast": ["bias"]}, "are not those of a weight file"),
     "a digest of another kind": (
         lambda stamp: {**stamp, "digests": {**stamp["digests"], "bias": "sha"}},
         "lacks one BLAKE3 digest for each tensor (bias)",

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from weightswap_runtime.artifact import Artifact
+from weightswap_runtime.deltafile import DeltaStamp, delta_stamp
 from weightswap_runtime.dtypes import describe
 from weightswap_runtime.manifest import MANIFEST_NAME, Manifest, NamedTensor, Source
 from weightswap_runtime.signature import Dict, Integer, Items, Literal, Node, Signature, Tensor, Tuple
@@ -119,19 +120,32 @@ def _origin(tensor: NamedTensor, source: Source | None) -> str:
     return f"computed from {', '.join(source.keys[:4])}{more}"
 
 
+def _delta(delta: DeltaStamp) -> None:
+    typer.echo(f"from       {delta.base}")
+    typer.echo(f"to         {delta.weights_id}")
+    typer.echo(f"graph id   {delta.graph_id}")
+    for name, changed in delta.changes.items():
+        typer.echo(f"changes    {name}, {describe(changed.dtype, changed.shape)}")
+    for label, text in delta.labels.items():
+        typer.echo(f"label      {label} = {text}")
+
+
 def _weight_set(weights: WeightSet, as_json: bool) -> None:
-    stamp = weights.stamp
+    stamp, delta = weights.stamp, delta_stamp(weights)
     if as_json:
         tensors = {
             name: {"dtype": t.dtype, "shape": t.shape, "file": t.file.path, "offset": t.offset, "nbytes": t.nbytes}
             for name, t in weights.tensors.items()
         }
-        print_json({"kind": "weight file", "path": weights.where, "stamp": stamp, "tensors": tensors})
+        kind = "delta file" if delta else "weight file"
+        print_json({"kind": kind, "path": weights.where, "stamp": delta or stamp, "tensors": tensors})
         return
     typer.echo(f"file       {weights.where}")
     if len(weights.files) > 1:
         typer.echo(f"shards     {', '.join(file.path.name for file in weights.files)}")
-    if stamp:
+    if delta:
+        _delta(delta)
+    elif stamp:
         typer.echo(f"weights id {stamp.weights_id}")
         typer.echo(f"graph id   {stamp.graph_id}")
         for label, text in stamp.labels.items():
@@ -140,12 +154,13 @@ def _weight_set(weights: WeightSet, as_json: bool) -> None:
             typer.echo(f"cast       {len(names)} tensors from {dtype}: {', '.join(names)}")
     else:
         typer.echo("weights id not recorded; it is computed when the file is swapped in")
+    digests = delta.digests if delta else stamp.digests if stamp else {}
     rows = [
         [
             name,
             describe(tensor.dtype, tensor.shape),
             human_bytes(tensor.nbytes),
-            stamp.digests[name][:12] if stamp else "",
+            digests[name][:12] if digests else "",
         ]
         for name, tensor in sorted(weights.tensors.items(), key=lambda item: (item[1].file.path, item[1].offset))
     ]

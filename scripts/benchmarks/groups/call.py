@@ -79,7 +79,7 @@ def _bare(model: Model) -> Callable[[torch.Tensor], Any]:
     """
     version = model._gate.current
     assert version is not None
-    bound = version.session.bound
+    bound = version.session.bound[0]
     assert isinstance(bound, BoundTorch)
     graph = bound._calls["forward"]
     return lambda x: graph([x])

@@ -25,8 +25,9 @@ COMMITS = 100  # for each round
 CALLERS = 2
 Part = Callable[[Stored, Model, int], Iterator[Row]]
 
-HALF_AS_FAST = Goal("ratio", "at least", 0.5)
+NEARLY_AS_FAST = Goal("ratio", "at least", 0.8)
 INSTANT = Goal("p99", "at most", 100)
+UNFELT = Goal("p99", "at most", 50)
 ONE_COPY = Goal("ratio", "at most", 1.3)
 
 
@@ -71,7 +72,7 @@ def _staging(stored: Stored, model: Model, rounds: int) -> Iterator[Row]:
     )
     rate = {name: [stored.nbytes / second / 1e9 for second in values] for name, values in taken.items()}
     what, read = f"stage {stored.size}, warm arena", f"preadv, {peers.threads} threads"
-    yield compared(what, "GB/s", rate["stage"], read, rate["read"], HALF_AS_FAST)
+    yield compared(what, "GB/s", rate["stage"], read, rate["read"], NEARLY_AS_FAST)
     yield compared(what, "GB/s", rate["stage"], "preadv + BLAKE3, no checks", rate["both"])
     yield compared(f"BLAKE3 alone, {peers.threads} threads", "GB/s", rate["hash"], read, rate["read"])
 
@@ -110,7 +111,7 @@ def _rollbacks(model: Model, where: str, rounds: int) -> Iterator[Row]:
         seen.append((time.perf_counter() - start) * 1e6)
         paused.append(receipt.seconds_paused * 1e6)
     yield spread(f"commit, the caller's time, {where}", "us", seen, INSTANT)
-    yield spread(f"commit, calls paused, {where}", "us", paused, INSTANT)
+    yield spread(f"commit, calls paused, {where}", "us", paused, UNFELT)
 
 
 def _staged_commits(stored: Stored, model: Model, rounds: int) -> Iterator[Row]:

@@ -1,0 +1,124 @@
+"""The eager model, run as a session runs its graphs: without gradients, from the initial state, leaving no trace."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from weightswap_runtime.comparing import difference
+from weightswap_runtime.signature import leaves
+
+from . import huggingface
+from .describe import plain_tree
+
+
+class Outputs(NamedTuple):
+    """A call's flat outputs in the graph's order, tensors as copies, with their names."""
+
+    names: list[str]
+    values: list[Any]
+
+
+@contextmanager
+def eager(model: nn.Module, functions: Mapping[str, str], initial: Mapping[str, torch.Tensor]) -> Iterator[Eager]:
+    """The model, to be called in this block.
+
+    functions: a method's name -> the model's attribute. initial: the state by FQN. In the block there are no gradients;
+    attention takes the ordinary path, which is the one that is captured, and a model of the library transformers has no
+    key-value cache. Afterwards torch's random numbers and the model's buffers, of which a copy is held, are what they
+    were, whatever is raised.
+    """
+    buffers = _Buffers(model, initial)
+    fast = torch.backends.mha.get_fastpath_enabled()
+    uncached = huggingface.without_cache(model) if huggingface.is_pretrained(model) else nullcontext()
+    with torch.no_grad(), torch.random.fork_rng(devices=[]), uncached:
+        try:
+            torch.backends.mha.set_fastpath_enabled(False)
+            yield Eager(model, functions, buffers)
+        finally:
+            torch.backends.mha.set_fastpath_enabled(fast)
+            buffers.restore()
+
+
+class Eager:
+    """Made by `eager()`."""
+
+    def __init__(self, model: nn.Module, functions: Mapping[str, str], buffers: _Buffers) -> None:
+        self._model = model
+        self._functions = functions
+        self._buffers = buffers
+        self._versions = _versions(model)
+
+    def run(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Outputs:
+        """Call a method from the initial state, with copies of the inputs in row-major order, as goldens keep them."""
+        self._buffers.reset()
+        args, kwargs = pytree.tree_map(_row_major, (args, kwargs))
+        name = self._functions[method]
+        call = self._model if name == "forward" else getattr(self._model, name)
+        tree, values = plain_tree(call(*args, **kwargs))
+        return Outputs([leaf.name for leaf in leaves(tree)], [_row_major(value) for value in values])
+
+    def changed(self) -> list[str]:
+        """The names of weights and constants that calls have changed."""
+        now = _versions(self._model)
+        return self._buffers.changed() + [name for name, version in self._versions.items() if now.get(name) != version]
+
+
+def _row_major(value: Any) -> Any:
+    if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
+        return value
+    return value.detach().clone(memory_format=torch.contiguous_format)
+
+
+def _versions(model: nn.Module) -> dict[str, tuple[int, int]]:
+    """What changes when a parameter is written to or replaced."""
+    parameters = model.named_parameters(remove_duplicate=False)
+    return {name: (id(value), 0 if value.is_inference() else value._version) for name, value in parameters}
+
+
+class _Place(NamedTuple):
+    """A buffer in its module, with a copy of its values."""
+
+    fqn: str
+    home: dict[str, torch.Tensor | None]
+    key: str
+    tensor: torch.Tensor
+    values: torch.Tensor
+
+
+class _Buffers:
+    """The buffers of a model. `initial` are those that a call may change, with what they are before each call."""
+
+    def __init__(self, model: nn.Module, initial: Mapping[str, torch.Tensor]) -> None:
+        self._initial = initial
+        self._places = [
+            _Place(f"{path}.{key}" if path else key, module._buffers, key, buffer, buffer.detach().clone())
+            for path, module in model.named_modules(remove_duplicate=False)
+            for key, buffer in module._buffers.items()
+            if buffer is not None
+        ]
+
+    def reset(self) -> None:
+        for fqn, home, key, tensor, _ in self._places:
+            if fqn in self._initial:
+                home[key] = tensor  # a call may have assigned another
+                tensor.copy_(self._initial[fqn])
+
+    def changed(self) -> list[str]:
+        return [place.fqn for place in self._places if place.fqn not in self._initial and _is_changed(place)]
+
+    def restore(self) -> None:
+        for place in self._places:
+            if _is_changed(place):
+                place.home[place.key] = place.tensor
+                place.tensor.copy_(place.values)
+
+
+def _is_changed(place: _Place) -> bool:
+    other = place.home.get(place.key) is not place.tensor
+    return other or difference(place.values, place.tensor, None) is not None

@@ -1,0 +1,228 @@
+"""Goldens: recorded inputs with the eager model's outputs for one weights id, as a safetensors file.
+
+Reading and checking the file needs no torch; `verifying` runs it.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import stat
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, get_args
+
+import msgspec
+
+from .artifact import Artifact
+from .cases import Case, Document, case_problems
+from .digests import digest_of
+from .errors import GoldensError, OutOfMemory, Unsupported
+from .header import FileTensor, header_length, pack_ranges, parse_header, render_header
+from .manifest import Manifest
+from .weightfile import METADATA_KEY, TensorRow, canonical_order
+from .weightset import goldens_path
+
+GOLDENS_NAME = "goldens.safetensors"
+FORMAT_VERSION = 1
+_HEX = re.compile(r"[0-9a-f]{64}")
+_AGAIN = "Record the goldens again, copy them again, or remove the file."
+
+Tolerance = tuple[float, float]
+Mode = Literal["goldens", "finite", "off"]
+
+
+def check_mode(mode: str) -> None:
+    """Raise Unsupported for what is no way to verify."""
+    if mode not in get_args(Mode):
+        raise Unsupported(f"verify={mode!r}: expected {', '.join(map(repr, get_args(Mode)))}")
+
+
+class Environment(Document, frozen=True):
+    """What decides the last bits of an output: torch's version, the device, its instruction set, intra-op threads."""
+
+    torch: str
+    device: str
+    capability: str
+    threads: int
+
+
+class Record(Document, frozen=True):
+    """What `__metadata__` says. `tolerance` is (rtol, atol); None: exact where `environment` is that of the server.
+
+    `digests` are those of the tensors, by name.
+    """
+
+    format_version: int
+    graph_id: str
+    weights_id: str
+    environment: Environment
+    tolerance: Tolerance | None
+    cases: tuple[Case, ...]
+    digests: dict[str, str]
+
+
+class Content(NamedTuple):
+    """A tensor to be written: row-major, little-endian bytes."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    data: memoryview
+
+
+class Goldens(NamedTuple):
+    """Goldens that were read and checked. Nothing of the file is open.
+
+    bundled: whether they are an artifact's own, and so may be of other weights than those that are staged.
+    same_graph: whether they were recorded for the graph that serves.
+    """
+
+    where: str
+    record: Record
+    tensors: Mapping[str, FileTensor]
+    data: memoryview
+    bundled: bool
+    same_graph: bool
+
+    @property
+    def weights_id(self) -> str:
+        return self.record.weights_id
+
+    @property
+    def cases(self) -> tuple[Case, ...]:
+        return self.record.cases
+
+    def bytes_of(self, name: str) -> memoryview:
+        """The row-major, little-endian bytes of a tensor."""
+        place = self.tensors[name]
+        return self.data[place.begin : place.end]
+
+
+def encode_goldens(
+    cases: Sequence[Case],
+    tensors: Mapping[str, Content],
+    *,
+    graph_id: str,
+    weights_id: str,
+    environment: Environment,
+    tolerance: Tolerance | None,
+) -> bytes:
+    """The bytes of a goldens file, in the canonical layout of weight files."""
+    order = canonical_order(TensorRow(name, tensor.dtype, tensor.shape) for name, tensor in tensors.items())
+    record = Record(
+        format_version=FORMAT_VERSION,
+        graph_id=graph_id,
+        weights_id=weights_id,
+        environment=environment,
+        tolerance=tolerance,
+        cases=tuple(cases),
+        digests={row.name: digest_of([tensors[row.name].data]) for row in order},
+    )
+    metadata = {"format": "pt", METADATA_KEY: msgspec.json.encode(record).decode()}
+    return b"".join([render_header(pack_ranges(order), metadata), *(tensors[row.name].data for row in order)])
+
+
+def open_goldens(path: str | os.PathLike[str], manifest: Manifest, *, allow_other_graph: bool = False) -> Goldens:
+    """Read a goldens file and check it against a manifest: digests, methods, dtypes, shapes.
+
+    The whole file is read into memory. Raises WeightFileError where it is no safetensors file, OutOfMemory, and
+    GoldensError for everything else, also for goldens of another graph unless `allow_other_graph` is set.
+    """
+    raw = _read(Path(path))
+    return _decode(raw, str(path), manifest, bundled=False, allow_other_graph=allow_other_graph)
+
+
+def goldens_beside(
+    weights: str | os.PathLike[str], manifest: Manifest, *, allow_other_graph: bool = False
+) -> Goldens | None:
+    """The goldens beside a weight file; None if there are none. Raises what `open_goldens` raises."""
+    path = goldens_path(weights)
+    if not os.path.lexists(path):
+        return None
+    return open_goldens(path, manifest, allow_other_graph=allow_other_graph)
+
+
+def artifact_goldens(artifact: Artifact) -> Goldens | None:
+    """The goldens in an artifact; None if there are none. Raises ArtifactError, WeightFileError and GoldensError."""
+    if GOLDENS_NAME not in artifact.manifest.files:
+        return None
+    raw = artifact.read(GOLDENS_NAME)
+    where = str(artifact.path / GOLDENS_NAME)
+    return _decode(raw, where, artifact.manifest, bundled=True, allow_other_graph=False)
+
+
+def _read(path: Path) -> bytes:
+    try:
+        # without O_NONBLOCK a named pipe would be waited for
+        with open(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK), "rb") as file:  # noqa: PTH123
+            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                raise GoldensError(f"{path}: cannot be read (not a regular file). {_AGAIN}")
+            return file.read()
+    except (OSError, ValueError) as error:
+        raise GoldensError(f"{path!s:.200}: cannot be read ({getattr(error, 'strerror', error)}). {_AGAIN}") from error
+    except MemoryError as error:
+        raise OutOfMemory(f"{path}: no memory to read it into") from error
+
+
+def _decode(raw: bytes, where: str, manifest: Manifest, *, bundled: bool, allow_other_graph: bool) -> Goldens:
+    length = header_length(raw[:8], len(raw), where)
+    header = parse_header(raw[8 : 8 + length], len(raw), where)
+    record = _record(header.metadata.get(METADATA_KEY), where)
+    same_graph = record.graph_id == manifest.graph_id
+    if not same_graph and not allow_other_graph:
+        raise GoldensError(
+            f"{where}: recorded for the graph {record.graph_id[:12]}, this model is {manifest.graph_id[:12]}. "
+            "Record the goldens again, or remove the file."
+        )
+    data = memoryview(raw)[header.data_start :]
+    goldens = Goldens(where, record, header.tensors, data, bundled, same_graph)
+    if problems := [*_file_problems(goldens), *_record_problems(goldens, manifest)]:
+        more = f"; and {len(problems) - 10} more" if len(problems) > 10 else ""
+        raise GoldensError(f"{where}: unusable goldens: {'; '.join(problems[:10])}{more}. {_AGAIN}")
+    return goldens
+
+
+def _record(text: str | None, where: str) -> Record:
+    if text is None:
+        raise GoldensError(f"{where}: has no `{METADATA_KEY}` metadata, so it holds no goldens. {_AGAIN}")
+    try:
+        version = msgspec.json.decode(text, type=dict[str, Any]).get("format_version")
+        if type(version) is int and version != FORMAT_VERSION:
+            raise GoldensError(
+                f"{where}: goldens of format version {version}; this runtime reads {FORMAT_VERSION}. "
+                "Install the weightswap that wrote them, or record them again."
+            )
+        return msgspec.json.decode(text, type=Record)
+    except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
+        raise GoldensError(f"{where}: its `{METADATA_KEY}` metadata are no goldens ({error}). {_AGAIN}") from error
+
+
+def _file_problems(goldens: Goldens) -> Iterator[str]:
+    """Whether every tensor has the bytes that were recorded, and belongs to a case."""
+    digests = goldens.record.digests
+    for name in sorted(digests.keys() ^ goldens.tensors.keys()):
+        yield f"{name!r} is not both a tensor and a digest"
+    for name in sorted(digests.keys() & goldens.tensors.keys()):
+        found = digest_of([goldens.bytes_of(name)])
+        if found != digests[name]:
+            recorded = f"{digests[name][:12]!a}" if _HEX.fullmatch(digests[name]) else "no BLAKE3 digest"
+            yield f"{name!r}: the file records {recorded}, its bytes have {found[:12]}"
+    named = {value for case in goldens.cases for value in (*case.inputs, *case.outputs)}
+    yield from (f"{name!r} belongs to no case" for name in sorted(goldens.tensors.keys() - named))
+
+
+def _record_problems(goldens: Goldens, manifest: Manifest) -> Iterator[str]:
+    tolerance = goldens.record.tolerance or ()
+    if not all(math.isfinite(part) and part >= 0 for part in tolerance):
+        yield f"the tolerance {tolerance} is not two finite numbers from 0"
+    if not goldens.cases:
+        yield "it has no cases"
+    for number, case in enumerate(goldens.cases):
+        method = manifest.methods.get(case.method)
+        if method is None:
+            known = ", ".join(manifest.methods)
+            yield f"case {number}: the method {case.method!r} is not among those of the artifact ({known})"
+        else:
+            found = case_problems(case, method.signature, goldens.tensors)
+            yield from (f"case {number}, {case.method}: {problem}" for problem in found)

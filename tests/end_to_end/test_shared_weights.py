@@ -1,0 +1,157 @@
+"""Several artifacts over one set of weights: one swap changes all of them in one commit."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from tests.models import Counter
+from tests.setups import different
+from weightswap_exporter import export, pack
+from weightswap_runtime import Artifact, GoldenMismatch, Model, StagingBusy, Unsupported, load
+
+
+class Encoder(nn.Module):
+    """Called with tokens, or with embeddings that were looked up before: two artifacts of one model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(50, 8)
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.head(self.embed(tokens))
+
+
+class FromEmbeddings(Encoder):
+    def forward(self, embeddings: torch.Tensor) -> torch.Tensor:
+        return self.head(embeddings)
+
+
+TOKENS = torch.arange(5)
+
+
+@pytest.fixture(scope="module")
+def shelf(tmp_path_factory: pytest.TempPathFactory) -> tuple[Artifact, Artifact, list[Path]]:
+    folder = tmp_path_factory.mktemp("shared")
+    one = export(Encoder().eval(), (TOKENS,), out=folder / "tokens.artifact")
+    other = export(FromEmbeddings().eval(), (torch.zeros(5, 8),), out=folder / "embeddings.artifact")
+    files = [folder / f"v{seed}.safetensors" for seed in range(3)]
+    for seed, file in enumerate(files):
+        pack(different(Encoder, seed), one, out=file)
+    return one, other, files
+
+
+def serve(one: Model, other: Model, seed: int) -> bool:
+    eager = different(Encoder, seed)
+    with torch.no_grad():
+        embeddings = eager.embed(TOKENS)
+        expected = eager(TOKENS)
+        return torch.equal(one(TOKENS), expected) and torch.equal(other(embeddings), eager.head(embeddings))
+
+
+def test_one_swap_changes_all(shelf: tuple[Artifact, Artifact, list[Path]], residency: str) -> None:
+    first, second, files = shelf
+    one = load(first, files[0], residency=residency, keep_previous="host")
+    other = load(second, share=one)
+    assert serve(one, other, 0)
+    for model, seed in ((one, 1), (other, 2)):  # the files were packed for the first artifact
+        model.swap(files[seed])
+        assert serve(one, other, seed)
+    assert one.generation == other.generation == 2
+    assert one.weights_id == other.weights_id
+    assert one.history == other.history
+    assert [receipt.graph_id for receipt in one.history] == [first.graph_id, first.graph_id, second.graph_id]
+    other.rollback()
+    assert serve(one, other, 1)
+    with one.stage(files[0]) as staged:
+        with pytest.raises(StagingBusy):
+            other.swap(files[2])
+        staged.commit()
+    assert serve(one, other, 0)
+
+
+def test_a_pin_of_one_holds_both(shelf: tuple[Artifact, Artifact, list[Path]]) -> None:
+    first, second, files = shelf
+    one = load(first, files[0])
+    other = load(second, share=one)
+    with other.pin() as pinned:
+        one.swap(files[1])
+        eager = different(Encoder, 0)
+        with torch.no_grad():
+            assert torch.equal(pinned(torch.ones(5, 8)), eager.head(torch.ones(5, 8)))
+        assert pinned.weights_id != one.weights_id
+
+
+def test_an_ensemble_never_answers_from_two_generations(
+    shelf: tuple[Artifact, Artifact, list[Path]], residency: str
+) -> None:
+    """Within one pin of either, both methods see one version; calls of each see one of the sets."""
+    first, second, files = shelf
+    one = load(first, files[0], residency=residency)
+    other = load(second, share=one)
+    answers = [different(Encoder, seed)(TOKENS).detach() for seed in range(3)]
+    wrong: list[torch.Tensor] = []
+    done = threading.Event()
+
+    def call() -> None:
+        while not done.is_set():
+            found = one(TOKENS)
+            if not any(torch.equal(found, answer) for answer in answers):
+                wrong.append(found)
+
+    threads = [threading.Thread(target=call) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for swap in range(60):
+        (one, other)[swap % 2].swap(files[swap % 3])
+    done.set()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+def test_other_weights_cannot_be_shared(shelf: tuple[Artifact, Artifact, list[Path]], tmp_path: Path) -> None:
+    first, _, files = shelf
+    strange = export(nn.Linear(8, 3).eval(), (torch.zeros(1, 8),), out=tmp_path / "strange.artifact")
+    model = load(first, files[0])
+    with pytest.raises(Unsupported, match=r"they differ in bias, embed\.weight, head\.bias, head\.weight, weight"):
+        load(strange, share=model)
+    with model.stage(files[1]), pytest.raises(StagingBusy):
+        load(first, share=model)
+    assert torch.equal(load(first, share=model)(TOKENS), model(TOKENS))
+
+
+def test_goldens_of_every_artifact_are_tried(shelf: tuple[Artifact, Artifact, list[Path]], tmp_path: Path) -> None:
+    first, _, files = shelf
+    embeddings = torch.full((5, 8), 1e30)
+    own = export(
+        different(FromEmbeddings, 0), (embeddings,), out=tmp_path / "own.artifact", goldens=[((embeddings,), {})]
+    )
+    one = load(first, files[0])
+    load(own, share=one)
+    large = different(Encoder, 1)
+    with torch.no_grad():
+        large.head.weight.mul_(1e20)
+    assert large(TOKENS).isfinite().all()
+    with pytest.raises(GoldenMismatch, match="expected a finite value, found inf"):
+        one.swap(pack(large, first, out=tmp_path / "large.safetensors").path)
+    assert one.generation == 0
+
+
+def test_each_keeps_its_own_state(tmp_path: Path, residency: str) -> None:
+    artifacts = [export(Counter().eval(), (torch.zeros(2, 3),), out=tmp_path / f"{name}.artifact") for name in "ab"]
+    path = pack(different(Counter, 1), artifacts[0], out=tmp_path / "v.safetensors").path
+    one = load(artifacts[0], path, residency=residency)
+    other = load(artifacts[1], share=one)
+    x = torch.ones(2, 3)
+    fresh = one(x)
+    assert not torch.equal(one(x), fresh)
+    assert torch.equal(other(x), fresh)
+    other.swap(path)
+    assert torch.equal(one(x), fresh)
+    assert torch.equal(other(x), fresh)

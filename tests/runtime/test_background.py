@@ -1,0 +1,252 @@
+"""Stagings in the background: progress, waiting, cancelling, the rate, who may stage when."""
+
+from __future__ import annotations
+
+import gc
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.tiny import TinyArtifact, WriteWeights, X, serves
+from weightswap_runtime import (
+    DigestMismatch,
+    Event,
+    LeaseTimeout,
+    Model,
+    Progress,
+    StageCancelled,
+    Staged,
+    StageTimeout,
+    StagingBusy,
+    Unsupported,
+    WeightFileError,
+    load,
+)
+
+SLOW = 20.0  # bytes per second: the tiny model's 92 bytes take longer than any test waits
+
+
+@pytest.fixture
+def model(tiny: TinyArtifact, weight_file: WriteWeights, residency: str) -> Model:
+    return load(tiny.path, weight_file(0), residency=residency)
+
+
+def test_it_returns_at_once_and_is_committed_later(model: Model, weight_file: WriteWeights) -> None:
+    staged = model.stage(weight_file(1), background=True)
+    assert staged.wait(30) is staged
+    assert staged.done
+    assert staged.progress == Progress("staged", 92, 92)
+    assert torch.equal(staged(X), TinyArtifact.eager(1, X))
+    assert serves(model, 0)
+    staged.commit()
+    assert staged.progress.phase == "committed"
+    assert serves(model, 1)
+    staged.cancel()
+    assert serves(model, 1)
+
+
+def test_a_commit_waits_for_the_staging(model: Model, weight_file: WriteWeights) -> None:
+    assert model.stage(weight_file(1), background=True).commit().generation == 1
+    assert serves(model, 1)
+
+
+def test_while_it_runs(model: Model, weight_file: WriteWeights) -> None:
+    staged = model.stage(weight_file(1), background=True, rate_limit=SLOW)
+    with pytest.raises(StageTimeout, match=r"wait again, or cancel\(\)"):
+        staged.wait(0.05)
+    with pytest.raises(StageTimeout):
+        staged.commit(timeout=0.01)
+    with pytest.raises(StagingBusy, match=r"wait\(\) until it is staged"):
+        staged(X)
+    with pytest.raises(StagingBusy):
+        _ = staged.weights_id
+    for other in (model.stage, model.swap):
+        with pytest.raises(StagingBusy, match='busy="wait"'):
+            other(weight_file(2))
+    with pytest.raises(StagingBusy):
+        model.rollback()
+    assert not staged.done
+    assert staged.progress.phase == "reading"
+    assert 0 < staged.progress.bytes_done <= staged.progress.bytes_total == 92
+    assert serves(model, 0)
+    staged.cancel()
+
+
+def test_a_cancelled_staging_leaves_nothing(model: Model, weight_file: WriteWeights) -> None:
+    threads = threading.active_count()
+    for _ in range(5):
+        staged = model.stage(weight_file(1), background=True, rate_limit=SLOW)
+        time.sleep(0.01)
+        staged.cancel()
+        assert staged.done
+        assert staged.progress.phase == "cancelled"
+        for use in (staged.wait, staged.commit):
+            with pytest.raises(StageCancelled, match="nothing was changed"):
+                use()
+        assert serves(model, 0)
+    model.swap(weight_file(2))
+    assert serves(model, 2)
+    assert threading.active_count() <= threads
+
+
+def test_a_cancel_is_quick(model: Model, weight_file: WriteWeights) -> None:
+    taken = []
+    for _ in range(5):
+        staged = model.stage(weight_file(1), background=True, rate_limit=SLOW)
+        while staged.progress.phase != "reading":
+            time.sleep(0.001)
+        start = time.perf_counter()
+        staged.cancel()
+        taken.append(time.perf_counter() - start)
+    assert min(taken) < 1  # 50 ms in the benchmarks; here only that it does not wait for the rate
+
+
+@pytest.mark.parametrize("leave", [lambda staged: staged.__exit__(), lambda staged: staged.discard()])
+def test_leaving_it_cancels(model: Model, weight_file: WriteWeights, leave: Callable[[Staged], None]) -> None:
+    staged = model.stage(weight_file(1), background=True, rate_limit=SLOW)
+    leave(staged)
+    assert staged.done
+    assert serves(model, 0)
+    model.swap(weight_file(2))
+
+
+def test_dropping_it_cancels(model: Model, weight_file: WriteWeights) -> None:
+    staged = model.stage(weight_file(1), background=True, rate_limit=SLOW)
+    del staged
+    gc.collect()
+    model.swap(weight_file(2), busy="wait")
+    assert serves(model, 2)
+
+
+def test_errors_come_when_it_is_asked(model: Model, weight_file: WriteWeights) -> None:
+    missing = model.stage("nowhere.safetensors", background=True)
+    for use in (missing.wait, missing.commit, lambda: missing(X)):
+        with pytest.raises(WeightFileError, match="cannot be opened"):
+            use()
+    broken = weight_file(1)
+    broken.write_bytes(broken.read_bytes()[:-1] + b"?")
+    with pytest.raises(DigestMismatch):
+        model.stage(broken, background=True).wait(30)
+    assert serves(model, 0)
+    model.swap(weight_file(2))
+
+
+def test_what_cannot_be_meant_is_refused_at_once(model: Model, weight_file: WriteWeights) -> None:
+    for wrong in ({"rate_limit": 0}, {"rate_limit": -1.0}, {"busy": "never"}, {"keys": "other"}, {"expect": "12"}):
+        with pytest.raises(Unsupported, match=next(iter(wrong))):
+            model.stage(weight_file(1), background=True, **wrong)
+    model.swap(weight_file(1))
+
+
+def test_a_second_one_waits_if_asked(model: Model, weight_file: WriteWeights) -> None:
+    first = model.stage(weight_file(1))
+    second = model.stage(weight_file(2), background=True, busy="wait")
+    time.sleep(0.05)
+    assert second.progress.phase == "waiting"
+    first.commit()
+    assert second.commit().generation == 2
+    assert serves(model, 2)
+    with model.stage(weight_file(3)), pytest.raises(StagingBusy, match=r"waited 0\.05 s"):
+        model.swap(weight_file(1), busy="wait", timeout=0.05)
+    with model.stage(weight_file(3)):
+        waiting = model.stage(weight_file(1), background=True, busy="wait", timeout=None)
+        waiting.cancel()
+        with pytest.raises(StageCancelled):
+            waiting.wait()
+    assert serves(model, 2)
+
+
+def test_a_fork_does_not_wait_for_a_thread_that_it_has_not(model: Model, weight_file: WriteWeights) -> None:
+    staged = model.stage(weight_file(1), background=True, rate_limit=SLOW)
+    child = os.fork()
+    if not child:
+        try:
+            staged.cancel()
+            model.swap(weight_file(2))
+            os._exit(0 if serves(model, 2) else 1)
+        finally:
+            os._exit(2)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    staged.cancel()
+    assert serves(model, 0)
+
+
+def test_the_rate_is_kept(tiny: TinyArtifact, weight_file: WriteWeights) -> None:
+    model = load(tiny.path, weight_file(0))
+    start = time.perf_counter()
+    model.swap(weight_file(1), rate_limit=920)
+    assert time.perf_counter() - start > 0.05  # 92 bytes take 0.1 s; the last piece need not be waited for
+
+
+def test_the_interpreter_ends_without_waiting(tiny: TinyArtifact, weight_file: WriteWeights) -> None:
+    script = (
+        "import sys, time\nfrom weightswap_runtime import load\n"
+        "model = load(sys.argv[1], sys.argv[2])\n"
+        f"staged = model.stage(sys.argv[3], background=True, rate_limit={SLOW})\n"
+        "time.sleep(0.1)\nprint(staged.progress.phase)\n"
+    )
+    command = [sys.executable, "-c", script, str(tiny.path), str(weight_file(0)), str(weight_file(1))]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "reading\n", "")
+
+
+def test_events_say_what_happened(tiny: TinyArtifact, weight_file: WriteWeights, tmp_path: Path) -> None:
+    events: list[Event] = []
+    model = load(tiny.path, weight_file(0), on_event=events.append)
+    model.stage(weight_file(1), background=True, rate_limit=SLOW, by="me").cancel()
+    model.stage(weight_file(1)).discard()
+    with pytest.raises(WeightFileError):
+        model.swap(tmp_path / "none", by="me")
+    model.swap(weight_file(1))
+    model.rollback(by="you")
+    kinds = ["staging", "staged", "committed", "staging", "cancelled", "staging", "staged", "discarded"]
+    kinds += ["staging", "refused", "staging", "staged", "committed", "rolled back"]
+    assert [event.kind for event in events] == kinds
+    asked = [event.by for event in events if event.kind in {"cancelled", "refused", "rolled back"}]
+    assert asked == ["me", "me", "you"]
+    refused = events[kinds.index("refused")]
+    assert isinstance(refused.error, WeightFileError)
+    assert str(refused).startswith(f"refused for me: {tmp_path / 'none'}: WeightFileError: ")
+    assert events[-1].receipt is model.history[-1]
+
+
+def test_a_listener_that_raises_harms_nobody(
+    tiny: TinyArtifact, weight_file: WriteWeights, caplog: pytest.LogCaptureFixture
+) -> None:
+    def raising(event: Event) -> None:
+        raise KeyError(event.kind)
+
+    model = load(tiny.path, weight_file(0), on_event=raising)
+    model.swap(weight_file(1))
+    assert serves(model, 1)
+    assert "a listener failed" in caplog.text
+
+
+def test_history_is_bounded(tiny: TinyArtifact, weight_file: WriteWeights) -> None:
+    model = load(tiny.path, weight_file(0))
+    model.swap(weight_file(1), by="first")
+    for _ in range(120):
+        model.rollback()
+    assert len(model.history) == 100
+    assert [receipt.generation for receipt in model.history] == list(range(22, 122))
+    assert {receipt.kind for receipt in model.history} == {"rollback"}
+    times = [receipt.committed_at for receipt in model.history]
+    assert times == sorted(times)
+
+
+def test_a_pin_is_waited_for_in_the_background(tiny: TinyArtifact, weight_file: WriteWeights) -> None:
+    model = load(tiny.path, weight_file(0))
+    with model.pin():
+        model.swap(weight_file(1))
+        staged = model.stage(weight_file(2), background=True, timeout=0.05)
+        with pytest.raises(LeaseTimeout):
+            staged.wait(30)
+    model.stage(weight_file(2), background=True).commit()
+    assert serves(model, 2)

@@ -1,0 +1,424 @@
+"""Delta files: written between weight files, applied to live weights, refused where they do not fit."""
+
+from __future__ import annotations
+
+import itertools
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import safetensors.numpy
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tests.runtime.blocks import make_blocks_small
+from tests.tiny import TinyArtifact, WriteWeights, X, serves
+from weightswap_runtime import (
+    BaseMismatch,
+    DigestMismatch,
+    GraphMismatch,
+    SwapError,
+    UnexpectedWeights,
+    Unsupported,
+    WeightFileError,
+    WeightsMismatch,
+    deltafile,
+    load,
+    read_weights,
+    write_delta,
+)
+from weightswap_runtime import residency as residencies
+from weightswap_runtime.arena import ArenaLayout, HostArena
+from weightswap_runtime.deltafile import DELTA_KEY, DeltaStamp, delta_stamp
+from weightswap_runtime.digests import block_digests
+from weightswap_runtime.gate import Version
+from weightswap_runtime.header import pack_ranges, render_header
+from weightswap_runtime.identity import identify
+from weightswap_runtime.incremental import stage_delta
+from weightswap_runtime.job import Job
+from weightswap_runtime.manifest import NamedTensor
+from weightswap_runtime.reading import write_rows
+from weightswap_runtime.staging import Request
+from weightswap_runtime.weightfile import TensorRow, canonical_order, write_weight_file
+from weightswap_runtime.weightset import open_weights
+from weightswap_runtime.workers import Workers
+
+Delta = Callable[[int, int], Path]
+
+
+@pytest.fixture(params=[1 << 20, 16], ids=["one block", "many blocks"], autouse=True)
+def _blocks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_blocks_small(monkeypatch, request.param)
+
+
+@pytest.fixture
+def delta(weight_file: WriteWeights, tmp_path: Path) -> Delta:
+    """`delta(0, 1)` leads from the weights of seed 0 to those of seed 1."""
+
+    def write(base: int, new: int) -> Path:
+        return write_delta(weight_file(base), weight_file(new), tmp_path / f"d{base}-{new}.safetensors").path
+
+    return write
+
+
+@pytest.mark.parametrize(("base", "new"), [*itertools.permutations(range(3), 2), (1, 1)])
+def test_a_delta_gives_the_weights_of_the_full_file(
+    base: int, new: int, tiny: TinyArtifact, weight_file: WriteWeights, delta: Delta, residency: str
+) -> None:
+    model = load(tiny.path, weight_file(base), residency=residency)
+    receipt = model.swap(delta(base, new))
+    assert serves(model, new)
+    assert receipt.kind == "delta"
+    assert receipt.weights_id == load(tiny.path, weight_file(new)).weights_id
+
+
+def test_a_chain_is_taken_in_order_and_refused_otherwise(
+    tiny: TinyArtifact, weight_file: WriteWeights, delta: Delta, residency: str
+) -> None:
+    model = load(tiny.path, weight_file(0), residency=residency, keep_previous="host")
+    with pytest.raises(BaseMismatch, match="in order"):
+        model.swap(delta(1, 2))
+    for base in range(4):
+        model.swap(delta(base, base + 1))
+        assert serves(model, base + 1)
+        with pytest.raises(BaseMismatch, match=rf"{model.weights_id[:12]} are served"):
+            model.swap(delta(base, base + 1))
+    for expected in (3, 4, 3):
+        model.rollback()
+        assert serves(model, expected)
+    model.swap(delta(3, 0))
+    assert serves(model, 0)
+
+
+def test_a_delta_needs_weights_that_are_served(tiny: TinyArtifact, delta: Delta, residency: str) -> None:
+    model = load(tiny.path, residency=residency)
+    with pytest.raises(BaseMismatch, match="no weights are served yet"):
+        model.swap(delta(0, 1))
+
+
+def test_a_refused_delta_leaves_the_rollback(
+    tiny: TinyArtifact, weight_file: WriteWeights, delta: Delta, tmp_path: Path
+) -> None:
+    model = load(tiny.path, weight_file(0))
+    model.swap(weight_file(1))
+    broken = delta(1, 2)
+    broken.write_bytes(broken.read_bytes()[:-1] + b"?")
+    with pytest.raises(DigestMismatch):
+        model.swap(broken)
+    model.rollback()
+    assert serves(model, 0)
+
+
+def test_trying_a_staged_delta(tiny: TinyArtifact, weight_file: WriteWeights, delta: Delta, residency: str) -> None:
+    model = load(tiny.path, weight_file(0), residency=residency)
+    with model.stage(delta(0, 1)) as staged:
+        assert torch.equal(staged(X), TinyArtifact.eager(1, X))
+        assert serves(model, 0)
+        with pytest.raises(UnexpectedWeights):
+            load(tiny.path, weight_file(0)).swap(delta(0, 2), expect=staged.weights_id)
+    assert serves(model, 0)
+    assert model.swap(delta(0, 1), expect=staged.weights_id).generation == 1
+
+
+def test_a_chain_costs_what_it_changes(tiny: TinyArtifact, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_blocks_small(monkeypatch, 16)
+    values = tiny.values(0)
+    files = []
+    for step in range(5):
+        values["bias"][step] += 1
+        files.append(tiny.write(tmp_path / f"v{step}.safetensors", values))
+    model = load(tiny.path, files[0])
+    copied: list[int] = []  # but for the first staging, which does not know what is in the other arena
+
+    def count(target: HostArena, source: HostArena, stretches: list[Any], *rest: Any) -> None:
+        copied.append(sum(end - begin for begin, end in stretches))
+        copy(target, source, stretches, *rest)
+
+    copy = residencies.copy_stretches
+    monkeypatch.setattr(residencies, "copy_stretches", count)
+    for step in range(1, 5):
+        written = write_delta(files[step - 1], files[step], tmp_path / "d.safetensors")
+        receipt = model.swap(written.path)
+        assert receipt.bytes_read == written.nbytes + 16 * len(written.changed)
+    assert copied == [16, 16, 16]
+
+
+def test_in_single_residency_only_what_changes_is_copied(tiny: TinyArtifact, tmp_path: Path) -> None:
+    values = tiny.values(0)
+    first = tiny.write(tmp_path / "v0.safetensors", values)
+    values["steps"] += 1
+    second = tiny.write(tmp_path / "v1.safetensors", values)
+    model = load(tiny.path, first, residency="single", keep_previous="host")
+    receipt = model.swap(write_delta(first, second, tmp_path / "d.safetensors").path)
+    assert receipt.bytes_copied == 8
+    assert model.rollback().bytes_copied == 8
+    assert serves(model, 0)
+
+
+def test_large_tables_give_their_changed_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_blocks_small(monkeypatch, 256)
+    monkeypatch.setattr(deltafile, "FEWEST", 30)
+    table = np.arange(1000 * 8, dtype=np.float32).reshape(1000, 8)
+    changed = table.copy()
+    changed[[3, 4, 700]] += 1
+    flat, other = np.zeros(100, np.uint8), np.zeros(100, np.uint8)
+    other[99] = 1
+    files = [
+        save(tmp_path / f"{i}.safetensors", {"table": t, "flat": f})
+        for i, (t, f) in enumerate([(table, flat), (changed, other)])
+    ]
+    written = write_delta(*files, tmp_path / "d.safetensors")
+    assert written.nbytes == 3 * 32 + 100
+    parts = read_weights(written.path)
+    assert parts["runs:table"].tolist() == [[3 * 32, 5 * 32], [700 * 32, 701 * 32]]
+    assert parts["data:table"].tobytes() == changed[[3, 4, 700]].tobytes()
+    assert parts["runs:flat"].tolist() == [[0, 100]]
+    monkeypatch.setattr(deltafile, "FEWEST", 256)  # now eight rows are compared at once
+    assert write_delta(*files, tmp_path / "d.safetensors").nbytes == 2 * 256 + 100
+
+
+DTYPES = {"u1": "U8", "f4": "F32"}
+
+
+def save(path: Path, values: dict[str, np.ndarray], graph_id: str = "0" * 64) -> Path:
+    rows = [TensorRow(name, DTYPES[value.dtype.str[1:]], value.shape) for name, value in values.items()]
+    data = {row.name: [memoryview(values[row.name].tobytes())] for row in canonical_order(rows)}
+    write_weight_file(path, rows, data, graph_id=graph_id)
+    return path
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_any_change_arrives(data: st.DataObject, tmp_path_factory: pytest.TempPathFactory) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        make_blocks_small(patch, data.draw(st.sampled_from([8, 24, 64])))
+        folder = tmp_path_factory.mktemp("delta")
+        random = np.random.default_rng(data.draw(st.integers(0, 99)))
+        weights = data.draw(st.lists(_weights(), min_size=1, max_size=4, unique_by=lambda weight: weight.name))
+        old = {w.name: random.integers(0, 256, w.nbytes, dtype=np.uint8) for w in weights}
+        new = {name: value.copy() for name, value in old.items()}
+        for name, value in new.items():
+            for _ in range(data.draw(st.integers(0, 4)) if value.size else 0):
+                start = data.draw(st.integers(0, value.size - 1), label=name)
+                value[start : start + data.draw(st.integers(1, 40))] ^= 1
+        files = [_save_bytes(folder / f"{i}.safetensors", weights, values) for i, values in enumerate((old, new))]
+        written = write_delta(*files, folder / "d.safetensors").path
+        arena = _arena(weights, old)
+        identity = identify(weights, {n: block_digests(v.data) for n, v in old.items()}, {})
+        version: Version[Any] = Version(SimpleNamespace(arena=arena, leases={}), 0, identity)
+        with open_weights(written) as opened:
+            stamp = delta_stamp(opened)
+            assert stamp is not None
+            manifest: Any = SimpleNamespace(weights=tuple(weights), graph_id="0" * 64)
+            change = stage_delta(opened, stamp, version, manifest, Workers(2), Job(), Request(written))
+        undo = change.patch.undo(arena)
+        change.patch.write_to(arena, Workers(2))
+        assert _contents(arena) == _contents(_arena(weights, new))
+        wanted = identify(weights, {n: block_digests(v.data) for n, v in new.items()}, {})
+        assert change.contents.identity.digests == wanted.digests
+        undo.write_to(arena, Workers(2))
+        assert _contents(arena) == _contents(_arena(weights, old))
+
+
+@st.composite
+def _weights(draw: st.DrawFn) -> NamedTensor:
+    shape = tuple(draw(st.lists(st.integers(0, 9), min_size=0, max_size=3)))
+    permuted = len(shape) == 2 and min(shape) > 1 and draw(st.booleans())
+    stride = (1, shape[0]) if permuted else None
+    return NamedTensor(name=draw(st.sampled_from("abcdef")), dtype="F32", shape=shape, stride=stride)
+
+
+def _save_bytes(path: Path, weights: list[NamedTensor], values: dict[str, np.ndarray]) -> Path:
+    rows = [weight.row for weight in weights]
+    data = {row.name: [memoryview(values[row.name].tobytes())] for row in canonical_order(rows)}
+    write_weight_file(path, rows, data, graph_id="0" * 64)
+    return path
+
+
+def _arena(weights: list[NamedTensor], values: dict[str, np.ndarray]) -> HostArena:
+    arena = HostArena(ArenaLayout(weights))
+    for weight in weights:
+        write_rows(weight, memoryview(values[weight.name].tobytes()), arena.view(weight.name))
+    return arena
+
+
+def _contents(arena: HostArena) -> dict[str, bytes]:
+    return {name: bytes(arena.view(name)) for name in arena.layout.slots}
+
+
+def rewrite(path: Path, change: Callable[[dict[str, Any], dict[str, np.ndarray]], None]) -> Path:
+    """Change a delta's stamp and tensors, and make its digests right again unless the change was to them."""
+    with safetensors.safe_open(path, "np") as opened:
+        stamp: dict[str, Any] = msgspec.json.decode(opened.metadata()[DELTA_KEY])
+        tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+    digests = dict(stamp["digests"])
+    change(stamp, tensors)
+    if stamp.get("digests") == digests:
+        stamp["digests"] = {name: block_digest(value) for name, value in tensors.items()}
+    rows = [TensorRow(name, {"|u1": "U8", "<i8": "I64"}[t.dtype.str], t.shape) for name, t in tensors.items()]
+    order = canonical_order(rows)
+    header = render_header(pack_ranges(order), {DELTA_KEY: msgspec.json.encode(stamp).decode()})
+    path.write_bytes(header + b"".join(tensors[row.name].tobytes() for row in order))
+    return path
+
+
+def block_digest(value: np.ndarray) -> str:
+    from weightswap_runtime.digests import tensor_digest
+
+    return tensor_digest(block_digests(memoryview(value.tobytes())))
+
+
+def runs(values: list[list[int]]) -> Callable[[dict[str, Any], dict[str, np.ndarray]], None]:
+    def change(stamp: dict[str, Any], tensors: dict[str, np.ndarray]) -> None:
+        tensors["runs:bias"] = np.array(values, np.int64).reshape(-1, 2)
+
+    return change
+
+
+def drop(name: str) -> Callable[[dict[str, Any], dict[str, np.ndarray]], None]:
+    return lambda stamp, tensors: (tensors.pop(name), None)[1]
+
+
+def set_(key: str, value: Any) -> Callable[[dict[str, Any], dict[str, np.ndarray]], None]:
+    return lambda stamp, tensors: stamp.update({key: value})
+
+
+BROKEN: dict[str, tuple[Callable[[dict[str, Any], dict[str, np.ndarray]], None], type[SwapError], str]] = {
+    "beyond the weight": (runs([[4, 24]]), WeightFileError, "ranges of bias do not fit"),
+    "before the weight": (runs([[-4, 16]]), WeightFileError, "ranges of bias do not fit"),
+    "overlapping": (runs([[0, 12], [8, 16]]), WeightFileError, "ranges of bias do not fit"),
+    "falling": (runs([[12, 20], [0, 12]]), WeightFileError, "ranges of bias do not fit"),
+    "empty": (runs([[0, 0], [0, 20]]), WeightFileError, "ranges of bias do not fit"),
+    "too short": (runs([[0, 16]]), WeightFileError, "ranges of bias do not fit"),
+    "overflowing": (runs([[-(2**62), 2**62], [2**62, 20 - 2**62]]), WeightFileError, "ranges of bias do not fit"),
+    "other bytes": (
+        lambda stamp, tensors: tensors.update({"data:bias": tensors["data:bias"] ^ 1}),
+        DigestMismatch,
+        "leads to the weights",
+    ),
+    "a wrong digest": (
+        lambda stamp, tensors: stamp["digests"].update({"data:bias": "1" * 64}),
+        DigestMismatch,
+        "data:bias: the file records the digest 111111111111",
+    ),
+    "another result": (set_("weights_id", "1" * 64), DigestMismatch, "not to 111111111111"),
+    "no ids": (set_("base", "nothing"), WeightFileError, "64 hexadecimal digits"),
+    "no stamp": (lambda stamp, tensors: stamp.clear(), WeightFileError, "metadata cannot be read"),
+    "a lost tensor": (drop("runs:bias"), WeightFileError, "not those of the weights"),
+    "bytes of another kind": (
+        lambda stamp, tensors: tensors.update({"data:bias": np.zeros(3, np.int64)}),
+        WeightFileError,
+        r"the tensors of bias are I64\[3\] and I64\[1, 2\]",
+    ),
+    "another graph": (set_("graph_id", "1" * 64), GraphMismatch, "allow_other_graph=True"),
+    "another type": (
+        lambda stamp, tensors: stamp["changes"].update(bias={"dtype": "F32", "shape": [6]}),
+        WeightsMismatch,
+        r"bias: expected F32\[5\], found F32\[6\]",
+    ),
+    "no type": (
+        lambda stamp, tensors: stamp["changes"].update(bias={"dtype": "F4", "shape": [5]}),
+        WeightFileError,
+        r"bias has the type F4\[5\]",
+    ),
+    "an unknown type": (
+        lambda stamp, tensors: stamp["changes"].update(bias={"dtype": "F99", "shape": [5]}),
+        WeightFileError,
+        r"bias has the type F99\[5\]",
+    ),
+    "an unknown weight": (
+        lambda stamp, tensors: (
+            stamp["changes"].update(other=stamp["changes"].pop("bias")),
+            [tensors.update({f"{kind}:other": tensors.pop(f"{kind}:bias")}) for kind in ("data", "runs")],
+        )[0],
+        WeightsMismatch,
+        "other: unexpected",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", BROKEN)
+def test_broken_deltas_are_refused(
+    what: str, tiny: TinyArtifact, weight_file: WriteWeights, delta: Delta, residency: str
+) -> None:
+    change, error, says = BROKEN[what]
+    model = load(tiny.path, weight_file(0), residency=residency)
+    with pytest.raises(error, match=says):
+        model.swap(rewrite(delta(0, 1), change))
+    assert serves(model, 0)
+    model.swap(delta(0, 1))
+    assert serves(model, 1)
+
+
+def test_a_delta_for_another_graph_is_taken_if_that_is_meant(
+    tiny: TinyArtifact, weight_file: WriteWeights, delta: Delta
+) -> None:
+    model = load(tiny.path, weight_file(0))
+    model.swap(rewrite(delta(0, 1), set_("graph_id", "1" * 64)), allow_other_graph=True)
+    assert serves(model, 1)
+
+
+def test_what_no_delta_can_be_made_of(tiny: TinyArtifact, weight_file: WriteWeights, tmp_path: Path) -> None:
+    out = tmp_path / "d.safetensors"
+    plain = tmp_path / "plain.safetensors"
+    safetensors.numpy.save_file({"a": np.ones(3)}, plain)
+    with pytest.raises(WeightFileError, match=r"not packed by weightswap.*weightswap pack CHECKPOINT"):
+        write_delta(plain, weight_file(0), out)
+    other = tiny.write(tmp_path / "other.safetensors", tiny.values(1), graph_id="1" * 64)
+    with pytest.raises(GraphMismatch, match="two sets of weights for one graph"):
+        write_delta(weight_file(0), other, out)
+    fewer = save(tmp_path / "fewer.safetensors", {"a": np.ones(3, np.uint8)}, tiny.manifest.graph_id)
+    with pytest.raises(WeightsMismatch, match="bias: not the same in both files"):
+        write_delta(weight_file(0), fewer, out)
+    damaged = tmp_path / "damaged.safetensors"
+    raw = weight_file(1).read_bytes()
+    damaged.write_bytes(raw[:-1] + bytes([raw[-1] ^ 1]))
+    for pair in ((damaged, weight_file(0)), (weight_file(0), damaged)):
+        with pytest.raises(DigestMismatch, match="not those whose digest the file records"):
+            write_delta(*pair, out)
+    assert not out.exists()
+
+
+def test_labels_and_progress(tiny: TinyArtifact, weight_file: WriteWeights, tmp_path: Path) -> None:
+    seen: list[tuple[int, int]] = []
+    out = tmp_path / "d.safetensors"
+    written = write_delta(
+        weight_file(0),
+        weight_file(1),
+        out,
+        labels={"step": "9"},
+        progress=lambda done, total: seen.append((done, total)),
+    )
+    assert seen[-1] == (92, 92)
+    assert written.changed == ("bias", "steps", "tied", "weight")
+    model = load(tiny.path, weight_file(0))
+    assert model.swap(out).labels == {"step": "9"} == model.labels
+
+
+def test_only_and_deltas_do_not_mix(tiny: TinyArtifact, weight_file: WriteWeights, delta: Delta) -> None:
+    model = load(tiny.path, weight_file(0))
+    with pytest.raises(Unsupported, match="a delta is taken whole"):
+        model.swap(delta(0, 1), only="bias")
+    assert serves(model, 0)
+
+
+def test_the_stamp_is_what_the_format_says(delta: Delta, weight_file: WriteWeights, tmp_path: Path) -> None:
+    path = delta(0, 1)
+    with safetensors.safe_open(path, "np") as opened:
+        stamp = msgspec.json.decode(opened.metadata()[DELTA_KEY], type=DeltaStamp)
+    with open_weights(weight_file(0)) as base, open_weights(weight_file(1)) as new:
+        assert base.stamp is not None
+        assert new.stamp is not None
+        assert (stamp.base, stamp.weights_id) == (base.stamp.weights_id, new.stamp.weights_id)
+    assert stamp.changes.keys() == {"weight", "bias", "tied", "steps"}
+    shutil.copy(path, tmp_path / "again.safetensors")
+    assert (
+        write_delta(weight_file(0), weight_file(1), path).path.read_bytes()
+        == (tmp_path / "again.safetensors").read_bytes()
+    )

@@ -1,0 +1,492 @@
+"""Goldens: a hand-made file, a table of broken ones, and the verdict on the outputs of a staged session."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import safetensors.torch
+import torch
+from blake3 import blake3
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch.testing._comparison import default_tolerances
+
+from tests.sessions import bound_of
+from tests.tiny import TinyArtifact, WriteWeights, X
+from weightswap_runtime import (
+    Artifact,
+    GoldenMismatch,
+    GoldensError,
+    Unsupported,
+    WeightFileError,
+    WeightsMismatch,
+    WeightswapError,
+    load,
+)
+from weightswap_runtime.comparing import DEFAULT_TOLERANCES, difference, not_finite
+from weightswap_runtime.dtypes import TORCH_NAMES
+from weightswap_runtime.engines import Bound
+from weightswap_runtime.goldens import (
+    Content,
+    Goldens,
+    artifact_goldens,
+    encode_goldens,
+    goldens_beside,
+    goldens_path,
+    open_goldens,
+)
+from weightswap_runtime.manifest import encode_manifest
+from weightswap_runtime.verifying import environment_here, verify
+
+Document = dict[str, Any]
+Y = TinyArtifact.eager(1, X)
+
+
+def digest(tensor: torch.Tensor) -> str:
+    return blake3(tensor.contiguous().numpy().tobytes()).hexdigest()
+
+
+def hand_made(tiny: TinyArtifact, path: Path, **tensors: torch.Tensor) -> tuple[dict[str, torch.Tensor], Document]:
+    """Tensors and metadata of goldens with one case for the weights of seed 1, from the format's specification."""
+    environment = environment_here()
+    tensors = {"0.input.0": X, "0.output.0": Y} | tensors
+    return tensors, {
+        "format_version": 1,
+        "graph_id": tiny.manifest.graph_id,
+        "weights_id": load(tiny.path, tiny.write(path / "v1.safetensors", tiny.values(1))).weights_id,
+        "environment": msgspec.to_builtins(environment),
+        "tolerance": None,
+        "cases": [{"method": "forward", "inputs": ["0.input.0"], "outputs": ["0.output.0"]}],
+        "digests": {name: digest(tensor) for name, tensor in tensors.items()},
+    }
+
+
+def written(path: Path, tensors: dict[str, torch.Tensor], document: object) -> Path:
+    text = document if isinstance(document, str) else json.dumps(document)
+    safetensors.torch.save_file(tensors, path, {"weightswap": text})
+    return path
+
+
+class Stage:
+    """The tiny artifact with the weights of seed 1 in a session, and goldens for them."""
+
+    def __init__(self, tiny: TinyArtifact, folder: Path) -> None:
+        self.tiny, self.folder = tiny, folder
+        self.tensors, self.document = hand_made(tiny, folder)
+        self.path = folder / "v1.goldens.safetensors"
+
+    def bound(self, seed: int = 1) -> tuple[Bound, str]:
+        model = load(self.tiny.path, self.tiny.write(self.folder / "s.safetensors", self.tiny.values(seed)))
+        return bound_of(model), str(model.weights_id)
+
+    def open(self, **tensors: torch.Tensor) -> Goldens:
+        tensors = self.tensors | tensors
+        document = self.document | {"digests": {name: digest(tensor) for name, tensor in tensors.items()}}
+        return open_goldens(written(self.path, tensors, document), self.tiny.manifest)
+
+    def verify(self, goldens: Goldens, seed: int = 1, **options: Any) -> str:
+        bound, weights_id = self.bound(seed)
+        return verify(goldens, bound, self.tiny.manifest, weights_id, **options)
+
+    def refusal(self, goldens: Goldens, seed: int = 1, **options: Any) -> tuple[str, ...]:
+        with pytest.raises(GoldenMismatch) as refused:
+            self.verify(goldens, seed, **options)
+        assert str(self.path) in str(refused.value)
+        return refused.value.problems
+
+
+@pytest.fixture
+def stage(tiny: TinyArtifact, tmp_path: Path) -> Stage:
+    return Stage(tiny, tmp_path)
+
+
+def test_names_beside_weight_files() -> None:
+    for weights, goldens in {
+        "a/v1.safetensors": "a/v1.goldens.safetensors",
+        "model.safetensors.index.json": "model.goldens.safetensors",
+        "weights": "weights.goldens.safetensors",
+    }.items():
+        assert goldens_path(weights) == Path(goldens)
+
+
+def test_a_hand_made_file_is_read_and_reproduced(stage: Stage) -> None:
+    goldens = stage.open()
+    assert goldens.weights_id == stage.document["weights_id"]
+    assert (goldens.record.environment, goldens.record.tolerance) == (environment_here(), None)
+    assert bytes(goldens.bytes_of("0.output.0")) == Y.numpy().tobytes()
+    assert goldens_beside(stage.folder / "v1.safetensors", stage.tiny.manifest) == goldens
+    assert goldens_beside(stage.folder / "v2.safetensors", stage.tiny.manifest) is None
+    assert stage.verify(goldens) == "goldens"
+
+
+def test_what_is_written_is_read_by_others_and_by_us(stage: Stage) -> None:
+    read = stage.open()
+    record = read.record
+    contents = {name: (tensor.dtype, tensor.shape, read.bytes_of(name)) for name, tensor in read.tensors.items()}
+    options = {"graph_id": record.graph_id, "weights_id": record.weights_id, "environment": record.environment}
+    raw = encode_goldens(
+        record.cases, {name: Content(*content) for name, content in contents.items()}, tolerance=(0.0, 0.5), **options
+    )
+    stage.path.write_bytes(raw)
+    for name, tensor in safetensors.torch.load_file(stage.path).items():
+        assert torch.equal(tensor, stage.tensors[name])
+    again = open_goldens(stage.path, stage.tiny.manifest)
+    assert again.record == msgspec.structs.replace(record, tolerance=(0.0, 0.5), digests=again.record.digests)
+    assert int.from_bytes(raw[:8], "little") % 4096 == 4096 - 8
+
+
+def change(path: tuple[str | int, ...], value: object) -> Callable[[Document], None]:
+    def apply(document: Document) -> None:
+        target: Any = document
+        for key in path[:-1]:
+            target = target[key]
+        target[path[-1]] = value
+
+    return apply
+
+
+BROKEN = {
+    "another format": (change(("format_version",), 2), "goldens of format version 2; this runtime reads 1"),
+    "no format": (change(("format_version",), "1"), "are no goldens (Expected `int`"),
+    "an unknown field": (change(("more",), 1), "unknown field `more`"),
+    "another graph": (change(("graph_id",), "0" * 64), "recorded for the graph 000000000000, this model is"),
+    "another method": (change(("cases", 0, "method"), "encode"), "the method 'encode' is not among those"),
+    "no cases": (change(("cases",), []), "it has no cases"),
+    "an input too many": (
+        change(("cases", 0, "inputs"), ["0.input.0", 3]),
+        "case 0, forward: expected 1 inputs, found 2",
+    ),
+    "an output missing": (change(("cases", 0, "outputs"), []), "expected 1 outputs, found 0"),
+    "an integer for a tensor": (change(("cases", 0, "inputs"), [3]), "x: expected the name of a tensor in the file"),
+    "a literal for a tensor": (change(("cases", 0, "inputs"), [None]), "x: expected the name of a tensor in the file"),
+    "a name of nothing": (change(("cases", 0, "inputs"), ["x"]), "x: expected the name of a tensor in the file"),
+    "an input of another type": (
+        change(("cases", 0, "inputs"), ["0.output.0"]),
+        "x: dimension 1 expected 3, got 5",
+    ),
+    "an output of another type": (
+        change(("cases", 0, "outputs"), ["0.input.0"]),
+        "output: expected F32[batch, 5], found F32[2, 3]",
+    ),
+    "a list for a name": (change(("cases", 0, "inputs"), [["x"]]), "are no goldens"),
+    "a wrong digest": (change(("digests", "0.input.0"), "0" * 64), "the file records '000000000000', its bytes have"),
+    "no digest": (change(("digests", "0.input.0"), "x"), "'0.input.0': the file records no BLAKE3 digest"),
+    "a digest of nothing": (change(("digests", "more"), "0" * 64), "'more' is not both a tensor and a digest"),
+    "a negative tolerance": (change(("tolerance",), [-1, 0]), "is not two finite numbers"),
+    "an infinite tolerance": (change(("tolerance",), [1e999, 0]), "are no goldens (JSON is malformed"),
+    "three tolerances": (change(("tolerance",), [1, 1, 1]), "are no goldens"),
+}
+
+
+@pytest.mark.parametrize(("alter", "says"), BROKEN.values(), ids=BROKEN)
+def test_broken_documents_are_refused_with_a_reason(alter: Callable[[Document], None], says: str, stage: Stage) -> None:
+    alter(stage.document)
+    with pytest.raises(GoldensError) as refused:
+        open_goldens(written(stage.path, stage.tensors, stage.document), stage.tiny.manifest)
+    assert says in str(refused.value)
+    assert str(refused.value).startswith(str(stage.path))
+
+
+def test_files_that_hold_no_goldens_are_refused_with_a_reason(stage: Stage, tmp_path: Path) -> None:
+    manifest = stage.tiny.manifest
+    written(stage.path, stage.tensors | {"0.more": X + 1}, stage.document)
+    with pytest.raises(GoldensError, match=r"'0.more' is not both .*'0.more' belongs to no case"):
+        open_goldens(stage.path, manifest)
+    with pytest.raises(GoldensError, match="are no goldens"):
+        open_goldens(stage.folder / "v1.safetensors", manifest)
+    for text in ("[]", "{", "null", "", '"' * 9, "[" * 5000):
+        with pytest.raises(GoldensError, match="are no goldens"):
+            open_goldens(written(stage.path, stage.tensors, text), manifest)
+    safetensors.torch.save_file(stage.tensors, stage.path)
+    with pytest.raises(GoldensError, match="has no `weightswap` metadata"):
+        open_goldens(stage.path, manifest)
+    stage.path.write_bytes(stage.path.read_bytes()[:-1])
+    with pytest.raises(WeightFileError, match="it is truncated"):
+        open_goldens(stage.path, manifest)
+    for path in (tmp_path / "nowhere", tmp_path, Path("x\0")):
+        with pytest.raises(GoldensError, match="cannot be read"):
+            open_goldens(path, manifest)
+    (tmp_path / "w.goldens.safetensors").symlink_to("nowhere")
+    with pytest.raises(GoldensError, match="cannot be read"):
+        goldens_beside(tmp_path / "w.safetensors", manifest)
+
+
+VALUES = st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.sampled_from(["0.input.0", "forward"])
+JSON = st.recursive(VALUES, lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner), max_leaves=8)
+PLACES = st.sampled_from(
+    [
+        *[
+            (name,)
+            for name in ("format_version", "graph_id", "weights_id", "environment", "tolerance", "cases", "digests")
+        ],
+        ("cases", 0),
+        ("cases", 0, "inputs"),
+        ("cases", 0, "inputs", 0),
+        ("cases", 0, "outputs"),
+        ("environment", "threads"),
+        ("digests", "0.input.0"),
+    ]
+)
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(place=PLACES, value=JSON)
+def test_no_document_raises_anything_but_errors_of_ours(
+    place: tuple[str | int, ...], value: object, stage: Stage
+) -> None:
+    document = json.loads(json.dumps(stage.document))
+    change(place, value)(document)
+    written(stage.path, stage.tensors, document)
+    try:
+        goldens = open_goldens(stage.path, stage.tiny.manifest)
+        stage.verify(goldens)
+    except WeightswapError:
+        pass
+    else:  # environment and tolerance may be anything
+        assert goldens.cases[0].inputs == ("0.input.0",)
+
+
+def test_a_wrong_weight_is_refused_with_the_worst_element(stage: Stage) -> None:
+    values = stage.tiny.values(1)
+    values["weight"][1, 3] += 0.5
+    path = stage.tiny.write(stage.folder / "wrong.safetensors", values)
+    model = load(stage.tiny.path, path)
+    with pytest.raises(GoldenMismatch) as refused:
+        verify(
+            stage.open(),
+            bound_of(model),
+            stage.tiny.manifest,
+            stage.document["weights_id"],
+        )
+    found = model(X)
+    row = int((found - Y)[:, 3].abs().argmax())
+    expected, got = Y[row, 3].item(), found[row, 3].item()
+    assert refused.value.problems == (
+        f"case 0, forward, output[{row}, 3]: expected {expected}, found {got}, absolute difference "
+        f"{got - expected:.6g}, relative {(got - expected) / abs(expected):.6g}; 2 of 10 elements differ, compared bit "
+        "for bit",
+    )
+
+
+def test_the_last_bit_counts_where_it_was_recorded_and_not_elsewhere(stage: Stage) -> None:
+    near = torch.nextafter(Y, torch.tensor(torch.inf))
+    assert "10 of 10 elements differ, compared bit for bit" in stage.refusal(stage.open(**{"0.output.0": near}))[0]
+    for key, other in {"torch": "1.0", "device": "cuda", "capability": "NONE", "threads": 99}.items():
+        before = stage.document["environment"][key]
+        stage.document["environment"][key] = other
+        assert stage.verify(stage.open(**{"0.output.0": near})) == "goldens"
+        far = stage.open(**{"0.output.0": Y * 1.001})
+        assert "differ by more than rtol=1.3e-06, atol=1e-05" in stage.refusal(far)[0]
+        stage.document["environment"][key] = before
+    assert stage.verify(stage.open(**{"0.output.0": near}), engine="another") == "goldens"
+
+
+def test_a_stated_tolerance_is_the_limit(stage: Stage) -> None:
+    stage.document["tolerance"] = [0.0, 0.25]
+    assert stage.verify(stage.open(**{"0.output.0": Y + 0.2})) == "goldens"
+    beyond = Y.clone()
+    beyond[1, 2] += 0.3
+    (problem,) = stage.refusal(stage.open(**{"0.output.0": beyond}))
+    assert problem.startswith("case 0, forward, output[1, 2]: ")
+    assert problem.endswith("1 of 10 elements differ by more than rtol=0, atol=0.25")
+
+
+def test_outputs_of_another_shape_are_a_mismatch(stage: Stage) -> None:
+    (problem,) = stage.refusal(stage.open(**{"0.output.0": Y[:1]}))
+    assert problem == "case 0, forward, output: expected F32[1, 5], found F32[2, 5]"
+
+
+def test_goldens_of_other_weights(stage: Stage) -> None:
+    goldens = stage.open()
+    with pytest.raises(GoldensError, match=r"v1.goldens.safetensors: recorded for other weights: [0-9a-f]{12}, those"):
+        stage.verify(goldens, seed=2)
+    assert stage.verify(goldens, seed=2, mode="finite") == "finite"
+    assert stage.verify(goldens._replace(bundled=True), seed=2) == "finite"
+
+
+def test_goldens_of_another_graph_only_give_inputs(stage: Stage) -> None:
+    stage.document["graph_id"] = "0" * 64
+    path = written(stage.path, stage.tensors, stage.document)
+    goldens = open_goldens(path, stage.tiny.manifest, allow_other_graph=True)
+    assert stage.verify(goldens, seed=2) == "finite"
+
+
+def test_values_that_are_not_finite_are_refused_unless_eager_has_them(stage: Stage) -> None:
+    bad = X.clone()
+    bad[1, 0] = torch.inf
+    recorded = Y.clone()
+    recorded[1] = torch.inf
+    assert stage.verify(stage.open(**{"0.input.0": bad, "0.output.0": recorded}), mode="finite") == "finite"
+    recorded[1, 4] = 0
+    (problem,) = stage.refusal(stage.open(**{"0.input.0": bad, "0.output.0": recorded}), mode="finite")
+    assert problem.startswith("case 0, forward, output[1, 4]: expected a finite value, found ")
+    assert problem.endswith("inf; 1 of 10 are not")
+    assert stage.verify(stage.open(**{"0.input.0": bad}), mode="off") == "off"
+
+
+def test_another_mode_is_refused(stage: Stage) -> None:
+    with pytest.raises(Unsupported, match="verify='all': expected 'goldens', 'finite', 'off'"):
+        stage.verify(stage.open(), mode="all")
+
+
+class Probe:
+    """A session that notes what is done with it."""
+
+    has_state = True
+
+    def __init__(self, run: Callable[[], list[Any]]) -> None:
+        self.done: list[str] = []
+        self._run = run
+
+    def run(self, method: str, inputs: list[Any]) -> list[Any]:
+        self.done.append("run")
+        self.inputs = inputs
+        return self._run()
+
+    def reset_state(self) -> None:
+        self.done.append("reset")
+
+
+def test_the_state_is_reset_around_every_case_and_a_cancel_ends_it(stage: Stage) -> None:
+    stage.document["cases"] *= 2
+    goldens, weights_id = stage.open(), stage.document["weights_id"]
+    probe = Probe(lambda: [Y.clone()])
+    verify(goldens, probe, stage.tiny.manifest, weights_id, check=lambda: probe.done.append("check"))
+    assert probe.done == ["check", "reset", "run", "check", "reset", "run", "reset"]
+
+    def cancel() -> None:
+        if "run" in probe.done:
+            raise KeyboardInterrupt
+
+    probe = Probe(lambda: [Y.clone()])
+    with pytest.raises(KeyboardInterrupt):
+        verify(goldens, probe, stage.tiny.manifest, weights_id, check=cancel)
+    assert probe.done == ["reset", "run", "reset"]
+
+
+def test_inputs_are_where_torch_allocates_tensors(stage: Stage) -> None:
+    probe = Probe(lambda: [Y.clone()])
+    kept = []
+    for _ in range(16):
+        verify(stage.open(), probe, stage.tiny.manifest, stage.document["weights_id"])
+        kept.append(probe.inputs[0])
+    assert all(torch.equal(tensor, X) and tensor.data_ptr() % 64 == 0 for tensor in kept)
+
+
+def test_every_case_is_reported_and_what_an_operator_raises_is_a_mismatch(stage: Stage) -> None:
+    stage.document["cases"] *= 2
+    with pytest.raises(GoldenMismatch) as refused:
+        verify(stage.open(), Probe(lambda: list(Y[2])), stage.tiny.manifest, stage.document["weights_id"])
+    text = "forward: the graph raised IndexError: index 2 is out of bounds for dimension 0 with size 2"
+    assert refused.value.problems == (f"case 0, {text}", f"case 1, {text}")
+
+
+def test_an_artifacts_own_goldens(stage: Stage) -> None:
+    artifact = Artifact.open(stage.tiny.path)
+    assert artifact_goldens(artifact) is None
+    path = written(stage.tiny.path / "goldens.safetensors", stage.tensors, stage.document)
+    files = stage.tiny.manifest.files | {path.name: blake3(path.read_bytes()).hexdigest()}
+    stage.tiny.write_manifest(encode_manifest(msgspec.structs.replace(stage.tiny.manifest, files=files)))
+    goldens = artifact_goldens(Artifact.open(stage.tiny.path))
+    assert goldens is not None
+    assert goldens.bundled
+    assert [stage.verify(goldens, seed=seed) for seed in (1, 2)] == ["goldens", "finite"]
+    path.write_bytes(path.read_bytes() + b"x")
+    with pytest.raises(WeightswapError, match="altered since the export"):
+        artifact_goldens(Artifact.open(stage.tiny.path))
+
+
+def test_without_torch_goldens_are_opened_and_cannot_be_compared(stage: Stage) -> None:
+    stage.open()
+    code = f"""
+import sys
+sys.modules["torch"] = None
+from weightswap_runtime import Artifact, MissingExtra
+from weightswap_runtime.goldens import open_goldens
+print(len(open_goldens({str(stage.path)!r}, Artifact.open({str(stage.tiny.path)!r}).manifest).cases))
+try:
+    import weightswap_runtime.verifying
+except MissingExtra as error:
+    print(error)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "1\ncomparing with goldens needs the extra `torch`: pip install 'weightswap[torch]'\n"
+
+
+def test_goldens_are_no_weights(stage: Stage) -> None:
+    stage.open()
+    with pytest.raises(WeightsMismatch, match=r"0.input.0: unexpected"):
+        load(stage.tiny.path, stage.path)
+
+
+def test_weight_files_do_not_mind_the_goldens_beside_them(stage: Stage, weight_file: WriteWeights) -> None:
+    stage.open()
+    assert load(stage.tiny.path, weight_file(1)).weights_id == stage.document["weights_id"]
+
+
+DTYPES = [getattr(torch, name) for name in TORCH_NAMES]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_every_dtype_is_compared(dtype: torch.dtype) -> None:
+    one, other = torch.tensor([[1.0, 0, 1]]).to(dtype), torch.tensor([[1.0, 0, 0]]).to(dtype)
+    for tolerance in (None, (0.0, 0.0)):
+        assert difference(one, one.clone(), tolerance) is None
+        text = difference(one, other, tolerance)
+        assert text is not None
+        assert text.startswith("[0, 2]: expected ")
+        assert "1 of 3 elements differ" in text
+    assert not_finite(one, other) is None
+    name = TORCH_NAMES[str(dtype).removeprefix("torch.")]
+    assert difference(one, torch.ones(1), None) == f": expected {name}[1, 3], found F32[1]"
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_tolerances_are_those_of_torch(dtype: torch.dtype) -> None:
+    assert DEFAULT_TOLERANCES.get(dtype, (0.0, 0.0)) == default_tolerances(dtype)
+
+
+NAN, INF = float("nan"), float("inf")
+
+
+def test_bit_for_bit() -> None:
+    nans = torch.tensor([0x7FC00000, 0x7FC00001], dtype=torch.int32).view(torch.float32)
+    assert difference(nans[0], nans[1], None) is None
+    text = difference(torch.tensor([1.0, 0.0]), torch.tensor([1.0, -0.0]), None)
+    assert text == (
+        "[1]: expected 0.0, found -0.0, absolute difference 0, relative 0; 1 of 2 elements differ, compared bit for bit"
+    )
+    assert difference(torch.tensor(0.0), torch.tensor(-0.0), (0.0, 0.0)) is None
+    assert difference(torch.empty(0, 3), torch.empty(0, 3), None) is None
+
+
+@pytest.mark.parametrize(
+    ("expected", "found", "index"),
+    [([1.0, 2.0, 3.0], [1.5, 2.0, NAN], 2), ([INF, 0.0], [INF, 1.0], 1), ([INF, 0.0], [-INF, 1.0], 0)],
+)
+def test_the_worst_element_is_named(expected: list[float], found: list[float], index: int) -> None:
+    for tolerance in (None, (0.1, 0.1)):
+        text = difference(torch.tensor(expected), torch.tensor(found), tolerance)
+        assert text is not None
+        assert text.startswith(f"[{index}]: expected {expected[index]}, found {found[index]}")
+
+
+def test_integers_are_exact_beyond_the_precision_of_floats() -> None:
+    text = difference(torch.tensor([2**60, 7]), torch.tensor([2**60 + 1, 7]), (1.0, 1.0))
+    assert text is not None
+    assert f"[0]: expected {2**60}, found {2**60 + 1}, absolute difference 1," in text
+
+
+def test_a_shape_that_depends_on_the_weights_must_be_finite_where_all_was() -> None:
+    assert not_finite(torch.ones(2), torch.ones(3)) is None
+    assert not_finite(torch.ones(2), torch.tensor([1.0, NAN, 1.0])) == (
+        "[1]: expected a finite value, found nan; 1 of 3 are not"
+    )
+    assert not_finite(torch.tensor([INF, 1.0]), torch.tensor([1.0, NAN, 1.0])) is None
