@@ -9,6 +9,7 @@ from .errors import (
     CallError,
     CaptureError,
     CheckpointError,
+    DamagedFile,
     DigestMismatch,
     ExportError,
     FormatVersionError,
@@ -30,7 +31,9 @@ from .errors import (
     StageClosed,
     StageTimeout,
     StagingBusy,
+    Superseded,
     SwapError,
+    TruncatedFile,
     UnexpectedWeights,
     UnknownMethod,
     Unsupported,
@@ -45,6 +48,7 @@ from .pinned import Pinned
 from .receipts import SwapReceipt
 from .staged import Staged
 from .tools import read_weights
+from .watching import Watcher
 from .weightfile import WeightFile
 
 __all__ = [
@@ -54,6 +58,7 @@ __all__ = [
     "CallError",
     "CaptureError",
     "CheckpointError",
+    "DamagedFile",
     "Delta",
     "DigestMismatch",
     "Event",
@@ -81,11 +86,14 @@ __all__ = [
     "StageTimeout",
     "Staged",
     "StagingBusy",
+    "Superseded",
     "SwapError",
     "SwapReceipt",
+    "TruncatedFile",
     "UnexpectedWeights",
     "UnknownMethod",
     "Unsupported",
+    "Watcher",
     "WeightFile",
     "WeightFileError",
     "WeightsMismatch",

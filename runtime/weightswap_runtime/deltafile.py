@@ -20,7 +20,7 @@ import numpy as np
 from .digests import BLOCK, TensorHasher
 from .dtypes import DTYPES, describe
 from .dtypes import nbytes as size_of
-from .errors import DigestMismatch, GraphMismatch, WeightFileError, WeightsMismatch
+from .errors import DamagedFile, DigestMismatch, GraphMismatch, WeightFileError, WeightsMismatch
 from .files import new_file
 from .header import FileTensor, pack_ranges
 from .weightfile import Stamp, TensorRow, WeightFile, canonical_order, render_stamped, write_tensors
@@ -68,18 +68,16 @@ class Delta:
 
 
 def delta_stamp(weights: WeightSet) -> DeltaStamp | None:
-    """What a delta file says of itself; None for other files. Raises WeightFileError."""
+    """What a delta file says of itself; None for other files. Raises DamagedFile."""
     text = weights.files[0].header.metadata.get(DELTA_KEY) if len(weights.files) == 1 else None
     if text is None:
         return None
     try:
         stamp = msgspec.json.decode(text, type=DeltaStamp)
     except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
-        raise WeightFileError(
-            f"{weights.where}: its `{DELTA_KEY}` metadata cannot be read ({error}). {_AGAIN}"
-        ) from error
+        raise DamagedFile(f"{weights.where}: its `{DELTA_KEY}` metadata cannot be read ({error}). {_AGAIN}") from error
     if problems := list(_problems(stamp, weights)):
-        raise WeightFileError(f"{weights.where}: contradicts itself: {'; '.join(problems[:5])}. {_AGAIN}")
+        raise DamagedFile(f"{weights.where}: contradicts itself: {'; '.join(problems[:5])}. {_AGAIN}")
     return stamp
 
 
@@ -197,7 +195,7 @@ def _grain(tensor: FileTensor) -> int:
 def _pairs(old: WeightFile, fresh: WeightFile, name: str, grain: int) -> Iterator[tuple[int, memoryview, memoryview]]:
     """Pieces of about 1 MiB of both files' tensor, whole grains: where in the tensor, and both contents."""
     size = fresh.tensors[name].end - fresh.tensors[name].begin
-    step = BLOCK // grain * grain
+    step = max(grain, BLOCK // grain * grain)
     for start in range(0, size, step):
         length = min(step, size - start)
         yield start, _read(old, name, start, length), _read(fresh, name, start, length)

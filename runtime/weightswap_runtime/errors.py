@@ -5,6 +5,8 @@ WeightswapError
 |   `-- FormatVersionError     written by another format version
 |-- SwapError                  a swap was refused; the served weights are as they were
 |   |-- WeightFileError        not a readable safetensors file
+|   |   `-- DamagedFile        its header or metadata cannot be right, however often it is read
+|   |       `-- TruncatedFile  shorter than its header says
 |   |-- WeightsMismatch        its tensors are not those of the graph
 |   |-- DigestMismatch         its bytes are not those that were packed
 |   |-- GraphMismatch          packed for another graph id
@@ -16,6 +18,7 @@ WeightswapError
 |   |-- StagingBusy            another staging is open
 |   |-- StageClosed            already committed or discarded
 |   |-- StageCancelled         somebody has cancelled the staging
+|   |-- Superseded             a later file of a watched directory was taken already
 |   |-- StageTimeout           a staging in the background has not ended yet
 |   |-- LeaseTimeout           calls or pins still hold the memory that must be written
 |   `-- NothingToRollBack      no previous weights are kept
@@ -60,6 +63,14 @@ class SwapError(WeightswapError):
 
 class WeightFileError(SwapError):
     """The file is not a valid safetensors file, or changed while it was read."""
+
+
+class DamagedFile(WeightFileError):
+    """What the file holds is not what a weight file holds; reading it again would not help."""
+
+
+class TruncatedFile(DamagedFile):
+    """The file is shorter than its header says: it was cut off, or is still being copied."""
 
 
 def _refusal(where: str, problems: Sequence[str], advice: str) -> str:
@@ -120,6 +131,10 @@ class StageClosed(SwapError):
 
 class StageCancelled(SwapError):
     """The staging was cancelled before its commit."""
+
+
+class Superseded(SwapError):
+    """A file of a watched directory was passed over, as one that comes later was taken already."""
 
 
 class StageTimeout(SwapError, TimeoutError):
@@ -209,6 +224,7 @@ __all__ = [
     "CallError",
     "CaptureError",
     "CheckpointError",
+    "DamagedFile",
     "DigestMismatch",
     "ExportError",
     "FormatVersionError",
@@ -230,7 +246,9 @@ __all__ = [
     "StageClosed",
     "StageTimeout",
     "StagingBusy",
+    "Superseded",
     "SwapError",
+    "TruncatedFile",
     "UnexpectedWeights",
     "UnknownMethod",
     "Unsupported",

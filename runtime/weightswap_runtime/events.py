@@ -4,25 +4,61 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
+from .hooks import Hooks, Stop
 from .receipts import SwapReceipt
+from .staging import Kind
 
-EventKind = Literal["staging", "staged", "refused", "cancelled", "discarded", "committed", "rolled back", "failed"]
+EventKind = Literal[
+    "staging",
+    "staged",
+    "refused",
+    "cancelled",
+    "discarded",
+    "committed",
+    "rolled back",
+    "failed",
+    "skipped",
+    "unreachable",
+]
 _log = logging.getLogger("weightswap.events")
 _log.addHandler(logging.NullHandler())  # quiet unless the application configures logging
-_LEVELS: dict[str, int] = {"refused": logging.WARNING, "failed": logging.ERROR, "staging": logging.DEBUG}
+_LEVELS: dict[str, int] = {
+    "refused": logging.WARNING,
+    "unreachable": logging.WARNING,
+    "failed": logging.ERROR,
+    "staging": logging.DEBUG,
+}
 
 
 @dataclass(frozen=True)
 class Event:
     """One thing that happened. `time` in seconds since the epoch; `by` is who asked, as they said.
 
-    staging: reading has begun. staged: verified, and not yet served. refused: `error` says why; what is served is as it
-    was. cancelled, discarded: given up by its owner. committed, rolled back: `receipt` says what is served now.
+    Every staging begins with "staging" and ends with exactly one of committed, refused, cancelled and discarded:
+
+    staging: reading has begun.
+    staged: verified, and not yet served. `weights_id` and `labels` say what; `seconds_staged` and `seconds_verified`
+      are those of `SwapReceipt`; `nbytes` were read.
+    refused: `error` says why, `phase` how far it was; what is served is as it was. phase: "waiting" for another staging
+      (there was no "staging" then), "opening", "reading", "copying", "verifying"; or "committing": calls or pins kept a
+      commit or a rollback from its memory, or nothing was kept to roll back to, and a staging is still staged.
+    cancelled: given up before it was staged; `phase` as above.
+    discarded: given up after it was staged.
+    committed, rolled back: `receipt` says what is served now.
     failed: an in-place commit broke off with `error`; calls are refused.
+
+    From a directory that is watched come also:
+
+    skipped: a file was passed over, until it changes; `error` says why.
+    unreachable: the directory cannot be listed, for `error`. Told once, until it could be listed again.
+
+    source: the path or URL, or "rollback". operation: what kind of swap it is, as in `SwapReceipt`; None where that is
+    not known yet. nbytes: bytes read; of refused and cancelled stagings, bytes done in their last phase. seconds: since
+    the staging, or the commit that was refused, was asked for.
     """
 
     kind: EventKind
@@ -35,31 +71,36 @@ class Event:
     receipt: SwapReceipt | None = None
     error: BaseException | None = None
     time: float = field(default_factory=time.time)
+    operation: Kind | None = None
+    phase: str = ""
+    labels: Mapping[str, str] = field(default_factory=dict)
+    seconds_staged: float = 0.0
+    seconds_verified: float = 0.0
 
     def __str__(self) -> str:
         who = f" for {self.by}" if self.by else ""
         what = f", weights {self.weights_id[:12]}" if self.weights_id else ""
         generation = f", generation {self.receipt.generation}" if self.receipt else ""
+        where = f" while {self.phase}" if self.phase else ""
         why = f": {type(self.error).__name__}: {self.error}" if self.error else ""
-        return f"{self.kind}{who}: {self.source}{what}{generation}{why}"
+        return f"{self.kind}{who}{where}: {self.source}{what}{generation}{why}"
 
 
-Listener = Callable[[Event], None]
+Listener = Callable[[Event], object]
 
 
 class Events:
     """Passes events on to listeners and to the log. What a listener raises is logged and goes no further."""
 
     def __init__(self) -> None:
-        self._listeners: tuple[Listener, ...] = ()
+        self._listeners: Hooks[[Event]] = Hooks(_log)
 
-    def listen(self, listener: Listener) -> None:
-        self._listeners += (listener,)
+    def listen(self, listener: Listener) -> Stop:
+        return self._listeners.add(listener)
 
     def emit(self, event: Event) -> None:
-        _log.log(_LEVELS.get(event.kind, logging.INFO), "%s", event)
-        for listener in self._listeners:
-            try:
-                listener(event)
-            except Exception:
-                _log.exception("a listener failed on: %s", event)
+        level = _LEVELS.get(event.kind, logging.INFO)
+        if _log.isEnabledFor(level):
+            # as text: a record that is kept must not keep the error, and through its frames the staging
+            _log.log(level, "%s", str(event))
+        self._listeners.tell(event)

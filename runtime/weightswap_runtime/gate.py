@@ -134,6 +134,11 @@ class Gate(Generic[S]):
             if session.leases.pop(id(lease), None) and not session.leases:
                 self._changed.notify_all()
 
+    def leases(self, session: S) -> int:
+        """How many calls and pins hold `session` now."""
+        with self._lock:
+            return len(_held_leases(session))
+
     def wait_idle(self, session: S, timeout: float | None) -> None:
         """Wait until nothing holds a lease on `session`. Raises LeaseTimeout."""
         with self._lock:

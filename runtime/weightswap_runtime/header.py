@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn
 
 from .dtypes import DTYPES, describe, nbytes
-from .errors import WeightFileError
+from .errors import DamagedFile, TruncatedFile, WeightFileError
 
 MAX_HEADER = 100_000_000
 DATA_ALIGNMENT = 4096
@@ -21,6 +21,7 @@ MAX_DIMENSIONS = 64
 _LENGTH = struct.Struct("<Q")
 _ZIP = b"PK\x03\x04"
 _LFS, _MAX_LFS = b"version ", 1024  # https://github.com/git-lfs/git-lfs/blob/main/docs/spec.md
+_AGAIN = "Write it again, or copy it again."
 LFS_POINTER = "a git-lfs pointer, not the file that it stands for. Fetch that: git lfs pull"
 
 
@@ -44,19 +45,19 @@ class Header(NamedTuple):
 def header_length(prefix: bytes, file_size: int, where: str) -> int:
     """Read the first eight bytes: how many bytes of JSON follow them."""
     if len(prefix) < _LENGTH.size:
-        _refuse(where, f"{file_size} bytes are too few for a safetensors file, which starts with an 8-byte length")
+        _cut_off(where, f"{file_size} bytes are too few for a safetensors file, which starts with an 8-byte length")
     if prefix.startswith(_ZIP):
-        raise WeightFileError(
+        raise DamagedFile(
             f"{where}: a zip file, like those that torch.save writes, not a safetensors file. "
             "Pack it on the build side: weightswap pack CHECKPOINT ARTIFACT -o FILE.safetensors"
         )
     if prefix == _LFS and file_size < _MAX_LFS:
-        raise WeightFileError(f"{where}: {LFS_POINTER}")
+        raise DamagedFile(f"{where}: {LFS_POINTER}")
     length: int = _LENGTH.unpack(prefix)[0]
     if length > MAX_HEADER:
         _refuse(where, f"damaged, or no safetensors file: a header of {length} bytes, the format allows {MAX_HEADER}")
     if _LENGTH.size + length > file_size:
-        _refuse(
+        _cut_off(
             where,
             f"the header claims {length} bytes, the file has {file_size - _LENGTH.size} after its length",
         )
@@ -66,7 +67,7 @@ def header_length(prefix: bytes, file_size: int, where: str) -> int:
 def parse_header(raw: bytes, file_size: int, where: str) -> Header:
     """Parse the JSON part `raw` of a file of `file_size` bytes; every tensor's range is checked.
 
-    Raises WeightFileError.
+    Raises DamagedFile, and TruncatedFile where the file is shorter than it says.
     """
     data_start = _LENGTH.size + len(raw)
     document = _load_json(raw, where)
@@ -99,7 +100,11 @@ def _dumps(value: object) -> bytes:
 
 
 def _refuse(where: str, found: str) -> NoReturn:
-    raise WeightFileError(f"{where}: {found}. Write it again, or copy it again.")
+    raise DamagedFile(f"{where}: {found}. {_AGAIN}")
+
+
+def _cut_off(where: str, found: str) -> NoReturn:
+    raise TruncatedFile(f"{where}: {found}. {_AGAIN}")
 
 
 def _load_json(raw: bytes, where: str) -> dict[str, Any]:
@@ -180,7 +185,7 @@ def _check_coverage(tensors: Mapping[str, FileTensor], data_size: int, where: st
             _refuse(where, f"bytes {position} to {tensor.begin} belong to no tensor ({name!r} comes next)")
         position = tensor.end
     if position > data_size:
-        _refuse(where, f"the tensors need {position} bytes, the file holds {data_size}: it is truncated")
+        _cut_off(where, f"the tensors need {position} bytes, the file holds {data_size}: it is truncated")
     if position < data_size:
         _refuse(where, f"{data_size - position} bytes follow the last tensor")
 

@@ -11,7 +11,7 @@ from .arena import ArenaLayout, HostArena, allocate
 from .deltafile import DATA, RUNS, DeltaStamp
 from .digests import tensor_digest
 from .dtypes import describe, nbytes
-from .errors import BaseMismatch, DigestMismatch, Unsupported, WeightFileError, WeightsMismatch
+from .errors import BaseMismatch, DamagedFile, DigestMismatch, Unsupported, WeightsMismatch
 from .gate import Version
 from .identity import identify
 from .job import Job
@@ -141,5 +141,5 @@ def _read_parts(weights: WeightSet, stamp: DeltaStamp, workers: Workers, job: Jo
         if not parts[name].fit(nbytes(changed.dtype, changed.shape) or 0):
             problems.append(name)
     if problems:
-        raise WeightFileError(f"{weights.where}: the ranges of {', '.join(problems[:5])} do not fit its data")
+        raise DamagedFile(f"{weights.where}: the ranges of {', '.join(problems[:5])} do not fit its data")
     return parts

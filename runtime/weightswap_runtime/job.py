@@ -13,7 +13,7 @@ LONGEST_NAP = 0.02  # seconds; how soon a cancel is noticed
 
 
 class Progress(NamedTuple):
-    """How far a staging is. `phase`: waiting, reading, copying, verifying, or how it ended. Sizes in bytes."""
+    """How far a staging is. `phase`: waiting, opening, reading, copying, verifying, or how it ended. Sizes in bytes."""
 
     phase: str
     bytes_done: int

@@ -12,19 +12,22 @@ from typing import Any, Literal
 from .adapter import Keys
 from .artifact import Artifact
 from .engines import open_engine
-from .errors import StageCancelled, Unsupported
-from .events import Event, Listener
+from .errors import StageCancelled, StagingBusy, Unsupported
+from .events import Event, EventKind, Listener
+from .following import Start
 from .gate import Claim
 from .goldens import Mode
-from .job import Job
+from .hooks import Stop
+from .job import Job, Progress
 from .pinned import Pinned
 from .receipts import SwapReceipt
 from .residency import Candidate
 from .selection import patterns
-from .session import Caller, Methods
+from .session import Caller, CallObserver, Methods
 from .staged import LEASE_TIMEOUT, Staged, Staging
-from .staging import Contents, Request
+from .staging import Contents, Kind, Request
 from .store import Store
+from .watching import Options, Watcher
 
 Path = str | os.PathLike[str]
 Busy = Literal["refuse", "wait"]
@@ -71,6 +74,17 @@ def load(
 
 def _seconds(timeout: float | None) -> float:
     return math.inf if timeout is None else timeout
+
+
+def _described(contents: Contents) -> dict[str, Any]:
+    """What an event says of weights that are staged."""
+    return {
+        "weights_id": contents.identity.weights_id,
+        "labels": dict(contents.identity.labels),
+        "operation": contents.kind,
+        "seconds_staged": contents.seconds_staged,
+        "seconds_verified": contents.seconds_verified,
+    }
 
 
 class Model(Caller):
@@ -120,9 +134,26 @@ class Model(Caller):
         """The receipts of the last 100 commits, oldest first; also those through models that share the weights."""
         return tuple(self._store.history)
 
-    def listen(self, listener: Listener) -> None:
-        """Call `listener(event)` for everything that happens to the weights from now on; what it raises is logged."""
-        self._store.events.listen(listener)
+    @property
+    def progress(self) -> Progress | None:
+        """How far the staging is that is under way, whoever asked for it; None where none is."""
+        job = self._store.job
+        return job.progress if job is not None else None
+
+    def listen(self, listener: Listener) -> Stop:
+        """Call `listener(event)` for everything that happens to the weights, in the thread that does it; see `Event`.
+
+        What it raises is logged. It must not swap or roll back itself. Returns a function that ends it.
+        """
+        return self._store.events.listen(listener)
+
+    def observe(self, observer: CallObserver) -> Stop:
+        """Call `observer(method, seconds, error)` after each call of this model and of its pins, in the same thread.
+
+        `error` is what the call raised, or None. Trial calls of a staging are not told. What the observer raises is
+        logged. Returns a function that ends it.
+        """
+        return self._methods.observers.add(observer)
 
     def stage(
         self,
@@ -170,16 +201,25 @@ class Model(Caller):
         request.check()
         if busy not in ("refuse", "wait"):
             raise Unsupported(f'busy={busy!r}: expected "refuse" or "wait"')
-        job, ticket = Job(rate_limit), Claim()
+        staged = self._prepare(request, Job(rate_limit), by, busy, timeout)
+        return staged.start() if background else staged.run()
+
+    def _prepare(self, request: Request, job: Job, by: str, busy: Busy, timeout: float | None) -> Staged:
+        """A staging that has not begun. Raises StagingBusy if it is not to wait for another."""
+        ticket = Claim()
         claim = partial(self._store.claim, ticket, _seconds(timeout) if busy == "wait" else None)
         if busy == "refuse":
-            claim(job)
+            try:
+                claim(job)
+            except StagingBusy as error:
+                self._tell("refused", request, by, error=error, phase=job.progress.phase)
+                raise
         staging = Staging(partial(self._work, request, by, timeout, claim), job, ticket)
-        staged = Staged(self._methods, self._gate, staging, partial(self._commit, by), partial(self._discarded, by))
-        if background:
-            return staged.start()
-        staging.run()
-        return staged
+        return Staged(self._methods, self._gate, staging, partial(self._commit, by), partial(self._discarded, by))
+
+    def _tell(self, kind: EventKind, request: Request, by: str, **more: Any) -> None:
+        operation: Kind | None = "partial" if request.only else None
+        self._store.events.emit(Event(kind, str(request.path), by, self.graph_id, **({"operation": operation} | more)))
 
     def swap(
         self,
@@ -224,8 +264,48 @@ class Model(Caller):
 
         Raises NothingToRollBack, StagingBusy, LeaseTimeout, ModelFailed.
         """
-        with self._store.swapping, self._store.claimed(wait=None):
+        with self._store.swapping:
             return self._store.rollback(self._member, by, timeout)
+
+    def watch(
+        self,
+        directory: Path,
+        interval: float = 5.0,
+        *,
+        start: Start = "newest",
+        callback: Listener | None = None,
+        only: str | Sequence[str] | None = None,
+        keys: Keys | None = None,
+        allow_other_graph: bool = False,
+        by: str = "watch",
+        rate_limit: float | None = None,
+        timeout: float | None = LEASE_TIMEOUT,
+    ) -> Watcher:
+        """Swap in each new complete weight file of a directory, or of a URL's, in order, in a thread of its own.
+
+        Weight files are those whose names end in .safetensors, but not in .goldens.safetensors, and do not begin with
+        a dot. They are ordered by name, numbers in names by their value; of two files that `publish()` wrote for one
+        step, the later one is later. A file that comes before one that was taken is passed over.
+
+        interval: seconds between two looks at the directory.
+        start: "newest" begins with the last file that can be taken, unless its weights are served; "all" with the
+          first; "new" takes only files that are not there yet.
+        callback: told what the watching does, in its thread, as are all that `listen`: the events of each swap, and
+          "skipped" and "unreachable".
+        The other arguments are those of `swap`; another staging of the model is waited for.
+
+        Files that are renamed into place are taken at the next look. One that is shorter than its header says is waited
+        for, for a minute after its last change; one without digests is taken when two looks found it the same. A
+        delta is taken while the weights that it starts from are served, and waits for them until a later file is taken.
+
+        What cannot be taken changes nothing: a file that is damaged or does not fit is skipped until it changes. Where
+        it cannot be read, memory or a lease is missing, or the directory cannot be listed, another try is made after
+        `interval`, then after twice as long, up to five minutes; later files are taken meanwhile.
+
+        Raises Unsupported and MissingExtra; nothing afterwards.
+        """
+        request = Request("", keys, patterns(only) if only is not None else (), None, allow_other_graph)
+        return Watcher(self, directory, interval, start, callback, Options(request, by, rate_limit, timeout))
 
     def pin(self) -> Pinned:
         """`with model.pin() as session:` makes several calls on one version, whatever is committed meanwhile.
@@ -239,30 +319,27 @@ class Model(Caller):
     ) -> Candidate:
         """What a staging does, in whichever thread."""
         start = time.perf_counter()
-        source = str(request.path)
-        tell = partial(Event, source=source, by=by, graph_id=self.graph_id)
+        tell = partial(self._tell, request=request, by=by)
         try:
             claim(job)
-            self._store.events.emit(tell("staging"))
+            tell("staging")
+            job.begin("opening")
             candidate = self._store.stage(self._member, request, timeout, job)
-        except StageCancelled as error:
-            self._store.events.emit(tell("cancelled", error=error))
-            raise
-        except Exception as error:
-            self._store.events.emit(tell("refused", error=error))
+        except BaseException as error:
+            refused = isinstance(error, Exception) and not isinstance(error, StageCancelled)
+            phase, nbytes, _ = job.progress
+            seconds = time.perf_counter() - start
+            tell("refused" if refused else "cancelled", error=error, phase=phase, nbytes=nbytes, seconds=seconds)
             raise
         contents = candidate.contents
-        seconds = time.perf_counter() - start
-        event = tell("staged", weights_id=contents.identity.weights_id, nbytes=contents.bytes_read, seconds=seconds)
-        self._store.events.emit(event)
+        tell("staged", **_described(contents), nbytes=contents.bytes_read, seconds=time.perf_counter() - start)
         return candidate
 
     def _commit(self, by: str, candidate: Candidate, timeout: float | None) -> SwapReceipt:
         return self._store.commit(self._member, candidate, by, timeout)
 
     def _discarded(self, by: str, contents: Contents) -> None:
-        event = Event("discarded", contents.source, by, self.graph_id, contents.identity.weights_id)
-        self._store.events.emit(event)
+        self._store.events.emit(Event("discarded", contents.source, by, self.graph_id, **_described(contents)))
 
     def _run(self, name: str, flat: list[Any]) -> list[Any]:
         lease = Claim()

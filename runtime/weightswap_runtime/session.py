@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import time
 from collections.abc import Callable, Iterable, Mapping
 from difflib import get_close_matches
 from functools import partial
@@ -11,9 +13,14 @@ from .arena import HostArena
 from .engines import Bound, Engine
 from .errors import UnknownMethod
 from .gate import ClaimReference
+from .hooks import Hooks
 from .inputs import Inputs
 from .manifest import Manifest
 from .signature import Signature, Tensor, unflatten
+
+CallObserver = Callable[[str, float, BaseException | None], object]
+_log = logging.getLogger("weightswap.calls")
+_log.addHandler(logging.NullHandler())  # quiet unless the application configures logging
 
 
 class Session:
@@ -43,6 +50,7 @@ class Methods:
 
     def __init__(self, manifest: Manifest, engine: Engine, place: int) -> None:
         self.place = place  # of the engine in a session
+        self.observers: Hooks[[str, float, BaseException | None]] = Hooks(_log)
         self.inputs = {
             name: Inputs(name, method.signature, engine.tensor_type, engine.dtypes, engine.misplaced, engine.kind)
             for name, method in manifest.methods.items()
@@ -55,6 +63,8 @@ class Methods:
 
 class Caller:
     """Something whose methods can be called: `x(...)` is `forward` (or the only method), `x.encode(...)` is another."""
+
+    _serves = True  # whether calls are those that observers are told of
 
     def __init__(self, methods: Methods) -> None:
         self._methods = methods
@@ -95,7 +105,9 @@ class Caller:
     def _call_named(self, name: str, /, *args: Any, **kwargs: Any) -> Any:
         return self._call(name, args, kwargs)
 
-    def _call(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _call(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], observe: bool = True) -> Any:
+        if observe and self._methods.observers.hooks:
+            return self._observed(name, args, kwargs)
         if name not in self._methods.inputs:
             self.method(name)
         flat = self._methods.inputs[name].flatten(args, kwargs)
@@ -103,6 +115,18 @@ class Caller:
         if name in self._methods.single:
             return values[0]
         return unflatten(self._methods.signatures[name].output, values)
+
+    def _observed(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if not self._serves:
+            return self._call(name, args, kwargs, observe=False)
+        start = time.perf_counter()
+        try:
+            result = self._call(name, args, kwargs, observe=False)
+        except BaseException as error:
+            self._methods.observers.tell(name, time.perf_counter() - start, error)
+            raise
+        self._methods.observers.tell(name, time.perf_counter() - start, None)
+        return result
 
     def _run(self, name: str, flat: list[Any]) -> list[Any]:
         raise NotImplementedError

@@ -110,6 +110,8 @@ class Staged(Caller, AbstractContextManager["Staged"]):
     block, or dropping the last reference, discards it.
     """
 
+    _serves = False
+
     def __init__(
         self,
         methods: Methods,
@@ -129,6 +131,11 @@ class Staged(Caller, AbstractContextManager["Staged"]):
         """Stage in the background, until the last reference to this is dropped."""
         weakref.finalize(self, self._staging.job.cancel)
         self._staging.start()
+        return self
+
+    def run(self) -> Staged:
+        """Stage now, in this thread. Raises what the staging raises."""
+        self._staging.run()
         return self
 
     @property
@@ -193,10 +200,7 @@ class Staged(Caller, AbstractContextManager["Staged"]):
         """
         self.wait(timeout)
         with self._closing:
-            candidate = self._opened()
-            if (session := candidate.opened) is not None:
-                self._gate.wait_idle(session, timeout)  # trial calls may still run, and would leave traces in the state
-            receipt = self._commit(candidate, timeout)
+            receipt = self._commit(self._opened(), timeout)
             self._close("committed")
         return receipt
 

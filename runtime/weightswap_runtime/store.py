@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from threading import Lock
@@ -26,7 +27,7 @@ from .manifest import NamedTensor
 from .receipts import SwapReceipt
 from .residency import Candidate, Committed, open_residency
 from .session import Session
-from .staging import Contents, Request, plan, stage_full
+from .staging import Contents, Kind, Request, plan, stage_full
 from .trials import Member, find_trials, new_member, try_out
 from .weightfile import Stamp
 from .weightset import WeightSet, open_weights
@@ -36,6 +37,17 @@ if TYPE_CHECKING:
     from .transforms import Transforms
 
 HISTORY = 100
+_stores: weakref.WeakSet[Store] = weakref.WeakSet()
+
+
+def _after_fork() -> None:
+    """What other threads were doing to the weights, a forked child does not do."""
+    for store in _stores:
+        store.swapping = Lock()
+        store.job = None
+
+
+os.register_at_fork(after_in_child=_after_fork)
 
 
 def check_same_weights(weights: tuple[NamedTensor, ...], artifact: Artifact) -> None:
@@ -59,6 +71,7 @@ class Store:
         self.events = Events()
         self.history: deque[SwapReceipt] = deque(maxlen=HISTORY)
         self.swapping = Lock()
+        self.job: Job | None = None  # of the staging that is under way
         self._weights = weights
         self._workers = Workers()
         self._members: list[Member] = []
@@ -67,6 +80,7 @@ class Store:
         self._staging: ClaimReference | None = None
         layout = ArenaLayout(weights)
         self._residency = open_residency(residency, keep_previous, self._new_session, layout, self.gate, self._workers)
+        _stores.add(self)
 
     def _new_session(self, arena: HostArena) -> Session:
         return Session(arena, [member.engine for member in self._members])
@@ -74,6 +88,11 @@ class Store:
     @property
     def residency(self) -> str:
         return self._residency.name
+
+    @property
+    def leases(self) -> int:
+        """How many calls and pins are held, on any version."""
+        return sum(map(self.gate.leases, self._residency.sessions))
 
     def join(self, artifact: Artifact, engine: Engine) -> Member:
         """Let an artifact's graphs run on the weights, too. Raises Unsupported if they have others."""
@@ -122,11 +141,14 @@ class Store:
 
     def stage(self, member: Member, request: Request, timeout: float | None, job: Job) -> Candidate:
         """Read and verify what is requested, beside the weights that serve. The caller has a claim."""
+        self.job = job
         try:
             with open_weights(request.path) as weights:
                 return self._stage(member, weights, request, timeout, job)
         except MemoryError as error:
             raise OutOfMemory(f"{request.path}: no memory to stage it in ({error})") from error
+        finally:
+            self.job = None
 
     def _stage(
         self, member: Member, weights: WeightSet, request: Request, timeout: float | None, job: Job
@@ -185,25 +207,36 @@ class Store:
         return self._transforms[member.place]
 
     def commit(self, member: Member, candidate: Candidate, by: str, timeout: float | None) -> SwapReceipt:
-        before = self._current_id
-        committed = self._committed(lambda: self._residency.commit(candidate, timeout), member, by)
-        return self._receipt(member, committed, before, candidate.contents, by)
+        contents = candidate.contents
+        with self._refusals(member, by, contents.kind, contents.source):
+            if (session := candidate.opened) is not None:
+                self.gate.wait_idle(session, timeout)  # trial calls may still run, and would leave traces in the state
+            before = self._current_id
+            committed = self._residency.commit(candidate, timeout)
+        return self._receipt(member, committed, before, contents, by)
 
     def rollback(self, member: Member, by: str, timeout: float | None) -> SwapReceipt:
-        before = self._current_id
-        committed = self._committed(lambda: self._residency.rollback(timeout), member, by)
-        contents = Contents(committed.version.identity, "rollback", "rollback")
-        return self._receipt(member, committed, before, contents, by)
+        with self._refusals(member, by, "rollback", "rollback"), self.claimed(wait=None):
+            before = self._current_id
+            committed = self._residency.rollback(timeout)
+            contents = Contents(committed.version.identity, "rollback", "rollback")
+            return self._receipt(member, committed, before, contents, by)
 
     @property
     def _current_id(self) -> str | None:
         return self.gate.current.weights_id if self.gate.current else None
 
-    def _committed(self, commit: Callable[[], Committed], member: Member, by: str) -> Committed:
+    @contextmanager
+    def _refusals(self, member: Member, by: str, operation: Kind, source: str) -> Iterator[None]:
+        """Tell of what ends a commit or a rollback."""
+        start = time.perf_counter()
         try:
-            return commit()
-        except ModelFailed as error:
-            self.events.emit(Event("failed", "commit", by, member.artifact.graph_id, error=error))
+            yield
+        except Exception as error:
+            kind: EventKind = "failed" if isinstance(error, ModelFailed) else "refused"
+            tell = partial(Event, kind, source, by, member.artifact.graph_id, operation=operation, phase="committing")
+            # no variable refers to the error, or it and this frame would keep each other, and the staging, alive
+            self.events.emit(tell(error=error, seconds=time.perf_counter() - start))
             raise
 
     def _receipt(
@@ -231,5 +264,6 @@ class Store:
         )
         self.history.append(receipt)
         kind: EventKind = "rolled back" if contents.kind == "rollback" else "committed"
-        self.events.emit(Event(kind, receipt.source, by, receipt.graph_id, receipt.weights_id, receipt=receipt))
+        tell = partial(Event, kind, receipt.source, by, receipt.graph_id, receipt.weights_id, receipt=receipt)
+        self.events.emit(tell(operation=receipt.kind, labels=receipt.labels))
         return receipt

@@ -15,7 +15,7 @@ from blake3 import blake3
 
 from .digests import TensorHasher
 from .dtypes import nbytes
-from .errors import WeightFileError
+from .errors import DamagedFile, WeightFileError
 from .files import new_file
 from .header import FileTensor, Header, header_length, pack_ranges, parse_header, render_header
 from .sources import ByteSource, LocalFile
@@ -125,18 +125,16 @@ def _read_stamp(header: Header, where: str) -> Stamp | None:
         stamp = msgspec.json.decode(text, type=Stamp)
     except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
         what = "they are those of goldens; give the weight file beside it" if '"cases"' in text else error
-        raise WeightFileError(
-            f"{where}: its `{METADATA_KEY}` metadata are not those of a weight file ({what})"
-        ) from error
+        raise DamagedFile(f"{where}: its `{METADATA_KEY}` metadata are not those of a weight file ({what})") from error
     bad = [name for name, digest in stamp.digests.items() if not _DIGEST.fullmatch(digest)]
     if bad or stamp.digests.keys() != header.tensors.keys():
         odd = sorted(bad or stamp.digests.keys() ^ header.tensors.keys())[:5]
-        raise WeightFileError(
+        raise DamagedFile(
             f"{where}: its `{METADATA_KEY}` metadata lacks one BLAKE3 digest for each tensor ({', '.join(odd)}). "
             "Pack the file again, or remove the metadata."
         )
     if strange := {name for names in (stamp.cast or {}).values() for name in names} - header.tensors.keys():
-        raise WeightFileError(
+        raise DamagedFile(
             f"{where}: its `{METADATA_KEY}` metadata says that {', '.join(sorted(strange)[:5])} were cast, which it "
             "does not hold. Pack the file again, or remove the metadata."
         )

@@ -68,7 +68,7 @@ def test_the_demo_keeps_every_promise(tmp_path: Path, residency: str) -> None:
     assert generations[0]["accuracy"] < 0.3
     assert generations[EPOCHS]["accuracy"] > 0.7
 
-    assert [refused["error"] for refused in summary["refused"]] == ["WeightFileError", "DigestMismatch"]
+    assert [refused["error"] for refused in summary["refused"]] == ["TruncatedFile", "DigestMismatch"]
     assert all(refused["unchanged"] and refused["answers_after"] for refused in summary["refused"])
     assert {refused["weights_id"] for refused in summary["refused"]} == {generations[EPOCHS]["weights_id"]}
     assert summary["rollback"]["correct"]

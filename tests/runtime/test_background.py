@@ -213,7 +213,7 @@ def test_events_say_what_happened(tiny: TinyArtifact, weight_file: WriteWeights,
     assert asked == ["me", "me", "you"]
     refused = events[kinds.index("refused")]
     assert isinstance(refused.error, WeightFileError)
-    assert str(refused).startswith(f"refused for me: {tmp_path / 'none'}: WeightFileError: ")
+    assert str(refused).startswith(f"refused for me while opening: {tmp_path / 'none'}: WeightFileError: ")
     assert events[-1].receipt is model.history[-1]
 
 
@@ -226,7 +226,7 @@ def test_a_listener_that_raises_harms_nobody(
     model = load(tiny.path, weight_file(0), on_event=raising)
     model.swap(weight_file(1))
     assert serves(model, 1)
-    assert "a listener failed" in caplog.text
+    assert "KeyError: 'committed'" in caplog.text
 
 
 def test_history_is_bounded(tiny: TinyArtifact, weight_file: WriteWeights) -> None:

@@ -1,0 +1,47 @@
+"""What `weightswap swap --watch` prints, and how it ends."""
+
+from __future__ import annotations
+
+import time
+from enum import StrEnum
+from typing import Any
+
+import msgspec
+import typer
+
+from weightswap_runtime.events import Event
+from weightswap_runtime.watching import Watcher
+
+POLL_SECONDS = 0.2  # how soon it is noticed that the watching has ended by itself
+
+
+class StartChoice(StrEnum):
+    """Which of the files that are there already are taken."""
+
+    NEWEST = "newest"
+    ALL = "all"
+    NEW = "new"
+
+
+def print_event(event: Event) -> None:
+    """An event as one line of text."""
+    typer.echo(" ".join(str(event).split()))
+
+
+def print_event_as_json(event: Event) -> None:
+    """An event as one line of JSON."""
+    typer.echo(msgspec.json.encode(event, enc_hook=_describe_error).decode())
+
+
+def _describe_error(error: object) -> dict[str, Any]:
+    problems = getattr(error, "problems", ())
+    return {"error": type(error).__name__, "message": str(error), "problems": problems}
+
+
+def watch_until_interrupt(watcher: Watcher) -> None:
+    """Return on Ctrl-C, when the watching has ended."""
+    try:
+        while watcher.alive:
+            time.sleep(POLL_SECONDS)
+    except KeyboardInterrupt:
+        watcher.stop()

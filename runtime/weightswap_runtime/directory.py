@@ -1,0 +1,135 @@
+"""The weight files of a directory, local or behind a URL: their names, their order, and what shows that one changed."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Hashable, Iterable, Mapping
+from datetime import datetime
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from .errors import MissingExtra, Unsupported, WeightFileError
+
+SUFFIX = ".safetensors"
+GOLDENS_SUFFIX = ".goldens.safetensors"
+_PUBLISHED = re.compile(r"(step-[0-9]+)-[0-9a-f]{12}\.safetensors")
+_DIGITS = re.compile(r"([0-9]+)")
+_USER = re.compile(r"(?<=://)[^/?#\s]*@")
+_TIMES = ("mtime", "LastModified", "last_modified", "updated", "modified", "created")
+_VERSIONS = ("ETag", "etag", "generation", "ino")
+
+
+class Entry(NamedTuple):
+    """A weight file. `path` is what a swap takes; `modified` in seconds since the epoch, 0 where that is not known.
+
+    Files with equal fingerprints have the same content, as far as a listing can tell.
+    """
+
+    name: str
+    path: str | Path
+    fingerprint: Hashable
+    modified: float
+
+
+Listing = Callable[[], list[Entry]]
+
+
+def open_directory(directory: str | os.PathLike[str]) -> Listing:
+    """A function that lists the weight files of a directory or of a URL's, in no order; none of them is opened.
+
+    The function raises WeightFileError where the directory cannot be listed. This one raises MissingExtra and
+    Unsupported for a URL that is not supported here.
+    """
+    if not isinstance(directory, str | os.PathLike):
+        raise Unsupported(f"expected a directory's path or URL, got a {type(directory).__qualname__}")
+    if isinstance(directory, str) and "://" in directory:
+        _check_protocol(directory)
+        return lambda: _list_url(directory)
+    path = Path(directory)
+    return lambda: _list_local(path)
+
+
+def is_weight_file(name: str) -> bool:
+    """Whether a file of that name is looked at. Those of writers that have not finished are hidden."""
+    return name.endswith(SUFFIX) and not name.endswith(GOLDENS_SUFFIX) and not name.startswith(".")
+
+
+def printable(path: object) -> str:
+    """The text of a path or URL for messages, without what may be a secret in a URL."""
+    text = str(path)
+    return _USER.sub("***@", text).partition("?")[0] if "://" in text else text
+
+
+def order(entry: Entry) -> tuple[Any, ...]:
+    """Where a file comes among the others: by name, numbers by their value; the later of one published step last."""
+    published = _PUBLISHED.fullmatch(entry.name)
+    stem = published[1] if published else entry.name.removesuffix(SUFFIX)
+    parts = _DIGITS.split(stem)  # text, digits, text, ...
+    return [int(part) if place % 2 else part for place, part in enumerate(parts)], entry.modified, entry.name
+
+
+def _list_local(directory: Path) -> list[Entry]:
+    try:
+        with os.scandir(directory) as found:
+            entries = [_local(directory, file) for file in found if is_weight_file(file.name)]
+    except (OSError, ValueError) as error:
+        raise WeightFileError(f"{directory!s:.200}: cannot be listed ({error})") from error
+    return [entry for entry in entries if entry is not None]
+
+
+def _local(directory: Path, file: os.DirEntry[str]) -> Entry | None:
+    try:
+        status = file.stat()
+        regular = file.is_file()
+    except OSError:  # it has gone meanwhile
+        return None
+    fingerprint = (status.st_size, status.st_mtime_ns, status.st_ino)
+    return Entry(file.name, directory / file.name, fingerprint, status.st_mtime) if regular else None
+
+
+def _check_protocol(url: str) -> None:
+    try:
+        import fsspec
+
+        for part in url.split("::"):
+            fsspec.get_filesystem_class(part.partition("://")[0])
+    except ImportError as error:
+        raise MissingExtra(f"watching {url.partition('://')[0]}:// URLs ({error})", "remote") from error
+    except ValueError as error:
+        raise Unsupported(f"{url.partition('://')[0]}://: {error}") from error
+
+
+def _list_url(url: str) -> list[Entry]:
+    import fsspec.core
+
+    try:
+        system, root = fsspec.core.url_to_fs(url)
+        system.invalidate_cache(root)
+        return list(_remote(system.ls(root, detail=True), system.unstrip_protocol))
+    except Exception as error:  # each kind of store has its own
+        found = str(error).replace(url, printable(url))
+        raise WeightFileError(f"{printable(url)}: cannot be listed ({type(error).__name__}: {found})") from None
+
+
+def _remote(found: Iterable[Mapping[str, Any]], url_of: Callable[[str], str]) -> Iterable[Entry]:
+    for info in found:
+        name = info["name"].rpartition("/")[2]
+        if info.get("type") == "file" and is_weight_file(name):
+            modified = _first(info, _TIMES)
+            fingerprint = (info.get("size"), _first(info, _VERSIONS), str(modified))
+            yield Entry(name, url_of(info["name"]), fingerprint, _seconds(modified))
+
+
+def _first(info: Mapping[str, Any], keys: Iterable[str]) -> Any:
+    return next((info[key] for key in keys if info.get(key) is not None), None)
+
+
+def _seconds(modified: Any) -> float:
+    """Stores give times as numbers, as datetimes, or as texts."""
+    if isinstance(modified, str):
+        try:
+            modified = datetime.fromisoformat(modified)
+        except ValueError:
+            return 0.0
+    return modified.timestamp() if isinstance(modified, datetime) else float(modified or 0.0)

@@ -1,0 +1,274 @@
+"""Which files of a directory are to be taken, when, and in which order. It knows no thread and no clock of its own."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from operator import attrgetter
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, Protocol
+
+from .deltafile import delta_stamp
+from .directory import Entry, Listing, order, printable
+from .errors import (
+    BaseMismatch,
+    DamagedFile,
+    LeaseTimeout,
+    ModelFailed,
+    OutOfMemory,
+    StageCancelled,
+    StagingBusy,
+    Superseded,
+    TruncatedFile,
+    WeightFileError,
+    WeightswapError,
+)
+from .weightset import open_weights
+
+Start = Literal["newest", "all", "new"]
+LONGEST_DELAY = 300.0
+PATIENCE = 60.0  # seconds without a change after which a file that is cut off counts as damaged
+_TRANSIENT = (BaseMismatch, LeaseTimeout, ModelFailed, OutOfMemory, StagingBusy, WeightFileError)
+
+
+class Target(Protocol):
+    """What the files are put behind."""
+
+    def check(self) -> None:
+        """Raise StageCancelled once nothing is to be taken any more."""
+        ...
+
+    def serves(self, weights_id: str) -> bool:
+        """Whether exactly these weights are served now."""
+        ...
+
+    def swap(self, path: str | Path) -> None:
+        """Raises what `Model.swap` raises, and StageCancelled as `check` does."""
+        ...
+
+    def tell(self, kind: Literal["skipped", "unreachable"], source: str, error: BaseException) -> None: ...
+
+
+class Glance(NamedTuple):
+    """What a file's header says. `base` is what a delta starts from; `error` is why the header cannot be read."""
+
+    weights_id: str | None = None
+    base: str | None = None
+    error: Exception | None = None
+
+
+def glance(path: str | Path) -> Glance:
+    """Look at a file's header."""
+    try:
+        with open_weights(path) as weights:
+            if delta := delta_stamp(weights):
+                return Glance(delta.weights_id, delta.base)
+            return Glance(weights.stamp.weights_id if weights.stamp else None)
+    except Exception as error:  # a swap will say it again
+        forget_frames(error)
+        return Glance(error=error)
+
+
+@dataclass(eq=False)
+class _File:
+    """A file as it was found; another fingerprint makes it another one. `over`: taken, skipped or passed over."""
+
+    entry: Entry
+    since: float
+    replaced: bool
+    looks: int = 1
+    over: bool = False
+    attempts: int = 0
+    retry_at: float = 0.0
+    glance: Glance | None = None
+    error: BaseException | None = None
+    key: tuple[Any, ...] = field(init=False)  # where it comes among the others
+
+    def __post_init__(self) -> None:
+        self.key = order(self.entry)
+
+
+class _NotNowError(Exception):
+    """No file could be taken now."""
+
+
+class Follower:
+    """Takes the weight files of a directory, in order, each once. `look()` is called again and again.
+
+    A file is taken when it is complete. It never goes back: of files that could be taken, those that come before one
+    that was taken are passed over. Failures that another try may mend are retried after `interval`, then after twice
+    as long, and so on up to five minutes; a file with any other is skipped until it changes.
+    """
+
+    def __init__(
+        self,
+        directory: str,
+        listing: Listing,
+        interval: float,
+        start: Start,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.last_error: BaseException | None = None
+        self._directory = directory
+        self._list = listing
+        self._interval = interval
+        self._start = start
+        self._clock = clock
+        self._files: dict[str, _File] = {}
+        self._old: set[str] | None = None  # the names found first, as long as none of them is taken
+        self._mark: _File | None = None  # the last in order that was taken
+        self._unlisted = 0  # how often the directory could not be listed since it could
+
+    @property
+    def skipped(self) -> dict[str, BaseException]:
+        """Why files that are in the directory were passed over, by name, in order."""
+        files = sorted(self._files.values(), key=attrgetter("key"))
+        return {file.entry.name: file.error for file in files if file.over and file.error is not None}
+
+    def look(self, target: Target) -> float:
+        """Take what can be taken. Returns after how many seconds to look again."""
+        try:
+            entries = self._list()
+        except WeightswapError as error:
+            return self._unreachable(error, target)
+        if self._unlisted:
+            self._unlisted, self.last_error = 0, None
+        self._update(entries)
+        with suppress(_NotNowError, StageCancelled):
+            self._take(target)
+        return self._interval
+
+    def _unreachable(self, error: WeightswapError, target: Target) -> float:
+        self._unlisted += 1
+        self.last_error = forget_frames(error)
+        if self._unlisted == 1:
+            target.tell("unreachable", self._directory, error)
+        return self._delay(self._unlisted)
+
+    def _delay(self, attempts: int) -> float:
+        return min(self._interval * 2.0 ** min(attempts - 1, 30), max(self._interval, LONGEST_DELAY))
+
+    def _update(self, entries: list[Entry]) -> None:
+        self._files = {entry.name: self._found(entry) for entry in entries}
+        if self._old is None:
+            self._old = set(self._files) if self._start == "newest" else set()
+            for file in self._files.values():
+                file.over = self._start == "new"
+
+    def _found(self, entry: Entry) -> _File:
+        file = self._files.get(entry.name)
+        if file is None or file.entry.fingerprint != entry.fingerprint:
+            return _File(entry, self._clock(), replaced=file is not None)
+        file.looks += 1
+        return file
+
+    def _take(self, target: Target) -> None:
+        if self._old:
+            self._take_newest(target)
+        for file in self._pending():
+            if file.entry.name not in (self._old or ()):
+                self._step(file, target)
+
+    def _take_newest(self, target: Target) -> None:
+        for file in reversed(self._pending()):
+            if self._old and file.entry.name in self._old:
+                self._step(file, target)
+
+    def _pending(self) -> list[_File]:
+        return sorted((file for file in self._files.values() if not file.over), key=attrgetter("key"))
+
+    def _step(self, file: _File, target: Target) -> None:
+        target.check()
+        if self._is_past(file):
+            self._pass_over(file, target)
+        elif self._clock() >= file.retry_at:
+            file.glance = file.glance or glance(file.entry.path)
+            if self._is_served(file, file.glance, target):
+                self._taken(file, target)
+            elif self._is_ready(file, file.glance, target):
+                self._try(file, target)
+
+    def _is_past(self, file: _File) -> bool:
+        mark = self._mark
+        return mark is not None and mark.entry.name != file.entry.name and file.key < mark.key
+
+    def _is_served(self, file: _File, found: Glance, target: Target) -> bool:
+        """Whether a file that is not new has what is served."""
+        known = file.replaced or file.entry.name in (self._old or ())
+        return known and found.weights_id is not None and target.serves(found.weights_id)
+
+    def _is_ready(self, file: _File, found: Glance, target: Target) -> bool:
+        if isinstance(found.error, TruncatedFile):
+            return self._clock() - file.since >= PATIENCE
+        if found.base is not None:
+            return target.serves(found.base)
+        # without digests nothing but a second look can tell that it is not being written
+        return found.weights_id is not None or file.looks > 1
+
+    def _try(self, file: _File, target: Target) -> None:
+        try:
+            target.swap(file.entry.path)
+        except StageCancelled:
+            raise
+        except Exception as error:
+            self._failed(file, error, target)
+        else:
+            self._taken(file, target)
+
+    def _failed(self, file: _File, error: Exception, target: Target) -> None:
+        self.last_error = file.error = forget_frames(error)
+        if not is_transient(error):
+            file.over = True
+            target.tell("skipped", printable(file.entry.path), error)
+            return
+        file.attempts += 1
+        file.retry_at = self._clock() + self._delay(file.attempts)
+        file.glance = None
+        if not isinstance(error, BaseMismatch | WeightFileError):
+            raise _NotNowError
+
+    def _taken(self, file: _File, target: Target) -> None:
+        old, self._old = self._old or set(), set()
+        file.over, file.error, self.last_error = True, None, None
+        self._mark = file
+        passed = [other for other in self._files.values() if not other.over and self._is_past(other)]
+        for other in sorted(passed, key=attrgetter("key")):
+            if other.entry.name in old:
+                other.over = True
+            else:
+                self._pass_over(other, target)
+
+    def _pass_over(self, file: _File, target: Target) -> None:
+        assert self._mark is not None
+        where, later = printable(file.entry.path), self._mark.entry.name
+        error = Superseded(f"{where}: passed over, as {later} comes later and was taken{_why_not_before(file)}")
+        file.over, file.error = True, error
+        target.tell("skipped", where, error)
+
+
+def _why_not_before(file: _File) -> str:
+    found = file.glance or Glance()
+    if found.base is not None:
+        return f"; it is a delta from the weights {found.base[:12]}, which were not served before that"
+    why = file.error or found.error
+    return f"; before that: {why}" if why else ""
+
+
+def is_transient(error: Exception) -> bool:
+    """Whether the same file may be taken another time: it could not be read, or the model was not ready for it."""
+    if isinstance(error, WeightswapError):
+        return isinstance(error, _TRANSIENT) and not isinstance(error, DamagedFile)
+    return True
+
+
+def forget_frames(error: Exception) -> Exception:
+    """The frames that an error has come through hold the model."""
+    links: list[BaseException] = []
+    link: BaseException | None = error
+    while link is not None and link not in links:
+        links.append(link)
+        link.__traceback__ = None
+        link = link.__cause__ or link.__context__
+    return error

@@ -1,0 +1,242 @@
+"""Metrics of models, for Prometheus: `ModelCollector(model, name="digits")`.
+
+All have the label `model`. Counters begin at 0 when the collector is made.
+
+weightswap_generation                   gauge
+weightswap_committed_timestamp_seconds  gauge: when the weights that are served were committed
+weightswap_failed                       gauge: 1 while calls are refused after an in-place commit broke off, else 0
+weightswap_model_info                   graph_id, weights_id, and labels of the weights that are served as label_<name>
+weightswap_leases                       gauge: calls and pins that hold weights now
+weightswap_calls_total                  method; outcome: ok, refused (a CallError), failed (any other error)
+weightswap_call_seconds                 histogram: method; calls with the outcome ok
+weightswap_swaps_total                  kind: full, partial, delta, rollback, unknown (refused before that was known);
+                                        outcome: committed, refused, cancelled, discarded, failed (rollbacks).
+                                        Each staging and each rollback counts once, when it ends
+weightswap_failures_total               reason: the class of the error of what was refused, failed or unreachable
+weightswap_skipped_total                files of watched directories that were passed over
+weightswap_staged_bytes_total           bytes read by stagings, whatever became of them
+weightswap_phase_seconds                summary: phase: staging (reading and hashing), verifying
+weightswap_pause_seconds                histogram: how long each commit could keep calls waiting
+weightswap_staging                      gauge: 1 while a staging is under way, else 0
+weightswap_staging_done_bytes           gauge: how far the phase of that staging is
+weightswap_staging_expected_bytes       gauge: the bytes of that phase in all
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import weakref
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager
+from threading import RLock
+from typing import TYPE_CHECKING
+
+from .errors import MissingExtra, Unsupported
+from .job import Progress
+from .tallies import Tallies
+
+try:
+    from prometheus_client import REGISTRY, CollectorRegistry
+    from prometheus_client.core import (
+        CounterMetricFamily,
+        GaugeMetricFamily,
+        HistogramMetricFamily,
+        InfoMetricFamily,
+        Metric,
+        SummaryMetricFamily,
+    )
+    from prometheus_client.registry import Collector
+except ImportError as error:
+    raise MissingExtra("weightswap_runtime.metrics", "serve") from error
+
+if TYPE_CHECKING:
+    from .model import Model
+
+MOST_LABELS = 20
+LONGEST_LABEL = 200
+_NOT_IN_NAMES = re.compile(r"[^a-zA-Z0-9_]")
+
+
+class ModelCollector(AbstractContextManager["ModelCollector"]):
+    """Counts what a model does from now on, and shows it in a registry, until `close()`.
+
+    name: the label `model`, one for each model of a registry. Of models that share weights, each counts the swaps
+    through any. The registry keeps the collector; a model that is dropped goes, and its metrics with it. At most 20
+    labels of the weights are shown, with at most 200 letters.
+
+    Raises Unsupported if the registry has another model of that name. Importing this raises MissingExtra without
+    prometheus_client.
+    """
+
+    def __init__(self, model: Model, name: str = "default", registry: CollectorRegistry = REGISTRY) -> None:
+        self.name = name
+        self._model = weakref.ref(model)
+        self._tallies = Tallies()
+        self._group = _join(registry, self)
+        self._stops = (model.listen(self._tallies.on_event), model.observe(self._tallies.on_call))
+
+    @property
+    def model(self) -> Model | None:
+        """None once it was dropped."""
+        return self._model()
+
+    def close(self) -> None:
+        """Stop counting, and leave the registry. A second time does nothing."""
+        for stop in self._stops:
+            stop()
+        self._group.leave(self)
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def add_to(self, families: Families, model: Model) -> None:
+        """Add a sample of everything."""
+        families.add_served(self.name, model)
+        families.add_staging(self.name, model.progress)
+        with self._tallies.lock:
+            families.add_calls(self.name, self._tallies)
+            families.add_swaps(self.name, self._tallies)
+
+
+class Families:
+    """The metrics of all models of a registry; each appears once, with a sample for each model."""
+
+    def __init__(self) -> None:
+        def gauge(name: str, says: str) -> GaugeMetricFamily:
+            return GaugeMetricFamily(f"weightswap_{name}", says, labels=["model"])
+
+        model = ["model"]
+        self.generation = gauge("generation", "The generation of the weights that are served.")
+        self.committed = gauge("committed_timestamp_seconds", "When the weights that are served were committed.")
+        self.failed = gauge("failed", "1 while calls are refused after an in-place commit broke off.")
+        self.info = InfoMetricFamily("weightswap_model", "The weights that are served.", labels=model)
+        self.leases = gauge("leases", "Calls and pins that hold weights now.")
+        self.staging = gauge("staging", "1 while a staging is under way.")
+        self.done = gauge("staging_done_bytes", "Bytes done in the phase of the staging that is under way.")
+        self.expected = gauge("staging_expected_bytes", "Bytes of that phase in all.")
+        self.calls = CounterMetricFamily("weightswap_calls", "Calls.", labels=["model", "method", "outcome"])
+        self.call_seconds = HistogramMetricFamily(
+            "weightswap_call_seconds", "Seconds of calls that were answered.", labels=["model", "method"]
+        )
+        self.swaps = CounterMetricFamily(
+            "weightswap_swaps", "Stagings and rollbacks that have ended.", labels=["model", "kind", "outcome"]
+        )
+        self.failures = CounterMetricFamily(
+            "weightswap_failures", "What was refused, failed or unreachable, by error.", labels=["model", "reason"]
+        )
+        self.skipped = CounterMetricFamily("weightswap_skipped", "Files passed over by a watcher.", labels=model)
+        self.staged_bytes = CounterMetricFamily("weightswap_staged_bytes", "Bytes read by stagings.", labels=model)
+        self.phase_seconds = SummaryMetricFamily(
+            "weightswap_phase_seconds", "Seconds of the phases of a staging.", labels=["model", "phase"]
+        )
+        self.pause_seconds = HistogramMetricFamily(
+            "weightswap_pause_seconds", "Seconds that a commit could keep calls waiting.", labels=model
+        )
+
+    def add_served(self, name: str, model: Model) -> None:
+        current, history = model._gate.current, model.history
+        info = {"graph_id": model.graph_id}
+        if current is not None:
+            info |= {"weights_id": current.weights_id, **_info_labels(current.labels)}
+            self.generation.add_metric([name], current.generation)
+        if history:
+            self.committed.add_metric([name], history[-1].committed_at)
+        self.info.add_metric([name], info)
+        self.failed.add_metric([name], model.failed)
+        self.leases.add_metric([name], model._store.leases)
+
+    def add_staging(self, name: str, progress: Progress | None) -> None:
+        self.staging.add_metric([name], progress is not None)
+        _, done, total = progress or Progress("", 0, 0)
+        self.done.add_metric([name], done)
+        self.expected.add_metric([name], total)
+
+    def add_calls(self, name: str, tallies: Tallies) -> None:
+        for (method, outcome), count in tallies.calls.items():
+            self.calls.add_metric([name, method, outcome], count)
+        for method, latencies in tallies.latencies.items():
+            self.call_seconds.add_metric([name, method], latencies.cumulative(), latencies.sum)
+
+    def add_swaps(self, name: str, tallies: Tallies) -> None:
+        for (kind, outcome), count in tallies.swaps.items():
+            self.swaps.add_metric([name, kind, outcome], count)
+        for reason, count in tallies.failures.items():
+            self.failures.add_metric([name, reason], count)
+        self.skipped.add_metric([name], tallies.skipped)
+        self.staged_bytes.add_metric([name], tallies.staged_bytes)
+        self.phase_seconds.add_metric([name, "staging"], tallies.stagings, tallies.seconds_staged)
+        self.phase_seconds.add_metric([name, "verifying"], tallies.stagings, tallies.seconds_verified)
+        self.pause_seconds.add_metric([name], tallies.pauses.cumulative(), tallies.pauses.sum)
+
+
+def _info_labels(labels: Mapping[str, str]) -> dict[str, str]:
+    shown = sorted(labels.items())[:MOST_LABELS]
+    return {f"label_{_NOT_IN_NAMES.sub('_', name)}"[:LONGEST_LABEL]: text[:LONGEST_LABEL] for name, text in shown}
+
+
+class _Group(Collector):
+    """The collectors of one registry, as one: a registry takes each metric from one collector alone."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._registry = weakref.ref(registry)
+        self._members: dict[str, ModelCollector] = {}
+
+    def join(self, member: ModelCollector) -> None:
+        other = self._members.get(member.name)
+        if other is not None and other.model is not None:
+            raise Unsupported(
+                f"name={member.name!r}: another model of this registry is called so; give each a name of its own, or "
+                "close() the other's collector"
+            )
+        self._members[member.name] = member
+        if other is not None:
+            other.close()
+
+    def leave(self, member: ModelCollector) -> None:
+        with _lock:
+            if self._members.get(member.name) is member:
+                del self._members[member.name]
+            if not self._members and (registry := self._registry()) in _groups:
+                assert registry is not None
+                del _groups[registry]
+                registry.unregister(self)
+
+    def describe(self) -> Iterator[Metric]:
+        return iter(vars(Families()).values())
+
+    def collect(self) -> Iterator[Metric]:
+        families = Families()
+        with _lock:
+            members = list(self._members.values())
+        for member in members:
+            model = member.model
+            if model is None:
+                member.close()
+            else:
+                member.add_to(families, model)
+        return iter(vars(families).values())
+
+
+def _join(registry: CollectorRegistry, member: ModelCollector) -> _Group:
+    with _lock:
+        group = _groups.get(registry)
+        if group is None:
+            group = _Group(registry)
+            registry.register(group)
+            _groups[registry] = group
+        group.join(member)
+        return group
+
+
+_groups: weakref.WeakKeyDictionary[CollectorRegistry, _Group] = weakref.WeakKeyDictionary()
+_lock = RLock()
+
+
+def _after_fork() -> None:
+    """Another thread may have held the lock, and is not there to release it."""
+    global _lock  # noqa: PLW0603
+    _lock = RLock()
+
+
+os.register_at_fork(after_in_child=_after_fork)

@@ -1,0 +1,205 @@
+"""A thread that keeps a model at the newest weights of a directory."""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import threading
+import weakref
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, suppress
+from pathlib import Path
+from queue import Empty, SimpleQueue
+from typing import TYPE_CHECKING, Literal, NamedTuple
+
+from .directory import open_directory, printable
+from .errors import StageCancelled, Unsupported
+from .events import Event, Listener
+from .following import Follower, Start, forget_frames
+from .gate import POLL_SECONDS
+from .job import Job
+from .staging import Request
+
+if TYPE_CHECKING:
+    from .model import Model
+
+_log = logging.getLogger("weightswap.watching")
+_log.addHandler(logging.NullHandler())  # quiet unless the application configures logging
+
+
+class Options(NamedTuple):
+    """How files are swapped in; `request` is that of `Model.stage`, for a path that is put in."""
+
+    request: Request
+    by: str
+    rate_limit: float | None
+    timeout: float | None
+
+
+class Watcher(AbstractContextManager["Watcher"]):
+    """Watches a directory in a thread of its own, until `stop()`, or until the model is dropped.
+
+    Dropping the watcher does not stop it. The end of the interpreter does; a forked child has none.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        directory: str | os.PathLike[str],
+        interval: float,
+        start: Start,
+        callback: Listener | None,
+        options: Options,
+    ) -> None:
+        _check(interval, start)
+        options.request.check()
+        Job(options.rate_limit)
+        self.directory = printable(directory)
+        self._follower = Follower(self.directory, open_directory(directory), interval, start)
+        self._loop = _Loop(model, self._follower, interval, callback, options)
+        self._thread = threading.Thread(target=self._loop.run, name="weightswap-watching", daemon=True)
+        self._thread.start()
+
+    @property
+    def alive(self) -> bool:
+        """Whether it still watches."""
+        return self._thread.is_alive()
+
+    @property
+    def last_error(self) -> BaseException | None:
+        """What went wrong last; None again once weights were taken, or the directory could be listed again."""
+        return self._follower.last_error
+
+    @property
+    def skipped(self) -> dict[str, BaseException]:
+        """Why files were passed over, by name, in order; only those that still are in the directory."""
+        return self._follower.skipped
+
+    def stop(self, timeout: float | None = None) -> bool:
+        """Stop watching. A staging under way is cancelled; a commit that waits for calls or pins is not.
+
+        Waits for at most `timeout` seconds until the thread has ended. Returns whether it has. From a callback it
+        does not wait.
+        """
+        self._loop.stop()
+        if threading.current_thread() is not self._thread:
+            self._thread.join(timeout)
+        return not self.alive
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def __repr__(self) -> str:
+        return f"Watcher({self.directory!r}, {'alive' if self.alive else 'stopped'})"
+
+
+def _check(interval: float, start: str) -> None:
+    if not (isinstance(interval, int | float) and 0 < interval < math.inf):
+        raise Unsupported(f"interval={interval!r}: expected seconds, more than 0")
+    if start not in ("newest", "all", "new"):
+        raise Unsupported(f'start={start!r}: expected "newest", "all" or "new"')
+
+
+class _Loop:
+    """What the thread does. It refers to the model only while it looks."""
+
+    def __init__(
+        self, model: Model, follower: Follower, interval: float, callback: Listener | None, options: Options
+    ) -> None:
+        self.options = options
+        self.stopping = False
+        self.job: Job | None = None
+        self._follower = follower
+        self._interval = interval
+        self._callback = callback
+        self._model = weakref.ref(model)
+        self._thread: int | None = None
+        self._bell: SimpleQueue[None] = SimpleQueue()  # safe to ring from a finalizer
+        self._unlisten = model.listen(self._pass_on)
+        self._finalizer = weakref.finalize(model, self.stop)
+
+    def stop(self) -> None:
+        self.stopping = True
+        if (job := self.job) is not None:
+            job.cancel()
+        self._bell.put(None)
+
+    def run(self) -> None:
+        self._thread = threading.get_ident()
+        try:
+            while not self.stopping:
+                self._wait(self._look())
+        finally:
+            self._unlisten()
+            self._finalizer.detach()
+
+    def _wait(self, seconds: float) -> None:
+        with suppress(Empty):
+            self._bell.get(timeout=min(seconds, threading.TIMEOUT_MAX))
+
+    def _look(self) -> float:
+        model = self._model()
+        if model is None:
+            self.stop()
+            return 0.0
+        try:
+            return self._follower.look(_Target(model, self))
+        except Exception as error:
+            _log.exception("a look at the directory failed")
+            self._follower.last_error = forget_frames(error)
+            return self._interval
+
+    def _pass_on(self, event: Event) -> None:
+        """Only what this thread does is told to the callback."""
+        if self._callback is not None and self._thread == threading.get_ident():
+            self._callback(event)
+
+
+class _Target:
+    """The model, for the length of one look."""
+
+    def __init__(self, model: Model, loop: _Loop) -> None:
+        self._model = model
+        self._loop = loop
+
+    def check(self) -> None:
+        if self._loop.stopping:
+            raise StageCancelled("the watching was stopped")
+
+    def serves(self, weights_id: str) -> bool:
+        return self._model.weights_id == weights_id
+
+    def swap(self, path: str | Path) -> None:
+        request, by, rate_limit, timeout = self._loop.options
+        with self._turn(), self._job(Job(rate_limit)) as job:
+            staged = self._model._prepare(request._replace(path=path), job, by, "wait", timeout)
+            with staged.run():
+                job.check()
+                staged.commit(timeout=timeout)
+
+    @contextmanager
+    def _turn(self) -> Iterator[None]:
+        """Several threads' swaps queue."""
+        swapping = self._model._store.swapping
+        while not swapping.acquire(timeout=POLL_SECONDS):
+            self.check()
+        try:
+            yield
+        finally:
+            swapping.release()
+
+    @contextmanager
+    def _job(self, job: Job) -> Iterator[Job]:
+        """A job that `stop()` cancels."""
+        self._loop.job = job
+        if self._loop.stopping:
+            job.cancel()
+        try:
+            yield job
+        finally:
+            self._loop.job = None
+
+    def tell(self, kind: Literal["skipped", "unreachable"], source: str, error: BaseException) -> None:
+        model = self._model
+        model._store.events.emit(Event(kind, source, self._loop.options.by, model.graph_id, error=error))

@@ -1,0 +1,405 @@
+"""Watching in a thread: it takes what appears, ends when it is told to, and holds nothing that nobody needs."""
+
+from __future__ import annotations
+
+import gc
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.tiny import TinyArtifact, serves
+from weightswap_runtime import Event, MissingExtra, Model, StageCancelled, Unsupported, Watcher, load, watching
+from weightswap_runtime.following import Follower
+from weightswap_runtime.job import Job
+from weightswap_runtime.store import Store
+
+SOON = 0.01
+
+
+def eventually(condition: Callable[[], bool]) -> bool:
+    deadline = time.monotonic() + 60
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(SOON)
+    return True
+
+
+class Directory:
+    """A directory into which weight files are renamed."""
+
+    def __init__(self, tiny: TinyArtifact, path: Path) -> None:
+        self.tiny = tiny
+        self.path = path
+        path.mkdir()
+
+    def write(self, seed: int) -> Path:
+        return self.tiny.write(self.path / f"v{seed}.safetensors", self.tiny.values(seed))
+
+    def damaged(self, seed: int) -> Path:
+        path = self.tiny.write(self.path / "hidden", self.tiny.values(seed))
+        raw = bytearray(path.read_bytes())
+        raw[-1] ^= 1
+        path.write_bytes(raw)
+        return path.rename(self.path / f"v{seed}.safetensors")
+
+
+@pytest.fixture
+def directory(tiny: TinyArtifact, tmp_path: Path) -> Directory:
+    return Directory(tiny, tmp_path / "run")
+
+
+@pytest.fixture
+def model(tiny: TinyArtifact, residency: Any) -> Model:
+    return load(tiny.path, residency=residency)
+
+
+@pytest.fixture
+def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """Stagings go on until they are cancelled; the event says that one has begun."""
+    begun = threading.Event()
+
+    def stage(store: Store, member: object, request: object, timeout: object, job: Job) -> None:
+        begun.set()
+        deadline = time.monotonic() + 120
+        while time.monotonic() < deadline:
+            job.check()
+            time.sleep(SOON)
+
+    monkeypatch.setattr(Store, "stage", stage)
+    yield begun
+    monkeypatch.undo()
+
+
+def test_each_new_file_is_served_and_damage_is_skipped(model: Model, directory: Directory) -> None:
+    events: list[Event] = []
+    everything: list[Event] = []
+    model.listen(everything.append)
+    with model.watch(directory.path, SOON, callback=events.append, by="trainer") as watcher:
+        directory.write(1)
+        assert eventually(lambda: model.generation == 0)
+        assert serves(model, 1)
+        directory.damaged(2)
+        assert eventually(lambda: bool(watcher.skipped))
+        assert serves(model, 1)
+        directory.write(3)
+        assert eventually(lambda: model.generation == 1)
+        assert serves(model, 3)
+        assert list(watcher.skipped) == ["v2.safetensors"]
+        assert watcher.last_error is None
+        assert watcher.alive
+    assert not watcher.alive
+    assert [event.kind for event in events] == [
+        *("staging", "staged", "committed"),
+        *("staging", "refused", "skipped"),
+        *("staging", "staged", "committed"),
+    ]
+    assert {event.by for event in events} == {"trainer"}
+    assert events == everything
+    assert model.history[-1].source == str(directory.path / "v3.safetensors")
+
+
+def test_the_callback_is_told_only_what_the_watching_does(model: Model, directory: Directory, tmp_path: Path) -> None:
+    events: list[Event] = []
+    with model.watch(directory.path, SOON, callback=events.append):
+        directory.write(1)
+        assert eventually(lambda: model.generation == 0)
+        model.swap(directory.tiny.write(tmp_path / "hand", directory.tiny.values(2)), busy="wait")
+        directory.write(3)
+        assert eventually(lambda: model.generation == 2)
+    assert {Path(event.source).stem for event in events} == {"v1", "v3"}
+
+
+def test_a_callback_that_fails_ends_nothing(model: Model, directory: Directory) -> None:
+    def fails(event: Event) -> None:
+        raise ValueError("a callback's own")
+
+    with model.watch(directory.path, SOON, callback=fails) as watcher:
+        directory.write(1)
+        assert eventually(lambda: model.generation == 0)
+        directory.write(2)
+        assert eventually(lambda: model.generation == 1)
+        assert watcher.last_error is None
+
+
+def test_a_callback_may_stop_the_watching(model: Model, directory: Directory) -> None:
+    watchers: list[Watcher] = []
+    directory.write(1)
+    started = threading.Event()
+
+    def stop(event: Event) -> None:
+        if event.kind == "committed":
+            assert started.wait(60)
+            watchers[0].stop()
+
+    watchers.append(model.watch(directory.path, SOON, callback=stop))
+    started.set()
+    assert eventually(lambda: not watchers[0].alive)
+    assert serves(model, 1)
+
+
+def test_stop_cancels_a_long_staging(model: Model, directory: Directory, held: threading.Event) -> None:
+    events: list[Event] = []
+    watcher = model.watch(directory.path, SOON, callback=events.append)
+    directory.write(1)
+    assert held.wait(60)
+    assert watcher.stop(30)
+    assert watcher.stop()
+    assert [event.kind for event in events] == ["staging", "cancelled"]
+    assert isinstance(events[1].error, StageCancelled)
+    assert (model.generation, watcher.last_error, repr(watcher)) == (
+        None,
+        None,
+        f"Watcher({str(directory.path)!r}, stopped)",
+    )
+
+
+def test_stop_does_not_wait_for_a_swap_by_hand(model: Model, directory: Directory) -> None:
+    directory.write(1)
+    with model._store.swapping:
+        watcher = model.watch(directory.path, SOON)
+        assert eventually(lambda: watcher._follower._old is not None)
+        assert watcher.stop(30)
+    assert model.generation is None
+
+
+def test_stop_does_not_wait_for_a_staging_by_hand(model: Model, directory: Directory, tmp_path: Path) -> None:
+    directory.write(1)
+    with model.stage(directory.tiny.write(tmp_path / "hand", directory.tiny.values(9))):
+        watcher = model.watch(directory.path, SOON)
+        assert eventually(model._store.swapping.locked)
+        assert watcher.stop(30)
+    assert model.generation is None
+
+
+def test_a_swap_by_hand_in_between_is_waited_for(model: Model, directory: Directory, tmp_path: Path) -> None:
+    with model.watch(directory.path, SOON) as watcher:
+        with model.stage(directory.tiny.write(tmp_path / "hand", directory.tiny.values(9))) as staged:
+            directory.write(1)
+            assert eventually(model._store.swapping.locked)
+            staged.commit()
+        assert eventually(lambda: model.generation == 1)
+        assert serves(model, 1)
+        assert watcher.last_error is None
+
+
+def test_the_options_are_those_of_a_swap(tiny: TinyArtifact, directory: Directory, weight_file: Any) -> None:
+    model = load(tiny.path, weight_file(5))
+    directory.tiny.write(directory.path / "v1.safetensors", tiny.values(1), graph_id="0" * 64)
+    with model.watch(directory.path, SOON, only="bias", allow_other_graph=True, rate_limit=1e9, timeout=5):
+        assert eventually(lambda: model.generation == 1)
+    assert model.history[-1].kind == "partial"
+
+
+def test_watching_does_not_keep_a_model(tiny: TinyArtifact, directory: Directory) -> None:
+    model = load(tiny.path)
+    events: list[Event] = []
+    watcher = model.watch(directory.path, SOON, callback=events.append)
+    directory.write(1)
+    directory.damaged(2)
+    assert eventually(lambda: bool(watcher.skipped) and events[-1].kind == "skipped")
+    gone = weakref.ref(model)
+    del model
+    assert eventually(lambda: gc.collect() >= 0 and gone() is None)
+    assert eventually(lambda: not watcher.alive)
+
+
+def test_a_watcher_that_is_waiting_ends_with_its_model(tiny: TinyArtifact, directory: Directory) -> None:
+    model = load(tiny.path)
+    watcher = model.watch(directory.path, 1e9)
+    assert eventually(lambda: watcher._follower._old is not None)
+    del model
+    gc.collect()
+    assert eventually(lambda: not watcher.alive)
+
+
+def test_a_missing_directory_may_come_later(model: Model, tiny: TinyArtifact, tmp_path: Path) -> None:
+    events: list[Event] = []
+    with model.watch(tmp_path / "later", SOON, callback=events.append) as watcher:
+        assert eventually(lambda: watcher.last_error is not None)
+        directory = Directory(tiny, tmp_path / "later")
+        directory.write(1)
+        assert eventually(lambda: model.generation == 0)
+        assert watcher.last_error is None
+    assert [event.kind for event in events] == ["unreachable", "staging", "staged", "committed"]
+    assert events[0].source == str(tmp_path / "later")
+
+
+def test_looks_keep_their_distance(model: Model, directory: Directory, monkeypatch: pytest.MonkeyPatch) -> None:
+    waits: list[float] = []
+    done = threading.Event()
+
+    def wait(loop: watching._Loop, seconds: float) -> None:
+        waits.append(seconds)
+        if len(waits) >= 20:
+            done.set()
+            loop.stop()
+
+    monkeypatch.setattr(watching._Loop, "_wait", wait)
+    looks: list[int] = []
+    original = Follower.look
+
+    def look(follower: Follower, target: Any) -> float:
+        looks.append(1)
+        if len(looks) % 2:
+            raise RuntimeError("a look's own")
+        return original(follower, target)
+
+    monkeypatch.setattr(Follower, "look", look)
+    directory.damaged(1)
+    watcher = model.watch(directory.path, 7.0)
+    assert done.wait(60)
+    assert eventually(lambda: not watcher.alive)
+    assert (waits, len(looks)) == ([7.0] * 20, 20)
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"interval": 0}, "interval=0: expected seconds, more than 0"),
+        ({"interval": -1.0}, "interval=-1.0"),
+        ({"interval": math.nan}, "interval=nan"),
+        ({"interval": math.inf}, "interval=inf"),
+        ({"interval": "5"}, "interval='5'"),
+        ({"start": "last"}, 'start=\'last\': expected "newest", "all" or "new"'),
+        ({"keys": "names"}, "keys='names'"),
+        ({"rate_limit": 0}, "rate_limit=0"),
+        ({"directory": 7}, "expected a directory's path or URL, got a int"),
+        ({"directory": "nothing-known://x"}, "nothing-known://"),
+    ],
+)
+def test_what_cannot_be_meant_is_refused_at_once(
+    options: dict[str, Any], says: str, tiny: TinyArtifact, tmp_path: Path
+) -> None:
+    model = load(tiny.path)
+    threads = threading.active_count()
+    with pytest.raises(Unsupported) as caught:
+        model.watch(**({"directory": tmp_path} | options))
+    assert says in str(caught.value)
+    assert threading.active_count() == threads
+
+
+def test_a_url_without_the_extra_is_refused_at_once(tiny: TinyArtifact, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "fsspec", None)
+    with pytest.raises(MissingExtra, match="remote"):
+        load(tiny.path).watch("s3://bucket/run")
+
+
+def test_a_forked_child_does_not_watch(model: Model, directory: Directory) -> None:
+    with model.watch(directory.path, SOON) as watcher:
+        directory.write(1)
+        assert eventually(lambda: model.generation == 0)
+        child = os.fork()
+        if child == 0:
+            ended = not watcher.alive and watcher.stop() and serves(model, 1)
+            model.swap(directory.write(2))
+            os._exit(0 if ended and serves(model, 2) else 1)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        assert watcher.alive
+
+
+ENDS = """
+import sys, time
+from weightswap_runtime import load
+model = load(sys.argv[1])
+watcher = model.watch(sys.argv[2], 0.01, start="all")
+while model.generation is None:
+    time.sleep(0.01)
+print(model.generation)
+"""
+
+
+def environment() -> dict[str, str]:
+    return os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+
+
+def test_the_end_of_the_interpreter_ends_the_watching(tiny: TinyArtifact, directory: Directory) -> None:
+    for seed in range(20):
+        directory.write(seed)
+    command = [sys.executable, "-c", ENDS, str(tiny.path), str(directory.path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment(), timeout=120)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def watch_command(tiny: TinyArtifact, *arguments: str) -> subprocess.Popen[str]:
+    code = "from weightswap_runtime.cli.swap import swap_command\nswap_command()"
+    command = [sys.executable, "-u", "-c", code, str(tiny.path), *arguments]
+    return subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment(), bufsize=1
+    )
+
+
+def lines_until(process: subprocess.Popen[str], word: str) -> list[str]:
+    assert process.stdout is not None
+    lines = []
+    for line in process.stdout:
+        lines.append(line)
+        if word in line:
+            break
+    return lines
+
+
+def test_the_command_prints_each_event_until_it_is_interrupted(
+    tiny: TinyArtifact, directory: Directory, weight_file: Any
+) -> None:
+    first = weight_file(7)
+    process = watch_command(tiny, str(first), "--watch", str(directory.path), "--interval", "0.01")
+    lines = lines_until(process, "committed")
+    directory.write(1)
+    lines += lines_until(process, "committed")
+    directory.damaged(2)
+    lines += lines_until(process, "skipped")
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=60)
+    assert (process.returncode, out, err) == (0, "", "")
+    assert [line.split()[0].rstrip(":") for line in lines] == [
+        *("staging", "staged", "committed"),
+        *("staging", "staged", "committed"),
+        *("staging", "refused", "skipped"),
+    ]
+    assert "DigestMismatch" in lines[-1]
+
+
+def test_the_command_prints_json_lines(tiny: TinyArtifact, directory: Directory) -> None:
+    directory.write(1)
+    directory.damaged(2)
+    arguments = ("--watch", str(directory.path), "--interval", "0.01", "--start", "all", "--json")
+    process = watch_command(tiny, *arguments)
+    lines = lines_until(process, "skipped")
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    assert (process.returncode, err) == (0, "")
+    documents = [json.loads(line) for line in lines]
+    assert [document["kind"] for document in documents] == [
+        *("staging", "staged", "committed"),
+        *("staging", "refused", "skipped"),
+    ]
+    assert documents[2]["receipt"]["generation"] == 0
+    assert documents[5]["error"]["error"] == "DigestMismatch"
+    assert len(documents[5]["error"]["problems"]) == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "says"),
+    [
+        ((), 2, "give files, or --watch DIR"),
+        (("--watch", "x", "--interval", "0"), 2, "expected seconds, more than 0"),
+        (("nowhere.safetensors", "--watch", "x"), 1, "cannot be opened"),
+    ],
+)
+def test_the_command_refuses(arguments: tuple[str, ...], status: int, says: str, tiny: TinyArtifact) -> None:
+    process = watch_command(tiny, *arguments)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == status
+    assert says in err
