@@ -213,9 +213,12 @@ def _different(mine: memoryview, theirs: memoryview, grain: int) -> Iterator[tup
     if len(mine) <= grain:
         yield 0, len(mine)
         return
-    rows, others = (np.frombuffer(side, f"V{grain}") for side in (mine, theirs))
+    whole = len(mine) // grain * grain
+    rows, others = (np.frombuffer(side[:whole], f"V{grain}") for side in (mine, theirs))
     for index in np.flatnonzero(rows != others):
         yield int(index) * grain, (int(index) + 1) * grain
+    if mine[whole:] != theirs[whole:]:
+        yield whole, len(mine)
 
 
 def _append(runs: Runs, begin: int, end: int) -> None:
