@@ -12,6 +12,7 @@ import time
 import traceback
 from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
@@ -145,12 +146,14 @@ def main() -> int:
     parser.add_argument("--keep", type=Path, default=Path(tempfile.gettempdir()), help="where findings are written")
     options = parser.parse_args()
     signal.signal(signal.SIGALRM, ring)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # which is off in the background
     with tempfile.TemporaryDirectory() as folder, small_blocks(16):
         run = Run(Readers(Path(folder)), options.seed, Coverage() if options.guided else None, options.keep)
         run.seeds()
         limit_memory(MEMORY)
         start = time.perf_counter()
-        run.inputs(options.inputs)
+        with suppress(KeyboardInterrupt):
+            run.inputs(options.inputs)
         run.report(time.perf_counter() - start)
     return 1 if run.findings else 0
 
