@@ -78,7 +78,7 @@ def delta_stamp(weights: WeightSet) -> DeltaStamp | None:
         return None
     try:
         stamp = msgspec.json.decode(text, type=DeltaStamp)
-    except (msgspec.MsgspecError, UnicodeError) as error:
+    except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
         raise DamagedFile(f"{weights.where}: its `{DELTA_KEY}` metadata cannot be read ({error}). {_AGAIN}") from error
     if problems := list(_problems(stamp, weights)):
         raise DamagedFile(f"{weights.where}: contradicts itself: {'; '.join(problems[:5])}. {_AGAIN}")
@@ -126,7 +126,6 @@ def write_delta(
         runs = _compare(old, fresh, stamps, progress)
         texts = {**stamps[1].labels, **(labels or {})}
         _write(Path(out), fresh, stamps, runs, texts, partial(_copy_goldens, as_place(new), Path(out)))
-        fresh.check_unchanged()
         return Delta(
             path=Path(out),
             graph_id=stamps[1].graph_id,
@@ -217,9 +216,12 @@ def _different(mine: memoryview, theirs: memoryview, grain: int) -> Iterator[tup
     if len(mine) <= grain:
         yield 0, len(mine)
         return
-    rows, others = (np.frombuffer(side, f"V{grain}") for side in (mine, theirs))
+    whole = len(mine) // grain * grain
+    rows, others = (np.frombuffer(side[:whole], f"V{grain}") for side in (mine, theirs))
     for index in np.flatnonzero(rows != others):
         yield int(index) * grain, (int(index) + 1) * grain
+    if mine[whole:] != theirs[whole:]:
+        yield whole, len(mine)
 
 
 def _append(runs: Runs, begin: int, end: int) -> None:
@@ -255,6 +257,7 @@ def _write(
         return render_stamped(ranges, DELTA_KEY, stamp, labels)
 
     def rename(_: Mapping[str, str]) -> Path:
+        fresh.check_unchanged()
         before()
         return path
 

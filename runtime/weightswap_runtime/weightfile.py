@@ -120,7 +120,7 @@ def _read_stamp(header: Header, where: str) -> Stamp | None:
         return None
     try:
         stamp = msgspec.json.decode(text, type=Stamp)
-    except (msgspec.MsgspecError, UnicodeError) as error:
+    except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
         what = "they are those of goldens; give the weight file beside it" if '"cases"' in text else error
         raise DamagedFile(f"{where}: its `{METADATA_KEY}` metadata are not those of a weight file ({what})") from error
     bad = [name for name, digest in stamp.digests.items() if not _DIGEST.fullmatch(digest)]
