@@ -73,6 +73,11 @@ def load(
     return model
 
 
+def _check_busy(busy: str) -> None:
+    if busy not in ("refuse", "wait"):
+        raise Unsupported(f'busy={busy!r}: expected "refuse" or "wait"')
+
+
 def _seconds(timeout: float | None) -> float:
     return math.inf if timeout is None else timeout
 
@@ -201,8 +206,7 @@ class Model(Caller):
         chosen = patterns(only) if only is not None else ()
         request = Request(path, keys, chosen, expect, allow_other_graph, verify)
         request.check()
-        if busy not in ("refuse", "wait"):
-            raise Unsupported(f'busy={busy!r}: expected "refuse" or "wait"')
+        _check_busy(busy)
         staged = self._prepare(request, Job(rate_limit), by, busy, timeout)
         return staged.start() if background else staged.run()
 
@@ -263,13 +267,17 @@ class Model(Caller):
         ):
             return staged.commit(timeout=timeout)
 
-    def rollback(self, *, by: str = "", timeout: float | None = LEASE_TIMEOUT) -> SwapReceipt:
+    def rollback(self, *, by: str = "", busy: Busy = "refuse", timeout: float | None = LEASE_TIMEOUT) -> SwapReceipt:
         """Serve the previous weights again; a second rollback undoes the first. It is a commit of its own.
+
+        While a swap or a staging is under way it is refused, or with busy="wait" waits for at most `timeout` seconds: what
+        is then previous is what that has left.
 
         Raises NothingToRollBack, StagingBusy, LeaseTimeout, ModelFailed.
         """
-        with self._store.swapping:
-            return self._store.rollback(self._member, by, timeout)
+        _check_busy(busy)
+        wait = _seconds(timeout) if busy == "wait" else None
+        return self._store.rollback(self._member, by, wait, timeout)
 
     def watch(
         self,
@@ -338,6 +346,9 @@ class Model(Caller):
             raise
         contents = candidate.contents
         tell("staged", **_described(contents), nbytes=contents.bytes_read, seconds=time.perf_counter() - start)
+        if job.cancelled:
+            self._discarded(by, contents)
+            job.check()
         return candidate
 
     def _commit(self, by: str, candidate: Candidate, timeout: float | None) -> SwapReceipt:

@@ -18,7 +18,12 @@ from .weightset import WeightSet
 from .workers import Workers
 
 READS, GROUP_BYTES = 8, 8 << 20  # at most, that a thread does in a row
+SCRATCH = 64 << 20  # bytes beside the arena, or one tensor
 _BLANK = b""
+
+
+# a weight that the arena keeps in another order than the file, or None for what only its digest is read of; and a name
+Scratched = tuple[NamedTensor | None, str]
 
 
 class Piece(NamedTuple):
@@ -53,20 +58,41 @@ def read_tensors(
     content is then undefined, but nothing writes to it any more.
     """
     rows = arena.layout.weights
-    pieces = []
-    relayouts: list[tuple[NamedTensor, bytearray]] = []
-    for name, keys in found.items():
-        target = arena.view(name)
-        if rows[name].stride is not None:
-            scratch = bytearray(len(target))
-            relayouts.append((rows[name], scratch))
-            target = memoryview(scratch)
-        pieces.append(new_piece(weights, keys[0], target))
-        pieces += [new_piece(weights, key, memoryview(bytearray(len(target)))) for key in keys[1:]]
-    read_pieces(pieces, workers, job)
+    plain = [new_piece(weights, keys[0], arena.view(name)) for name, keys in found.items() if rows[name].stride is None]
+    read_pieces(plain, workers, job)
+    digests = {piece.key: tuple(piece.digests) for piece in plain}
+    others: list[Scratched] = [(rows[name], keys[0]) for name, keys in found.items() if rows[name].stride is not None]
+    others += [(None, key) for keys in found.values() for key in keys[1:]]
+    for batch in _batches(weights, others):
+        digests |= _read_batch(weights, batch, arena, workers, job)
     weights.check_unchanged()
-    for weight, scratch in relayouts:
-        write_rows(weight, scratch, arena.view(weight.name))
+    return digests
+
+
+def _batches(weights: WeightSet, items: Iterable[Scratched]) -> Iterator[list[Scratched]]:
+    """As many at once as SCRATCH bytes hold, at least one."""
+    batch: list[Scratched] = []
+    size = 0
+    for item in items:
+        nbytes = weights.tensors[item[1]].nbytes
+        if batch and size + nbytes > SCRATCH:
+            yield batch
+            batch, size = [], 0
+        batch.append(item)
+        size += nbytes
+    if batch:
+        yield batch
+
+
+def _read_batch(
+    weights: WeightSet, batch: Sequence[Scratched], arena: HostArena, workers: Workers, job: Job
+) -> dict[str, Blocks]:
+    """Read tensors into memory of their own, and from there into the arena."""
+    pieces = [new_piece(weights, key, memoryview(allocate(weights.tensors[key].nbytes))) for _, key in batch]
+    read_pieces(pieces, workers, job)
+    for (weight, _), piece in zip(batch, pieces, strict=True):
+        if weight is not None:
+            write_rows(weight, piece.target, arena.view(weight.name))
     return {piece.key: tuple(piece.digests) for piece in pieces}
 
 

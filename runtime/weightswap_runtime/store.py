@@ -188,7 +188,7 @@ class Store:
             change = stage_part(opened, live, manifest, self._workers, job, transforms, request)
             return self._residency.stage_patch(change.patch, change.contents, timeout, job)
         return self._residency.stage(
-            lambda arena: stage_full(opened, arena, self._workers, job, transforms, request), timeout
+            lambda arena: stage_full(opened, arena, self._workers, job, transforms, request), timeout, job
         )
 
     def _live(self, where: str) -> Version[Session]:
@@ -216,8 +216,8 @@ class Store:
             committed = self._residency.commit(candidate, timeout)
         return self._receipt(member, committed, before, contents, by)
 
-    def rollback(self, member: Member, by: str, timeout: float | None) -> SwapReceipt:
-        with self._refusals(member, by, "rollback", "rollback"), self.claimed(wait=None):
+    def rollback(self, member: Member, by: str, wait: float | None, timeout: float | None) -> SwapReceipt:
+        with self._refusals(member, by, "rollback", "rollback"), self.claimed(wait):
             before = self._current_id
             committed = self._residency.rollback(timeout)
             contents = Contents(committed.version.identity, "rollback", "rollback")
