@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager, suppress
 from email.utils import formatdate
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import count
-from threading import Event, Lock, Thread
+from threading import Event, Lock, Thread, current_thread
 from typing import Any, NamedTuple, Protocol
 from urllib.parse import parse_qsl, unquote, urlsplit
 
@@ -54,6 +54,7 @@ class WebServer(AbstractContextManager["WebServer"]):
         self.sent = 0
         self.busy = self.busiest = 0
         self.released = Event()
+        self.open: dict[socket.socket, Thread] = {}
         self.lock = Lock()
         self._http = ThreadingHTTPServer(("127.0.0.1", 0), type("Bound", (handler or Handler,), {"web": self}))
         self._http.daemon_threads = True
@@ -73,6 +74,13 @@ class WebServer(AbstractContextManager["WebServer"]):
         self._http.shutdown()
         self._thread.join()
         self._http.server_close()
+        with self.lock:
+            left = dict(self.open)
+        for connection in left:  # kept by clients for their next request
+            with suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
+        for thread in left.values():
+            thread.join()
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -80,8 +88,14 @@ class Handler(BaseHTTPRequestHandler):
     web: WebServer
 
     def handle(self) -> None:
-        with suppress(ConnectionError):  # clients that have given up
-            super().handle()
+        with self.web.lock:
+            self.web.open[self.connection] = current_thread()
+        try:
+            with suppress(ConnectionError):  # clients that have given up
+                super().handle()
+        finally:
+            with self.web.lock:
+                del self.web.open[self.connection]
 
     def do_GET(self) -> None:
         web = self.web
