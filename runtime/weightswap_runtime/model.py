@@ -270,8 +270,8 @@ class Model(Caller):
     def rollback(self, *, by: str = "", busy: Busy = "refuse", timeout: float | None = LEASE_TIMEOUT) -> SwapReceipt:
         """Serve the previous weights again; a second rollback undoes the first. It is a commit of its own.
 
-        While a swap or a staging is under way it is refused, or with busy="wait" waits for at most `timeout` seconds: what
-        is then previous is what that has left.
+        While a swap or a staging is under way it is refused, or with busy="wait" waits for at most `timeout` seconds:
+        what is then previous is what that has left.
 
         Raises NothingToRollBack, StagingBusy, LeaseTimeout, ModelFailed.
         """
