@@ -10,9 +10,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from .errors import MissingExtra, Unsupported, WeightFileError
+from .weightset import GOLDENS_SUFFIX, SUFFIX
 
-SUFFIX = ".safetensors"
-GOLDENS_SUFFIX = ".goldens.safetensors"
 _PUBLISHED = re.compile(r"(step-[0-9]+)-[0-9a-f]{12}\.safetensors")
 _DIGITS = re.compile(r"([0-9]+)")
 _USER = re.compile(r"(?<=://)[^/?#\s]*@")

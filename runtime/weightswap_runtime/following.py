@@ -67,7 +67,7 @@ def glance(path: str | Path) -> Glance:
                 return Glance(delta.weights_id, delta.base)
             return Glance(weights.stamp.weights_id if weights.stamp else None)
     except Exception as error:  # a swap will say it again
-        forget_frames(error)
+        without_traceback(error)
         return Glance(error=error)
 
 
@@ -142,7 +142,7 @@ class Follower:
 
     def _unreachable(self, error: WeightswapError, target: Target) -> float:
         self._unlisted += 1
-        self.last_error = forget_frames(error)
+        self.last_error = without_traceback(error)
         if self._unlisted == 1:
             target.tell("unreachable", self._directory, error)
         return self._delay(self._unlisted)
@@ -218,7 +218,7 @@ class Follower:
             self._taken(file, target)
 
     def _failed(self, file: _File, error: Exception, target: Target) -> None:
-        self.last_error = file.error = forget_frames(error)
+        self.last_error = file.error = without_traceback(error)
         if not is_transient(error):
             file.over = True
             target.tell("skipped", printable(file.entry.path), error)
@@ -263,8 +263,8 @@ def is_transient(error: Exception) -> bool:
     return True
 
 
-def forget_frames(error: Exception) -> Exception:
-    """The frames that an error has come through hold the model."""
+def without_traceback(error: Exception) -> Exception:
+    """The error; the frames that it and its causes have come through, which hold the model, are let go."""
     links: list[BaseException] = []
     link: BaseException | None = error
     while link is not None and link not in links:
