@@ -14,8 +14,9 @@ import torch
 from torch import nn
 
 from tests.loading import Fused
+from tests.runtime.blocks import make_blocks_small
 from weightswap_exporter import MethodSpec, export, pack
-from weightswap_runtime import Artifact, Model, WeightFile, deltafile, digests, overlay, patches, reading, write_delta
+from weightswap_runtime import Artifact, Model, WeightFile, write_delta
 from weightswap_runtime.gate import Version
 from weightswap_runtime.session import Session
 from weightswap_runtime.weightfile import weights_id
@@ -28,8 +29,7 @@ Origin = tuple[int, ...]  # which set each weight is of, in the order of the art
 def small_blocks(size: int = SMALL) -> Iterator[None]:
     """Blocks of a few bytes, so that small tensors have many: the same code paths as for gigabytes."""
     with pytest.MonkeyPatch.context() as patch:
-        for module in (deltafile, digests, overlay, patches, reading):
-            patch.setattr(module, "BLOCK", size)
+        make_blocks_small(patch, size)
         yield
 
 

@@ -50,9 +50,14 @@ def _new_temporary(path: Path) -> tuple[Path, BinaryIO]:
     while True:
         temporary = _sibling(path, "tmp")
         file = temporary.open("xb")
-        _lock(file)
-        if os.fstat(file.fileno()).st_nlink:
-            return temporary, file
+        try:
+            _lock(file)
+            if os.fstat(file.fileno()).st_nlink:
+                return temporary, file
+        except BaseException:
+            file.close()
+            temporary.unlink(missing_ok=True)
+            raise
         file.close()  # removed before it was locked
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple, Protocol
 
 from .deltafile import delta_stamp
-from .directory import Entry, Listing, order, printable
+from .directory import Entry, Listing, order
 from .errors import (
     BaseMismatch,
     DamagedFile,
@@ -25,6 +25,7 @@ from .errors import (
     WeightFileError,
     WeightswapError,
 )
+from .places import printable
 from .weightset import open_weights
 
 Start = Literal["newest", "all", "new"]
@@ -59,13 +60,15 @@ class Glance(NamedTuple):
     error: Exception | None = None
 
 
-def glance(path: str | Path) -> Glance:
-    """Look at a file's header."""
+def glance(path: str | Path, check: Callable[[], None]) -> Glance:
+    """Look at a file's header. `check` is called while an answer is waited for. Raises StageCancelled, from it."""
     try:
-        with open_weights(path) as weights:
+        with open_weights(path, check) as weights:
             if delta := delta_stamp(weights):
                 return Glance(delta.weights_id, delta.base)
             return Glance(weights.stamp.weights_id if weights.stamp else None)
+    except StageCancelled:
+        raise
     except Exception as error:  # a swap will say it again
         without_traceback(error)
         return Glance(error=error)
@@ -184,7 +187,7 @@ class Follower:
         if self._is_past(file):
             self._pass_over(file, target)
         elif self._clock() >= file.retry_at:
-            file.glance = file.glance or glance(file.entry.path)
+            file.glance = file.glance or glance(file.entry.path, target.check)
             if self._is_served(file, file.glance, target):
                 self._taken(file, target)
             elif self._is_ready(file, file.glance, target):

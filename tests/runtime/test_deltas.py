@@ -78,6 +78,26 @@ def test_a_delta_gives_the_weights_of_the_full_file(
     assert receipt.weights_id == load(tiny.path, weight_file(new)).weights_id
 
 
+@pytest.mark.parametrize("shape", [(5, 27), (8, 20), (24, 8), (9, 37), (1000, 1), (65, 1, 1)])
+@pytest.mark.parametrize("places", [[0], [-1], [0, -1], [60, -2]])
+def test_the_last_rows_may_be_fewer_than_are_compared_together(
+    shape: tuple[int, ...], places: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(deltafile, "FEWEST", 256)
+    values = [np.zeros(shape, np.float32), np.zeros(shape, np.float32)]
+    values[1].reshape(-1)[places] = 1
+    files = [tmp_path / "base.safetensors", tmp_path / "new.safetensors"]
+    for path, value in zip(files, values, strict=True):
+        write_weight_file(
+            path, [TensorRow("w", "F32", shape)], {"w": [value.reshape(-1).data.cast("B")]}, graph_id="g" * 64
+        )
+    written = safetensors.numpy.load_file(write_delta(*files, tmp_path / "delta.safetensors").path)
+    content, rest = bytearray(values[0].tobytes()), written["data:w"].tobytes()
+    for begin, end in written["runs:w"].tolist():
+        content[begin:end], rest = rest[: end - begin], rest[end - begin :]
+    assert (bytes(content), rest) == (values[1].tobytes(), b"")
+
+
 def test_a_chain_is_taken_in_order_and_refused_otherwise(
     tiny: TinyArtifact, weight_file: WriteWeights, delta: Delta, residency: str
 ) -> None:

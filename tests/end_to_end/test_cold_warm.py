@@ -1,0 +1,173 @@
+"""Cold B versus warm A -> B: a model that was swapped equals one that was loaded, whatever way the weights came."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Literal, NamedTuple
+
+import pytest
+import torch
+
+from tests.rich import Origin, RichFiles, X, live_bytes, small_blocks
+from weightswap_runtime import Model, load
+
+SETS = 3
+PATTERN = "[cfm]*"  # the convolution, the fused weights, and the linear layer
+
+
+@pytest.fixture(scope="module", params=[64, 1 << 20], ids=["many blocks", "one block"])
+def files(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RichFiles]:
+    with small_blocks(request.param):
+        yield RichFiles(tmp_path_factory.mktemp("cold"), SETS)
+
+
+def through(a: int, b: int) -> int:
+    """A third set, or any other."""
+    return next(seed for seed in range(SETS) if seed not in (a, b))
+
+
+def delta_back_and_forth(model: Model, files: RichFiles, a: int, b: int) -> None:
+    """A -> B -> A -> B; in double residency each delta finds the arena as the one before has left it."""
+    for base, new in ((a, b), (b, a), (a, b)):
+        model.swap(files.deltas[base, new])
+
+
+def two_rollbacks(model: Model, files: RichFiles, a: int, b: int) -> None:
+    model.swap(files.full[b])
+    model.rollback()
+    model.rollback()
+
+
+def rollback_of_a_delta(model: Model, files: RichFiles, a: int, b: int) -> None:
+    model.swap(files.full[b])
+    model.swap(files.deltas[b, a])
+    model.rollback()
+
+
+def rollback_of_a_part(model: Model, files: RichFiles, a: int, b: int) -> None:
+    model.swap(files.full[b])
+    model.swap(files.full[a], only=PATTERN)
+    model.rollback()
+
+
+def rollback_after_a_discard(model: Model, files: RichFiles, a: int, b: int) -> None:
+    model.swap(files.full[b])
+    model.swap(files.full[a])
+    model.stage(files.deltas[a, through(a, b)]).discard()
+    model.rollback()
+
+
+def delta_after_a_discard(model: Model, files: RichFiles, a: int, b: int) -> None:
+    model.stage(files.full[through(a, b)]).discard()
+    model.swap(files.deltas[a, b])
+
+
+def delta_after_a_restore(model: Model, files: RichFiles, a: int, b: int) -> None:
+    rollback_after_a_discard(model, files, b, a)
+    model.swap(files.deltas[a, b])
+
+
+def both_parts(model: Model, files: RichFiles, a: int, b: int) -> None:
+    """Part by part, from the weight file and from the checkpoint."""
+    model.swap(files.full[b], only=PATTERN)
+    model.swap(files.checkpoints[b], only=["e*", "scale"])
+
+
+def tried(model: Model, files: RichFiles, a: int, b: int) -> None:
+    """A trial call leaves no traces, in state neither."""
+    with model.stage(files.deltas[a, b]) as staged:
+        staged.count(X)
+        staged.commit()
+
+
+Way = Callable[[Model, RichFiles, int, int], object]
+WAYS: dict[str, Way] = {
+    "full": lambda model, files, a, b: model.swap(files.full[b]),
+    "checkpoint": lambda model, files, a, b: model.swap(files.checkpoints[b]),
+    "delta": lambda model, files, a, b: model.swap(files.deltas[a, b]),
+    "everything as a part": lambda model, files, a, b: model.swap(files.full[b], only="*"),
+    "background": lambda model, files, a, b: model.stage(files.full[b], background=True).commit(),
+    "background delta": lambda model, files, a, b: model.stage(files.deltas[a, b], background=True).commit(),
+    **{
+        way.__name__.replace("_", " "): way
+        for way in (
+            delta_back_and_forth,
+            two_rollbacks,
+            rollback_of_a_delta,
+            rollback_of_a_part,
+            rollback_after_a_discard,
+            delta_after_a_discard,
+            delta_after_a_restore,
+            both_parts,
+            tried,
+        )
+    },
+}
+
+
+class Seen(NamedTuple):
+    """Bit for bit: outputs, a state that has just begun, the memory that serves, and the id."""
+
+    outputs: list[bytes]
+    memory: dict[str, bytes]
+    weights_id: str | None
+
+    @classmethod
+    def of(cls, model: Model) -> Seen:
+        outputs = [call(X).numpy().tobytes() for call in (model, model.count, model, model.count)]
+        return cls(outputs, live_bytes(model), model.weights_id)
+
+
+@functools.cache
+def cold(files: RichFiles, residency: Literal["double", "single"]) -> list[Seen]:
+    """What models show that were loaded with each set."""
+    return [Seen.of(load(files.artifact, full, residency=residency)) for full in files.full]
+
+
+@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
+def test_cold_b_equals_warm_a_to_b(way: Way, residency: Literal["double", "single"], files: RichFiles) -> None:
+    for a, b in itertools.permutations(range(SETS), 2):
+        warm = warmed(files, residency, a)
+        warm.count(X)
+        way(warm, files, a, b)
+        assert Seen.of(warm) == cold(files, residency)[b]
+        assert torch.equal(warm(X), files.eager(files.whole(b)))
+        assert live_bytes(warm) == files.arena_bytes(files.whole(b))
+
+
+def warmed(files: RichFiles, residency: Literal["double", "single"], a: int) -> Model:
+    """A model that serves A: one that has just been loaded, or one that has served other sets before."""
+    if a == 0:
+        return load(files.artifact, files.full[a], residency=residency, keep_previous="host")
+    model = used(files, residency)
+    model.swap(files.full[a])
+    return model
+
+
+@functools.cache
+def used(files: RichFiles, residency: Literal["double", "single"]) -> Model:
+    return load(files.artifact, residency=residency, keep_previous="host")
+
+
+@pytest.mark.parametrize("pattern", ["conv.weight", "embed.*", "head.weight", "fused.*", "empty", "scale", PATTERN])
+@pytest.mark.parametrize("source", ["full", "checkpoint"])
+def test_a_part_of_b_in_a_is_what_eager_makes_of_both(
+    source: str, pattern: str, residency: Literal["double", "single"], files: RichFiles
+) -> None:
+    for a, b in itertools.permutations(range(SETS), 2):
+        warm = used(files, residency)
+        warm.swap(files.full[a])
+        warm.swap((files.full if source == "full" else files.checkpoints)[b], only=pattern)
+        expect(warm, files, files.mixed(files.whole(a), pattern, b))
+        warm.rollback()
+        expect(warm, files, files.whole(a))
+        warm.rollback()
+        expect(warm, files, files.mixed(files.whole(a), pattern, b))
+
+
+def expect(model: Model, files: RichFiles, origin: Origin) -> None:
+    assert torch.equal(model(X), files.eager(origin))
+    assert live_bytes(model) == files.arena_bytes(origin)
+    assert model.weights_id == files.weights_id(origin)

@@ -1,0 +1,95 @@
+"""What is fuzzed: readers of files that others may have written. Each takes bytes and raises errors of the family."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import safetensors.torch
+
+from tests.fuzzing import mutations
+from tests.tiny import TinyArtifact, serves
+from weightswap_runtime import Model, load, sources, write_delta
+from weightswap_runtime.arena import ArenaLayout
+from weightswap_runtime.inputs import Inputs
+from weightswap_runtime.manifest import MANIFEST_NAME, decode_manifest
+from weightswap_runtime.signature import Literal, leaves
+
+
+class Subject(NamedTuple):
+    """`read` takes one input; the first of `seeds` is a valid one; `edit` makes a change that knows the format."""
+
+    name: str
+    read: Callable[[bytes], object]
+    seeds: Sequence[bytes]
+    edit: Callable[[random.Random, bytes], bytes]
+
+    def mutated(self, choose: random.Random, corpus: Sequence[bytes]) -> bytes:
+        return mutations.mutated(choose, choose.choice(corpus), corpus, self.edit)
+
+
+class Readers:
+    """Two live models, and the ways by which bytes reach them."""
+
+    def __init__(self, folder: Path) -> None:
+        sources.CLOCK_TICK_NS = 0  # nobody writes to these files while they are read
+        self._folder = folder
+        self._file = folder / "input.safetensors"
+        self._index = folder / "sharded" / "input.safetensors.index.json"
+        self._index.parent.mkdir()
+        tiny = TinyArtifact(folder / "tiny.artifact")
+        self._tiny = tiny
+        files = [tiny.write(folder / f"v{seed}.safetensors", tiny.values(seed)) for seed in range(2)]
+        delta = write_delta(*files, folder / "delta.safetensors").path.read_bytes()
+        plain = folder / "plain.safetensors"
+        values = tiny.values(1)
+        safetensors.torch.save_file({"w": values.pop("weight"), **values}, plain)
+        self.models = [load(tiny.path, files[0], residency=residency) for residency in ("double", "single")]
+        full = [files[1].read_bytes(), plain.read_bytes()]
+        self.subjects = (
+            Subject("weights", self._stage, full, mutations.edit_weights),
+            Subject("part", self._stage_part, full, mutations.edit_weights),
+            Subject("delta", self._stage, [delta, mutations.shrink_delta(delta)], mutations.edit_weights),
+            Subject("index", self._stage_index, [self._shards(tiny)], mutations.edit_document),
+            Subject("manifest", _manifest, [(tiny.path / MANIFEST_NAME).read_bytes()], mutations.edit_manifest),
+        )
+
+    def _shards(self, tiny: TinyArtifact) -> bytes:
+        names = sorted(values := tiny.values(1))
+        shards = {f"part-{index}.safetensors": names[index::2] for index in range(2)}
+        for shard, held in shards.items():
+            safetensors.torch.save_file({name: values[name] for name in held}, self._index.parent / shard)
+        weight_map = {name: shard for shard, held in shards.items() for name in held}
+        return json.dumps({"metadata": {}, "weight_map": weight_map}).encode()
+
+    def _stage(self, raw: bytes) -> None:
+        self._file.write_bytes(raw)
+        self._model(raw).stage(self._file).discard()
+
+    def _stage_part(self, raw: bytes) -> None:
+        self._file.write_bytes(raw)
+        self._model(raw).stage(self._file, only=["weight", "t*"]).discard()
+
+    def _stage_index(self, raw: bytes) -> None:
+        self._index.write_bytes(raw)
+        self._model(raw).stage(self._index).discard()
+
+    def _model(self, raw: bytes) -> Model:
+        return self.models[len(raw) % 2]
+
+    def whole(self) -> bool:
+        """Whether both models are as they were."""
+        return all(serves(model, 0) and model.generation == 0 for model in self.models)
+
+
+def _manifest(raw: bytes) -> None:
+    """Decode, and do what a server does with it before it opens a graph."""
+    manifest = decode_manifest(raw, "manifest.json")
+    ArenaLayout(manifest.weights)
+    for name, method in manifest.methods.items():
+        Inputs(name, method.signature, object, {}, lambda value: None, type)
+        for leaf in leaves(method.signature.output):
+            assert not isinstance(leaf, Literal) or leaf.content is not leaf
