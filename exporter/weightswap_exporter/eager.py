@@ -28,7 +28,7 @@ class Outputs(NamedTuple):
 def eager(model: nn.Module, functions: Mapping[str, str], initial: Mapping[str, torch.Tensor]) -> Iterator[Eager]:
     """The model, to be called in this block.
 
-    functions: a method's name -> the model's attribute. initial: the state by FQN. In the block there are no gradients;
+    functions: a method's name -> the model's attribute. initial: the state by FQN. In the block there are no gradients, and no autocast;
     attention takes the ordinary path, which is the one that is captured, and a model of the library transformers has no
     key-value cache. Afterwards torch's random numbers and the model's buffers, of which a copy is held, are what they
     were, whatever is raised.
@@ -36,7 +36,8 @@ def eager(model: nn.Module, functions: Mapping[str, str], initial: Mapping[str, 
     buffers = _Buffers(model, initial)
     fast = torch.backends.mha.get_fastpath_enabled()
     uncached = huggingface.without_cache(model) if huggingface.is_pretrained(model) else nullcontext()
-    with torch.no_grad(), torch.random.fork_rng(devices=[]), uncached:
+    plain = torch.autocast("cpu", enabled=False)
+    with torch.no_grad(), plain, torch.random.fork_rng(devices=[]), uncached:
         try:
             torch.backends.mha.set_fastpath_enabled(False)
             yield Eager(model, functions, buffers)

@@ -4,6 +4,7 @@ from ._version import __version__
 from .artifact import Artifact
 from .deltafile import Delta, write_delta
 from .errors import (
+    AccessDenied,
     ArtifactError,
     BaseMismatch,
     CallError,
@@ -52,6 +53,7 @@ from .watching import Watcher
 from .weightfile import WeightFile
 
 __all__ = [
+    "AccessDenied",
     "Artifact",
     "ArtifactError",
     "BaseMismatch",

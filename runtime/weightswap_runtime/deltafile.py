@@ -12,7 +12,9 @@ import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
+from io import BytesIO
 from pathlib import Path
+from typing import BinaryIO
 
 import msgspec
 import numpy as np
@@ -22,7 +24,9 @@ from .dtypes import DTYPES, describe
 from .dtypes import nbytes as size_of
 from .errors import DamagedFile, DigestMismatch, GraphMismatch, WeightFileError, WeightsMismatch
 from .files import new_file
+from .goldens import goldens_behind
 from .header import FileTensor, pack_ranges
+from .places import Place, Url, as_place
 from .weightfile import Stamp, TensorRow, WeightFile, canonical_order, render_stamped, write_tensors
 from .weightset import WeightSet, goldens_path
 
@@ -121,7 +125,7 @@ def write_delta(
         stamps = _stamps(old, fresh)
         runs = _compare(old, fresh, stamps, progress)
         texts = {**stamps[1].labels, **(labels or {})}
-        _write(Path(out), fresh, stamps, runs, texts, partial(_copy_goldens, Path(new), Path(out)))
+        _write(Path(out), fresh, stamps, runs, texts, partial(_copy_goldens, as_place(new), Path(out)))
         return Delta(
             path=Path(out),
             graph_id=stamps[1].graph_id,
@@ -260,13 +264,24 @@ def _write(
     write_tensors(path, order, ((row.name, _data(fresh, row.name, runs)) for row in order), header, rename)
 
 
-def _copy_goldens(new: Path, out: Path) -> None:
-    source, target = goldens_path(new), goldens_path(out)
-    if not source.is_file():
+def _copy_goldens(new: Place, out: Path) -> None:
+    target = goldens_path(out)
+    source = _remote_goldens(new) if isinstance(new, Url) else _local_goldens(new)
+    if source is None:
         target.unlink(missing_ok=True)
         return
-    with source.open("rb") as file, new_file(target) as copy:
-        shutil.copyfileobj(file, copy)
+    with source, new_file(target) as copy:
+        shutil.copyfileobj(source, copy)
+
+
+def _local_goldens(weights: Path) -> BinaryIO | None:
+    path = goldens_path(weights)
+    return path.open("rb") if path.is_file() else None
+
+
+def _remote_goldens(weights: Url) -> BinaryIO | None:
+    content = goldens_behind(weights)
+    return None if content is None else BytesIO(content)
 
 
 def _rows(name: str, runs: Runs) -> Iterable[TensorRow]:

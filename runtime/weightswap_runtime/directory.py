@@ -10,12 +10,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from .errors import MissingExtra, Unsupported, WeightFileError
+from .places import is_url, printable, redact
+from .weightset import GOLDENS_SUFFIX, SUFFIX
 
-SUFFIX = ".safetensors"
-GOLDENS_SUFFIX = ".goldens.safetensors"
 _PUBLISHED = re.compile(r"(step-[0-9]+)-[0-9a-f]{12}\.safetensors")
 _DIGITS = re.compile(r"([0-9]+)")
-_USER = re.compile(r"(?<=://)[^/?#\s]*@")
 _TIMES = ("mtime", "LastModified", "last_modified", "updated", "modified", "created")
 _VERSIONS = ("ETag", "etag", "generation", "ino")
 
@@ -43,7 +42,7 @@ def open_directory(directory: str | os.PathLike[str]) -> Listing:
     """
     if not isinstance(directory, str | os.PathLike):
         raise Unsupported(f"expected a directory's path or URL, got a {type(directory).__qualname__}")
-    if isinstance(directory, str) and "://" in directory:
+    if isinstance(directory, str) and is_url(directory):
         _check_protocol(directory)
         return lambda: _list_url(directory)
     path = Path(directory)
@@ -53,12 +52,6 @@ def open_directory(directory: str | os.PathLike[str]) -> Listing:
 def is_weight_file(name: str) -> bool:
     """Whether a file of that name is looked at. Those of writers that have not finished are hidden."""
     return name.endswith(SUFFIX) and not name.endswith(GOLDENS_SUFFIX) and not name.startswith(".")
-
-
-def printable(path: object) -> str:
-    """The text of a path or URL for messages, without what may be a secret in a URL."""
-    text = str(path)
-    return _USER.sub("***@", text).partition("?")[0] if "://" in text else text
 
 
 def order(entry: Entry) -> tuple[Any, ...]:
@@ -108,8 +101,8 @@ def _list_url(url: str) -> list[Entry]:
         system.invalidate_cache(root)
         return list(_remote(system.ls(root, detail=True), system.unstrip_protocol))
     except Exception as error:  # each kind of store has its own
-        found = str(error).replace(url, printable(url))
-        raise WeightFileError(f"{printable(url)}: cannot be listed ({type(error).__name__}: {found})") from None
+        found = f"{type(error).__name__}: {redact(str(error), url)}"
+        raise WeightFileError(f"{printable(url)}: cannot be listed ({found})") from None
 
 
 def _remote(found: Iterable[Mapping[str, Any]], url_of: Callable[[str], str]) -> Iterable[Entry]:

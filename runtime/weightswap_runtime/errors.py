@@ -5,6 +5,7 @@ WeightswapError
 |   `-- FormatVersionError     written by another format version
 |-- SwapError                  a swap was refused; the served weights are as they were
 |   |-- WeightFileError        not a readable safetensors file
+|   |   |-- AccessDenied       a server does not give it to whoever asks
 |   |   `-- DamagedFile        its header or metadata cannot be right, however often it is read
 |   |       `-- TruncatedFile  shorter than its header says
 |   |-- WeightsMismatch        its tensors are not those of the graph
@@ -78,6 +79,10 @@ def _refusal(where: str, problems: Sequence[str], advice: str) -> str:
     if len(problems) > MOST_PRINTED:
         lines += f"\n  - and {len(problems) - MOST_PRINTED} more"
     return f"{where}: refused, {len(problems)} problem(s)\n{lines}\n{advice}"
+
+
+class AccessDenied(WeightFileError):
+    """A server does not give an object to whoever asks: wrong credentials, or a signed URL that has expired."""
 
 
 class _Problems(SwapError):
@@ -219,6 +224,7 @@ class RecipeError(ExportError):
 
 
 __all__ = [
+    "AccessDenied",
     "ArtifactError",
     "BaseMismatch",
     "CallError",

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple, Protocol
 
 from .deltafile import delta_stamp
-from .directory import Entry, Listing, order, printable
+from .directory import Entry, Listing, order
 from .errors import (
     BaseMismatch,
     DamagedFile,
@@ -25,6 +25,7 @@ from .errors import (
     WeightFileError,
     WeightswapError,
 )
+from .places import printable
 from .weightset import open_weights
 
 Start = Literal["newest", "all", "new"]

@@ -13,7 +13,7 @@ from __future__ import annotations
 import os
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from threading import Condition, Lock, get_ident
@@ -22,7 +22,7 @@ from typing import Generic, Protocol, TypeVar
 from .errors import LeaseTimeout, ModelFailed, NoWeights
 from .identity import Identity
 
-POLL_SECONDS = 0.05  # how soon it is noticed that something was left behind
+POLL_SECONDS = 0.02  # how soon it is noticed that something was left behind, or cancelled
 
 
 class Claim:
@@ -139,10 +139,10 @@ class Gate(Generic[S]):
         with self._lock:
             return len(_held_leases(session))
 
-    def wait_idle(self, session: S, timeout: float | None) -> None:
-        """Wait until nothing holds a lease on `session`. Raises LeaseTimeout."""
+    def wait_idle(self, session: S, timeout: float | None, check: Callable[[], None] = lambda: None) -> None:
+        """Wait until nothing holds a lease on `session`. Raises LeaseTimeout, and what `check` raises meanwhile."""
         with self._lock:
-            self._wait_idle(session, timeout)
+            self._wait_idle(session, timeout, check)
 
     def exchange(self, version: Version[S]) -> float:
         """Make `version` current at once; returns the seconds that a call could have been kept waiting."""
@@ -182,7 +182,7 @@ class Gate(Generic[S]):
             lease.thread == thread for lease in _held_leases(self._current.session)
         )
 
-    def _wait_idle(self, session: S, timeout: float | None) -> None:
+    def _wait_idle(self, session: S, timeout: float | None, check: Callable[[], None] = lambda: None) -> None:
         thread = get_ident()
         deadline = None if timeout is None else time.monotonic() + timeout
         while leases := _held_leases(session):
@@ -199,6 +199,7 @@ class Gate(Generic[S]):
                 )
             del leases
             self._changed.wait(min(left, POLL_SECONDS))
+            check()
 
 
 def _held_leases(session: Leasable) -> list[Claim]:

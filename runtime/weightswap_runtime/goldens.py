@@ -18,14 +18,17 @@ import msgspec
 from .artifact import Artifact
 from .cases import Case, Document, case_problems
 from .digests import digest_of
-from .errors import GoldensError, OutOfMemory, Unsupported
+from .errors import AccessDenied, GoldensError, OutOfMemory, Unsupported
 from .header import FileTensor, header_length, pack_ranges, parse_header, render_header
 from .manifest import Manifest
+from .places import Url, as_place
+from .sources import Check, read_small
 from .weightfile import METADATA_KEY, TensorRow, canonical_order
-from .weightset import goldens_path
+from .weightset import goldens_path, goldens_url
 
 GOLDENS_NAME = "goldens.safetensors"
 FORMAT_VERSION = 1
+MOST_REMOTE_BYTES = 4 << 30
 _HEX = re.compile(r"[0-9a-f]{64}")
 _AGAIN = "Record the goldens again, copy them again, or remove the file."
 
@@ -134,13 +137,37 @@ def open_goldens(path: str | os.PathLike[str], manifest: Manifest, *, allow_othe
 
 
 def goldens_beside(
-    weights: str | os.PathLike[str], manifest: Manifest, *, allow_other_graph: bool = False
+    weights: str | os.PathLike[str] | Url,
+    manifest: Manifest,
+    *,
+    allow_other_graph: bool = False,
+    check: Check | None = None,
 ) -> Goldens | None:
-    """The goldens beside a weight file; None if there are none. Raises what `open_goldens` raises."""
-    path = goldens_path(weights)
-    if not os.path.lexists(path):
+    """The goldens beside a weight file; None if there are none, or none that a server gives to whoever asks.
+
+    check: called while a remote answer is waited for. Raises what `open_goldens` raises.
+    """
+    place = as_place(weights)
+    if isinstance(place, Path):
+        path = goldens_path(place)
+        return open_goldens(path, manifest, allow_other_graph=allow_other_graph) if os.path.lexists(path) else None
+    raw = goldens_behind(place, check)
+    where = str(goldens_url(place))
+    return _decode(raw, where, manifest, bundled=False, allow_other_graph=allow_other_graph) if raw else None
+
+
+def goldens_behind(weights: Url, check: Check | None = None) -> bytes | None:
+    """The bytes of the goldens beside a remote weight file; None if there are none, or none that may be read.
+
+    A signed URL opens one object, and S3 denies access to what is not there to those who may not list the bucket.
+    """
+    url = goldens_url(weights)
+    try:
+        return read_small(url, MOST_REMOTE_BYTES, check)
+    except AccessDenied:
         return None
-    return open_goldens(path, manifest, allow_other_graph=allow_other_graph)
+    except MemoryError as error:
+        raise OutOfMemory(f"{url}: no memory to read it into") from error
 
 
 def artifact_goldens(artifact: Artifact) -> Goldens | None:

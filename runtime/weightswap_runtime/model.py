@@ -20,6 +20,7 @@ from .goldens import Mode
 from .hooks import Stop
 from .job import Job, Progress
 from .pinned import Pinned
+from .places import printable
 from .receipts import SwapReceipt
 from .residency import Candidate
 from .selection import patterns
@@ -70,6 +71,11 @@ def load(
     if weights is not None:
         model.swap(weights, keys=keys, expect=expect, verify=verify)
     return model
+
+
+def _check_busy(busy: str) -> None:
+    if busy not in ("refuse", "wait"):
+        raise Unsupported(f'busy={busy!r}: expected "refuse" or "wait"')
 
 
 def _seconds(timeout: float | None) -> float:
@@ -173,8 +179,9 @@ class Model(Caller):
         """Read and verify weights beside those that serve. Nothing that serves is touched.
 
         path: a .safetensors file, a .safetensors.index.json with its shards, a Hugging Face directory, or a delta
-          file, which needs the weights that it starts from to be served. Names are runtime FQNs or the checkpoint's
-          keys; weights that the adapter computes need torch.
+          file, which needs the weights that it starts from to be served; a local path, or an fsspec URL of the same
+          (s3://, gs://, https://, ...; extra `remote`). Names are runtime FQNs or the checkpoint's keys; weights that
+          the adapter computes need torch.
         only: patterns of FQNs, such as "encoder.*" (`*` also matches dots): these weights are taken from the file,
           whatever else it holds, and the rest are those that are served.
         keys: "checkpoint" or "fqn" says what the names are where a file that weightswap has not written would fit both
@@ -199,8 +206,7 @@ class Model(Caller):
         chosen = patterns(only) if only is not None else ()
         request = Request(path, keys, chosen, expect, allow_other_graph, verify)
         request.check()
-        if busy not in ("refuse", "wait"):
-            raise Unsupported(f'busy={busy!r}: expected "refuse" or "wait"')
+        _check_busy(busy)
         staged = self._prepare(request, Job(rate_limit), by, busy, timeout)
         return staged.start() if background else staged.run()
 
@@ -219,7 +225,9 @@ class Model(Caller):
 
     def _tell(self, kind: EventKind, request: Request, by: str, **more: Any) -> None:
         operation: Kind | None = "partial" if request.only else None
-        self._store.events.emit(Event(kind, str(request.path), by, self.graph_id, **({"operation": operation} | more)))
+        self._store.events.emit(
+            Event(kind, printable(request.path), by, self.graph_id, **({"operation": operation} | more))
+        )
 
     def swap(
         self,
@@ -259,13 +267,17 @@ class Model(Caller):
         ):
             return staged.commit(timeout=timeout)
 
-    def rollback(self, *, by: str = "", timeout: float | None = LEASE_TIMEOUT) -> SwapReceipt:
+    def rollback(self, *, by: str = "", busy: Busy = "refuse", timeout: float | None = LEASE_TIMEOUT) -> SwapReceipt:
         """Serve the previous weights again; a second rollback undoes the first. It is a commit of its own.
+
+        While a swap or a staging is under way it is refused, or with busy="wait" waits for at most `timeout` seconds: what
+        is then previous is what that has left.
 
         Raises NothingToRollBack, StagingBusy, LeaseTimeout, ModelFailed.
         """
-        with self._store.swapping:
-            return self._store.rollback(self._member, by, timeout)
+        _check_busy(busy)
+        wait = _seconds(timeout) if busy == "wait" else None
+        return self._store.rollback(self._member, by, wait, timeout)
 
     def watch(
         self,
@@ -277,6 +289,7 @@ class Model(Caller):
         only: str | Sequence[str] | None = None,
         keys: Keys | None = None,
         allow_other_graph: bool = False,
+        verify: Mode = "goldens",
         by: str = "watch",
         rate_limit: float | None = None,
         timeout: float | None = LEASE_TIMEOUT,
@@ -304,7 +317,7 @@ class Model(Caller):
 
         Raises Unsupported and MissingExtra; nothing afterwards.
         """
-        request = Request("", keys, patterns(only) if only is not None else (), None, allow_other_graph)
+        request = Request("", keys, patterns(only) if only is not None else (), None, allow_other_graph, verify)
         return Watcher(self, directory, interval, start, callback, Options(request, by, rate_limit, timeout))
 
     def pin(self) -> Pinned:
@@ -333,6 +346,9 @@ class Model(Caller):
             raise
         contents = candidate.contents
         tell("staged", **_described(contents), nbytes=contents.bytes_read, seconds=time.perf_counter() - start)
+        if job.cancelled:
+            self._discarded(by, contents)
+            job.check()
         return candidate
 
     def _commit(self, by: str, candidate: Candidate, timeout: float | None) -> SwapReceipt:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from .arena import COPY_CHUNK, HostArena, allocate
@@ -73,12 +73,15 @@ def differing(arena: HostArena, one: Mapping[str, Blocks], other: Mapping[str, B
 
 
 def copy_stretches(
-    target: HostArena, source: HostArena, stretches: Iterable[Stretch], workers: Workers, job: Job
+    target: HostArena, source: HostArena, stretches: Sequence[Stretch], workers: Workers, job: Job
 ) -> None:
     """Copy parts of an arena to the same places of another. Raises StageCancelled, with the copy half done."""
+    job.begin("copying", sum(end - begin for begin, end in stretches))
+    step = max(BLOCK, job.unit(COPY_CHUNK))
+    parts = [Stretch(start, min(start + step, end)) for begin, end in stretches for start in range(begin, end, step)]
 
     def copy(stretch: Stretch) -> None:
         target.copy_part(source, stretch.begin, stretch.end)
         job.advance(stretch.end - stretch.begin)
 
-    workers.run_all(copy, stretches)
+    workers.run_all(copy, parts)

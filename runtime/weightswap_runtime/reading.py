@@ -17,8 +17,13 @@ from .sources import MOST_BUFFERS, ByteSource
 from .weightset import WeightSet
 from .workers import Workers
 
-READS = 8  # that a thread does in a row
+READS, GROUP_BYTES = 8, 8 << 20  # at most, that a thread does in a row
+SCRATCH = 64 << 20  # bytes beside the arena, or one tensor
 _BLANK = b""
+
+
+# a weight that the arena keeps in another order than the file, or None for what only its digest is read of; and a name
+Scratched = tuple[NamedTensor | None, str]
 
 
 class Piece(NamedTuple):
@@ -53,20 +58,41 @@ def read_tensors(
     content is then undefined, but nothing writes to it any more.
     """
     rows = arena.layout.weights
-    pieces = []
-    relayouts: list[tuple[NamedTensor, bytearray]] = []
-    for name, keys in found.items():
-        target = arena.view(name)
-        if rows[name].stride is not None:
-            scratch = bytearray(len(target))
-            relayouts.append((rows[name], scratch))
-            target = memoryview(scratch)
-        pieces.append(new_piece(weights, keys[0], target))
-        pieces += [new_piece(weights, key, memoryview(bytearray(len(target)))) for key in keys[1:]]
-    read_pieces(pieces, workers, job)
+    plain = [new_piece(weights, keys[0], arena.view(name)) for name, keys in found.items() if rows[name].stride is None]
+    read_pieces(plain, workers, job)
+    digests = {piece.key: tuple(piece.digests) for piece in plain}
+    others: list[Scratched] = [(rows[name], keys[0]) for name, keys in found.items() if rows[name].stride is not None]
+    others += [(None, key) for keys in found.values() for key in keys[1:]]
+    for batch in _batches(weights, others):
+        digests |= _read_batch(weights, batch, arena, workers, job)
     weights.check_unchanged()
-    for weight, scratch in relayouts:
-        write_rows(weight, scratch, arena.view(weight.name))
+    return digests
+
+
+def _batches(weights: WeightSet, items: Iterable[Scratched]) -> Iterator[list[Scratched]]:
+    """As many at once as SCRATCH bytes hold, at least one."""
+    batch: list[Scratched] = []
+    size = 0
+    for item in items:
+        nbytes = weights.tensors[item[1]].nbytes
+        if batch and size + nbytes > SCRATCH:
+            yield batch
+            batch, size = [], 0
+        batch.append(item)
+        size += nbytes
+    if batch:
+        yield batch
+
+
+def _read_batch(
+    weights: WeightSet, batch: Sequence[Scratched], arena: HostArena, workers: Workers, job: Job
+) -> dict[str, Blocks]:
+    """Read tensors into memory of their own, and from there into the arena."""
+    pieces = [new_piece(weights, key, memoryview(allocate(weights.tensors[key].nbytes))) for _, key in batch]
+    read_pieces(pieces, workers, job)
+    for (weight, _), piece in zip(batch, pieces, strict=True):
+        if weight is not None:
+            write_rows(weight, piece.target, arena.view(weight.name))
     return {piece.key: tuple(piece.digests) for piece in pieces}
 
 
@@ -86,7 +112,7 @@ def new_piece(weights: WeightSet, key: str, target: memoryview) -> Piece:
 def read_pieces(pieces: Iterable[Piece], workers: Workers, job: Job) -> None:
     """Fill every piece's memory and its list of digests."""
     ordered = sorted(pieces, key=lambda piece: (id(piece.source), piece.begin))
-    reads = list(_reads(part for piece in ordered for part in _parts(piece, job.unit(piece.source.unit))))
+    reads = list(_reads((part for piece in ordered for part in _parts(piece, job.unit(piece.source.unit))), job))
     workers.run_all(_reader(job), _groups(reads))
 
 
@@ -97,8 +123,8 @@ def _parts(piece: Piece, unit: int) -> Iterator[Part]:
         yield Part(piece, start, min(start + unit, size))
 
 
-def _reads(parts: Iterable[Part]) -> Iterator[list[Part]]:
-    """Neighbours in a file that one scattered read fills, of about the size that suits the file."""
+def _reads(parts: Iterable[Part], job: Job) -> Iterator[list[Part]]:
+    """Neighbours in a file that one scattered read fills, of about the size that suits the file and the job."""
     read: list[Part] = []
     room = end = 0
     for part in parts:
@@ -107,7 +133,7 @@ def _reads(parts: Iterable[Part]) -> Iterator[list[Part]]:
         if not (follows and length <= room and len(read) < MOST_BUFFERS):
             if read:
                 yield read
-            read, room = [], max(part.piece.source.unit, length)
+            read, room = [], max(job.unit(part.piece.source.unit), length)
         read.append(part)
         room -= length
         end = begin + length
@@ -115,8 +141,18 @@ def _reads(parts: Iterable[Part]) -> Iterator[list[Part]]:
         yield read
 
 
-def _groups(reads: Sequence[list[Part]]) -> Iterator[Sequence[list[Part]]]:
-    return (reads[start : start + READS] for start in range(0, len(reads), READS))
+def _groups(reads: Iterable[list[Part]]) -> Iterator[Sequence[list[Part]]]:
+    """What a thread reads in a row: one large read, or several small ones."""
+    group: list[list[Part]] = []
+    size = 0
+    for read in reads:
+        group.append(read)
+        size += sum(part.stop - part.start for part in read)
+        if len(group) == READS or size >= GROUP_BYTES:
+            yield group
+            group, size = [], 0
+    if group:
+        yield group
 
 
 def _reader(job: Job) -> Callable[[Sequence[list[Part]]], None]:

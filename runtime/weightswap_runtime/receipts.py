@@ -11,11 +11,12 @@ from .staging import Kind
 class SwapReceipt:
     """What one commit did. Sizes in bytes, times in seconds; `seconds_paused` is how long new calls could wait.
 
-    kind: "full", "partial", "delta" or "rollback". source: the path or URL, or "rollback". by: who asked, as they said.
-    ignored: names of the source that are no weights: state, `_extra_state`. committed_at: seconds since the epoch.
-    bytes_read: from the source; bytes_copied: within the pause. seconds_staged: reading and hashing; seconds_verified:
-    comparing, and running the goldens. verified: "goldens" if recorded outputs were reproduced, "finite" if outputs on
-    recorded inputs were finite, "none" if there was nothing to try.
+    kind: "full", "partial", "delta" or "rollback". source: the path, the URL without credentials, or "rollback".
+    by: who asked, as they said. ignored: names of the source that are no weights: state, `_extra_state`.
+    committed_at: seconds since the epoch. bytes_read: from the source; bytes_copied: within the pause.
+    seconds_staged: reading and hashing; seconds_verified: comparing, and running the goldens. verified: "goldens" if
+    recorded outputs were reproduced, "finite" if outputs on recorded inputs were finite, "none" if there was nothing to
+    try.
     """
 
     generation: int

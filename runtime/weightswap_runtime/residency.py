@@ -12,7 +12,7 @@ from .errors import ModelFailed, NothingToRollBack, OutOfMemory, Unsupported
 from .gate import Gate, Version
 from .identity import Identity
 from .job import Job
-from .patches import Patch, copy_stretches, differing
+from .patches import Patch, Stretch, copy_stretches, differing
 from .session import Session
 from .staging import Contents
 from .workers import Workers
@@ -56,7 +56,7 @@ class Residency(Protocol):
         """The sessions that calls can reach."""
         ...
 
-    def stage(self, fill: Fill, timeout: float | None) -> Candidate:
+    def stage(self, fill: Fill, timeout: float | None, job: Job) -> Candidate:
         """Let `fill` write a full set into memory that serves nobody. Raises LeaseTimeout and OutOfMemory."""
         ...
 
@@ -112,26 +112,22 @@ class Double:
         self._saved = HostArena(layout) if keep else None
         self._displaced: Version[Session] | None = None  # what lies in `_saved`
 
-    def stage(self, fill: Fill, timeout: float | None) -> Candidate:
+    def stage(self, fill: Fill, timeout: float | None, job: Job) -> Candidate:
         idle = self._idle()
-        self._gate.wait_idle(idle, timeout)
-        self._overwriting(idle)
+        self._gate.wait_idle(idle, timeout, job.check)
+        self._overwriting(idle, job)
         return self._staged(idle, fill(idle.arena))
 
     def stage_patch(self, patch: Patch, contents: Contents, timeout: float | None, job: Job) -> Candidate:
         idle, current = self._idle(), self._gate.current
         assert current is not None
-        self._gate.wait_idle(idle, timeout)
+        self._gate.wait_idle(idle, timeout, job.check)
         content = self._content.get(idle)
-        self._overwriting(idle)
+        self._overwriting(idle, job)
         live = current.session.arena
-        if content is None:
-            job.begin("copying", live.layout.nbytes)
-            live.write_to(idle.arena, self._workers)
-        else:
-            stretches = differing(live, content, current.identity.digests)
-            job.begin("copying", sum(end - begin for begin, end in stretches))
-            copy_stretches(idle.arena, live, stretches, self._workers, job)
+        everything = [Stretch(0, live.layout.nbytes)]
+        stretches = everything if content is None else differing(live, content, current.identity.digests)
+        copy_stretches(idle.arena, live, stretches, self._workers, job)
         patch.write_to(idle.arena, self._workers)
         return self._staged(idle, contents)
 
@@ -139,12 +135,13 @@ class Double:
         self._content[session] = contents.identity.digests
         return Candidate(contents, session)
 
-    def _overwriting(self, session: Session) -> None:
+    def _overwriting(self, session: Session, job: Job) -> None:
         """Called just before the first byte of a staging is written to `session`."""
         previous = self._resident.get(session)
         if self._saved and previous:
             self._displaced = None
-            session.arena.write_to(self._saved, self._workers)
+            everything = [Stretch(0, session.arena.layout.nbytes)]
+            copy_stretches(self._saved, session.arena, everything, self._workers, job)
             self._displaced = previous
         self._resident.pop(session, None)
         self._content.pop(session, None)
@@ -215,14 +212,14 @@ class Single:
     def sessions(self) -> tuple[Session, ...]:
         return (self._live,)
 
-    def stage(self, fill: Fill, timeout: float | None) -> Candidate:
-        session = self._target(timeout)
+    def stage(self, fill: Fill, timeout: float | None, job: Job) -> Candidate:
+        session = self._target(timeout, job)
         return Candidate(fill(session.arena), session)
 
-    def _target(self, timeout: float | None) -> Session:
+    def _target(self, timeout: float | None, job: Job) -> Session:
         if self._gate.current is not None:
             return self._new_session(HostArena(self._layout))
-        self._gate.wait_idle(self._live, timeout)  # a trial call of an earlier staging may still run
+        self._gate.wait_idle(self._live, timeout, job.check)  # a trial call of an earlier staging may still run
         return self._live
 
     def stage_patch(self, patch: Patch, contents: Contents, timeout: float | None, job: Job) -> Candidate:

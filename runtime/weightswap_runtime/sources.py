@@ -1,23 +1,26 @@
-"""Where the bytes of a weight file come from. A local file here; objects behind a URL in `remote`."""
+"""Where the bytes of a weight file come from: a local file, or an object behind a URL."""
 
 from __future__ import annotations
 
 import os
 import stat
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
 from .errors import WeightFileError
+from .places import Url, as_place
 
 CLOCK_TICK_NS = 20_000_000  # the kernel stamps files by a clock of up to 10 ms
 MOST_BUFFERS = 512  # below the kernel's IOV_MAX of 1024
 _REPLACE = "Replace files (os.replace), never rewrite them."
+Check = Callable[[], None]
 
 
 class ByteSource(Protocol):
-    """An open file of a known size, whose bytes several threads may read at once."""
+    """An open file or object of a known size, whose bytes several threads may read at once."""
 
     @property
     def where(self) -> str:
@@ -40,7 +43,7 @@ class ByteSource(Protocol):
         ...
 
     def settle(self) -> None:
-        """Wait until `check_unchanged` would notice every later write."""
+        """Wait until `check_unchanged` would notice every later write. Raises WeightFileError if it never would."""
         ...
 
     def check_unchanged(self) -> None:
@@ -48,6 +51,49 @@ class ByteSource(Protocol):
         ...
 
     def close(self) -> None: ...
+
+
+def open_source(path: str | os.PathLike[str] | Url, check: Check | None = None) -> ByteSource:
+    """Open a local file, or the object behind a URL; its content is pinned.
+
+    check: called every few milliseconds while a remote answer is waited for; what it raises ends the wait. Raises
+    WeightFileError, and Unsupported or MissingExtra for a URL of a kind that cannot be read here.
+    """
+    source = find_source(path, check)
+    if source is None:
+        raise WeightFileError(f"{as_place(path)}: cannot be opened (there is no such object)")
+    return source
+
+
+def find_source(path: str | os.PathLike[str] | Url, check: Check | None = None) -> ByteSource | None:
+    """As `open_source`, but None for a URL that nothing is behind."""
+    place = as_place(path)
+    if isinstance(place, Path):
+        return LocalFile(place)
+    from .remote import find_object  # needs fsspec
+
+    return find_object(place, check)
+
+
+def read_small(path: str | os.PathLike[str] | Url, limit: int, check: Check | None = None) -> bytes | None:
+    """The bytes of a file or object of at most `limit` bytes; None if there is none. Raises as `open_source` does."""
+    try:
+        source = find_source(path, check)
+    except WeightFileError as error:
+        if isinstance(error.__cause__, FileNotFoundError | NotADirectoryError):
+            return None
+        raise
+    if source is None:
+        return None
+    try:
+        if source.size > limit:
+            raise WeightFileError(f"{source.where}: has {source.size} bytes, expected at most {limit}")
+        content = bytearray(source.size)
+        source.read_into([memoryview(content)], 0)
+        source.check_unchanged()
+        return bytes(content)
+    finally:
+        source.close()
 
 
 class _Fingerprint(NamedTuple):
@@ -84,7 +130,7 @@ class LocalFile:
 
     def _check_regular(self) -> None:
         if not stat.S_ISREG(self._status().st_mode):
-            raise WeightFileError(f"{self.where}: cannot be read (not a regular file)")
+            raise WeightFileError(f"{self.where}: cannot be opened (not a regular file)")
 
     @property
     def size(self) -> int:

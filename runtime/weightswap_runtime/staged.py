@@ -37,9 +37,16 @@ class Staging:
         self.over = False
         self._bell: SimpleQueue[None] = SimpleQueue()  # an Event may stay locked where an interrupt leaves it
         self._process = os.getpid()
+        self._thread: int | None = None
+
+    @property
+    def is_mine(self) -> bool:
+        """Whether the calling thread does the work."""
+        return self._thread == threading.get_ident()
 
     def run(self) -> None:
         """Do the work. Raises what it raises."""
+        self._thread = threading.get_ident()
         try:
             self._do()
         finally:
@@ -85,6 +92,7 @@ class Staging:
         def run() -> None:
             try:
                 self.ticket.adopt()
+                self._thread = threading.get_ident()
                 self._do()
             except BaseException as error:  # wait() raises it
                 forget_frames(error)
@@ -125,7 +133,8 @@ class Staged(Caller, AbstractContextManager["Staged"]):
         self._staging = staging
         self._commit = commit
         self._discarded = discarded
-        self._closing = threading.Lock()
+        self._closing = threading.RLock()  # a listener may discard what is being committed
+        self._committing = self._given_up = False
 
     def start(self) -> Staged:
         """Stage in the background, until the last reference to this is dropped."""
@@ -162,9 +171,12 @@ class Staged(Caller, AbstractContextManager["Staged"]):
     def cancel(self) -> None:
         """Stop the staging and discard what is there. When it returns, no thread works on it any more.
 
-        After a commit, or a second time, it does nothing.
+        After a commit, or a second time, it does nothing. From a listener, in the staging's own thread, it returns at
+        once, and the staging ends when the listener has returned.
         """
         self._staging.job.cancel()
+        if self._staging.is_mine and not self.done:
+            return
         self._staging.join()
         self.discard()
 
@@ -174,7 +186,9 @@ class Staged(Caller, AbstractContextManager["Staged"]):
             self.cancel()
             return
         with self._closing:
-            if self._staging.candidate is not None:
+            if self._committing:  # told to by a listener: it is done if the commit fails
+                self._given_up = True
+            elif self._staging.candidate is not None:
                 self._close("discarded")
                 self._discarded(self._contents)
 
@@ -200,7 +214,15 @@ class Staged(Caller, AbstractContextManager["Staged"]):
         """
         self.wait(timeout)
         with self._closing:
-            receipt = self._commit(self._opened(), timeout)
+            candidate = self._opened()
+            try:
+                self._committing = True
+                receipt = self._commit(candidate, timeout)
+            except BaseException:
+                self._committing = False
+                if self._given_up:
+                    self.discard()
+                raise
             self._close("committed")
         return receipt
 
@@ -221,6 +243,7 @@ class Staged(Caller, AbstractContextManager["Staged"]):
     def _close(self, phase: str) -> None:
         """Free the candidate's memory, and let others stage."""
         self._staging.candidate = None
+        self._committing = False
         self._staging.job.end(phase)
         self._staging.ticket.end()
 

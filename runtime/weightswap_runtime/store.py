@@ -24,6 +24,7 @@ from .gate import POLL_SECONDS, Claim, ClaimReference, Gate, Version
 from .incremental import stage_delta, stage_part
 from .job import Job
 from .manifest import NamedTensor
+from .places import printable
 from .receipts import SwapReceipt
 from .residency import Candidate, Committed, open_residency
 from .session import Session
@@ -143,10 +144,10 @@ class Store:
         """Read and verify what is requested, beside the weights that serve. The caller has a claim."""
         self.job = job
         try:
-            with open_weights(request.path) as weights:
+            with open_weights(request.path, job.check) as weights:
                 return self._stage(member, weights, request, timeout, job)
         except MemoryError as error:
-            raise OutOfMemory(f"{request.path}: no memory to stage it in ({error})") from error
+            raise OutOfMemory(f"{printable(request.path)}: no memory to stage it in ({error})") from error
         finally:
             self.job = None
 
@@ -155,7 +156,7 @@ class Store:
     ) -> Candidate:
         delta = delta_stamp(weights)
         owner = self._owner(delta or weights.stamp, member)
-        trials = find_trials(weights.where, owner, self._members, request)
+        trials = find_trials(weights.place, owner, self._members, request, job.check)
         candidate = self._filled(owner, weights, delta, request, timeout, job)
         verified, seconds = try_out(candidate, trials, request, job)
         candidate.contents = candidate.contents.proven(verified, seconds)
@@ -187,7 +188,7 @@ class Store:
             change = stage_part(opened, live, manifest, self._workers, job, transforms, request)
             return self._residency.stage_patch(change.patch, change.contents, timeout, job)
         return self._residency.stage(
-            lambda arena: stage_full(opened, arena, self._workers, job, transforms, request), timeout
+            lambda arena: stage_full(opened, arena, self._workers, job, transforms, request), timeout, job
         )
 
     def _live(self, where: str) -> Version[Session]:
@@ -215,8 +216,8 @@ class Store:
             committed = self._residency.commit(candidate, timeout)
         return self._receipt(member, committed, before, contents, by)
 
-    def rollback(self, member: Member, by: str, timeout: float | None) -> SwapReceipt:
-        with self._refusals(member, by, "rollback", "rollback"), self.claimed(wait=None):
+    def rollback(self, member: Member, by: str, wait: float | None, timeout: float | None) -> SwapReceipt:
+        with self._refusals(member, by, "rollback", "rollback"), self.claimed(wait):
             before = self._current_id
             committed = self._residency.rollback(timeout)
             contents = Contents(committed.version.identity, "rollback", "rollback")

@@ -19,6 +19,7 @@ except ImportError as error:
 
 from torch.fx import Node, map_arg
 
+from .plainly import plainly
 from .programs import open_program
 from .tensors import as_tensor
 
@@ -85,7 +86,7 @@ class Transforms:
     def _run(self, nodes: list[Node], output: Node, held: dict[Node, torch.Tensor], read: Read) -> torch.Tensor:
         uses = Counter(argument for node in nodes for argument in node.all_input_nodes)
         values: dict[Node, Any] = {}
-        with torch.no_grad():
+        with plainly():
             for node in nodes:
                 if node.op == "placeholder":
                     values[node] = held[node] = held[node] if node in held else self._input(node, read)

@@ -10,7 +10,9 @@ from .artifact import Artifact
 from .engines import Engine
 from .goldens import Goldens, artifact_goldens, goldens_beside
 from .job import Job
+from .places import Place
 from .residency import Candidate
+from .sources import Check
 from .staging import Request
 
 Verified = Literal["goldens", "finite", "none"]
@@ -37,15 +39,17 @@ def new_member(artifact: Artifact, engine: Engine, place: int) -> Member:
     return Member(artifact, engine, place, artifact_goldens(artifact))
 
 
-def find_trials(where: str, owner: Member, members: Sequence[Member], request: Request) -> list[Trial]:
+def find_trials(place: Place, owner: Member, members: Sequence[Member], request: Request, check: Check) -> list[Trial]:
     """The goldens beside a weight file for `owner`'s graph, and those in every artifact.
 
-    Raises GoldensError and WeightFileError for damaged ones, and for goldens of another graph.
+    check: called while a remote answer is waited for. Raises GoldensError and WeightFileError for damaged ones, and for
+    goldens of another graph.
     """
     if request.verify == "off":
         return []
     found = [Trial(member, member.goldens) for member in members if member.goldens is not None]
-    beside = goldens_beside(where, owner.artifact.manifest, allow_other_graph=request.allow_other_graph)
+    manifest = owner.artifact.manifest
+    beside = goldens_beside(place, manifest, allow_other_graph=request.allow_other_graph, check=check)
     if beside is not None:
         # a part of a file gives other weights than those that were recorded
         found.append(Trial(owner, beside._replace(bundled=bool(request.only))))

@@ -17,6 +17,7 @@ except ImportError as error:
     raise MissingExtra("comparing with goldens", "torch") from error
 
 from .comparing import DEFAULT_TOLERANCES, EXACT, difference, not_finite
+from .plainly import plainly
 from .tensors import as_tensor
 
 if TYPE_CHECKING:
@@ -69,7 +70,8 @@ def verify(
             check()
             bound.reset_state()
             outputs = leaves(manifest.methods[case.method].signature.output)
-            found = _case_problems(goldens, case, bound, outputs, compare)
+            with plainly():
+                found = list(_case_problems(goldens, case, bound, outputs, compare))
             problems += [f"case {number}, {case.method}{problem}" for problem in found]
     finally:
         bound.reset_state()

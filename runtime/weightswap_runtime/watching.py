@@ -13,12 +13,13 @@ from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
-from .directory import open_directory, printable
+from .directory import open_directory
 from .errors import StageCancelled, Unsupported
 from .events import Event, Listener
 from .following import Follower, Start, forget_frames
 from .gate import POLL_SECONDS
 from .job import Job
+from .places import printable
 from .staging import Request
 
 if TYPE_CHECKING:

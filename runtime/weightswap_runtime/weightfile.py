@@ -15,10 +15,11 @@ from blake3 import blake3
 
 from .digests import TensorHasher
 from .dtypes import nbytes
-from .errors import DamagedFile, WeightFileError
+from .errors import DamagedFile
 from .files import new_file
 from .header import FileTensor, Header, header_length, pack_ranges, parse_header, render_header
-from .sources import ByteSource, LocalFile
+from .places import Url, as_place
+from .sources import ByteSource, Check, open_source
 
 ALIGNMENT = 256
 LABEL_ROOM = 1024
@@ -68,18 +69,14 @@ def canonical_order(rows: Iterable[TensorRow]) -> list[TensorRow]:
 class WeightFile(AbstractContextManager["WeightFile"]):
     """An open safetensors file whose header was read and checked. Data is read from `source` by the caller.
 
-    path: a local path. The file stays readable when its name is replaced. `check_unchanged()` tells whether it was
-    written to in place.
+    path: a local path, or an fsspec URL, of which `path` and `where` show no credentials. A local file stays readable
+    when its name is replaced, an object as long as it has the same content. `check_unchanged()` tells whether it was
+    written to. check: called every few milliseconds while a remote answer is waited for; what it raises ends the wait.
     """
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
-        if not isinstance(path, str | os.PathLike):
-            raise WeightFileError(
-                f"expected the path of a weight file, got a {type(path).__qualname__}; "
-                "write one with weightswap_exporter.pack()"
-            )
-        self.path = Path(path)
-        self.source = LocalFile(self.path)
+    def __init__(self, path: str | os.PathLike[str] | Url, check: Check | None = None) -> None:
+        self.path = as_place(path)
+        self.source = open_source(self.path, check)
         try:
             self.header = _read_header(self.source)
             self.stamp = _read_stamp(self.header, self.where)

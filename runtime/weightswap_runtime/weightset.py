@@ -14,12 +14,15 @@ import msgspec
 from .dtypes import describe
 from .errors import WeightFileError
 from .manifest import MANIFEST_NAME
+from .places import Place, Url, as_place
+from .sources import Check, read_small
 from .weightfile import Stamp, WeightFile
 
 SINGLE_NAME = "model.safetensors"
 SUFFIX = ".safetensors"
 GOLDENS_SUFFIX = ".goldens.safetensors"
 INDEX_SUFFIX = ".safetensors.index.json"
+INDEX_NAME = "model" + INDEX_SUFFIX
 MOST_INDEX_BYTES = 256 << 20
 _SHARD = re.compile(r"(.+)-\d{5}-of-(\d{5})(\.safetensors|\.bin)")
 _AGAIN = "Write the checkpoint again, or copy it again."
@@ -38,8 +41,9 @@ class StoredTensor(NamedTuple):
 class WeightSet(AbstractContextManager["WeightSet"]):
     """Open, checked safetensors files whose tensors form one set. Made by `open_weights()`."""
 
-    def __init__(self, where: str, files: Mapping[str, WeightFile]) -> None:
-        self.where = where
+    def __init__(self, place: Place, files: Mapping[str, WeightFile]) -> None:
+        self.place = place
+        self.where = str(place)
         self.files = tuple(files.values())
         self.tensors = {name: tensor for file in self.files for name, tensor in _stored(file)}
 
@@ -61,23 +65,35 @@ class WeightSet(AbstractContextManager["WeightSet"]):
         self.close()
 
 
-def open_weights(path: str | os.PathLike[str]) -> WeightSet:
+def open_weights(path: str | os.PathLike[str], check: Check | None = None) -> WeightSet:
     """Open a .safetensors file, a .safetensors.index.json with its shards, or a directory that holds either.
 
-    In a directory `model.safetensors` is taken, else the only index, else the only .safetensors file that is no shard.
-    Every header is read and checked, no data. Raises WeightFileError.
+    path: a local path or an fsspec URL. In a directory `model.safetensors` is taken, else the only index, else the only
+    .safetensors file that is no shard. Every header is read and checked, no data. check: called every few milliseconds
+    while a remote answer is waited for; what it raises ends the wait.
+
+    Raises WeightFileError, and Unsupported or MissingExtra for a URL of a kind that cannot be read here.
     """
-    found = _find(Path(path)) if isinstance(path, str | os.PathLike) else path
-    if isinstance(found, Path) and found.name.endswith(INDEX_SUFFIX):
-        return _open_shards(found)
-    return WeightSet(str(found), {"": WeightFile(found)})
+    found = _find(as_place(path), check)
+    if found.name.endswith(INDEX_SUFFIX):
+        return _open_shards(found, check)
+    return WeightSet(found, {"": WeightFile(found, check)})
 
 
 def goldens_path(weights: str | os.PathLike[str]) -> Path:
     """`v1.goldens.safetensors` for `v1.safetensors`, or for the index of its shards."""
     path = Path(weights)
-    suffix = next((suffix for suffix in (INDEX_SUFFIX, SUFFIX) if path.name.endswith(suffix)), "")
-    return path.with_name(path.name.removesuffix(suffix) + GOLDENS_SUFFIX)
+    return path.with_name(_goldens_name(path.name))
+
+
+def goldens_url(weights: Url) -> Url:
+    """As `goldens_path`, for the URL of a weight file or an index."""
+    return weights.with_name(_goldens_name(weights.name))
+
+
+def _goldens_name(name: str) -> str:
+    suffix = next((suffix for suffix in (INDEX_SUFFIX, SUFFIX) if name.endswith(suffix)), "")
+    return name.removesuffix(suffix) + GOLDENS_SUFFIX
 
 
 def _stored(file: WeightFile) -> Iterator[tuple[str, StoredTensor]]:
@@ -86,17 +102,28 @@ def _stored(file: WeightFile) -> Iterator[tuple[str, StoredTensor]]:
         yield name, StoredTensor(dtype, shape, file, start + begin, end - begin)
 
 
-def _find(path: Path) -> Path:
+def _find(place: Place, check: Check | None) -> Place:
+    names = _local_names(place) if isinstance(place, Path) else _remote_names(place, check)
+    return place if names is None else place / _meant(place, names)
+
+
+def _local_names(path: Path) -> list[str] | None:
+    """What a directory holds; None for anything else."""
     try:
-        if not path.is_dir():
-            return path
-        names = sorted(entry.name for entry in path.iterdir())
+        return sorted(entry.name for entry in path.iterdir()) if path.is_dir() else None
     except (OSError, ValueError) as error:
         raise WeightFileError(f"{path!s:.200}: cannot be opened ({error})") from error
-    return path / _meant(path, names)
 
 
-def _meant(path: Path, names: Sequence[str]) -> str:
+def _remote_names(url: Url, check: Check | None) -> list[str] | None:
+    if url.name.endswith((SUFFIX, INDEX_SUFFIX)):
+        return None
+    from .remote import list_names  # needs fsspec
+
+    return list_names(url, (SINGLE_NAME, INDEX_NAME), check)
+
+
+def _meant(path: Place, names: Sequence[str]) -> str:
     """Which of the files in a directory to open."""
     if SINGLE_NAME in names:
         return SINGLE_NAME
@@ -141,32 +168,28 @@ def _nothing(names: Sequence[str]) -> str:
     return "a directory without a .safetensors file or an index of one; give the directory of a saved model"
 
 
-def _open_shards(index: Path) -> WeightSet:
-    weight_map = read_index(index, SUFFIX)
+def _open_shards(index: Place, check: Check | None) -> WeightSet:
+    weight_map = read_index(index, SUFFIX, check)
     with ExitStack() as stack:
-        files = {
-            name: stack.enter_context(WeightFile(index.parent / name)) for name in sorted(set(weight_map.values()))
-        }
+        names = sorted(set(weight_map.values()))
+        files = {name: stack.enter_context(WeightFile(index.parent / name, check)) for name in names}
         if problems := list(_index_problems(weight_map, files)):
             more = f" and {len(problems) - 5} more" if len(problems) > 5 else ""
             raise WeightFileError(f"{index}: contradicts its shards: {'; '.join(problems[:5])}{more}. {_AGAIN}")
         stack.pop_all()  # the set closes them
-    return WeightSet(str(index), files)
+    return WeightSet(index, files)
 
 
-def read_index(index: Path, suffix: str) -> dict[str, str]:
+def read_index(index: Place, suffix: str, check: Check | None = None) -> dict[str, str]:
     """Read and check an index of shards with this suffix: tensor -> shard, which is in the index's folder.
 
     Raises WeightFileError.
     """
+    raw = read_small(index, MOST_INDEX_BYTES, check)
+    if raw is None:
+        raise WeightFileError(f"{index}: cannot be opened (there is no such file)")
     try:
-        if not index.is_file():  # a pipe would be waited for
-            raise WeightFileError(f"{index}: cannot be opened (not a regular file)")
-        if index.stat().st_size > MOST_INDEX_BYTES:
-            raise WeightFileError(f"{index}: larger than {MOST_INDEX_BYTES} bytes, so it is not an index")
-        weight_map = msgspec.json.decode(index.read_bytes(), type=_Index).weight_map
-    except OSError as error:
-        raise WeightFileError(f"{index}: cannot be opened ({error.strerror})") from error
+        weight_map = msgspec.json.decode(raw, type=_Index).weight_map
     except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
         raise WeightFileError(f"{index}: not an index of {suffix[1:]} shards ({error}). {_AGAIN}") from error
     if not weight_map:
@@ -180,14 +203,15 @@ class _Index(msgspec.Struct):
     weight_map: dict[str, str]
 
 
-def _check_shard(index: Path, name: str, suffix: str) -> None:
+def _check_shard(index: Place, name: str, suffix: str) -> None:
     place = PurePosixPath(name)
-    if place.is_absolute() or ".." in place.parts or "\\" in name or "\0" in name or not name.endswith(suffix):
+    odd = "\\\0" if isinstance(index, Path) else "\\\0?#:"  # some file systems find a query or a version there
+    if place.is_absolute() or ".." in place.parts or set(name) & set(odd) or not name.endswith(suffix):
         raise WeightFileError(
             f"{index}: names the shard {name!r}; expected the name of a {suffix} file in the index's folder. "
             "Do not use this checkpoint unless you trust where it is from."
         )
-    if not (index.parent / name).is_file():
+    if isinstance(index, Path) and not (index.parent / name).is_file():
         raise WeightFileError(f"{index}: names the shard {name}, which is missing. {_AGAIN}")
 
 

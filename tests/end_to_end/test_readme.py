@@ -89,6 +89,7 @@ def test_the_commands(tmp_path: Path) -> None:
     (tmp_path / "recipe.py").write_text(recipe)
     prepare = (
         "import numpy, recipe, torch; torch.save(recipe.Tagger().state_dict(), 'checkpoint.pt');"
+        "torch.save(recipe.Tagger().state_dict(), 'other.pt');"
         "numpy.savez('inputs.npz', tokens=numpy.ones((3, 9), 'i8'), mask=numpy.ones((3, 9), 'f4'))"
     )
     python(tmp_path, prepare)
@@ -99,7 +100,7 @@ def test_the_commands(tmp_path: Path) -> None:
 
 def test_the_page_on_operations(tmp_path: Path) -> None:
     page = (README.parent / "docs" / "operations.md").read_text()
-    build, serve = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    build, serve, watch = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
     assert python(tmp_path, build) == "256 of 258600 bytes change\n"
     said = python(tmp_path, serve).splitlines()
     assert re.fullmatch(
@@ -108,6 +109,11 @@ def test_the_page_on_operations(tmp_path: Path) -> None:
     kinds = [line.split(" ", 2)[:2] for line in said[-5:]]
     assert kinds == [["0", "full"], ["1", "full"], ["2", "rollback"], ["3", "delta"], ["4", "partial"]]
     assert said[-4].endswith("v2.safetensors deploy 42")
+    seen = python(tmp_path, watch)
+    assert "committed for watch: outbox/v2.safetensors" in seen
+    assert 'weightswap_swaps_total{kind="full",model="tagger",outcome="committed"} 1.0' in seen
+    metrics = set(re.findall(r"`(weightswap_\w+)`", page))
+    assert [name for name in metrics if name not in seen] == []
 
 
 def test_every_error_is_explained() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -13,7 +14,8 @@ import fsspec
 import pytest
 
 from weightswap_runtime import MissingExtra, Unsupported, WeightFileError
-from weightswap_runtime.directory import Entry, is_weight_file, open_directory, order, printable
+from weightswap_runtime.directory import Entry, is_weight_file, open_directory, order
+from weightswap_runtime.places import printable
 
 IN_ORDER = [
     "best.safetensors",
@@ -133,7 +135,8 @@ def test_a_url(tmp_path: Path) -> None:
 def test_messages_show_no_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(WeightFileError) as caught:
         open_directory("memory://me:password@host/nowhere?signature=s3cret")()
-    assert str(caught.value).startswith("memory://***@host/nowhere: cannot be listed (FileNotFoundError")
+    assert str(caught.value).startswith("memory://***@host/nowhere?signature=***: cannot be listed (FileNotFoundError")
+    assert not {"password", "s3cret"} & set(re.findall(r"\w+", str(caught.value)))
     assert "password" not in printable("https://me:password@host/run?signature=s3cret")
     assert "s3cret" not in printable("https://me:password@host/run?signature=s3cret")
     assert printable(Path("a?b@c")) == "a?b@c"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -312,6 +313,7 @@ def test_a_child_that_is_forked_during_a_swap_can_swap(tiny: TinyArtifact, weigh
     assert begun.wait(60)
     child = os.fork()
     if child == 0:
+        signal.alarm(60)  # a lock that nobody releases ends the child
         model.swap(path, by="child")
         os._exit(0 if serves(model, 2) and model.progress is None else 1)
     go_on.set()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import random
+import signal
 import subprocess
 import sys
 import threading
@@ -346,6 +347,7 @@ def test_a_forked_child_can_call_while_another_thread_is_counting(
     assert held.wait(60)
     child = os.fork()
     if child == 0:
+        signal.alarm(60)  # a lock that nobody releases ends the child
         os._exit(0 if serves(model, 1) and scrape.by("calls_total", "outcome") == {("ok",): 1} else 1)
     go_on.set()
     thread.join()

@@ -302,6 +302,7 @@ def test_a_forked_child_does_not_watch(model: Model, directory: Directory) -> No
         assert eventually(lambda: model.generation == 0)
         child = os.fork()
         if child == 0:
+            signal.alarm(60)  # a lock that nobody releases ends the child
             ended = not watcher.alive and watcher.stop() and serves(model, 1)
             model.swap(directory.write(2))
             os._exit(0 if ended and serves(model, 2) else 1)

@@ -152,5 +152,5 @@ def test_a_wrong_directory_is_refused_with_a_reason(
 
 
 def test_what_is_no_path_is_refused() -> None:
-    with pytest.raises(WeightFileError, match="expected the path of a weight file, got a int"):
+    with pytest.raises(WeightFileError, match="expected the path or URL of a weight file, got a int"):
         open_weights(3)  # type: ignore[arg-type]

@@ -11,6 +11,7 @@ from weightswap_runtime.artifact import Artifact
 from weightswap_runtime.deltafile import DeltaStamp, delta_stamp
 from weightswap_runtime.dtypes import describe
 from weightswap_runtime.manifest import MANIFEST_NAME, Manifest, NamedTensor, Source
+from weightswap_runtime.places import is_url
 from weightswap_runtime.signature import Dict, Integer, Items, Literal, Node, Signature, Tensor, Tuple
 from weightswap_runtime.weightset import WeightSet, open_weights
 
@@ -21,12 +22,12 @@ inspect_command = typer.Typer(add_completion=False)
 
 @inspect_command.command()
 def inspect(
-    path: Annotated[Path, typer.Argument(help="An artifact's folder, or what swap takes.")],
+    path: Annotated[str, typer.Argument(help="An artifact's folder, or what swap takes.")],
     as_json: JsonOption = False,
 ) -> None:
     """Show what an artifact, a weight file or a checkpoint is: ids, methods, tensors."""
     with errors_as_exit(as_json):
-        if (path / MANIFEST_NAME).exists():
+        if not is_url(path) and (Path(path) / MANIFEST_NAME).exists():
             _artifact(Artifact.open(path), as_json)
             return
         with open_weights(path) as weights:
@@ -134,7 +135,7 @@ def _weight_set(weights: WeightSet, as_json: bool) -> None:
     stamp, delta = weights.stamp, delta_stamp(weights)
     if as_json:
         tensors = {
-            name: {"dtype": t.dtype, "shape": t.shape, "file": t.file.path, "offset": t.offset, "nbytes": t.nbytes}
+            name: {"dtype": t.dtype, "shape": t.shape, "file": t.file.where, "offset": t.offset, "nbytes": t.nbytes}
             for name, t in weights.tensors.items()
         }
         kind = "delta file" if delta else "weight file"
@@ -162,7 +163,7 @@ def _weight_set(weights: WeightSet, as_json: bool) -> None:
             human_bytes(tensor.nbytes),
             digests[name][:12] if digests else "",
         ]
-        for name, tensor in sorted(weights.tensors.items(), key=lambda item: (item[1].file.path, item[1].offset))
+        for name, tensor in sorted(weights.tensors.items(), key=lambda item: (item[1].file.where, item[1].offset))
     ]
     total = human_bytes(sum(tensor.nbytes for tensor in weights.tensors.values()))
     print_table(f"{len(rows)} tensors, {total}", ["name", "type", "size", "digest"], rows)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
 import typer
 
 from weightswap_runtime.adapter import Keys
-from weightswap_runtime.model import Model, load
+from weightswap_runtime.goldens import Mode
+from weightswap_runtime.model import load
 from weightswap_runtime.receipts import SwapReceipt
 
 from .output import JsonOption, errors_as_exit, human_bytes, print_json
@@ -35,6 +36,14 @@ def as_keys(choice: KeysChoice | None) -> Keys | None:
     return choice.value if choice else None
 
 
+class VerifyChoice(StrEnum):
+    """How staged weights are tried before they are committed."""
+
+    GOLDENS = "goldens"
+    FINITE = "finite"
+    OFF = "off"
+
+
 class Residency(StrEnum):
     """How many sets of weights are held."""
 
@@ -46,9 +55,10 @@ class Residency(StrEnum):
 def swap(
     artifact: Annotated[Path, typer.Argument(help="An artifact's folder.")],
     checkpoints: Annotated[
-        list[Path] | None,
+        list[str] | None,
         typer.Argument(
-            help="Weight files, .safetensors checkpoints, indices of shards, or folders of Hugging Face models."
+            help="Weight files, deltas, .safetensors checkpoints, indices of shards, Hugging Face folders, or "
+            "their URLs."
         ),
     ] = None,
     watch: Annotated[
@@ -63,6 +73,19 @@ def swap(
     allow_other_graph: Annotated[
         bool, typer.Option("--allow-other-graph", help="Take files packed for another graph, if their tensors fit.")
     ] = False,
+    verify: Annotated[
+        VerifyChoice, typer.Option(help="Try weights with recorded calls, for finite outputs alone, or not at all.")
+    ] = VerifyChoice.GOLDENS,
+    only: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Take only weights of this name, as `encoder.*`, of every file but the first; may be repeated."
+        ),
+    ] = None,
+    expect: Annotated[str | None, typer.Option(help="Refuse the last file unless it gives this weights id.")] = None,
+    rate_limit: Annotated[
+        float | None, typer.Option(help="Read and copy at most so many bytes per second, as 200e6.")
+    ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Swap checkpoints in, one after another: whether a server would take them, and what it would cost.
@@ -76,26 +99,40 @@ def swap(
     with errors_as_exit(as_json):
         told = print_event_as_json if as_json else print_event
         model = load(artifact, residency=residency.value, on_event=told if watch is not None else None)
-        quiet = as_json or watch is not None
-        receipts = [_swap(model, path, as_keys(keys), allow_other_graph, quiet) for path in checkpoints or ()]
+        options = _Options(as_keys(keys), allow_other_graph, verify.value, rate_limit)
+        receipts = []
+        for place, path in enumerate(checkpoints or (), start=1):
+            part = only if place > 1 else None
+            last = expect if place == len(checkpoints or ()) else None
+            receipts.append(model.swap(path, only=part, expect=last, **options._asdict()))
+            if not as_json and watch is None:
+                _print(receipts[-1])
         if watch is not None:
-            names = as_keys(keys)
-            watcher = model.watch(watch, interval, start=start.value, keys=names, allow_other_graph=allow_other_graph)
-            watch_until_interrupt(watcher)
+            watch_until_interrupt(model.watch(watch, interval, start=start.value, only=only, **options._asdict()))
         elif as_json:
             print_json(receipts)
 
 
-def _swap(model: Model, path: Path, keys: Keys | None, allow_other_graph: bool, quiet: bool) -> SwapReceipt:
-    receipt = model.swap(path, keys=keys, allow_other_graph=allow_other_graph)
-    if quiet:
-        return receipt
+class _Options(NamedTuple):
+    """What every swap of the command has in common."""
+
+    keys: Keys | None
+    allow_other_graph: bool
+    verify: Mode
+    rate_limit: float | None
+
+
+def _print(receipt: SwapReceipt) -> None:
     typer.echo(f"generation  {receipt.generation}: {receipt.source}")
     typer.echo(f"weights id  {receipt.weights_id}")
     rate = receipt.bytes_read / max(receipt.seconds_staged, 1e-9)
     size, speed = human_bytes(receipt.bytes_read), human_bytes(int(rate))
     typer.echo(f"staged      {size} in {receipt.seconds_staged:.3f} s ({speed}/s)")
+    if receipt.verified != "none":
+        typer.echo(f"verified    {_VERIFIED[receipt.verified]}, in {receipt.seconds_verified:.3f} s")
     typer.echo(f"paused      {receipt.seconds_paused * 1e6:.1f} us")
     if receipt.ignored:
         typer.echo(f"left out    {', '.join(receipt.ignored)}")
-    return receipt
+
+
+_VERIFIED = {"goldens": "recorded outputs are reproduced", "finite": "outputs of recorded calls are finite"}

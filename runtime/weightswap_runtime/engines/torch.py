@@ -21,6 +21,7 @@ try:
 except ImportError as error:
     raise MissingExtra("the engine `torch`", "torch") from error
 
+from weightswap_runtime.plainly import plainly
 from weightswap_runtime.programs import open_program
 from weightswap_runtime.tensors import as_tensor, torch_dtype
 
@@ -45,24 +46,13 @@ def _without_gradients(function: Callable[P, R]) -> Callable[P, R]:
     return wrapped
 
 
-def _plainly(function: Callable[P, R]) -> Callable[P, R]:
-    """Without gradients, and outside inference mode: a model loaded in that mode must be callable outside."""
-
-    @functools.wraps(function)
-    def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:
-        with torch._C._InferenceMode(False):
-            return function(*args, **kwargs)
-
-    return _without_gradients(wrapped)
-
-
 class TorchEngine:
     """The graphs of one artifact on the CPU."""
 
     name = "torch"
     tensor_type = torch.Tensor
 
-    @_plainly
+    @plainly()
     def __init__(self, artifact: Artifact) -> None:
         self._manifest = artifact.manifest
         self.dtypes: Mapping[torch.dtype, str] = {
@@ -87,7 +77,7 @@ class TorchEngine:
         """Everything about an input that its check looks at."""
         return value.dtype, value.shape, value.device, value.layout
 
-    @_plainly
+    @plainly()
     def bind(self, arena: HostArena) -> BoundTorch:
         """Views on the arena for every weight, fresh state, shared constants."""
         tensors = {

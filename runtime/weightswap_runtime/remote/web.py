@@ -1,0 +1,148 @@
+"""Objects of a web server. Ranges, preconditions and validators: RFC 9110, 8.8, 13 and 14."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from email.utils import parsedate_to_datetime
+from typing import Any
+
+import aiohttp
+
+from weightswap_runtime.errors import WeightFileError
+from weightswap_runtime.places import Url
+
+from .transport import (
+    HEAD_BYTES,
+    STALL,
+    Opened,
+    Pin,
+    Write,
+    changed,
+    check_range,
+    failed,
+    lost,
+    parse_content_range,
+    refused,
+)
+
+CLOCK_TICK = 2.0  # seconds: Last-Modified has whole ones, and may be written before the last byte is
+_PERMANENT = (
+    aiohttp.ClientResponseError,  # not HTTP; statuses do not raise it
+    aiohttp.InvalidURL,
+    aiohttp.TooManyRedirects,
+    aiohttp.ClientConnectorCertificateError,
+    aiohttp.ClientConnectorSSLError,
+    aiohttp.ServerFingerprintMismatch,
+)
+
+
+class WebObject:
+    """A Transport over the session of fsspec's HTTP file system. TLS, redirects and proxies are aiohttp's."""
+
+    def __init__(self, fs: Any, url: Url) -> None:
+        self._fs = fs
+        self._url = url
+        self._where = str(url)
+
+    async def open(self) -> Opened | None:
+        async with self._get(0, HEAD_BYTES) as response:
+            if response.status in (404, 410):
+                return None
+            if response.status == 416:  # an empty object has no range
+                return Opened(self._pin(response, self._total(response)), b"")
+            self._check_status(response)
+            size = self._total(response)
+            if response.status == 200 and size > HEAD_BYTES:
+                raise self._without_ranges()
+            head = await response.content.read(-1)
+            return Opened(self._pin(response, size), self._checked(head, size), self._settles_in(response))
+
+    def _checked(self, head: bytes, size: int) -> bytes:
+        if len(head) != min(size, HEAD_BYTES):
+            raise lost(self._url, EOFError(f"the answer has {len(head)} bytes"))
+        return head
+
+    async def fetch(self, pin: Pin, start: int, stop: int, write: Write) -> None:
+        async with self._get(start, stop, pin) as response:
+            if response.status in (404, 410, 416):
+                raise changed(self._where)
+            self._check_status(response)
+            if response.status == 200:
+                raise self._without_ranges()
+            found = parse_content_range(response.headers.get("Content-Range"), self._where)
+            if pin.differs(self._pin(response, found.total or pin.size)):
+                raise changed(self._where)
+            check_range(found, start, stop, self._where)
+            async for data in response.content.iter_any():
+                write(data)
+
+    async def probe(self, pin: Pin) -> Pin | None:
+        async with self._get(0, 1) as response:  # a signed URL may allow GET only
+            if response.status in (404, 410):
+                return None
+            self._check_status(response)
+            return self._pin(response, self._total(response))
+
+    @asynccontextmanager
+    async def _get(self, start: int, stop: int, pin: Pin | None = None) -> AsyncIterator[aiohttp.ClientResponse]:
+        options: dict[str, Any] = {"timeout": aiohttp.ClientTimeout(None, sock_connect=STALL, sock_read=STALL)}
+        options |= self._fs.kwargs
+        headers = {"Range": f"bytes={start}-{stop - 1}", "Accept-Encoding": "identity", **_conditions(pin)}
+        options["headers"] = {**options.get("headers", {}), **headers}
+        try:
+            session = await self._fs.set_session()
+            async with session.get(self._fs.encode_url(self._url.raw), **options) as response:
+                yield response
+        except _PERMANENT as error:  # `from None`: the texts of the causes show credentials
+            raise failed(self._url, error) from None
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            raise lost(self._url, error) from None
+        except ValueError as error:
+            raise failed(self._url, error) from None
+
+    def _check_status(self, response: aiohttp.ClientResponse) -> None:
+        if response.status not in (200, 206):
+            retry_after = response.headers.get("Retry-After")
+            raise refused(self._where, response.status, response.reason or "", retry_after)
+        if response.headers.get("Content-Encoding", "identity") != "identity":
+            raise WeightFileError(f"{self._where}: the server compresses it, so that ranges of it cannot be read")
+
+    def _total(self, response: aiohttp.ClientResponse) -> int:
+        if response.status == 200:
+            size = response.content_length
+        else:
+            size = parse_content_range(response.headers.get("Content-Range"), self._where).total
+        if size is None:
+            raise WeightFileError(f"{self._where}: the server does not say how large it is")
+        return size
+
+    def _without_ranges(self) -> WeightFileError:
+        return WeightFileError(
+            f"{self._where}: the server does not serve ranges of bytes. Use one that does, or copy the file and swap "
+            "the copy."
+        )
+
+    @staticmethod
+    def _pin(response: aiohttp.ClientResponse, size: int) -> Pin:
+        return Pin(size, response.headers.get("ETag", ""), response.headers.get("Last-Modified", ""))
+
+    @staticmethod
+    def _settles_in(response: aiohttp.ClientResponse) -> float:
+        """How long the second lasts in which the object may be written again without a trace."""
+        date, modified = response.headers.get("Date"), response.headers.get("Last-Modified")
+        if "ETag" in response.headers or not (date and modified):
+            return 0.0
+        try:
+            age = (parsedate_to_datetime(date) - parsedate_to_datetime(modified)).total_seconds()
+        except (ValueError, TypeError):
+            return CLOCK_TICK
+        return min(CLOCK_TICK, max(0.0, CLOCK_TICK - age))
+
+
+def _conditions(pin: Pin | None) -> dict[str, str]:
+    if pin is None:
+        return {}
+    if pin.tag and not pin.tag.startswith("W/"):  # weak tags never match: RFC 9110, 13.1.1
+        return {"If-Match": pin.tag}
+    return {"If-Unmodified-Since": pin.modified} if pin.modified else {}

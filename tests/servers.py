@@ -1,0 +1,287 @@
+"""Servers on loopback: a web server that can be told to misbehave, and moto's S3."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import socket
+import struct
+from collections.abc import Callable
+from contextlib import AbstractContextManager, suppress
+from email.utils import formatdate
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from itertools import count
+from threading import Event, Lock, Thread, current_thread
+from typing import Any, NamedTuple, Protocol
+from urllib.parse import parse_qsl, unquote, urlsplit
+
+
+class Asked(NamedTuple):
+    """One request: its path, the bytes of the range, `stop` behind the last, and its headers."""
+
+    path: str
+    start: int
+    stop: int
+    headers: dict[str, str]
+
+
+class Content:
+    """An object as it is at one moment. `etag` and `modified` may be None: the server then does not send them."""
+
+    def __init__(self, data: bytes, *, etag: str | None = "", modified: float | None = 1.7e9) -> None:
+        self.data = data
+        self.etag = f'"{hashlib.md5(data).hexdigest()}"' if etag == "" else etag
+        self.modified = None if modified is None else formatdate(modified, usegmt=True)
+
+    @property
+    def validators(self) -> dict[str, str]:
+        found = {"ETag": self.etag, "Last-Modified": self.modified}
+        return {name: value for name, value in found.items() if value is not None}
+
+
+Answer = Callable[["Handler", Asked], None]
+Fault = Callable[["Handler", Asked], bool]
+
+
+class WebServer(AbstractContextManager["WebServer"]):
+    """Serves `contents` by path. `fault(handler, asked)` may answer instead, and then returns True."""
+
+    def __init__(self, handler: type[Handler] | None = None) -> None:
+        self.contents: dict[str, Content] = {}
+        self.fault: Fault | None = None
+        self.preconditions = True
+        self.asked: list[Asked] = []
+        self.sent = 0
+        self.busy = self.busiest = 0
+        self.released = Event()
+        self.open: dict[socket.socket, Thread] = {}
+        self.lock = Lock()
+        self._http = ThreadingHTTPServer(("127.0.0.1", 0), type("Bound", (handler or Handler,), {"web": self}))
+        self._http.daemon_threads = True
+        self._http.block_on_close = False
+        self.address = f"127.0.0.1:{self._http.server_port}"
+        self.url = f"http://{self.address}"
+        self._thread = Thread(target=self._http.serve_forever, kwargs={"poll_interval": 0.05})
+        self._thread.start()
+
+    def put(self, name: str, data: bytes, **validators: str | float | None) -> str:
+        """Serve bytes; returns their URL."""
+        self.contents[f"/{name}"] = Content(data, **validators)  # type: ignore[arg-type]
+        return f"{self.url}/{name}"
+
+    def __exit__(self, *_: object) -> None:
+        self.released.set()
+        self._http.shutdown()
+        self._thread.join()
+        self._http.server_close()
+        with self.lock:
+            left = dict(self.open)
+        for connection in left:  # kept by clients for their next request
+            with suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
+        for thread in left.values():
+            thread.join()
+
+
+class Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    web: WebServer
+
+    def handle(self) -> None:
+        with self.web.lock:
+            self.web.open[self.connection] = current_thread()
+        try:
+            with suppress(ConnectionError):  # clients that have given up
+                super().handle()
+        finally:
+            with self.web.lock:
+                del self.web.open[self.connection]
+
+    def do_GET(self) -> None:
+        web = self.web
+        path = self.path.partition("?")[0]
+        first, _, last = self.headers.get("Range", "bytes=0-").removeprefix("bytes=").partition("-")
+        asked = Asked(path, int(first), int(last) + 1 if last else 1 << 60, dict(self.headers))
+        with web.lock:
+            web.asked.append(asked)
+            web.busy += 1
+            web.busiest = max(web.busiest, web.busy)
+        try:
+            with suppress(ConnectionError):
+                if web.fault is None or not web.fault(self, asked):
+                    self.serve(asked)
+        finally:
+            with web.lock:
+                web.busy -= 1
+
+    def serve(self, asked: Asked) -> None:
+        content = self.web.contents.get(asked.path)
+        if content is None:
+            self.reply(404)
+        elif self.web.preconditions and not self.holds(content):
+            self.reply(412)
+        elif asked.start >= len(content.data):
+            self.reply(416, headers={"Content-Range": f"bytes */{len(content.data)}"})
+        else:
+            self.reply(206, content.data[asked.start : asked.stop], self.headers_of(content, asked))
+
+    def headers_of(self, content: Content, asked: Asked) -> dict[str, str]:
+        stop = min(asked.stop, len(content.data))
+        return {"Content-Range": f"bytes {asked.start}-{stop - 1}/{len(content.data)}", **content.validators}
+
+    def holds(self, content: Content) -> bool:
+        """Whether the preconditions of the request are met."""
+        wanted, since = self.headers.get("If-Match"), self.headers.get("If-Unmodified-Since")
+        return (wanted is None or wanted == content.etag) and (since is None or since == content.modified)
+
+    def reply(self, status: int, body: bytes = b"", headers: dict[str, str] | None = None, cut: int = 0) -> None:
+        """Answer. `cut`: so many bytes fewer than announced, and then the end of the connection."""
+        with self.web.lock:
+            self.web.sent += len(body) - cut
+        self.send_response(status)
+        for name, value in {"Content-Length": str(len(body)), **(headers or {})}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        self.wfile.write(memoryview(body)[: len(body) - cut])
+        if cut:
+            self.close_connection = True
+
+    def reset(self) -> None:
+        """Break the connection off, as a crash does."""
+        self.wfile.flush()
+        self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        self.connection.shutdown(socket.SHUT_RD)
+        self.close_connection = True
+
+    def log_message(self, format: str, *args: object) -> None:  # noqa: A002
+        """Quiet."""
+
+
+class Bucket(Protocol):
+    """A place for objects behind URLs."""
+
+    def put(self, name: str, data: bytes) -> Any: ...
+    def remove(self, name: str) -> None: ...
+    def url(self, name: str) -> str: ...
+
+
+class MemoryBucket:
+    """fsspec's file system in memory, empty."""
+
+    def __init__(self) -> None:
+        import fsspec
+
+        self._fs: Any = fsspec.filesystem("memory")
+        self._fs.store.clear()
+        self._fs.pseudo_dirs[:] = [""]
+
+    def put(self, name: str, data: bytes) -> None:
+        self._fs.pipe_file(f"/weights/{name}", data)
+
+    def remove(self, name: str) -> None:
+        self._fs.rm_file(f"/weights/{name}")
+
+    def url(self, name: str) -> str:
+        return f"memory://weights/{name}"
+
+
+class S3Bucket:
+    """The bucket `weights` of an S3 server."""
+
+    def __init__(self, client: Any) -> None:
+        self.client = client
+
+    def put(self, name: str, data: bytes) -> Any:
+        return self.client.put_object(Bucket="weights", Key=name, Body=data)
+
+    def remove(self, name: str) -> None:
+        self.client.delete_object(Bucket="weights", Key=name)
+
+    def url(self, name: str) -> str:
+        return f"s3://weights/{name}"
+
+
+class S3Server(AbstractContextManager["S3Server"]):
+    """moto's server. `options` are those of s3fs that lead to it."""
+
+    def __init__(self) -> None:
+        from moto.server import ThreadedMotoServer
+
+        self._server = ThreadedMotoServer("127.0.0.1", 0, verbose=False)
+        self._server.start()
+        address, port = self._server.get_host_and_port()
+        url = f"http://{address}:{port}"
+        self.options = {
+            "endpoint_url": url,
+            "key": "test",
+            "secret": "test",
+            "client_kwargs": {"region_name": "us-east-1"},
+        }
+
+    def new_bucket(self) -> S3Bucket:
+        """An empty bucket, in the place of all that there was."""
+        import boto3
+        import requests
+
+        url = self.options["endpoint_url"]
+        requests.post(f"{url}/moto-api/reset", timeout=10)
+        keys = {"aws_access_key_id": "test", "aws_secret_access_key": "test", "region_name": "us-east-1"}
+        client = boto3.client("s3", endpoint_url=url, **keys)
+        client.create_bucket(Bucket="weights")
+        return S3Bucket(client)
+
+    def __exit__(self, *_: object) -> None:
+        self._server.stop()
+
+
+class CloudStorage(Handler):
+    """What gcsfs asks of Google Cloud Storage's JSON API to read objects, for a bucket `weights`.
+
+    https://cloud.google.com/storage/docs/json_api/v1/objects
+    """
+
+    def serve(self, asked: Asked) -> None:
+        query = dict(parse_qsl(urlsplit(self.path).query))
+        folder, _, key = unquote(asked.path).partition("/b/weights/o")
+        content = self.web.contents.get(key)
+        if folder == "/storage/v1" and not key:
+            self.list(query["prefix"])
+        elif content is None or query.get("generation", content.etag) != content.etag:
+            self.reply(404, b"{}")
+        elif query.get("alt") == "media":
+            super().serve(asked._replace(path=key))
+        else:
+            self.reply(200, json.dumps(self.described(key)).encode())
+
+    def described(self, key: str) -> dict[str, Any]:
+        content = self.web.contents[key]
+        size = str(len(content.data))
+        return {
+            "name": key[1:],
+            "bucket": "weights",
+            "size": size,
+            "generation": content.etag,
+            "kind": "storage#object",
+        }
+
+    def list(self, prefix: str) -> None:
+        keys = [key for key in self.web.contents if key[1:].startswith(prefix)]
+        files = [key for key in keys if "/" not in key[1 + len(prefix) :]]
+        self.reply(200, json.dumps({"items": [self.described(key) for key in files]}).encode())
+
+
+class CloudBucket:
+    """The bucket of a server with `CloudStorage` for its handler."""
+
+    def __init__(self, server: WebServer) -> None:
+        self._server = server
+        self._generations = count(1)
+
+    def put(self, name: str, data: bytes) -> None:
+        self._server.put(name, data, etag=str(next(self._generations)))
+
+    def remove(self, name: str) -> None:
+        del self._server.contents[f"/{name}"]
+
+    def url(self, name: str) -> str:
+        return f"gs://weights/{name}"
