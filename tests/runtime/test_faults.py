@@ -151,6 +151,11 @@ WAYS = {
 }
 
 
+USUAL = ("full", "checkpoint", "delta on what a swap has left", "part", "background", "restoring rollback")
+EACH_WAY = [pytest.param(WAYS[name], id=name) for name in USUAL]
+EACH_WAY += [pytest.param(way, id=name, marks=pytest.mark.slow) for name, way in WAYS.items() if name not in USUAL]
+
+
 class Served(NamedTuple):
     """Everything that a refused swap must not change."""
 
@@ -183,7 +188,7 @@ def model_of(files: RichFiles, residency: str) -> Model:
     return load(files.artifact, residency=residency, keep_previous="host")  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
+@pytest.mark.parametrize("way", EACH_WAY)
 @pytest.mark.parametrize(("name", "fault"), FAULTS.items(), ids=FAULTS)
 @pytest.mark.parametrize("most", [3, pytest.param(10**9, marks=pytest.mark.slow)], ids=["some", "all"])
 def test_a_fault_at_any_call_changes_nothing(
@@ -266,7 +271,9 @@ EVENTS = {event.__name__: event for event in (overwrite, truncate, replace, remo
 PHASES = {"open": (os, "open"), "fstat": (os, "fstat"), "preadv": (os, "preadv"), "hash": (reading, "blake3")}
 
 
-@pytest.mark.parametrize("way", ["full", "checkpoint", "delta", "part"])
+@pytest.mark.parametrize(
+    "way", ["full", "checkpoint", *(pytest.param(way, marks=pytest.mark.slow) for way in ("delta", "part"))]
+)
 @pytest.mark.parametrize("phase", PHASES.values(), ids=PHASES)
 @pytest.mark.parametrize("event", EVENTS.values(), ids=EVENTS)
 def test_a_file_may_change_at_any_time(

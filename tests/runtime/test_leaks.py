@@ -18,7 +18,7 @@ import pytest
 
 from tests.faults import failing
 from tests.rich import RichFiles, small_blocks
-from tests.runtime.test_faults import FAULTS, WAYS, Way, prepare
+from tests.runtime.test_faults import EACH_WAY, FAULTS, WAYS, Way, prepare
 from weightswap_runtime import Model, StageCancelled, load
 from weightswap_runtime.arena import HostArena
 
@@ -130,7 +130,7 @@ def test_five_hundred_swaps_hold_what_ten_hold(residency: str, files: RichFiles)
 
 @pytest.mark.usefixtures("_uncollected")
 @pytest.mark.parametrize("fault", ["a read fails", "a hash fails", "a copy fails", "state stays", "a transform fails"])
-@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
+@pytest.mark.parametrize("way", EACH_WAY)
 def test_a_failure_frees_its_memory_at_once(
     fault: str, way: Way, residency: str, files: RichFiles, arenas: weakref.WeakSet[HostArena]
 ) -> None:
@@ -139,7 +139,7 @@ def test_a_failure_frees_its_memory_at_once(
     model.swap(files.checkpoints[1])
     model.swap(files.full[0])
     whole = len(arenas)
-    for number in (0, 1, 4):
+    for number in (0, 3):
         prepare(model, files, way)
         before = len(arenas)
         with failing(FAULTS[fault], number), suppress(Exception):
