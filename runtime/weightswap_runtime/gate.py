@@ -20,6 +20,7 @@ from threading import Condition, Lock, get_ident
 from typing import Generic, Protocol, TypeVar
 
 from .errors import LeaseTimeout, ModelFailed, NoWeights
+from .forks import renew_in_children
 from .identity import Identity
 
 PATIENCE = 1.0  # seconds for which calls are held for the sake of a pin
@@ -105,11 +106,16 @@ class Gate(Generic[S]):
     """Hands out leases on the current version. One lock, held for a few hundred nanoseconds at a time."""
 
     def __init__(self) -> None:
-        self._lock = Lock()
-        self._changed = Condition(self._lock)
+        self.renew()
+        renew_in_children(self)
         self._current: Version[S] | None = None
         self._holder: ClaimReference | None = None
         self._failure: str | None = None
+
+    def renew(self) -> None:
+        """Make the lock, which another thread may have held when this process was forked."""
+        self._lock = Lock()
+        self._changed = Condition(self._lock)
 
     @property
     def current(self) -> Version[S] | None:

@@ -45,15 +45,15 @@ def stage_part(
     part = HostArena(ArenaLayout(plan.manifest.weights))
     filled = fill(plan, part, workers, job, open_transforms)
     start = time.perf_counter()
-    stamp = plan.weights.stamp
     digests = {**live.identity.digests, **filled.digests}
-    identity = identify(manifest.weights, digests, stamp.labels if stamp else {})
+    identity = identify(manifest.weights, digests, live.labels)  # most of it is still what they say
     check_expected(identity.weights_id, plan.weights.where, request)
     slots = live.session.arena.layout.slots
     contents = Contents(
         identity=identity,
         kind="partial",
         source=plan.weights.where,
+        only=request.only,
         ignored=(),
         bytes_read=plan.nbytes,
         seconds_staged=filled.seconds_read,

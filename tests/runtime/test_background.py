@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -22,11 +23,13 @@ from weightswap_runtime import (
     Model,
     Progress,
     StageCancelled,
+    StageClosed,
     Staged,
     StageTimeout,
     StagingBusy,
     Unsupported,
     WeightFileError,
+    gate,
     load,
     write_delta,
 )
@@ -62,8 +65,6 @@ def test_while_it_runs(model: Model, weight_file: WriteWeights) -> None:
     staged = model.stage(weight_file(1), background=True, rate_limit=SLOW)
     with pytest.raises(StageTimeout, match=r"wait again, or cancel\(\)"):
         staged.wait(0.05)
-    with pytest.raises(StageTimeout):
-        staged.commit(timeout=0.01)
     with pytest.raises(StagingBusy, match=r"wait\(\) until it is staged"):
         staged(X)
     with pytest.raises(StagingBusy):
@@ -330,3 +331,92 @@ def test_copies_within_memory_keep_the_rate_and_are_cancelled(
         model.rollback()
         assert serves(model, 0)
         model.swap(weight_file(1))
+
+
+def test_a_listener_that_swaps_is_refused_at_once(tiny: TinyArtifact, weight_file: WriteWeights) -> None:
+    model = load(tiny.path, weight_file(0))
+    refused: list[BaseException] = []
+
+    def listener(event: Event) -> None:
+        if event.kind == "committed":
+            for step in (lambda: model.swap(weight_file(2)), model.rollback):
+                with pytest.raises(StagingBusy) as caught:
+                    step()
+                refused.append(caught.value)
+
+    stop = model.listen(listener)
+    model.swap(weight_file(1))
+    stop()
+    assert [str(error)[:26] for error in refused] == ["a listener is told of a sw", "another staging of this mo"]
+    assert serves(model, 1)
+    model.swap(weight_file(2))
+    assert serves(model, 2)
+
+
+def test_what_a_lost_thread_has_staged_is_not_committed_in_a_child(
+    tiny: TinyArtifact, weight_file: WriteWeights
+) -> None:
+    model = load(tiny.path, weight_file(0))
+    staged = model.stage(weight_file(1), background=True).wait(30)
+    child = os.fork()
+    if not child:
+        try:
+            model.swap(weight_file(2))
+            with pytest.raises(StageClosed):
+                staged.commit()
+            os._exit(0 if serves(model, 2) else 1)
+        finally:
+            os._exit(2)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    staged.commit()
+    assert serves(model, 1)
+
+
+def test_children_do_not_wait_for_locks_of_threads_that_they_have_not(
+    tiny: TinyArtifact, weight_file: WriteWeights
+) -> None:
+    model = load(tiny.path, weight_file(0))
+    staged = model.stage(weight_file(1))
+    with model._gate._lock, model._store._opening, staged._closing, staged._staging.job._lock:
+        child = os.fork()  # as if other threads had them
+        if not child:
+            try:
+                signal.alarm(60)
+                staged.discard()
+                model.swap(weight_file(2))
+                os._exit(0 if serves(model, 2) else 1)
+            finally:
+                os._exit(2)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    staged.commit()
+    assert serves(model, 1)
+
+
+def test_a_pin_that_is_never_given_back_stops_no_calls(
+    tiny: TinyArtifact, weight_file: WriteWeights, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gate, "PATIENCE", 0.02)
+    model = load(tiny.path, weight_file(0), residency="single")
+    pin = model.pin()
+    holder = threading.Thread(target=pin.__enter__)
+    holder.start()
+    holder.join()
+    time.sleep(0.05)
+    refused: list[BaseException] = []
+
+    def swap() -> None:
+        with pytest.raises(LeaseTimeout) as caught:
+            model.swap(weight_file(1), timeout=0.5)
+        refused.append(caught.value)
+
+    swapping = threading.Thread(target=swap)
+    swapping.start()
+    calls = 0
+    while swapping.is_alive():
+        assert serves(model, 0)
+        calls += 1
+    assert refused
+    assert calls > 10
+    pin.__exit__()
+    model.swap(weight_file(1))
+    assert serves(model, 1)

@@ -403,6 +403,16 @@ def test_what_no_delta_can_be_made_of(tiny: TinyArtifact, weight_file: WriteWeig
         with pytest.raises(DigestMismatch, match="not those whose digest the file records"):
             write_delta(*pair, out)
     assert not out.exists()
+    before = weight_file(0).read_bytes()
+    for place in (weight_file(0), weight_file(1)):
+        with pytest.raises(Unsupported, match="take the place of a file that it is made of"):
+            write_delta(weight_file(0), weight_file(1), place)
+    assert weight_file(0).read_bytes() == before
+    made = write_delta(weight_file(0), weight_file(1), out).path
+    with pytest.raises(WeightFileError, match="a delta; deltas are written between full weight files"):
+        write_delta(made, weight_file(1), tmp_path / "dd.safetensors")
+    with pytest.raises(Unsupported, match="files are written locally"):
+        write_delta(weight_file(0), weight_file(1), "s3://bucket/d.safetensors")
 
 
 def test_labels_and_progress(tiny: TinyArtifact, weight_file: WriteWeights, tmp_path: Path) -> None:
