@@ -137,7 +137,7 @@ def _read_parts(weights: WeightSet, stamp: DeltaStamp, workers: Workers, job: Jo
     parts, problems = {}, []
     for name, changed in stamp.changes.items():
         runs = np.frombuffer(pieces[RUNS + name].target, "<i8").reshape(-1, 2)
-        parts[name] = Parts(runs[:, 0], runs[:, 1], pieces[DATA + name].target)
+        parts[name] = Parts.of(runs, pieces[DATA + name].target)
         if not parts[name].fit(nbytes(changed.dtype, changed.shape) or 0):
             problems.append(name)
     if problems:
