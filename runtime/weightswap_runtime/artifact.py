@@ -10,6 +10,7 @@ from blake3 import blake3
 
 from .dtypes import describe
 from .errors import ArtifactError
+from .files import is_file
 from .header import Header, header_length, parse_header
 from .manifest import CONSTANTS_NAME, MANIFEST_NAME, AdapterInput, Manifest, NamedTensor, decode_manifest
 
@@ -31,7 +32,7 @@ class Artifact:
             raise ArtifactError(f"expected the path of an artifact, got a {type(path).__qualname__}")
         folder = Path(path)
         name = folder / MANIFEST_NAME
-        if not _is_file(name):
+        if not is_file(name):
             raise ArtifactError(
                 f"{folder!s:.200}: no artifact here (expected a folder with a {MANIFEST_NAME}). "
                 "Give the folder that weightswap export wrote."
@@ -94,10 +95,3 @@ class Artifact:
 
     def __repr__(self) -> str:
         return f"Artifact({str(self.path)!r}, graph_id={self.graph_id[:12]!r}, methods={list(self.methods)})"
-
-
-def _is_file(path: Path) -> bool:
-    try:
-        return path.is_file()
-    except (OSError, ValueError):  # a name that no file can have
-        return False

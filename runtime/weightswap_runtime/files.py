@@ -13,6 +13,14 @@ from pathlib import Path
 from typing import BinaryIO
 
 
+def is_file(path: Path) -> bool:
+    """Whether there is a regular file; False also for a name that no file can have."""
+    try:
+        return path.is_file()
+    except (OSError, ValueError):
+        return False
+
+
 def _sibling(path: Path, kind: str) -> Path:
     return path.with_name(f".{path.name}.{kind}-{secrets.token_hex(4)}")
 

@@ -13,6 +13,7 @@ import msgspec
 
 from .dtypes import describe
 from .errors import WeightFileError
+from .files import is_file
 from .manifest import MANIFEST_NAME
 from .places import Place, Url, as_place
 from .sources import Check, read_small
@@ -211,8 +212,8 @@ def _check_shard(index: Place, name: str, suffix: str) -> None:
             f"{index}: names the shard {name!r}; expected the name of a {suffix} file in the index's folder. "
             "Do not use this checkpoint unless you trust where it is from."
         )
-    if isinstance(index, Path) and not (index.parent / name).is_file():
-        raise WeightFileError(f"{index}: names the shard {name}, which is missing. {_AGAIN}")
+    if isinstance(index, Path) and not is_file(index.parent / name):
+        raise WeightFileError(f"{index}: names the shard {name:.200}, which is missing. {_AGAIN}")
 
 
 def _index_problems(weight_map: Mapping[str, str], files: Mapping[str, WeightFile]) -> Iterator[str]:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Literal, NamedTuple
 
 import pytest
 import torch
 
 from tests.varied import Origin, RichFiles, X, live_bytes, small_blocks
-from weightswap_runtime import Model, load
+from weightswap_runtime import Model, UnexpectedWeights, load
 
 SETS = 3
 PATTERN = "[cfm]*"  # the convolution, the fused weights, and the linear layer
@@ -165,6 +166,47 @@ def test_a_part_of_b_in_a_is_what_eager_makes_of_both(
         expect(warm, files, files.whole(a))
         warm.rollback()
         expect(warm, files, files.mixed(files.whole(a), pattern, b))
+
+
+@pytest.mark.parametrize("end", ["refused", "discarded", "cancelled"])
+def test_what_a_staging_has_left_is_not_taken_for_what_lay_there_before(
+    end: str, residency: Literal["double", "single"], files: RichFiles
+) -> None:
+    """Live weights and those in the other arena have most blocks in common: these are not copied by the next part."""
+    for a, b in itertools.permutations(range(SETS), 2):
+        model, c = used(files, residency), through(a, b)
+        model.swap(files.full[a])
+        model.swap(files.full[b], only="conv.*")
+        give_up(model, files.checkpoints[c], end)
+        model.swap(files.full[b], only="mix.*")
+        expect(model, files, files.mixed(files.mixed(files.whole(a), "conv.*", b), "mix.*", b))
+
+
+def give_up(model: Model, path: Path, end: str) -> None:
+    if end == "refused":
+        with pytest.raises(UnexpectedWeights):
+            model.swap(path, expect="0" * 64)
+    elif end == "discarded":
+        model.stage(path).discard()
+    else:
+        model.stage(path, background=True).wait().cancel()
+
+
+@pytest.mark.parametrize("part", ["conv.*", "scale"])
+def test_what_a_rollback_has_restored_is_known(
+    part: str, residency: Literal["double", "single"], files: RichFiles
+) -> None:
+    """C was staged over A, and A put back: a part of C must not find C's blocks there."""
+    for a, b in itertools.permutations(range(SETS), 2):
+        model, c = used(files, residency), through(a, b)
+        model.swap(files.full[a])
+        model.swap(files.full[b])
+        model.stage(files.full[c]).discard()
+        model.rollback()
+        expect(model, files, files.whole(a))
+        model.swap(files.full[c])
+        model.swap(files.full[b], only=part)
+        expect(model, files, files.mixed(files.whole(c), part, b))
 
 
 def expect(model: Model, files: RichFiles, origin: Origin) -> None:

@@ -32,7 +32,7 @@ def mutated(choose: random.Random, raw: bytes, others: Sequence[bytes], edit: Ca
     for _ in range(choose.choice((1, 1, 1, 2, 4))):
         try:
             raw = edit(choose, raw) if choose.random() < 0.6 else choose.choice(BYTES)(choose, raw, others)
-        except (ValueError, KeyError, TypeError, IndexError, RecursionError, struct.error, msgspec.MsgspecError):
+        except (ValueError, LookupError, TypeError, OverflowError, RecursionError, struct.error, msgspec.MsgspecError):
             raw = choose.choice(BYTES)(choose, raw, others)  # an earlier change has left no format
     return raw
 

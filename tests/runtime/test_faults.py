@@ -326,7 +326,7 @@ def test_refusals_have_names(files: RichFiles) -> None:
     model = load(files.artifact, files.full[A])
     expected = {"no descriptor": WeightFileError, "no status": WeightFileError, "a read fails": WeightFileError}
     expected |= {"a read ends early": WeightFileError, "no memory to read into": OutOfMemory}
-    expected |= {"no scratch": OutOfMemory, "no header": OutOfMemory, "a hash fails": OutOfMemory}
+    expected |= {"no arena": OutOfMemory, "no header": OutOfMemory, "a hash fails": OutOfMemory}
     expected |= {"no thread": OutOfMemory}
     for name, kind in expected.items():
         with failing(FAULTS[name], 0) as calls, pytest.raises(kind):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import itertools
 import logging
 import os
 import threading
@@ -19,7 +20,7 @@ import pytest
 from tests.faults import failing
 from tests.runtime.test_faults import EACH_WAY, FAULTS, WAYS, Way, prepare
 from tests.varied import RichFiles, small_blocks
-from weightswap_runtime import Model, StageCancelled, load
+from weightswap_runtime import Model, StageCancelled, StageClosed, Staged, load
 from weightswap_runtime.arena import HostArena
 
 PAGE = os.sysconf("SC_PAGE_SIZE")
@@ -156,12 +157,12 @@ def test_a_staging_that_is_given_up_frees_its_memory_at_once(
 ) -> None:
     model = load(files.artifact, files.full[0], residency="single")
     whole = len(arenas)
-    ends: list[Callable[[Path], object]] = [
-        lambda path: model.stage(path).discard(),
-        lambda path: model.stage(path, background=True).wait(10).cancel(),
-        lambda path: model.stage(path, background=True, rate_limit=1000.0).cancel(),
-        model.stage,
-    ]
-    for end in ends:
-        end(files.full[1])
+    ends: list[Callable[[Staged], object]] = [Staged.discard, Staged.cancel, Staged.commit]
+    for end, background in itertools.product(ends, (False, True)):
+        staged = model.stage(files.full[1], background=background).wait()
+        end(staged)
         assert settles(arenas, whole)
+        with pytest.raises(StageClosed):
+            staged.commit()
+    model.stage(files.full[2])
+    assert settles(arenas, whole)
