@@ -15,7 +15,7 @@ from timing import in_turn, percentile, seconds
 
 from weightswap_runtime import Model, load, write_delta
 
-WINDOW = 1.0  # seconds of calls for one figure
+WINDOW = 0.1  # seconds of calls for one figure, times the number of rounds
 RATE = 200e6  # bytes per second
 UNDISTURBED = Goal("ratio", "at most", 1.25)
 AT_ONCE = Goal("p99", "at most", 50)
@@ -41,8 +41,8 @@ def _calls(table: Stored, rounds: int) -> Iterator[Row]:
     for limit in (RATE, None):
         idle, busy, staged = [], [], 0
         for number in range(rounds + 1):
-            before = _p99(model, table)
-            during, count = _p99_while_staging(model, table, limit)
+            before = _p99(model, table, WINDOW * rounds)
+            during, count = _p99_while_staging(model, table, WINDOW * rounds, limit)
             if number:
                 idle.append(before * 1e6)
                 busy.append(during * 1e6)
@@ -53,16 +53,16 @@ def _calls(table: Stored, rounds: int) -> Iterator[Row]:
         yield compared(f"p99 of a call, {rate}", "us", busy, "p99 without staging", idle, goal)
 
 
-def _p99(model: Model, table: Stored) -> float:
-    taken, end = [], time.perf_counter() + WINDOW
+def _p99(model: Model, table: Stored, window: float) -> float:
+    taken, end = [], time.perf_counter() + window
     while time.perf_counter() < end:
         taken.append(seconds(lambda: model(table.tokens)))
     return percentile(taken, 0.99)
 
 
-def _p99_while_staging(model: Model, table: Stored, limit: float | None) -> tuple[float, int]:
+def _p99_while_staging(model: Model, table: Stored, window: float, limit: float | None) -> tuple[float, int]:
     paths, taken, count = cycle(version.path for version in table.versions), [], 0
-    end = time.perf_counter() + WINDOW
+    end = time.perf_counter() + window
     staged = model.stage(next(paths), background=True, rate_limit=limit)
     while time.perf_counter() < end:
         if staged.done:
