@@ -39,14 +39,13 @@ def _calls(table: Stored, rounds: int) -> Iterator[Row]:
     """The 99th percentile of one thread's calls in windows with and without a staging that goes on all the time."""
     model = load(table.artifact, table.versions[0].path)
     for limit in (RATE, None):
-        idle, busy, staged = [], [], 0
+        idle, busy = [], []
         for number in range(rounds + 1):
             before = _p99(model, table, WINDOW * rounds)
-            during, count = _p99_while_staging(model, table, WINDOW * rounds, limit)
+            during = _p99_while_staging(model, table, WINDOW * rounds, limit)
             if number:
                 idle.append(before * 1e6)
                 busy.append(during * 1e6)
-                staged += count
         table.check(model)
         rate = f"staging {table.size} at {limit / 1e6:.0f} MB/s" if limit else f"staging {table.size}, unlimited"
         goal = UNDISTURBED if limit else None
@@ -60,18 +59,17 @@ def _p99(model: Model, table: Stored, window: float) -> float:
     return percentile(taken, 0.99)
 
 
-def _p99_while_staging(model: Model, table: Stored, window: float, limit: float | None) -> tuple[float, int]:
-    paths, taken, count = cycle(version.path for version in table.versions), [], 0
+def _p99_while_staging(model: Model, table: Stored, window: float, limit: float | None) -> float:
+    paths, taken = cycle(version.path for version in table.versions), []
     end = time.perf_counter() + window
     staged = model.stage(next(paths), background=True, rate_limit=limit)
     while time.perf_counter() < end:
         if staged.done:
             staged.discard()
-            count += 1
             staged = model.stage(next(paths), background=True, rate_limit=limit)
         taken.append(seconds(lambda: model(table.tokens)))
     staged.cancel()
-    return percentile(taken, 0.99), count
+    return percentile(taken, 0.99)
 
 
 def _cancels(large: Stored, rounds: int) -> Iterator[Row]:
