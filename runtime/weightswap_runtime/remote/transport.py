@@ -25,6 +25,11 @@ class Pin(NamedTuple):
     tag: str = ""
     modified: str = ""
 
+    @property
+    def exact_tag(self) -> str:
+        """The tag, if equal ones stand for equal bytes; those of weak ETags need not. RFC 9110, 8.8.1."""
+        return "" if self.tag.startswith("W/") else self.tag
+
     def differs(self, other: Pin) -> bool:
         """Whether the two are known to be of different contents."""
         pairs = ((self.tag, other.tag), (self.modified, other.modified))
@@ -32,7 +37,7 @@ class Pin(NamedTuple):
 
 
 class Opened(NamedTuple):
-    """The answer to the first request. `head` are the first bytes; `settles_in` seconds a later write shows."""
+    """The answer to the first request. `head` are the first bytes; `settles_in` seconds every later write shows."""
 
     pin: Pin
     head: bytes

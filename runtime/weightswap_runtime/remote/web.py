@@ -129,10 +129,15 @@ class WebObject:
 
     @staticmethod
     def _settles_in(response: aiohttp.ClientResponse) -> float:
-        """How long the second lasts in which the object may be written again without a trace."""
+        """How long the second lasts in which the object may be written again without a trace.
+
+        An ETag does not shorten it: many servers make theirs of the same second, and the size.
+        """
         date, modified = response.headers.get("Date"), response.headers.get("Last-Modified")
-        if "ETag" in response.headers or not (date and modified):
+        if not modified:
             return 0.0
+        if not date:
+            return CLOCK_TICK
         try:
             age = (parsedate_to_datetime(date) - parsedate_to_datetime(modified)).total_seconds()
         except (ValueError, TypeError):
@@ -143,6 +148,6 @@ class WebObject:
 def _conditions(pin: Pin | None) -> dict[str, str]:
     if pin is None:
         return {}
-    if pin.tag and not pin.tag.startswith("W/"):  # weak tags never match: RFC 9110, 13.1.1
-        return {"If-Match": pin.tag}
+    if pin.exact_tag:  # weak ones never match: RFC 9110, 13.1.1
+        return {"If-Match": pin.exact_tag}
     return {"If-Unmodified-Since": pin.modified} if pin.modified else {}
