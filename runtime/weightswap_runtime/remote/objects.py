@@ -17,7 +17,7 @@ from weightswap_runtime.errors import StageCancelled, WeightFileError
 from weightswap_runtime.sources import Check
 
 from .retries import persist
-from .transport import Opened, Transient, Transport, changed
+from .transport import Opened, Transient, Transport, changed, too_many
 
 T = TypeVar("T")
 POLL_SECONDS = 0.02  # how soon a cancel is noticed
@@ -194,7 +194,7 @@ class _Request:
 
     def _write(self, data: bytes) -> None:
         if self._at + len(data) > self._stop:
-            raise WeightFileError(f"{self._source.where}: the server sends more bytes than it was asked for")
+            raise too_many(self._source.where)
         self._landing.write(self._at - self._base, data)
         self._at += len(data)
 

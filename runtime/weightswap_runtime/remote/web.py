@@ -15,15 +15,18 @@ from weightswap_runtime.places import Url
 from .transport import (
     HEAD_BYTES,
     STALL,
+    ContentRange,
     Opened,
     Pin,
     Write,
     changed,
     check_range,
     failed,
+    gather,
     lost,
     parse_content_range,
     refused,
+    total_of,
 )
 
 CLOCK_TICK = 2.0  # seconds: Last-Modified has whole ones, and may be written before the last byte is
@@ -50,18 +53,16 @@ class WebObject:
             if response.status in (404, 410):
                 return None
             if response.status == 416:  # an empty object has no range
-                return Opened(self._pin(response, self._total(response)), b"")
+                return Opened(self._pin(response, total_of(self._range(response), self._where)), b"")
             self._check_status(response)
-            size = self._total(response)
-            if response.status == 200 and size > HEAD_BYTES:
+            found = self._range(response)
+            size = total_of(found, self._where)
+            wanted = min(size, HEAD_BYTES)
+            if response.status == 200 and size > wanted:
                 raise self._without_ranges()
-            head = await response.content.read(-1)
-            return Opened(self._pin(response, size), self._checked(head, size), self._settles_in(response))
-
-    def _checked(self, head: bytes, size: int) -> bytes:
-        if len(head) != min(size, HEAD_BYTES):
-            raise lost(self._url, EOFError(f"the answer has {len(head)} bytes"))
-        return head
+            check_range(found, 0, wanted, self._where)
+            head = await gather(response.content.iter_any(), wanted, self._where)
+            return Opened(self._pin(response, size), head, self._settles_in(response))
 
     async def fetch(self, pin: Pin, start: int, stop: int, write: Write) -> None:
         async with self._get(start, stop, pin) as response:
@@ -70,7 +71,7 @@ class WebObject:
             self._check_status(response)
             if response.status == 200:
                 raise self._without_ranges()
-            found = parse_content_range(response.headers.get("Content-Range"), self._where)
+            found = self._range(response)
             if pin.differs(self._pin(response, found.total or pin.size)):
                 raise changed(self._where)
             check_range(found, start, stop, self._where)
@@ -82,7 +83,7 @@ class WebObject:
             if response.status in (404, 410):
                 return None
             self._check_status(response)
-            return self._pin(response, self._total(response))
+            return self._pin(response, total_of(self._range(response), self._where))
 
     @asynccontextmanager
     async def _get(self, start: int, stop: int, pin: Pin | None = None) -> AsyncIterator[aiohttp.ClientResponse]:
@@ -108,14 +109,10 @@ class WebObject:
         if response.headers.get("Content-Encoding", "identity") != "identity":
             raise WeightFileError(f"{self._where}: the server compresses it, so that ranges of it cannot be read")
 
-    def _total(self, response: aiohttp.ClientResponse) -> int:
-        if response.status == 200:
-            size = response.content_length
-        else:
-            size = parse_content_range(response.headers.get("Content-Range"), self._where).total
-        if size is None:
-            raise WeightFileError(f"{self._where}: the server does not say how large it is")
-        return size
+    def _range(self, response: aiohttp.ClientResponse) -> ContentRange:
+        if response.status == 200:  # the whole object
+            return ContentRange(0, response.content_length, response.content_length)
+        return parse_content_range(response.headers.get("Content-Range"), self._where)
 
     def _without_ranges(self) -> WeightFileError:
         return WeightFileError(

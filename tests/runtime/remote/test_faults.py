@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import pytest
 
-from tests.servers import Answer, Asked, Handler, WebServer
+from tests.servers import Answer, WebServer
 from tests.tiny import WriteWeights, serves
 from weightswap_runtime import Model, WeightFileError
 from weightswap_runtime.sources import open_source, read_small
 
 from .answers import (
     DATA_START,
+    ENDLESS_PIECES,
+    PIECE,
     always,
     compressed,
     dropped,
+    endless,
     everything,
     for_the_first,
     is_data,
@@ -100,19 +103,37 @@ OPENING: dict[str, tuple[Answer, str]] = {
     "empty": (status(416, Content_Range="bytes */0"), "0 bytes"),
     "no size": (status(206, Content_Range="bytes 0-99/*"), "does not say how large it is"),
     "truncated": (truncated, "cannot be opened, after 6 attempt"),
+    "another range": (other_range, "asked for the bytes 0 to 4100 and answers with 1 to 4101"),
+    "more": (too_much, "sends more bytes than it was asked for"),
+    "less": (shorter_than_asked, r"after 6 attempt\(s\) .the answer has 4099 bytes, expected 4100"),
+    "no end": (endless, "sends more bytes than it was asked for"),
 }
 
 
 @pytest.mark.parametrize(("answer", "says"), OPENING.values(), ids=OPENING)
 def test_what_cannot_be_opened_is_refused(answer: Answer, says: str, model: Model, server: WebServer) -> None:
-    def fault(handler: Handler, asked: Asked) -> bool:
-        answer(handler, asked)
-        return True
-
-    server.fault = fault
+    server.fault = lambda handler, asked: answer(handler, asked) is None
     with pytest.raises(WeightFileError, match=says):
         model.swap(server.put("v2.safetensors", bytes(9000)))
     assert serves(model, 1)
+    assert server.sent < ENDLESS_PIECES * len(PIECE)
+
+
+OPENING_S3 = {what: OPENING[what] for what in ("no size", "another range", "more", "less", "no end")} | {
+    "everything": (everything, "asked for the bytes 0 to 4100 and answers with 0 to 9000"),
+}
+
+
+@pytest.mark.parametrize(("answer", "says"), OPENING_S3.values(), ids=OPENING_S3)
+def test_what_cannot_be_opened_in_a_bucket_is_refused(
+    answer: Answer, says: str, model: Model, s3_like: WebServer
+) -> None:
+    s3_like.put("weights/v2.safetensors", bytes(9000))
+    s3_like.fault = lambda handler, asked: answer(handler, asked) is None
+    with pytest.raises(WeightFileError, match=says):
+        model.swap("s3://weights/v2.safetensors")
+    assert serves(model, 1)
+    assert s3_like.sent < ENDLESS_PIECES * len(PIECE)
 
 
 def test_a_server_that_is_not_there_is_named(model: Model) -> None:
