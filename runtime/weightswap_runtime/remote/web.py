@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from email.utils import parsedate_to_datetime
@@ -9,7 +10,7 @@ from typing import Any
 
 import aiohttp
 
-from weightswap_runtime.errors import WeightFileError
+from weightswap_runtime.errors import DamagedFile, Unsupported
 from weightswap_runtime.places import Url
 
 from .transport import (
@@ -29,6 +30,7 @@ from .transport import (
     total_of,
 )
 
+_PAGE = re.compile(rb"(?:\xef\xbb\xbf)?\s*<(?:!doctype|html)", re.IGNORECASE)
 CLOCK_TICK = 2.0  # seconds: Last-Modified has whole ones, and may be written before the last byte is
 _PERMANENT = (
     aiohttp.ClientResponseError,  # not HTTP; statuses do not raise it
@@ -56,13 +58,29 @@ class WebObject:
                 return Opened(self._pin(response, total_of(self._range(response), self._where)), b"")
             self._check_status(response)
             found = self._range(response)
+            if response.status == 200:
+                self._check_whole(response)
             size = total_of(found, self._where)
             wanted = min(size, HEAD_BYTES)
-            if response.status == 200 and size > wanted:
-                raise self._without_ranges()
             check_range(found, 0, wanted, self._where)
             head = await gather(response.content.iter_any(), wanted, self._where)
+            if _PAGE.match(head):
+                raise self._web_page()
             return Opened(self._pin(response, size), head, self._settles_in(response))
+
+    def _check_whole(self, response: aiohttp.ClientResponse) -> None:
+        """Raise unless an answer that is no range is all of a small object."""
+        size = response.content_length
+        if response.content_type == "text/html" and (size is None or size > HEAD_BYTES):
+            raise self._web_page()
+        if size is not None and size > HEAD_BYTES:
+            raise self._without_ranges()
+
+    def _web_page(self) -> DamagedFile:
+        return DamagedFile(
+            f"{self._where}: the server answers with a web page, not a file. Check the URL; a folder's ends with a "
+            "slash."
+        )
 
     async def fetch(self, pin: Pin, start: int, stop: int, write: Write) -> None:
         async with self._get(start, stop, pin) as response:
@@ -107,15 +125,15 @@ class WebObject:
             retry_after = response.headers.get("Retry-After")
             raise refused(self._where, response.status, response.reason or "", retry_after)
         if response.headers.get("Content-Encoding", "identity") != "identity":
-            raise WeightFileError(f"{self._where}: the server compresses it, so that ranges of it cannot be read")
+            raise Unsupported(f"{self._where}: the server compresses it, so that ranges of it cannot be read")
 
     def _range(self, response: aiohttp.ClientResponse) -> ContentRange:
         if response.status == 200:  # the whole object
             return ContentRange(0, response.content_length, response.content_length)
         return parse_content_range(response.headers.get("Content-Range"), self._where)
 
-    def _without_ranges(self) -> WeightFileError:
-        return WeightFileError(
+    def _without_ranges(self) -> Unsupported:
+        return Unsupported(
             f"{self._where}: the server does not serve ranges of bytes. Use one that does, or copy the file and swap "
             "the copy."
         )
