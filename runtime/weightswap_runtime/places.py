@@ -12,7 +12,9 @@ from .errors import Unsupported, WeightFileError
 
 HIDDEN = "***"
 _PUBLIC = ("versionId", "generation")
-_USER = re.compile(r"(?<=://)[^/?#\s]*@")
+_AUTHORITY = re.compile(r"[^/?#\s]*")
+_HOST = re.compile(r"(?:[^:@]*|\[[^\]]*\])(?::\d*)?")
+_MISTYPED = re.compile(r"https?:", re.IGNORECASE)
 _URL = re.compile(r"[A-Za-z][\w+.-]*://[^\s'\"<>]+")
 _VERSION = re.compile(r"\?versionId=[^/?]*$|#\d+$")  # the version of an object of S3, or of Google Cloud Storage
 
@@ -96,11 +98,29 @@ def as_place(path: object) -> Place:
             "write one with weightswap_exporter.pack()"
         )
     if not isinstance(path, str) or not is_url(path):
+        _check_no_url(path)
         return Path(path)
     url = Url(path)
     if "::" in path:
         raise Unsupported(f"{url}: chained URLs are not read; name the object itself")
+    _check_encoded(url)
     return _local(url) if url.protocol == "file" else url
+
+
+def _check_no_url(path: str | os.PathLike[str]) -> None:
+    if isinstance(path, str) and _MISTYPED.match(path):
+        protocol = path.partition(":")[0]
+        raise WeightFileError(f"{protocol}:{HIDDEN}: not a URL; expected {protocol}:// and a host")
+
+
+def _check_encoded(url: Url) -> None:
+    """Raise WeightFileError where the host of a web server seems to end in the middle of a password."""
+    authority = _authority(url.raw.partition("://")[2])
+    if url.is_web and _has_late_user(url.raw) and "@" not in authority and not _HOST.fullmatch(authority):
+        raise WeightFileError(
+            f"{url}: user and password cannot be told from the rest; write them percent-encoded "
+            "(urllib.parse.quote(password, safe=''))"
+        )
 
 
 def _local(url: Url) -> Path:
@@ -116,7 +136,12 @@ def printable(path: object) -> str:
 
 
 def redact(text: str, url: str = "") -> str:
-    """A message in which every URL, and `url` also without its protocol, is printed without secrets."""
+    """A message in which every URL, and `url` also without its protocol, is printed without secrets.
+
+    Where `url` is taken apart in the middle of a password, nothing of the message is.
+    """
+    if _has_late_user(url):
+        return HIDDEN
     if rest := _rest(url):
         text = text.replace(rest, _rest(_without_secrets(url)))
     return _URL.sub(lambda found: _without_secrets(found[0]), text)
@@ -128,11 +153,41 @@ def _rest(url: str) -> str:
 
 def _without_secrets(url: str) -> str:
     """Without user and password, without the values of a query, and without a web page's fragment."""
-    text = _USER.sub(f"{HIDDEN}@", url)
+    text = _without_user(url)
     if text.lower().startswith("http"):
         text = text.partition("#")[0]
     place, mark, query = text.partition("?")
     return place + mark + "&".join(map(_without_value, query.split("&"))) if mark else text
+
+
+def _without_user(url: str) -> str:
+    """Without what stands before the last `@`, as a password may not be percent-encoded.
+
+    What follows it may then be a value of a query, and is hidden, too.
+    """
+    if not _may_have_user(url):
+        return url
+    scheme, slashes, rest = url.partition("://")
+    user, _, place = rest.rpartition("@")
+    return f"{scheme}{slashes}{HIDDEN}" + ("" if "?" in user or "#" in user else f"@{place}")
+
+
+def _may_have_user(url: str) -> bool:
+    """Whether there is an `@` that may end a user. In a key of a bucket it does not, unless a colon stands before."""
+    rest = url.partition("://")[2]
+    authority = _authority(rest)
+    return "@" in rest and (url.lower().startswith("http") or ":" in authority or "@" in authority)
+
+
+def _has_late_user(url: str) -> bool:
+    """Whether a user may end behind what is taken for the host."""
+    rest = url.partition("://")[2]
+    return _may_have_user(url) and "@" in rest[len(_authority(rest)) :]
+
+
+def _authority(rest: str) -> str:
+    found = _AUTHORITY.match(rest)
+    return found[0] if found else ""
 
 
 def _without_value(parameter: str) -> str:

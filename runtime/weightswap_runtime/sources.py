@@ -43,7 +43,10 @@ class ByteSource(Protocol):
         ...
 
     def settle(self) -> None:
-        """Wait until `check_unchanged` would notice every later write. Raises WeightFileError if it never would."""
+        """Wait until `check_unchanged` would notice every later write.
+
+        Raises WeightFileError if it never would, and if what a remote source has given before is no longer there.
+        """
         ...
 
     def check_unchanged(self) -> None:

@@ -102,5 +102,6 @@ class GenericObject:
 
 def _identity(info: Mapping[str, Any]) -> tuple[str, str]:
     """What shows that an object has changed: of its content, and of its time."""
-    tag = next((f"{key}={info[key]}" for key in CONTENT_KEYS if info.get(key)), "")
+    exact = (key for key in CONTENT_KEYS if info.get(key) and not str(info[key]).startswith("W/"))
+    tag = next((f"{key}={info[key]}" for key in exact), "")
     return tag, next((f"{key}={info[key]}" for key in TIME_KEYS if info.get(key)), "")

@@ -9,14 +9,15 @@ from collections.abc import Callable, Coroutine
 from concurrent.futures import wait
 from itertools import accumulate
 from threading import Lock
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 from weakref import WeakKeyDictionary
 
+from weightswap_runtime.digests import digest_of
 from weightswap_runtime.errors import StageCancelled, WeightFileError
 from weightswap_runtime.sources import Check
 
 from .retries import persist
-from .transport import Opened, Transient, Transport, changed
+from .transport import Opened, Transient, Transport, changed, too_many
 
 T = TypeVar("T")
 POLL_SECONDS = 0.02  # how soon a cancel is noticed
@@ -67,6 +68,14 @@ class Landing:
             self._buffers = []
 
 
+class _Early(NamedTuple):
+    """What was read while the object could still be written without a trace."""
+
+    start: int
+    size: int
+    digest: str
+
+
 class RemoteObject:
     """A ByteSource over a Transport. Up to MOST_REQUESTS ranges of RANGE_BYTES are under way at once.
 
@@ -79,6 +88,8 @@ class RemoteObject:
         self.where = where
         self._transport = transport
         self._pin, self._head, self._settles_in = opened
+        self._settled_at = time.monotonic() + self._settles_in
+        self._early: list[_Early] = []
         self._loop = loop
         self._check = check
 
@@ -87,12 +98,14 @@ class RemoteObject:
         return self._pin.size
 
     def read_into(self, buffers: list[memoryview], offset: int) -> None:
-        landing = Landing(buffers)
+        landing, early = Landing(buffers), time.monotonic() < self._settled_at
         try:
             if offset + landing.size <= len(self._head):
                 landing.write(0, self._head[offset : offset + landing.size])
             else:
                 wait_for(self._loop(), self._read(landing, offset), self._check)
+                if early:
+                    self._early.append(_Early(offset, landing.size, digest_of(buffers)))
         finally:
             landing.close()
 
@@ -116,20 +129,35 @@ class RemoteObject:
             await self._transport.fetch(self._pin, start, stop, write)
 
     def settle(self) -> None:
-        """Wait until the server's clock has left the second in which the object was written, where it has no ETag."""
+        """Wait until the server's clock has left the second in which the object was written.
+
+        What was read before must then still be there.
+        """
         if self._is_whole:
             return
-        if not (self._pin.tag or self._pin.modified):
+        if not (self._pin.exact_tag or self._pin.modified):
             raise WeightFileError(
-                f"{self.where}: has neither digests nor anything that shows when it changes (an ETag, Last-Modified). "
-                "Pack it with weightswap, or serve it with an ETag."
+                f"{self.where}: has neither digests nor anything that shows when it changes (a strong ETag, "
+                "Last-Modified). Pack it with weightswap, or serve it with a strong ETag."
             )
-        until = time.monotonic() + self._settles_in
-        while (left := until - time.monotonic()) > 0:
+        while (left := self._settled_at - time.monotonic()) > 0:
             self._check()
             time.sleep(min(left, POLL_SECONDS))
         if self._settles_in:
-            self.check_unchanged()
+            self._compare_with_early()
+
+    def _compare_with_early(self) -> None:
+        """Raise WeightFileError unless the object still has what was read before it had settled."""
+        work = persist(self._transport.open, lambda: f"{self.where}: cannot be read")
+        opened = wait_for(self._loop(), work, self._check)
+        if opened is None or self._pin.differs(opened.pin) or opened.head != self._head:
+            raise changed(self.where)
+        for start, size, digest in self._early:
+            again = memoryview(bytearray(size))
+            self.read_into([again], start)
+            if digest_of([again]) != digest:
+                raise changed(self.where)
+        self._early.clear()
 
     @property
     def _is_whole(self) -> bool:
@@ -166,7 +194,7 @@ class _Request:
 
     def _write(self, data: bytes) -> None:
         if self._at + len(data) > self._stop:
-            raise WeightFileError(f"{self._source.where}: the server sends more bytes than it was asked for")
+            raise too_many(self._source.where)
         self._landing.write(self._at - self._base, data)
         self._at += len(data)
 

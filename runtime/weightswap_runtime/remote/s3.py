@@ -21,9 +21,11 @@ from .transport import (
     changed,
     check_range,
     failed,
+    gather,
     lost,
     parse_content_range,
     refused,
+    total_of,
 )
 
 CHUNK = 256 << 10
@@ -49,19 +51,19 @@ class S3Object:
         try:
             async with self._call("get_object", Range=f"bytes=0-{HEAD_BYTES - 1}") as answer:
                 found = self._range(answer)
+                size = total_of(found, self._where)
+                wanted = min(size, HEAD_BYTES)
+                check_range(found, 0, wanted, self._where)
                 body = answer["Body"]
                 try:
-                    head: bytes = await body.read()
+                    head = await gather(body.iter_chunks(CHUNK), wanted, self._where)
                 finally:
                     body.close()
         except _Missing:
             return None
         except _Unsatisfiable:
             return Opened(Pin(0), b"")
-        pin = Pin(found.total or 0, answer.get("ETag", ""))
-        if len(head) != min(pin.size, HEAD_BYTES):
-            raise lost(self._url, EOFError(f"the answer has {len(head)} bytes"))
-        return Opened(pin, head)
+        return Opened(Pin(size, answer.get("ETag", "")), head)
 
     async def fetch(self, pin: Pin, start: int, stop: int, write: Write) -> None:
         try:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterable, Callable
 from email.utils import parsedate_to_datetime
 from typing import NamedTuple, Protocol
 
@@ -25,6 +25,11 @@ class Pin(NamedTuple):
     tag: str = ""
     modified: str = ""
 
+    @property
+    def exact_tag(self) -> str:
+        """The tag, if equal ones stand for equal bytes; those of weak ETags need not. RFC 9110, 8.8.1."""
+        return "" if self.tag.startswith("W/") else self.tag
+
     def differs(self, other: Pin) -> bool:
         """Whether the two are known to be of different contents."""
         pairs = ((self.tag, other.tag), (self.modified, other.modified))
@@ -32,7 +37,7 @@ class Pin(NamedTuple):
 
 
 class Opened(NamedTuple):
-    """The answer to the first request. `head` are the first bytes; `settles_in` seconds a later write shows."""
+    """The answer to the first request. `head` are the first bytes; `settles_in` seconds every later write shows."""
 
     pin: Pin
     head: bytes
@@ -107,6 +112,25 @@ def _seconds(retry_after: str | None) -> float:
         return 0.0
 
 
+async def gather(pieces: AsyncIterable[bytes], size: int, where: str) -> bytes:
+    """The bytes of an answer. No more are read than one piece beyond `size`.
+
+    Raises WeightFileError if there are more, and Transient if there are fewer.
+    """
+    content = bytearray()
+    async for piece in pieces:
+        content += piece
+        if len(content) > size:
+            raise too_many(where)
+    if len(content) < size:
+        raise Transient(f"the answer has {len(content)} bytes, expected {size}")
+    return bytes(content)
+
+
+def too_many(where: str) -> WeightFileError:
+    return WeightFileError(f"{where}: the server sends more bytes than it was asked for")
+
+
 class ContentRange(NamedTuple):
     """`bytes start-end/total` with `stop` behind the end; None for what a server does not say."""
 
@@ -122,6 +146,13 @@ def parse_content_range(text: str | None, where: str) -> ContentRange:
         raise WeightFileError(f"{where}: the server answers with the Content-Range {text!r}, which cannot be read")
     start, end, total = (int(number) if number and number != "*" else None for number in found.groups())
     return ContentRange(start, None if end is None else end + 1, total)
+
+
+def total_of(found: ContentRange, where: str) -> int:
+    """How large the object is. Raises WeightFileError if the server does not say."""
+    if found.total is None:
+        raise WeightFileError(f"{where}: the server does not say how large it is")
+    return found.total
 
 
 def check_range(found: ContentRange, start: int, stop: int, where: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from email.utils import parsedate_to_datetime
@@ -9,23 +10,27 @@ from typing import Any
 
 import aiohttp
 
-from weightswap_runtime.errors import WeightFileError
+from weightswap_runtime.errors import DamagedFile, Unsupported
 from weightswap_runtime.places import Url
 
 from .transport import (
     HEAD_BYTES,
     STALL,
+    ContentRange,
     Opened,
     Pin,
     Write,
     changed,
     check_range,
     failed,
+    gather,
     lost,
     parse_content_range,
     refused,
+    total_of,
 )
 
+_PAGE = re.compile(rb"(?:\xef\xbb\xbf)?\s*<(?:!doctype|html)", re.IGNORECASE)
 CLOCK_TICK = 2.0  # seconds: Last-Modified has whole ones, and may be written before the last byte is
 _PERMANENT = (
     aiohttp.ClientResponseError,  # not HTTP; statuses do not raise it
@@ -50,18 +55,32 @@ class WebObject:
             if response.status in (404, 410):
                 return None
             if response.status == 416:  # an empty object has no range
-                return Opened(self._pin(response, self._total(response)), b"")
+                return Opened(self._pin(response, total_of(self._range(response), self._where)), b"")
             self._check_status(response)
-            size = self._total(response)
-            if response.status == 200 and size > HEAD_BYTES:
-                raise self._without_ranges()
-            head = await response.content.read(-1)
-            return Opened(self._pin(response, size), self._checked(head, size), self._settles_in(response))
+            found = self._range(response)
+            if response.status == 200:
+                self._check_whole(response)
+            size = total_of(found, self._where)
+            wanted = min(size, HEAD_BYTES)
+            check_range(found, 0, wanted, self._where)
+            head = await gather(response.content.iter_any(), wanted, self._where)
+            if _PAGE.match(head):
+                raise self._web_page()
+            return Opened(self._pin(response, size), head, self._settles_in(response))
 
-    def _checked(self, head: bytes, size: int) -> bytes:
-        if len(head) != min(size, HEAD_BYTES):
-            raise lost(self._url, EOFError(f"the answer has {len(head)} bytes"))
-        return head
+    def _check_whole(self, response: aiohttp.ClientResponse) -> None:
+        """Raise unless an answer that is no range is all of a small object."""
+        size = response.content_length
+        if response.content_type == "text/html" and (size is None or size > HEAD_BYTES):
+            raise self._web_page()
+        if size is not None and size > HEAD_BYTES:
+            raise self._without_ranges()
+
+    def _web_page(self) -> DamagedFile:
+        return DamagedFile(
+            f"{self._where}: the server answers with a web page, not a file. Check the URL; a folder's ends with a "
+            "slash."
+        )
 
     async def fetch(self, pin: Pin, start: int, stop: int, write: Write) -> None:
         async with self._get(start, stop, pin) as response:
@@ -70,7 +89,7 @@ class WebObject:
             self._check_status(response)
             if response.status == 200:
                 raise self._without_ranges()
-            found = parse_content_range(response.headers.get("Content-Range"), self._where)
+            found = self._range(response)
             if pin.differs(self._pin(response, found.total or pin.size)):
                 raise changed(self._where)
             check_range(found, start, stop, self._where)
@@ -82,7 +101,7 @@ class WebObject:
             if response.status in (404, 410):
                 return None
             self._check_status(response)
-            return self._pin(response, self._total(response))
+            return self._pin(response, total_of(self._range(response), self._where))
 
     @asynccontextmanager
     async def _get(self, start: int, stop: int, pin: Pin | None = None) -> AsyncIterator[aiohttp.ClientResponse]:
@@ -106,19 +125,15 @@ class WebObject:
             retry_after = response.headers.get("Retry-After")
             raise refused(self._where, response.status, response.reason or "", retry_after)
         if response.headers.get("Content-Encoding", "identity") != "identity":
-            raise WeightFileError(f"{self._where}: the server compresses it, so that ranges of it cannot be read")
+            raise Unsupported(f"{self._where}: the server compresses it, so that ranges of it cannot be read")
 
-    def _total(self, response: aiohttp.ClientResponse) -> int:
-        if response.status == 200:
-            size = response.content_length
-        else:
-            size = parse_content_range(response.headers.get("Content-Range"), self._where).total
-        if size is None:
-            raise WeightFileError(f"{self._where}: the server does not say how large it is")
-        return size
+    def _range(self, response: aiohttp.ClientResponse) -> ContentRange:
+        if response.status == 200:  # the whole object
+            return ContentRange(0, response.content_length, response.content_length)
+        return parse_content_range(response.headers.get("Content-Range"), self._where)
 
-    def _without_ranges(self) -> WeightFileError:
-        return WeightFileError(
+    def _without_ranges(self) -> Unsupported:
+        return Unsupported(
             f"{self._where}: the server does not serve ranges of bytes. Use one that does, or copy the file and swap "
             "the copy."
         )
@@ -129,10 +144,15 @@ class WebObject:
 
     @staticmethod
     def _settles_in(response: aiohttp.ClientResponse) -> float:
-        """How long the second lasts in which the object may be written again without a trace."""
+        """How long the second lasts in which the object may be written again without a trace.
+
+        An ETag does not shorten it: many servers make theirs of the same second, and the size.
+        """
         date, modified = response.headers.get("Date"), response.headers.get("Last-Modified")
-        if "ETag" in response.headers or not (date and modified):
+        if not modified:
             return 0.0
+        if not date:
+            return CLOCK_TICK
         try:
             age = (parsedate_to_datetime(date) - parsedate_to_datetime(modified)).total_seconds()
         except (ValueError, TypeError):
@@ -143,6 +163,6 @@ class WebObject:
 def _conditions(pin: Pin | None) -> dict[str, str]:
     if pin is None:
         return {}
-    if pin.tag and not pin.tag.startswith("W/"):  # weak tags never match: RFC 9110, 13.1.1
-        return {"If-Match": pin.tag}
+    if pin.exact_tag:  # weak ones never match: RFC 9110, 13.1.1
+        return {"If-Match": pin.exact_tag}
     return {"If-Unmodified-Since": pin.modified} if pin.modified else {}

@@ -73,6 +73,22 @@ def too_much(handler: Handler, asked: Asked) -> None:
     handler.reply(206, content.data[asked.start : asked.stop] + b"x", handler.headers_of(content, asked))
 
 
+ENDLESS_PIECES, PIECE = 64, bytes(1 << 20)  # of an answer that would be endless if somebody read on
+
+
+def endless(handler: Handler, asked: Asked) -> None:
+    """The range that was asked for, and far more than it."""
+    content = handler.web.contents[asked.path]
+    handler.send_response(206)
+    for name, value in (handler.headers_of(content, asked) | {"Transfer-Encoding": "chunked"}).items():
+        handler.send_header(name, value)
+    handler.end_headers()
+    for _ in range(ENDLESS_PIECES):
+        handler.wfile.write(b"%x\r\n%b\r\n" % (len(PIECE), PIECE))
+        handler.web.sent += len(PIECE)
+    handler.wfile.write(b"0\r\n\r\n")
+
+
 def compressed(handler: Handler, asked: Asked) -> None:
     content = handler.web.contents[asked.path]
     data = content.data[asked.start : asked.stop]

@@ -50,6 +50,19 @@ def s3_bucket(s3_server: S3Server, monkeypatch: pytest.MonkeyPatch) -> S3Bucket:
 
 
 @pytest.fixture
+def s3_like(server: WebServer, monkeypatch: pytest.MonkeyPatch) -> WebServer:
+    """A web server that is asked for the objects of S3 buckets."""
+    options = {
+        "endpoint_url": server.url,
+        "key": "test",
+        "secret": "test",
+        "client_kwargs": {"region_name": "us-east-1"},
+    }
+    monkeypatch.setitem(fsspec.config.conf, "s3", options)
+    return server
+
+
+@pytest.fixture
 def gs_bucket(monkeypatch: pytest.MonkeyPatch) -> Iterator[CloudBucket]:
     from gcsfs.core import GCSFileSystem  # without gRPC
 

@@ -6,14 +6,17 @@ import pytest
 
 from tests.servers import Answer, Asked, Handler, WebServer
 from tests.tiny import WriteWeights, serves
-from weightswap_runtime import Model, WeightFileError
+from weightswap_runtime import DamagedFile, Model, Unsupported, WeightFileError
 from weightswap_runtime.sources import open_source, read_small
 
 from .answers import (
     DATA_START,
+    ENDLESS_PIECES,
+    PIECE,
     always,
     compressed,
     dropped,
+    endless,
     everything,
     for_the_first,
     is_data,
@@ -24,6 +27,7 @@ from .answers import (
     truncated,
     without_a_range,
 )
+from .contents import until
 
 PASSING = {
     "drops": dropped,
@@ -83,7 +87,7 @@ def test_what_lasts_is_refused_and_the_model_serves_on(
     answer: Answer, says: str, model: Model, weight_file: WriteWeights, server: WebServer
 ) -> None:
     server.fault = always(answer)
-    with pytest.raises(WeightFileError, match=says) as refused:
+    with pytest.raises((WeightFileError, Unsupported), match=says) as refused:
         model.swap(server.put("v2.safetensors", weight_file(2).read_bytes()))
     assert str(refused.value).startswith(f"{server.url}/v2.safetensors: ")
     assert serves(model, 1)
@@ -96,23 +100,117 @@ OPENING: dict[str, tuple[Answer, str]] = {
     "404": (status(404), "cannot be opened .there is no such object"),
     "403": (status(403), "the server refuses .403 Forbidden"),
     "503": (status(503), r"cannot be opened, after 6 attempt\(s\) .503 Service Unavailable"),
-    "no ranges": (everything, "does not serve ranges of bytes"),
     "empty": (status(416, Content_Range="bytes */0"), "0 bytes"),
     "no size": (status(206, Content_Range="bytes 0-99/*"), "does not say how large it is"),
     "truncated": (truncated, "cannot be opened, after 6 attempt"),
+    "another range": (other_range, "asked for the bytes 0 to 4100 and answers with 1 to 4101"),
+    "more": (too_much, "sends more bytes than it was asked for"),
+    "less": (shorter_than_asked, r"after 6 attempt\(s\) .the answer has 4099 bytes, expected 4100"),
+    "no end": (endless, "sends more bytes than it was asked for"),
 }
 
 
 @pytest.mark.parametrize(("answer", "says"), OPENING.values(), ids=OPENING)
 def test_what_cannot_be_opened_is_refused(answer: Answer, says: str, model: Model, server: WebServer) -> None:
-    def fault(handler: Handler, asked: Asked) -> bool:
-        answer(handler, asked)
-        return True
-
-    server.fault = fault
+    server.fault = lambda handler, asked: answer(handler, asked) is None
     with pytest.raises(WeightFileError, match=says):
         model.swap(server.put("v2.safetensors", bytes(9000)))
     assert serves(model, 1)
+    assert server.sent < ENDLESS_PIECES * len(PIECE)
+
+
+def whole(content_type: str, body: bytes) -> Answer:
+    """Answer with 200, whatever the range."""
+    return lambda handler, asked: handler.reply(200, body, {"Content-Type": content_type})
+
+
+def of_unknown_length(content_type: str) -> Answer:
+    def answer(handler: Handler, asked: Asked) -> None:
+        handler.send_response(200)
+        handler.send_header("Content-Type", content_type)
+        handler.end_headers()
+        handler.wfile.write(LISTING)
+        handler.close_connection = True
+
+    return answer
+
+
+LISTING = b"<!DOCTYPE html><title>Index of /weights</title>"
+PAGES: dict[str, Answer] = {
+    "a listing": whole("text/html; charset=utf-8", LISTING),
+    "a page of another type": whole("application/octet-stream", b"\xef\xbb\xbf\n<HTML><body>" + LISTING),
+    "a long page": whole("text/html", b"<!-- a comment -->" + LISTING.ljust(9000)),
+    "a page of unknown length": of_unknown_length("text/html"),
+}
+
+
+@pytest.mark.parametrize("answer", PAGES.values(), ids=PAGES)
+def test_a_web_page_is_named(answer: Answer, model: Model, server: WebServer) -> None:
+    server.fault = lambda handler, asked: answer(handler, asked) is None
+    with pytest.raises(DamagedFile, match=r"/weights: the server answers with a web page.*a folder.s ends"):
+        model.swap(f"{server.url}/weights")
+    assert serves(model, 1)
+
+
+def test_what_is_no_web_page_is_not_called_one(model: Model, weight_file: WriteWeights, server: WebServer) -> None:
+    server.fault = lambda handler, asked: of_unknown_length("text/plain")(handler, asked) is None
+    with pytest.raises(WeightFileError, match="does not say how large it is"):
+        model.swap(f"{server.url}/v.safetensors")
+    server.fault = lambda handler, asked: "goldens" not in asked.path and mistyped(handler, asked) is None
+    model.swap(server.put("v2.safetensors", weight_file(2).read_bytes()))
+    assert serves(model, 2)
+
+
+def mistyped(handler: Handler, asked: Asked) -> None:
+    content = handler.web.contents[asked.path]
+    headers = handler.headers_of(content, asked) | {"Content-Type": "text/html"}
+    handler.reply(206, content.data[asked.start : asked.stop], headers)
+
+
+LACKING: dict[str, tuple[Answer, str]] = {
+    "no ranges": (everything, "does not serve ranges of bytes. Use one that does"),
+    "compressed": (compressed, "the server compresses it"),
+}
+
+
+@pytest.mark.parametrize(("answer", "says"), LACKING.values(), ids=LACKING)
+def test_a_server_that_lacks_what_is_needed_is_not_asked_again(
+    answer: Answer, says: str, model: Model, weight_file: WriteWeights, server: WebServer
+) -> None:
+    """A watcher skips the file; it sees the names in the page that such a server has for a folder."""
+
+    def fault(handler: Handler, asked: Asked) -> bool:
+        if asked.path == "/outbox/":
+            handler.reply(200, b'<a href="v2.safetensors">v2</a>', {"Content-Type": "text/html"})
+        else:
+            answer(handler, asked)
+        return True
+
+    server.put("outbox/v2.safetensors", weight_file(2).read_bytes())
+    server.fault = fault
+    with model.watch(f"{server.url}/outbox/", interval=0.01) as watcher:
+        until(lambda: "v2.safetensors" in watcher.skipped)
+    error = watcher.skipped["v2.safetensors"]
+    assert isinstance(error, Unsupported)
+    assert says in str(error)
+    assert serves(model, 1)
+
+
+OPENING_S3 = {what: OPENING[what] for what in ("no size", "another range", "more", "less", "no end")} | {
+    "everything": (everything, "asked for the bytes 0 to 4100 and answers with 0 to 9000"),
+}
+
+
+@pytest.mark.parametrize(("answer", "says"), OPENING_S3.values(), ids=OPENING_S3)
+def test_what_cannot_be_opened_in_a_bucket_is_refused(
+    answer: Answer, says: str, model: Model, s3_like: WebServer
+) -> None:
+    s3_like.put("weights/v2.safetensors", bytes(9000))
+    s3_like.fault = lambda handler, asked: answer(handler, asked) is None
+    with pytest.raises(WeightFileError, match=says):
+        model.swap("s3://weights/v2.safetensors")
+    assert serves(model, 1)
+    assert s3_like.sent < ENDLESS_PIECES * len(PIECE)
 
 
 def test_a_server_that_is_not_there_is_named(model: Model) -> None:

@@ -14,7 +14,7 @@ from tests.runtime.test_public import imported_by
 from tests.servers import WebServer
 from tests.tiny import TinyArtifact, WriteWeights, serves
 from weightswap_runtime import Event, Model, Unsupported, WeightFileError, load
-from weightswap_runtime.places import Url, printable, redact
+from weightswap_runtime.places import Url, as_place, printable, redact
 
 from .answers import DATA_START, compressed, dropped, everything, other_range, status, too_much
 
@@ -41,7 +41,19 @@ def test_an_unsupported_url_is_refused(url: str, says: str, model: Model) -> Non
 
 SECRETS = {
     "https://me:secret@host/a.safetensors": "https://***@host/a.safetensors",
-    "https://secret@host:80/a@b": "https://***@host:80/a@b",
+    "https://secret@host:80/a": "https://***@host:80/a",
+    "https://secret@host:80/a@b": "https://***@b",
+    "http://me:sec/ret@host/a": "http://***@host/a",
+    "http://me:1/secret@host/a": "http://***@host/a",
+    "http://me:sec ret@host/a": "http://***@host/a",
+    "http://me:sec@ret@host/a?sig=secret": "http://***@host/a?sig=***",
+    "http://me:s@ec/ret@host/a": "http://***@host/a",
+    "http://me:sec#ret@host/a": "http://***",
+    "http://me:sec?ret=@host/a": "http://***",
+    "https://sec/ret@host/a": "https://***@host/a",
+    "https://host/a?email=me@secret": "https://***",
+    "s3://key:sec/ret@bucket/a": "s3://***@bucket/a",
+    "s3://bucket/a@b:c": "s3://bucket/a@b:c",
     "https://host/a?X-Amz-Signature=secret&versionId=7": "https://host/a?X-Amz-Signature=***&versionId=7",
     "https://host/a?secret": "https://host/a?***",
     "HTTPS://host/a#secret": "HTTPS://host/a",
@@ -57,6 +69,44 @@ def test_secrets_are_not_shown(url: str, shown: str) -> None:
     assert repr(Url(url)) == f"Url({shown!r})"
     if " " not in url:
         assert redact(f"before '{url}', after") == f"before '{shown}', after"
+
+
+CARELESS = {
+    "http://me:hunt/er2@localhost:1/v.safetensors": "http://***@localhost:1/v.safetensors",
+    "http://me:hunt er2@localhost:1/v.safetensors": "http://***@localhost:1/v.safetensors",
+    "http://me:hunt#er2@localhost:1/v.safetensors": "http://***",
+    "http://me:hunt?er2=@localhost:1/v.safetensors": "http://***",
+    "http://me:hunt\ner2@localhost:1/v.safetensors": "http://***@localhost:1/v.safetensors",
+}
+
+
+@pytest.mark.parametrize(("url", "shown"), CARELESS.items(), ids=CARELESS)
+def test_a_password_that_is_not_encoded_is_refused_and_not_shown(url: str, shown: str, model: Model) -> None:
+    with pytest.raises(WeightFileError) as refused:
+        model.swap(url)
+    assert str(refused.value) == (
+        f"{shown}: user and password cannot be told from the rest; write them percent-encoded "
+        "(urllib.parse.quote(password, safe=''))"
+    )
+
+
+@pytest.mark.parametrize("url", ["http:/me:secret@host/a", "HTTPS:me:secret@host/a"])
+def test_a_url_without_its_slashes_is_refused_and_not_shown(url: str, model: Model) -> None:
+    with pytest.raises(WeightFileError, match=r"^(http|HTTPS):\*\*\*: not a URL; expected (http|HTTPS):// and a host$"):
+        model.swap(url)
+
+
+ORDINARY = ["http://host/a@b", "http://host:80/a@b", "http://[fe80:1]:80/a@b", "http://me:a%2Fb@host/a", "s3://b:c/d@e"]
+
+
+@pytest.mark.parametrize("url", ORDINARY)
+def test_an_at_sign_elsewhere_is_taken(url: str) -> None:
+    assert as_place(url) == Url(url)
+
+
+def test_of_what_a_library_says_of_half_a_password_nothing_is_shown() -> None:
+    assert redact("Cannot connect to host me:12", "http://me:12/34@host/a") == "***"
+    assert redact("Cannot connect to host host:12", "http://me:34@host:12/a") == "Cannot connect to host host:12"
 
 
 def test_secrets_are_not_shown_where_a_file_system_has_taken_the_protocol_off() -> None:
@@ -76,7 +126,7 @@ def test_no_secret_leaves_with_a_refusal_or_a_receipt(
     errors = []
     for answer in (dropped, status(403), other_range, compressed, too_much, everything):
         server.fault = lambda handler, asked, answer=answer: answer(handler, asked) is None
-        with pytest.raises(WeightFileError) as refused:
+        with pytest.raises((WeightFileError, Unsupported)) as refused:
             model.swap(url)
         errors.append("".join(traceback.format_exception(refused.value)))
     assert server.asked[0].headers["Authorization"] == "Basic bWU6aHVudGVyMg=="
