@@ -21,7 +21,7 @@ def export(
     recipe: Annotated[
         str, typer.Argument(help="file.py:function or module:function, which returns what export() takes; or hf:DIR.")
     ],
-    out: Annotated[Path, typer.Option("--out", "-o", help="The artifact's folder; an artifact there is replaced.")],
+    out: Annotated[str, typer.Option("--out", "-o", help="The artifact's folder; an artifact there is replaced.")],
     skeleton: Annotated[
         bool, typer.Option("--skeleton", help="Run the recipe under skeleton(): parameters without memory.")
     ] = False,
@@ -75,7 +75,7 @@ def pack(
         ),
     ],
     artifact: Annotated[Path, typer.Argument(help="The artifact that it is for.")],
-    out: Annotated[Path, typer.Option("--out", "-o", help="The weight file; a file there is replaced.")],
+    out: Annotated[str, typer.Option("--out", "-o", help="The weight file; a file there is replaced.")],
     label: Annotated[list[str] | None, typer.Option(help="name=text, kept in the file; may be repeated.")] = None,
     dtype: Annotated[
         str | None, typer.Option(help="Cast floating tensors to this torch dtype where the graph wants it.")

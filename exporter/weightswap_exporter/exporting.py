@@ -32,6 +32,7 @@ from weightswap_runtime.manifest import (
     encode_manifest,
     graph_identity,
 )
+from weightswap_runtime.places import check_writable
 from weightswap_runtime.tensors import tensor_bytes
 from weightswap_runtime.weightfile import TensorRow, canonical_order
 
@@ -86,6 +87,7 @@ def export(
     """
     if unknown := sorted(set(engines) - set(ENGINES)):
         raise Unsupported(f"engine(s) {', '.join(unknown)}: this version exports for {', '.join(ENGINES)}")
+    check_writable(out)
     path = _check_out(Path(out))
     model = unwrapped(model)
     example = None if checkpoint is None else example_checkpoint(checkpoint)

@@ -17,6 +17,7 @@ from weightswap_runtime.adapter import KEYS_THEN_NAMES, NAMES, Match
 from weightswap_runtime.errors import MOST_PRINTED, CheckpointError, WeightsMismatch, WeightswapError
 from weightswap_runtime.goldens import Tolerance
 from weightswap_runtime.manifest import NamedTensor
+from weightswap_runtime.places import check_writable
 from weightswap_runtime.transforms import Transforms
 from weightswap_runtime.weightfile import Stamp, canonical_order, write_weight_file
 from weightswap_runtime.weightset import GOLDENS_SUFFIX
@@ -107,6 +108,7 @@ def pack(
     opened = artifact if isinstance(artifact, Artifact) else Artifact.open(artifact)
     if load is not None and model is None:
         raise CheckpointError("`load` says how to load a checkpoint into `model`; give `model` too")
+    check_writable(out)
     place = _check_place(Path(out))
     record_from = _recorder(model if model is not None else source, opened, goldens, tolerance)
     choice = Choice(level, prefix)

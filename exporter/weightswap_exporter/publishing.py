@@ -16,6 +16,7 @@ from torch import nn
 from weightswap_runtime import Artifact
 from weightswap_runtime.errors import CheckpointError, PublishTimeout
 from weightswap_runtime.files import remove_abandoned
+from weightswap_runtime.places import check_writable
 from weightswap_runtime.weightfile import Stamp
 from weightswap_runtime.workers import forget_frames
 
@@ -94,6 +95,7 @@ def publish(
         raise CheckpointError(
             f"labels: step={given['step']!r} contradicts step={step}; leave the label out, it is made of `step`"
         )
+    check_writable(directory)
     opened = artifact if isinstance(artifact, Artifact) else Artifact.open(artifact)
     requested(dtype, opened.manifest)
     publication = Publication(step)

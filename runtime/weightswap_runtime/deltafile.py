@@ -22,11 +22,11 @@ import numpy as np
 from .digests import BLOCK, TensorHasher
 from .dtypes import DTYPES, describe
 from .dtypes import nbytes as size_of
-from .errors import DamagedFile, DigestMismatch, GraphMismatch, WeightFileError, WeightsMismatch
+from .errors import DamagedFile, DigestMismatch, GraphMismatch, Unsupported, WeightFileError, WeightsMismatch
 from .files import new_file
 from .goldens import goldens_behind
 from .header import FileTensor, pack_ranges
-from .places import Place, Url, as_place
+from .places import Place, Url, as_place, check_writable
 from .weightfile import Stamp, TensorRow, WeightFile, canonical_order, render_stamped, write_tensors
 from .weightset import WeightSet, goldens_path
 
@@ -121,7 +121,11 @@ def write_delta(
 
     Raises WeightFileError, GraphMismatch, WeightsMismatch, and DigestMismatch for a damaged file.
     """
+    check_writable(out)
     with WeightFile(base) as old, WeightFile(new) as fresh:
+        for file in (old, fresh):
+            if isinstance(file.path, Path) and Path(out).exists() and file.path.samefile(out):
+                raise Unsupported(f"{out}: the delta would take the place of a file that it is made of; name another")
         stamps = _stamps(old, fresh)
         runs = _compare(old, fresh, stamps, progress)
         texts = {**stamps[1].labels, **(labels or {})}
@@ -141,6 +145,8 @@ def write_delta(
 def _stamps(old: WeightFile, fresh: WeightFile) -> tuple[Stamp, Stamp]:
     """Both files' stamps. Raises for files of which no delta can be made."""
     for file in (old, fresh):
+        if DELTA_KEY in file.header.metadata:
+            raise WeightFileError(f"{file.where}: a delta; deltas are written between full weight files")
         if file.stamp is None:
             raise WeightFileError(
                 f"{file.where}: not packed by weightswap, so that its weights id is not known. Pack it first: "

@@ -38,7 +38,9 @@ _LEVELS: dict[str, int] = {
 class Event:
     """One thing that happened. `time` in seconds since the epoch; `by` is who asked, as they said.
 
-    Every staging begins with "staging" and ends with exactly one of committed, refused, cancelled and discarded:
+    Every staging begins with "staging" and ends with exactly one of committed, refused, cancelled and discarded (one
+    that is dropped without a word, with none). A listener must not swap; keep what an event says rather than the event,
+    as its `error` keeps alive what it came through:
 
     staging: reading has begun.
     staged: verified, and not yet served. `weights_id` and `labels` say what; `seconds_staged` and `seconds_verified`

@@ -60,15 +60,17 @@ class Glance(NamedTuple):
     error: Exception | None = None
 
 
-def glance(path: str | Path) -> Glance:
-    """Look at a file's header."""
+def glance(path: str | Path, check: Callable[[], None]) -> Glance:
+    """Look at a file's header. `check` is called while an answer is waited for. Raises StageCancelled, from it."""
     try:
-        with open_weights(path) as weights:
+        with open_weights(path, check) as weights:
             if delta := delta_stamp(weights):
                 return Glance(delta.weights_id, delta.base)
             return Glance(weights.stamp.weights_id if weights.stamp else None)
+    except StageCancelled:
+        raise
     except Exception as error:  # a swap will say it again
-        forget_frames(error)
+        without_traceback(error)
         return Glance(error=error)
 
 
@@ -143,7 +145,7 @@ class Follower:
 
     def _unreachable(self, error: WeightswapError, target: Target) -> float:
         self._unlisted += 1
-        self.last_error = forget_frames(error)
+        self.last_error = without_traceback(error)
         if self._unlisted == 1:
             target.tell("unreachable", self._directory, error)
         return self._delay(self._unlisted)
@@ -185,7 +187,7 @@ class Follower:
         if self._is_past(file):
             self._pass_over(file, target)
         elif self._clock() >= file.retry_at:
-            file.glance = file.glance or glance(file.entry.path)
+            file.glance = file.glance or glance(file.entry.path, target.check)
             if self._is_served(file, file.glance, target):
                 self._taken(file, target)
             elif self._is_ready(file, file.glance, target):
@@ -219,7 +221,7 @@ class Follower:
             self._taken(file, target)
 
     def _failed(self, file: _File, error: Exception, target: Target) -> None:
-        self.last_error = file.error = forget_frames(error)
+        self.last_error = file.error = without_traceback(error)
         if not is_transient(error):
             file.over = True
             target.tell("skipped", printable(file.entry.path), error)
@@ -264,8 +266,8 @@ def is_transient(error: Exception) -> bool:
     return True
 
 
-def forget_frames(error: Exception) -> Exception:
-    """The frames that an error has come through hold the model."""
+def without_traceback(error: Exception) -> Exception:
+    """The error; the frames that it and its causes have come through, which hold the model, are let go."""
     links: list[BaseException] = []
     link: BaseException | None = error
     while link is not None and link not in links:

@@ -20,8 +20,10 @@ from threading import Condition, Lock, get_ident
 from typing import Generic, Protocol, TypeVar
 
 from .errors import LeaseTimeout, ModelFailed, NoWeights
+from .forks import renew_in_children
 from .identity import Identity
 
+PATIENCE = 1.0  # seconds for which calls are held for the sake of a pin
 POLL_SECONDS = 0.02  # how soon it is noticed that something was left behind, or cancelled
 
 
@@ -46,6 +48,20 @@ class Claim:
     def holds(self) -> bool:
         """False once it has ended. Claims of other threads do not survive a fork, as the threads do not."""
         return self.process == _process or (self.process != -1 and self.thread == get_ident())
+
+
+class Pin(Claim):
+    """A lease for several calls. Nobody knows how long: an old one is waited for without holding new calls."""
+
+    __slots__ = ("_since",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._since = time.monotonic()
+
+    @property
+    def is_old(self) -> bool:
+        return time.monotonic() - self._since > PATIENCE
 
 
 ClaimReference = weakref.ref[Claim]
@@ -90,11 +106,16 @@ class Gate(Generic[S]):
     """Hands out leases on the current version. One lock, held for a few hundred nanoseconds at a time."""
 
     def __init__(self) -> None:
-        self._lock = Lock()
-        self._changed = Condition(self._lock)
+        self.renew()
+        renew_in_children(self)
         self._current: Version[S] | None = None
         self._holder: ClaimReference | None = None
         self._failure: str | None = None
+
+    def renew(self) -> None:
+        """Make the lock, which another thread may have held when this process was forked."""
+        self._lock = Lock()
+        self._changed = Condition(self._lock)
 
     @property
     def current(self) -> Version[S] | None:
@@ -141,8 +162,11 @@ class Gate(Generic[S]):
 
     def wait_idle(self, session: S, timeout: float | None, check: Callable[[], None] = lambda: None) -> None:
         """Wait until nothing holds a lease on `session`. Raises LeaseTimeout, and what `check` raises meanwhile."""
+        deadline = None if timeout is None else time.monotonic() + timeout
         with self._lock:
-            self._wait_idle(session, timeout, check)
+            while _leases_in_the_way(session, deadline):
+                self._changed.wait(POLL_SECONDS)
+                check()
 
     def exchange(self, version: Version[S]) -> float:
         """Make `version` current at once; returns the seconds that a call could have been kept waiting."""
@@ -154,19 +178,32 @@ class Gate(Generic[S]):
 
     @contextmanager
     def hold(self, session: S, timeout: float | None) -> Iterator[None]:
-        """Hold new calls and wait for the leases on `session`; calls go on when the block ends. Raises LeaseTimeout."""
+        """Hold new calls and wait for the leases on `session`; calls go on when the block ends. Raises LeaseTimeout.
+
+        While a pin is old, calls are not held: one that is never given back must not stop the service.
+        """
         hold = Claim()
+        deadline = None if timeout is None else time.monotonic() + timeout
         try:
             with self._lock:
-                while self._held():
+                while self._held() or not self._hold_idle(session, deadline, hold):
                     self._changed.wait(POLL_SECONDS)
-                self._holder = weakref.ref(hold)
-                self._wait_idle(session, timeout)
             yield
         finally:
             hold.end()
             with self._lock:
                 self._changed.notify_all()
+
+    def _hold_idle(self, session: S, deadline: float | None, hold: Claim) -> bool:
+        """Hold new calls until `session` is idle. False, with nothing held, where a pin is old or becomes so."""
+        self._holder = weakref.ref(hold)
+        while _leases_in_the_way(session, deadline):
+            if any(isinstance(lease, Pin) and lease.is_old for lease in _held_leases(session)):
+                self._holder = None
+                self._changed.notify_all()
+                return False
+            self._changed.wait(POLL_SECONDS)
+        return True
 
     def fail(self, reason: str) -> None:
         """Refuse every call until the next `exchange`."""
@@ -182,24 +219,21 @@ class Gate(Generic[S]):
             lease.thread == thread for lease in _held_leases(self._current.session)
         )
 
-    def _wait_idle(self, session: S, timeout: float | None, check: Callable[[], None] = lambda: None) -> None:
-        thread = get_ident()
-        deadline = None if timeout is None else time.monotonic() + timeout
-        while leases := _held_leases(session):
-            if any(lease.thread == thread for lease in leases):
-                raise LeaseTimeout(
-                    "this thread itself has pinned the weights that would be overwritten; leave the `with model.pin()` "
-                    "block first"
-                )
-            left = POLL_SECONDS if deadline is None else deadline - time.monotonic()
-            if left <= 0:
-                raise LeaseTimeout(
-                    f"{len(leases)} call(s) or pin(s) still hold the weights that would be overwritten, after "
-                    f"{timeout} s. Release them, or give a longer timeout."
-                )
-            del leases
-            self._changed.wait(min(left, POLL_SECONDS))
-            check()
+
+def _leases_in_the_way(session: Leasable, deadline: float | None) -> bool:
+    """Whether anything holds a lease. Raises LeaseTimeout if waiting for it cannot help, or `deadline` is over."""
+    leases = _held_leases(session)
+    if any(lease.thread == get_ident() for lease in leases):
+        raise LeaseTimeout(
+            "this thread itself has pinned the weights that would be overwritten; leave the `with model.pin()` "
+            "block first"
+        )
+    if leases and deadline is not None and time.monotonic() >= deadline:
+        raise LeaseTimeout(
+            f"{len(leases)} call(s) or pin(s) still hold the weights that would be overwritten when the time given for "
+            "that was over. Release them, or give a longer timeout."
+        )
+    return bool(leases)
 
 
 def _held_leases(session: Leasable) -> list[Claim]:

@@ -7,6 +7,8 @@ from collections.abc import Callable
 from threading import Lock
 from typing import Generic, ParamSpec
 
+from .forks import renew_in_children
+
 P = ParamSpec("P")
 Stop = Callable[[], None]
 
@@ -16,8 +18,12 @@ class Hooks(Generic[P]):
 
     def __init__(self, log: logging.Logger) -> None:
         self.hooks: tuple[Callable[P, object], ...] = ()
-        self._changing = Lock()
         self._log = log
+        self.renew()
+        renew_in_children(self)
+
+    def renew(self) -> None:
+        self._changing = Lock()
 
     def add(self, hook: Callable[P, object]) -> Stop:
         """Tell `hook` from now on, until the function that is returned is called; a second time that does nothing."""

@@ -45,15 +45,15 @@ def stage_part(
     part = HostArena(ArenaLayout(plan.manifest.weights))
     filled = fill(plan, part, workers, job, open_transforms)
     start = time.perf_counter()
-    stamp = plan.weights.stamp
     digests = {**live.identity.digests, **filled.digests}
-    identity = identify(manifest.weights, digests, stamp.labels if stamp else {})
+    identity = identify(manifest.weights, digests, live.labels)  # most of it is still what they say
     check_expected(identity.weights_id, plan.weights.where, request)
     slots = live.session.arena.layout.slots
     contents = Contents(
         identity=identity,
         kind="partial",
         source=plan.weights.where,
+        only=request.only,
         ignored=(),
         bytes_read=plan.nbytes,
         seconds_staged=filled.seconds_read,
@@ -137,7 +137,7 @@ def _read_parts(weights: WeightSet, stamp: DeltaStamp, workers: Workers, job: Jo
     parts, problems = {}, []
     for name, changed in stamp.changes.items():
         runs = np.frombuffer(pieces[RUNS + name].target, "<i8").reshape(-1, 2)
-        parts[name] = Parts(runs[:, 0], runs[:, 1], pieces[DATA + name].target)
+        parts[name] = Parts.of(runs, pieces[DATA + name].target)
         if not parts[name].fit(nbytes(changed.dtype, changed.shape) or 0):
             problems.append(name)
     if problems:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from typing import NamedTuple
 
 from .errors import StageCancelled, Unsupported
+from .forks import renew_in_children
 
 LONGEST_BURST = 0.05  # seconds' worth of bytes that a limited staging does at once
 LONGEST_NAP = 0.02  # seconds; how soon a cancel is noticed
@@ -27,17 +29,21 @@ class Job:
     """
 
     def __init__(self, rate_limit: float | None = None) -> None:
-        if rate_limit is not None and not rate_limit > 0:
+        if rate_limit is not None and not (isinstance(rate_limit, int | float) and 0 < rate_limit < math.inf):
             raise Unsupported(f"rate_limit={rate_limit!r}: expected bytes per second, more than 0, or None")
         self.rate_limit = rate_limit
-        self._lock = threading.Lock()
+        self.renew()
+        renew_in_children(self)
         self._cancelled = False
         self._progress = Progress("waiting", 0, 0)
         self._free_at = time.monotonic()
 
+    def renew(self) -> None:
+        self._lock = threading.Lock()
+
     def unit(self, wanted: int) -> int:
         """How many bytes to do at once where `wanted` suits the file: less, if those would be too much of a burst."""
-        return wanted if self.rate_limit is None else min(wanted, int(self.rate_limit * LONGEST_BURST))
+        return wanted if self.rate_limit is None else min(wanted, max(1, int(self.rate_limit * LONGEST_BURST)))
 
     @property
     def progress(self) -> Progress:

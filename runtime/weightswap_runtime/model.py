@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Literal
@@ -57,12 +58,14 @@ def load(
     `weights`, `keys`, `expect` and `verify` are those of `Model.stage`.
 
     share: a model whose weights this one serves from, too: an artifact with the same table of weights, such as the same
-    model exported with other inputs. One swap through either changes both in one commit; `residency` and
-    `keep_previous` are then those of the other. on_event: called for everything that happens to the weights, in the
-    thread that does it; see `Event`.
+    model exported with other inputs. One swap through either changes both in one commit. `residency` and
+    `keep_previous` are then those of the other, and `weights` are put behind both. on_event: called for everything that
+    happens to the weights, in the thread that does it; see `Event`.
 
     Raises ArtifactError, Unsupported, MissingExtra, OutOfMemory, and whatever `Model.swap` raises.
     """
+    if share is not None and not isinstance(share, Model):
+        raise Unsupported(f"share={share!r}: expected a model, as load() returns it")
     opened = artifact if isinstance(artifact, Artifact) else Artifact.open(artifact)
     store = share._store if share is not None else Store(opened.manifest.weights, residency, keep_previous)
     model = Model(opened, store, device=device, engine=engine)
@@ -106,6 +109,8 @@ class Model(Caller):
         self._member = store.join(artifact, opened)
         super().__init__(Methods(artifact.manifest, opened, self._member.place))
         self._place = self._member.place
+        # pins and stagings have the methods, too
+        weakref.finalize(self._methods, store.leave, self._place).atexit = False
 
     @property
     def graph_id(self) -> str:
@@ -251,7 +256,7 @@ class Model(Caller):
         Raises what `stage` raises, and ModelFailed if an in-place commit breaks off.
         """
         with (
-            self._store.swapping,
+            self._store.queue(),
             self.stage(
                 path,
                 only=only,
@@ -270,8 +275,8 @@ class Model(Caller):
     def rollback(self, *, by: str = "", busy: Busy = "refuse", timeout: float | None = LEASE_TIMEOUT) -> SwapReceipt:
         """Serve the previous weights again; a second rollback undoes the first. It is a commit of its own.
 
-        While a swap or a staging is under way it is refused, or with busy="wait" waits for at most `timeout` seconds: what
-        is then previous is what that has left.
+        While a swap or a staging is under way it is refused, or with busy="wait" waits for at most `timeout` seconds:
+        what is then previous is what that has left.
 
         Raises NothingToRollBack, StagingBusy, LeaseTimeout, ModelFailed.
         """

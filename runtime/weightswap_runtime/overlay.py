@@ -23,11 +23,21 @@ Pieces = Iterable[tuple[int, memoryview]]
 
 
 class Parts(NamedTuple):
-    """Ranges of a weight's row-major bytes, rising and apart, and the bytes that belong there, end to end."""
+    """Ranges of a weight's row-major bytes, rising and apart, and the bytes that belong there, end to end.
+
+    `places` are where the bytes of each range begin in `data`.
+    """
 
     begins: Offsets
     ends: Offsets
+    places: Offsets
     data: memoryview
+
+    @classmethod
+    def of(cls, runs: Offsets, data: memoryview) -> Parts:
+        """runs: int64 of shape [ranges, 2]."""
+        lengths = runs[:, 1] - runs[:, 0]
+        return cls(runs[:, 0], runs[:, 1], np.cumsum(lengths) - lengths, data)
 
     def fit(self, size: int) -> bool:
         """Whether the ranges are in order, within `size` bytes, and as long as the data."""
@@ -37,20 +47,21 @@ class Parts(NamedTuple):
 
     def blocks(self) -> list[int]:
         """The blocks of which any byte is replaced."""
-        found: set[int] = set()
-        for begin, end in zip(self.begins.tolist(), self.ends.tolist(), strict=True):
-            found.update(range(begin // BLOCK, (end - 1) // BLOCK + 1))
-        return sorted(found)
+        if not len(self.begins):
+            return []
+        steps = np.zeros(int(self.ends[-1] - 1) // BLOCK + 2, np.int64)
+        np.add.at(steps, self.begins // BLOCK, 1)
+        np.add.at(steps, (self.ends - 1) // BLOCK + 1, -1)
+        blocks: list[int] = np.flatnonzero(np.cumsum(steps)).tolist()
+        return blocks
 
     def within(self, low: int, high: int) -> Iterator[tuple[int, memoryview]]:
         """What belongs into the bytes `low` to `high`: where, counted from `low`, and the bytes."""
         first = int(np.searchsorted(self.ends, low, "right"))
         last = int(np.searchsorted(self.begins, high, "left"))
-        place = int((self.ends[:first] - self.begins[:first]).sum())
-        for begin, end in zip(self.begins[first:last].tolist(), self.ends[first:last].tolist(), strict=True):
+        for begin, end, place in zip(*(side[first:last].tolist() for side in self[:3]), strict=True):
             inner, outer = max(begin, low), min(end, high)
             yield inner - low, self.data[place + inner - begin : place + outer - begin]
-            place += end - begin
 
 
 def overlay(

@@ -7,7 +7,7 @@ from threading import Lock
 from typing import Any
 
 from .errors import PinReleased
-from .gate import Claim, Gate, Version
+from .gate import Claim, Gate, Pin, Version
 from .session import Caller, Methods, Session
 
 
@@ -18,13 +18,13 @@ class Pinned(Caller, AbstractContextManager["Pinned"]):
         super().__init__(methods)
         self._gate = gate
         self._version: Version[Session] | None = None
-        self._lease = Claim()
+        self._lease = Pin()
         self._open = Lock()
 
     def __enter__(self) -> Pinned:
         if self._version is not None:
             raise PinReleased("this pin was entered already; call model.pin() for each block")
-        self._lease = Claim()  # of the thread that enters
+        self._lease = Pin()  # of the thread that enters
         self._version = self._gate.acquire(self._lease)
         return self
 

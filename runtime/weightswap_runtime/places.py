@@ -72,6 +72,12 @@ class Url:
 Place = Path | Url
 
 
+def check_writable(path: object) -> None:
+    """Raise Unsupported for a URL: files are written to local folders alone."""
+    if is_url(path):
+        raise Unsupported(f"{printable(path)}: files are written locally; write it here, then copy it there")
+
+
 def is_url(path: object) -> bool:
     """Whether this is a text that is read as a URL; a `Path` never is."""
     return isinstance(path, str) and "://" in path

@@ -12,6 +12,7 @@ class SwapReceipt:
     """What one commit did. Sizes in bytes, times in seconds; `seconds_paused` is how long new calls could wait.
 
     kind: "full", "partial", "delta" or "rollback". source: the path, the URL without credentials, or "rollback".
+    only: the patterns of a partial swap, whose `labels` are those of the weights before it.
     by: who asked, as they said. ignored: names of the source that are no weights: state, `_extra_state`.
     committed_at: seconds since the epoch. bytes_read: from the source; bytes_copied: within the pause.
     seconds_staged: reading and hashing; seconds_verified: comparing, and running the goldens. verified: "goldens" if
@@ -27,6 +28,7 @@ class SwapReceipt:
     source: str
     by: str
     labels: dict[str, str]
+    only: tuple[str, ...]
     ignored: tuple[str, ...]
     residency: str
     bytes_read: int

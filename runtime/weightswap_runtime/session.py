@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from difflib import get_close_matches
 from functools import partial
 from typing import Any
@@ -24,24 +24,24 @@ _log.addHandler(logging.NullHandler())  # quiet unless the application configure
 
 
 class Session:
-    """One arena and the engines that are bound to it, for good: one for each artifact that shares the weights.
+    """One arena and the engines that are bound to it, by place: one for each artifact that shares the weights.
 
     `leases` belongs to the gate.
     """
 
-    def __init__(self, arena: HostArena, engines: Iterable[Engine]) -> None:
+    def __init__(self, arena: HostArena, engines: Mapping[int, Engine]) -> None:
         self.arena = arena
-        self.bound: list[Bound] = [engine.bind(arena) for engine in engines]
+        self.bound: dict[int, Bound] = {place: engine.bind(arena) for place, engine in engines.items()}
         self.leases: dict[int, ClaimReference] = {}
 
     @property
     def has_state(self) -> bool:
         """Whether calls leave traces."""
-        return any(bound.has_state for bound in self.bound)
+        return any(bound.has_state for bound in list(self.bound.values()))
 
     def reset_state(self) -> None:
         """Put all state back to its initial values, in place."""
-        for bound in self.bound:
+        for bound in list(self.bound.values()):
             bound.reset_state()
 
 

@@ -13,6 +13,7 @@ from queue import Empty, SimpleQueue
 from typing import Any
 
 from .errors import OutOfMemory, StageCancelled, StageClosed, StageTimeout, StagingBusy
+from .forks import renew_in_children
 from .gate import POLL_SECONDS, Claim, Gate
 from .job import Job, Progress
 from .receipts import SwapReceipt
@@ -133,8 +134,12 @@ class Staged(Caller, AbstractContextManager["Staged"]):
         self._staging = staging
         self._commit = commit
         self._discarded = discarded
-        self._closing = threading.RLock()  # a listener may discard what is being committed
+        self.renew()
+        renew_in_children(self)
         self._committing = self._given_up = False
+
+    def renew(self) -> None:
+        self._closing = threading.RLock()  # a listener may discard what is being committed
 
     def start(self) -> Staged:
         """Stage in the background, until the last reference to this is dropped."""
@@ -201,18 +206,22 @@ class Staged(Caller, AbstractContextManager["Staged"]):
         return dict(self._contents.identity.labels)
 
     @property
+    def verified(self) -> str:
+        """How the weights were tried: "goldens", "finite" or "none", as in `SwapReceipt`."""
+        return self._contents.verified
+
+    @property
     def _contents(self) -> Contents:
         self._check_done()
         assert self._staging.contents is not None
         return self._staging.contents
 
     def commit(self, *, timeout: float | None = LEASE_TIMEOUT) -> SwapReceipt:
-        """Serve these weights, as soon as they are staged; `timeout` seconds are waited for that, and for calls.
+        """Serve these weights, as soon as they are staged; `timeout` seconds are then waited for calls and pins.
 
-        Raises what the staging has raised; StageClosed; StageTimeout and LeaseTimeout (nothing changed, still staged);
-        ModelFailed.
+        Raises what the staging has raised; StageClosed; LeaseTimeout (nothing changed, still staged); ModelFailed.
         """
-        self.wait(timeout)
+        self.wait()
         with self._closing:
             candidate = self._opened()
             try:
@@ -236,7 +245,9 @@ class Staged(Caller, AbstractContextManager["Staged"]):
 
     def _opened(self) -> Candidate:
         self._check_done()
-        if self._staging.candidate is None:
+        if (
+            self._staging.candidate is None or not self._staging.ticket.holds
+        ):  # or staged by a thread that a fork has lost
             raise StageClosed("this staging was already committed or discarded; stage the file again")
         return self._staging.candidate
 

@@ -67,6 +67,7 @@ class Contents(NamedTuple):
     seconds_staged: float = 0.0
     seconds_verified: float = 0.0
     verified: str = "none"
+    only: tuple[str, ...] = ()
 
     def proven(self, verified: str, seconds: float) -> Contents:
         """The same after goldens were tried for `seconds`."""

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import time
 import weakref
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
-from threading import Lock
+from itertools import count
+from threading import Lock, get_ident
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -20,6 +20,7 @@ from .deltafile import DeltaStamp, delta_stamp
 from .engines import Engine
 from .errors import BaseMismatch, ModelFailed, OutOfMemory, StagingBusy, Unsupported
 from .events import Event, EventKind, Events
+from .forks import renew_in_children
 from .gate import POLL_SECONDS, Claim, ClaimReference, Gate, Version
 from .incremental import stage_delta, stage_part
 from .job import Job
@@ -38,17 +39,6 @@ if TYPE_CHECKING:
     from .transforms import Transforms
 
 HISTORY = 100
-_stores: weakref.WeakSet[Store] = weakref.WeakSet()
-
-
-def _after_fork() -> None:
-    """What other threads were doing to the weights, a forked child does not do."""
-    for store in _stores:
-        store.swapping = Lock()
-        store.job = None
-
-
-os.register_at_fork(after_in_child=_after_fork)
 
 
 def check_same_weights(weights: tuple[NamedTensor, ...], artifact: Artifact) -> None:
@@ -71,20 +61,26 @@ class Store:
         self.gate: Gate[Session] = Gate()
         self.events = Events()
         self.history: deque[SwapReceipt] = deque(maxlen=HISTORY)
-        self.swapping = Lock()
-        self.job: Job | None = None  # of the staging that is under way
+        self.renew()
+        renew_in_children(self)
         self._weights = weights
         self._workers = Workers()
-        self._members: list[Member] = []
+        self._members: dict[int, Member] = {}
+        self._places = count()
         self._transforms: dict[int, Transforms] = {}
-        self._opening = Lock()
         self._staging: ClaimReference | None = None
         layout = ArenaLayout(weights)
         self._residency = open_residency(residency, keep_previous, self._new_session, layout, self.gate, self._workers)
-        _stores.add(self)
+
+    def renew(self) -> None:
+        """What other threads were doing to the weights, a forked child does not do."""
+        self.swapping = Lock()
+        self._opening = Lock()
+        self._swapper: int | None = None
+        self.job: Job | None = None  # of the staging that is under way
 
     def _new_session(self, arena: HostArena) -> Session:
-        return Session(arena, [member.engine for member in self._members])
+        return Session(arena, {place: member.engine for place, member in list(self._members.items())})
 
     @property
     def residency(self) -> str:
@@ -99,12 +95,34 @@ class Store:
         """Let an artifact's graphs run on the weights, too. Raises Unsupported if they have others."""
         check_same_weights(self._weights, artifact)
         with self.claimed(wait=None):
-            member = new_member(artifact, engine, len(self._members))
+            member = new_member(artifact, engine, next(self._places))
             sessions = self._residency.sessions
             for session, bound in zip(sessions, [engine.bind(each.arena) for each in sessions], strict=True):
-                session.bound[member.place :] = [bound]  # an interrupted join may have left one there
-            self._members.append(member)
+                session.bound[member.place] = bound
+            self._members[member.place] = member
         return member
+
+    def leave(self, place: int) -> None:
+        """What no model, pin or staging can call any more goes: its graphs, its state, its goldens."""
+        self._members.pop(place, None)
+        self._transforms.pop(place, None)
+        for session in self._residency.sessions:
+            session.bound.pop(place, None)
+
+    @contextmanager
+    def queue(self) -> Iterator[None]:
+        """Wait for the swaps of other threads. Raises StagingBusy within a swap of this thread."""
+        if self._swapper == get_ident():
+            raise StagingBusy(
+                "a listener is told of a swap that has not ended, and cannot swap itself: let another thread do it "
+                "when the listener has returned"
+            )
+        with self.swapping:
+            try:
+                self._swapper = get_ident()
+                yield
+            finally:
+                self._swapper = None
 
     @contextmanager
     def claimed(self, wait: float | None) -> Iterator[Claim]:
@@ -156,7 +174,7 @@ class Store:
     ) -> Candidate:
         delta = delta_stamp(weights)
         owner = self._owner(delta or weights.stamp, member)
-        trials = find_trials(weights.place, owner, self._members, request, job.check)
+        trials = find_trials(weights.place, owner, list(self._members.values()), request, job.check)
         candidate = self._filled(owner, weights, delta, request, timeout, job)
         verified, seconds = try_out(candidate, trials, request, job)
         candidate.contents = candidate.contents.proven(verified, seconds)
@@ -164,7 +182,8 @@ class Store:
 
     def _owner(self, stamp: Stamp | DeltaStamp | None, asked: Member) -> Member:
         """The artifact that a file was packed for, if it is one of those that share the weights."""
-        packed_for = [member for member in self._members if stamp and member.artifact.graph_id == stamp.graph_id]
+        members = list(self._members.values())
+        packed_for = [member for member in members if stamp and member.artifact.graph_id == stamp.graph_id]
         return asked if asked in packed_for or not packed_for else packed_for[0]
 
     def _filled(
@@ -253,6 +272,7 @@ class Store:
             source=contents.source,
             by=by,
             labels=version.labels,
+            only=contents.only,
             ignored=contents.ignored,
             residency=self.residency,
             bytes_read=contents.bytes_read,

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import weakref
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Sequence
@@ -12,6 +10,7 @@ from threading import RLock
 
 from .errors import CallError
 from .events import Event
+from .forks import renew_in_children
 
 CALL_BUCKETS = tuple(value * 10.0**power for power in range(-5, 2) for value in (1, 2.5, 5))  # 10 us to 50 s
 PAUSE_BUCKETS = tuple(value * 10.0**power for power in range(-7, 2) for value in (1, 2.5, 5))  # 100 ns to 50 s
@@ -40,7 +39,6 @@ class Tallies:
     """`on_call` and `on_event` count. Readers hold `lock`, which a call may have to wait for."""
 
     def __init__(self) -> None:
-        self.lock = RLock()  # a signal may come in the middle, and its handler may call the model
         self.calls: Counter[tuple[str, str]] = Counter()  # (method, outcome)
         self.latencies: dict[str, Distribution] = {}  # by method
         self.swaps: Counter[tuple[str, str]] = Counter()  # (operation, outcome)
@@ -51,7 +49,11 @@ class Tallies:
         self.seconds_staged = 0.0
         self.seconds_verified = 0.0
         self.pauses = Distribution(PAUSE_BUCKETS)
-        _all.add(self)
+        self.renew()
+        renew_in_children(self)
+
+    def renew(self) -> None:
+        self.lock = RLock()  # a signal may come in the middle, and its handler may call the model
 
     def on_call(self, method: str, seconds: float, error: BaseException | None) -> None:
         outcome = "ok" if error is None else "refused" if isinstance(error, CallError) else "failed"
@@ -89,15 +91,3 @@ def _outcome(event: Event) -> str | None:
         ends = event.phase != "committing" or event.operation == "rollback"
         return event.kind if ends else None
     return _ENDINGS.get(event.kind)
-
-
-_all: weakref.WeakSet[Tallies] = weakref.WeakSet()
-
-
-def _after_fork() -> None:
-    """Another thread may have held a lock, and is not there to release it."""
-    for tallies in _all:
-        tallies.lock = RLock()
-
-
-os.register_at_fork(after_in_child=_after_fork)

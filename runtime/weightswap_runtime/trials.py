@@ -70,7 +70,7 @@ def try_out(candidate: Candidate, trials: Sequence[Trial], request: Request, job
         session = candidate.session()
         for (artifact, engine, place, _), goldens in trials:
             mode = verify(
-                goldens,
+                goldens._replace(where=f"{candidate.contents.source}: tried with {goldens.where}"),
                 session.bound[place],
                 artifact.manifest,
                 candidate.contents.identity.weights_id,

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 from .directory import open_directory
 from .errors import StageCancelled, Unsupported
 from .events import Event, Listener
-from .following import Follower, Start, forget_frames
+from .following import Follower, Start, without_traceback
 from .gate import POLL_SECONDS
 from .job import Job
 from .places import printable
@@ -148,7 +148,7 @@ class _Loop:
             return self._follower.look(_Target(model, self))
         except Exception as error:
             _log.exception("a look at the directory failed")
-            self._follower.last_error = forget_frames(error)
+            self._follower.last_error = without_traceback(error)
             return self._interval
 
     def _pass_on(self, event: Event) -> None:

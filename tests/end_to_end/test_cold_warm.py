@@ -11,7 +11,7 @@ from typing import Literal, NamedTuple
 import pytest
 import torch
 
-from tests.rich import Origin, RichFiles, X, live_bytes, small_blocks
+from tests.varied import Origin, RichFiles, X, live_bytes, small_blocks
 from weightswap_runtime import Model, UnexpectedWeights, load
 
 SETS = 3

@@ -101,7 +101,7 @@ def test_the_commands(tmp_path: Path) -> None:
 def test_the_page_on_operations(tmp_path: Path) -> None:
     page = (README.parent / "docs" / "operations.md").read_text()
     build, serve, watch = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
-    assert python(tmp_path, build) == "256 of 258600 bytes change\n"
+    assert python(tmp_path, build) == "296 of 258600 bytes change\n"
     said = python(tmp_path, serve).splitlines()
     assert re.fullmatch(
         r"goldens \{'step': '2'\} \d+\.\d µs", next(line for line in said if line.startswith("goldens"))

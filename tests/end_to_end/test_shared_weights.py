@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from torch import nn
 from tests.models import Counter
 from tests.setups import different
 from weightswap_exporter import export, pack
-from weightswap_runtime import Artifact, GoldenMismatch, Model, StagingBusy, Unsupported, load
+from weightswap_runtime import Artifact, GoldenMismatch, Model, StagingBusy, Unsupported, WeightFileError, load
 
 
 class Encoder(nn.Module):
@@ -133,14 +134,43 @@ def test_goldens_of_every_artifact_are_tried(shelf: tuple[Artifact, Artifact, li
         different(FromEmbeddings, 0), (embeddings,), out=tmp_path / "own.artifact", goldens=[((embeddings,), {})]
     )
     one = load(first, files[0])
-    load(own, share=one)
+    other = load(own, share=one)
     large = different(Encoder, 1)
     with torch.no_grad():
         large.head.weight.mul_(1e20)
     assert large(TOKENS).isfinite().all()
+    path = pack(large, first, out=tmp_path / "large.safetensors").path
     with pytest.raises(GoldenMismatch, match="expected a finite value, found inf"):
-        one.swap(pack(large, first, out=tmp_path / "large.safetensors").path)
-    assert one.generation == 0
+        one.swap(path)
+    assert one.generation == other.generation == 0
+    with other.pin() as pinned:  # a pin keeps what it calls
+        del other
+        gc.collect()
+        assert pinned(torch.zeros(5, 8)).isfinite().all()
+        with pytest.raises(GoldenMismatch):
+            one.swap(path)
+    del pinned
+    gc.collect()
+    one.swap(path)  # what cannot be called any more has no say
+
+
+def test_models_that_are_dropped_or_fail_to_load_leave_nothing(
+    shelf: tuple[Artifact, Artifact, list[Path]], tmp_path: Path
+) -> None:
+    first, second, files = shelf
+    one = load(first, files[0])
+    for _ in range(3):
+        load(second, share=one)
+        with pytest.raises(WeightFileError):
+            load(second, tmp_path / "none.safetensors", share=one)
+    gc.collect()
+    assert len(one._store._members) == 1
+    assert [len(session.bound) for session in one._store._residency.sessions] == [1, 1]
+    one.swap(files[1])
+    other = load(second, share=one)
+    assert serve(one, other, 1)
+    with pytest.raises(Unsupported, match="expected a model"):
+        load(second, share="model")  # type: ignore[arg-type]
 
 
 def test_each_keeps_its_own_state(tmp_path: Path, residency: str) -> None:

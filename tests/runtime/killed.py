@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from tests.rich import RichFiles
+from tests.varied import RichFiles
 from weightswap_exporter import pack, publish
 from weightswap_runtime import load, write_delta
 from weightswap_runtime.files import remove_abandoned

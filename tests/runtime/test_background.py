@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -22,12 +23,15 @@ from weightswap_runtime import (
     Model,
     Progress,
     StageCancelled,
+    StageClosed,
     Staged,
     StageTimeout,
     StagingBusy,
     Unsupported,
     WeightFileError,
+    gate,
     load,
+    write_delta,
 )
 
 SLOW = 20.0  # bytes per second: the tiny model's 92 bytes take longer than any test waits
@@ -61,8 +65,6 @@ def test_while_it_runs(model: Model, weight_file: WriteWeights) -> None:
     staged = model.stage(weight_file(1), background=True, rate_limit=SLOW)
     with pytest.raises(StageTimeout, match=r"wait again, or cancel\(\)"):
         staged.wait(0.05)
-    with pytest.raises(StageTimeout):
-        staged.commit(timeout=0.01)
     with pytest.raises(StagingBusy, match=r"wait\(\) until it is staged"):
         staged(X)
     with pytest.raises(StagingBusy):
@@ -250,3 +252,171 @@ def test_a_pin_is_waited_for_in_the_background(tiny: TinyArtifact, weight_file: 
             staged.wait(30)
     model.stage(weight_file(2), background=True).commit()
     assert serves(model, 2)
+
+
+def test_a_cancel_reaches_a_staging_that_waits_for_a_pin(tiny: TinyArtifact, weight_file: WriteWeights) -> None:
+    model = load(tiny.path, weight_file(0))
+    with model.pin():
+        model.swap(weight_file(1))
+        for timeout in (30, None):
+            staged = model.stage(weight_file(2), background=True, timeout=timeout)
+            time.sleep(0.05)
+            assert not staged.done
+            staged.cancel()
+            with pytest.raises(StageCancelled):
+                staged.wait()
+    model.swap(weight_file(2))
+    assert serves(model, 2)
+
+
+def test_a_rollback_does_not_wait_for_a_swap_and_undo_it(model: Model, weight_file: WriteWeights) -> None:
+    swap = threading.Thread(target=lambda: model.swap(weight_file(1), rate_limit=200))
+    swap.start()
+    while model.generation == 0 and not model._store.job:
+        time.sleep(0.001)
+    with pytest.raises(StagingBusy, match='busy="wait"'):
+        model.rollback()
+    swap.join()
+    assert serves(model, 1)
+    with pytest.raises(Unsupported, match="busy='never'"):
+        model.rollback(busy="never")  # type: ignore[arg-type]
+    if model.residency == "double":
+        with model.stage(weight_file(2)), pytest.raises(StagingBusy, match=r"waited 0\.02 s"):
+            model.rollback(busy="wait", timeout=0.02)
+
+
+def test_listeners_may_give_up_what_they_are_told_of(tiny: TinyArtifact, weight_file: WriteWeights) -> None:
+    model = load(tiny.path, weight_file(0), residency="single")
+    box: list[Staged] = []
+    kinds: list[str] = []
+
+    def listener(event: Event) -> None:
+        kinds.append(event.kind)
+        if event.kind in {"staged", "refused", "committed"} and box:
+            (box[-1].cancel if event.kind == "staged" else box[-1].discard)()
+
+    model.listen(listener)
+    box.append(model.stage(weight_file(1), background=True, rate_limit=400))
+    with pytest.raises(StageCancelled):
+        box[0].wait(30)
+    assert kinds == ["staging", "staged", "discarded"]
+    box.clear()
+    staged = model.stage(weight_file(1))
+    box.append(staged)
+    with model.pin(), pytest.raises(LeaseTimeout):
+        staged.commit()
+    assert kinds[3:] == ["staging", "staged", "refused", "discarded"]
+    box.clear()
+    staged = model.stage(weight_file(2))
+    box.append(staged)
+    staged.commit()
+    assert kinds[7:] == ["staging", "staged", "committed"]
+    assert serves(model, 2)
+
+
+def test_copies_within_memory_keep_the_rate_and_are_cancelled(
+    tiny: TinyArtifact, weight_file: WriteWeights, tmp_path: Path
+) -> None:
+    delta = write_delta(weight_file(1), weight_file(2), tmp_path / "d.safetensors").path
+    model = load(tiny.path, weight_file(0), keep_previous="host")
+    model.swap(weight_file(1))
+    for path in (delta, weight_file(2)):  # the first saves the previous set before it copies the live one
+        staged = model.stage(path, background=True, rate_limit=1500)
+        while not (staged.done or staged.progress.phase == "copying"):
+            time.sleep(0.001)
+        assert staged.progress.bytes_total == 1024
+        staged.cancel()
+        assert staged.progress.phase == "cancelled"
+        assert serves(model, 1)
+        model.rollback()
+        assert serves(model, 0)
+        model.swap(weight_file(1))
+
+
+def test_a_listener_that_swaps_is_refused_at_once(tiny: TinyArtifact, weight_file: WriteWeights) -> None:
+    model = load(tiny.path, weight_file(0))
+    refused: list[BaseException] = []
+
+    def listener(event: Event) -> None:
+        if event.kind == "committed":
+            for step in (lambda: model.swap(weight_file(2)), model.rollback):
+                with pytest.raises(StagingBusy) as caught:
+                    step()
+                refused.append(caught.value)
+
+    stop = model.listen(listener)
+    model.swap(weight_file(1))
+    stop()
+    assert [str(error)[:26] for error in refused] == ["a listener is told of a sw", "another staging of this mo"]
+    assert serves(model, 1)
+    model.swap(weight_file(2))
+    assert serves(model, 2)
+
+
+def test_what_a_lost_thread_has_staged_is_not_committed_in_a_child(
+    tiny: TinyArtifact, weight_file: WriteWeights
+) -> None:
+    model = load(tiny.path, weight_file(0))
+    staged = model.stage(weight_file(1), background=True).wait(30)
+    child = os.fork()
+    if not child:
+        try:
+            model.swap(weight_file(2))
+            with pytest.raises(StageClosed):
+                staged.commit()
+            os._exit(0 if serves(model, 2) else 1)
+        finally:
+            os._exit(2)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    staged.commit()
+    assert serves(model, 1)
+
+
+def test_children_do_not_wait_for_locks_of_threads_that_they_have_not(
+    tiny: TinyArtifact, weight_file: WriteWeights
+) -> None:
+    model = load(tiny.path, weight_file(0))
+    staged = model.stage(weight_file(1))
+    with model._gate._lock, model._store._opening, staged._closing, staged._staging.job._lock:
+        child = os.fork()  # as if other threads had them
+        if not child:
+            try:
+                signal.alarm(60)
+                staged.discard()
+                model.swap(weight_file(2))
+                os._exit(0 if serves(model, 2) else 1)
+            finally:
+                os._exit(2)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    staged.commit()
+    assert serves(model, 1)
+
+
+def test_a_pin_that_is_never_given_back_stops_no_calls(
+    tiny: TinyArtifact, weight_file: WriteWeights, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gate, "PATIENCE", 0.02)
+    model = load(tiny.path, weight_file(0), residency="single")
+    pin = model.pin()
+    holder = threading.Thread(target=pin.__enter__)
+    holder.start()
+    holder.join()
+    time.sleep(0.05)
+    refused: list[BaseException] = []
+
+    def swap() -> None:
+        with pytest.raises(LeaseTimeout) as caught:
+            model.swap(weight_file(1), timeout=0.5)
+        refused.append(caught.value)
+
+    swapping = threading.Thread(target=swap)
+    swapping.start()
+    calls = 0
+    while swapping.is_alive():
+        assert serves(model, 0)
+        calls += 1
+    assert refused
+    assert calls > 10
+    pin.__exit__()
+    model.swap(weight_file(1))
+    assert serves(model, 1)

@@ -154,7 +154,7 @@ def test_a_chain_costs_what_it_changes(tiny: TinyArtifact, tmp_path: Path, monke
         values["bias"][step] += 1
         files.append(tiny.write(tmp_path / f"v{step}.safetensors", values))
     model = load(tiny.path, files[0])
-    copied: list[int] = []  # but for the first staging, which does not know what is in the other arena
+    copied: list[int] = []  # by the first staging everything: nobody knows what is in the other arena
 
     def count(target: HostArena, source: HostArena, stretches: list[Any], *rest: Any) -> None:
         copied.append(sum(end - begin for begin, end in stretches))
@@ -166,7 +166,7 @@ def test_a_chain_costs_what_it_changes(tiny: TinyArtifact, tmp_path: Path, monke
         written = write_delta(files[step - 1], files[step], tmp_path / "d.safetensors")
         receipt = model.swap(written.path)
         assert receipt.bytes_read == written.nbytes + 16 * len(written.changed)
-    assert copied == [16, 16, 16]
+    assert copied == [load(tiny.path)._store._residency.sessions[0].arena.layout.nbytes, 16, 16, 16]
 
 
 def test_in_single_residency_only_what_changes_is_copied(tiny: TinyArtifact, tmp_path: Path) -> None:
@@ -403,6 +403,16 @@ def test_what_no_delta_can_be_made_of(tiny: TinyArtifact, weight_file: WriteWeig
         with pytest.raises(DigestMismatch, match="not those whose digest the file records"):
             write_delta(*pair, out)
     assert not out.exists()
+    before = weight_file(0).read_bytes()
+    for place in (weight_file(0), weight_file(1)):
+        with pytest.raises(Unsupported, match="take the place of a file that it is made of"):
+            write_delta(weight_file(0), weight_file(1), place)
+    assert weight_file(0).read_bytes() == before
+    made = write_delta(weight_file(0), weight_file(1), out).path
+    with pytest.raises(WeightFileError, match="a delta; deltas are written between full weight files"):
+        write_delta(made, weight_file(1), tmp_path / "dd.safetensors")
+    with pytest.raises(Unsupported, match="files are written locally"):
+        write_delta(weight_file(0), weight_file(1), "s3://bucket/d.safetensors")
 
 
 def test_labels_and_progress(tiny: TinyArtifact, weight_file: WriteWeights, tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from tests.faults import Fault, after, each_call, failing, raises
-from tests.rich import Origin, RichFiles, X, addresses, live_bytes, small_blocks
+from tests.varied import Origin, RichFiles, X, addresses, live_bytes, small_blocks
 from weightswap_exporter import MethodSpec, export
 from weightswap_runtime import (
     Model,

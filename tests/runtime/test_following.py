@@ -468,9 +468,27 @@ def test_nothing_is_opened_after_the_stop(desk: Desk, monkeypatch: pytest.Monkey
     desk.write("v1", 1)
     desk.stopped = True
     opened: list[str | Path] = []
-    monkeypatch.setattr(module, "open_weights", opened.append)
+    monkeypatch.setattr(module, "open_weights", lambda path, check: opened.append(path))
     desk.look()
     assert (opened, desk.told, desk.follower.last_error) == ([], [], None)
+
+
+def test_a_stop_while_a_header_is_waited_for_ends_the_look(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+    desk.look()
+    desk.write("v1", 1)
+    desk.write("v2", 2)
+
+    def stalled(path: str | Path, check: Callable[[], None]) -> None:
+        desk.stopped = True
+        check()
+
+    monkeypatch.setattr(module, "open_weights", stalled)
+    desk.look()
+    assert (desk.tries, desk.told, desk.follower.last_error) == ([], [], None)
+    monkeypatch.undo()
+    desk.stopped = False
+    desk.look()
+    assert desk.taken == ["v1", "v2"]
 
 
 def test_a_cancelled_staging_ends_the_look(desk: Desk) -> None:
@@ -490,9 +508,9 @@ def test_a_file_is_opened_only_when_it_is_new(start: Start, desk: Desk, monkeypa
     opened: Counter[str] = Counter()
     original = module.open_weights
 
-    def count(path: str | Path) -> object:
+    def count(path: str | Path, check: Callable[[], None]) -> object:
         opened[Path(path).stem] += 1
-        return original(path)
+        return original(path, check)
 
     monkeypatch.setattr(module, "open_weights", count)
     monkeypatch.setattr(desk, "swap", lambda path: desk.taken.append(Path(path).stem))

@@ -18,8 +18,8 @@ from typing import NamedTuple
 import pytest
 
 from tests.faults import failing
-from tests.rich import RichFiles, small_blocks
 from tests.runtime.test_faults import EACH_WAY, FAULTS, WAYS, Way, prepare
+from tests.varied import RichFiles, small_blocks
 from weightswap_runtime import Model, StageCancelled, StageClosed, Staged, load
 from weightswap_runtime.arena import HostArena
 

@@ -20,7 +20,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from tests.rich import Origin, RichFiles, X, addresses, live, live_bytes, small_blocks
+from tests.varied import Origin, RichFiles, X, addresses, live, live_bytes, small_blocks
 from weightswap_runtime import (
     BaseMismatch,
     DigestMismatch,

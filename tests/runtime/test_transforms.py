@@ -109,6 +109,25 @@ def weights(seed: int) -> Values:
     return {"weight": weight, "bias": bias, "tied": tied, "steps": values["steps"]}
 
 
+@pytest.mark.parametrize(
+    "mode",
+    [
+        lambda: torch.autocast("cpu", dtype=torch.bfloat16),
+        torch.inference_mode,
+        torch.enable_grad,
+        lambda: torch.device("meta"),
+    ],
+    ids=["autocast", "inference", "gradients", "device"],
+)
+def test_what_the_caller_has_switched_on_changes_no_weight(mode: Any, artifact: Path, tmp_path: Path) -> None:
+    path = saved(tmp_path / "c.safetensors", checkpoint(1))
+    expected = load(artifact, path)
+    with mode():
+        model = load(artifact, path)
+    assert model.weights_id == expected.weights_id
+    assert torch.equal(model(X), expected(X))
+
+
 def test_shared_inputs_are_read_once(artifact: Artifact, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     read: list[str] = []
     original = computing.read_bytes

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import pytest
 
 from tests.tiny import TinyArtifact, serves
@@ -234,6 +235,24 @@ def test_a_missing_directory_may_come_later(model: Model, tiny: TinyArtifact, tm
         assert watcher.last_error is None
     assert [event.kind for event in events] == ["unreachable", "staging", "staged", "committed"]
     assert events[0].source == str(tmp_path / "later")
+
+
+def test_a_url_is_watched(model: Model, tiny: TinyArtifact, tmp_path: Path) -> None:
+    memory = fsspec.filesystem("memory")
+    raw = [tiny.write(tmp_path / "local", tiny.values(seed)).read_bytes() for seed in range(4)]
+    memory.pipe("/watched/v1.safetensors", raw[1])
+    try:
+        with model.watch("memory://watched", SOON) as watcher:
+            assert eventually(lambda: model.generation == 0)
+            memory.pipe("/watched/v2.safetensors", raw[2][:-1] + bytes([raw[2][-1] ^ 1]))
+            assert eventually(lambda: list(watcher.skipped) == ["v2.safetensors"])
+            assert serves(model, 1)
+            memory.pipe("/watched/v2.safetensors", raw[3])
+            assert eventually(lambda: model.generation == 1)
+            assert serves(model, 3)
+            assert watcher.skipped == {}
+    finally:
+        memory.rm("/watched", recursive=True)
 
 
 def test_looks_keep_their_distance(model: Model, directory: Directory, monkeypatch: pytest.MonkeyPatch) -> None:

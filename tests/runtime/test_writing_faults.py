@@ -14,7 +14,7 @@ from typing import Any, BinaryIO
 import pytest
 
 from tests.faults import Fault, each_call, failing, raises
-from tests.rich import RichFiles
+from tests.varied import RichFiles
 from weightswap_exporter import pack, publish
 from weightswap_runtime import WeightswapError, write_delta
 from weightswap_runtime import files as writing

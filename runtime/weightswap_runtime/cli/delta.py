@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -16,9 +15,9 @@ delta_command = typer.Typer(add_completion=False)
 
 @delta_command.command()
 def delta(
-    base: Annotated[Path, typer.Argument(help="The weight file that servers have.")],
-    new: Annotated[Path, typer.Argument(help="The weight file that they are to get.")],
-    out: Annotated[Path, typer.Option("--out", "-o", help="The delta file; a file there is replaced.")],
+    base: Annotated[str, typer.Argument(help="The weight file that servers have, or its URL.")],
+    new: Annotated[str, typer.Argument(help="The weight file that they are to get, or its URL.")],
+    out: Annotated[str, typer.Option("--out", "-o", help="The delta file; a file there is replaced.")],
     label: LabelOption = None,
     as_json: JsonOption = False,
 ) -> None:

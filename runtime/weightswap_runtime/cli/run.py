@@ -23,7 +23,7 @@ run_command = typer.Typer(add_completion=False)
 def run(
     artifact: Annotated[Path, typer.Argument(help="An artifact's folder.")],
     weights: Annotated[
-        Path, typer.Option("--weights", "-w", help="The weight file or checkpoint to put behind it, as for swap.")
+        str, typer.Option("--weights", "-w", help="The weight file or checkpoint to put behind it, as for swap.")
     ],
     inputs: Annotated[
         Path | None, typer.Option("--input", "-i", help="Inputs by name: a .safetensors or .npz file.")

@@ -12,6 +12,7 @@ from weightswap_runtime.arena import HostArena
 from weightswap_runtime.artifact import Artifact
 from weightswap_runtime.dtypes import TORCH_NAMES
 from weightswap_runtime.errors import ArtifactError, MissingExtra
+from weightswap_runtime.forks import renew_in_children
 from weightswap_runtime.header import FileTensor
 from weightswap_runtime.manifest import GraphInput, Method, NamedTensor
 from weightswap_runtime.signature import leaves
@@ -137,6 +138,7 @@ class BoundTorch:
         self._calls = calls
         self._state = state
         self._state_lock = RLock()
+        renew_in_children(self)
         self._first = arena.address
         self._last = arena.address + len(arena.memory)
         self._owned = {tensor.untyped_storage().data_ptr() for tensor in owned}
@@ -147,6 +149,13 @@ class BoundTorch:
         call = self._calls[method]
         with self._state_lock if call.stateful else _NO_LOCK:
             return [self._detach(value) for value in call(inputs)]
+
+    def renew(self) -> None:
+        """After a fork: what a call of another thread was doing to the state is undone."""
+        free = self._state_lock.acquire(blocking=False)
+        self._state_lock = RLock()
+        if not free:
+            self.reset_state()
 
     @property
     def has_state(self) -> bool:
