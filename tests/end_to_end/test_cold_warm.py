@@ -130,7 +130,7 @@ def cold(files: RichFiles, residency: Literal["double", "single"]) -> list[Seen]
 @pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
 def test_cold_b_equals_warm_a_to_b(way: Way, residency: Literal["double", "single"], files: RichFiles) -> None:
     for a, b in itertools.permutations(range(SETS), 2):
-        warm = warmed(files, residency, a)
+        warm = warmed(files, residency, a, fresh=(a, b) == (0, 1))
         warm.count(X)
         way(warm, files, a, b)
         assert Seen.of(warm) == cold(files, residency)[b]
@@ -138,9 +138,9 @@ def test_cold_b_equals_warm_a_to_b(way: Way, residency: Literal["double", "singl
         assert live_bytes(warm) == files.arena_bytes(files.whole(b))
 
 
-def warmed(files: RichFiles, residency: Literal["double", "single"], a: int) -> Model:
+def warmed(files: RichFiles, residency: Literal["double", "single"], a: int, *, fresh: bool) -> Model:
     """A model that serves A: one that has just been loaded, or one that has served other sets before."""
-    if a == 0:
+    if fresh:
         return load(files.artifact, files.full[a], residency=residency, keep_previous="host")
     model = used(files, residency)
     model.swap(files.full[a])
@@ -157,7 +157,7 @@ def used(files: RichFiles, residency: Literal["double", "single"]) -> Model:
 def test_a_part_of_b_in_a_is_what_eager_makes_of_both(
     source: str, pattern: str, residency: Literal["double", "single"], files: RichFiles
 ) -> None:
-    for a, b in itertools.permutations(range(SETS), 2):
+    for a, b in ((0, 1), (1, 2), (2, 0)):
         warm = used(files, residency)
         warm.swap(files.full[a])
         warm.swap((files.full if source == "full" else files.checkpoints)[b], only=pattern)
