@@ -17,12 +17,13 @@ _PUBLISHED = re.compile(r"(step-[0-9]+)-[0-9a-f]{12}\.safetensors")
 _DIGITS = re.compile(r"([0-9]+)")
 _TIMES = ("mtime", "LastModified", "last_modified", "updated", "modified", "created")
 _VERSIONS = ("ETag", "etag", "generation", "ino")
+UNKNOWN = None  # the fingerprint of a file of which nothing but the name could be found out at this look
 
 
 class Entry(NamedTuple):
     """A weight file. `path` is what a swap takes; `modified` in seconds since the epoch, 0 where that is not known.
 
-    Files with equal fingerprints have the same content, as far as a listing can tell.
+    Files with equal fingerprints have the same content, as far as a listing can tell; UNKNOWN says nothing.
     """
 
     name: str
@@ -37,8 +38,8 @@ Listing = Callable[[], list[Entry]]
 def open_directory(directory: str | os.PathLike[str]) -> Listing:
     """A function that lists the weight files of a directory or of a URL's, in no order; none of them is opened.
 
-    The function raises WeightFileError where the directory cannot be listed. This one raises MissingExtra and
-    Unsupported for a URL that is not supported here.
+    The function raises WeightFileError where the directory cannot be listed, from the OSError where it is a local one.
+    This one raises MissingExtra and Unsupported for a URL that is not supported here.
     """
     if not isinstance(directory, str | os.PathLike):
         raise Unsupported(f"expected a directory's path or URL, got a {type(directory).__qualname__}")
@@ -75,8 +76,10 @@ def _local(directory: Path, file: os.DirEntry[str]) -> Entry | None:
     try:
         status = file.stat()
         regular = file.is_file()
-    except OSError:  # it has gone meanwhile
+    except FileNotFoundError:  # it has gone meanwhile
         return None
+    except OSError:
+        return Entry(file.name, directory / file.name, UNKNOWN, 0.0)
     fingerprint = (status.st_size, status.st_mtime_ns, status.st_ino)
     return Entry(file.name, directory / file.name, fingerprint, status.st_mtime) if regular else None
 

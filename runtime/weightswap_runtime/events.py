@@ -23,6 +23,7 @@ EventKind = Literal[
     "failed",
     "skipped",
     "unreachable",
+    "waiting",
 ]
 _log = logging.getLogger("weightswap.events")
 _log.addHandler(logging.NullHandler())  # quiet unless the application configures logging
@@ -54,6 +55,8 @@ class Event:
     From a directory that is watched come also:
 
     skipped: a file was passed over, until it changes; `error` says why.
+    waiting: a delta is for other weights than those that are served, and waits for them; `error` says for which. Told
+      once, until it was tried; a commit, or "skipped", ends it.
     unreachable: the directory cannot be listed, for `error`. Told once, until it could be listed again.
 
     source: the path or URL, or "rollback". operation: what kind of swap it is, as in `SwapReceipt`; None where that is

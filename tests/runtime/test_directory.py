@@ -14,7 +14,7 @@ import fsspec
 import pytest
 
 from weightswap_runtime import MissingExtra, Unsupported, WeightFileError
-from weightswap_runtime.directory import Entry, is_weight_file, open_directory, order
+from weightswap_runtime.directory import UNKNOWN, Entry, is_weight_file, open_directory, order
 from weightswap_runtime.places import printable
 
 IN_ORDER = [
@@ -75,6 +75,12 @@ def test_a_local_directory(tmp_path: Path) -> None:
     assert found.keys() == {"v1.safetensors", "link.safetensors"}
     assert found["v1.safetensors"].path == tmp_path / "v1.safetensors"
     assert found["v1.safetensors"].modified == (tmp_path / "v1.safetensors").stat().st_mtime
+
+
+def test_a_file_whose_status_cannot_be_had_is_listed_as_unknown(tmp_path: Path) -> None:
+    path = tmp_path / "v1.safetensors"
+    path.symlink_to(path)
+    assert open_directory(tmp_path)() == [Entry("v1.safetensors", path, UNKNOWN, 0.0)]
 
 
 def change_size(path: Path) -> None:
