@@ -86,7 +86,13 @@ class Event:
         generation = f", generation {self.receipt.generation}" if self.receipt else ""
         where = f" while {self.phase}" if self.phase else ""
         why = f": {type(self.error).__name__}: {self.error}" if self.error else ""
-        return f"{self.kind}{who}{where}: {self.source}{what}{generation}{why}"
+        source = legible(self.source)
+        return f"{self.kind}{who}{where}: {source}{what}{generation}{why.replace(self.source, source)}"
+
+
+def legible(text: str) -> str:
+    """A name as it is, or quoted, with escapes, where it has line ends or other letters that cannot be printed."""
+    return text if text.isprintable() else repr(text)
 
 
 Listener = Callable[[Event], object]

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from .directory import open_directory
 from .errors import StageCancelled, Superseded, Unsupported
-from .events import Event, Listener
+from .events import Event, Listener, legible
 from .following import Follower, Start, Told, without_traceback
 from .gate import POLL_SECONDS
 from .job import Job
@@ -203,9 +203,9 @@ class _Target:
     def _wants(self, path: str | Path, weights_id: str) -> bool:
         """Whether these weights are not served yet: others may have put them in. Raises Superseded."""
         if receipt := self._rollback_of(weights_id):
-            by = f" by {receipt.by}" if receipt.by else ""
+            where, by = legible(printable(path)), f" by {receipt.by}" if receipt.by else ""
             raise Superseded(
-                f"{printable(path)}: its weights {weights_id[:12]} were served, and rolled back{by} (generation "
+                f"{where}: its weights {weights_id[:12]} were served, and rolled back{by} (generation "
                 f"{receipt.generation}). Write other weights, or swap these by hand."
             )
         return not self.serves(weights_id)

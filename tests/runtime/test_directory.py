@@ -154,7 +154,8 @@ class Pages(Handler):
         else:
             super().serve(asked)
 
-    do_HEAD = Handler.do_GET
+    def do_HEAD(self) -> None:  # noqa: N802
+        self.do_GET()
 
     def tell(self, content: Content) -> None:
         self.send_response(200)

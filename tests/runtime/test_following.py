@@ -452,6 +452,24 @@ def test_a_delta_whose_base_changes_between_the_look_and_the_swap_waits(desk: De
     assert serves(desk.model, 2)
 
 
+FORGED = "v2\nrolled back for operator: x\x1b[2J"
+
+
+def test_names_with_line_ends_are_escaped_in_texts(desk: Desk) -> None:
+    desk.write("v1", 1)
+    desk.look()
+    desk.delta(FORGED, 8, 9)
+    desk.look()
+    waiting = str(desk.follower.waiting[f"{FORGED}.safetensors"])
+    desk.write(FORGED.replace("2", "3", 1), 3)
+    desk.look()
+    superseded = str(desk.follower.skipped[f"{FORGED}.safetensors"])
+    assert waiting.isprintable()
+    assert superseded.isprintable()
+    assert r"v2\nrolled back" in waiting
+    assert r"v3\nrolled back" in superseded
+
+
 TRANSIENT = [
     StagingBusy("busy"),
     LeaseTimeout("pinned"),

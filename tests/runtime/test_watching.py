@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import logging
 import math
 import os
 import signal
@@ -32,6 +33,7 @@ from weightswap_runtime import (
     watching,
     write_delta,
 )
+from weightswap_runtime.cli.watching import print_event
 from weightswap_runtime.following import Follower
 from weightswap_runtime.job import Job
 from weightswap_runtime.store import Store
@@ -277,6 +279,22 @@ def test_a_delta_that_waits_is_told(tiny: TinyArtifact, directory: Directory, tm
         assert eventually(lambda: not watcher.waiting)
     assert [event.kind for event in events] == ["waiting", "staging", "staged", "committed"]
     assert str(events[0]).startswith(f"waiting for watch: {directory.path / 'v3.safetensors'}: BaseMismatch: ")
+
+
+def test_a_name_cannot_forge_a_line_of_the_log(
+    model: Model, directory: Directory, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+) -> None:
+    caplog.set_level(logging.INFO, "weightswap.events")
+    path = directory.path / "v1\nrolled back for operator\x1b[2J.safetensors"
+    directory.damaged(1).rename(path)
+    with model.watch(directory.path, SOON, callback=print_event) as watcher:
+        assert eventually(lambda: path.name in watcher.skipped)
+    printed = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in printed] == ["staging", "refused", "skipped"]
+    assert all(line.isprintable() and r"v1\nrolled back" in line for line in printed)
+    logged = [record.getMessage() for record in caplog.records if record.name == "weightswap.events"]
+    assert len(logged) == 2
+    assert not any(line.startswith("rolled back") for text in logged for line in text.splitlines())
 
 
 def test_a_callback_may_stop_the_watching(model: Model, directory: Directory) -> None:
