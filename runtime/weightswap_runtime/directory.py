@@ -2,27 +2,33 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import re
 from collections.abc import Callable, Hashable, Iterable, Mapping
+from contextlib import suppress
 from datetime import datetime
+from email.utils import parsedate_to_datetime
 from pathlib import Path
 from typing import Any, NamedTuple
+from urllib.parse import unquote
 
 from .errors import MissingExtra, Unsupported, WeightFileError
-from .places import is_url, printable, redact
+from .places import Url, is_url, printable, redact
 from .weightset import GOLDENS_SUFFIX, SUFFIX
 
 _PUBLISHED = re.compile(r"(step-[0-9]+)-[0-9a-f]{12}\.safetensors")
 _DIGITS = re.compile(r"([0-9]+)")
-_TIMES = ("mtime", "LastModified", "last_modified", "updated", "modified", "created")
+_TIMES = ("mtime", "LastModified", "Last-Modified", "last_modified", "updated", "modified", "created")
 _VERSIONS = ("ETag", "etag", "generation", "ino")
+MOST_REQUESTS = 10  # at once, for the files of one page
+UNKNOWN = None  # the fingerprint of a file of which nothing but the name could be found out at this look
 
 
 class Entry(NamedTuple):
     """A weight file. `path` is what a swap takes; `modified` in seconds since the epoch, 0 where that is not known.
 
-    Files with equal fingerprints have the same content, as far as a listing can tell.
+    Files with equal fingerprints have the same content, as far as a listing can tell; UNKNOWN says nothing.
     """
 
     name: str
@@ -37,8 +43,8 @@ Listing = Callable[[], list[Entry]]
 def open_directory(directory: str | os.PathLike[str]) -> Listing:
     """A function that lists the weight files of a directory or of a URL's, in no order; none of them is opened.
 
-    The function raises WeightFileError where the directory cannot be listed. This one raises MissingExtra and
-    Unsupported for a URL that is not supported here.
+    The function raises WeightFileError where the directory cannot be listed, from the OSError where it is a local one.
+    This one raises MissingExtra and Unsupported for a URL that is not supported here.
     """
     if not isinstance(directory, str | os.PathLike):
         raise Unsupported(f"expected a directory's path or URL, got a {type(directory).__qualname__}")
@@ -75,8 +81,10 @@ def _local(directory: Path, file: os.DirEntry[str]) -> Entry | None:
     try:
         status = file.stat()
         regular = file.is_file()
-    except OSError:  # it has gone meanwhile
+    except FileNotFoundError:  # it has gone meanwhile
         return None
+    except OSError:
+        return Entry(file.name, directory / file.name, UNKNOWN, 0.0)
     fingerprint = (status.st_size, status.st_mtime_ns, status.st_ino)
     return Entry(file.name, directory / file.name, fingerprint, status.st_mtime) if regular else None
 
@@ -97,6 +105,8 @@ def _list_url(url: str) -> list[Entry]:
     import fsspec.core
 
     try:
+        if Url(url).is_web:
+            return _list_web(Url(url))
         system, root = fsspec.core.url_to_fs(url)
         system.invalidate_cache(root)
         return list(_remote(system.ls(root, detail=True), system.unstrip_protocol))
@@ -105,13 +115,53 @@ def _list_url(url: str) -> list[Entry]:
         raise WeightFileError(f"{printable(url)}: cannot be listed ({found})") from None
 
 
+def _list_web(url: Url) -> list[Entry]:
+    """The files to which a page links; a HEAD request for each, as links do not tell what changes."""
+    from fsspec.asyn import sync
+    from fsspec.core import url_to_fs
+
+    page, _, query = url.raw.partition("#")[0].partition("?")
+    # beside the URL: links are resolved against that, and the query comes behind the paths of the files, too
+    system, root = url_to_fs(page, **({"params": query} if query else {}))
+    links = (link.rpartition("/") for link in system.ls(root, detail=False))
+    found = [name for folder, _, name in links if _place(folder) == _place(page) and is_weight_file(unquote(name))]
+    status = sync(system.loop, _ask, system, [f"{page.rstrip('/')}/{name}" for name in found])
+    return [_web(url / unquote(name), unquote(name), each) for name, each in zip(found, status, strict=True)]
+
+
+def _place(url: str) -> str:
+    """Without the protocol: a page may link to https://."""
+    return url.partition("://")[2].rstrip("/")
+
+
+async def _ask(system: Any, urls: list[str]) -> list[Mapping[str, Any] | BaseException]:
+    turns = asyncio.Semaphore(MOST_REQUESTS)
+
+    async def ask(url: str) -> Mapping[str, Any]:
+        async with turns:
+            found: Mapping[str, Any] = await system._info(url)
+            return found
+
+    return await asyncio.gather(*map(ask, urls), return_exceptions=True)
+
+
+def _web(url: Url, name: str, found: Mapping[str, Any] | BaseException) -> Entry:
+    if isinstance(found, BaseException):
+        return Entry(name, url.raw, UNKNOWN, 0.0)
+    return _entry(name, url.raw, found)
+
+
 def _remote(found: Iterable[Mapping[str, Any]], url_of: Callable[[str], str]) -> Iterable[Entry]:
     for info in found:
         name = info["name"].rpartition("/")[2]
         if info.get("type") == "file" and is_weight_file(name):
-            modified = _first(info, _TIMES)
-            fingerprint = (info.get("size"), _first(info, _VERSIONS), str(modified))
-            yield Entry(name, url_of(info["name"]), fingerprint, _seconds(modified))
+            yield _entry(name, url_of(info["name"]), info)
+
+
+def _entry(name: str, url: str, info: Mapping[str, Any]) -> Entry:
+    modified = _first(info, _TIMES)
+    fingerprint = (info.get("size"), _first(info, _VERSIONS), str(modified))
+    return Entry(name, url, fingerprint, _seconds(modified))
 
 
 def _first(info: Mapping[str, Any], keys: Iterable[str]) -> Any:
@@ -121,8 +171,12 @@ def _first(info: Mapping[str, Any], keys: Iterable[str]) -> Any:
 def _seconds(modified: Any) -> float:
     """Stores give times as numbers, as datetimes, or as texts."""
     if isinstance(modified, str):
-        try:
-            modified = datetime.fromisoformat(modified)
-        except ValueError:
-            return 0.0
+        modified = _parsed(modified)
     return modified.timestamp() if isinstance(modified, datetime) else float(modified or 0.0)
+
+
+def _parsed(text: str) -> datetime | None:
+    for parse in (datetime.fromisoformat, parsedate_to_datetime):
+        with suppress(ValueError):
+            return parse(text)
+    return None

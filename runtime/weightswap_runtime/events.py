@@ -23,6 +23,7 @@ EventKind = Literal[
     "failed",
     "skipped",
     "unreachable",
+    "waiting",
 ]
 _log = logging.getLogger("weightswap.events")
 _log.addHandler(logging.NullHandler())  # quiet unless the application configures logging
@@ -56,6 +57,8 @@ class Event:
     From a directory that is watched come also:
 
     skipped: a file was passed over, until it changes; `error` says why.
+    waiting: a delta is for other weights than those that are served, and waits for them; `error` says for which. Told
+      once, until it was tried; a commit, or "skipped", ends it.
     unreachable: the directory cannot be listed, for `error`. Told once, until it could be listed again.
 
     source: the path or URL, or "rollback". operation: what kind of swap it is, as in `SwapReceipt`; None where that is
@@ -85,7 +88,13 @@ class Event:
         generation = f", generation {self.receipt.generation}" if self.receipt else ""
         where = f" while {self.phase}" if self.phase else ""
         why = f": {type(self.error).__name__}: {self.error}" if self.error else ""
-        return f"{self.kind}{who}{where}: {self.source}{what}{generation}{why}"
+        source = legible(self.source)
+        return f"{self.kind}{who}{where}: {source}{what}{generation}{why.replace(self.source, source)}"
+
+
+def legible(text: str) -> str:
+    """A name as it is, or quoted, with escapes, where it has line ends or other letters that cannot be printed."""
+    return text if text.isprintable() else repr(text)
 
 
 Listener = Callable[[Event], object]

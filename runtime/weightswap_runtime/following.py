@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from operator import attrgetter
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol, TypeVar
 
 from .deltafile import delta_stamp
-from .directory import Entry, Listing, order
+from .directory import UNKNOWN, Entry, Listing, order
 from .errors import (
     BaseMismatch,
     DamagedFile,
@@ -25,11 +25,15 @@ from .errors import (
     WeightFileError,
     WeightswapError,
 )
+from .events import legible
 from .places import printable
 from .weightset import open_weights
 
 Start = Literal["newest", "all", "new"]
+_Error = TypeVar("_Error", bound=BaseException)
+Told = Literal["skipped", "unreachable", "waiting"]
 LONGEST_DELAY = 300.0
+MOST_REMEMBERED = 10_000  # files that have gone
 PATIENCE = 60.0  # seconds without a change after which a file that is cut off counts as damaged
 _TRANSIENT = (BaseMismatch, LeaseTimeout, ModelFailed, OutOfMemory, StagingBusy, WeightFileError)
 
@@ -45,11 +49,14 @@ class Target(Protocol):
         """Whether exactly these weights are served now."""
         ...
 
-    def swap(self, path: str | Path) -> None:
-        """Raises what `Model.swap` raises, and StageCancelled as `check` does."""
+    def swap(self, path: str | Path, weights_id: str | None) -> None:
+        """Serve a file; `weights_id` is what its header says it is.
+
+        Raises what `Model.swap` raises, and StageCancelled as `check` does.
+        """
         ...
 
-    def tell(self, kind: Literal["skipped", "unreachable"], source: str, error: BaseException) -> None: ...
+    def tell(self, kind: Told, source: str, error: BaseException) -> None: ...
 
 
 class Glance(NamedTuple):
@@ -76,17 +83,20 @@ def glance(path: str | Path, check: Callable[[], None]) -> Glance:
 
 @dataclass(eq=False)
 class _File:
-    """A file as it was found; another fingerprint makes it another one. `over`: taken, skipped or passed over."""
+    """A file as it was found; another fingerprint makes it another one.
+
+    `over`: taken, skipped or passed over. `waits`: why a delta cannot be taken yet.
+    """
 
     entry: Entry
     since: float
-    replaced: bool
-    looks: int = 1
+    looks: int = 0
     over: bool = False
     attempts: int = 0
     retry_at: float = 0.0
     glance: Glance | None = None
     error: BaseException | None = None
+    waits: BaseException | None = None
     key: tuple[Any, ...] = field(init=False)  # where it comes among the others
 
     def __post_init__(self) -> None:
@@ -102,7 +112,8 @@ class Follower:
 
     A file is taken when it is complete. It never goes back: of files that could be taken, those that come before one
     that was taken are passed over. Failures that another try may mend are retried after `interval`, then after twice
-    as long, and so on up to five minutes; a file with any other is skipped until it changes.
+    as long, and so on up to five minutes; a file with any other is skipped until it changes. What became of a file is
+    still known when it has gone and is back.
     """
 
     def __init__(
@@ -120,6 +131,7 @@ class Follower:
         self._start = start
         self._clock = clock
         self._files: dict[str, _File] = {}
+        self._gone: dict[tuple[str, Hashable], _File] = {}  # by name and fingerprint, the last that went last
         self._old: set[str] | None = None  # the names found first, as long as none of them is taken
         self._mark: _File | None = None  # the last in order that was taken
         self._unlisted = 0  # how often the directory could not be listed since it could
@@ -130,6 +142,11 @@ class Follower:
         files = sorted(self._files.values(), key=attrgetter("key"))
         return {file.entry.name: file.error for file in files if file.over and file.error is not None}
 
+    @property
+    def waiting(self) -> dict[str, BaseException]:
+        """Why deltas that are in the directory wait, by name, in order."""
+        return {file.entry.name: file.waits for file in self._pending() if file.waits is not None}
+
     def look(self, target: Target) -> float:
         """Take what can be taken. Returns after how many seconds to look again."""
         try:
@@ -139,8 +156,10 @@ class Follower:
         if self._unlisted:
             self._unlisted, self.last_error = 0, None
         self._update(entries)
-        with suppress(_NotNowError, StageCancelled):
-            self._take(target)
+        with suppress(StageCancelled):
+            with suppress(_NotNowError):
+                self._take(target)
+            self._tell_waiting(target)
         return self._interval
 
     def _unreachable(self, error: WeightswapError, target: Target) -> float:
@@ -148,24 +167,40 @@ class Follower:
         self.last_error = without_traceback(error)
         if self._unlisted == 1:
             target.tell("unreachable", self._directory, error)
-        return self._delay(self._unlisted)
+        if self._old is None and isinstance(error.__cause__, FileNotFoundError):
+            self._old = set()
+        # to ask a local directory costs nothing
+        return self._interval if isinstance(error.__cause__, OSError) else self._delay(self._unlisted)
 
     def _delay(self, attempts: int) -> float:
         return min(self._interval * 2.0 ** min(attempts - 1, 30), max(self._interval, LONGEST_DELAY))
 
     def _update(self, entries: list[Entry]) -> None:
-        self._files = {entry.name: self._found(entry) for entry in entries}
+        before = self._files.values()
+        found = [file for file in map(self._found, entries) if file is not None]
+        self._files = {file.entry.name: file for file in found}
+        self._remember(file for file in before if self._files.get(file.entry.name) is not file)
         if self._old is None:
             self._old = set(self._files) if self._start == "newest" else set()
-            for file in self._files.values():
+            for file in found:
                 file.over = self._start == "new"
 
-    def _found(self, entry: Entry) -> _File:
+    def _found(self, entry: Entry) -> _File | None:
+        """The file of an entry; None where nothing is known of it, not even what a listing says."""
         file = self._files.get(entry.name)
+        if entry.fingerprint is UNKNOWN:
+            return file
         if file is None or file.entry.fingerprint != entry.fingerprint:
-            return _File(entry, self._clock(), replaced=file is not None)
+            file = self._gone.pop((entry.name, entry.fingerprint), None) or _File(entry, self._clock())
         file.looks += 1
         return file
+
+    def _remember(self, files: Iterable[_File]) -> None:
+        """A directory may be incomplete, or away, for one look; its files are then no new ones at the next."""
+        for file in sorted(files, key=attrgetter("key")):
+            self._gone[file.entry.name, file.entry.fingerprint] = file
+        for oldest in list(self._gone)[: max(0, len(self._gone) - MOST_REMEMBERED)]:
+            del self._gone[oldest]
 
     def _take(self, target: Target) -> None:
         if self._old:
@@ -188,19 +223,14 @@ class Follower:
             self._pass_over(file, target)
         elif self._clock() >= file.retry_at:
             file.glance = file.glance or glance(file.entry.path, target.check)
-            if self._is_served(file, file.glance, target):
+            if file.glance.weights_id is not None and target.serves(file.glance.weights_id):
                 self._taken(file, target)
             elif self._is_ready(file, file.glance, target):
-                self._try(file, target)
+                self._try(file, file.glance.weights_id, target)
 
     def _is_past(self, file: _File) -> bool:
         mark = self._mark
         return mark is not None and mark.entry.name != file.entry.name and file.key < mark.key
-
-    def _is_served(self, file: _File, found: Glance, target: Target) -> bool:
-        """Whether a file that is not new has what is served."""
-        known = file.replaced or file.entry.name in (self._old or ())
-        return known and found.weights_id is not None and target.serves(found.weights_id)
 
     def _is_ready(self, file: _File, found: Glance, target: Target) -> bool:
         if isinstance(found.error, TruncatedFile):
@@ -210,15 +240,27 @@ class Follower:
         # without digests nothing but a second look can tell that it is not being written
         return found.weights_id is not None or file.looks > 1
 
-    def _try(self, file: _File, target: Target) -> None:
+    def _try(self, file: _File, weights_id: str | None, target: Target) -> None:
         try:
-            target.swap(file.entry.path)
+            target.swap(file.entry.path, weights_id)
         except StageCancelled:
             raise
         except Exception as error:
             self._failed(file, error, target)
         else:
             self._taken(file, target)
+
+    def _tell_waiting(self, target: Target) -> None:
+        for file in self._pending():
+            base = file.glance.base if file.glance else None
+            if base is None or target.serves(base):
+                file.waits = None
+            elif file.waits is None:
+                where = printable(file.entry.path)
+                file.waits = BaseMismatch(
+                    f"{legible(where)}: a delta from the weights {base[:12]}, which are not served yet"
+                )
+                target.tell("waiting", where, file.waits)
 
     def _failed(self, file: _File, error: Exception, target: Target) -> None:
         self.last_error = file.error = without_traceback(error)
@@ -246,7 +288,9 @@ class Follower:
     def _pass_over(self, file: _File, target: Target) -> None:
         assert self._mark is not None
         where, later = printable(file.entry.path), self._mark.entry.name
-        error = Superseded(f"{where}: passed over, as {later} comes later and was taken{_why_not_before(file)}")
+        error = Superseded(
+            f"{legible(where)}: passed over, as {legible(later)} comes later and was taken{_why_not_before(file)}"
+        )
         file.over, file.error = True, error
         target.tell("skipped", where, error)
 
@@ -266,7 +310,7 @@ def is_transient(error: Exception) -> bool:
     return True
 
 
-def without_traceback(error: Exception) -> Exception:
+def without_traceback(error: _Error) -> _Error:
     """The error; the frames that it and its causes have come through, which hold the model, are let go."""
     links: list[BaseException] = []
     link: BaseException | None = error

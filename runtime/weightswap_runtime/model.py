@@ -303,22 +303,29 @@ class Model(Caller):
 
         Weight files are those whose names end in .safetensors, but not in .goldens.safetensors, and do not begin with
         a dot. They are ordered by name, numbers in names by their value; of two files that `publish()` wrote for one
-        step, the later one is later. A file that comes before one that was taken is passed over.
+        step, the later one is later. A file that comes before one that was taken is passed over. Behind http:// and
+        https:// they are the links of a page; each look asks for the headers of each.
 
         interval: seconds between two looks at the directory.
-        start: "newest" begins with the last file that can be taken, unless its weights are served; "all" with the
-          first; "new" takes only files that are not there yet.
+        start: "newest" begins with the last file that can be taken; "all" with the first; "new" takes only files that
+          are not there yet. All files of a local directory that is made later are new ones.
         callback: told what the watching does, in its thread, as are all that `listen`: the events of each swap, and
-          "skipped" and "unreachable".
+          "skipped", "waiting" and "unreachable". What it raises is logged.
+        only: as in `swap`; something must be served already.
         The other arguments are those of `swap`; another staging of the model is waited for.
 
         Files that are renamed into place are taken at the next look. One that is shorter than its header says is waited
         for, for a minute after its last change; one without digests is taken when two looks found it the same. A
         delta is taken while the weights that it starts from are served, and waits for them until a later file is taken.
 
+        Weights that are served already are not put in again. Those that a rollback took away since the watching began
+        are skipped, in whichever file they come, until they were swapped in by hand; 100 commits later that is
+        forgotten. A file that has gone and comes back as it was is not taken again; 10,000 of them are remembered.
+
         What cannot be taken changes nothing: a file that is damaged or does not fit is skipped until it changes. Where
-        it cannot be read, memory or a lease is missing, or the directory cannot be listed, another try is made after
-        `interval`, then after twice as long, up to five minutes; later files are taken meanwhile.
+        it cannot be read, memory or a lease is missing, or a URL's directory cannot be listed, another try is made
+        after `interval`, then after twice as long, up to five minutes; later files are taken meanwhile. A local
+        directory is looked at every `interval`.
 
         Raises Unsupported and MissingExtra; nothing afterwards.
         """

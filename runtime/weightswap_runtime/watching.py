@@ -11,15 +11,16 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from queue import Empty, SimpleQueue
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from .directory import open_directory
-from .errors import StageCancelled, Unsupported
-from .events import Event, Listener
-from .following import Follower, Start, without_traceback
+from .errors import StageCancelled, Superseded, Unsupported
+from .events import Event, Listener, legible
+from .following import Follower, Start, Told, without_traceback
 from .gate import POLL_SECONDS
 from .job import Job
 from .places import printable
+from .receipts import SwapReceipt
 from .staging import Request
 
 if TYPE_CHECKING:
@@ -54,7 +55,7 @@ class Watcher(AbstractContextManager["Watcher"]):
         options: Options,
     ) -> None:
         _check(interval, start)
-        options.request.check()
+        _check_part(model, options.request)
         Job(options.rate_limit)
         self.directory = printable(directory)
         self._follower = Follower(self.directory, open_directory(directory), interval, start)
@@ -76,6 +77,11 @@ class Watcher(AbstractContextManager["Watcher"]):
     def skipped(self) -> dict[str, BaseException]:
         """Why files were passed over, by name, in order; only those that still are in the directory."""
         return self._follower.skipped
+
+    @property
+    def waiting(self) -> dict[str, BaseException]:
+        """Why deltas of the directory wait, by name, in order: the weights that they start from are not served."""
+        return self._follower.waiting
 
     def stop(self, timeout: float | None = None) -> bool:
         """Stop watching. A staging under way is cancelled; a commit that waits for calls or pins is not.
@@ -102,6 +108,14 @@ def _check(interval: float, start: str) -> None:
         raise Unsupported(f'start={start!r}: expected "newest", "all" or "new"')
 
 
+def _check_part(model: Model, request: Request) -> None:
+    request.check()
+    if request.only and model.weights_id is None:
+        raise Unsupported(
+            "only: a part of a set goes into weights that are served, and none are; load the model with weights first"
+        )
+
+
 class _Loop:
     """What the thread does. It refers to the model only while it looks."""
 
@@ -109,6 +123,7 @@ class _Loop:
         self, model: Model, follower: Follower, interval: float, callback: Listener | None, options: Options
     ) -> None:
         self.options = options
+        self.began = -1 if model.generation is None else model.generation
         self.stopping = False
         self.job: Job | None = None
         self._follower = follower
@@ -146,7 +161,7 @@ class _Loop:
             return 0.0
         try:
             return self._follower.look(_Target(model, self))
-        except Exception as error:
+        except BaseException as error:  # a listener may raise SystemExit, which would end this thread without a word
             _log.exception("a look at the directory failed")
             self._follower.last_error = without_traceback(error)
             return self._interval
@@ -154,7 +169,10 @@ class _Loop:
     def _pass_on(self, event: Event) -> None:
         """Only what this thread does is told to the callback."""
         if self._callback is not None and self._thread == threading.get_ident():
-            self._callback(event)
+            try:
+                self._callback(event)
+            except BaseException:  # also one that would end the process, elsewhere
+                _log.exception("%r failed", self._callback)
 
 
 class _Target:
@@ -169,15 +187,37 @@ class _Target:
             raise StageCancelled("the watching was stopped")
 
     def serves(self, weights_id: str) -> bool:
-        return self._model.weights_id == weights_id
+        return self._model.weights_id == weights_id and not self._model.failed
 
-    def swap(self, path: str | Path) -> None:
+    def swap(self, path: str | Path, weights_id: str | None) -> None:
         request, by, rate_limit, timeout = self._loop.options
         with self._turn(), self._job(Job(rate_limit)) as job:
+            if weights_id is not None and not self._wants(path, weights_id):
+                return
             staged = self._model._prepare(request._replace(path=path), job, by, "wait", timeout)
             with staged.run():
                 job.check()
-                staged.commit(timeout=timeout)
+                if self._wants(path, staged.weights_id):
+                    staged.commit(timeout=timeout)
+
+    def _wants(self, path: str | Path, weights_id: str) -> bool:
+        """Whether these weights are not served yet: others may have put them in. Raises Superseded."""
+        if receipt := self._rollback_of(weights_id):
+            where, by = legible(printable(path)), f" by {receipt.by}" if receipt.by else ""
+            raise Superseded(
+                f"{where}: its weights {weights_id[:12]} were served, and rolled back{by} (generation "
+                f"{receipt.generation}). Write other weights, or swap these by hand."
+            )
+        return not self.serves(weights_id)
+
+    def _rollback_of(self, weights_id: str) -> SwapReceipt | None:
+        """The rollback that took these weights away, since the watching began; None if they came back after it."""
+        for receipt in reversed(self._model.history):
+            if receipt.generation <= self._loop.began or receipt.weights_id == weights_id:
+                return None
+            if receipt.kind == "rollback" and receipt.previous_weights_id == weights_id:
+                return receipt
+        return None
 
     @contextmanager
     def _turn(self) -> Iterator[None]:
@@ -201,6 +241,6 @@ class _Target:
         finally:
             self._loop.job = None
 
-    def tell(self, kind: Literal["skipped", "unreachable"], source: str, error: BaseException) -> None:
+    def tell(self, kind: Told, source: str, error: BaseException) -> None:
         model = self._model
         model._store.events.emit(Event(kind, source, self._loop.options.by, model.graph_id, error=error))

@@ -7,14 +7,16 @@ import random
 import re
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from urllib.parse import quote, unquote
 
 import fsspec
 import pytest
 
+from tests.servers import Asked, Content, Handler, WebServer
 from weightswap_runtime import MissingExtra, Unsupported, WeightFileError
-from weightswap_runtime.directory import Entry, is_weight_file, open_directory, order
+from weightswap_runtime.directory import UNKNOWN, Entry, is_weight_file, open_directory, order
 from weightswap_runtime.places import printable
 
 IN_ORDER = [
@@ -77,6 +79,12 @@ def test_a_local_directory(tmp_path: Path) -> None:
     assert found["v1.safetensors"].modified == (tmp_path / "v1.safetensors").stat().st_mtime
 
 
+def test_a_file_whose_status_cannot_be_had_is_listed_as_unknown(tmp_path: Path) -> None:
+    path = tmp_path / "v1.safetensors"
+    path.symlink_to(path)
+    assert open_directory(tmp_path)() == [Entry("v1.safetensors", path, UNKNOWN, 0.0)]
+
+
 def change_size(path: Path) -> None:
     path.write_bytes(b"another")
 
@@ -130,6 +138,74 @@ def test_a_url(tmp_path: Path) -> None:
     memory.pipe("/run7/weights/v2.safetensors", b"87654321")
     assert listing()[0].fingerprint != first.fingerprint
     memory.rm("/run7", recursive=True)
+
+
+class Pages(Handler):
+    """Serves a page of links under `/run/`, answers HEAD, and keeps the whole paths that it was asked for."""
+
+    def serve(self, asked: Asked) -> None:
+        self.web.paths.append(self.path)  # type: ignore[attr-defined]
+        if asked.path == "/run/":
+            names = [path.removeprefix("/run/") for path in self.web.contents]
+            page = "".join(f'<a href="{quote(name)}">x</a>' for name in [*names, "../", "?C=N;O=D"])
+            self.reply(200, page.encode(), {"Content-Type": "text/html"})
+        elif self.command == "HEAD":
+            self.tell(self.web.contents[unquote(asked.path)])
+        else:
+            super().serve(asked)
+
+    def do_HEAD(self) -> None:  # noqa: N802
+        self.do_GET()
+
+    def tell(self, content: Content) -> None:
+        self.send_response(200)
+        for name, value in {"Content-Length": str(len(content.data)), **content.validators}.items():
+            self.send_header(name, value)
+        self.end_headers()
+
+
+@pytest.fixture
+def pages() -> Iterator[WebServer]:
+    with WebServer(Pages) as server:
+        server.paths = []  # type: ignore[attr-defined]
+        yield server
+
+
+@pytest.mark.parametrize("query", ["", "?token=s3cret&other=1"])
+def test_a_page_of_links(query: str, pages: WebServer) -> None:
+    for name in ("v 1.safetensors", "v2.safetensors", "v2.goldens.safetensors", "deeper/v3.safetensors", "notes.txt"):
+        pages.put(f"run/{name}", b"12345678")
+    listing = open_directory(f"{pages.url}/run/{query}")
+    found = {each.name: each for each in listing()}
+    assert {name: each.path for name, each in found.items()} == {
+        "v 1.safetensors": f"{pages.url}/run/v%201.safetensors{query}",
+        "v2.safetensors": f"{pages.url}/run/v2.safetensors{query}",
+    }
+    assert {each.modified for each in found.values()} == {1.7e9}
+    assert {each.name: each for each in listing()} == found
+    assert all(path.endswith(query) for path in pages.paths)  # type: ignore[attr-defined]
+    pages.put("run/v2.safetensors", b"87654321")
+    changed = {each.name for each in listing() if each.fingerprint != found[each.name].fingerprint}
+    assert changed == {"v2.safetensors"}
+
+
+def test_a_linked_file_that_does_not_answer_is_unknown(pages: WebServer) -> None:
+    for name in ("v1", "v2"):
+        pages.put(f"run/{name}.safetensors", b"12345678")
+    listing = open_directory(f"{pages.url}/run/")
+    known = listing()
+
+    def fault(handler: Handler, asked: Asked) -> bool:
+        if "v2" in asked.path:
+            handler.reply(503)
+        return "v2" in asked.path
+
+    pages.fault = fault
+    before = {each.name: each for each in known}
+    after = {each.name: each for each in listing()}
+    assert after.keys() == before.keys()
+    assert after["v1.safetensors"] == before["v1.safetensors"]
+    assert after["v2.safetensors"].fingerprint is UNKNOWN
 
 
 def test_messages_show_no_secrets(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -29,7 +29,7 @@ from weightswap_runtime import (
     write_delta,
 )
 from weightswap_runtime import following as module
-from weightswap_runtime.directory import Entry, open_directory
+from weightswap_runtime.directory import UNKNOWN, Entry, open_directory
 from weightswap_runtime.following import LONGEST_DELAY, PATIENCE, Follower, Start
 
 INTERVAL = 5.0
@@ -43,7 +43,7 @@ class Desk:
         self.folder = folder
         self.model: Model = load(tiny.path)
         self.now = 1000.0
-        self.listings = 0
+        self.listings = self.outages = 0
         self.tries: list[str] = []
         self.taken: list[str] = []
         self.told: list[tuple[str, str]] = []
@@ -59,6 +59,7 @@ class Desk:
     def _list(self) -> list[Entry]:
         self.listings += 1
         if self.unlisted:
+            self.outages = 1
             raise WeightFileError("unreachable")
         return open_directory(self.folder)()
 
@@ -69,7 +70,7 @@ class Desk:
     def serves(self, weights_id: str) -> bool:
         return self.model.weights_id == weights_id
 
-    def swap(self, path: str | Path) -> None:
+    def swap(self, path: str | Path, weights_id: str | None) -> None:
         name = Path(path).stem
         self.tries.append(name)
         if self.errors.get(name):
@@ -136,14 +137,114 @@ def test_what_is_there_at_the_start(start: Start, first: list[str], desk: Desk) 
     assert desk.told == []
 
 
-def test_weights_that_are_served_are_not_taken_at_the_start(desk: Desk) -> None:
+def test_weights_that_are_served_are_not_taken(desk: Desk) -> None:
     desk.write("v1", 1)
     desk.model.swap(desk.write("v2", 2))
     desk.look()
     assert desk.tries == []
     desk.write("v3", 2)  # the same weights in a new file
     desk.look()
-    assert desk.tries == ["v3"]
+    assert (desk.tries, desk.told) == ([], [])
+    desk.write("v2", 5)
+    desk.look()
+    assert desk.told == [("skipped v2", "Superseded")]  # v3 counts as taken
+
+
+def test_weights_of_a_model_that_has_failed_are_taken(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+    desk.model.swap(desk.write("v1", 1))
+    monkeypatch.setattr(desk, "serves", lambda weights_id: False)
+    desk.look()
+    assert desk.taken == ["v1"]
+
+
+def away(desk: Desk) -> None:
+    desk.unlisted = True
+
+
+def empty(desk: Desk) -> None:
+    desk.follower._list = list
+
+
+def cut_short(desk: Desk) -> None:
+    entries = [entry for entry in desk._list() if entry.name != "v2.safetensors"]
+    desk.follower._list = lambda: entries
+
+
+def without_status(desk: Desk) -> None:
+    entries = [entry._replace(fingerprint=UNKNOWN, modified=0.0) for entry in desk._list()]
+    desk.follower._list = lambda: entries
+
+
+@pytest.mark.parametrize("flicker", [away, empty, cut_short, without_status])
+@pytest.mark.parametrize("looks", [1, 3])
+def test_after_a_flicker_nothing_is_taken_again(flicker: Callable[[Desk], None], looks: int, desk: Desk) -> None:
+    desk.follow("all")
+    desk.damage(desk.write("v0", 0))
+    for seed in (1, 2):
+        desk.write(f"v{seed}", seed)
+    desk.look()
+    desk.model.rollback(by="operator")
+    told = list(desk.told)
+    listing = desk.follower._list
+    flicker(desk)
+    for _ in range(looks):
+        desk.look()
+    desk.follower._list, desk.unlisted = listing, False
+    for _ in range(3):
+        desk.look()
+    assert (desk.tries, serves(desk.model, 1)) == (["v0", "v1", "v2"], True)
+    assert [what for what in desk.told if what not in told] == [("unreachable run", "WeightFileError")] * desk.outages
+    assert list(desk.follower.skipped) == ["v0.safetensors"]
+    desk.write("v3", 3)
+    desk.look()
+    assert desk.taken == ["v1", "v2", "v3"]
+
+
+def test_a_file_that_is_moved_away_and_back_is_the_same(desk: Desk) -> None:
+    desk.look()
+    first = desk.write("latest", 1)
+    desk.look()
+    first.rename(desk.folder.parent / "kept")
+    desk.write("latest", 2)
+    desk.look()
+    (desk.folder.parent / "kept").rename(first)
+    desk.look()
+    assert (desk.taken, serves(desk.model, 2)) == (["latest", "latest"], True)
+
+
+def test_files_that_have_gone_are_remembered_up_to_a_number(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MOST_REMEMBERED", 3)
+    desk.look()
+    for seed in range(9):
+        desk.write("latest", seed)
+        desk.look()
+    assert len(desk.follower._gone) == 3
+    assert len(desk.taken) == 9
+
+
+def test_a_new_file_of_which_nothing_is_known_is_left_for_the_next_look(desk: Desk) -> None:
+    desk.look()
+    desk.write("v1", 1)
+    entries = desk._list()
+    desk.follower._list = lambda: [entry._replace(fingerprint=UNKNOWN) for entry in entries]
+    desk.look()
+    assert desk.tries == []
+    desk.follower._list = desk._list
+    desk.look()
+    assert desk.taken == ["v1"]
+
+
+@pytest.mark.parametrize("start", ["newest", "all", "new"])
+def test_a_directory_that_is_made_later_has_only_new_files(start: Start, desk: Desk) -> None:
+    desk.folder.rmdir()
+    desk.follow(start)
+    assert {desk.look() for _ in range(20)} == {INTERVAL}
+    assert desk.told == [("unreachable run", "WeightFileError")]
+    desk.folder.mkdir()
+    for seed in (1, 2):
+        desk.write(f"v{seed}", seed)
+    desk.look()
+    assert desk.taken == ["v1", "v2"]
 
 
 def test_the_newest_that_can_be_taken_begins(desk: Desk) -> None:
@@ -304,10 +405,13 @@ def test_a_delta_waits_for_what_it_starts_from(desk: Desk) -> None:
     desk.delta("v3", 2, 3)
     desk.look()
     desk.look()
-    assert (desk.tries, desk.told, desk.follower.last_error) == (["v1"], [], None)
+    assert (desk.tries, desk.told, desk.follower.last_error) == (["v1"], [("waiting v3", "BaseMismatch")], None)
+    assert list(desk.follower.waiting) == ["v3.safetensors"]
+    assert "which are not served yet" in str(desk.follower.waiting["v3.safetensors"])
     desk.delta("v2", 1, 2)
     desk.look()
     assert desk.taken == ["v1", "v2", "v3"]
+    assert (len(desk.told), desk.follower.waiting) == (1, {})
 
 
 def test_a_delta_is_taken_after_a_swap_by_hand(desk: Desk, tmp_path: Path) -> None:
@@ -328,7 +432,8 @@ def test_a_delta_that_waits_is_passed_over_with_a_later_file(desk: Desk) -> None
     desk.write("v3", 3)
     desk.look()
     assert desk.taken == ["v1", "v3"]
-    assert desk.told == [("skipped v2", "Superseded")]
+    assert desk.told == [("waiting v2", "BaseMismatch"), ("skipped v2", "Superseded")]
+    assert desk.follower.waiting == {}
     assert "it is a delta from the weights" in str(desk.follower.skipped["v2.safetensors"])
 
 
@@ -336,15 +441,33 @@ def test_a_delta_whose_base_changes_between_the_look_and_the_swap_waits(desk: De
     desk.write("v1", 1)
     desk.look()
     desk.delta("v2", 1, 2)
-    original = desk.serves
+    original, base = desk.serves, desk.model.weights_id
     desk.model.swap(desk.tiny.write(desk.folder.parent / "hand", desk.tiny.values(5)))
-    desk.serves = lambda weights_id: True  # type: ignore[method-assign]
+    desk.serves = lambda weights_id: weights_id == base  # type: ignore[method-assign]
     desk.look()
     desk.serves = original  # type: ignore[method-assign]
     desk.model.rollback()
     desk.look()
     assert (desk.tries, desk.told) == (["v1", "v2", "v2"], [])
     assert serves(desk.model, 2)
+
+
+FORGED = "v2\nrolled back for operator: x\x1b[2J"
+
+
+def test_names_with_line_ends_are_escaped_in_texts(desk: Desk) -> None:
+    desk.write("v1", 1)
+    desk.look()
+    desk.delta(FORGED, 8, 9)
+    desk.look()
+    waiting = str(desk.follower.waiting[f"{FORGED}.safetensors"])
+    desk.write(FORGED.replace("2", "3", 1), 3)
+    desk.look()
+    superseded = str(desk.follower.skipped[f"{FORGED}.safetensors"])
+    assert waiting.isprintable()
+    assert superseded.isprintable()
+    assert r"v2\nrolled back" in waiting
+    assert r"v3\nrolled back" in superseded
 
 
 TRANSIENT = [
@@ -513,7 +636,7 @@ def test_a_file_is_opened_only_when_it_is_new(start: Start, desk: Desk, monkeypa
         return original(path, check)
 
     monkeypatch.setattr(module, "open_weights", count)
-    monkeypatch.setattr(desk, "swap", lambda path: desk.taken.append(Path(path).stem))
+    monkeypatch.setattr(desk, "swap", lambda path, _: desk.taken.append(Path(path).stem))
     desk.follow(start)
     for _ in range(3):
         desk.look()

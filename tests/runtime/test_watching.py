@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import logging
 import math
 import os
 import signal
@@ -20,7 +21,19 @@ import fsspec
 import pytest
 
 from tests.tiny import TinyArtifact, serves
-from weightswap_runtime import Event, MissingExtra, Model, StageCancelled, Unsupported, Watcher, load, watching
+from weightswap_runtime import (
+    Event,
+    MissingExtra,
+    Model,
+    StageCancelled,
+    Superseded,
+    Unsupported,
+    Watcher,
+    load,
+    watching,
+    write_delta,
+)
+from weightswap_runtime.cli.watching import print_event
 from weightswap_runtime.following import Follower
 from weightswap_runtime.job import Job
 from weightswap_runtime.store import Store
@@ -122,9 +135,10 @@ def test_the_callback_is_told_only_what_the_watching_does(model: Model, director
     assert {Path(event.source).stem for event in events} == {"v1", "v3"}
 
 
-def test_a_callback_that_fails_ends_nothing(model: Model, directory: Directory) -> None:
+@pytest.mark.parametrize("error", [ValueError("a callback's own"), SystemExit(3)], ids=["error", "exit"])
+def test_a_callback_that_fails_ends_nothing(error: BaseException, model: Model, directory: Directory) -> None:
     def fails(event: Event) -> None:
-        raise ValueError("a callback's own")
+        raise error
 
     with model.watch(directory.path, SOON, callback=fails) as watcher:
         directory.write(1)
@@ -132,6 +146,155 @@ def test_a_callback_that_fails_ends_nothing(model: Model, directory: Directory) 
         directory.write(2)
         assert eventually(lambda: model.generation == 1)
         assert watcher.last_error is None
+
+
+def test_a_listener_that_would_exit_does_not_end_the_watching(model: Model, directory: Directory) -> None:
+    raised: list[SystemExit] = []
+
+    def exits(event: Event) -> None:
+        if event.kind == "committed":
+            raised.append(SystemExit(3))
+            raise raised[-1]
+
+    stop = model.listen(exits)
+    with model.watch(directory.path, SOON) as watcher:
+        directory.write(1)
+        assert eventually(lambda: mark(watcher) == "v1.safetensors")
+        assert len(raised) == 1
+        stop()
+        directory.write(2)
+        assert eventually(lambda: serves(model, 2))
+        assert model.generation == 1
+
+
+def test_two_watchers_of_a_directory_commit_each_file_once(tiny: TinyArtifact, directory: Directory) -> None:
+    model = load(tiny.path)
+    events: list[Event] = []
+    model.listen(events.append)
+    watchers = [model.watch(directory.path, SOON) for _ in range(2)]
+    for seed in range(5):
+        directory.write(seed)
+        # both have looked at it, one of them while the other took it
+        assert eventually(lambda: all(mark(watcher) == f"v{seed}.safetensors" for watcher in watchers))  # noqa: B023
+    for watcher in watchers:
+        assert watcher.stop(30)
+    assert model.generation == 4
+    assert [event.kind for event in events] == ["staging", "staged", "committed"] * 5
+    model.rollback()
+    assert serves(model, 3)
+
+
+def mark(watcher: Watcher) -> str | None:
+    taken = watcher._follower._mark
+    return taken.entry.name if taken else None
+
+
+def test_what_another_has_put_in_while_the_turn_was_waited_for_is_not_put_in_again(
+    model: Model, directory: Directory, tmp_path: Path
+) -> None:
+    events: list[Event] = []
+    with model._store.swapping:
+        watcher = model.watch(directory.path, SOON, callback=events.append)
+        path = directory.write(1)
+        assert eventually(lambda: looked_at(watcher, path.name))
+        model.stage(path).commit()
+    assert eventually(lambda: mark(watcher) == path.name)
+    assert watcher.stop(30)
+    assert (model.generation, events) == (0, [])
+
+
+def looked_at(watcher: Watcher, name: str) -> bool:
+    file = watcher._follower._files.get(name)
+    return file is not None and file.glance is not None
+
+
+def test_weights_that_were_rolled_back_stay_away_until_others_come(
+    tiny: TinyArtifact, directory: Directory, residency: Any
+) -> None:
+    model = load(tiny.path, residency=residency, keep_previous="host")
+    events: list[Event] = []
+    with model.watch(directory.path, SOON, start="all", callback=events.append) as watcher:
+        directory.write(1)
+        assert eventually(lambda: model.generation == 0)
+        second = directory.write(2)
+        assert eventually(lambda: mark(watcher) == second.name)
+        model.rollback(by="operator", busy="wait")
+        for time_ns in (1, 2):
+            os.utime(second, ns=(time_ns, time_ns))
+            assert eventually(lambda: [event.kind for event in events].count("skipped") == time_ns)  # noqa: B023
+        assert "rolled back by operator (generation 2)" in str(watcher.skipped["v2.safetensors"])
+        assert isinstance(events[-1].error, Superseded)
+        assert (model.generation, serves(model, 1)) == (2, True)
+        directory.write(3)
+        assert eventually(lambda: model.generation == 3)
+        assert serves(model, 3)
+
+
+def test_weights_that_came_back_after_a_rollback_are_wanted(model: Model, directory: Directory, tmp_path: Path) -> None:
+    by_hand = [directory.tiny.write(tmp_path / f"{seed}", directory.tiny.values(seed)) for seed in range(4)]
+    model.swap(by_hand[1])
+    model.swap(by_hand[2])
+    with model.watch(directory.path, SOON, start="all"):
+        model.swap(by_hand[0], busy="wait")
+        if model.residency == "double":
+            model.rollback(busy="wait")
+        model.swap(by_hand[0], busy="wait")
+        model.swap(by_hand[3], busy="wait")
+        directory.write(0)
+        assert eventually(lambda: serves(model, 0))
+
+
+def test_a_rollback_before_the_watching_began_says_nothing(tiny: TinyArtifact, directory: Directory) -> None:
+    model = load(tiny.path, directory.write(1))
+    model.swap(directory.write(2))
+    model.rollback()
+    with model.watch(directory.path, SOON):
+        assert eventually(lambda: serves(model, 2))
+
+
+def test_a_file_without_digests_is_not_put_back_after_a_rollback(tiny: TinyArtifact, directory: Directory) -> None:
+    import safetensors.torch
+
+    model = load(tiny.path, directory.write(1), keep_previous="host")
+    path = directory.path / "v2.safetensors"
+    values = {key: value.clone() for key, value in tiny.values(2).items()}
+    with model.watch(directory.path, SOON) as watcher:
+        safetensors.torch.save_file(values, path)
+        assert eventually(lambda: mark(watcher) == path.name)
+        model.rollback(busy="wait")
+        os.utime(path, ns=(1, 1))
+        assert eventually(lambda: path.name in watcher.skipped)
+        assert serves(model, 1)
+
+
+def test_a_delta_that_waits_is_told(tiny: TinyArtifact, directory: Directory, tmp_path: Path) -> None:
+    model = load(tiny.path, directory.write(1))
+    files = [tiny.write(tmp_path / f"{seed}", tiny.values(seed)) for seed in (2, 3)]
+    write_delta(*files, directory.path / "v3.safetensors")
+    events: list[Event] = []
+    with model.watch(directory.path, SOON, callback=events.append) as watcher:
+        assert eventually(lambda: list(watcher.waiting) == ["v3.safetensors"])
+        model.swap(files[0], busy="wait")
+        assert eventually(lambda: serves(model, 3))
+        assert eventually(lambda: not watcher.waiting)
+    assert [event.kind for event in events] == ["waiting", "staging", "staged", "committed"]
+    assert str(events[0]).startswith(f"waiting for watch: {directory.path / 'v3.safetensors'}: BaseMismatch: ")
+
+
+def test_a_name_cannot_forge_a_line_of_the_log(
+    model: Model, directory: Directory, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+) -> None:
+    caplog.set_level(logging.INFO, "weightswap.events")
+    path = directory.path / "v1\nrolled back for operator\x1b[2J.safetensors"
+    directory.damaged(1).rename(path)
+    with model.watch(directory.path, SOON, callback=print_event) as watcher:
+        assert eventually(lambda: path.name in watcher.skipped)
+    printed = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in printed] == ["staging", "refused", "skipped"]
+    assert all(line.isprintable() and r"v1\nrolled back" in line for line in printed)
+    logged = [record.getMessage() for record in caplog.records if record.name == "weightswap.events"]
+    assert len(logged) == 2
+    assert not any(line.startswith("rolled back") for text in logged for line in text.splitlines())
 
 
 def test_a_callback_may_stop_the_watching(model: Model, directory: Directory) -> None:
@@ -294,6 +457,7 @@ def test_looks_keep_their_distance(model: Model, directory: Directory, monkeypat
         ({"start": "last"}, 'start=\'last\': expected "newest", "all" or "new"'),
         ({"keys": "names"}, "keys='names'"),
         ({"rate_limit": 0}, "rate_limit=0"),
+        ({"only": "bias"}, "only: a part of a set goes into weights that are served, and none are"),
         ({"directory": 7}, "expected a directory's path or URL, got a int"),
         ({"directory": "nothing-known://x"}, "nothing-known://"),
     ],

@@ -24,8 +24,9 @@ class StartChoice(StrEnum):
 
 
 def print_event(event: Event) -> None:
-    """An event as one line of text."""
-    typer.echo(" ".join(str(event).split()))
+    """An event as one line of text; what a terminal would obey, in the names of a file's tensors, is escaped."""
+    line = " ".join(str(event).split())
+    typer.echo("".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in line))
 
 
 def print_event_as_json(event: Event) -> None:
