@@ -15,7 +15,7 @@ from blake3 import blake3
 
 from .digests import TensorHasher
 from .dtypes import nbytes
-from .errors import DamagedFile
+from .errors import DamagedFile, WeightFileError
 from .files import new_file
 from .header import FileTensor, Header, header_length, pack_ranges, parse_header, render_header
 from .places import Url, as_place
@@ -82,9 +82,18 @@ class WeightFile(AbstractContextManager["WeightFile"]):
             self.stamp = _read_stamp(self.header, self.where)
             if self.stamp is None:  # nothing but its times can tell that it changes
                 self.source.settle()
+                self._check_header()
         except BaseException:
             self.close()
             raise
+
+    def _check_header(self) -> None:
+        """What was read before the file had settled may have been another's."""
+        if _read_header(self.source) != self.header:
+            raise WeightFileError(
+                f"{self.where}: the file was written to while it was opened. Replace files (os.replace), never rewrite "
+                "them."
+            )
 
     @property
     def where(self) -> str:

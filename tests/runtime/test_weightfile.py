@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 
 from tests.tiny import TinyArtifact
 from weightswap_runtime import WeightFile, WeightFileError
+from weightswap_runtime.sources import LocalFile
 from weightswap_runtime.weightfile import (
     METADATA_KEY,
     TensorRow,
@@ -168,3 +169,18 @@ def test_the_stamp_survives_a_round_trip(weight_file: Callable[[int], Path]) -> 
     with WeightFile(weight_file(1)) as file:
         assert file.stamp is not None
         assert msgspec.json.decode(msgspec.json.encode(file.stamp), type=type(file.stamp)) == file.stamp
+
+
+def test_a_header_that_was_read_before_the_file_settled_is_read_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "plain.safetensors"
+    safetensors.torch.save_file({"a": torch.zeros(2), "b": torch.ones(2)}, path)
+    swapped = path.read_bytes().replace(b'"a"', b'"c"', 1)
+
+    def settle(source: LocalFile) -> None:
+        path.write_bytes(swapped)  # within the tick of the clock that stamps files: no time shows it
+
+    monkeypatch.setattr(LocalFile, "settle", settle)
+    with pytest.raises(WeightFileError, match="written to while it was opened"):
+        WeightFile(path)
