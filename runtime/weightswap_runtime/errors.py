@@ -19,7 +19,7 @@ WeightswapError
 |   |-- StagingBusy            another staging is open
 |   |-- StageClosed            already committed or discarded
 |   |-- StageCancelled         somebody has cancelled the staging
-|   |-- Superseded             a later file of a watched directory was taken already
+|   |-- Superseded             a watched directory: later weights were taken, or these were rolled back
 |   |-- StageTimeout           a staging in the background has not ended yet
 |   |-- LeaseTimeout           calls or pins still hold the memory that must be written
 |   `-- NothingToRollBack      no previous weights are kept
@@ -135,11 +135,7 @@ class StageClosed(SwapError):
 
 
 class StageCancelled(SwapError):
-    """The staging was cancelled before its commit."""
-
-
-class Superseded(SwapError):
-    """A file of a watched directory was passed over, as one that comes later was taken already."""
+    """The staging was cancelled before its commit."""A file of a watched directory is not taken: a later one was, or its weights were served and rolled back."""A file of a watched directory was passed over, as one that comes later was taken already."""
 
 
 class StageTimeout(SwapError, TimeoutError):
