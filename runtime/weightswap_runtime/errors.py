@@ -135,7 +135,11 @@ class StageClosed(SwapError):
 
 
 class StageCancelled(SwapError):
-    """The staging was cancelled before its commit."""A file of a watched directory is not taken: a later one was, or its weights were served and rolled back."""A file of a watched directory was passed over, as one that comes later was taken already."""
+    """The staging was cancelled before its commit."""
+
+
+class Superseded(SwapError):
+    """A file of a watched directory is not taken: a later one was, or its weights were served and rolled back."""
 
 
 class StageTimeout(SwapError, TimeoutError):
