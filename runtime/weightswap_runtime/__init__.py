@@ -2,7 +2,7 @@
 
 from ._version import __version__
 from .artifact import Artifact
-from .deltafile import Delta, write_delta
+from .deltas import Delta, write_delta
 from .errors import (
     AccessDenied,
     ArtifactError,

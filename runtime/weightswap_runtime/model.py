@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 from .adapter import Keys
 from .artifact import Artifact
+from .candidates import Candidate
 from .engines import open_engine
 from .errors import StageCancelled, StagingBusy, Unsupported
 from .events import Event, EventKind, Listener
@@ -23,7 +24,6 @@ from .job import Job, Progress
 from .pinned import Pinned
 from .places import printable
 from .receipts import SwapReceipt
-from .residency import Candidate
 from .selection import patterns
 from .session import Caller, CallObserver, Methods
 from .staged import LEASE_TIMEOUT, Staged, Staging

@@ -12,12 +12,12 @@ from contextlib import AbstractContextManager, suppress
 from queue import Empty, SimpleQueue
 from typing import Any
 
+from .candidates import Candidate
 from .errors import OutOfMemory, StageCancelled, StageClosed, StageTimeout, StagingBusy
 from .forks import renew_in_children
 from .gate import POLL_SECONDS, Claim, Gate
 from .job import Job, Progress
 from .receipts import SwapReceipt
-from .residency import Candidate
 from .session import Caller, Methods, Session
 from .staging import Contents
 from .workers import forget_frames

@@ -16,6 +16,7 @@ import msgspec
 
 from .arena import ArenaLayout, HostArena
 from .artifact import Artifact
+from .candidates import Candidate, Committed
 from .deltafile import DeltaStamp, delta_stamp
 from .engines import Engine
 from .errors import BaseMismatch, ModelFailed, OutOfMemory, StagingBusy, Unsupported
@@ -27,7 +28,7 @@ from .job import Job
 from .manifest import NamedTensor
 from .places import printable
 from .receipts import SwapReceipt
-from .residency import Candidate, Committed, open_residency
+from .residency import open_residency
 from .session import Session
 from .staging import Contents, Kind, Request, plan, stage_full
 from .trials import Member, find_trials, new_member, try_out

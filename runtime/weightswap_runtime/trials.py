@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
 from .artifact import Artifact
+from .candidates import Candidate
 from .engines import Engine
 from .goldens import Goldens, artifact_goldens, goldens_beside
 from .job import Job
 from .places import Place
-from .residency import Candidate
 from .sources import Check
 from .staging import Request
 

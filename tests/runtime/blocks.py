@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from weightswap_runtime import deltafile, digests, overlay, patches, reading, sources
+from weightswap_runtime import deltas, digests, overlay, patches, reading, sources
 
-MODULES = (deltafile, digests, overlay, patches, reading)
+MODULES = (deltas, digests, overlay, patches, reading)
 
 
 def make_blocks_small(patch: pytest.MonkeyPatch, size: int) -> None:
     for module in MODULES:
         patch.setattr(module, "BLOCK", size)
-    patch.setattr(deltafile, "FEWEST", 1)
+    patch.setattr(deltas, "FEWEST", 1)
     patch.setattr(sources.LocalFile, "unit", 3 * size)

@@ -28,12 +28,12 @@ from weightswap_runtime import (
     Unsupported,
     WeightFileError,
     WeightsMismatch,
-    deltafile,
+    deltas,
+    double,
     load,
     read_weights,
     write_delta,
 )
-from weightswap_runtime import residency as residencies
 from weightswap_runtime.arena import ArenaLayout, HostArena
 from weightswap_runtime.deltafile import DELTA_KEY, DeltaStamp, delta_stamp
 from weightswap_runtime.digests import block_digests
@@ -83,7 +83,7 @@ def test_a_delta_gives_the_weights_of_the_full_file(
 def test_the_last_rows_may_be_fewer_than_are_compared_together(
     shape: tuple[int, ...], places: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(deltafile, "FEWEST", 256)
+    monkeypatch.setattr(deltas, "FEWEST", 256)
     values = [np.zeros(shape, np.float32), np.zeros(shape, np.float32)]
     values[1].reshape(-1)[places] = 1
     files = [tmp_path / "base.safetensors", tmp_path / "new.safetensors"]
@@ -160,8 +160,8 @@ def test_a_chain_costs_what_it_changes(tiny: TinyArtifact, tmp_path: Path, monke
         copied.append(sum(end - begin for begin, end in stretches))
         copy(target, source, stretches, *rest)
 
-    copy = residencies.copy_stretches
-    monkeypatch.setattr(residencies, "copy_stretches", count)
+    copy = double.copy_stretches
+    monkeypatch.setattr(double, "copy_stretches", count)
     for step in range(1, 5):
         written = write_delta(files[step - 1], files[step], tmp_path / "d.safetensors")
         receipt = model.swap(written.path)
@@ -183,7 +183,7 @@ def test_in_single_residency_only_what_changes_is_copied(tiny: TinyArtifact, tmp
 
 def test_large_tables_give_their_changed_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make_blocks_small(monkeypatch, 256)
-    monkeypatch.setattr(deltafile, "FEWEST", 30)
+    monkeypatch.setattr(deltas, "FEWEST", 30)
     table = np.arange(1000 * 8, dtype=np.float32).reshape(1000, 8)
     changed = table.copy()
     changed[[3, 4, 700]] += 1
@@ -199,7 +199,7 @@ def test_large_tables_give_their_changed_rows(tmp_path: Path, monkeypatch: pytes
     assert parts["runs:table"].tolist() == [[3 * 32, 5 * 32], [700 * 32, 701 * 32]]
     assert parts["data:table"].tobytes() == changed[[3, 4, 700]].tobytes()
     assert parts["runs:flat"].tolist() == [[0, 100]]
-    monkeypatch.setattr(deltafile, "FEWEST", 256)  # now eight rows are compared at once
+    monkeypatch.setattr(deltas, "FEWEST", 256)  # now eight rows are compared at once
     assert write_delta(*files, tmp_path / "d.safetensors").nbytes == 2 * 256 + 100
 
 

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from weightswap_runtime.deltafile import write_delta
+from weightswap_runtime.deltas import write_delta
 
 from .output import JsonOption, LabelOption, errors_as_exit, human_bytes, parse_labels, print_json, progress_bar
 

@@ -1,0 +1,45 @@
+"""Full sets of weights that serve nobody yet, and what became of one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from .arena import HostArena
+from .gate import Gate, Version
+from .patches import Patch
+from .session import Session
+from .staging import Contents
+
+NewSession = Callable[[HostArena], Session]
+Fill = Callable[[HostArena], Contents]
+
+
+class Committed(NamedTuple):
+    """The version that is now served, how long new calls could wait for it (seconds), and the bytes copied."""
+
+    version: Version[Session]
+    seconds_paused: float
+    bytes_copied: int
+
+
+class Candidate:
+    """A full set of weights that serves nobody yet: in a session of its own, or as a patch of the live arena."""
+
+    def __init__(self, contents: Contents, session: Session | None, patch: Patch | None = None) -> None:
+        self.contents = contents
+        self.patch = patch
+        self.opened = session
+        self.build: Callable[[], Session] | None = None
+
+    def session(self) -> Session:
+        """A session to try the weights in; of a patch it is made on first use, and takes a full set's memory."""
+        if self.opened is None:
+            assert self.build is not None
+            self.opened = self.build()
+        return self.opened
+
+
+def next_generation(gate: Gate[Session]) -> int:
+    """That of the next commit."""
+    return gate.current.generation + 1 if gate.current else 0

@@ -1,0 +1,148 @@
+"""One arena: a commit copies in place."""
+
+from __future__ import annotations
+
+import time
+from typing import NamedTuple
+
+from .arena import ArenaLayout, HostArena
+from .candidates import Candidate, Committed, Fill, NewSession, next_generation
+from .errors import ModelFailed, NothingToRollBack, OutOfMemory
+from .gate import Gate, Version
+from .job import Job
+from .patches import Patch
+from .session import Session
+from .staging import Contents
+from .workers import Workers
+
+
+class _Kept(NamedTuple):
+    """The weights before the last commit: whole, or as the patch that leads back to them."""
+
+    content: HostArena | Patch
+    version: Version[Session]
+
+
+class Single:
+    """One arena that serves. Stagings use memory of their own, freed after the commit has copied it in place."""
+
+    name = "single"
+
+    def __init__(
+        self, new_session: NewSession, layout: ArenaLayout, gate: Gate[Session], workers: Workers, *, keep: bool
+    ) -> None:
+        self._new_session = new_session
+        self._layout = layout
+        self._gate = gate
+        self._workers = workers
+        self._keep = keep
+        self._live = new_session(HostArena(layout))
+        self._previous: _Kept | None = None
+
+    @property
+    def sessions(self) -> tuple[Session, ...]:
+        return (self._live,)
+
+    def stage(self, fill: Fill, timeout: float | None, job: Job) -> Candidate:
+        session = self._target(timeout, job)
+        return Candidate(fill(session.arena), session)
+
+    def _target(self, timeout: float | None, job: Job) -> Session:
+        if self._gate.current is not None:
+            return self._new_session(HostArena(self._layout))
+        self._gate.wait_idle(self._live, timeout, job.check)  # a trial call of an earlier staging may still run
+        return self._live
+
+    def stage_patch(self, patch: Patch, contents: Contents, timeout: float | None, job: Job) -> Candidate:
+        candidate = Candidate(contents, None, patch)
+        candidate.build = lambda: self._patched(patch)
+        return candidate
+
+    def _patched(self, patch: Patch) -> Session:
+        return self._new_session(self._copy_with(patch))
+
+    def _copy_with(self, patch: Patch) -> HostArena:
+        """A copy of the live arena with a patch applied."""
+        arena = HostArena(self._layout)
+        self._live.arena.write_to(arena, self._workers)
+        patch.write_to(arena, self._workers)
+        return arena
+
+    def commit(self, candidate: Candidate, timeout: float | None) -> Committed:
+        version = Version(self._live, next_generation(self._gate), candidate.contents.identity)
+        if candidate.patch is not None:
+            return self._commit_in_place(candidate.patch, version, candidate.patch.nbytes, timeout)
+        session = candidate.session()
+        if session is not self._live:
+            return self._commit_in_place(session.arena, version, self._layout.nbytes, timeout)
+        session.reset_state()
+        return Committed(version, self._gate.exchange(version), 0)
+
+    def rollback(self, timeout: float | None) -> Committed:
+        if self._previous is None:
+            raise NothingToRollBack(
+                'no previous weights are kept. Load with keep_previous="host" or residency="double" to keep them, '
+                "or swap the file that you want."
+            )
+        content, old = self._previous
+        version = Version(self._live, next_generation(self._gate), old.identity)
+        nbytes = content.nbytes if isinstance(content, Patch) else self._layout.nbytes
+        return self._commit_in_place(content, version, nbytes, timeout)
+
+    def _commit_in_place(
+        self, source: HostArena | Patch, version: Version[Session], nbytes: int, timeout: float | None
+    ) -> Committed:
+        kept = self._snapshot(source)
+        start = time.perf_counter()
+        with self._gate.hold(self._live, timeout):
+            self._previous = kept
+            interrupt = self._copy(source, version)
+        paused = time.perf_counter() - start
+        if interrupt is not None:
+            raise interrupt
+        return Committed(version, paused, nbytes)
+
+    def _copy(self, source: HostArena | Patch, version: Version[Session]) -> BaseException | None:
+        """Copy, and make the version current. An interrupt does not end it half-way; it is returned at the end."""
+        self._gate.fail("it has not ended")  # until the exchange: what breaks off in between must not serve
+        interrupt = None
+        while self._gate.current is not version:
+            try:
+                source.write_to(self._live.arena, self._workers)
+                self._live.reset_state()
+                self._gate.exchange(version)
+            except Exception as error:
+                self._gate.fail(f"{type(error).__name__}: {error}")
+                raise ModelFailed(
+                    f"the in-place commit broke off ({type(error).__name__}: {error}). The model refuses calls until a "
+                    "swap or a rollback succeeds."
+                ) from error
+            except BaseException as error:
+                interrupt = error
+        return interrupt
+
+    def _snapshot(self, source: HostArena | Patch) -> _Kept | None:
+        """The weights that a commit is about to replace, copied while they still serve."""
+        current = self._gate.current
+        if not self._keep or current is None:
+            return None
+        if self._gate.failure is None:
+            return _Kept(self._copy_of(source), current)
+        previous = self._previous
+        if previous is None or isinstance(previous.content, HostArena) or previous.content is source:
+            return previous
+        # the patch leads back only from what is there now
+        return _Kept(self._copy_with(previous.content), previous.version)
+
+    def _copy_of(self, source: HostArena | Patch) -> HostArena | Patch:
+        """The live weights, where `source` is about to be written."""
+        if isinstance(source, HostArena):
+            arena = HostArena(self._layout)
+            self._live.arena.write_to(arena, self._workers)
+            return arena
+        try:
+            return source.undo(self._live.arena)
+        except MemoryError as error:
+            raise OutOfMemory(
+                f"no memory to keep the {source.nbytes} bytes that change, for a rollback ({error})"
+            ) from error
