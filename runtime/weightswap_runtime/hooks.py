@@ -7,6 +7,7 @@ from collections.abc import Callable
 from threading import Lock
 from typing import Generic, ParamSpec
 
+from .errors import Unsupported
 from .forks import renew_in_children
 
 P = ParamSpec("P")
@@ -27,6 +28,8 @@ class Hooks(Generic[P]):
 
     def add(self, hook: Callable[P, object]) -> Stop:
         """Tell `hook` from now on, until the function that is returned is called; a second time that does nothing."""
+        if not callable(hook):
+            raise Unsupported(f"{hook!r} cannot be called; give a function")
         entry: list[Callable[P, object]] = [hook]
         with self._changing:
             self.hooks += (hook,)

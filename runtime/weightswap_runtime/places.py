@@ -97,6 +97,8 @@ def as_place(path: object) -> Place:
             f"expected the path or URL of a weight file, got a {type(path).__qualname__}; "
             "write one with weightswap_exporter.pack()"
         )
+    if path == "":
+        raise WeightFileError("the path of the weight file is empty")
     if not isinstance(path, str) or not is_url(path):
         _check_no_url(path)
         return Path(path)

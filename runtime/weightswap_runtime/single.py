@@ -80,10 +80,12 @@ class Single:
 
     def rollback(self, timeout: float | None) -> Committed:
         if self._previous is None:
-            raise NothingToRollBack(
-                'no previous weights are kept. Load with keep_previous="host" or residency="double" to keep them, '
-                "or swap the file that you want."
+            why = (
+                "nothing was committed before these weights"
+                if self._keep
+                else 'no previous weights are kept. Load with keep_previous="host" or residency="double" to keep them'
             )
+            raise NothingToRollBack(f"{why}. Swap the file that you want.")
         content, old = self._previous
         version = Version(self._live, next_generation(self._gate), old.identity)
         nbytes = content.nbytes if isinstance(content, Patch) else self._layout.nbytes

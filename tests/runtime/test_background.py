@@ -21,6 +21,7 @@ from weightswap_runtime import (
     Event,
     LeaseTimeout,
     Model,
+    NothingToRollBack,
     Progress,
     StageCancelled,
     StageClosed,
@@ -420,3 +421,18 @@ def test_a_pin_that_is_never_given_back_stops_no_calls(
     pin.__exit__()
     model.swap(weight_file(1))
     assert serves(model, 1)
+
+
+def test_slips_are_refused_by_name(tiny: TinyArtifact, weight_file: WriteWeights) -> None:
+    model = load(tiny.path, weight_file(0), residency="single", keep_previous="host")
+    with pytest.raises(WeightFileError, match="is empty"):
+        model.swap("")
+    for listen in (model.listen, model.observe):
+        with pytest.raises(Unsupported, match="'print' cannot be called"):
+            listen("print")  # type: ignore[arg-type]
+    with pytest.raises(NothingToRollBack, match="nothing was committed before"):
+        model.rollback()
+    for odd in ("200MB", float("inf"), float("nan"), 0):
+        with pytest.raises(Unsupported, match="expected bytes per second"):
+            model.swap(weight_file(1), rate_limit=odd)  # type: ignore[arg-type]
+    assert serves(model, 0)
