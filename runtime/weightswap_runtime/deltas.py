@@ -69,7 +69,10 @@ def write_delta(
         stamps = _stamps(old, fresh)
         runs = _compare(old, fresh, stamps, progress)
         texts = {**stamps[1].labels, **(labels or {})}
-        _write(Path(out), fresh, stamps, runs, texts, partial(_copy_goldens, as_place(new), Path(out)))
+        try:
+            _write(Path(out), fresh, stamps, runs, texts, partial(_copy_goldens, as_place(new), Path(out)))
+        except OSError as error:
+            raise WeightFileError(f"{out}: cannot be written ({error.strerror or error})") from error
         return Delta(
             path=Path(out),
             graph_id=stamps[1].graph_id,
