@@ -35,6 +35,7 @@ class Job:
         self.renew()
         renew_in_children(self)
         self._cancelled = False
+        self.abandoned = False  # by a listener, in the staging's own thread
         self._progress = Progress("waiting", 0, 0)
         self._free_at = time.monotonic()
 

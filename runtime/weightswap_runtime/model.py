@@ -358,7 +358,7 @@ class Model(Caller):
             raise
         contents = candidate.contents
         tell("staged", **_described(contents), nbytes=contents.bytes_read, seconds=time.perf_counter() - start)
-        if job.cancelled:
+        if job.abandoned:
             self._discarded(by, contents)
             job.check()
         return candidate

@@ -181,6 +181,7 @@ class Staged(Caller, AbstractContextManager["Staged"]):
         """
         self._staging.job.cancel()
         if self._staging.is_mine and not self.done:
+            self._staging.job.abandoned = True
             return
         self._staging.join()
         self.discard()
