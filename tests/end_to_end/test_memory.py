@@ -29,7 +29,7 @@ def kilobytes(field):
 
 
 model = load(sys.argv[1], residency="single")
-model._open_transforms()  # reading the graph takes memory of its own
+model._store._open_transforms(model._member)  # reading the graph takes memory of its own
 before = kilobytes("VmRSS:")
 model.swap(sys.argv[2])
 print(kilobytes("VmHWM:") - before)
