@@ -166,17 +166,27 @@ def test_a_second_one_waits_if_asked(model: Model, weight_file: WriteWeights) ->
     assert serves(model, 2)
 
 
-def test_a_fork_does_not_wait_for_a_thread_that_it_has_not(model: Model, weight_file: WriteWeights) -> None:
-    staged = model.stage(weight_file(1), background=True, rate_limit=SLOW)
+def in_a_child(work: Callable[[], bool]) -> bool:
+    """Whether `work` says yes in a forked child, within a minute."""
     child = os.fork()
     if not child:
         try:
-            staged.cancel()
-            model.swap(weight_file(2))
-            os._exit(0 if serves(model, 2) else 1)
+            signal.alarm(60)
+            os._exit(0 if work() else 1)
         finally:
             os._exit(2)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+def test_a_fork_does_not_wait_for_a_thread_that_it_has_not(model: Model, weight_file: WriteWeights) -> None:
+    staged = model.stage(weight_file(1), background=True, rate_limit=SLOW)
+
+    def work() -> bool:
+        staged.cancel()
+        model.swap(weight_file(2))
+        return serves(model, 2)
+
+    assert in_a_child(work)
     staged.cancel()
     assert serves(model, 0)
 
@@ -359,16 +369,14 @@ def test_what_a_lost_thread_has_staged_is_not_committed_in_a_child(
 ) -> None:
     model = load(tiny.path, weight_file(0))
     staged = model.stage(weight_file(1), background=True).wait(30)
-    child = os.fork()
-    if not child:
-        try:
-            model.swap(weight_file(2))
-            with pytest.raises(StageClosed):
-                staged.commit()
-            os._exit(0 if serves(model, 2) else 1)
-        finally:
-            os._exit(2)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+    def work() -> bool:
+        model.swap(weight_file(2))
+        with pytest.raises(StageClosed):
+            staged.commit()
+        return serves(model, 2)
+
+    assert in_a_child(work)
     staged.commit()
     assert serves(model, 1)
 
@@ -378,17 +386,14 @@ def test_children_do_not_wait_for_locks_of_threads_that_they_have_not(
 ) -> None:
     model = load(tiny.path, weight_file(0))
     staged = model.stage(weight_file(1))
+
+    def work() -> bool:
+        staged.discard()
+        model.swap(weight_file(2))
+        return serves(model, 2)
+
     with model._gate._lock, model._store._opening, staged._closing, staged._staging.job._lock:
-        child = os.fork()  # as if other threads had them
-        if not child:
-            try:
-                signal.alarm(60)
-                staged.discard()
-                model.swap(weight_file(2))
-                os._exit(0 if serves(model, 2) else 1)
-            finally:
-                os._exit(2)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        assert in_a_child(work)  # as if other threads had the locks
     staged.commit()
     assert serves(model, 1)
 
