@@ -8,9 +8,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from operator import attrgetter
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, Protocol, TypeVar
+from typing import Any, Literal, Protocol
 
-from .deltafile import delta_stamp
 from .directory import UNKNOWN, Entry, Listing, order
 from .errors import (
     BaseMismatch,
@@ -26,11 +25,10 @@ from .errors import (
     WeightswapError,
 )
 from .events import legible
+from .glances import Glance, glance, without_traceback
 from .places import printable
-from .weightset import open_weights
 
 Start = Literal["newest", "all", "new"]
-_Error = TypeVar("_Error", bound=BaseException)
 Told = Literal["skipped", "unreachable", "waiting"]
 LONGEST_DELAY = 300.0
 MOST_REMEMBERED = 10_000  # files that have gone
@@ -57,28 +55,6 @@ class Target(Protocol):
         ...
 
     def tell(self, kind: Told, source: str, error: BaseException) -> None: ...
-
-
-class Glance(NamedTuple):
-    """What a file's header says. `base` is what a delta starts from; `error` is why the header cannot be read."""
-
-    weights_id: str | None = None
-    base: str | None = None
-    error: Exception | None = None
-
-
-def glance(path: str | Path, check: Callable[[], None]) -> Glance:
-    """Look at a file's header. `check` is called while an answer is waited for. Raises StageCancelled, from it."""
-    try:
-        with open_weights(path, check) as weights:
-            if delta := delta_stamp(weights):
-                return Glance(delta.weights_id, delta.base)
-            return Glance(weights.stamp.weights_id if weights.stamp else None)
-    except StageCancelled:
-        raise
-    except Exception as error:  # a swap will say it again
-        without_traceback(error)
-        return Glance(error=error)
 
 
 @dataclass(eq=False)
@@ -308,14 +284,3 @@ def is_transient(error: Exception) -> bool:
     if isinstance(error, WeightswapError):
         return isinstance(error, _TRANSIENT) and not isinstance(error, DamagedFile)
     return True
-
-
-def without_traceback(error: _Error) -> _Error:
-    """The error; the frames that it and its causes have come through, which hold the model, are let go."""
-    links: list[BaseException] = []
-    link: BaseException | None = error
-    while link is not None and link not in links:
-        links.append(link)
-        link.__traceback__ = None
-        link = link.__cause__ or link.__context__
-    return error

@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING, NamedTuple
 from .directory import open_directory
 from .errors import StageCancelled, Superseded, Unsupported
 from .events import Event, Listener, legible
-from .following import Follower, Start, Told, without_traceback
+from .following import Follower, Start, Told
 from .gate import POLL_SECONDS
+from .glances import without_traceback
 from .job import Job
 from .places import printable
 from .receipts import SwapReceipt

@@ -25,10 +25,11 @@ from weightswap_runtime import (
     TruncatedFile,
     WeightFileError,
     WeightsMismatch,
+    following,
+    glances,
     load,
     write_delta,
 )
-from weightswap_runtime import following as module
 from weightswap_runtime.directory import UNKNOWN, Entry, open_directory
 from weightswap_runtime.following import LONGEST_DELAY, PATIENCE, Follower, Start
 
@@ -213,7 +214,7 @@ def test_a_file_that_is_moved_away_and_back_is_the_same(desk: Desk) -> None:
 
 
 def test_files_that_have_gone_are_remembered_up_to_a_number(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "MOST_REMEMBERED", 3)
+    monkeypatch.setattr(following, "MOST_REMEMBERED", 3)
     desk.look()
     for seed in range(9):
         desk.write("latest", seed)
@@ -591,7 +592,7 @@ def test_nothing_is_opened_after_the_stop(desk: Desk, monkeypatch: pytest.Monkey
     desk.write("v1", 1)
     desk.stopped = True
     opened: list[str | Path] = []
-    monkeypatch.setattr(module, "open_weights", lambda path, check: opened.append(path))
+    monkeypatch.setattr(glances, "open_weights", lambda path, check: opened.append(path))
     desk.look()
     assert (opened, desk.told, desk.follower.last_error) == ([], [], None)
 
@@ -605,7 +606,7 @@ def test_a_stop_while_a_header_is_waited_for_ends_the_look(desk: Desk, monkeypat
         desk.stopped = True
         check()
 
-    monkeypatch.setattr(module, "open_weights", stalled)
+    monkeypatch.setattr(glances, "open_weights", stalled)
     desk.look()
     assert (desk.tries, desk.told, desk.follower.last_error) == ([], [], None)
     monkeypatch.undo()
@@ -629,13 +630,13 @@ def test_a_file_is_opened_only_when_it_is_new(start: Start, desk: Desk, monkeypa
     for number in range(1, 1000):
         (desk.folder / f"v{number}.safetensors").write_bytes(raw)
     opened: Counter[str] = Counter()
-    original = module.open_weights
+    original = glances.open_weights
 
     def count(path: str | Path, check: Callable[[], None]) -> object:
         opened[Path(path).stem] += 1
         return original(path, check)
 
-    monkeypatch.setattr(module, "open_weights", count)
+    monkeypatch.setattr(glances, "open_weights", count)
     monkeypatch.setattr(desk, "swap", lambda path, _: desk.taken.append(Path(path).stem))
     desk.follow(start)
     for _ in range(3):
