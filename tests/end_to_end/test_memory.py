@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -15,7 +16,8 @@ from weightswap_exporter import export, skeleton
 
 WIDTH, BLOCKS = 1448, 24
 WEIGHT = WIDTH * WIDTH * 4
-SLACK = 96 << 20  # pools of threads, huge pages
+SLACK = 16 << 20  # pools of threads, huge pages
+GIVE_BACK = {"MALLOC_MMAP_THRESHOLD_": "1048576"}  # what is freed goes back at once, which glibc leaves to chance
 
 SWAP = """
 import sys
@@ -30,6 +32,7 @@ def kilobytes(field):
 
 model = load(sys.argv[1], residency="single")
 model._store._open_transforms(model._member)  # reading the graph takes memory of its own
+Path("/proc/self/clear_refs").write_text("5")  # VmHWM begins again: what was read before is not a swap's
 before = kilobytes("VmRSS:")
 model.swap(sys.argv[2])
 print(kilobytes("VmHWM:") - before)
@@ -44,7 +47,7 @@ def test_computed_weights_take_the_memory_of_one(tmp_path: Path) -> None:
     state |= {f"{block}.norm.{name}": torch.ones(WIDTH) for block in range(BLOCKS) for name in ("weight", "bias")}
     safetensors.torch.save_file(state, tmp_path / "c.safetensors")
     arguments = [sys.executable, "-c", SWAP, str(artifact.path), str(tmp_path / "c.safetensors")]
-    done = subprocess.run(arguments, capture_output=True, text=True, check=True)
+    done = subprocess.run(arguments, capture_output=True, text=True, check=True, env=os.environ | GIVE_BACK)
     beside = int(done.stdout) * 1024 - artifact.manifest.total_bytes
     inputs, output = 3 * WEIGHT, WEIGHT
     assert beside < inputs + 2 * output + SLACK
