@@ -14,6 +14,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -516,12 +517,26 @@ def test_the_end_of_the_interpreter_ends_the_watching(tiny: TinyArtifact, direct
     assert (done.returncode, done.stderr) == (0, "")
 
 
-def watch_command(tiny: TinyArtifact, *arguments: str) -> subprocess.Popen[str]:
-    code = "from weightswap_runtime.cli.swap import swap_command\nswap_command()"
-    command = [sys.executable, "-u", "-c", code, str(tiny.path), *arguments]
-    return subprocess.Popen(
+SWAP = """
+import signal
+
+from weightswap_runtime.cli.swap import swap_command
+
+signal.signal(signal.SIGINT, signal.default_int_handler)  # where the tests run in the background, it is ignored
+swap_command()
+"""
+
+
+@contextmanager
+def watch_command(tiny: TinyArtifact, *arguments: str) -> Iterator[subprocess.Popen[str]]:
+    command = [sys.executable, "-u", "-c", SWAP, str(tiny.path), *arguments]
+    with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment(), bufsize=1
-    )
+    ) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
 
 
 def lines_until(process: subprocess.Popen[str], word: str) -> list[str]:
@@ -538,14 +553,14 @@ def test_the_command_prints_each_event_until_it_is_interrupted(
     tiny: TinyArtifact, directory: Directory, weight_file: Any
 ) -> None:
     first = weight_file(7)
-    process = watch_command(tiny, str(first), "--watch", str(directory.path), "--interval", "0.01")
-    lines = lines_until(process, "committed")
-    directory.write(1)
-    lines += lines_until(process, "committed")
-    directory.damaged(2)
-    lines += lines_until(process, "skipped")
-    process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=60)
+    with watch_command(tiny, str(first), "--watch", str(directory.path), "--interval", "0.01") as process:
+        lines = lines_until(process, "committed")
+        directory.write(1)
+        lines += lines_until(process, "committed")
+        directory.damaged(2)
+        lines += lines_until(process, "skipped")
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=60)
     assert (process.returncode, out, err) == (0, "", "")
     assert [line.split()[0].rstrip(":") for line in lines] == [
         *("staging", "staged", "committed"),
@@ -559,10 +574,10 @@ def test_the_command_prints_json_lines(tiny: TinyArtifact, directory: Directory)
     directory.write(1)
     directory.damaged(2)
     arguments = ("--watch", str(directory.path), "--interval", "0.01", "--start", "all", "--json")
-    process = watch_command(tiny, *arguments)
-    lines = lines_until(process, "skipped")
-    process.send_signal(signal.SIGINT)
-    _, err = process.communicate(timeout=60)
+    with watch_command(tiny, *arguments) as process:
+        lines = lines_until(process, "skipped")
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=60)
     assert (process.returncode, err) == (0, "")
     documents = [json.loads(line) for line in lines]
     assert [document["kind"] for document in documents] == [
@@ -583,7 +598,7 @@ def test_the_command_prints_json_lines(tiny: TinyArtifact, directory: Directory)
     ],
 )
 def test_the_command_refuses(arguments: tuple[str, ...], status: int, says: str, tiny: TinyArtifact) -> None:
-    process = watch_command(tiny, *arguments)
-    _, err = process.communicate(timeout=60)
+    with watch_command(tiny, *arguments) as process:
+        _, err = process.communicate(timeout=60)
     assert process.returncode == status
     assert says in err
