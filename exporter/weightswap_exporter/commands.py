@@ -8,7 +8,15 @@ from typing import Annotated
 
 import typer
 
-from weightswap_runtime.cli.output import JsonOption, errors_as_exit, human_bytes, print_json, progress_bar
+from weightswap_runtime.cli.output import (
+    JsonOption,
+    LabelOption,
+    errors_as_exit,
+    human_bytes,
+    parse_labels,
+    print_json,
+    progress_bar,
+)
 
 export_command = typer.Typer(add_completion=False)
 pack_command = typer.Typer(add_completion=False)
@@ -76,7 +84,7 @@ def pack(
     ],
     artifact: Annotated[Path, typer.Argument(help="The artifact that it is for.")],
     out: Annotated[str, typer.Option("--out", "-o", help="The weight file; a file there is replaced.")],
-    label: Annotated[list[str] | None, typer.Option(help="name=text, kept in the file; may be repeated.")] = None,
+    label: LabelOption = None,
     dtype: Annotated[
         str | None, typer.Option(help="Cast floating tensors to this torch dtype where the graph wants it.")
     ] = None,
@@ -103,7 +111,7 @@ def pack(
     A state dict below `state_dict`, `model`, `model_state_dict` or `module` is found, another with --level. Nothing
     that is pickled runs. Goldens that the recipe asks for are recorded with its model and lie beside the weight file.
     """
-    labels = dict(_label(text) for text in label or ())
+    labels = parse_labels(label)
     with errors_as_exit(as_json):
         from weightswap_exporter import pack as pack_checkpoint
 
@@ -140,10 +148,3 @@ def pack(
         if packed.ignored:
             more = f" and {len(packed.ignored) - 10} more" if len(packed.ignored) > 10 else ""
             typer.echo(f"left out    {', '.join(packed.ignored[:10])}{more}")
-
-
-def _label(text: str) -> tuple[str, str]:
-    name, equals, value = text.partition("=")
-    if not equals or not name:
-        raise typer.BadParameter(f"{text!r} is not name=text")
-    return name, value

@@ -19,9 +19,9 @@ from .artifact import Artifact
 from .cases import Case, Document, case_problems
 from .digests import digest_of
 from .errors import AccessDenied, GoldensError, OutOfMemory, Unsupported
-from .header import FileTensor, header_length, pack_ranges, parse_header, render_header
+from .header import FileTensor, Header, header_length, pack_ranges, parse_header, render_header
 from .manifest import Manifest
-from .places import Url, as_place
+from .places import Place, Url, as_place
 from .sources import Check, read_small
 from .weightfile import METADATA_KEY, TensorRow, canonical_order
 from .weightset import goldens_path, goldens_url
@@ -147,13 +147,22 @@ def goldens_beside(
 
     check: called while a remote answer is waited for. Raises what `open_goldens` raises.
     """
-    place = as_place(weights)
+    raw, where = _read_beside(as_place(weights), check)
+    return _decode(raw, where, manifest, bundled=False, allow_other_graph=allow_other_graph) if raw else None
+
+
+def record_beside(weights: str | os.PathLike[str] | Url) -> Record | None:
+    """What the goldens beside a weight file say of themselves, unchecked; None as for `goldens_beside`."""
+    raw, where = _read_beside(as_place(weights), None)
+    return _record(_header(raw, where), where) if raw else None
+
+
+def _read_beside(place: Place, check: Check | None) -> tuple[bytes | None, str]:
+    """The bytes of the goldens beside a weight file, and where they are."""
     if isinstance(place, Path):
         path = goldens_path(place)
-        return open_goldens(path, manifest, allow_other_graph=allow_other_graph) if os.path.lexists(path) else None
-    raw = goldens_behind(place, check)
-    where = str(goldens_url(place))
-    return _decode(raw, where, manifest, bundled=False, allow_other_graph=allow_other_graph) if raw else None
+        return _read(path) if os.path.lexists(path) else None, str(path)
+    return goldens_behind(place, check), str(goldens_url(place))
 
 
 def goldens_behind(weights: Url, check: Check | None = None) -> bytes | None:
@@ -193,9 +202,8 @@ def _read(path: Path) -> bytes:
 
 
 def _decode(raw: bytes, where: str, manifest: Manifest, *, bundled: bool, allow_other_graph: bool) -> Goldens:
-    length = header_length(raw[:8], len(raw), where)
-    header = parse_header(raw[8 : 8 + length], len(raw), where)
-    record = _record(header.metadata.get(METADATA_KEY), where)
+    header = _header(raw, where)
+    record = _record(header, where)
     same_graph = record.graph_id == manifest.graph_id
     if not same_graph and not allow_other_graph:
         raise GoldensError(
@@ -210,7 +218,13 @@ def _decode(raw: bytes, where: str, manifest: Manifest, *, bundled: bool, allow_
     return goldens
 
 
-def _record(text: str | None, where: str) -> Record:
+def _header(raw: bytes, where: str) -> Header:
+    length = header_length(raw[:8], len(raw), where)
+    return parse_header(raw[8 : 8 + length], len(raw), where)
+
+
+def _record(header: Header, where: str) -> Record:
+    text = header.metadata.get(METADATA_KEY)
     if text is None:
         raise GoldensError(f"{where}: has no `{METADATA_KEY}` metadata, so it holds no goldens. {_AGAIN}")
     try:

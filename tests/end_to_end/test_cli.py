@@ -148,7 +148,7 @@ def test_a_delta_between_two_files(shell: Shell) -> None:
     assert f"to         {made['weights_id']}" in shown
     assert "changes    bias, F32[2]" in shown
     assert json.loads(shell("inspect", "d.safetensors", "--json"))["kind"] == "delta file"
-    receipts = json.loads(shell("swap", "m.artifact", files[0], "d.safetensors", "--json"))
+    receipts = json.loads(shell("swap", "m.artifact", files[0], "d.safetensors", "--json"))["receipts"]
     ids = [receipt["weights_id"] for receipt in receipts]
     assert ids == [made["base"], made["weights_id"]]
     assert "BaseMismatch" in shell("swap", "m.artifact", files[1], "d.safetensors", status=1)
@@ -167,7 +167,7 @@ def test_checkpoints_are_swapped_in_one_after_another(shell: Shell) -> None:
     said = shell("swap", "net.artifact", "shards", "v1.safetensors", "--residency", "single")
     assert said.count(f"weights id  {weights_id}") == 2
     assert "generation  1: v1.safetensors" in said
-    receipts = json.loads(shell("swap", "net.artifact", "shards/model.safetensors.index.json", "--json"))
+    receipts = json.loads(shell("swap", "net.artifact", "shards/model.safetensors.index.json", "--json"))["receipts"]
     assert [receipt["weights_id"] for receipt in receipts] == [weights_id]
     assert "shards     linear.bias.safetensors, linear.weight.safetensors" in shell("inspect", "shards")
     packed = json.loads(shell("pack", "shards", "net.artifact", "-o", "v2.safetensors", "--json"))
@@ -182,7 +182,7 @@ def test_an_adapter_that_computes(shell: Shell) -> None:
     safetensors.torch.save_file(parts, shell.folder / "parts.safetensors")
     swapped = json.loads(shell("swap", "fused.artifact", "parts.safetensors", "--json"))
     packed = json.loads(shell("pack", "parts.safetensors", "fused.artifact", "-o", "fused.safetensors", "--json"))
-    assert swapped[0]["weights_id"] == packed["weights_id"]
+    assert swapped["receipts"][0]["weights_id"] == packed["weights_id"]
 
 
 def test_recipes_may_return_a_tuple_and_be_modules(shell: Shell) -> None:
@@ -241,6 +241,13 @@ def test_errors_are_documents_with_json(shell: Shell) -> None:
     document = json.loads(said[: said.rindex("}") + 1])
     assert document["error"] == "InputMismatch"
     assert len(document["problems"]) == 2
+
+
+def test_a_refused_file_does_not_hide_those_before_it(shell: Shell) -> None:
+    said = shell("swap", "net.artifact", "v1.safetensors", "nowhere.safetensors", "--json", status=1)
+    document = json.loads(said[: said.rindex("}") + 1])
+    assert document["error"] == "WeightFileError"
+    assert [receipt["source"] for receipt in document["receipts"]] == ["v1.safetensors"]
 
 
 @pytest.mark.parametrize("command", [(), ("export",), ("pack",), ("inspect",), ("run",), ("swap",)])

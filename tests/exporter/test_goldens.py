@@ -34,6 +34,7 @@ from weightswap_runtime import (
     WeightsMismatch,
     load,
 )
+from weightswap_runtime.cli.inspect import inspect_command
 from weightswap_runtime.goldens import Goldens, artifact_goldens, goldens_beside
 from weightswap_runtime.verifying import verify
 
@@ -702,6 +703,22 @@ def test_the_commands_record_what_a_recipe_asks_for(shell: Callable[..., str], t
     assert beside is not None
     assert verified(beside, load("m.artifact", "v1.safetensors")) == "goldens"
     assert json.loads(shell(pack_command, *arguments, "--recipe", recipe, "--json"))["goldens"] == 2
+
+
+def test_goldens_are_inspected_with_what_they_lie_in(shell: Callable[..., str]) -> None:
+    recipe = "goldens_recipe.py:build"
+    shell(export_command, recipe, "-o", "m.artifact")
+    packed = json.loads(shell(pack_command, "c.pt", "m.artifact", "-o", "v.safetensors", "--recipe", recipe, "--json"))
+    weights_id = packed["weights_id"]
+    line = f"goldens    2 of forward; of the weights {weights_id[:12]}; within rtol 0, atol 0.5\n"
+    assert line in shell(inspect_command, "v.safetensors")
+    assert "2 of forward" in shell(inspect_command, "m.artifact")
+    told = json.loads(shell(inspect_command, "v.safetensors", "--json"))["goldens"]
+    assert (told["weights_id"], told["tolerance"], told["cases"]) == (weights_id, [0.0, 0.5], {"forward": 2})
+    assert told["environment"]["torch"] == torch.__version__
+    Path("v.goldens.safetensors").unlink()
+    assert "goldens" not in shell(inspect_command, "v.safetensors")
+    assert json.loads(shell(inspect_command, "v.safetensors", "--json"))["goldens"] is None
 
 
 def test_the_commands_leave_goldens_out(shell: Callable[..., str], tmp_path: Path) -> None:

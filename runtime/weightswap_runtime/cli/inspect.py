@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -10,6 +11,7 @@ import typer
 from weightswap_runtime.artifact import Artifact
 from weightswap_runtime.deltafile import DeltaStamp, delta_stamp
 from weightswap_runtime.dtypes import describe
+from weightswap_runtime.goldens import Record, artifact_goldens, record_beside
 from weightswap_runtime.manifest import MANIFEST_NAME, Manifest, NamedTensor, Source
 from weightswap_runtime.places import is_url
 from weightswap_runtime.signature import Dict, Integer, Items, Literal, Node, Signature, Tensor, Tuple
@@ -64,15 +66,17 @@ def node_text(node: Node) -> str:
 
 def _artifact(artifact: Artifact, as_json: bool) -> None:
     artifact.verify()
-    manifest = artifact.manifest
+    manifest, goldens = artifact.manifest, artifact_goldens(artifact)
+    record = goldens.record if goldens else None
     if as_json:
-        print_json(_artifact_document(artifact, manifest))
+        print_json(_artifact_document(artifact, manifest) | _goldens_document(record))
         return
     typer.echo(f"artifact   {artifact.path}")
     typer.echo(f"graph id   {manifest.graph_id}")
     typer.echo(f"written by weightswap {manifest.producer.weightswap}, torch {manifest.producer.torch}")
     for name, method in manifest.methods.items():
         typer.echo(f"method     {signature_text(name, method.signature)}")
+    _goldens(record)
     size = human_bytes(manifest.total_bytes)
     _tensors(f"weights: {len(manifest.weights)} tensors, {size}, not in the artifact", manifest.weights, manifest)
     for title, tensors in (("state", manifest.state), ("constants", manifest.constants)):
@@ -92,6 +96,26 @@ def _artifact_document(artifact: Artifact, manifest: Manifest) -> dict[str, Any]
         "signatures": {name: signature_text(name, method.signature) for name, method in manifest.methods.items()},
         "manifest": manifest,
     }
+
+
+def _goldens(record: Record | None) -> None:
+    if record is None:
+        return
+    counts = Counter(case.method for case in record.cases)
+    cases = ", ".join(f"{count} of {method}" for method, count in counts.items())
+    made = record.environment
+    machine = f"torch {made.torch}, {made.device} {made.capability}, {made.threads} threads"
+    exact = f"exact on {machine}"
+    within = f"within rtol {record.tolerance[0]:g}, atol {record.tolerance[1]:g}" if record.tolerance else exact
+    typer.echo(f"goldens    {cases}; of the weights {record.weights_id[:12]}; {within}")
+
+
+def _goldens_document(record: Record | None) -> dict[str, Any]:
+    if record is None:
+        return {"goldens": None}
+    cases = Counter(case.method for case in record.cases)
+    told = {"weights_id": record.weights_id, "tolerance": record.tolerance, "environment": record.environment}
+    return {"goldens": told | {"cases": cases}}
 
 
 def _tensors(title: str, tensors: tuple[NamedTensor, ...], manifest: Manifest) -> None:
@@ -132,14 +156,17 @@ def _delta(delta: DeltaStamp) -> None:
 
 
 def _weight_set(weights: WeightSet, as_json: bool) -> None:
-    stamp, delta = weights.stamp, delta_stamp(weights)
+    stamp, delta, record = weights.stamp, delta_stamp(weights), record_beside(weights.place)
     if as_json:
         tensors = {
             name: {"dtype": t.dtype, "shape": t.shape, "file": t.file.where, "offset": t.offset, "nbytes": t.nbytes}
             for name, t in weights.tensors.items()
         }
         kind = "delta file" if delta else "weight file"
-        print_json({"kind": kind, "path": weights.where, "stamp": delta or stamp, "tensors": tensors})
+        print_json(
+            {"kind": kind, "path": weights.where, "stamp": delta or stamp, "tensors": tensors}
+            | _goldens_document(record)
+        )
         return
     typer.echo(f"file       {weights.where}")
     if len(weights.files) > 1:
@@ -155,6 +182,7 @@ def _weight_set(weights: WeightSet, as_json: bool) -> None:
             typer.echo(f"cast       {len(names)} tensors from {dtype}: {', '.join(names)}")
     else:
         typer.echo("weights id not recorded; it is computed when the file is swapped in")
+    _goldens(record)
     digests = delta.digests if delta else stamp.digests if stamp else {}
     rows = [
         [

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Annotated, Any
 
@@ -38,15 +38,19 @@ def print_json(document: Any) -> None:
 
 
 @contextmanager
-def errors_as_exit(as_json: bool) -> Iterator[None]:
-    """Turn an error of ours into a message and an exit status: 2 where the request was wrong, else 1."""
+def errors_as_exit(as_json: bool, more: Mapping[str, Any] | None = None) -> Iterator[None]:
+    """Turn an error of ours into a message and an exit status: 2 where the request was wrong, else 1.
+
+    `more` is what the JSON document of an error says, too.
+    """
     try:
         yield
     except WeightswapError as error:
         typer.echo(f"{type(error).__name__}: {error}", err=True)
         if as_json:
             problems = getattr(error, "problems", ())
-            print_json({"error": type(error).__name__, "message": str(error), "problems": problems})
+            document = {"error": type(error).__name__, "message": str(error), "problems": problems}
+            print_json({**document, **(more or {})})
         raise typer.Exit(2 if isinstance(error, _USAGE) else 1) from error
     except OSError as error:
         typer.echo(f"{type(error).__name__}: {error}", err=True)

@@ -96,11 +96,12 @@ def swap(
     """
     if not checkpoints and watch is None:
         raise typer.BadParameter("give files, or --watch DIR")
-    with errors_as_exit(as_json):
+    receipts: list[SwapReceipt] = []
+    document = {} if watch is not None else {"receipts": receipts}
+    with errors_as_exit(as_json, document):
         told = print_event_as_json if as_json else print_event
         model = load(artifact, residency=residency.value, on_event=told if watch is not None else None)
         options = _Options(as_keys(keys), allow_other_graph, verify.value, rate_limit)
-        receipts = []
         for place, path in enumerate(checkpoints or (), start=1):
             part = only if place > 1 else None
             last = expect if place == len(checkpoints or ()) else None
@@ -110,7 +111,7 @@ def swap(
         if watch is not None:
             watch_until_interrupt(model.watch(watch, interval, start=start.value, only=only, **options._asdict()))
         elif as_json:
-            print_json(receipts)
+            print_json(document)
 
 
 class _Options(NamedTuple):
