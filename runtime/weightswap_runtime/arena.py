@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import mmap
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from typing import NamedTuple
 
@@ -46,14 +46,12 @@ class HostArena:
     def __init__(self, layout: ArenaLayout) -> None:
         self.layout = layout
         try:
-            self.memory = mmap.mmap(-1, max(layout.nbytes, mmap.PAGESIZE), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            self.memory = _map(max(layout.nbytes, mmap.PAGESIZE))
         except (OSError, ValueError, OverflowError) as error:
             raise OutOfMemory(
                 f"an arena of {layout.nbytes} bytes cannot be allocated ({error}). "
                 'Free memory, or load with residency="single", which holds one set of weights instead of two.'
             ) from error
-        with suppress(OSError):  # huge pages are a wish: first touch is several times quicker with them
-            self.memory.madvise(mmap.MADV_HUGEPAGE)
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self.memory))
 
     def view(self, name: str) -> memoryview:
@@ -88,6 +86,23 @@ def allocate(nbytes: int) -> mmap.mmap | bytearray:
     """Memory that goes back to the system when it is dropped. Raises MemoryError."""
     try:
         # malloc would keep tens of megabytes of what is freed
-        return mmap.mmap(-1, nbytes) if nbytes else bytearray()
+        return _map(nbytes) if nbytes else bytearray()
     except (OSError, OverflowError) as error:
         raise MemoryError(str(error)) from error
+
+
+def allocate_each(sizes: Sequence[int]) -> list[memoryview]:
+    """As `allocate`, in one piece of memory that lives as long as any part of it is viewed."""
+    memory, parts = memoryview(allocate(sum(sizes))), []
+    for size in sizes:
+        parts.append(memory[:size])
+        memory = memory[size:]
+    return parts
+
+
+def _map(nbytes: int) -> mmap.mmap:
+    """Memory of this process alone. Huge pages are a wish: first touch is several times quicker with them."""
+    memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with suppress(OSError):
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return memory

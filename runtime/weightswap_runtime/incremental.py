@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from .arena import ArenaLayout, HostArena, allocate
+from .arena import ArenaLayout, HostArena, allocate_each
 from .deltafile import DATA, RUNS, DeltaStamp
 from .digests import tensor_digest
 from .dtypes import describe, nbytes
@@ -124,7 +124,8 @@ def check_delta(stamp: DeltaStamp, live: Version[Session], manifest: Manifest, w
 
 def _read_parts(weights: WeightSet, stamp: DeltaStamp, workers: Workers, job: Job) -> dict[str, Parts]:
     """The parts of each weight that the file changes. Raises WeightFileError and DigestMismatch."""
-    pieces = {name: new_piece(weights, name, memoryview(allocate(t.nbytes))) for name, t in weights.tensors.items()}
+    memory = allocate_each([tensor.nbytes for tensor in weights.tensors.values()])
+    pieces = {name: new_piece(weights, name, part) for name, part in zip(weights.tensors, memory, strict=True)}
     job.begin("reading", sum(len(piece.target) for piece in pieces.values()))
     read_pieces(pieces.values(), workers, job)
     wrong = [

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 from blake3 import blake3
 
-from .arena import HostArena, allocate
+from .arena import HostArena, allocate, allocate_each
 from .digests import BLOCK, Blocks, block_count
 from .job import Job
 from .manifest import NamedTensor
@@ -88,7 +88,8 @@ def _read_batch(
     weights: WeightSet, batch: Sequence[Scratched], arena: HostArena, workers: Workers, job: Job
 ) -> dict[str, Blocks]:
     """Read tensors into memory of their own, and from there into the arena."""
-    pieces = [new_piece(weights, key, memoryview(allocate(weights.tensors[key].nbytes))) for _, key in batch]
+    memory = allocate_each([weights.tensors[key].nbytes for _, key in batch])
+    pieces = [new_piece(weights, key, part) for (_, key), part in zip(batch, memory, strict=True)]
     read_pieces(pieces, workers, job)
     for (weight, _), piece in zip(batch, pieces, strict=True):
         if weight is not None:
