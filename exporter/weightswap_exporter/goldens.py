@@ -15,7 +15,7 @@ from weightswap_runtime.comparing import difference
 from weightswap_runtime.digests import digest_of
 from weightswap_runtime.dtypes import describe
 from weightswap_runtime.errors import RecordingError
-from weightswap_runtime.files import new_file
+from weightswap_runtime.files import companion
 from weightswap_runtime.goldens import Content, Environment, Tolerance, encode_goldens
 from weightswap_runtime.header import Header
 from weightswap_runtime.manifest import Manifest, NamedTensor
@@ -218,26 +218,10 @@ def goldens_first(path: Path, recording: Recording | None) -> Iterator[Callable[
     a recording, goldens that are there are removed. If the weight file does not follow, the old ones are put back; a
     process that is killed in between leaves new goldens beside old weights, which are refused by name.
     """
-    place = goldens_path(path)
-    replaced: list[bytes | None] = []
+    with companion(goldens_path(path)) as put:
 
-    def rename(stamp: Stamp) -> Path:
-        old = place.read_bytes() if place.exists() else None
-        _put(place, recording.encode(stamp.weights_id) if recording else None)
-        replaced.append(old)
-        return path
+        def rename(stamp: Stamp) -> Path:
+            put(recording.encode(stamp.weights_id) if recording else None)
+            return path
 
-    try:
         yield rename
-    except BaseException:
-        for old in replaced:
-            _put(place, old)
-        raise
-
-
-def _put(place: Path, content: bytes | None) -> None:
-    if content is None:
-        place.unlink(missing_ok=True)
-        return
-    with new_file(place) as file:
-        file.write(content)

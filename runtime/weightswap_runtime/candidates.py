@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from .arena import HostArena
 from .gate import Gate, Version
+from .job import Job
 from .patches import Patch
 from .session import Session
 from .staging import Contents
@@ -16,11 +17,15 @@ Fill = Callable[[HostArena], Contents]
 
 
 class Committed(NamedTuple):
-    """The version that is now served, how long new calls could wait for it (seconds), and the bytes copied."""
+    """The version that is now served, how long new calls could wait for it (seconds), and the bytes copied.
+
+    interrupt: what arrived meanwhile, and is to be raised when the commit was told of.
+    """
 
     version: Version[Session]
     seconds_paused: float
     bytes_copied: int
+    interrupt: BaseException | None = None
 
 
 class Candidate:
@@ -30,13 +35,16 @@ class Candidate:
         self.contents = contents
         self.patch = patch
         self.opened = session
-        self.build: Callable[[], Session] | None = None
+        self.build: Callable[[Job], Session] | None = None
 
-    def session(self) -> Session:
-        """A session to try the weights in; of a patch it is made on first use, and takes a full set's memory."""
+    def session(self, job: Job) -> Session:
+        """A session to try the weights in; of a patch it is made on first use, and takes a full set's memory.
+
+        Raises OutOfMemory, and StageCancelled.
+        """
         if self.opened is None:
             assert self.build is not None
-            self.opened = self.build()
+            self.opened = self.build(job)
         return self.opened
 
 

@@ -41,7 +41,7 @@ def compute_weights(
         for name, value in transforms.compute(list(computed), read):
             rows = tensor_bytes(value)
             digests[name] = block_digests(rows)
-            write_rows(arena.layout.weights[name], rows, arena.view(name))
+            write_rows(arena.layout.weights[name], rows, arena.view(name), job)
     except (WeightswapError, MemoryError):
         raise
     except Exception as error:

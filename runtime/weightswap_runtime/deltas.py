@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import os
-import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import partial
-from io import BytesIO
 from pathlib import Path
-from typing import BinaryIO
 
 import numpy as np
 
 from .deltafile import DATA, DELTA_KEY, RUNS, Changed, DeltaStamp
 from .digests import BLOCK, TensorHasher
 from .errors import DigestMismatch, GraphMismatch, Unsupported, WeightFileError, WeightsMismatch
-from .files import new_file
+from .files import companion
 from .goldens import goldens_behind
 from .header import FileTensor, pack_ranges
 from .places import Place, Url, as_place, check_writable
@@ -70,7 +66,8 @@ def write_delta(
         runs = _compare(old, fresh, stamps, progress)
         texts = {**stamps[1].labels, **(labels or {})}
         try:
-            _write(Path(out), fresh, stamps, runs, texts, partial(_copy_goldens, as_place(new), Path(out)))
+            with companion(goldens_path(out)) as put:
+                _write(Path(out), fresh, stamps, runs, texts, lambda: put(_goldens_of(as_place(new))))
         except OSError as error:
             raise WeightFileError(f"{out}: cannot be written ({error.strerror or error})") from error
         return Delta(
@@ -213,24 +210,11 @@ def _write(
     write_tensors(path, order, ((row.name, _data(fresh, row.name, runs)) for row in order), header, rename)
 
 
-def _copy_goldens(new: Place, out: Path) -> None:
-    target = goldens_path(out)
-    source = _remote_goldens(new) if isinstance(new, Url) else _local_goldens(new)
-    if source is None:
-        target.unlink(missing_ok=True)
-        return
-    with source, new_file(target) as copy:
-        shutil.copyfileobj(source, copy)
-
-
-def _local_goldens(weights: Path) -> BinaryIO | None:
+def _goldens_of(weights: Place) -> bytes | None:
+    if isinstance(weights, Url):
+        return goldens_behind(weights)
     path = goldens_path(weights)
-    return path.open("rb") if path.is_file() else None
-
-
-def _remote_goldens(weights: Url) -> BinaryIO | None:
-    content = goldens_behind(weights)
-    return None if content is None else BytesIO(content)
+    return path.read_bytes() if path.is_file() else None
 
 
 def _rows(name: str, runs: Runs) -> Iterable[TensorRow]:

@@ -28,7 +28,8 @@ UNKNOWN = None  # the fingerprint of a file of which nothing but the name could 
 class Entry(NamedTuple):
     """A weight file. `path` is what a swap takes; `modified` in seconds since the epoch, 0 where that is not known.
 
-    Files with equal fingerprints have the same content, as far as a listing can tell; UNKNOWN says nothing.
+    Files with equal fingerprints have the same content, as far as a listing can tell, and so have the goldens beside
+    them; UNKNOWN says nothing.
     """
 
     name: str
@@ -55,9 +56,25 @@ def open_directory(directory: str | os.PathLike[str]) -> Listing:
     return lambda: _list_local(path)
 
 
-def is_weight_file(name: str) -> bool:
-    """Whether a file of that name is looked at. Those of writers that have not finished are hidden."""
-    return name.endswith(SUFFIX) and not name.endswith(GOLDENS_SUFFIX) and not name.startswith(".")
+def is_looked_at(name: str) -> bool:
+    """Whether a file of that name is a weight file, or goldens. Those of writers that have not finished are hidden."""
+    return name.endswith(SUFFIX) and not name.startswith(".")
+
+
+def with_goldens(found: Iterable[Entry]) -> list[Entry]:
+    """The weight files; each has the fingerprint of its goldens, too, as these decide whether it is taken."""
+    weights, goldens = [], {}
+    for entry in found:
+        if entry.name.endswith(GOLDENS_SUFFIX):
+            goldens[entry.name.removesuffix(GOLDENS_SUFFIX)] = entry.fingerprint
+        else:
+            weights.append(entry)
+    return [_with(entry, goldens.get(entry.name.removesuffix(SUFFIX))) for entry in weights]
+
+
+def _with(entry: Entry, goldens: Hashable) -> Entry:
+    known = entry.fingerprint is not UNKNOWN and goldens is not None
+    return entry._replace(fingerprint=(entry.fingerprint, goldens)) if known else entry
 
 
 def order(entry: Entry) -> tuple[Any, ...]:
@@ -71,10 +88,10 @@ def order(entry: Entry) -> tuple[Any, ...]:
 def _list_local(directory: Path) -> list[Entry]:
     try:
         with os.scandir(directory) as found:
-            entries = [_local(directory, file) for file in found if is_weight_file(file.name)]
+            entries = [_local(directory, file) for file in found if is_looked_at(file.name)]
     except (OSError, ValueError) as error:
         raise WeightFileError(f"{directory!s:.200}: cannot be listed ({error})") from error
-    return [entry for entry in entries if entry is not None]
+    return with_goldens(entry for entry in entries if entry is not None)
 
 
 def _local(directory: Path, file: os.DirEntry[str]) -> Entry | None:
@@ -109,7 +126,7 @@ def _list_url(url: str) -> list[Entry]:
             return _list_web(Url(url))
         system, root = fsspec.core.url_to_fs(url)
         system.invalidate_cache(root)
-        return list(_remote(system.ls(root, detail=True), system.unstrip_protocol))
+        return with_goldens(_remote(system.ls(root, detail=True), system.unstrip_protocol))
     except Exception as error:  # each kind of store has its own
         found = f"{type(error).__name__}: {redact(str(error), url)}"
         raise WeightFileError(f"{printable(url)}: cannot be listed ({found})") from None
@@ -124,9 +141,11 @@ def _list_web(url: Url) -> list[Entry]:
     # beside the URL: links are resolved against that, and the query comes behind the paths of the files, too
     system, root = url_to_fs(page, **({"params": query} if query else {}))
     links = (link.rpartition("/") for link in system.ls(root, detail=False))
-    found = [name for folder, _, name in links if _place(folder) == _place(page) and is_weight_file(unquote(name))]
+    found = [name for folder, _, name in links if _place(folder) == _place(page) and is_looked_at(unquote(name))]
     status = sync(system.loop, _ask, system, [f"{page.rstrip('/')}/{name}" for name in found])
-    return [_web(url / unquote(name), unquote(name), each) for name, each in zip(found, status, strict=True)]
+    return with_goldens(
+        _web(url / unquote(name), unquote(name), each) for name, each in zip(found, status, strict=True)
+    )
 
 
 def _place(url: str) -> str:
@@ -154,7 +173,7 @@ def _web(url: Url, name: str, found: Mapping[str, Any] | BaseException) -> Entry
 def _remote(found: Iterable[Mapping[str, Any]], url_of: Callable[[str], str]) -> Iterable[Entry]:
     for info in found:
         name = info["name"].rpartition("/")[2]
-        if info.get("type") == "file" and is_weight_file(name):
+        if info.get("type") == "file" and is_looked_at(name):
             yield _entry(name, url_of(info["name"]), info)
 
 

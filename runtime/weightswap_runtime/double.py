@@ -52,7 +52,7 @@ class Double:
         everything = [Stretch(0, live.layout.nbytes)]
         stretches = everything if content is None else differing(live, content, current.identity.digests)
         copy_stretches(idle.arena, live, stretches, self._workers, job)
-        patch.write_to(idle.arena, self._workers)
+        patch.lay_over(idle.arena, self._workers, job)
         return self._staged(idle, contents)
 
     def _staged(self, session: Session, contents: Contents) -> Candidate:
@@ -71,7 +71,8 @@ class Double:
         self._content.pop(session, None)
 
     def commit(self, candidate: Candidate, timeout: float | None) -> Committed:
-        return self._exchange(candidate.session(), candidate.contents.identity)
+        assert candidate.opened is not None
+        return self._exchange(candidate.opened, candidate.contents.identity)
 
     def _exchange(self, session: Session, identity: Identity) -> Committed:
         session.reset_state()

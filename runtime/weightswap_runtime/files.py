@@ -54,6 +54,35 @@ def new_file(path: Path, rename: Callable[[], Path] | None = None) -> Iterator[B
         raise
 
 
+@contextmanager
+def companion(path: Path) -> Iterator[Callable[[bytes | None], None]]:
+    """Gives a function that replaces a small file, or removes it (None). If the block fails, the old one is put back.
+
+    For a file that must be there before the one that it belongs to. A process that is killed in between leaves it.
+    """
+    replaced: list[bytes | None] = []
+
+    def put(content: bytes | None) -> None:
+        old = path.read_bytes() if path.exists() else None
+        _replace(path, content)
+        replaced.append(old)
+
+    try:
+        yield put
+    except BaseException:
+        for old in replaced:
+            _replace(path, old)
+        raise
+
+
+def _replace(path: Path, content: bytes | None) -> None:
+    if content is None:
+        path.unlink(missing_ok=True)
+        return
+    with new_file(path) as file:
+        file.write(content)
+
+
 def _new_temporary(path: Path) -> tuple[Path, BinaryIO]:
     while True:
         temporary = _sibling(path, "tmp")

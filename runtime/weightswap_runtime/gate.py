@@ -16,7 +16,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from threading import Condition, Lock, get_ident
+from threading import Condition, RLock, get_ident
 from typing import Generic, Protocol, TypeVar
 
 from .errors import LeaseTimeout, ModelFailed, NoWeights
@@ -114,7 +114,7 @@ class Gate(Generic[S]):
 
     def renew(self) -> None:
         """Make the lock, which another thread may have held when this process was forked."""
-        self._lock = Lock()
+        self._lock = RLock()  # a signal may come in the middle, and its handler may call the model
         self._changed = Condition(self._lock)
 
     @property
@@ -133,7 +133,9 @@ class Gate(Generic[S]):
         each other. Raises NoWeights and ModelFailed.
         """
         with self._lock:
-            while self._held() and not self._leased_by(lease.thread):
+            while (holder := self._held()) and not self._leased_by(lease.thread):
+                if holder.thread == lease.thread:
+                    raise ModelFailed("a signal handler cannot call the model while its thread commits in place")
                 self._changed.wait(POLL_SECONDS)
             if self._failure is not None:
                 raise ModelFailed(f"an in-place commit broke off ({self._failure}); swap or roll back to serve again")
@@ -210,9 +212,10 @@ class Gate(Generic[S]):
         with self._lock:
             self._failure = reason
 
-    def _held(self) -> bool:
+    def _held(self) -> Claim | None:
+        """Who holds the calls."""
         holder = self._holder() if self._holder else None
-        return holder is not None and holder.holds
+        return holder if holder is not None and holder.holds else None
 
     def _leased_by(self, thread: int) -> bool:
         return self._current is not None and any(
@@ -238,6 +241,11 @@ def _leases_in_the_way(session: Leasable, deadline: float | None) -> bool:
 
 def _held_leases(session: Leasable) -> list[Claim]:
     """The leases that count. What was left behind is dropped."""
-    found = {key: lease for key, reference in session.leases.items() if (lease := reference()) is not None}
-    session.leases = {key: session.leases[key] for key, lease in found.items() if lease.holds}
-    return [found[key] for key in session.leases]
+    found = []
+    for key, reference in list(session.leases.items()):
+        lease = reference()
+        if lease is not None and lease.holds:
+            found.append(lease)
+        elif session.leases.get(key) is reference:
+            del session.leases[key]
+    return found

@@ -148,13 +148,15 @@ def goldens_beside(
     check: called while a remote answer is waited for. Raises what `open_goldens` raises.
     """
     raw, where = _read_beside(as_place(weights), check)
-    return _decode(raw, where, manifest, bundled=False, allow_other_graph=allow_other_graph) if raw else None
+    if raw is None:
+        return None
+    return _decode(raw, where, manifest, bundled=False, allow_other_graph=allow_other_graph)
 
 
 def record_beside(weights: str | os.PathLike[str] | Url) -> Record | None:
     """What the goldens beside a weight file say of themselves, unchecked; None as for `goldens_beside`."""
     raw, where = _read_beside(as_place(weights), None)
-    return _record(_header(raw, where), where) if raw else None
+    return None if raw is None else _record(_header(raw, where), where)
 
 
 def _read_beside(place: Place, check: Check | None) -> tuple[bytes | None, str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from threading import Lock
+from threading import RLock
 from typing import Generic, ParamSpec
 
 from .errors import Unsupported
@@ -24,7 +24,7 @@ class Hooks(Generic[P]):
         renew_in_children(self)
 
     def renew(self) -> None:
-        self._changing = Lock()
+        self._changing = RLock()  # for signal handlers
 
     def add(self, hook: Callable[P, object]) -> Stop:
         """Tell `hook` from now on, until the function that is returned is called; a second time that does nothing."""

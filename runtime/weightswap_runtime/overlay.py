@@ -78,7 +78,7 @@ def overlay(
         if arena.layout.weights[name].stride is None:
             tasks += _by_block(name, part, arena, changed[name], spans)
         else:
-            tasks.append(_relaid(name, part, arena, changed[name], spans))
+            tasks.append(_relaid(name, part, arena, changed[name], spans, job))
 
     def work(task: Callable[[], None]) -> None:
         task()
@@ -128,17 +128,20 @@ def _lay(pieces: Pieces, content: memoryview) -> None:
         content[place : place + len(data)] = data
 
 
-def _relaid(name: str, part: Parts, arena: HostArena, digests: list[bytes], spans: list[Span]) -> Callable[[], None]:
+def _relaid(
+    name: str, part: Parts, arena: HostArena, digests: list[bytes], spans: list[Span], job: Job
+) -> Callable[[], None]:
     """A weight whose dimensions the arena keeps in another order: as a whole."""
     weight: NamedTensor = arena.layout.weights[name]
 
     def work() -> None:
-        rows = read_rows(weight, arena.view(name))
+        rows = read_rows(weight, arena.view(name), job)
         _lay(part.within(0, len(rows)), rows)
         for index in part.blocks():
+            job.check()
             digests[index] = blake3(rows[index * BLOCK : (index + 1) * BLOCK]).digest()
         content = memoryview(allocate(len(rows)))
-        write_rows(weight, rows, content)
+        write_rows(weight, rows, content, job)
         spans.append(Span(arena.layout.slots[name].offset, content))
 
     return work

@@ -29,7 +29,17 @@ class Patch(NamedTuple):
 
     def write_to(self, arena: HostArena, workers: Workers) -> None:
         """Copy every span to its place; addresses stay."""
-        workers.run_all(lambda span: arena.write(span.offset, span.data), _in_chunks(self.spans))
+        workers.run_all(lambda span: arena.write(span.offset, span.data), _in_chunks(self.spans, COPY_CHUNK))
+
+    def lay_over(self, arena: HostArena, workers: Workers, job: Job) -> None:
+        """As `write_to`, at the job's pace. Raises StageCancelled, with the copy half done."""
+        job.begin("copying", self.nbytes)
+
+        def write(span: Span) -> None:
+            arena.write(span.offset, span.data)
+            job.advance(len(span.data))
+
+        workers.run_all(write, _in_chunks(self.spans, max(BLOCK, job.unit(COPY_CHUNK))))
 
     def undo(self, arena: HostArena) -> Patch:
         """What lies in the arena where this would be written, copied. Raises MemoryError."""
@@ -42,10 +52,10 @@ class Patch(NamedTuple):
         return Patch(tuple(spans))
 
 
-def _in_chunks(spans: Iterable[Span]) -> Iterable[Span]:
+def _in_chunks(spans: Iterable[Span], most: int) -> Iterable[Span]:
     for offset, data in spans:
-        for start in range(0, len(data), COPY_CHUNK):
-            yield Span(offset + start, data[start : start + COPY_CHUNK])
+        for start in range(0, len(data), most):
+            yield Span(offset + start, data[start : start + most])
 
 
 class Stretch(NamedTuple):

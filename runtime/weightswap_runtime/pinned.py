@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
-from threading import Lock
+from threading import RLock
 from typing import Any
 
 from .errors import PinReleased
+from .forks import renew_in_children
 from .gate import Claim, Gate, Pin, Version
 from .session import Caller, Methods, Session
 
@@ -19,7 +20,11 @@ class Pinned(Caller, AbstractContextManager["Pinned"]):
         self._gate = gate
         self._version: Version[Session] | None = None
         self._lease = Pin()
-        self._open = Lock()
+        self.renew()
+        renew_in_children(self)
+
+    def renew(self) -> None:
+        self._open = RLock()  # for signal handlers
 
     def __enter__(self) -> Pinned:
         if self._version is not None:

@@ -19,6 +19,7 @@ from .workers import Workers
 
 READS, GROUP_BYTES = 8, 8 << 20  # at most, that a thread does in a row
 SCRATCH = 64 << 20  # bytes beside the arena, or one tensor
+COPY_STEP = 4 << 20  # bytes that are moved into another order before a cancel is noticed
 _BLANK = b""
 
 
@@ -93,7 +94,7 @@ def _read_batch(
     read_pieces(pieces, workers, job)
     for (weight, _), piece in zip(batch, pieces, strict=True):
         if weight is not None:
-            write_rows(weight, piece.target, arena.view(weight.name))
+            write_rows(weight, piece.target, arena.view(weight.name), job)
     return {piece.key: tuple(piece.digests) for piece in pieces}
 
 
@@ -175,23 +176,36 @@ def _hash(part: Part, target: memoryview) -> None:
         part.piece.digests[index] = blake3(target[start : start + BLOCK]).digest()
 
 
-def write_rows(weight: NamedTensor, source: bytearray | memoryview, target: memoryview) -> None:
-    """Copy a row-major tensor into an arena's memory, which may keep its dimensions in another order."""
+def write_rows(weight: NamedTensor, source: bytearray | memoryview, target: memoryview, job: Job) -> None:
+    """Copy a row-major tensor into an arena's memory, which may keep its dimensions in another order.
+
+    Raises StageCancelled, with the copy half done.
+    """
     if weight.stride is None:
         target[:] = source
     else:
         rows, kept = _both_orders(weight, source, target)
-        kept[...] = rows
+        _copy(kept, rows, job)
 
 
-def read_rows(weight: NamedTensor, source: memoryview) -> memoryview:
+def read_rows(weight: NamedTensor, source: memoryview, job: Job) -> memoryview:
     """The bytes of a tensor of an arena, row-major: the arena's own memory, unless that keeps another order."""
     if weight.stride is None:
         return source
-    memory = bytearray(len(source))
+    memory = memoryview(allocate(len(source)))
     rows, kept = _both_orders(weight, memory, source)
-    rows[...] = kept
-    return memoryview(memory)
+    _copy(rows, kept, job)
+    return memory
+
+
+def _copy(target: np.ndarray, source: np.ndarray, job: Job) -> None:
+    """Element by element, in steps between which a cancel is noticed."""
+    axis = int(np.argmax(target.shape))
+    target, source = np.moveaxis(target, axis, 0), np.moveaxis(source, axis, 0)
+    step = max(1, len(target) * COPY_STEP // max(1, target.nbytes))
+    for start in range(0, len(target), step):
+        job.check()
+        target[start : start + step] = source[start : start + step]
 
 
 def _both_orders(

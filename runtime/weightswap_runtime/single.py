@@ -10,7 +10,7 @@ from .candidates import Candidate, Committed, Fill, NewSession, next_generation
 from .errors import ModelFailed, NothingToRollBack, OutOfMemory
 from .gate import Gate, Version
 from .job import Job
-from .patches import Patch
+from .patches import Patch, Stretch, copy_stretches
 from .session import Session
 from .staging import Contents
 from .workers import Workers
@@ -55,24 +55,22 @@ class Single:
 
     def stage_patch(self, patch: Patch, contents: Contents, timeout: float | None, job: Job) -> Candidate:
         candidate = Candidate(contents, None, patch)
-        candidate.build = lambda: self._patched(patch)
+        candidate.build = lambda job: self._new_session(self._copy_with(patch, job))
         return candidate
 
-    def _patched(self, patch: Patch) -> Session:
-        return self._new_session(self._copy_with(patch))
-
-    def _copy_with(self, patch: Patch) -> HostArena:
+    def _copy_with(self, patch: Patch, job: Job) -> HostArena:
         """A copy of the live arena with a patch applied."""
         arena = HostArena(self._layout)
-        self._live.arena.write_to(arena, self._workers)
-        patch.write_to(arena, self._workers)
+        copy_stretches(arena, self._live.arena, [Stretch(0, self._layout.nbytes)], self._workers, job)
+        patch.lay_over(arena, self._workers, job)
         return arena
 
     def commit(self, candidate: Candidate, timeout: float | None) -> Committed:
         version = Version(self._live, next_generation(self._gate), candidate.contents.identity)
         if candidate.patch is not None:
             return self._commit_in_place(candidate.patch, version, candidate.patch.nbytes, timeout)
-        session = candidate.session()
+        session = candidate.opened
+        assert session is not None
         if session is not self._live:
             return self._commit_in_place(session.arena, version, self._layout.nbytes, timeout)
         session.reset_state()
@@ -99,10 +97,7 @@ class Single:
         with self._gate.hold(self._live, timeout):
             self._previous = kept
             interrupt = self._copy(source, version)
-        paused = time.perf_counter() - start
-        if interrupt is not None:
-            raise interrupt
-        return Committed(version, paused, nbytes)
+        return Committed(version, time.perf_counter() - start, nbytes, interrupt)
 
     def _copy(self, source: HostArena | Patch, version: Version[Session]) -> BaseException | None:
         """Copy, and make the version current. An interrupt does not end it half-way; it is returned at the end."""
@@ -134,7 +129,7 @@ class Single:
         if previous is None or isinstance(previous.content, HostArena) or previous.content is source:
             return previous
         # the patch leads back only from what is there now
-        return _Kept(self._copy_with(previous.content), previous.version)
+        return _Kept(self._copy_with(previous.content, Job()), previous.version)
 
     def _copy_of(self, source: HostArena | Patch) -> HostArena | Patch:
         """The live weights, where `source` is about to be written."""

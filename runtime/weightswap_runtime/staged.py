@@ -165,8 +165,10 @@ class Staged(Caller, AbstractContextManager["Staged"]):
     def wait(self, timeout: float | None = None) -> Staged:
         """Wait, for at most `timeout` seconds, until it is staged and verified.
 
-        Raises StageTimeout, and whatever the staging has raised.
+        Raises StageTimeout, StagingBusy in the staging's own thread, and whatever the staging has raised.
         """
+        if self._staging.is_mine and not self.done:
+            raise StagingBusy("a listener is told of a staging that has not ended, and cannot wait for it or commit it")
         if not self._staging.join(timeout):
             raise StageTimeout(f"still {self.progress.phase} after {timeout} s; wait again, or cancel()")
         if self._staging.error is not None:
@@ -230,11 +232,17 @@ class Staged(Caller, AbstractContextManager["Staged"]):
                 receipt = self._commit(candidate, timeout)
             except BaseException:
                 self._committing = False
-                if self._given_up:
+                if self._is_served(candidate):  # something was raised after that
+                    self._close("committed")
+                elif self._given_up:
                     self.discard()
                 raise
             self._close("committed")
         return receipt
+
+    def _is_served(self, candidate: Candidate) -> bool:
+        current = self._gate.current
+        return current is not None and current.identity is candidate.contents.identity
 
     def __exit__(self, *_: object) -> None:
         self.discard()
@@ -262,7 +270,7 @@ class Staged(Caller, AbstractContextManager["Staged"]):
     def _run(self, name: str, flat: list[Any]) -> list[Any]:
         lease = Claim()
         with self._closing:
-            session = self._opened().session()
+            session = self._opened().session(Job())
             self._gate.acquire_session(session, lease)
         try:
             return session.bound[self._methods.place].run(name, flat)

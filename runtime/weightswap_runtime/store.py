@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from itertools import count
-from threading import Lock, get_ident
+from threading import Lock, RLock, get_ident
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -30,6 +30,7 @@ from .places import printable
 from .receipts import SwapReceipt
 from .residency import open_residency
 from .session import Session
+from .sources import Check
 from .staging import Contents, Kind, Request, plan, stage_full
 from .trials import Member, find_trials, new_member, try_out
 from .weightfile import Stamp
@@ -76,7 +77,7 @@ class Store:
     def renew(self) -> None:
         """What other threads were doing to the weights, a forked child does not do."""
         self.swapping = Lock()
-        self._opening = Lock()
+        self._opening = RLock()  # for signal handlers
         self._swapper: int | None = None
         self.job: Job | None = None  # of the staging that is under way
 
@@ -124,6 +125,18 @@ class Store:
                 yield
             finally:
                 self._swapper = None
+
+    @contextmanager
+    def turn(self, check: Check) -> Iterator[None]:
+        """As `queue`, for a thread in which no signal handler runs. `check` is called meanwhile."""
+        while not self.swapping.acquire(timeout=POLL_SECONDS):
+            check()
+        try:
+            self._swapper = get_ident()
+            yield
+        finally:
+            self._swapper = None
+            self.swapping.release()
 
     @contextmanager
     def claimed(self, wait: float | None) -> Iterator[Claim]:
@@ -288,4 +301,6 @@ class Store:
         kind: EventKind = "rolled back" if contents.kind == "rollback" else "committed"
         tell = partial(Event, kind, receipt.source, by, receipt.graph_id, receipt.weights_id, receipt=receipt)
         self.events.emit(tell(operation=receipt.kind, labels=receipt.labels))
+        if committed.interrupt is not None:
+            raise committed.interrupt
         return receipt

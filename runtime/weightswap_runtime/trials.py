@@ -66,12 +66,15 @@ def try_out(candidate: Candidate, trials: Sequence[Trial], request: Request, job
     if trials:
         from .verifying import verify  # needs torch
 
+        session = candidate.session(job)
         job.begin("verifying")
-        session = candidate.session()
         for (artifact, engine, place, _), goldens in trials:
+            bound = session.bound.get(place)
+            if bound is None:  # its model was dropped meanwhile, so that nobody can call it any more
+                continue
             mode = verify(
                 goldens._replace(where=f"{candidate.contents.source}: tried with {goldens.where}"),
-                session.bound[place],
+                bound,
                 artifact.manifest,
                 candidate.contents.identity.weights_id,
                 mode=request.verify,

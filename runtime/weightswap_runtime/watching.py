@@ -17,7 +17,6 @@ from .directory import open_directory
 from .errors import StageCancelled, Superseded, Unsupported
 from .events import Event, Listener, legible
 from .following import Follower, Start, Told
-from .gate import POLL_SECONDS
 from .glances import without_traceback
 from .job import Job
 from .places import printable
@@ -192,8 +191,9 @@ class _Target:
 
     def swap(self, path: str | Path, weights_id: str | None) -> None:
         request, by, rate_limit, timeout = self._loop.options
-        with self._turn(), self._job(Job(rate_limit)) as job:
-            if weights_id is not None and not self._wants(path, weights_id):
+        with self._model._store.turn(self.check), self._job(Job(rate_limit)) as job:
+            # of a part, only the staging tells which weights it leads to
+            if weights_id is not None and not request.only and not self._wants(path, weights_id):
                 return
             staged = self._model._prepare(request._replace(path=path), job, by, "wait", timeout)
             with staged.run():
@@ -219,17 +219,6 @@ class _Target:
             if receipt.kind == "rollback" and receipt.previous_weights_id == weights_id:
                 return receipt
         return None
-
-    @contextmanager
-    def _turn(self) -> Iterator[None]:
-        """Several threads' swaps queue."""
-        swapping = self._model._store.swapping
-        while not swapping.acquire(timeout=POLL_SECONDS):
-            self.check()
-        try:
-            yield
-        finally:
-            swapping.release()
 
     @contextmanager
     def _job(self, job: Job) -> Iterator[Job]:

@@ -170,10 +170,12 @@ def _nothing(names: Sequence[str]) -> str:
 
 
 def _open_shards(index: Place, check: Check | None) -> WeightSet:
-    weight_map = read_index(index, SUFFIX, check)
+    # a link to the folder may be turned to another one between two of them
+    folder = index.parent.resolve() if isinstance(index, Path) else index.parent
+    weight_map = read_index(folder / index.name, SUFFIX, check)
     with ExitStack() as stack:
         names = sorted(set(weight_map.values()))
-        files = {name: stack.enter_context(WeightFile(index.parent / name, check)) for name in names}
+        files = {name: stack.enter_context(WeightFile(folder / name, check)) for name in names}
         if problems := list(_index_problems(weight_map, files)):
             more = f" and {len(problems) - 5} more" if len(problems) > 5 else ""
             raise WeightFileError(f"{index}: contradicts its shards: {'; '.join(problems[:5])}{more}. {_AGAIN}")

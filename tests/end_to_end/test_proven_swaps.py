@@ -18,6 +18,7 @@ from weightswap_runtime import (
     GoldensError,
     Model,
     Unsupported,
+    WeightFileError,
     load,
     write_delta,
 )
@@ -183,6 +184,17 @@ def test_damaged_goldens_refuse_before_anything_is_read(shelf: Shelf) -> None:
     with pytest.raises(GoldensError, match="its bytes have"):
         model.swap(path)
     model.rollback()
+    assert serves(model, 0)
+
+
+@pytest.mark.parametrize("size", [0, 1, 100])
+def test_goldens_that_are_cut_off_are_not_none(size: int, shelf: Shelf) -> None:
+    model = load(shelf.artifact, shelf.pack(0))
+    path = shelf.pack(1)
+    goldens = shelf.folder / "v1.goldens.safetensors"
+    goldens.write_bytes(goldens.read_bytes()[:size])
+    with pytest.raises(WeightFileError):
+        model.swap(path)
     assert serves(model, 0)
 
 

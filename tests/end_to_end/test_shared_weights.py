@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -74,6 +75,25 @@ def test_one_swap_changes_all(shelf: tuple[Artifact, Artifact, list[Path]], resi
             other.swap(files[2])
         staged.commit()
     assert serve(one, other, 0)
+
+
+def test_goldens_of_a_model_that_is_dropped_meanwhile_have_no_say(tmp_path: Path, residency: str) -> None:
+    model = nn.Linear(256, 256).eval()
+    x = torch.ones(1, 256)
+    first = export(model, (x,), out=tmp_path / "first.artifact")
+    second = export(model, (x,), out=tmp_path / "second.artifact", goldens=[((x,), {})])
+    files = [pack(nn.Linear(256, 256), first, out=tmp_path / f"v{seed}.safetensors").path for seed in range(2)]
+    for only in (None, "bias", "weight"):
+        one = load(first, files[0], residency=residency, keep_previous="host")  # type: ignore[arg-type]
+        other = load(second, share=one)
+        staged = one.stage(files[1], only=only, background=True, rate_limit=1e4)
+        while staged.progress.phase == "waiting":
+            time.sleep(0.001)
+        del other
+        gc.collect()
+        staged._staging.job.rate_limit = None
+        assert staged.wait(60).verified == "none"
+        staged.commit()
 
 
 def test_a_pin_of_one_holds_both(shelf: tuple[Artifact, Artifact, list[Path]]) -> None:

@@ -264,7 +264,7 @@ def _save_bytes(path: Path, weights: list[NamedTensor], values: dict[str, np.nda
 def _arena(weights: list[NamedTensor], values: dict[str, np.ndarray]) -> HostArena:
     arena = HostArena(ArenaLayout(weights))
     for weight in weights:
-        write_rows(weight, memoryview(values[weight.name].tobytes()), arena.view(weight.name))
+        write_rows(weight, memoryview(values[weight.name].tobytes()), arena.view(weight.name), Job())
     return arena
 
 
@@ -452,3 +452,17 @@ def test_the_stamp_is_what_the_format_says(delta: Delta, weight_file: WriteWeigh
         write_delta(weight_file(0), weight_file(1), path).path.read_bytes()
         == (tmp_path / "again.safetensors").read_bytes()
     )
+
+
+def test_goldens_beside_the_target_stay_if_the_delta_cannot_be_written(
+    weight_file: WriteWeights, tmp_path: Path
+) -> None:
+    (tmp_path / "d.safetensors").mkdir()
+    goldens = tmp_path / "d.goldens.safetensors"
+    goldens.write_bytes(b"precious")
+    for beside in (False, True):
+        if beside:
+            (tmp_path / "v1.goldens.safetensors").write_bytes(b"others")
+        with pytest.raises(WeightFileError, match="cannot be written"):
+            write_delta(weight_file(0), weight_file(1), tmp_path / "d.safetensors")
+        assert goldens.read_bytes() == b"precious"

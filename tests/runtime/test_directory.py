@@ -16,7 +16,7 @@ import pytest
 
 from tests.servers import Asked, Content, Handler, WebServer
 from weightswap_runtime import MissingExtra, Unsupported, WeightFileError
-from weightswap_runtime.directory import UNKNOWN, Entry, is_weight_file, open_directory, order
+from weightswap_runtime.directory import UNKNOWN, Entry, open_directory, order
 from weightswap_runtime.places import printable
 
 IN_ORDER = [
@@ -62,8 +62,19 @@ def test_of_two_files_of_one_published_step_the_later_one_is_last() -> None:
         "v1.bin": False,
     }.items(),
 )
-def test_which_names_count(name: str, counts: bool) -> None:
-    assert is_weight_file(name) == counts
+def test_which_names_count(name: str, counts: bool, tmp_path: Path) -> None:
+    (tmp_path / name).write_bytes(b"x")
+    assert [found.name for found in open_directory(tmp_path)()] == [name] * counts
+
+
+def test_other_goldens_make_a_file_another_one(tmp_path: Path) -> None:
+    (tmp_path / "v1.safetensors").write_bytes(b"x")
+    found = []
+    for content in (None, b"half", b"whole goldens"):
+        if content is not None:
+            (tmp_path / "v1.goldens.safetensors").write_bytes(content)
+        found += [file.fingerprint for file in open_directory(tmp_path)()]
+    assert len(set(found)) == 3
 
 
 def test_a_local_directory(tmp_path: Path) -> None:

@@ -27,6 +27,7 @@ from weightswap_runtime import (
     MissingExtra,
     Model,
     StageCancelled,
+    StagingBusy,
     Superseded,
     Unsupported,
     Watcher,
@@ -183,6 +184,46 @@ def test_two_watchers_of_a_directory_commit_each_file_once(tiny: TinyArtifact, d
     assert [event.kind for event in events] == ["staging", "staged", "committed"] * 5
     model.rollback()
     assert serves(model, 3)
+
+
+def test_a_callback_that_swaps_is_refused_at_once(model: Model, directory: Directory, weight_file: Any) -> None:
+    refused: list[BaseException] = []
+
+    def swap(event: Event) -> None:
+        if event.kind == "committed":
+            try:
+                model.swap(weight_file(9))
+            except StagingBusy as error:
+                refused.append(error)
+
+    with model.watch(directory.path, SOON, callback=swap) as watcher:
+        directory.write(1)
+        assert eventually(lambda: len(refused) == 1)
+        model.swap(weight_file(2))
+        assert watcher.stop(30)
+    assert serves(model, 2)
+
+
+def test_a_file_is_taken_when_its_goldens_are_whole(model: Model, directory: Directory) -> None:
+    goldens = directory.path / "v1.goldens.safetensors"
+    goldens.write_bytes(b"cut off")
+    with model.watch(directory.path, SOON) as watcher:
+        path = directory.write(1)
+        assert eventually(lambda: path.name in watcher.skipped)
+        goldens.unlink()
+        assert eventually(lambda: model.generation == 0)
+
+
+def test_a_part_of_weights_that_were_rolled_back_gives_others(
+    tiny: TinyArtifact, directory: Directory, weight_file: Any, residency: Any
+) -> None:
+    model = load(tiny.path, weight_file(0), residency=residency, keep_previous="host")
+    with model.watch(directory.path, SOON, start="all", only="bias") as watcher:
+        model.swap(weight_file(1))
+        model.rollback()
+        path = directory.write(1)
+        assert eventually(lambda: mark(watcher) == path.name)
+    assert [receipt.kind for receipt in model.history] == ["full", "full", "rollback", "partial"]
 
 
 def mark(watcher: Watcher) -> str | None:

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
-from weightswap_runtime import WeightFileError
+from weightswap_runtime import WeightFileError, weightset
+from weightswap_runtime.weightfile import WeightFile
 from weightswap_runtime.weightset import open_weights
 
 VALUES = {name: np.full((2, size), size, np.float32) for size, name in enumerate("abcd", start=1)}
@@ -49,6 +50,29 @@ WANTED = {name: value.tolist() for name, value in VALUES.items()}
 def test_shards_are_one_set(name: str, tmp_path: Path) -> None:
     write_shards(tmp_path)
     assert read(tmp_path / name) == WANTED
+
+
+def test_a_link_that_is_turned_while_shards_are_opened_gives_no_mixture(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for version, factor in (("one", 1), ("two", 2)):
+        (tmp_path / version).mkdir()
+        write_shards(tmp_path / version)
+        for name in SHARDS:
+            path = tmp_path / version / name
+            values = {key: value * factor for key, value in safetensors.numpy.load_file(path).items()}
+            safetensors.numpy.save_file(values, path)
+    link = tmp_path / "current"
+    link.symlink_to("one")
+
+    def opened(path: Path, check: object) -> WeightFile:
+        file = WeightFile(path)
+        link.unlink(missing_ok=True)
+        link.symlink_to("two")
+        return file
+
+    monkeypatch.setattr(weightset, "WeightFile", opened)
+    assert read(link) == WANTED
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "other.safetensors", "model-00001-of-00001.safetensors"])
