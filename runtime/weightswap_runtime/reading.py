@@ -199,13 +199,20 @@ def read_rows(weight: NamedTensor, source: memoryview, job: Job) -> memoryview:
 
 
 def _copy(target: np.ndarray, source: np.ndarray, job: Job) -> None:
-    """Element by element, in steps between which a cancel is noticed."""
-    axis = int(np.argmax(target.shape))
-    target, source = np.moveaxis(target, axis, 0), np.moveaxis(source, axis, 0)
-    step = max(1, len(target) * COPY_STEP // max(1, target.nbytes))
+    """Element by element, in steps between which a cancel is noticed; each is one piece of the target's memory."""
+    order = np.argsort([-step for step in target.strides], kind="stable")
+    _copy_in_order(target.transpose(order), source.transpose(order), job)
+
+
+def _copy_in_order(target: np.ndarray, source: np.ndarray, job: Job) -> None:
+    job.check()
+    if target.nbytes <= COPY_STEP or not target.ndim:
+        target[...] = source
+        return
+    step = max(1, len(target) * COPY_STEP // target.nbytes)
     for start in range(0, len(target), step):
-        job.check()
-        target[start : start + step] = source[start : start + step]
+        part = slice(start, start + step) if len(target) > 1 else 0
+        _copy_in_order(target[part], source[part], job)
 
 
 def _both_orders(
