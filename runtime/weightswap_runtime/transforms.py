@@ -19,8 +19,8 @@ except ImportError as error:
 
 from torch.fx import Node, map_arg
 
+from .graphs.programs import open_program
 from .plainly import plainly
-from .programs import open_program
 from .tensors import as_tensor
 
 Read = Callable[[str], torch.Tensor]

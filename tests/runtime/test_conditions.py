@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from weightswap_runtime.archives import is_size
+from weightswap_runtime.graphs.archives import is_size
 from weightswap_runtime.conditions import condition_dims, evaluate, parse_condition
 
 

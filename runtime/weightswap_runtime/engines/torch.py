@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Hashable, Mapping
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from threading import RLock
 from typing import Any, ParamSpec, TypeVar
 
@@ -22,14 +22,14 @@ try:
 except ImportError as error:
     raise MissingExtra("the engine `torch`", "torch") from error
 
+from weightswap_runtime.graphs.compiling import Compiled
+from weightswap_runtime.graphs.opening import open_graph
 from weightswap_runtime.plainly import plainly
-from weightswap_runtime.programs import open_program
 from weightswap_runtime.tensors import as_tensor, torch_dtype
 
-Graph = Callable[..., Any]
 P = ParamSpec("P")
 R = TypeVar("R")
-_NO_LOCK = nullcontext()
+_NOTHING = nullcontext()
 
 
 def _without_gradients(function: Callable[P, R]) -> Callable[P, R]:
@@ -45,6 +45,15 @@ def _without_gradients(function: Callable[P, R]) -> Callable[P, R]:
             torch._C._set_grad_enabled(before)
 
     return wrapped
+
+
+def _past_autograd() -> AbstractContextManager[object]:
+    """Without the dispatcher's detour through autograd, which does nothing without gradients but takes its time.
+
+    Views are still tracked, unlike in inference mode: matmul chooses its way by whether a view's base needs gradients.
+    """
+    guard: AbstractContextManager[object] = torch._C._AutoDispatchBelowAutograd()
+    return guard
 
 
 class TorchEngine:
@@ -104,9 +113,10 @@ class _Call:
     """One method's graph with its tensors in place. `stateful` calls run one at a time."""
 
     def __init__(
-        self, graph: Graph, inputs: tuple[GraphInput, ...], tensors: Mapping[tuple[str, str], torch.Tensor]
+        self, graph: Compiled, inputs: tuple[GraphInput, ...], tensors: Mapping[tuple[str, str], torch.Tensor]
     ) -> None:
-        self._graph = graph
+        self._graph = graph.call
+        self.past_autograd = graph.past_autograd
         self._slots: list[Any] = [tensors.get((item.kind, item.name)) for item in inputs]
         self._places = [index for index, item in enumerate(inputs) if item.kind == "input"]
         self._bound = self._slots[: self._places[0]] if self._inputs_last() else None
@@ -147,7 +157,7 @@ class BoundTorch:
     def run(self, method: str, inputs: list[Any]) -> list[Any]:
         """Flat inputs to flat outputs; an output that is a view of a weight, state or constant comes as a copy."""
         call = self._calls[method]
-        with self._state_lock if call.stateful else _NO_LOCK:
+        with self._state_lock if call.stateful else _NOTHING, _past_autograd() if call.past_autograd else _NOTHING:
             return [self._detach(value) for value in call(inputs)]
 
     def renew(self) -> None:
@@ -178,17 +188,14 @@ class BoundTorch:
         return value if value.grad_fn is None else value.detach()
 
 
-def _load_graph(artifact: Artifact, name: str, method: Method) -> Graph:
-    program = open_program(artifact, method.graph)
-    places = sum(node.op == "placeholder" for node in program.graph.nodes)
-    (outputs,) = program.graph.output_node().args
-    if places != len(method.inputs) or len(outputs) != len(leaves(method.signature.output)):
+def _load_graph(artifact: Artifact, name: str, method: Method) -> Compiled:
+    graph = open_graph(artifact, method.graph, torch.device("cpu"))
+    if graph.inputs != len(method.inputs) or graph.outputs != len(leaves(method.signature.output)):
         raise ArtifactError(
             f"{artifact.path / method.graph}: its inputs and outputs are not those of the method {name!r} in the "
             "manifest"
         )
-    forward: Graph = program.graph_module.forward
-    return forward
+    return graph
 
 
 def _view(arena: HostArena, weight: NamedTensor) -> torch.Tensor:

@@ -9,10 +9,10 @@ import io
 import json
 import re
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from .errors import ArtifactError
+from weightswap_runtime.errors import ArtifactError
 
 _MEMBER = re.compile(
     r"[^/]+/(models/model\.json|data/(weights/model_weights|constants/model_constants)_config\.json"
@@ -37,9 +37,18 @@ MOST_CHARACTERS = 10_000
 
 def check_archive(raw: bytes, where: str) -> None:
     """Raises ArtifactError for an archive with a record that would be unpickled, or a text that would run."""
+    _check(raw, where, lambda archive: [*_record_problems(archive), *_text_problems(archive)])
+
+
+def check_records(raw: bytes, where: str) -> None:
+    """Raises ArtifactError for an archive with a record that would be unpickled, or that has no place in it."""
+    _check(raw, where, _record_problems)
+
+
+def _check(raw: bytes, where: str, find: Callable[[zipfile.ZipFile], Iterable[str]]) -> None:
     try:
         with zipfile.ZipFile(io.BytesIO(raw)) as archive:
-            problems = list(_problems(archive))
+            problems = list(find(archive))
     except Exception as error:  # what a zip or JSON reader raises for bytes that somebody made up
         raise ArtifactError(f"{where}: not an archive that torch.export writes ({error})") from error
     if problems:
@@ -61,7 +70,7 @@ def _targets(value: Any) -> Iterator[str]:
         yield value["target"]
 
 
-def _problems(archive: zipfile.ZipFile) -> Iterator[str]:
+def _record_problems(archive: zipfile.ZipFile) -> Iterator[str]:
     members = archive.infolist()
     if len({info.filename for info in members}) != len(members):
         yield "two records have one name"
@@ -80,8 +89,12 @@ def _member_problems(archive: zipfile.ZipFile) -> Iterator[str]:
             yield f"the record {info.filename!r} has no place in an artifact"
         elif info.filename.endswith("_config.json"):
             yield from _config_problems(json.loads(archive.read(info)))
-        elif info.filename.endswith(".json"):
-            yield from (f"the text {text!r} is not a size" for text in _texts(json.loads(archive.read(info))))
+
+
+def _text_problems(archive: zipfile.ZipFile) -> Iterator[str]:
+    for name in archive.namelist():
+        if name.endswith("/models/model.json"):
+            yield from (f"the text {text!r} is not a size" for text in _texts(json.loads(archive.read(name))))
 
 
 def _config_problems(config: dict[str, Any]) -> Iterator[str]:

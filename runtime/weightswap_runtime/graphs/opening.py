@@ -1,0 +1,50 @@
+"""Opening the graph of a method: by this package's own reader, or by torch where that does not know something."""
+
+from __future__ import annotations
+
+import logging
+import zipfile
+
+import msgspec
+import torch
+
+from weightswap_runtime.artifact import Artifact
+from weightswap_runtime.errors import ArtifactError
+
+from .archives import check_records
+from .compiling import Compiled, DamagedGraph, compile_graph
+from .operators import MissingOperator
+from .programs import open_program
+from .schema import UnknownPart, read_program
+
+_log = logging.getLogger("weightswap.graphs")
+_log.addHandler(logging.NullHandler())  # quiet unless the application configures logging
+
+
+def open_graph(artifact: Artifact, name: str, device: torch.device) -> Compiled:
+    """The graph in the artifact's file `name` as a function; tensors that it creates are made on `device`.
+
+    Raises ArtifactError, also for operators that no package in this process has registered.
+    """
+    raw = artifact.read(name)
+    where = str(artifact.path / name)
+    check_records(raw, where)
+    try:
+        return compile_graph(read_program(raw).graph_module.graph, device)
+    except UnknownPart as reason:
+        _log.info("%s: has %s, so torch.export.load opens it, which takes longer", where, reason)
+    except MissingOperator as error:
+        raise ArtifactError(
+            f"{where}: needs {error}, which this process lacks. Import the package that registers the operator before "
+            "the artifact is opened, or export without it."
+        ) from None
+    except (DamagedGraph, msgspec.MsgspecError, UnicodeError, RecursionError, zipfile.BadZipFile) as error:
+        raise ArtifactError(f"{where}: cannot be read ({error}). Export the artifact again.") from error
+    return _by_torch(artifact, name)
+
+
+def _by_torch(artifact: Artifact, name: str) -> Compiled:
+    program = open_program(artifact, name)
+    places = sum(node.op == "placeholder" for node in program.graph.nodes)
+    (outputs,) = program.graph.output_node().args
+    return Compiled(program.graph_module.forward, places, len(outputs), past_autograd=False)

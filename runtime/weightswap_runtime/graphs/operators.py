@@ -1,0 +1,139 @@
+"""Operators by the names that a graph has for them. Nothing but operators can be reached."""
+
+from __future__ import annotations
+
+import functools
+import math
+import operator
+from collections.abc import Callable
+from keyword import iskeyword
+from typing import Any, NamedTuple
+
+import torch
+from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket, _OpNamespace
+
+from .schema import UnknownPart
+
+_SCALAR = "eq ne le ge lt gt neg pos mul add sub floordiv mod pow truediv and_ or_ lshift rshift"
+_NUMBERS: dict[str, Callable[..., Any]] = {
+    **{f"_operator.{name}": getattr(operator, name) for name in _SCALAR.split()},
+    **{f"math.{name}": getattr(math, name) for name in ("trunc", "ceil", "floor", "sqrt")},
+    **{
+        f"torch.{name}": getattr(torch, name)
+        for name in ("sym_not", "sym_int", "sym_float", "sym_ite", "sym_max", "sym_min", "sym_sqrt")
+        if hasattr(torch, name)
+    },
+    **{f"torch._sym_{name}": getattr(torch, f"_sym_{name}") for name in ("sqrt",) if hasattr(torch, f"_sym_{name}")},
+}
+_HIGHER_ORDER = {"wrap_with_set_grad_enabled", "wrap_with_autocast", "cond", "while_loop", "map_impl", "scan"}
+_FILES = {"aten::from_file"}  # operators that reach beyond their tensors
+# checks of what the signature has fixed already: the dtypes and devices of intermediate results follow from the inputs'
+DROPPED = {"aten::_assert_tensor_metadata"}
+DROPOUTS = {"aten::dropout", "aten::feature_dropout", "aten::alpha_dropout", "aten::feature_alpha_dropout"}
+_SIZES = {"aten::sym_size", "aten::sym_numel", "aten::sym_stride"}
+
+
+class Operator(NamedTuple):
+    """Something to call. pure: its call can be left out where nothing needs the result.
+
+    keywords: the names that keyword arguments may have, as the operator itself has them. past_autograd: as in
+    `Compiled`.
+    """
+
+    call: Callable[..., Any]
+    name: str
+    pure: bool
+    keywords: frozenset[str] = frozenset()
+    higher_order: bool = False
+    past_autograd: bool = True
+
+
+class MissingOperator(Exception):
+    """An operator that no package in this process has registered."""
+
+
+@functools.cache
+def find_operator(target: str) -> Operator:
+    """The operator that a graph calls `target`. Raises MissingOperator and UnknownPart."""
+    if target in _NUMBERS:
+        return Operator(_NUMBERS[target], target, pure=True)
+    root, _, path = target.partition(".ops.")
+    parts = path.split(".")
+    if root != "torch" or not all(part.isidentifier() for part in parts):
+        raise UnknownPart(f"the function {target!r:.80}")
+    if parts[0] == "higher_order":
+        return _higher_order(parts[1:], target)
+    return _overload(parts, target)
+
+
+def _higher_order(parts: list[str], target: str) -> Operator:
+    found = getattr(torch.ops.higher_order, parts[0], None) if parts and parts[0] in _HIGHER_ORDER else None
+    if len(parts) != 1 or not isinstance(found, HigherOrderOperator):
+        raise UnknownPart(f"the function {target!r:.80}")
+    plain = parts[0] != "wrap_with_set_grad_enabled"
+    return Operator(found, target, pure=False, higher_order=True, past_autograd=plain)
+
+
+def _overload(parts: list[str], target: str) -> Operator:
+    if len(parts) != 3:
+        raise UnknownPart(f"the function {target!r:.80}")
+    namespace = getattr(torch.ops, parts[0], None)
+    packet = getattr(namespace, parts[1], None) if isinstance(namespace, _OpNamespace) else None
+    found = getattr(packet, parts[2], None) if isinstance(packet, OpOverloadPacket) else None
+    if not isinstance(found, OpOverload):
+        raise MissingOperator(target)
+    name = found._schema.name
+    if name in _FILES:
+        raise UnknownPart(f"the function {target!r:.80}, which opens files")
+    keywords = frozenset(each.name for each in found._schema.arguments if not iskeyword(each.name))
+    own = name.startswith("aten::")
+    return Operator(_FASTER.get(found, found._op), name, name in _SIZES, keywords, past_autograd=own)
+
+
+def _faster() -> dict[OpOverload, Callable[..., Any]]:
+    """Overloads that torch's own Python functions run with the same arguments in less time per call."""
+    aten, tensor, nn = torch.ops.aten, torch.Tensor, torch._C._nn
+    return {
+        aten.sym_size.int: tensor.size,
+        aten.sym_stride.int: tensor.stride,
+        aten.sym_numel.default: tensor.numel,
+        aten.add.Tensor: torch.add,
+        aten.sub.Tensor: torch.sub,
+        aten.mul.Tensor: torch.mul,
+        aten.div.Tensor: torch.div,
+        aten.matmul.default: torch.matmul,
+        aten.bmm.default: torch.bmm,
+        aten.linear.default: nn.linear,
+        aten.transpose.int: torch.transpose,
+        aten.view.default: tensor.view,
+        aten.reshape.default: torch.reshape,
+        aten.permute.default: torch.permute,
+        aten.unsqueeze.default: torch.unsqueeze,
+        aten.select.int: torch.select,
+        aten.softmax.int: torch.softmax,
+        aten.layer_norm.default: torch.layer_norm,
+        aten.gelu.default: nn.gelu,
+        aten.relu.default: torch.relu,
+        aten.silu.default: nn.silu,
+        aten.tanh.default: torch.tanh,
+        aten.sigmoid.default: torch.sigmoid,
+        aten.neg.default: torch.neg,
+        aten.rsqrt.default: torch.rsqrt,
+        aten.contiguous.default: tensor.contiguous,
+        aten.expand.default: tensor.expand,
+        aten.flatten.using_ints: torch.flatten,
+        aten.unflatten.int: torch.unflatten,
+        aten.squeeze.dim: torch.squeeze,
+        aten.cat.default: torch.cat,
+        aten.chunk.default: torch.chunk,
+        aten.embedding.default: torch.embedding,
+        aten.mean.dim: torch.mean,
+        aten.conv2d.default: torch.conv2d,
+        aten.batch_norm.default: torch.batch_norm,
+        aten.max_pool2d.default: torch.max_pool2d,
+        aten.dropout.default: torch.dropout,
+        aten.scaled_dot_product_attention.default: nn.scaled_dot_product_attention,
+    }
+
+
+_FASTER = _faster()

@@ -1,0 +1,168 @@
+"""What of torch.export's JSON it takes to run a graph, typed. The source is torch/_export/serde/schema.py."""
+
+from __future__ import annotations
+
+import io
+import zipfile
+from typing import Any
+
+import msgspec
+
+MAJOR = 8  # of the schema; a minor version adds what older readers may not know
+
+Argument = dict[str, msgspec.Raw]  # one entry, called by its kind
+
+
+class Record(msgspec.Struct, frozen=True):
+    """A part of the JSON. Entries that are not named here, such as stack traces, are skipped."""
+
+
+class Version(Record, frozen=True):
+    """Of the schema."""
+
+    major: int
+    minor: int
+
+
+class NamedArgument(Record, frozen=True):
+    """An argument of a call. kind: 1 positional, 2 keyword."""
+
+    name: str
+    arg: Argument
+    kind: int | None = None
+
+
+class Node(Record, frozen=True):
+    """One call."""
+
+    target: str
+    inputs: tuple[NamedArgument, ...]
+    outputs: tuple[Argument, ...]
+    is_hop_single_tensor_return: bool | None = None
+
+
+class Graph(Record, frozen=True):
+    """Calls, in order. A single tensor is returned by itself, everything else as a tuple."""
+
+    inputs: tuple[Argument, ...]
+    outputs: tuple[Argument, ...]
+    nodes: tuple[Node, ...]
+    is_single_tensor_return: bool = False
+
+
+class GraphModule(Record, frozen=True):
+    """The graph of a method."""
+
+    graph: Graph
+
+
+class Program(Record, frozen=True):
+    """The whole document."""
+
+    graph_module: GraphModule
+    schema_version: Version
+
+
+class Name(Record, frozen=True):
+    """A tensor."""
+
+    name: str
+
+
+class Symbol(Record, frozen=True):
+    """A number: one that was computed, or itself."""
+
+    as_name: str | None = None
+    as_int: int | None = None
+    as_float: float | str | None = None
+    as_bool: bool | None = None
+
+
+class OptionalTensor(Record, frozen=True):
+    """A tensor, or nothing."""
+
+    as_tensor: Name | None = None
+
+
+class Device(Record, frozen=True):
+    """Where a tensor was when the graph was captured."""
+
+    type: str
+    index: int | None = None
+
+
+class Complex(Record, frozen=True):
+    """A complex number."""
+
+    real: float
+    imag: float
+
+
+class Subgraph(Record, frozen=True):
+    """A graph that a higher-order operator runs."""
+
+    name: str
+    graph: Graph
+
+
+Float = float | str  # JSON has no infinity: "Infinity", "-Infinity", "NaN"
+_TYPES: dict[str, Any] = {
+    "as_none": bool,
+    "as_tensor": Name,
+    "as_tensors": list[Name],
+    "as_int": int,
+    "as_ints": list[int],
+    "as_float": Float,
+    "as_floats": list[Float],
+    "as_string": str,
+    "as_strings": list[str],
+    "as_sym_int": Symbol,
+    "as_sym_ints": list[Symbol],
+    "as_scalar_type": int,
+    "as_memory_format": int,
+    "as_layout": int,
+    "as_device": Device,
+    "as_bool": bool,
+    "as_bools": list[bool],
+    "as_sym_bool": Symbol,
+    "as_sym_bools": list[Symbol],
+    "as_graph": Subgraph,
+    "as_optional_tensor": OptionalTensor,
+    "as_optional_tensors": list[OptionalTensor],
+    "as_sym_float": Symbol,
+    "as_sym_floats": list[Symbol],
+    "as_complex": Complex,
+    "as_nested_tensors": list[list[Name]],
+    "as_int_lists": list[list[int]],
+    "as_float_lists": list[list[Float]],
+    "as_string_to_argument": dict[str, Argument],
+}
+_DECODERS = {kind: msgspec.json.Decoder(found) for kind, found in _TYPES.items()}
+_PROGRAM = msgspec.json.Decoder(Program)
+
+
+class UnknownPart(Exception):
+    """Something in a graph that is not known here; torch may know it."""
+
+
+def read_program(raw: bytes) -> Program:
+    """The program in an archive's bytes. Raises UnknownPart, msgspec.MsgspecError, and what zipfile raises."""
+    with zipfile.ZipFile(io.BytesIO(raw)) as archive:
+        models = [name for name in archive.namelist() if name.endswith("/models/model.json")]
+        if len(models) != 1:
+            raise UnknownPart(f"{len(models)} models in one archive")
+        program = _PROGRAM.decode(archive.read(models[0]))
+    if program.schema_version.major != MAJOR:
+        raise UnknownPart(f"schema version {program.schema_version.major}")
+    return program
+
+
+def read_argument(argument: Argument) -> tuple[str, Any]:
+    """An argument's kind and its typed value. Raises UnknownPart and msgspec.MsgspecError."""
+    if len(argument) != 1:
+        raise UnknownPart(f"an argument with the entries {sorted(argument)!r:.80}")
+    ((kind, raw),) = argument.items()
+    decoder = _DECODERS.get(kind)
+    if decoder is None:
+        raise UnknownPart(f"an argument of the kind {kind!r:.40}")
+    return kind, decoder.decode(raw)
