@@ -14,6 +14,7 @@ import pytest
 
 from tests.tiny import TinyArtifact
 from weightswap_runtime import Artifact, ArtifactError, FormatVersionError, load
+from weightswap_runtime.graphs.programs import open_program
 from weightswap_runtime.header import pack_ranges, render_header
 from weightswap_runtime.manifest import decode_manifest, encode_manifest
 
@@ -206,11 +207,6 @@ HOSTILE: dict[str, tuple[Callable[[str, bytes], bytes | None], dict[str, bytes],
         "would be unpickled",
     ),
     "a legacy record": (keep, {"data/weights/model.pt": PLANTED}, "has no place in an artifact"),
-    "code for a size": (
-        lambda name, content: content.replace(b"Symbol(", b"__import__('os').mkdir('executed') or Symbol("),
-        {},
-        "is not a size",
-    ),
     "a second program": (keep, {"models/other.json": b"{}"}, "has no place in an artifact"),
 }
 
@@ -228,6 +224,20 @@ def test_an_artifact_made_by_somebody_hostile_runs_nothing(
     replace_file(tiny, "graphs/forward.pt2", rewritten(tiny, alter, more))
     with pytest.raises(ArtifactError, match=says):
         load(tiny.path)
+    assert not (tmp_path / "executed").exists()
+
+
+def test_code_for_a_size_is_not_read_and_not_given_to_torch(
+    tiny: TinyArtifact, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def plant(name: str, content: bytes) -> bytes:
+        return content.replace(b"Symbol(", b"__import__('os').mkdir('executed') or Symbol(")
+
+    monkeypatch.chdir(tmp_path)
+    replace_file(tiny, "graphs/forward.pt2", rewritten(tiny, plant, {}))
+    load(tiny.path)
+    with pytest.raises(ArtifactError, match="is not a size"):
+        open_program(Artifact.open(tiny.path), "graphs/forward.pt2")
     assert not (tmp_path / "executed").exists()
 
 

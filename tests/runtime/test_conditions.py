@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from weightswap_runtime.graphs.archives import is_size
 from weightswap_runtime.conditions import condition_dims, evaluate, parse_condition
+from weightswap_runtime.graphs.archives import is_size
 
 
 @pytest.mark.parametrize(

@@ -55,19 +55,22 @@ def _check(raw: bytes, where: str, find: Callable[[zipfile.ZipFile], Iterable[st
         raise ArtifactError(f"{where}: {'; '.join(problems[:5])}. Export the artifact again.")
 
 
-def operators(raw: bytes) -> set[str]:
-    """The operators that an archive's graphs call, as `torch.ops.NAMESPACE.NAME.OVERLOAD`. It was checked before."""
+def functions(raw: bytes) -> set[str]:
+    """What an archive's graphs call, as `torch.ops.NAMESPACE.NAME.OVERLOAD`. It was checked before."""
     with zipfile.ZipFile(io.BytesIO(raw)) as archive:
         models = [json.loads(archive.read(name)) for name in archive.namelist() if name.endswith("/models/model.json")]
-    return {target for model in models for target in _targets(model) if target.startswith("torch.ops.")}
+    return {target for model in models for target in _targets(model)}
 
 
 def _targets(value: Any) -> Iterator[str]:
     items = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
     for item in items:
         yield from _targets(item)
-    if isinstance(value, dict) and isinstance(value.get("target"), str) and "inputs" in value:
-        yield value["target"]
+    if isinstance(value, dict):
+        if isinstance(value.get("target"), str) and "inputs" in value:
+            yield value["target"]
+        if isinstance(value.get("as_operator"), str):
+            yield value["as_operator"]
 
 
 def _record_problems(archive: zipfile.ZipFile) -> Iterator[str]:

@@ -13,12 +13,22 @@ from weightswap_runtime.errors import ArtifactError
 
 from .archives import check_records
 from .compiling import Compiled, DamagedGraph, compile_graph
-from .operators import MissingOperator
+from .operators import ForeignFunction, MissingOperator
 from .programs import open_program
 from .schema import UnknownPart, read_program
 
 _log = logging.getLogger("weightswap.graphs")
 _log.addHandler(logging.NullHandler())  # quiet unless the application configures logging
+_DAMAGED = (
+    DamagedGraph,
+    msgspec.MsgspecError,
+    zipfile.BadZipFile,
+    # what Python says to numbers and nestings that no export writes
+    OverflowError,
+    RecursionError,
+    SyntaxError,
+    ValueError,
+)
 
 
 def open_graph(artifact: Artifact, name: str, device: torch.device) -> Compiled:
@@ -33,12 +43,9 @@ def open_graph(artifact: Artifact, name: str, device: torch.device) -> Compiled:
         return compile_graph(read_program(raw).graph_module.graph, device)
     except UnknownPart as reason:
         _log.info("%s: has %s, so torch.export.load opens it, which takes longer", where, reason)
-    except MissingOperator as error:
-        raise ArtifactError(
-            f"{where}: needs {error}, which this process lacks. Import the package that registers the operator before "
-            "the artifact is opened, or export without it."
-        ) from None
-    except (DamagedGraph, msgspec.MsgspecError, UnicodeError, RecursionError, zipfile.BadZipFile) as error:
+    except (MissingOperator, ForeignFunction):
+        pass  # the error names all of them
+    except _DAMAGED as error:
         raise ArtifactError(f"{where}: cannot be read ({error}). Export the artifact again.") from error
     return _by_torch(artifact, name)
 

@@ -14,17 +14,17 @@ from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket, _OpNam
 
 from .schema import UnknownPart
 
-_SCALAR = "eq ne le ge lt gt neg pos mul add sub floordiv mod pow truediv and_ or_ lshift rshift"
+_SCALAR = "eq ne le ge lt gt neg pos mul add sub floordiv mod pow truediv and_ or_ not_ lshift rshift"
 _NUMBERS: dict[str, Callable[..., Any]] = {
     **{f"_operator.{name}": getattr(operator, name) for name in _SCALAR.split()},
     **{f"math.{name}": getattr(math, name) for name in ("trunc", "ceil", "floor", "sqrt")},
     **{
         f"torch.{name}": getattr(torch, name)
-        for name in ("sym_not", "sym_int", "sym_float", "sym_ite", "sym_max", "sym_min", "sym_sqrt")
+        for name in ("sym_not", "sym_int", "sym_float", "sym_ite", "sym_max", "sym_min", "sym_sum", "_sym_sqrt")
         if hasattr(torch, name)
     },
-    **{f"torch._sym_{name}": getattr(torch, f"_sym_{name}") for name in ("sqrt",) if hasattr(torch, f"_sym_{name}")},
 }
+_OF_TORCH = ("torch._functorch.predispatch.", "torch.amp.autocast_mode._", "torch._C._set_grad_enabled")
 _HIGHER_ORDER = {"wrap_with_set_grad_enabled", "wrap_with_autocast", "cond", "while_loop", "map_impl", "scan"}
 _FILES = {"aten::from_file"}  # operators that reach beyond their tensors
 # checks of what the signature has fixed already: the dtypes and devices of intermediate results follow from the inputs'
@@ -52,31 +52,39 @@ class MissingOperator(Exception):
     """An operator that no package in this process has registered."""
 
 
+class ForeignFunction(Exception):
+    """Something that no graph has a reason to call."""
+
+
 @functools.cache
 def find_operator(target: str) -> Operator:
-    """The operator that a graph calls `target`. Raises MissingOperator and UnknownPart."""
+    """The operator that a graph calls `target`. Raises MissingOperator, ForeignFunction, and UnknownPart."""
     if target in _NUMBERS:
         return Operator(_NUMBERS[target], target, pure=True)
     root, _, path = target.partition(".ops.")
     parts = path.split(".")
-    if root != "torch" or not all(part.isidentifier() for part in parts):
+    if target.startswith(_OF_TORCH):
         raise UnknownPart(f"the function {target!r:.80}")
+    if root != "torch" or not all(part.isidentifier() for part in parts):
+        raise ForeignFunction(repr(target[:80]))
     if parts[0] == "higher_order":
         return _higher_order(parts[1:], target)
     return _overload(parts, target)
 
 
 def _higher_order(parts: list[str], target: str) -> Operator:
-    found = getattr(torch.ops.higher_order, parts[0], None) if parts and parts[0] in _HIGHER_ORDER else None
-    if len(parts) != 1 or not isinstance(found, HigherOrderOperator):
-        raise UnknownPart(f"the function {target!r:.80}")
+    found = getattr(torch.ops.higher_order, parts[0], None) if len(parts) == 1 else None
+    if not isinstance(found, HigherOrderOperator):
+        raise ForeignFunction(repr(target[:80]))
+    if parts[0] not in _HIGHER_ORDER:
+        raise UnknownPart(f"the operator {target!r:.80}")
     plain = parts[0] != "wrap_with_set_grad_enabled"
     return Operator(found, target, pure=False, higher_order=True, past_autograd=plain)
 
 
 def _overload(parts: list[str], target: str) -> Operator:
     if len(parts) != 3:
-        raise UnknownPart(f"the function {target!r:.80}")
+        raise ForeignFunction(repr(target[:80]))
     namespace = getattr(torch.ops, parts[0], None)
     packet = getattr(namespace, parts[1], None) if isinstance(namespace, _OpNamespace) else None
     found = getattr(packet, parts[2], None) if isinstance(packet, OpOverloadPacket) else None
@@ -84,7 +92,7 @@ def _overload(parts: list[str], target: str) -> Operator:
         raise MissingOperator(target)
     name = found._schema.name
     if name in _FILES:
-        raise UnknownPart(f"the function {target!r:.80}, which opens files")
+        raise ForeignFunction(f"{target!r}, which opens files")
     keywords = frozenset(each.name for each in found._schema.arguments if not iskeyword(each.name))
     own = name.startswith("aten::")
     return Operator(_FASTER.get(found, found._op), name, name in _SIZES, keywords, past_autograd=own)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from collections.abc import Iterable
 
 import torch
 from torch.export import ExportedProgram
@@ -10,7 +11,9 @@ from torch.export import ExportedProgram
 from weightswap_runtime.artifact import Artifact
 from weightswap_runtime.errors import ArtifactError
 
-from .archives import check_archive, operators
+from .archives import check_archive, functions
+from .operators import ForeignFunction, MissingOperator, find_operator
+from .schema import UnknownPart
 
 
 def open_program(artifact: Artifact, name: str) -> ExportedProgram:
@@ -18,11 +21,7 @@ def open_program(artifact: Artifact, name: str) -> ExportedProgram:
     raw = artifact.read(name)
     where = str(artifact.path / name)
     check_archive(raw, where)
-    if missing := sorted(name for name in operators(raw) if not _is_registered(name)):
-        raise ArtifactError(
-            f"{where}: needs {', '.join(missing)}, which this process lacks. Import the package that registers the "
-            "operator before the artifact is opened, or export without it."
-        )
+    _check_functions(functions(raw), where)
     try:
         return torch.export.load(io.BytesIO(raw))
     except Exception as error:
@@ -32,11 +31,19 @@ def open_program(artifact: Artifact, name: str) -> ExportedProgram:
         ) from error
 
 
-def _is_registered(name: str) -> bool:
-    found: object = torch.ops
-    try:
-        for part in name.removeprefix("torch.ops.").split("."):
-            found = getattr(found, part)
-    except AttributeError:
-        return False
-    return True
+def _check_functions(targets: Iterable[str], where: str) -> None:
+    missing: list[str] = []
+    for target in sorted(targets):
+        try:
+            find_operator(target)
+        except MissingOperator:
+            missing.append(target)
+        except ForeignFunction as error:
+            raise ArtifactError(f"{where}: calls {error}, which has no place in a graph. Export it again.") from None
+        except UnknownPart:
+            continue  # torch knows it
+    if missing:
+        raise ArtifactError(
+            f"{where}: needs {', '.join(missing)}, which this process lacks. Import the package that registers the "
+            "operator before the artifact is opened, or export without it."
+        )
