@@ -16,8 +16,8 @@ import torch
 from torch.export import ExportedProgram
 from torch.utils import _pytree as pytree
 
-from weightswap_runtime.graphs.archives import check_archive
 from weightswap_runtime.errors import CaptureError
+from weightswap_runtime.graphs.archives import check_archive
 from weightswap_runtime.signature import Node, Signature, leaves, unflatten
 
 from .mutations import is_plain

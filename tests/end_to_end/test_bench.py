@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 MAIN = Path(__file__).parents[2] / "scripts" / "benchmarks" / "main.py"
-GROUPS = ("swap", "update", "call", "export")
+GROUPS = ("swap", "update", "call", "open", "export")
 FACTS = {"cpu", "cores", "memory_gb", "kernel", "python", "torch", "weightswap", "date"}
 
 
@@ -53,6 +53,7 @@ def test_the_report_knows_the_machine_and_the_settings(report: tuple[str, dict[s
         ("swap of a delta, 4.", "swap of the full file"),
         ("model(x), ", "bare graph"),
         ("model(x), ", "eager module"),
+        ("open the graph, Llama, 0.0065 billion", "torch.export.load().module()"),
         ("model(x), ", "ep.module()"),
         ("Llama, 0.0065 billion, 2 layers: class to artifact, time", "torch.export.export"),
         ("Llama, 0.0065 billion, 2 layers: class to artifact, peak memory", "torch.export.export and save"),
@@ -110,7 +111,7 @@ def test_other_engines_are_peers(tmp_path: Path) -> None:
 def test_an_unknown_group_is_refused_by_name() -> None:
     done = bench("swop")
     assert done.returncode == 2
-    assert "'swop' is none of swap, update, call, export, engines" in done.stderr
+    assert "'swop' is none of swap, update, call, open, export, engines" in done.stderr
 
 
 def test_a_wrong_output_fails_the_run(tmp_path: Path) -> None:
