@@ -48,6 +48,7 @@ def load(
     keep_previous: Literal["host"] | None = None,
     share: Model | None = None,
     on_event: Listener | None = None,
+    op_libraries: Sequence[str] = (),
 ) -> Model:
     """Open an artifact and, if `weights` names a file or a checkpoint, put it behind the graph as generation 0.
 
@@ -60,12 +61,17 @@ def load(
     share: a model whose weights this one serves from, too: an artifact with the same table of weights, such as the same
     model exported with other inputs. One swap through either changes both in one commit. `residency` and
     `keep_previous` are then those of the other, and `weights` are put behind both. on_event: called for everything that
-    happens to the weights, in the thread that does it; see `Event`.
+    happens to the weights, in the thread that does it; see `Event`. op_libraries: packages to import, or shared
+    libraries to load, that register operators which the graphs call.
 
     Raises ArtifactError, Unsupported, MissingExtra, OutOfMemory, and whatever `Model.swap` raises.
     """
     if share is not None and not isinstance(share, Model):
         raise Unsupported(f"share={share!r}: expected a model, as load() returns it")
+    if op_libraries:
+        from .graphs.libraries import import_libraries  # needs torch
+
+        import_libraries(op_libraries)
     opened = artifact if isinstance(artifact, Artifact) else Artifact.open(artifact)
     store = share._store if share is not None else Store(opened.manifest.weights, residency, keep_previous)
     model = Model(opened, store, device=device, engine=engine)

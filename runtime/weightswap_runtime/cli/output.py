@@ -18,6 +18,10 @@ from weightswap_runtime.errors import MissingExtra, RecipeError, Unsupported, We
 
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of text.")]
 LabelOption = Annotated[list[str] | None, typer.Option(help="name=text, kept in the file; may be repeated.")]
+OpLibraryOption = Annotated[
+    list[str] | None,
+    typer.Option("--op-library", help="A package, or an .so file, that registers operators; may be repeated."),
+]
 _USAGE = (MissingExtra, RecipeError, Unsupported)
 
 

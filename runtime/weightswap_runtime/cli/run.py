@@ -13,7 +13,7 @@ from weightswap_runtime.errors import InputMismatch, Unsupported, WeightswapErro
 from weightswap_runtime.model import Model, load
 from weightswap_runtime.signature import Integer, Leaf, Literal, Node, Signature, flatten, leaves, unflatten
 
-from .output import JsonOption, errors_as_exit, print_json, print_table
+from .output import JsonOption, OpLibraryOption, errors_as_exit, print_json, print_table
 from .swap import KeysOption, as_keys
 
 run_command = typer.Typer(add_completion=False)
@@ -33,6 +33,7 @@ def run(
     ] = None,
     keys: KeysOption = None,
     method: Annotated[str | None, typer.Option(help="The method to call; by default forward, or the only one.")] = None,
+    op_library: OpLibraryOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Call a method once.
@@ -43,7 +44,7 @@ def run(
     with errors_as_exit(as_json):
         from .tensorfiles import read_tensors, write_tensors
 
-        model = load(artifact, weights, keys=as_keys(keys))
+        model = load(artifact, weights, keys=as_keys(keys), op_libraries=op_library or ())
         name = method or model.default_method
         if name not in model.signatures:
             raise typer.BadParameter(f"{name!r} is not a method; there are {', '.join(model.signatures)}")

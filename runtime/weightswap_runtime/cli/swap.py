@@ -13,7 +13,7 @@ from weightswap_runtime.goldens import Mode
 from weightswap_runtime.model import load
 from weightswap_runtime.receipts import SwapReceipt
 
-from .output import JsonOption, errors_as_exit, human_bytes, print_json
+from .output import JsonOption, OpLibraryOption, errors_as_exit, human_bytes, print_json
 from .watching import StartChoice, print_event, print_event_as_json, watch_until_interrupt
 
 swap_command = typer.Typer(add_completion=False)
@@ -86,6 +86,7 @@ def swap(
     rate_limit: Annotated[
         float | None, typer.Option(help="Read and copy at most so many bytes per second, as 200e6.")
     ] = None,
+    op_library: OpLibraryOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Swap checkpoints in, one after another: whether a server would take them, and what it would cost.
@@ -100,7 +101,8 @@ def swap(
     document = {} if watch is not None else {"receipts": receipts}
     with errors_as_exit(as_json, document):
         told = print_event_as_json if as_json else print_event
-        model = load(artifact, residency=residency.value, on_event=told if watch is not None else None)
+        listener = told if watch is not None else None
+        model = load(artifact, residency=residency.value, on_event=listener, op_libraries=op_library or ())
         options = _Options(as_keys(keys), allow_other_graph, verify.value, rate_limit)
         for place, path in enumerate(checkpoints or (), start=1):
             part = only if place > 1 else None

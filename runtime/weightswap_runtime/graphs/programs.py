@@ -44,6 +44,12 @@ def _check_functions(targets: Iterable[str], where: str) -> None:
             continue  # torch knows it
     if missing:
         raise ArtifactError(
-            f"{where}: needs {', '.join(missing)}, which this process lacks. Import the package that registers the "
-            "operator before the artifact is opened, or export without it."
+            f"{where}: needs {', '.join(missing)}, which this process lacks. Name what registers "
+            f"{_libraries(missing)}: load(..., op_libraries=[...]); or import it before; or export without it."
         )
+
+
+def _libraries(missing: Iterable[str]) -> str:
+    """The libraries of operators: the namespaces that they are registered in."""
+    found = sorted({target.split(".")[2] for target in missing})
+    return f"the operators of {', '.join(found)}"
