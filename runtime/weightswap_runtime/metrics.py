@@ -171,8 +171,13 @@ class Families:
 
 
 def _info_labels(labels: Mapping[str, str]) -> dict[str, str]:
-    shown = sorted(labels.items())[:MOST_LABELS]
-    return {f"label_{_NOT_IN_NAMES.sub('_', name)}"[:LONGEST_LABEL]: text[:LONGEST_LABEL] for name, text in shown}
+    shown: dict[str, str] = {}
+    for name, text in sorted(labels.items())[:MOST_LABELS]:
+        label = f"label_{_NOT_IN_NAMES.sub('_', name)}"[:LONGEST_LABEL]
+        while label in shown:  # of another name, which differs in what Prometheus has no letters for
+            label += "_"
+        shown[label] = text[:LONGEST_LABEL]
+    return shown
 
 
 class _Group(Collector):

@@ -173,6 +173,7 @@ def captured(case: Case) -> ExportedProgram:
     return torch.export.export(Whole(case.function), case.args, dynamic_shapes=dynamic, strict=False)
 
 
+@pytest.mark.filterwarnings("ignore:The given buffer is not writable")  # of torch 2.11's own archives
 @torch.no_grad()
 def test_a_graph_does_what_torch_makes_of_it(case: Case) -> None:
     raw = archived(captured(case))
@@ -366,7 +367,7 @@ ODD = [None, True, -1, 2**70, 1e400, "", "x", PLANTED, [], {}, [[]], {"as_none":
 
 
 @pytest.mark.usefixtures("_nothing_runs")
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", range(10))
 def test_mutated_documents_are_refused_by_name_or_run_nothing(seed: int, small: Path) -> None:
     chance = random.Random(seed)
     raw = (small / "graphs/forward.pt2").read_bytes()
@@ -377,12 +378,16 @@ def test_mutated_documents_are_refused_by_name_or_run_nothing(seed: int, small: 
             other, source = chance.choice(list(parts(document["graph_module"]["graph"])))
             place[key] = chance.choice([*ODD, json.loads(json.dumps(other[source]))])
 
-    try:
-        found = compiled(changed(raw, mutate).raw)
-    except (UnknownPart, MissingOperator, ForeignFunction, *opening._DAMAGED):
-        return
-    with suppress(RuntimeError, TypeError, ValueError, IndexError, AttributeError, AssertionError):
-        found.call(*[numbers(4, 3)] * found.inputs)
+    refused = 0
+    for _ in range(100):
+        try:
+            found = compiled(changed(raw, mutate).raw)
+        except (UnknownPart, MissingOperator, ForeignFunction, *opening._DAMAGED):
+            refused += 1
+            continue
+        with suppress(RuntimeError, TypeError, ValueError, IndexError, AttributeError, AssertionError):
+            found.call(*[numbers(4, 3)] * found.inputs)
+    assert 0 < refused < 100
 
 
 def test_an_artifact_that_contradicts_itself_is_refused_with_a_reason(small: Path) -> None:

@@ -91,7 +91,7 @@ def test_what_is_served(tiny: TinyArtifact, weight_file: WriteWeights, scrape: S
 def test_labels_of_the_weights_are_bounded(tiny: TinyArtifact, weight_file: WriteWeights, scrape: Scrape) -> None:
     model = load(tiny.path, weight_file(1))
     ModelCollector(model, "digits", scrape.registry)
-    labels = {f"k {number:03}": 'a "quoted"\ntext' for number in range(99)} | {"": "x" * 999, "run-id": "1"}
+    labels = {f"k {number:03}": 'a "quoted"\ntext' for number in range(99)} | {"": "x" * 999, "a.b": "1", "a-b": "2"}
     assert model._gate.current is not None
     current = model._gate.current
     model._gate.exchange(type(current)(current.session, 1, Identity("0" * 64, {}, labels)))
@@ -99,6 +99,7 @@ def test_labels_of_the_weights_are_bounded(tiny: TinyArtifact, weight_file: Writ
     shown = {name: text for name, text in pairs if name.startswith("label_")}
     assert len(shown) == MOST_LABELS
     assert shown["label_"] == "x" * LONGEST_LABEL
+    assert {shown["label_a_b"], shown["label_a_b_"]} == {"1", "2"}
     assert shown["label_k_003"] == 'a "quoted"\ntext'
 
 
