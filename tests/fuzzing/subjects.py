@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import io
 import json
 import random
+import zipfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import safetensors.torch
+import torch
+from torch import nn
 
 from tests.fuzzing import mutations
 from tests.tiny import TinyArtifact, serves
-from weightswap_runtime import Model, load, sources, write_delta
+from weightswap_runtime import ArtifactError, Model, Unsupported, load, sources, write_delta
 from weightswap_runtime.arena import ArenaLayout
+from weightswap_runtime.graphs import opening
+from weightswap_runtime.graphs.compiling import compile_graph
+from weightswap_runtime.graphs.operators import ForeignFunction, MissingOperator
+from weightswap_runtime.graphs.schema import UnknownPart, read_program
 from weightswap_runtime.inputs import Inputs
 from weightswap_runtime.manifest import MANIFEST_NAME, decode_manifest
 from weightswap_runtime.signature import Literal, leaves
@@ -55,6 +63,7 @@ class Readers:
             Subject("delta", self._stage, [delta, mutations.shrink_delta(delta)], mutations.edit_weights),
             Subject("index", self._stage_index, [self._shards(tiny)], mutations.edit_document),
             Subject("manifest", _manifest, [(tiny.path / MANIFEST_NAME).read_bytes()], mutations.edit_manifest),
+            Subject("graph", _graph, _documents(), mutations.edit_document),
         )
 
     def _shards(self, tiny: TinyArtifact) -> bytes:
@@ -83,6 +92,38 @@ class Readers:
     def whole(self) -> bool:
         """Whether both models are as they were."""
         return all(serves(model, 0) and model.generation == 0 for model in self.models)
+
+
+class Modelled(nn.Module):
+    """Sizes, texts, infinities, lists of tensors, a branch."""
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> Any:
+        z = torch.cond(x.sum() > 1, lambda a: a.sin(), lambda a: a.cos(), (x,))
+        first, second = z.split([1, z.shape[0] - 1])
+        picked = y[torch.zeros(2, dtype=torch.int64)].masked_fill(y[:2] > 0, float("-inf"))
+        return nn.functional.gelu(first, approximate="tanh"), [second.to(torch.float64), torch.cat([picked, x])]
+
+
+def _documents() -> list[bytes]:
+    inputs = (torch.ones(4, 3), torch.ones(5, 3))
+    program = torch.export.export(Modelled(), inputs, dynamic_shapes=({0: torch.export.Dim("rows", min=3)}, None))
+    saved = io.BytesIO()
+    torch.export.save(program, saved)
+    with zipfile.ZipFile(saved) as archive:
+        return [archive.read(name) for name in archive.namelist() if name.endswith("/models/model.json")]
+
+
+def _graph(raw: bytes) -> None:
+    """Make a function of a graph's document; what only torch might know is refused here."""
+    written = io.BytesIO()
+    with zipfile.ZipFile(written, "w") as archive:
+        archive.writestr("archive/models/model.json", raw)
+    try:
+        compile_graph(read_program(written.getvalue()).graph_module.graph, torch.device("cpu"))
+    except opening.DAMAGED as error:
+        raise ArtifactError(str(error)) from error
+    except (UnknownPart, MissingOperator, ForeignFunction) as error:
+        raise Unsupported(str(error)) from error
 
 
 def _manifest(raw: bytes) -> None:

@@ -24,6 +24,6 @@ def test_mutated_files_are_refused_by_name(arguments: list[str], tmp_path: Path)
     command = [sys.executable, "-m", "tests.fuzzing", *arguments, "--keep", str(tmp_path)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=1200, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
-    for subject in ("weights", "part", "delta", "index", "manifest"):
+    for subject in ("weights", "part", "delta", "index", "manifest", "graph"):
         counts = [line.split() for line in done.stdout.splitlines() if line.startswith(subject)]
         assert len(counts) > 1, "all inputs had one outcome"

@@ -382,7 +382,7 @@ def test_mutated_documents_are_refused_by_name_or_run_nothing(seed: int, small: 
     for _ in range(100):
         try:
             found = compiled(changed(raw, mutate).raw)
-        except (UnknownPart, MissingOperator, ForeignFunction, *opening._DAMAGED):
+        except (UnknownPart, MissingOperator, ForeignFunction, *opening.DAMAGED):
             refused += 1
             continue
         with suppress(RuntimeError, TypeError, ValueError, IndexError, AttributeError, AssertionError):

@@ -19,7 +19,7 @@ from .schema import UnknownPart, read_program
 
 _log = logging.getLogger("weightswap.graphs")
 _log.addHandler(logging.NullHandler())  # quiet unless the application configures logging
-_DAMAGED = (
+DAMAGED = (
     DamagedGraph,
     msgspec.MsgspecError,
     zipfile.BadZipFile,
@@ -45,7 +45,7 @@ def open_graph(artifact: Artifact, name: str, device: torch.device) -> Compiled:
         _log.info("%s: has %s, so torch.export.load opens it, which takes longer", where, reason)
     except (MissingOperator, ForeignFunction):
         pass  # the error names all of them
-    except _DAMAGED as error:
+    except DAMAGED as error:
         raise ArtifactError(f"{where}: cannot be read ({error}). Export the artifact again.") from error
     return _by_torch(artifact, name)
 
