@@ -26,7 +26,8 @@ from torch.export import Dim, ExportedProgram
 
 from tests.setups import equal
 from weightswap_exporter import export
-from weightswap_runtime import ArtifactError
+from weightswap_runtime import ArtifactError, load
+from weightswap_runtime.arena import ArenaLayout, HostArena
 from weightswap_runtime.graphs import opening
 from weightswap_runtime.graphs.compiling import Compiled, DamagedGraph, compile_graph
 from weightswap_runtime.graphs.operators import ForeignFunction, MissingOperator
@@ -185,6 +186,34 @@ def test_a_graph_does_what_torch_makes_of_it(case: Case) -> None:
         assert len(expected) == ours.outputs
         assert equal(list(ours.call(*flat)), list(expected))
         assert equal(theirs.module()(*args), case.function(*args))
+
+
+def test_autograd_is_left_out_where_nothing_needs_it() -> None:
+    def off(x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            return x * 2
+
+    def on(x: torch.Tensor) -> torch.Tensor:
+        with torch.enable_grad():
+            return x * 2
+
+    x = numbers(3)
+    parts = archived(torch.export.export(Whole(off), (x,)))
+    with torch.no_grad():
+        gradients = archived(torch.export.export(Whole(on), (x,)))
+    for raw, expected in ((archived(captured(CASES["heads"])), True), (parts, True), (gradients, False)):
+        assert compiled(raw).past_autograd == expected
+    for raw in (parts, gradients):
+        assert b"wrap_with_set_grad_enabled" in json.dumps(documented(raw)).encode()
+        assert torch.equal(compiled(raw).call(x)[0], x * 2)
+
+
+def test_outputs_are_ordinary_tensors(small: Path) -> None:
+    first, _ = load(small)._member.engine.bind(HostArena(ArenaLayout(()))).run("forward", [numbers(4, 3)])
+    assert not first.is_inference()
+    assert not first.requires_grad
+    first.add_(1)
+    (first * torch.ones(3, requires_grad=True)).sum().backward()
 
 
 def test_assertions_on_data_are_kept() -> None:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from .literals import CONSTANTS, constant, literal
-from .operators import DROPOUTS, DROPPED, Operator, find_operator
+from .operators import DROPOUTS, DROPPED, SET_GRADIENTS, Operator, find_operator
 from .schema import (
     Argument,
     Graph,
@@ -141,11 +141,20 @@ class _Function:
             return None
         self._constants.past_autograd &= operator.past_autograd
         self._used = set()
-        call = f"{self._constants.add(operator.call)}({', '.join(self._arguments(node.inputs, operator))})"
+        call = self._call(node, operator)
         before = self._count
         target = self._target(node, operator)
         defines = tuple(f"v{number}" for number in range(before + 1, self._count + 1))
         return _Line(f"{target} = {call}" if target else call, frozenset(self._used), defines, operator.pure)
+
+    def _call(self, node: Node, operator: Operator) -> str:
+        called, inputs = self._constants.add(operator.call), node.inputs
+        if operator.name == SET_GRADIENTS and len(inputs) > 1:
+            if read_argument(inputs[0].arg) == ("as_bool", False):  # as everything is run
+                called, inputs = self._value(inputs[1].arg), inputs[2:]
+            else:
+                self._constants.past_autograd = False
+        return f"{called}({', '.join(self._arguments(inputs, operator))})"
 
     def _is_identity(self, node: Node) -> bool:
         """Whether a dropout returns its very input, as it does outside training; its result is then that."""

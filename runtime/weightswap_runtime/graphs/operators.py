@@ -30,6 +30,7 @@ _FILES = {"aten::from_file"}  # operators that reach beyond their tensors
 # checks of what the signature has fixed already: the dtypes and devices of intermediate results follow from the inputs'
 DROPPED = {"aten::_assert_tensor_metadata"}
 DROPOUTS = {"aten::dropout", "aten::feature_dropout", "aten::alpha_dropout", "aten::feature_alpha_dropout"}
+SET_GRADIENTS = "torch.ops.higher_order.wrap_with_set_grad_enabled"  # whether, a graph, what that takes
 _SIZES = {"aten::sym_size", "aten::sym_numel", "aten::sym_stride"}
 
 
@@ -78,8 +79,7 @@ def _higher_order(parts: list[str], target: str) -> Operator:
         raise ForeignFunction(repr(target[:80]))
     if parts[0] not in _HIGHER_ORDER:
         raise UnknownPart(f"the operator {target!r:.80}")
-    plain = parts[0] != "wrap_with_set_grad_enabled"
-    return Operator(found, target, pure=False, higher_order=True, past_autograd=plain)
+    return Operator(found, target, pure=False, higher_order=True)
 
 
 def _overload(parts: list[str], target: str) -> Operator:
