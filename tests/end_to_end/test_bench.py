@@ -54,6 +54,7 @@ def test_the_report_knows_the_machine_and_the_settings(report: tuple[str, dict[s
         ("model(x), ", "bare graph"),
         ("model(x), ", "eager module"),
         ("open the graph, Llama, 0.0065 billion", "torch.export.load().module()"),
+        ("weightswap run, start to end", "import torch"),
         ("model(x), ", "ep.module()"),
         ("Llama, 0.0065 billion, 2 layers: class to artifact, time", "torch.export.export"),
         ("Llama, 0.0065 billion, 2 layers: class to artifact, peak memory", "torch.export.export and save"),

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -41,7 +43,7 @@ def run(
     Inputs are found by their names in the signature, which `weightswap inspect` shows; parts of lists and dicts are
     called like x.0 or x.key. Outputs are named in the same way, and a single one is called output.
     """
-    with errors_as_exit(as_json):
+    with errors_as_exit(as_json), _without_collections():
         from .tensorfiles import read_tensors, write_tensors
 
         model = load(artifact, weights, keys=as_keys(keys), op_libraries=op_library or ())
@@ -62,6 +64,18 @@ def run(
                 raise Unsupported("two outputs have one name, as a key has a dot in it; call the method from Python")
             write_tensors(output, tensors)
         _report(model, name, named, seconds, as_json)
+
+
+@contextmanager
+def _without_collections() -> Iterator[None]:
+    """Each garbage collection would go through all that torch has made, and one call leaves little behind."""
+    before = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if before:
+            gc.enable()
 
 
 def _called(name: str, call: Callable[..., Any], args: list[Any], kwargs: dict[str, Any]) -> Any:
