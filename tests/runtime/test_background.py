@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import gc
-import os
-import signal
 import subprocess
 import sys
 import threading
@@ -13,17 +11,16 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 
+from tests.forks import in_a_child
 from tests.tiny import TinyArtifact, WriteWeights, X, serves
 from weightswap_runtime import (
     DigestMismatch,
     Event,
     LeaseTimeout,
     Model,
-    ModelFailed,
     NothingToRollBack,
     Progress,
     StageCancelled,
@@ -35,12 +32,9 @@ from weightswap_runtime import (
     WeightFileError,
     gate,
     load,
-    reading,
     write_delta,
 )
-from weightswap_runtime.arena import HostArena
 from weightswap_runtime.job import Job
-from weightswap_runtime.manifest import NamedTensor
 from weightswap_runtime.pinned import Pinned
 
 SLOW = 20.0  # bytes per second: the tiny model's 92 bytes take longer than any test waits
@@ -172,18 +166,6 @@ def test_a_second_one_waits_if_asked(model: Model, weight_file: WriteWeights) ->
         with pytest.raises(StageCancelled):
             waiting.wait()
     assert serves(model, 2)
-
-
-def in_a_child(work: Callable[[], bool]) -> bool:
-    """Whether `work` says yes in a forked child, within a minute."""
-    child = os.fork()
-    if not child:
-        try:
-            signal.alarm(60)
-            os._exit(0 if work() else 1)
-        finally:
-            os._exit(2)
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
 def test_a_fork_does_not_wait_for_a_thread_that_it_has_not(model: Model, weight_file: WriteWeights) -> None:
@@ -472,98 +454,6 @@ def test_a_listener_cannot_commit_in_the_staging_s_own_thread(model: Model, weig
     assert serves(model, 1)
 
 
-@pytest.mark.parametrize("raised", [SystemExit, KeyboardInterrupt])
-def test_what_is_raised_when_a_commit_is_told_of_finds_it_committed(
-    raised: type[BaseException], model: Model, weight_file: WriteWeights
-) -> None:
-    def leave(event: Event) -> None:
-        if event.kind == "committed":
-            raise raised
-
-    stop = model.listen(leave)
-    staged = model.stage(weight_file(1))
-    with pytest.raises(raised):
-        staged.commit()
-    stop()
-    assert staged.progress.phase == "committed"
-    with pytest.raises(StageClosed):
-        staged.commit()
-    assert [receipt.generation for receipt in model.history] == [0, 1]
-    model.swap(weight_file(2))
-    assert serves(model, 2)
-
-
-def test_an_interrupt_in_an_in_place_commit_is_raised_when_it_is_told_of(
-    tiny: TinyArtifact, weight_file: WriteWeights, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model = load(tiny.path, weight_file(0), residency="single", keep_previous="host")
-    events: list[Event] = []
-    model.listen(events.append)
-    copy, interrupts = HostArena.write_to, list[KeyboardInterrupt]()
-
-    def interrupted(arena: HostArena, other: HostArena, workers: object) -> None:
-        copy(arena, other, workers)  # type: ignore[arg-type]
-        if interrupts and gate_holds(model):
-            raise interrupts.pop()
-
-    monkeypatch.setattr(HostArena, "write_to", interrupted)
-    for change, seed in ((lambda: model.swap(weight_file(1)), 1), (model.rollback, 0)):
-        interrupts.append(KeyboardInterrupt())
-        with pytest.raises(KeyboardInterrupt):
-            change()
-        assert serves(model, seed)
-        assert not interrupts
-    assert [event.kind for event in events] == ["staging", "staged", "committed", "rolled back"]
-    assert [receipt.generation for receipt in model.history] == [0, 1, 2]
-
-
-def gate_holds(model: Model) -> bool:
-    return model._gate._held() is not None
-
-
-def test_a_signal_handler_may_call_the_model(tiny: TinyArtifact, weight_file: WriteWeights) -> None:
-    def work() -> bool:
-        model = load(tiny.path, weight_file(0))
-        rung = 0
-
-        def ring(number: int, frame: object) -> None:
-            nonlocal rung
-            rung += 1
-            model(X)
-            signal.setitimer(signal.ITIMER_REAL, 0.0002 + rung % 37 * 1e-5)
-
-        signal.signal(signal.SIGALRM, ring)
-        signal.setitimer(signal.ITIMER_REAL, 0.001)
-        end = time.monotonic() + 2
-        while time.monotonic() < end:
-            model(X)
-            with model.pin() as session:
-                session(X)
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        return rung > 10 and serves(model, 0) and model._store.leases == 0
-
-    assert in_a_child(work)
-
-
-def test_a_signal_handler_is_refused_while_its_thread_commits_in_place(
-    tiny: TinyArtifact, weight_file: WriteWeights, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model = load(tiny.path, weight_file(0), residency="single")
-    copy, refused = HostArena.write_to, []
-
-    def handled(arena: HostArena, other: HostArena, workers: object) -> None:
-        if gate_holds(model):
-            with pytest.raises(ModelFailed, match="a signal handler cannot call"):
-                model(X)
-            refused.append(1)
-        copy(arena, other, workers)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(HostArena, "write_to", handled)
-    model.swap(weight_file(1))
-    assert refused == [1]
-    assert serves(model, 1)
-
-
 def test_a_fork_does_not_wait_for_calls_of_a_pin_that_threads_share(model: Model) -> None:
     held, forked = threading.Event(), threading.Event()
 
@@ -578,27 +468,6 @@ def test_a_fork_does_not_wait_for_calls_of_a_pin_that_threads_share(model: Model
         assert in_a_child(lambda: session(X) is not None)
         forked.set()
         other.result()
-
-
-def test_a_large_copy_into_another_order_can_be_cancelled() -> None:
-    weight = NamedTensor(name="w", dtype="F32", shape=(64, 512, 3, 3), stride=(4608, 1, 1536, 512))
-    rows = np.arange(64 * 512 * 9, dtype=np.float32)
-    target = memoryview(bytearray(rows.nbytes))
-    checks = 0
-
-    class Counted(Job):
-        def check(self) -> None:
-            nonlocal checks
-            checks += 1
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(reading, "COPY_STEP", 1 << 16)
-        reading.write_rows(weight, memoryview(rows).cast("B"), target, Counted())
-        assert checks > 10
-        back = reading.read_rows(weight, target, Counted())
-    assert np.array_equal(np.frombuffer(back, np.float32), rows)
-    kept = np.frombuffer(target, np.float32).reshape(64, 3, 3, 512).transpose(0, 3, 1, 2)
-    assert np.array_equal(kept, rows.reshape(64, 512, 3, 3))
 
 
 def test_a_trial_of_a_delta_in_single_residency_keeps_the_rate(tmp_path: Path) -> None:

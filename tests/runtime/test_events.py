@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 import sys
 import threading
@@ -11,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.forks import in_a_child
 from tests.tiny import TinyArtifact, WriteWeights, X, serves
 from weightswap_runtime import (
     Event,
@@ -311,12 +311,12 @@ def test_a_child_that_is_forked_during_a_swap_can_swap(tiny: TinyArtifact, weigh
     thread = threading.Thread(target=model.swap, args=(path,), kwargs={"by": "parent"})
     thread.start()
     assert begun.wait(60)
-    child = os.fork()
-    if child == 0:
-        signal.alarm(60)  # a lock that nobody releases ends the child
+
+    def work() -> bool:
         model.swap(path, by="child")
-        os._exit(0 if serves(model, 2) and model.progress is None else 1)
+        return serves(model, 2) and model.progress is None
+
+    assert in_a_child(work)
     go_on.set()
     thread.join(60)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     assert serves(model, 2)

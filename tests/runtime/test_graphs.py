@@ -18,7 +18,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
-import msgspec
 import pytest
 import torch
 from torch import nn
@@ -370,20 +369,18 @@ def test_names_and_texts_never_become_source(small: Path) -> None:
         ours.call(numbers(4, 3))
 
 
-@pytest.mark.parametrize("kind", ["as_custom_obj", "as_something_new"])
-def test_what_is_not_known_is_left_to_torch_and_said(kind: str, small: Path, caplog: pytest.LogCaptureFixture) -> None:
-    raw = (small / "graphs/forward.pt2").read_bytes()
-    taken = opening.open_graph(Opened(raw), "x.pt2", CPU)  # type: ignore[arg-type]
+@torch.no_grad()
+def test_what_is_not_known_is_left_to_torch_and_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def rows(x: torch.Tensor) -> torch.Tensor:
+        return torch.vmap(lambda row: row.sin() + 1)(x)
 
-    def unknown(argument: dict[str, msgspec.Raw]) -> tuple[str, Any]:
-        raise UnknownPart(f"an argument of the kind {kind!r}")
-
-    with pytest.MonkeyPatch.context() as patch, caplog.at_level(logging.INFO, "weightswap.graphs"):
-        patch.setattr("weightswap_runtime.graphs.compiling.read_argument", unknown)
-        other = opening.open_graph(Opened(raw), "x.pt2", CPU)  # type: ignore[arg-type]
-    assert f"has an argument of the kind '{kind}', so torch.export.load opens it" in caplog.text
-    assert (other.inputs, other.outputs) == (taken.inputs, taken.outputs)
-    assert equal(list(other.call(numbers(4, 3))), list(taken.call(numbers(4, 3))))
+    artifact = export(Whole(rows), (numbers(4, 3),), out=tmp_path / "rows.artifact")
+    with caplog.at_level(logging.INFO, "weightswap.graphs"):
+        opened = opening.open_graph(artifact, "graphs/forward.pt2", CPU)
+    assert "has the function 'torch._functorch.predispatch" in caplog.text
+    assert "so torch.export.load opens it, which takes longer" in caplog.text
+    assert (opened.inputs, opened.outputs, opened.past_autograd) == (1, 1, False)
+    assert torch.equal(opened.call(numbers(4, 3))[0], rows(numbers(4, 3)))
 
 
 def test_another_major_version_of_the_schema_is_left_to_torch(small: Path) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import os
 import random
-import signal
 import subprocess
 import sys
 import threading
@@ -21,6 +20,7 @@ from prometheus_client.openmetrics import exposition as openmetrics
 from prometheus_client.openmetrics import parser as openmetrics_parser
 from prometheus_client.parser import text_string_to_metric_families
 
+from tests.forks import in_a_child
 from tests.tiny import TinyArtifact, WriteWeights, X, serves
 from weightswap_runtime import (
     Event,
@@ -346,13 +346,9 @@ def test_a_forked_child_can_call_while_another_thread_is_counting(
     thread = threading.Thread(target=hold)
     thread.start()
     assert held.wait(60)
-    child = os.fork()
-    if child == 0:
-        signal.alarm(60)  # a lock that nobody releases ends the child
-        os._exit(0 if serves(model, 1) and scrape.by("calls_total", "outcome") == {("ok",): 1} else 1)
+    assert in_a_child(lambda: serves(model, 1) and scrape.by("calls_total", "outcome") == {("ok",): 1})
     go_on.set()
     thread.join()
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
 def test_an_unknown_error_counts_as_failed() -> None:

@@ -103,3 +103,24 @@ def test_workers_report_the_first_error_after_the_last_call_has_ended() -> None:
     with pytest.raises(KeyError, match="first"):
         Workers(2).run_all(work, range(2))
     assert set(ended) <= {0}
+
+
+def test_a_large_copy_into_another_order_can_be_cancelled() -> None:
+    weight = NamedTensor(name="w", dtype="F32", shape=(64, 512, 3, 3), stride=(4608, 1, 1536, 512))
+    rows = np.arange(64 * 512 * 9, dtype=np.float32)
+    target = memoryview(bytearray(rows.nbytes))
+    checks = 0
+
+    class Counted(Job):
+        def check(self) -> None:
+            nonlocal checks
+            checks += 1
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(reading, "COPY_STEP", 1 << 16)
+        reading.write_rows(weight, memoryview(rows).cast("B"), target, Counted())
+        assert checks > 10
+        back = reading.read_rows(weight, target, Counted())
+    assert np.array_equal(np.frombuffer(back, np.float32), rows)
+    kept = np.frombuffer(target, np.float32).reshape(64, 3, 3, 512).transpose(0, 3, 1, 2)
+    assert np.array_equal(kept, rows.reshape(64, 512, 3, 3))

@@ -49,7 +49,7 @@ class DamagedGraph(Exception):
 def compile_graph(graph: Graph, device: torch.device) -> Compiled:
     """A graph as a function; tensors that it creates are made on `device`.
 
-    Raises UnknownPart, MissingOperator, DamagedGraph and msgspec.MsgspecError.
+    Raises UnknownPart, MissingOperator, ForeignFunction, DamagedGraph and msgspec.MsgspecError.
     """
     return _Function(_Constants(device)).compile(graph)
 
