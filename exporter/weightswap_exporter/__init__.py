@@ -13,6 +13,7 @@ from weightswap_runtime import MissingExtra, __version__
 
 if TYPE_CHECKING:
     from .capture import MethodSpec
+    from .compiling import compile_engines
     from .exporting import export
     from .packing import Packed, pack
     from .publishing import Publication, publish
@@ -22,13 +23,24 @@ _HOMES = {
     "MethodSpec": "capture",
     "Packed": "packing",
     "Publication": "publishing",
+    "compile_engines": "compiling",
     "export": "exporting",
     "pack": "packing",
     "publish": "publishing",
     "skeleton": "skeletons",
 }
 
-__all__ = ["MethodSpec", "Packed", "Publication", "__version__", "export", "pack", "publish", "skeleton"]
+__all__ = [
+    "MethodSpec",
+    "Packed",
+    "Publication",
+    "__version__",
+    "compile_engines",
+    "export",
+    "pack",
+    "publish",
+    "skeleton",
+]
 
 
 def __getattr__(name: str) -> object:

@@ -1,4 +1,4 @@
-"""`weightswap export` and `weightswap pack`."""
+"""`weightswap export`, `weightswap compile` and `weightswap pack`."""
 
 from __future__ import annotations
 
@@ -8,9 +8,11 @@ from typing import Annotated
 
 import typer
 
+from weightswap_runtime import Artifact
 from weightswap_runtime.cli.output import (
     JsonOption,
     LabelOption,
+    OpLibraryOption,
     errors_as_exit,
     human_bytes,
     parse_labels,
@@ -20,7 +22,12 @@ from weightswap_runtime.cli.output import (
 
 export_command = typer.Typer(add_completion=False)
 pack_command = typer.Typer(add_completion=False)
+compile_command = typer.Typer(add_completion=False)
 
+EngineOption = Annotated[
+    list[str] | None,
+    typer.Option("--engine", help="Compile the graphs for this engine, too (onnx); may be repeated."),
+]
 NoGoldensOption = Annotated[bool, typer.Option("--no-goldens", help="Leave out the goldens that the recipe asks for.")]
 
 
@@ -33,6 +40,7 @@ def export(
     skeleton: Annotated[
         bool, typer.Option("--skeleton", help="Run the recipe under skeleton(): parameters without memory.")
     ] = False,
+    engine: EngineOption = None,
     no_goldens: NoGoldensOption = False,
     as_json: JsonOption = False,
 ) -> None:
@@ -52,7 +60,7 @@ def export(
 
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always", UserWarning)
-            artifact = export_recipe(recipe, out=out, skeleton=skeleton, goldens=not no_goldens)
+            artifact = export_recipe(recipe, out=out, skeleton=skeleton, goldens=not no_goldens, engines=engine or ())
         said = [str(warning.message) for warning in caught if issubclass(warning.category, UserWarning)]
         for message in said:
             typer.echo(f"warning: {message}", err=True)
@@ -71,6 +79,30 @@ def export(
         typer.echo(f"weights    {len(manifest.weights)} tensors, {human_bytes(manifest.total_bytes)}, left out")
         if recorded:
             typer.echo(f"goldens    {recorded} cases")
+
+
+@compile_command.command(name="compile")
+def compile_artifact(
+    artifact: Annotated[Path, typer.Argument(help="An artifact's folder; the files are added to it.")],
+    engine: Annotated[list[str], typer.Option("--engine", help="onnx; may be repeated.")],
+    op_library: OpLibraryOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Compile an artifact's graphs for other engines, without the model's source code."""
+    with errors_as_exit(as_json):
+        from weightswap_exporter import compile_engines
+        from weightswap_runtime.graphs.libraries import import_libraries
+
+        import_libraries(op_library or ())
+        before = Artifact.open(artifact).manifest.files
+        made = compile_engines(artifact, engine)
+        added = sorted(name for name in made.manifest.files if name.startswith("engines/"))
+        if as_json:
+            print_json({"path": made.path, "graph_id": made.graph_id, "files": added})
+            return
+        for name in added:
+            size = human_bytes((made.path / name).stat().st_size)
+            typer.echo(f"{'replaced' if name in before else 'added'}  {name}, {size}")
 
 
 @pack_command.command()

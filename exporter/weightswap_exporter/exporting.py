@@ -10,13 +10,12 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import torch
 from blake3 import blake3
 from torch import nn
 
 from weightswap_runtime import Artifact, __version__
-from weightswap_runtime.errors import ArtifactError, CaptureError, ExportError, Unsupported
+from weightswap_runtime.errors import ArtifactError, CaptureError, ExportError
 from weightswap_runtime.files import new_folder
 from weightswap_runtime.goldens import GOLDENS_NAME, Tolerance
 from weightswap_runtime.header import header_length, pack_ranges, parse_header, render_header
@@ -40,6 +39,7 @@ from . import huggingface
 from .archive import graph_archive
 from .calls import Requested, Wanted, wanted_goldens
 from .capture import Captured, MethodSpec, capture, training_operators, unwrapped
+from .compiling import check_engines, engine_files, with_files
 from .describe import describe_method
 from .examples import example_checkpoint
 from .goldens import check_has_values, record, weights_identity
@@ -47,7 +47,6 @@ from .recording import Recorded, record_adapter
 from .tables import Tables, classify, named_tensors, overlapping
 from .tracing import Checkpoint, Load
 
-ENGINES = ("torch",)
 _CALLER = 4  # warnings are attributed to the code that calls export()
 
 
@@ -59,7 +58,7 @@ def export(
     out: str | os.PathLike[str],
     dynamic_shapes: Any = None,
     methods: Mapping[str, MethodSpec] | None = None,
-    engines: Sequence[str] = ENGINES,
+    engines: Sequence[str] = ("torch",),
     load: Load | None = None,
     checkpoint: Checkpoint | str | os.PathLike[str] | None = None,
     goldens: Requested | None = None,
@@ -78,15 +77,15 @@ def export(
     is `(args, kwargs)`). The model must have weights: a skeleton is refused. It is called in its mode, under
     `torch.no_grad()`, with row-major copies of the inputs and from the initial state, and is left as it was.
     tolerance: `(rtol, atol)` for them; without it they are exact on the same kind of machine.
+    engines: what the graphs are also compiled for, as `compile_engines` does it later.
 
     What torch.compile, DataParallel and DistributedDataParallel wrap around a model is taken off. A model of the
     library transformers is captured without its key-value cache, and has a `load` and a `checkpoint` of its own.
 
     The folder appears whole or not at all; an artifact that is there already is replaced. The same model gives the
-    same bytes. Raises CaptureError, ExportError, Unsupported, and RecordingError for goldens that cannot be recorded.
+    same bytes. Raises CaptureError, ExportError, and RecordingError for goldens that cannot be recorded.
     """
-    if unknown := sorted(set(engines) - set(ENGINES)):
-        raise Unsupported(f"engine(s) {', '.join(unknown)}: this version exports for {', '.join(ENGINES)}")
+    check_engines(engines)
     check_writable(out)
     path = _check_out(Path(out))
     model = unwrapped(model)
@@ -99,13 +98,13 @@ def export(
         manifest, files = _artifact(model, specs, load, example)
         if wanted:
             files[GOLDENS_NAME] = _goldens(model, wanted, specs, manifest, files[CONSTANTS_NAME])
-            manifest = _with_file(manifest, GOLDENS_NAME, files[GOLDENS_NAME])
+            manifest = with_files(manifest, {GOLDENS_NAME: files[GOLDENS_NAME]})
         encoded = encode_manifest(manifest)
         try:
             decode_manifest(encoded, str(path))
         except ArtifactError as error:
             raise CaptureError(f"the model cannot be described: {error}") from error
-        _write(path, files | {MANIFEST_NAME: encoded})
+        _write(path, manifest, files, engines)
     return Artifact.open(path)
 
 
@@ -225,17 +224,17 @@ def _goldens(
     return record(model, wanted, manifest, values, functions).encode(weights_identity(model, manifest))
 
 
-def _with_file(manifest: Manifest, name: str, content: bytes) -> Manifest:
-    """The manifest with a file that is no part of the graph id."""
-    files = manifest.files | {name: blake3(content).hexdigest()}
-    return msgspec.structs.replace(manifest, files=dict(sorted(files.items())))
-
-
-def _write(path: Path, files: Mapping[str, bytes]) -> None:
+def _write(path: Path, manifest: Manifest, files: dict[str, bytes], engines: Sequence[str]) -> None:
     try:
         with new_folder(path) as folder:
-            (folder / "graphs").mkdir()
-            for name, content in files.items():
-                (folder / name).write_bytes(content)
+            _write_files(folder, files | {MANIFEST_NAME: encode_manifest(manifest)})
+            if more := engine_files(Artifact.open(folder), engines):
+                _write_files(folder, more | {MANIFEST_NAME: encode_manifest(with_files(manifest, more))})
     except OSError as error:
         raise ExportError(f"{path}: cannot be written ({error})") from error
+
+
+def _write_files(folder: Path, files: Mapping[str, bytes]) -> None:
+    for name, content in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(content)

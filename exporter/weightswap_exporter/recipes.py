@@ -8,13 +8,16 @@ import inspect
 import os
 import sys
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from weightswap_exporter import export  # from the package, which names the extra where torch is missing
+from weightswap_exporter import (  # from the package, which names the extra where torch is missing
+    compile_engines,
+    export,
+)
 from weightswap_exporter import skeleton as skeleton_context
 from weightswap_runtime import Artifact
 from weightswap_runtime.errors import ExportError, RecipeError
@@ -24,18 +27,26 @@ _HF = "hf:"
 
 
 def export_recipe(
-    recipe: str, *, out: str | os.PathLike[str], skeleton: bool = False, goldens: bool = True
+    recipe: str,
+    *,
+    out: str | os.PathLike[str],
+    skeleton: bool = False,
+    goldens: bool = True,
+    engines: Sequence[str] = (),
 ) -> Artifact:
     """Export what a recipe builds. The model of `hf:DIR` is always a skeleton. goldens: whether to record the recipe's.
+    engines: what to compile the graphs for, beside the engines that the recipe names.
 
     Raises RecipeError, and what `export()` raises.
     """
     if recipe.startswith(_HF):
         from .hf_models import export_directory
 
-        return export_directory(recipe.removeprefix(_HF), out=out)
+        artifact = export_directory(recipe.removeprefix(_HF), out=out)
+        return compile_engines(artifact, engines) if engines else artifact
     arguments = load_recipe(recipe, skeleton=skeleton)
-    return export(**arguments if goldens else without_goldens(arguments), out=out)
+    wanted = {"engines": [*arguments.get("engines", ()), *engines]}
+    return export(**(arguments if goldens else without_goldens(arguments)) | wanted, out=out)
 
 
 def without_goldens(arguments: Mapping[str, Any]) -> dict[str, Any]:

@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterable
 from pathlib import Path
 
+import msgspec
 from blake3 import blake3
 
 from .dtypes import describe
@@ -71,6 +72,11 @@ class Artifact:
                 f"{path}: altered since the export (expected digest {expected[:12]}, found {found[:12]}). {advice}"
             )
         return raw
+
+    def row_major(self) -> Artifact:
+        """The same artifact for an engine that takes weights in row-major order alone, whatever the model has."""
+        weights = tuple(msgspec.structs.replace(weight, stride=None) for weight in self.manifest.weights)
+        return Artifact(self.path, msgspec.structs.replace(self.manifest, weights=weights))
 
     def verify(self) -> None:
         """Check every file that the manifest lists. Raises ArtifactError."""

@@ -13,7 +13,7 @@ from typing import Any, Literal
 from .adapter import Keys
 from .artifact import Artifact
 from .candidates import Candidate
-from .engines import open_engine
+from .engines import Engine, choose_engine, open_engine
 from .errors import StageCancelled, StagingBusy, Unsupported
 from .events import Event, EventKind, Listener
 from .following import Start
@@ -43,7 +43,8 @@ def load(
     expect: str | None = None,
     verify: Mode = "goldens",
     device: str = "cpu",
-    engine: Literal["torch"] = "torch",
+    engine: Literal["torch", "onnx", "auto"] = "torch",
+    threads: int | None = None,
     residency: Literal["double", "single"] = "double",
     keep_previous: Literal["host"] | None = None,
     share: Model | None = None,
@@ -61,7 +62,11 @@ def load(
     share: a model whose weights this one serves from, too: an artifact with the same table of weights, such as the same
     model exported with other inputs. One swap through either changes both in one commit. `residency` and
     `keep_previous` are then those of the other, and `weights` are put behind both. on_event: called for everything that
-    happens to the weights, in the thread that does it; see `Event`. op_libraries: packages to import, or shared
+    happens to the weights, in the thread that does it; see `Event`.
+
+    engine: "torch"; "onnx", for an artifact that was compiled for it, which takes and gives numpy arrays and needs no
+    torch; or "auto", the fastest that this machine and the artifact offer (`Model.engine` says which). threads: that
+    one call of the engine `onnx` uses; by default one for each core. op_libraries: packages to import, or shared
     libraries to load, that register operators which the graphs call.
 
     Raises ArtifactError, Unsupported, MissingExtra, OutOfMemory, and whatever `Model.swap` raises.
@@ -73,8 +78,11 @@ def load(
 
         import_libraries(op_libraries)
     opened = artifact if isinstance(artifact, Artifact) else Artifact.open(artifact)
+    chosen = choose_engine(engine, opened)
+    opened = opened.row_major() if chosen == "onnx" else opened
+    runs = open_engine(chosen, opened, device, threads)
     store = share._store if share is not None else Store(opened.manifest.weights, residency, keep_previous)
-    model = Model(opened, store, device=device, engine=engine)
+    model = Model(opened, store, device=device, engine=runs)
     if on_event is not None:
         model.listen(on_event)
     if weights is not None:
@@ -105,15 +113,14 @@ def _described(contents: Contents) -> dict[str, Any]:
 class Model(Caller):
     """A graph with replaceable weights. Every method may be called from any thread. Made by `load()`."""
 
-    def __init__(self, artifact: Artifact, store: Store, *, device: str, engine: str) -> None:
+    def __init__(self, artifact: Artifact, store: Store, *, device: str, engine: Engine) -> None:
         self.artifact = artifact
         self.device = device
-        opened = open_engine(engine, artifact, device)
-        self.engine = opened.name
+        self.engine = engine.name
         self._store = store
         self._gate = store.gate
-        self._member = store.join(artifact, opened)
-        super().__init__(Methods(artifact.manifest, opened, self._member.place))
+        self._member = store.join(artifact, engine)
+        super().__init__(Methods(artifact.manifest, engine, self._member.place))
         self._place = self._member.place
         # pins and stagings have the methods, too
         weakref.finalize(self._methods, store.leave, self._place).atexit = False

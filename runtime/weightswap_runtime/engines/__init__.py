@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping
+from importlib.util import find_spec
 from typing import Any, Protocol
 
 from weightswap_runtime.arena import HostArena
 from weightswap_runtime.artifact import Artifact
 from weightswap_runtime.errors import Unsupported
 
-ENGINES = ("torch",)
+from .onnx_names import graph_file
+
+ENGINES = ("torch", "onnx")
+AUTO = "auto"
 
 
 class Bound(Protocol):
@@ -48,12 +52,39 @@ class Engine(Protocol):
     def bind(self, arena: HostArena) -> Bound: ...
 
 
-def open_engine(name: str, artifact: Artifact, device: str) -> Engine:
-    """Open the graphs of an artifact. Raises Unsupported for an engine or a device that does not exist here."""
+def choose_engine(name: str, artifact: Artifact) -> str:
+    """The engine's name, for "auto" the fastest that this machine and the artifact offer.
+
+    That is `torch`; without torch it is `onnx`, which takes and gives numpy arrays.
+
+    Raises Unsupported for an engine that there is not, or that the artifact was not compiled for.
+    """
+    if name == AUTO:
+        return "torch" if find_spec("torch") or not _has_onnx(artifact) else "onnx"
     if name not in ENGINES:
-        raise Unsupported(f"engine {name!r}: this version has {', '.join(ENGINES)}")
+        raise Unsupported(f"engine {name!r}: expected {', '.join(map(repr, (*ENGINES, AUTO)))}")
+    if name == "onnx" and not _has_onnx(artifact):
+        raise Unsupported(
+            f"{artifact.path}: was not compiled for the engine 'onnx'. Run: weightswap compile {artifact.path} "
+            "--engine onnx"
+        )
+    return name
+
+
+def _has_onnx(artifact: Artifact) -> bool:
+    return all(graph_file(method) in artifact.manifest.files for method in artifact.methods)
+
+
+def open_engine(name: str, artifact: Artifact, device: str, threads: int | None = None) -> Engine:
+    """Open the graphs of an artifact; `name` is one of ENGINES. Raises Unsupported, ArtifactError and MissingExtra."""
     if device != "cpu":
         raise Unsupported(f"device {device!r}: this version serves on 'cpu'")
+    if threads is not None and (name != "onnx" or type(threads) is not int or threads < 1):
+        raise Unsupported(f"threads={threads!r}: expected a positive number, for the engine 'onnx' alone")
+    if name == "onnx":
+        from .onnx import OnnxEngine
+
+        return OnnxEngine(artifact, threads)
     from .torch import TorchEngine
 
     return TorchEngine(artifact)

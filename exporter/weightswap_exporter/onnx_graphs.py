@@ -1,0 +1,241 @@
+"""An artifact's graphs as ONNX models without weights: every weight is an input under its FQN."""
+
+from __future__ import annotations
+
+import logging
+import re
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.export import ExportedProgram
+from torch.export.graph_signature import OutputKind
+
+from weightswap_runtime import Artifact
+from weightswap_runtime.engines.onnx_names import Names, onnx_names
+from weightswap_runtime.errors import CaptureError, MissingExtra
+
+from .mutations import mutated_buffers
+from .programs import method_program
+
+try:
+    import onnx
+    import onnx_ir as ir
+    import onnxscript  # noqa: F401  torch needs it
+except ImportError as error:
+    raise MissingExtra("writing ONNX graphs", "onnx-export") from error
+
+_QKV = 3
+_TARGET = re.compile(r"target=(torch\.ops\.[\w.]+)")
+_MISSING = re.compile(r"No ONNX function found for <OpOverload\(op='([\w.:]+)', overload='(\w+)'\)>")
+
+
+def onnx_graph(artifact: Artifact, name: str) -> bytes:
+    """The ONNX model of a method. Weights and state are inputs, the state after the call follows the outputs.
+
+    The translation is torch's, without optimisations, which would fold weights. Raises ArtifactError, and CaptureError
+    for a graph that has no ONNX equivalent.
+    """
+    where = f"method {name!r}"
+    method = artifact.manifest.methods[name]
+    program = method_program(artifact, name)
+    _check_state(where, artifact)
+    changed = mutated_buffers(program)
+    _adapt(program)
+    translated = _translate(where, program)
+    names = onnx_names(artifact.manifest, method)
+    targets = (spec.target for spec in program.graph_signature.input_specs)
+    fqns = {target: item.name for target, item in zip(targets, method.inputs, strict=True) if target is not None}
+    _Interface(where, translated, names, fqns).put(changed)
+    model = ir.to_proto(translated.model)
+    try:
+        onnx.checker.check_model(model, full_check=True)
+    except Exception as error:
+        raise CaptureError(f"{where}: torch {torch.__version__} writes a bad ONNX graph for it: {error}") from error
+    return bytes(model.SerializeToString(deterministic=True))
+
+
+def _check_state(where: str, artifact: Artifact) -> None:
+    tied = [row.name for row in artifact.manifest.state if row.aliases]
+    if tied:
+        raise CaptureError(f"{where}: the state {tied[0]!r} has two names, which an ONNX graph cannot express")
+
+
+def _adapt(program: ExportedProgram) -> None:
+    """Say with other operators what torch does not translate."""
+    for module in program.graph_module.modules():
+        if isinstance(module, torch.fx.GraphModule):
+            for node in list(module.graph.nodes):
+                if node.target is torch.ops.aten.view.default:
+                    # decomposed attention may have other strides than views were captured for; ONNX has none
+                    node.target = torch.ops.aten.reshape.default
+                elif node.target is torch.ops.aten.scaled_dot_product_attention.default:
+                    _add_heads(module.graph, node)
+
+
+def _add_heads(graph: torch.fx.Graph, node: torch.fx.Node) -> None:
+    """Attention without a dimension for heads, as attention with one head."""
+    operands = [argument for argument in node.all_input_nodes if argument.meta["val"].ndim == 3]
+    if operands[:_QKV] != list(node.args[:_QKV]):
+        return
+    with graph.inserting_before(node):
+        wider = {item: graph.call_function(torch.ops.aten.unsqueeze.default, (item, 1)) for item in operands}
+    node.args, node.kwargs = torch.fx.map_arg((node.args, node.kwargs), lambda item: wider.get(item, item))
+    with graph.inserting_after(node):
+        narrow = graph.call_function(torch.ops.aten.squeeze.dim, (node, 1))
+    node.replace_all_uses_with(narrow, delete_user_cb=lambda user: user is not narrow)
+
+
+def _translate(where: str, program: ExportedProgram) -> Any:
+    try:
+        with _quietly(), torch.no_grad():
+            return torch.onnx.export(program, dynamo=True, optimize=False, verbose=False)
+    except Exception as error:
+        raise CaptureError(f"{where}: it has no ONNX equivalent: {_reason(error)}") from error
+
+
+@contextmanager
+def _quietly() -> Iterator[None]:
+    """torch warns and logs of its own ways, none of which the caller chooses."""
+    logger = logging.getLogger("torch.onnx")
+    before = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logger.setLevel(before)
+
+
+def _reason(error: BaseException) -> str:
+    """The operator that could not be translated, and why."""
+    chain = [str(error)]
+    cause = error.__cause__
+    while cause is not None:
+        chain.append(str(cause))
+        cause = cause.__cause__
+    text = "\n".join(chain)
+    missing = sorted({f"{name}.{overload}" for name, overload in _MISSING.findall(text)})
+    if missing:
+        return f"ONNX has no {', '.join(missing)}"
+    found = _TARGET.search(text)
+    last = chain[-1].strip().splitlines()[0]
+    return f"{found[1]}: {last}" if found else last
+
+
+class _Interface:
+    """Gives a translated graph the inputs, outputs and names that the runtime expects.
+
+    `fqns` are the manifest's names of the program's tensors.
+    """
+
+    def __init__(self, where: str, translated: Any, names: Names, fqns: Mapping[str, str]) -> None:
+        self._where = where
+        self._model = translated.model
+        self._graph = translated.model.graph
+        self._signature = translated.exported_program.graph_signature
+        self._names = names
+        self._fqns = fqns
+
+    def put(self, changed: frozenset[str]) -> None:
+        """`changed` are the program's names of the buffers that a call changes."""
+        inputs = self._inputs()
+        weights = self._weights()
+        finals = {**self._outputs(), **self._states(changed)}
+        self._graph.inputs.clear()
+        self._graph.outputs.clear()
+        self._graph.inputs.extend([*weights.values(), *inputs.values()])
+        self._graph.outputs.extend(self._final(value) for value in finals.values())
+        public = dict(zip(finals, self._graph.outputs, strict=True)) | inputs | weights
+        self._rename(public | dict(self._graph.initializers))
+        self._strip()
+
+    def _inputs(self) -> dict[str, Any]:
+        found, wanted = list(self._graph.inputs), [name for name in self._names.inputs if name is not None]
+        return self._paired("inputs", wanted, found)
+
+    def _outputs(self) -> dict[str, Any]:
+        mutated = [
+            spec.arg.name for spec in self._signature.output_specs if spec.kind is OutputKind.USER_INPUT_MUTATION
+        ]
+        if mutated:
+            raise CaptureError(
+                f"{self._where}: it changes the input {mutated[0]!r}, which an ONNX graph cannot express"
+            )
+        wanted = [name for name in self._names.outputs if name is not None]
+        return self._paired("outputs", wanted, list(self._graph.outputs))
+
+    def _paired(self, what: str, wanted: list[str], found: list[Any]) -> dict[str, Any]:
+        if len(wanted) != len(found):
+            raise CaptureError(f"{self._where}: its ONNX graph has {len(found)} {what}, expected {len(wanted)}")
+        return dict(zip(wanted, found, strict=True))
+
+    def _weights(self) -> dict[str, Any]:
+        """The initializers that become inputs; constants stay what they are. Those that nothing uses go."""
+        weights = {}
+        for name, value in list(self._graph.initializers.items()):
+            del self._graph.initializers[name]
+            fqn = self._fqns.get(name)
+            if fqn in self._names.tensors:
+                value.const_value = None
+                weights[fqn] = value
+            elif value.uses() or value in self._graph.outputs:
+                self._graph.initializers[name] = value
+        return weights
+
+    def _states(self, changed: frozenset[str]) -> dict[str, Any]:
+        """The values of the buffers after a call."""
+        values = {value.name: value for value in self._values()}
+        final = {
+            spec.target: values.get(spec.arg.name)
+            for spec in self._signature.output_specs
+            if spec.kind is OutputKind.BUFFER_MUTATION
+        }
+        lost = sorted(name for name in changed | final.keys() if final.get(name) is None)
+        if lost:
+            raise CaptureError(f"{self._where}: its ONNX graph has lost the new value of the buffer {lost[0]!r}")
+        new = {self._fqns[name]: value for name, value in final.items()}
+        return {after: new[name] for name, after in self._names.after.items() if name in new}
+
+    def _final(self, value: Any) -> Any:
+        """The value as an output of the graph, which is neither an input nor another output."""
+        if value.producer() is not None and value not in self._graph.outputs:
+            return value
+        node = ir.node("Identity", inputs=[value])
+        self._graph.append(node)
+        (output,) = node.outputs
+        output.type, output.shape = value.type, value.shape
+        return output
+
+    def _values(self) -> Iterator[Any]:
+        yield from self._graph.inputs
+        yield from self._graph.initializers.values()
+        for node in self._graph.all_nodes():
+            yield from node.outputs
+
+    def _rename(self, public: Mapping[str, Any]) -> None:
+        initializers = list(self._graph.initializers.items())
+        self._graph.initializers.clear()
+        known = {id(value) for value in public.values()}
+        taken = set(public)
+        for number, value in enumerate(self._values()):
+            if id(value) not in known:
+                value.name = value.name if value.name and value.name not in taken else f"{value.name or ''}#{number}"
+                taken.add(value.name)
+        for name, value in public.items():
+            value.name = name
+        for name, value in initializers:
+            self._graph.initializers[name] = value
+
+    def _strip(self) -> None:
+        """Without what tells of the build machine, or of the model's source."""
+        for item in (self._model, self._graph, *self._graph.all_nodes(), *self._values()):
+            item.metadata_props.clear()
+            item.doc_string = None
+        for function in self._model.functions.values():
+            function.metadata_props.clear()
+            for node in function:
+                node.metadata_props.clear()

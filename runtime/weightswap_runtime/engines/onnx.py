@@ -1,0 +1,183 @@
+"""The engine `onnx`: runs the ONNX graphs of an artifact with ONNX Runtime. It needs numpy, and no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping
+from contextlib import nullcontext
+from threading import RLock
+from typing import Any
+
+import numpy as np
+
+from weightswap_runtime.arena import HostArena
+from weightswap_runtime.artifact import Artifact
+from weightswap_runtime.forks import renew_in_children
+from weightswap_runtime.manifest import Manifest, NamedTensor
+from weightswap_runtime.signature import Integer, Leaf, Tensor, leaves
+
+from .onnx_graph import OnnxGraph
+from .onnx_values import as_array, as_value, dtype_names, value_of
+
+_NOTHING = nullcontext()
+
+
+class OnnxEngine:
+    """The ONNX graphs of one artifact on the CPU. Inputs and outputs are numpy arrays."""
+
+    name = "onnx"
+    tensor_type = np.ndarray
+
+    def __init__(self, artifact: Artifact, threads: int | None = None) -> None:
+        """Open the graphs. threads: that one call uses; None: one for each core. Raises ArtifactError, Unsupported."""
+        self._manifest = artifact.manifest
+        self.dtypes: Mapping[np.dtype[Any], str] = dtype_names(_dtypes(artifact.manifest))
+        self._graphs = {name: OnnxGraph(artifact, name, threads) for name in artifact.methods}
+        header, data = artifact.constants()
+        places = {row.name: header.tensors[row.name] for row in self._manifest.state}
+        self._initial = {name: data[place.begin : place.end] for name, place in places.items()}
+
+    @staticmethod
+    def misplaced(value: Any) -> str | None:
+        """What is wrong with an input beside dtype and shape."""
+        return "expected a plain array, got a masked one" if isinstance(value, np.ma.MaskedArray) else None
+
+    @staticmethod
+    def kind(value: Any) -> Hashable:
+        """Everything about an input that its check looks at."""
+        return value.dtype, value.shape, type(value)
+
+    def bind(self, arena: HostArena) -> BoundOnnx:
+        """Views on the arena for every weight, and fresh state."""
+        values = {
+            name: value_of(arena.view(row.name), row.dtype, row.shape)
+            for row in self._manifest.weights
+            for name in row.names
+        }
+        states = {row.name: _State(row, self._initial[row.name]) for row in self._manifest.state}
+        values |= {name: state.value for name, state in states.items()}
+        return BoundOnnx({name: _Call(graph, values, states) for name, graph in self._graphs.items()}, states, arena)
+
+
+def _dtypes(manifest: Manifest) -> set[str]:
+    """The dtypes of all inputs and outputs."""
+    signatures = [method.signature for method in manifest.methods.values()]
+    nodes = [node for each in signatures for node in (*dict(each.args).values(), *dict(each.kwargs).values())]
+    nodes += [each.output for each in signatures]
+    return {leaf.dtype for node in nodes for leaf in leaves(node) if isinstance(leaf, Tensor)}
+
+
+class _State:
+    """One state tensor in memory of its own, beside its initial value."""
+
+    def __init__(self, row: NamedTensor, initial: memoryview) -> None:
+        self._initial = np.array(initial, np.uint8)
+        self._live = self._initial.copy()
+        self.dtype = row.dtype
+        self.value = value_of(self._live, row.dtype, row.shape)
+
+    def reset(self) -> None:
+        self._live[:] = self._initial
+
+    def put(self, new: Any) -> None:
+        """Take the value after a call."""
+        self._live[:] = np.ascontiguousarray(as_array(new, self.dtype)).reshape(-1).view(np.uint8)
+
+
+class _Call:
+    """One method over one arena. Bindings are not safe to share, so each call takes one from a pool."""
+
+    def __init__(self, graph: OnnxGraph, values: Mapping[str, Any], states: Mapping[str, _State]) -> None:
+        self._graph = graph
+        self._fixed = [(name, values[name]) for name in graph.tensors]
+        self._inputs = [(name, _input_dtype(leaf)) for name, leaf in zip(graph.names.inputs, graph.inputs, strict=True)]
+        self._outputs = list(zip(graph.names.outputs, graph.outputs, strict=True))
+        self._states = [(after, states[name]) for name, after in graph.after.items()]
+        self._fetched = [name for name, _ in (*self._outputs, *self._states) if name is not None]
+        self.stateful = any(name in states for name in graph.tensors)
+        self._pool: list[Any] = []
+
+    def warm_up(self) -> None:
+        """Make what the first call needs."""
+        self._pool.append(self._new_binding())
+
+    def _new_binding(self) -> Any:
+        binding = self._graph.session.io_binding()
+        for name, value in self._fixed:
+            binding.bind_ortvalue_input(name, value)
+        return binding
+
+    def __call__(self, inputs: list[Any]) -> list[Any]:
+        """Flat inputs to flat outputs; the state is changed."""
+        try:
+            binding = self._pool.pop()
+        except IndexError:
+            binding = self._new_binding()
+        for (name, dtype), value in zip(self._inputs, inputs, strict=True):
+            if name is not None:
+                binding.bind_ortvalue_input(name, as_value(np.asarray(value), dtype))
+        for name in self._fetched:
+            binding.bind_output(name)
+        self._graph.session.run_with_iobinding(binding)
+        found = dict(zip(self._fetched, binding.get_outputs(), strict=True))
+        binding.clear_binding_outputs()
+        self._pool.append(binding)  # not after an error, which leaves it in doubt
+        for name, state in self._states:
+            state.put(found[name])
+        return [None if name is None else _output(found[name], leaf) for name, leaf in self._outputs]
+
+    def renew(self) -> None:
+        """After a fork: bindings belong to sessions whose threads are gone."""
+        _LOST.append(self._pool)
+        self._pool = []
+
+
+_LOST: list[Any] = []
+
+
+def _input_dtype(leaf: Leaf) -> str:
+    return leaf.dtype if isinstance(leaf, Tensor) else "I64"
+
+
+def _output(value: Any, leaf: Leaf) -> Any:
+    if isinstance(leaf, Tensor):
+        return as_array(value, leaf.dtype)
+    return int(value.numpy()) if isinstance(leaf, Integer) else None
+
+
+class BoundOnnx:
+    """All methods over one arena. Safe to call from any number of threads."""
+
+    def __init__(self, calls: Mapping[str, _Call], states: Mapping[str, _State], arena: HostArena) -> None:
+        self._calls = calls
+        self._states = states
+        self._state_lock = RLock()
+        self._arena = arena
+        for call in calls.values():
+            call.warm_up()
+        renew_in_children(self)
+
+    def run(self, method: str, inputs: list[Any]) -> list[Any]:
+        """Flat inputs to flat outputs, in memory of their own."""
+        call = self._calls[method]
+        with self._state_lock if call.stateful else _NOTHING:
+            return call(inputs)
+
+    def renew(self) -> None:
+        """After a fork: what a call of another thread was doing to the state is undone."""
+        for call in self._calls.values():
+            call.renew()
+        free = self._state_lock.acquire(blocking=False)
+        self._state_lock = RLock()
+        if not free:
+            self.reset_state()
+
+    @property
+    def has_state(self) -> bool:
+        """Whether calls leave traces."""
+        return bool(self._states)
+
+    def reset_state(self) -> None:
+        """Copy the initial values over the state, in place."""
+        with self._state_lock:
+            for state in self._states.values():
+                state.reset()

@@ -1,0 +1,99 @@
+"""One method's ONNX graph, opened by ONNX Runtime and held against the manifest."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from weightswap_runtime.artifact import Artifact
+from weightswap_runtime.errors import ArtifactError, MissingExtra, Unsupported
+from weightswap_runtime.forks import renew_in_children
+from weightswap_runtime.manifest import NamedTensor
+from weightswap_runtime.signature import Tensor, leaves
+
+from .onnx_names import graph_file, onnx_names
+from .onnx_values import element_of
+
+try:
+    import onnxruntime
+except ImportError as error:
+    raise MissingExtra("the engine `onnx`", "onnx") from error
+
+PROVIDER = "CPUExecutionProvider"
+_SILENT = 4
+_LOST: list[Any] = []  # sessions of a parent process; to end one would wait for its threads
+
+
+class OnnxGraph:
+    """A method's graph. `tensors` are the FQNs of the weights and the state that it takes.
+
+    `inputs` and `outputs` are the leaves of the signature; `after` says what the new value of a state is called.
+    """
+
+    def __init__(self, artifact: Artifact, method: str, threads: int | None) -> None:
+        """threads: that one call uses; None: one for each core. Raises ArtifactError and Unsupported."""
+        manifest = artifact.manifest
+        self._where = str(artifact.path / graph_file(method))
+        self._raw = artifact.read(graph_file(method))
+        self._threads = threads
+        self._session: Any = None
+        signature = manifest.methods[method].signature
+        self.names = onnx_names(manifest, manifest.methods[method])
+        self.inputs = [leaf for _, node in (*signature.args, *signature.kwargs) for leaf in leaves(node)]
+        self.outputs = leaves(signature.output)
+        found = {item.name: item for item in self.session.get_inputs()}
+        self.tensors = tuple(name for name in self.names.tensors if name in found)
+        fetched = [item.name for item in self.session.get_outputs()]
+        self.after = {name: after for name, after in self.names.after.items() if after in fetched}
+        rows = {name: row for row in (*manifest.weights, *manifest.state) for name in row.names}
+        problems = [*self._input_problems(found, rows), *self._output_problems(fetched)]
+        if problems:
+            raise ArtifactError(f"{self._where}: is not the graph of {method!r}: {'; '.join(problems[:5])}")
+        renew_in_children(self)
+
+    @property
+    def session(self) -> Any:
+        """The ONNX Runtime session. Calls on it may run at the same time."""
+        if self._session is None:
+            self._session = self._open()
+        return self._session
+
+    def renew(self) -> None:
+        """After a fork: a session's threads are gone, so that the next call opens another."""
+        _LOST.append(self._session)
+        self._session = None
+
+    def _open(self) -> Any:
+        options = onnxruntime.SessionOptions()
+        options.log_severity_level = _SILENT  # what it says, its errors say too
+        options.intra_op_num_threads = self._threads or 0
+        try:
+            session = onnxruntime.InferenceSession(self._raw, options, providers=[PROVIDER])
+        except Exception as error:
+            if type(error).__name__ == "NotImplemented":
+                raise Unsupported(
+                    f"{self._where}: ONNX Runtime {onnxruntime.__version__} cannot run it: {error}"
+                ) from error
+            raise ArtifactError(
+                f"{self._where}: ONNX Runtime {onnxruntime.__version__} cannot open it: {error}. Compile it again."
+            ) from error
+        if session.get_providers()[0] != PROVIDER:
+            raise Unsupported(f"{self._where}: asked for {PROVIDER}, ONNX Runtime gives {session.get_providers()}")
+        return session
+
+    def _input_problems(self, found: Mapping[str, Any], rows: Mapping[str, NamedTensor]) -> Iterator[str]:
+        flat = [(name, leaf) for name, leaf in zip(self.names.inputs, self.inputs, strict=True) if name is not None]
+        wanted = {name: leaf.dtype if isinstance(leaf, Tensor) else "I64" for name, leaf in flat}
+        yield from (f"it lacks the input {name!r}" for name in wanted if name not in found)
+        for name, item in found.items():
+            row = rows.get(name) if name in self.tensors else None
+            dtype = row.dtype if row else wanted.get(name)
+            if dtype is None:
+                yield f"it takes {name!r}, which the manifest does not list"
+            elif item.type != element_of(name, dtype).text or (row and tuple(item.shape) != row.shape):
+                yield f"it takes {name!r} as {item.type}{list(item.shape)}, expected {dtype}"
+
+    def _output_problems(self, fetched: list[str]) -> Iterator[str]:
+        wanted = [name for name in self.names.outputs if name is not None] + list(self.after.values())
+        if fetched != wanted:
+            yield f"its outputs are {fetched}, expected {wanted}"

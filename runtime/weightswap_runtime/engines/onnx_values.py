@@ -1,0 +1,103 @@
+"""Tensors as ONNX Runtime has them, over memory of ours and as numpy arrays."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterable, Mapping, Sequence
+from importlib import import_module
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from weightswap_runtime.dtypes import DTYPES
+from weightswap_runtime.errors import MissingExtra, Unsupported
+
+try:
+    from onnxruntime import OrtValue
+except ImportError as error:
+    raise MissingExtra("the engine `onnx`", "onnx") from error
+
+
+class Element(NamedTuple):
+    """An element type: what ONNX Runtime calls it, its number in ONNX's TensorProto, its class in ml_dtypes or None."""
+
+    text: str
+    code: int
+    ml_dtype: str | None = None
+
+
+ELEMENTS = {
+    "BOOL": Element("tensor(bool)", 9),
+    "U8": Element("tensor(uint8)", 2),
+    "I8": Element("tensor(int8)", 3),
+    "U16": Element("tensor(uint16)", 4),
+    "I16": Element("tensor(int16)", 5),
+    "U32": Element("tensor(uint32)", 12),
+    "I32": Element("tensor(int32)", 6),
+    "U64": Element("tensor(uint64)", 13),
+    "I64": Element("tensor(int64)", 7),
+    "F16": Element("tensor(float16)", 10),
+    "F32": Element("tensor(float)", 1),
+    "F64": Element("tensor(double)", 11),
+    "BF16": Element("tensor(bfloat16)", 16, "bfloat16"),
+    "F8_E4M3": Element("tensor(float8e4m3fn)", 17, "float8_e4m3fn"),
+    "F8_E4M3FNUZ": Element("tensor(float8e4m3fnuz)", 18, "float8_e4m3fnuz"),
+    "F8_E5M2": Element("tensor(float8e5m2)", 19, "float8_e5m2"),
+    "F8_E5M2FNUZ": Element("tensor(float8e5m2fnuz)", 20, "float8_e5m2fnuz"),
+}
+
+
+def element_of(name: str, dtype: str) -> Element:
+    """The element type of a tensor. Raises Unsupported."""
+    if dtype not in ELEMENTS:
+        raise Unsupported(f"{name}: ONNX Runtime has no {dtype}; it has {', '.join(ELEMENTS)}")
+    return ELEMENTS[dtype]
+
+
+def numpy_dtype(dtype: str) -> np.dtype[Any]:
+    """The numpy dtype, from ml_dtypes where numpy has none of its own. Raises MissingExtra."""
+    element = ELEMENTS[dtype]
+    if element.ml_dtype is None:
+        return np.dtype(DTYPES[dtype].numpy)
+    try:
+        kinds: Any = import_module("ml_dtypes")
+    except ImportError as error:
+        raise MissingExtra(f"{dtype} in numpy (ml_dtypes)", "onnx") from error
+    found: np.dtype[Any] = np.dtype(getattr(kinds, element.ml_dtype))
+    return found
+
+
+def dtype_names(dtypes: Iterable[str]) -> Mapping[np.dtype[Any], str]:
+    """Safetensors names by numpy dtype: of all that numpy has, and of those of `dtypes` that it lacks."""
+    own = [name for name, element in ELEMENTS.items() if element.ml_dtype is None]
+    return {numpy_dtype(name): name for name in [*own, *dtypes]}
+
+
+def _carrier(dtype: str) -> np.dtype[Any]:
+    """What numpy, and ONNX Runtime from it, takes the elements for."""
+    numpy = DTYPES[dtype].numpy
+    return np.dtype(numpy or f"uint{DTYPES[dtype].bits}")
+
+
+def value_of(memory: Any, dtype: str, shape: Sequence[int]) -> OrtValue:
+    """A value over row-major bytes: a buffer or an array of uint8, which it keeps alive. Nothing is copied."""
+    flat = np.frombuffer(memory, _carrier(dtype)) if len(memory) else np.empty(0, _carrier(dtype))
+    return as_value(flat.reshape(shape), dtype)
+
+
+def as_value(array: np.ndarray[Any, Any], dtype: str) -> OrtValue:
+    """A value over the memory of an array, or over that of a copy where its elements are scattered or misaligned."""
+    rows = np.require(array, requirements=("C_CONTIGUOUS", "ALIGNED")).view(_carrier(dtype))
+    if ELEMENTS[dtype].ml_dtype is None:
+        return OrtValue.ortvalue_from_numpy(rows)
+    return OrtValue.ortvalue_from_numpy_with_onnx_type(rows, ELEMENTS[dtype].code)
+
+
+def as_array(value: OrtValue, dtype: str) -> np.ndarray[Any, Any]:
+    """A value as an array of its own memory, which lives as long as the array; a copy where numpy lacks the dtype."""
+    if ELEMENTS[dtype].ml_dtype is None:
+        array: np.ndarray[Any, Any] = value.numpy()
+        return array
+    shape = value.shape()
+    size = int(np.prod(shape)) * DTYPES[dtype].bits // 8
+    return np.frombuffer(bytearray(ctypes.string_at(value.data_ptr(), size)), numpy_dtype(dtype)).reshape(shape)
