@@ -6,12 +6,13 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from weightswap_runtime.comparing import difference
 from weightswap_runtime.signature import leaves
+from weightswap_runtime.tensors import tensor_bytes
 
 from . import huggingface
 from .describe import plain_tree
@@ -122,4 +123,10 @@ class _Buffers:
 
 def _is_changed(place: _Place) -> bool:
     other = place.home.get(place.key) is not place.tensor
-    return other or difference(place.values, place.tensor, None) is not None
+    return other or not _same_bits(place.values, place.tensor)
+
+
+def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Of any dtype: a model may have buffers that are no part of the graph."""
+    same_type = (one.dtype, one.shape) == (other.dtype, other.shape)
+    return same_type and np.array_equal(tensor_bytes(one), tensor_bytes(other))

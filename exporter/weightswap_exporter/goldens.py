@@ -12,16 +12,17 @@ from torch import nn
 
 from weightswap_runtime.cases import Case, Value, input_leaves, type_problem
 from weightswap_runtime.comparing import difference
+from weightswap_runtime.contents import Content
 from weightswap_runtime.digests import digest_of
 from weightswap_runtime.dtypes import describe
+from weightswap_runtime.engines.torch import environment_here
 from weightswap_runtime.errors import RecordingError
 from weightswap_runtime.files import companion
-from weightswap_runtime.goldens import Content, Environment, Tolerance, encode_goldens
+from weightswap_runtime.goldens import Environment, Tolerance, encode_goldens
 from weightswap_runtime.header import Header
 from weightswap_runtime.manifest import Manifest, NamedTensor
 from weightswap_runtime.signature import Integer, Leaf, Literal, Tensor, leaves
-from weightswap_runtime.tensors import as_tensor, tensor_bytes
-from weightswap_runtime.verifying import environment_here
+from weightswap_runtime.tensors import as_tensor
 from weightswap_runtime.weightfile import Stamp, weights_id
 from weightswap_runtime.weightset import goldens_path
 
@@ -30,7 +31,7 @@ from .calls import Call, Wanted, checked_inputs, with_literals
 from .eager import Eager, Outputs, eager
 from .skeletons import is_fake
 from .tables import named_tensors
-from .values import dtype_of, pieces
+from .values import content_of, dtype_of, pieces
 
 
 class Recording(NamedTuple):
@@ -138,7 +139,7 @@ class _Recorder:
     def _value(self, name: str, value: Any, leaf: Leaf) -> Value:
         if not isinstance(leaf, Tensor):
             return int(value) if isinstance(leaf, Integer) else None
-        self.tensors[name] = Content(leaf.dtype, tuple(value.shape), tensor_bytes(value))
+        self.tensors[name] = content_of(value)
         return name
 
 
@@ -150,7 +151,7 @@ def _model_problems(model: nn.Module, manifest: Manifest, values: Mapping[str, t
             yield problem
     for row in manifest.constants:
         tensor = tensors.get(row.name)
-        if tensor is not None and (text := difference(values[row.name], tensor.detach().cpu(), None)):
+        if tensor is not None and (text := _difference(values[row.name], tensor)):
             yield f"{row.name} is not the artifact's constant{text}"
 
 
@@ -200,8 +201,13 @@ def _change(one: Any, other: Any) -> str | None:
     """How two runs of one call differ: dropout is left on, or the model draws random numbers."""
     if not isinstance(one, torch.Tensor):
         return None if one == other else f": is {one!r:.80} in one run and {other!r:.80} in the next"
-    text = difference(one, other, None)
+    text = _difference(one, other)
     return f" is not deterministic: two runs of the eager model differ{text}" if text else None
+
+
+def _difference(expected: torch.Tensor, found: torch.Tensor) -> str | None:
+    """Where the bits of two tensors differ, in words."""
+    return difference(content_of(expected), content_of(found), None)
 
 
 def weights_identity(model: nn.Module, manifest: Manifest) -> str:

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import torch
 
+from weightswap_runtime.contents import Content
 from weightswap_runtime.dtypes import TORCH_NAMES
 from weightswap_runtime.tensors import tensor_bytes
 
@@ -43,6 +44,11 @@ def values_of(tensor: torch.Tensor) -> Values:
 def dtype_of(dtype: torch.dtype) -> str:
     """The safetensors name of a dtype; `torch.x` where there is none."""
     return TORCH_NAMES.get(str(dtype).removeprefix("torch."), str(dtype))
+
+
+def content_of(tensor: torch.Tensor) -> Content:
+    """A tensor to be compared or written; shares its memory where that is on the CPU and contiguous."""
+    return Content(dtype_of(tensor.dtype), tuple(tensor.shape), tensor_bytes(tensor))
 
 
 def _same(tensor: torch.Tensor) -> torch.Tensor:

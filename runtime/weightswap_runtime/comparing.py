@@ -4,23 +4,26 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
+import numpy as np
+from numpy.typing import NDArray
 
-from .dtypes import TORCH_NAMES, describe
+from .contents import Content, as_array
+from .dtypes import DTYPES, describe, has_fractions
 from .goldens import Tolerance
+from .widening import widened
 
 EXACT: Tolerance = (0.0, 0.0)
 # https://docs.pytorch.org/docs/stable/testing.html#torch.testing.assert_close; every other dtype is compared exactly
-DEFAULT_TOLERANCES: dict[torch.dtype, Tolerance] = {
-    torch.float16: (1e-3, 1e-5),
-    torch.bfloat16: (1.6e-2, 1e-5),
-    torch.float32: (1.3e-6, 1e-5),
-    torch.float64: (1e-7, 1e-7),
-    torch.complex64: (1.3e-6, 1e-5),
+DEFAULT_TOLERANCES: dict[str, Tolerance] = {
+    "F16": (1e-3, 1e-5),
+    "BF16": (1.6e-2, 1e-5),
+    "F32": (1.3e-6, 1e-5),
+    "F64": (1e-7, 1e-7),
+    "C64": (1.3e-6, 1e-5),
 }
 
 
-def difference(expected: torch.Tensor, found: torch.Tensor, tolerance: Tolerance | None) -> str | None:
+def difference(expected: Content, found: Content, tolerance: Tolerance | None) -> str | None:
     """Where two tensors differ most, in words; None where they do not.
 
     tolerance: (rtol, atol), as `torch.isclose` has them with `expected` as its second operand. None means bit for bit,
@@ -34,74 +37,83 @@ def difference(expected: torch.Tensor, found: torch.Tensor, tolerance: Tolerance
     count = int(differ.sum())
     if not count:
         return None
-    return f"{_worst(expected, found, differ)}; {count} of {differ.numel()} elements differ{_beyond(tolerance, found)}"
+    return f"{_worst(expected, found, differ)}; {count} of {differ.size} elements differ{_beyond(tolerance, found)}"
 
 
-def not_finite(recorded: torch.Tensor, found: torch.Tensor) -> str | None:
+def not_finite(recorded: Content, found: Content) -> str | None:
     """Where `found` is not finite although `recorded` is, in words; None where it is.
 
     An output of another shape than the recorded one, which depends on the weights, must be finite throughout if
     `recorded` is.
     """
-    if not _has_fractions(found):
+    if not has_fractions(found.dtype):
         return None
-    wrong = ~torch.isfinite(_wide(found))
-    expected = torch.isfinite(_wide(recorded))
-    wrong &= expected if recorded.shape == found.shape else expected.all()
+    values, expected = widened(found), np.isfinite(widened(recorded))
+    wrong = ~np.isfinite(values) & (expected if recorded.shape == found.shape else expected.all())
     count = int(wrong.sum())
     if not count:
         return None
-    index = int(wrong.flatten().int().argmax())
-    value = found.flatten()[index].item()
-    return f"{_place(index, found)}: expected a finite value, found {value}; {count} of {wrong.numel()} are not"
+    index = int(wrong.argmax())
+    value = values[index].item()
+    return f"{_place(index, found)}: expected a finite value, found {value}; {count} of {wrong.size} are not"
 
 
-def _type(tensor: torch.Tensor) -> str:
-    name = str(tensor.dtype).removeprefix("torch.")
-    return describe(TORCH_NAMES.get(name, name), tuple(tensor.shape))
+def _type(tensor: Content) -> str:
+    return describe(tensor.dtype, tensor.shape)
 
 
-def _beyond(tolerance: Tolerance | None, found: torch.Tensor) -> str:
-    if tolerance is None or not _has_fractions(found):
+def _beyond(tolerance: Tolerance | None, found: Content) -> str:
+    if tolerance is None or not has_fractions(found.dtype):
         return ", compared bit for bit"
     rtol, atol = tolerance
     return f" by more than rtol={rtol:g}, atol={atol:g}"
 
 
-def _has_fractions(tensor: torch.Tensor) -> bool:
-    return tensor.is_floating_point() or tensor.is_complex()
-
-
-def _wide(tensor: torch.Tensor) -> torch.Tensor:
-    """The values in a dtype for which every operator exists and in which differences are not rounded."""
-    return tensor.to(torch.complex128 if tensor.is_complex() else torch.float64)
-
-
-def _differ_in_bits(expected: torch.Tensor, found: torch.Tensor) -> torch.Tensor:
-    differ = (_bytes(expected) != _bytes(found)).any(1).view(found.shape)
-    if _has_fractions(found) and differ.any():
-        differ &= ~(torch.isnan(_wide(expected)) & torch.isnan(_wide(found)))
+def _differ_in_bits(expected: Content, found: Content) -> NDArray[Any]:
+    differ: NDArray[Any] = _bits(expected) != _bits(found)
+    if has_fractions(found.dtype) and differ.any():
+        differ &= ~(np.isnan(widened(expected)) & np.isnan(widened(found)))
     return differ
 
 
-def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """One row of bytes for each element."""
-    rows = tensor.resolve_conj().resolve_neg().contiguous().view(-1)
-    return rows.view(torch.uint8).view(tensor.numel(), tensor.dtype.itemsize)
+def _bits(tensor: Content) -> NDArray[Any]:
+    """One unsigned integer for each element."""
+    return np.frombuffer(tensor.data, f"u{DTYPES[tensor.dtype].bits // 8}")
 
 
-def _differ_in_value(expected: torch.Tensor, found: torch.Tensor, tolerance: Tolerance) -> torch.Tensor:
-    if not _has_fractions(found):
+def _differ_in_value(expected: Content, found: Content, tolerance: Tolerance) -> NDArray[Any]:
+    if not has_fractions(found.dtype):
         return _differ_in_bits(expected, found)
-    rtol, atol = tolerance
-    return ~torch.isclose(_wide(found), _wide(expected), rtol=rtol, atol=atol, equal_nan=True)
+    return ~_close(widened(expected), widened(found), *tolerance)
 
 
-def _worst(expected: torch.Tensor, found: torch.Tensor, differ: torch.Tensor) -> str:
-    gaps = (_wide(found) - _wide(expected)).abs().nan_to_num(nan=torch.inf)
-    index = int(gaps.masked_fill(~differ, -1).argmax())
-    wanted, got = expected.flatten()[index].item(), found.flatten()[index].item()
+def _close(expected: NDArray[Any], found: NDArray[Any], rtol: float, atol: float) -> NDArray[Any]:
+    """What `torch.isclose(found, expected, ..., equal_nan=True)` says; an infinity is close to itself alone."""
+    equal = (found == expected) | (np.isnan(found) & np.isnan(expected))
+    gaps = _gaps(expected, found)
+    with np.errstate(all="ignore"):
+        near = np.isfinite(gaps) & (gaps <= atol + np.abs(rtol * expected))
+    close: NDArray[Any] = equal | near
+    return close
+
+
+def _gaps(expected: NDArray[Any], found: NDArray[Any]) -> NDArray[Any]:
+    with np.errstate(all="ignore"):  # between infinities there is NaN, between large numbers infinity
+        gaps: NDArray[Any] = np.abs(found - expected)
+    return gaps
+
+
+def _worst(expected: Content, found: Content, differ: NDArray[Any]) -> str:
+    gaps = np.nan_to_num(_gaps(widened(expected), widened(found)), nan=np.inf)
+    index = int(np.where(differ, gaps, -1).argmax())
+    wanted, got = _number(expected, index), _number(found, index)
     return f"{_place(index, found)}: expected {wanted}, found {got}{_gap(wanted, got)}"
+
+
+def _number(tensor: Content, index: int) -> Any:
+    """An element as Python has it, from its position in row-major order."""
+    values = widened(tensor) if has_fractions(tensor.dtype) else as_array(tensor).reshape(-1)
+    return values[index].item()
 
 
 def _gap(wanted: Any, got: Any) -> str:
@@ -111,7 +123,7 @@ def _gap(wanted: Any, got: Any) -> str:
     return f", absolute difference {absolute:.6g}, relative {relative:.6g}"
 
 
-def _place(index: int, tensor: torch.Tensor) -> str:
+def _place(index: int, tensor: Content) -> str:
     """`[1, 2]`: the index of an element, from its position in row-major order. Empty for a scalar."""
     position = []
     for size in reversed(tensor.shape):

@@ -48,6 +48,12 @@ DTYPES: dict[str, DType] = {
 }
 
 TORCH_NAMES: dict[str, str] = {row.torch: row.name for row in DTYPES.values() if row.torch}
+NUMPY_NAMES: dict[str, str] = {row.numpy: row.name for row in DTYPES.values() if row.numpy}
+
+
+def has_fractions(dtype: str) -> bool:
+    """Whether the elements are floating or complex numbers."""
+    return dtype.startswith(("F", "BF", "C"))
 
 
 def nbytes(dtype: str, shape: Sequence[int]) -> int | None:

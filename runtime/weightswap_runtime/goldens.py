@@ -17,6 +17,7 @@ import msgspec
 
 from .artifact import Artifact
 from .cases import Case, Document, case_problems
+from .contents import Content
 from .digests import digest_of
 from .errors import AccessDenied, GoldensError, OutOfMemory, Unsupported
 from .header import FileTensor, Header, header_length, pack_ranges, parse_header, render_header
@@ -66,14 +67,6 @@ class Record(Document, frozen=True):
     digests: dict[str, str]
 
 
-class Content(NamedTuple):
-    """A tensor to be written: row-major, little-endian bytes."""
-
-    dtype: str
-    shape: tuple[int, ...]
-    data: memoryview
-
-
 class Goldens(NamedTuple):
     """Goldens that were read and checked. Nothing of the file is open.
 
@@ -100,6 +93,11 @@ class Goldens(NamedTuple):
         """The row-major, little-endian bytes of a tensor."""
         place = self.tensors[name]
         return self.data[place.begin : place.end]
+
+    def content(self, name: str) -> Content:
+        """A tensor; its memory is that of the goldens."""
+        place = self.tensors[name]
+        return Content(place.dtype, place.shape, self.bytes_of(name))
 
 
 def encode_goldens(

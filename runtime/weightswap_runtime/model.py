@@ -399,3 +399,8 @@ class Model(Caller):
             f"weights_id={self.weights_id and self.weights_id[:12]!r}, generation={self.generation}, "
             f"residency={self.residency!r})"
         )
+
+
+def engine_of(model: Model) -> Engine:
+    """What executes a model's graphs: for tools that turn tensors of files into its inputs, and its outputs back."""
+    return model._member.engine

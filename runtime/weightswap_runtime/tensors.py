@@ -7,7 +7,8 @@ from collections.abc import Sequence
 
 import torch
 
-from .dtypes import DTYPES
+from .contents import Content
+from .dtypes import DTYPES, TORCH_NAMES
 from .errors import Unsupported
 
 
@@ -32,3 +33,14 @@ def tensor_bytes(tensor: torch.Tensor) -> memoryview:
     rows = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
     flat = rows.as_strided((rows.numel(),), (1,))  # reshape leaves a single element its stride
     return flat.view(torch.uint8).numpy().data
+
+
+def tensor_content(tensor: torch.Tensor) -> Content:
+    """The content of a tensor; shares its memory where `tensor_bytes` does.
+
+    Raises Unsupported for a dtype without a safetensors name.
+    """
+    name = TORCH_NAMES.get(str(tensor.dtype).removeprefix("torch."))
+    if name is None:
+        raise Unsupported(f"{tensor.dtype} has no place in the safetensors format")
+    return Content(name, tuple(tensor.shape), tensor_bytes(tensor))

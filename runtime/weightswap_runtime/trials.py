@@ -14,6 +14,7 @@ from .job import Job
 from .places import Place
 from .sources import Check
 from .staging import Request
+from .verifying import verify
 
 Verified = Literal["goldens", "finite", "none"]
 
@@ -59,13 +60,11 @@ def find_trials(place: Place, owner: Member, members: Sequence[Member], request:
 def try_out(candidate: Candidate, trials: Sequence[Trial], request: Request, job: Job) -> tuple[Verified, float]:
     """Run all goldens on the candidate's session; returns how they were compared, and the seconds that it took.
 
-    Raises GoldenMismatch, GoldensError, StageCancelled and MissingExtra.
+    Raises GoldenMismatch, GoldensError and StageCancelled.
     """
     start = time.perf_counter()
     modes: set[str] = set()
     if trials:
-        from .verifying import verify  # needs torch
-
         session = candidate.session(job)
         job.begin("verifying")
         for (artifact, engine, place, _), goldens in trials:
@@ -75,10 +74,10 @@ def try_out(candidate: Candidate, trials: Sequence[Trial], request: Request, job
             mode = verify(
                 goldens._replace(where=f"{candidate.contents.source}: tried with {goldens.where}"),
                 bound,
+                engine,
                 artifact.manifest,
                 candidate.contents.identity.weights_id,
                 mode=request.verify,
-                engine=engine.name,
                 check=job.check,
             )
             modes.add(mode)

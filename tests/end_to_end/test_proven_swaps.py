@@ -6,12 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
 from tests.setups import different
-from weightswap_exporter import export, pack
+from weightswap_exporter import compile_engines, export, pack
 from weightswap_runtime import (
     Artifact,
     GoldenMismatch,
@@ -92,6 +93,17 @@ def test_goldens_are_reproduced_before_the_commit(shelf: Shelf, residency: str) 
     assert model.swap(shelf.pack(4, goldens=None)).verified == "none"
     with pytest.raises(Unsupported, match="verify='some'"):
         model.swap(shelf.pack(1), verify="some")
+
+
+def test_the_engine_onnx_reproduces_goldens_within_tolerances(shelf: Shelf, residency: str) -> None:
+    compile_engines(shelf.artifact, ("onnx",))
+    model = load(shelf.artifact.path, shelf.pack(0), engine="onnx", residency=residency)
+    assert model.history[-1].verified == "goldens"
+    assert model.swap(shelf.pack(1)).verified == "goldens"
+    with pytest.raises(GoldenMismatch, match=r"output\[.*differ by more than rtol=1.3e-06, atol=1e-05"):
+        model.swap(shelf.falsify(2, 3))
+    wanted = different(build, 1)(X).detach().numpy()
+    np.testing.assert_allclose(model(X.numpy()), wanted, rtol=1.3e-6, atol=1e-5)
 
 
 def test_weights_that_do_not_reproduce_them_are_refused(shelf: Shelf, residency: str) -> None:

@@ -36,6 +36,7 @@ from weightswap_runtime import (
 )
 from weightswap_runtime.cli.inspect import inspect_command
 from weightswap_runtime.goldens import Goldens, artifact_goldens, goldens_beside
+from weightswap_runtime.model import engine_of
 from weightswap_runtime.verifying import verify
 
 IMAGE = torch.randn(2, 1, 5, 5, generator=torch.Generator().manual_seed(1))
@@ -196,7 +197,7 @@ def recorded(setting: Setting, folder: Path, **options: Any) -> tuple[Artifact, 
 
 
 def verified(found: Goldens, model: Model) -> str:
-    return verify(found, bound_of(model), model.artifact.manifest, str(model.weights_id))
+    return verify(found, bound_of(model), engine_of(model), model.artifact.manifest, str(model.weights_id))
 
 
 def everything_in(model: nn.Module) -> Any:
@@ -253,7 +254,7 @@ def test_other_weights_are_refused_for_every_output(tmp_path: Path) -> None:
     served = load(artifact, pack(model, artifact, out=tmp_path / "v2.safetensors").path)
     assert verified(found, served) == "finite"  # the artifact's own goldens are of other weights
     with pytest.raises(GoldenMismatch) as refused:
-        verify(found, bound_of(served), artifact.manifest, found.weights_id)
+        verify(found, bound_of(served), engine_of(served), artifact.manifest, found.weights_id)
     names = [problem.partition("[")[0] for problem in refused.value.problems]
     assert names == [
         "case 0, forward, logits",

@@ -64,6 +64,12 @@ def test_listing_the_commands_brings_in_no_torch() -> None:
     assert not (HEAVY - {"weightswap_exporter"}) & imported_by(code)
 
 
+@pytest.mark.parametrize("module", ["verifying", "comparing", "engines", "cli.run", "cli.tensorfiles"])
+def test_verifying_and_running_need_no_torch(module: str) -> None:
+    code = f"sys.modules['torch'] = None\nimport weightswap_runtime.{module}"
+    assert not (HEAVY - {"torch"}) & imported_by(code)
+
+
 def test_loading_and_calling_brings_in_no_exporter() -> None:
     assert "weightswap_exporter" not in imported_by("import weightswap_runtime.engines.torch")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -11,12 +12,16 @@ from typing import Annotated, Any
 
 import typer
 
+from weightswap_runtime.contents import Content, as_array
+from weightswap_runtime.dtypes import describe, has_fractions
+from weightswap_runtime.engines import Engine
 from weightswap_runtime.errors import InputMismatch, Unsupported, WeightswapError
-from weightswap_runtime.model import Model, load
+from weightswap_runtime.model import Model, engine_of, load
 from weightswap_runtime.signature import Integer, Leaf, Literal, Node, Signature, flatten, leaves, unflatten
 
 from .output import JsonOption, OpLibraryOption, errors_as_exit, print_json, print_table
 from .swap import KeysOption, as_keys
+from .tensorfiles import describe_value, read_tensors, write_tensors
 
 run_command = typer.Typer(add_completion=False)
 
@@ -44,25 +49,23 @@ def run(
     called like x.0 or x.key. Outputs are named in the same way, and a single one is called output.
     """
     with errors_as_exit(as_json), _without_collections():
-        from .tensorfiles import read_tensors, write_tensors
-
         model = load(artifact, weights, keys=as_keys(keys), op_libraries=op_library or ())
         name = method or model.default_method
         if name not in model.signatures:
             raise typer.BadParameter(f"{name!r} is not a method; there are {', '.join(model.signatures)}")
         call = model.method(name)
         signature = model.signatures[name]
-        args, kwargs = _arguments(name, signature, read_tensors(inputs) if inputs else {})
+        engine = engine_of(model)
+        args, kwargs = _arguments(name, signature, read_tensors(inputs) if inputs else {}, engine)
         start = time.perf_counter()
         result = _called(name, call, args, kwargs)
         seconds = time.perf_counter() - start
         names = [leaf.name for leaf in leaves(signature.output)]
-        named = dict(zip(names, flatten(signature.output, result), strict=True))
-        tensors = {key: value for key, value in named.items() if hasattr(value, "dtype")}
+        named = dict(zip(names, _results(flatten(signature.output, result), engine), strict=True))
         if output:
             if len(named) != len(names):
                 raise Unsupported("two outputs have one name, as a key has a dot in it; call the method from Python")
-            write_tensors(output, tensors)
+            write_tensors(output, {key: value for key, value in named.items() if isinstance(value, Content)})
         _report(model, name, named, seconds, as_json)
 
 
@@ -88,7 +91,9 @@ def _called(name: str, call: Callable[..., Any], args: list[Any], kwargs: dict[s
         raise typer.Exit(1) from error
 
 
-def _arguments(method: str, signature: Signature, tensors: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
+def _arguments(
+    method: str, signature: Signature, tensors: dict[str, Content], engine: Engine
+) -> tuple[list[Any], dict[str, Any]]:
     parameters = (*signature.args, *signature.kwargs)
     wanted = [leaf for _, node in parameters for leaf in leaves(node) if not isinstance(leaf, Literal)]
     names = {leaf.name for leaf in wanted}
@@ -98,30 +103,31 @@ def _arguments(method: str, signature: Signature, tensors: dict[str, Any]) -> tu
     ]
     if problems:
         raise InputMismatch(method, problems)
-    args = [_argument(node, tensors) for _, node in signature.args]
-    return args, {name: _argument(node, tensors) for name, node in signature.kwargs}
+    values = {leaf.name: _value(leaf, tensors[leaf.name], engine) for leaf in wanted}
+    args = [_argument(node, values) for _, node in signature.args]
+    return args, {name: _argument(node, values) for name, node in signature.kwargs}
 
 
-def _argument(node: Node, tensors: dict[str, Any]) -> Any:
-    return unflatten(node, [_value(leaf, tensors) for leaf in leaves(node)])
+def _argument(node: Node, values: dict[str, Any]) -> Any:
+    return unflatten(node, [leaf.content if isinstance(leaf, Literal) else values[leaf.name] for leaf in leaves(node)])
 
 
-def _value(leaf: Leaf, tensors: dict[str, Any]) -> Any:
-    if isinstance(leaf, Literal):
-        return leaf.content
-    value = tensors[leaf.name]
-    if not isinstance(leaf, Integer):
-        return value
-    if value.numel() != 1 or value.is_floating_point() or value.is_complex():
-        raise InputMismatch(
-            "run", [f"{leaf.name}: expected one integer, got {value.dtype} of shape {list(value.shape)}"]
-        )
-    return int(value)
+def _value(leaf: Leaf, content: Content, engine: Engine) -> Any:
+    return _integer(leaf.name, content) if isinstance(leaf, Integer) else engine.tensor(content)
+
+
+def _integer(name: str, content: Content) -> int:
+    if math.prod(content.shape) != 1 or has_fractions(content.dtype):
+        raise InputMismatch("run", [f"{name}: expected one integer, got {describe(content.dtype, content.shape)}"])
+    return int(as_array(content).item())
+
+
+def _results(values: list[Any], engine: Engine) -> list[Any]:
+    """Flat outputs, the content of each tensor in place of it."""
+    return [engine.content(value) if isinstance(value, engine.tensor_type) else value for value in values]
 
 
 def _report(model: Model, method: str, named: dict[str, Any], seconds: float, as_json: bool) -> None:
-    from .tensorfiles import describe_value
-
     described = {key: describe_value(value) for key, value in named.items()}
     if as_json:
         document = {"method": method, "graph_id": model.graph_id, "weights_id": model.weights_id}

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping
+from contextlib import AbstractContextManager
 from importlib.util import find_spec
 from typing import Any, Protocol
 
 from weightswap_runtime.arena import HostArena
 from weightswap_runtime.artifact import Artifact
+from weightswap_runtime.contents import Content
 from weightswap_runtime.errors import Unsupported
+from weightswap_runtime.goldens import Environment
 
 from .onnx_names import graph_file
 
@@ -47,6 +50,28 @@ class Engine(Protocol):
 
     def kind(self, value: Any) -> Hashable:
         """Everything about an input that its check looks at."""
+        ...
+
+    def tensor(self, content: Content) -> Any:
+        """A tensor of the engine's, in memory that is allocated as its own are: kernels look at alignments.
+
+        Raises Unsupported for a dtype that the engine lacks.
+        """
+        ...
+
+    def content(self, value: Any) -> Content:
+        """What is in a tensor of the engine's, whose memory it may share.
+
+        Raises Unsupported for a dtype without a safetensors name.
+        """
+        ...
+
+    def environment(self) -> Environment | None:
+        """What decides the last bits of an output here; None where no output is expected to equal eager bit for bit."""
+        ...
+
+    def plainly(self) -> AbstractContextManager[object]:
+        """A block without what the calling thread has switched on, where that changes what the engine computes."""
         ...
 
     def bind(self, arena: HostArena) -> Bound: ...

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from threading import RLock
 from typing import Any
 
@@ -11,12 +11,13 @@ import numpy as np
 
 from weightswap_runtime.arena import HostArena
 from weightswap_runtime.artifact import Artifact
+from weightswap_runtime.contents import Content
 from weightswap_runtime.forks import renew_in_children
 from weightswap_runtime.manifest import Manifest, NamedTensor
 from weightswap_runtime.signature import Integer, Leaf, Tensor, leaves
 
 from .onnx_graph import OnnxGraph
-from .onnx_values import as_array, as_value, dtype_names, value_of
+from .onnx_values import as_array, as_value, content_array, content_of, dtype_names, value_of
 
 _NOTHING = nullcontext()
 
@@ -45,6 +46,24 @@ class OnnxEngine:
     def kind(value: Any) -> Hashable:
         """Everything about an input that its check looks at."""
         return value.dtype, value.shape, type(value)
+
+    @staticmethod
+    def tensor(content: Content) -> np.ndarray[Any, Any]:
+        """An array in memory that numpy has allocated."""
+        return content_array(content)
+
+    def content(self, value: np.ndarray[Any, Any]) -> Content:
+        """What is in an array, whose memory it shares where that is in order."""
+        return content_of(value, self.dtypes)
+
+    @staticmethod
+    def environment() -> None:
+        """Outputs equal those of eager within tolerances alone."""
+
+    @staticmethod
+    def plainly() -> AbstractContextManager[None]:
+        """Nothing that a thread switches on changes what ONNX Runtime computes."""
+        return nullcontext()
 
     def bind(self, arena: HostArena) -> BoundOnnx:
         """Views on the arena for every weight, and fresh state."""

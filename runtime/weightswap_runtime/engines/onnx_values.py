@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from weightswap_runtime.contents import Content
 from weightswap_runtime.dtypes import DTYPES
 from weightswap_runtime.errors import MissingExtra, Unsupported
 
@@ -101,3 +102,22 @@ def as_array(value: OrtValue, dtype: str) -> np.ndarray[Any, Any]:
     shape = value.shape()
     size = int(np.prod(shape)) * DTYPES[dtype].bits // 8
     return np.frombuffer(bytearray(ctypes.string_at(value.data_ptr(), size)), numpy_dtype(dtype)).reshape(shape)
+
+
+def content_array(content: Content) -> np.ndarray[Any, Any]:
+    """An array in memory that numpy has allocated. Raises Unsupported for what ONNX Runtime lacks, and MissingExtra."""
+    if content.dtype not in ELEMENTS:
+        raise Unsupported(f"dtype {content.dtype}: ONNX Runtime has no such type")
+    array = np.empty(content.shape, numpy_dtype(content.dtype))
+    array.reshape(-1).view(np.uint8)[:] = content.data
+    return array
+
+
+def content_of(array: np.ndarray[Any, Any], names: Mapping[np.dtype[Any], str]) -> Content:
+    """What is in an array, whose memory it shares where that is in order; `names` are those of `dtype_names`.
+
+    Raises Unsupported for another dtype.
+    """
+    if array.dtype not in names:
+        raise Unsupported(f"numpy's {array.dtype} is none of {', '.join(names.values())}")
+    return Content(names[array.dtype], array.shape, np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)

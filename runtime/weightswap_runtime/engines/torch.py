@@ -10,9 +10,11 @@ from typing import Any, ParamSpec, TypeVar
 
 from weightswap_runtime.arena import HostArena
 from weightswap_runtime.artifact import Artifact
+from weightswap_runtime.contents import Content
 from weightswap_runtime.dtypes import TORCH_NAMES
 from weightswap_runtime.errors import ArtifactError, MissingExtra
 from weightswap_runtime.forks import renew_in_children
+from weightswap_runtime.goldens import Environment
 from weightswap_runtime.header import FileTensor
 from weightswap_runtime.manifest import GraphInput, Method, NamedTensor
 from weightswap_runtime.signature import leaves
@@ -25,7 +27,7 @@ except ImportError as error:
 from weightswap_runtime.graphs.compiling import Compiled
 from weightswap_runtime.graphs.opening import open_graph
 from weightswap_runtime.plainly import plainly
-from weightswap_runtime.tensors import as_tensor, torch_dtype
+from weightswap_runtime.tensors import as_tensor, tensor_content, torch_dtype
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -54,6 +56,16 @@ def _past_autograd() -> AbstractContextManager[object]:
     """
     guard: AbstractContextManager[object] = torch._C._AutoDispatchBelowAutograd()
     return guard
+
+
+def environment_here(device: str = "cpu") -> Environment:
+    """What decides the last bits of an output in this process, in this thread."""
+    return Environment(
+        torch=str(torch.__version__),
+        device=device,
+        capability=torch.backends.cpu.get_cpu_capability(),
+        threads=torch.get_num_threads(),
+    )
 
 
 class TorchEngine:
@@ -107,6 +119,26 @@ class TorchEngine:
         }
         owned = [*self._constants.values(), *(live for live, _ in initial)]
         return BoundTorch(calls, initial, arena, owned)
+
+    @staticmethod
+    def tensor(content: Content) -> torch.Tensor:
+        """A tensor on the CPU, in memory that torch has allocated, as kernels look at alignments."""
+        return as_tensor(bytearray(content.data), content.dtype, content.shape).clone()
+
+    @staticmethod
+    def content(value: torch.Tensor) -> Content:
+        """What is in a tensor, whose memory it shares where that is on the CPU and contiguous."""
+        return tensor_content(value)
+
+    @staticmethod
+    def environment() -> Environment:
+        """What decides the last bits of an output in this thread."""
+        return environment_here()
+
+    @staticmethod
+    def plainly() -> AbstractContextManager[None]:
+        """A block without the calling thread's gradients, autocast, inference mode and default device."""
+        return plainly()
 
 
 class _Call:
