@@ -8,9 +8,11 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -28,7 +30,7 @@ from weightswap_runtime import (
     write_delta,
 )
 
-SETS, THREADS, STEPS = 4, 8, 1000
+SETS, THREADS = 4, 8
 Served = tuple[int, int]  # the sets that `front` and `back` are of
 
 
@@ -44,6 +46,11 @@ class Deep(nn.Module):
         return self.back(self.front(x))
 
 
+def content(output: Any) -> bytes:
+    """The bytes of a tensor or an array."""
+    return np.asarray(output).tobytes()
+
+
 class Seen(NamedTuple):
     """An output: what was served by the model that gives it, and the generations before and after the call."""
 
@@ -55,10 +62,12 @@ class Seen(NamedTuple):
 class Storm:
     """The model, its files, every possible answer, and what the threads have seen."""
 
-    def __init__(self, folder: Path, residency: str) -> None:
+    def __init__(self, folder: Path, residency: str, engine: str = "torch") -> None:
         models = [Deep().eval() for _ in range(SETS)]
         shapes = {"x": {0: Dim("batch", max=32)}}
-        artifact = export(models[0], (torch.zeros(2, 24),), out=folder / "a.artifact", dynamic_shapes=shapes)
+        artifact = export(
+            models[0], (torch.zeros(2, 24),), out=folder / "a.artifact", dynamic_shapes=shapes, engines=[engine]
+        )
         packed = [pack(model, artifact, out=folder / f"v{index}.safetensors") for index, model in enumerate(models)]
         self.files = [each.path for each in packed]
         self.deltas = {
@@ -69,9 +78,15 @@ class Storm:
         raw = bytearray(self.files[1].read_bytes())
         raw[-5] ^= 0x10
         self.damaged.write_bytes(raw)
-        self.inputs = [torch.randn(batch, 24) for batch in (1, 2, 7, 32)]
-        self.answers = [self._answers(models, x) for x in self.inputs]
-        self.model: Model = load(artifact, self.files[0], residency=residency, keep_previous="host")
+        inputs = [torch.randn(batch, 24) for batch in (1, 2, 7, 32)]
+        opened = partial(load, artifact, self.files[0], engine=engine)
+        if engine == "torch":
+            self.inputs: list[Any] = inputs
+            self.answers = [self._answers(models, x) for x in inputs]
+        else:
+            self.inputs = [x.numpy() for x in inputs]
+            self.answers = self._own_answers(opened())
+        self.model: Model = opened(residency=residency, keep_previous="host")
         self.now: Served = (0, 0)
         self.ledger = {0: self.now}
         self.stop = threading.Event()
@@ -84,6 +99,17 @@ class Storm:
         pairs = itertools.product(range(SETS), repeat=2)
         answers = {models[back].back(models[front].front(x)).numpy().tobytes(): (front, back) for front, back in pairs}
         assert len(answers) == SETS**2
+        return answers
+
+    def _own_answers(self, model: Model) -> list[dict[bytes, Served]]:
+        """What the engine gives where nothing else runs."""
+        answers: list[dict[bytes, Served]] = [{} for _ in self.inputs]
+        for front, back in itertools.product(range(SETS), repeat=2):
+            model.swap(self.files[front])
+            model.swap(self.files[back], only="back.*")
+            for found, x in zip(answers, self.inputs, strict=True):
+                found[content(model(x))] = (front, back)
+        assert all(len(found) == SETS**2 for found in answers)
         return answers
 
     @contextmanager
@@ -118,8 +144,8 @@ class Storm:
             self.failures.append(f"{type(error).__name__}: {error}")
             raise
 
-    def _note(self, thread: int, output: torch.Tensor, index: int, first: int | None, last: int | None) -> None:
-        served = self.answers[index].get(output.numpy().tobytes())
+    def _note(self, thread: int, output: Any, index: int, first: int | None, last: int | None) -> None:
+        served = self.answers[index].get(content(output))
         assert served is not None, "an output of no set"
         assert first is not None
         assert last is not None
@@ -198,7 +224,7 @@ class Changes:
 
     def discard(self) -> None:
         with self._model.stage(self._files[self._choose.randrange(SETS)]) as staged:
-            assert staged(self._storm.inputs[0]).numpy().tobytes() in self._storm.answers[0]
+            assert content(staged(self._storm.inputs[0])) in self._storm.answers[0]
 
     def refused(self) -> None:
         with pytest.raises(DigestMismatch):
@@ -209,17 +235,20 @@ class Changes:
             self._model.swap(self._files[0].with_name("nowhere.safetensors"))
 
 
-def test_eight_threads_call_while_weights_change_in_every_way(tmp_path: Path, residency: str) -> None:
-    storm = Storm(tmp_path, residency)
+@pytest.mark.parametrize(("engine", "steps"), [("torch", 1000), ("onnx", 300)])
+def test_eight_threads_call_while_weights_change_in_every_way(
+    engine: str, steps: int, tmp_path: Path, residency: str
+) -> None:
+    storm = Storm(tmp_path, residency, engine)
     changes = Changes(storm, random.Random(99))
     with storm.calls():
         for change in changes.all:
             change()
-        for _ in range(STEPS):
+        for _ in range(steps):
             changes.any()
     storm.check()
     generations = [{seen.last for seen in thread} for thread in storm.seen]
-    assert len(set().union(*generations)) > STEPS // 20  # calls and commits were mixed
+    assert len(set().union(*generations)) > steps // 20  # calls and commits were mixed
     assert all(generations)
 
 

@@ -22,6 +22,7 @@ OpLibraryOption = Annotated[
     list[str] | None,
     typer.Option("--op-library", help="A package, or an .so file, that registers operators; may be repeated."),
 ]
+EngineOption = Annotated[str, typer.Option(help="What runs the graphs: torch, onnx, or auto.")]
 _USAGE = (MissingExtra, RecipeError, Unsupported)
 
 

@@ -13,7 +13,7 @@ from weightswap_runtime.goldens import Mode
 from weightswap_runtime.model import load
 from weightswap_runtime.receipts import SwapReceipt
 
-from .output import JsonOption, OpLibraryOption, errors_as_exit, human_bytes, print_json
+from .output import EngineOption, JsonOption, OpLibraryOption, errors_as_exit, human_bytes, print_json
 from .watching import StartChoice, print_event, print_event_as_json, watch_until_interrupt
 
 swap_command = typer.Typer(add_completion=False)
@@ -69,6 +69,7 @@ def swap(
         StartChoice, typer.Option(help="Which of the files that the directory has already are taken.")
     ] = StartChoice.NEWEST,
     keys: KeysOption = None,
+    engine: EngineOption = "torch",
     residency: Annotated[Residency, typer.Option(help="As the server will be loaded.")] = Residency.DOUBLE,
     allow_other_graph: Annotated[
         bool, typer.Option("--allow-other-graph", help="Take files packed for another graph, if their tensors fit.")
