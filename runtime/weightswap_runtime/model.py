@@ -13,7 +13,7 @@ from typing import Any, Literal
 from .adapter import Keys
 from .artifact import Artifact
 from .candidates import Candidate
-from .engines import Engine, choose_engine, open_engine
+from .engines import Engine, EngineName, choose_engine, open_engine
 from .errors import StageCancelled, StagingBusy, Unsupported
 from .events import Event, EventKind, Listener
 from .following import Start
@@ -43,7 +43,7 @@ def load(
     expect: str | None = None,
     verify: Mode = "goldens",
     device: str = "cpu",
-    engine: Literal["torch", "onnx", "auto"] = "torch",
+    engine: EngineName = "torch",
     threads: int | None = None,
     residency: Literal["double", "single"] = "double",
     keep_previous: Literal["host"] | None = None,

@@ -11,10 +11,11 @@ from .contents import Content
 from .dtypes import describe
 from .engines import Bound, Engine
 from .errors import GoldenMismatch, GoldensError, Unsupported, WeightswapError
-from .goldens import Environment, Goldens, Mode, check_mode
+from .goldens import Environment, Goldens, Mode, Tolerance, check_mode
 from .manifest import Manifest
 from .signature import Integer, Leaf, leaves
 
+_OTHER_KERNELS = 10
 _Compare = Callable[[Content, Content], str | None]
 
 
@@ -33,7 +34,8 @@ def verify(
     bound: the session's of `engine`, with the weights `weights_id`. Its state starts from the initial values in each
     case, and has them afterwards. mode "goldens": outputs equal the recorded ones within the stated tolerance; without
     one, bit for bit where the engine's environment is that of the recording, else within the tolerances of
-    torch.testing for their dtype. Bit for bit, NaN equals NaN and 0.0 is not -0.0. Integers are always exact.
+    torch.testing for their dtype, or ten times those where the engine has other kernels than eager. Bit for bit, NaN
+    equals NaN and 0.0 is not -0.0. Integers are always exact.
     mode "finite": outputs are finite wherever the recorded ones are. An artifact's own goldens of other weights are
     checked in this mode, and so are goldens of another graph. mode "off": nothing is run. check: called before each
     case; what it raises ends the verification.
@@ -81,7 +83,13 @@ def _comparison(goldens: Goldens, weights_id: str, mode: Mode, here: Environment
     stated = goldens.record.tolerance
     if stated is None and goldens.record.environment == here:
         return lambda expected, found: difference(expected, found, None)
-    return lambda expected, found: difference(expected, found, stated or DEFAULT_TOLERANCES.get(expected.dtype, EXACT))
+    factor = 1 if here else _OTHER_KERNELS
+    return lambda expected, found: difference(expected, found, stated or _default(expected.dtype, factor))
+
+
+def _default(dtype: str, factor: int) -> Tolerance:
+    rtol, atol = DEFAULT_TOLERANCES.get(dtype, EXACT)
+    return factor * rtol, factor * atol
 
 
 def _case_problems(

@@ -1,4 +1,4 @@
-"""A server on the engine `onnx` needs numpy and onnxruntime: it loads, runs, swaps and rolls back where torch is not."""
+"""A server on the engine `onnx` needs numpy and onnxruntime: it loads, runs, swaps and rolls back without torch."""
 
 from __future__ import annotations
 

@@ -14,6 +14,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
 from rich.table import Table
 
+from weightswap_runtime.engines import EngineName
 from weightswap_runtime.errors import MissingExtra, RecipeError, Unsupported, WeightswapError
 
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of text.")]
@@ -22,7 +23,7 @@ OpLibraryOption = Annotated[
     list[str] | None,
     typer.Option("--op-library", help="A package, or an .so file, that registers operators; may be repeated."),
 ]
-EngineOption = Annotated[str, typer.Option(help="What runs the graphs: torch, onnx, or auto.")]
+EngineOption = Annotated[EngineName, typer.Option(help="What runs the graphs: torch, onnx, or auto.")]
 _USAGE = (MissingExtra, RecipeError, Unsupported)
 
 

@@ -19,7 +19,7 @@ from weightswap_runtime.errors import InputMismatch, Unsupported, WeightswapErro
 from weightswap_runtime.model import Model, engine_of, load
 from weightswap_runtime.signature import Integer, Leaf, Literal, Node, Signature, flatten, leaves, unflatten
 
-from .output import JsonOption, OpLibraryOption, errors_as_exit, print_json, print_table
+from .output import EngineOption, JsonOption, OpLibraryOption, errors_as_exit, print_json, print_table
 from .swap import KeysOption, as_keys
 from .tensorfiles import describe_value, read_tensors, write_tensors
 
@@ -40,6 +40,7 @@ def run(
     ] = None,
     keys: KeysOption = None,
     method: Annotated[str | None, typer.Option(help="The method to call; by default forward, or the only one.")] = None,
+    engine: EngineOption = "torch",
     op_library: OpLibraryOption = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -49,19 +50,19 @@ def run(
     called like x.0 or x.key. Outputs are named in the same way, and a single one is called output.
     """
     with errors_as_exit(as_json), _without_collections():
-        model = load(artifact, weights, keys=as_keys(keys), op_libraries=op_library or ())
+        model = load(artifact, weights, engine=engine, keys=as_keys(keys), op_libraries=op_library or ())
         name = method or model.default_method
         if name not in model.signatures:
             raise typer.BadParameter(f"{name!r} is not a method; there are {', '.join(model.signatures)}")
         call = model.method(name)
         signature = model.signatures[name]
-        engine = engine_of(model)
-        args, kwargs = _arguments(name, signature, read_tensors(inputs) if inputs else {}, engine)
+        opened = engine_of(model)
+        args, kwargs = _arguments(name, signature, read_tensors(inputs) if inputs else {}, opened)
         start = time.perf_counter()
         result = _called(name, call, args, kwargs)
         seconds = time.perf_counter() - start
         names = [leaf.name for leaf in leaves(signature.output)]
-        named = dict(zip(names, _results(flatten(signature.output, result), engine), strict=True))
+        named = dict(zip(names, _results(flatten(signature.output, result), opened), strict=True))
         if output:
             if len(named) != len(names):
                 raise Unsupported("two outputs have one name, as a key has a dot in it; call the method from Python")

@@ -103,7 +103,13 @@ def swap(
     with errors_as_exit(as_json, document):
         told = print_event_as_json if as_json else print_event
         listener = told if watch is not None else None
-        model = load(artifact, residency=residency.value, on_event=listener, op_libraries=op_library or ())
+        model = load(
+            artifact,
+            engine=engine,
+            residency=residency.value,
+            on_event=listener,
+            op_libraries=op_library or (),
+        )
         options = _Options(as_keys(keys), allow_other_graph, verify.value, rate_limit)
         for place, path in enumerate(checkpoints or (), start=1):
             part = only if place > 1 else None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Mapping
 from contextlib import AbstractContextManager
 from importlib.util import find_spec
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol, get_args
 
 from weightswap_runtime.arena import HostArena
 from weightswap_runtime.artifact import Artifact
@@ -15,8 +15,9 @@ from weightswap_runtime.goldens import Environment
 
 from .onnx_names import graph_file
 
-ENGINES = ("torch", "onnx")
+EngineName = Literal["torch", "onnx", "auto"]
 AUTO = "auto"
+ENGINES = tuple(name for name in get_args(EngineName) if name != AUTO)
 
 
 class Bound(Protocol):
