@@ -11,11 +11,14 @@ from typing import Any
 
 import torch
 from torch.export import ExportedProgram
-from torch.export.graph_signature import OutputKind
+from torch.export.graph_signature import ConstantArgument, OutputKind
 
 from weightswap_runtime import Artifact
+from weightswap_runtime.engines.onnx_elements import element_of
 from weightswap_runtime.engines.onnx_names import Names, onnx_names
 from weightswap_runtime.errors import CaptureError, MissingExtra
+from weightswap_runtime.manifest import Manifest, Method, NamedTensor
+from weightswap_runtime.signature import Tensor, leaves
 
 from .mutations import mutated_buffers
 from .programs import method_program
@@ -35,12 +38,13 @@ _MISSING = re.compile(r"No ONNX function found for <OpOverload\(op='([\w.:]+)', 
 def onnx_graph(artifact: Artifact, name: str) -> bytes:
     """The ONNX model of a method. Weights and state are inputs, the state after the call follows the outputs.
 
-    The translation is torch's, without optimisations, which would fold weights. Raises ArtifactError, and CaptureError
-    for a graph that has no ONNX equivalent.
+    The translation is torch's, without optimisations, which would fold weights. Raises ArtifactError, CaptureError
+    for a graph that has no ONNX equivalent, and Unsupported for a dtype that ONNX Runtime lacks.
     """
     where = f"method {name!r}"
     method = artifact.manifest.methods[name]
     program = method_program(artifact, name)
+    _check_tables(artifact.manifest, method)
     _check_state(where, artifact)
     changed = mutated_buffers(program)
     _adapt(program)
@@ -57,6 +61,19 @@ def onnx_graph(artifact: Artifact, name: str) -> bytes:
     return bytes(model.SerializeToString(deterministic=True))
 
 
+def _check_tables(manifest: Manifest, method: Method) -> None:
+    """Raise Unsupported for a tensor of a dtype that ONNX Runtime lacks."""
+    used = {item.name for item in method.inputs}
+    rows = [row for row in (*manifest.weights, *manifest.state) if not used.isdisjoint(row.names)]
+    signature = method.signature
+    flat = [
+        leaf for node in (*dict(signature.args).values(), *dict(signature.kwargs).values()) for leaf in leaves(node)
+    ]
+    for item in (*rows, *flat, *leaves(signature.output)):
+        if isinstance(item, NamedTensor | Tensor):
+            element_of(item.name, item.dtype)
+
+
 def _check_state(where: str, artifact: Artifact) -> None:
     tied = [row.name for row in artifact.manifest.state if row.aliases]
     if tied:
@@ -64,7 +81,8 @@ def _check_state(where: str, artifact: Artifact) -> None:
 
 
 def _adapt(program: ExportedProgram) -> None:
-    """Say with other operators what torch does not translate."""
+    """Say in another way what torch does not translate."""
+    _drop_literals(program)
     for module in program.graph_module.modules():
         if isinstance(module, torch.fx.GraphModule):
             for node in list(module.graph.nodes):
@@ -73,6 +91,15 @@ def _adapt(program: ExportedProgram) -> None:
                     node.target = torch.ops.aten.reshape.default
                 elif node.target is torch.ops.aten.scaled_dot_product_attention.default:
                     _add_heads(module.graph, node)
+
+
+def _drop_literals(program: ExportedProgram) -> None:
+    """Outputs that are fixed: the signature has their values."""
+    (last,) = program.graph.find_nodes(op="output")
+    last.args = (tuple(item if isinstance(item, torch.fx.Node) else None for item in last.args[0]),)
+    for spec in program.graph_signature.output_specs:
+        if isinstance(spec.arg, ConstantArgument):
+            spec.arg = ConstantArgument(spec.arg.name, None)
 
 
 def _add_heads(graph: torch.fx.Graph, node: torch.fx.Node) -> None:
@@ -148,7 +175,8 @@ class _Interface:
         self._graph.inputs.clear()
         self._graph.outputs.clear()
         self._graph.inputs.extend([*weights.values(), *inputs.values()])
-        self._graph.outputs.extend(self._final(value) for value in finals.values())
+        for value in finals.values():
+            self._graph.outputs.append(self._final(value))
         public = dict(zip(finals, self._graph.outputs, strict=True)) | inputs | weights
         self._rename(public | dict(self._graph.initializers))
         self._strip()

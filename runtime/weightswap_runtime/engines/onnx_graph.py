@@ -11,8 +11,8 @@ from weightswap_runtime.forks import renew_in_children
 from weightswap_runtime.manifest import NamedTensor
 from weightswap_runtime.signature import Tensor, leaves
 
+from .onnx_elements import element_of
 from .onnx_names import graph_file, onnx_names
-from .onnx_values import element_of
 
 try:
     import onnxruntime

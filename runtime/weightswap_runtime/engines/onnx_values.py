@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Iterable, Mapping, Sequence
 from importlib import import_module
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -13,46 +13,12 @@ from weightswap_runtime.contents import Content
 from weightswap_runtime.dtypes import DTYPES
 from weightswap_runtime.errors import MissingExtra, Unsupported
 
+from .onnx_elements import ELEMENTS
+
 try:
     from onnxruntime import OrtValue
 except ImportError as error:
     raise MissingExtra("the engine `onnx`", "onnx") from error
-
-
-class Element(NamedTuple):
-    """An element type: what ONNX Runtime calls it, its number in ONNX's TensorProto, its class in ml_dtypes or None."""
-
-    text: str
-    code: int
-    ml_dtype: str | None = None
-
-
-ELEMENTS = {
-    "BOOL": Element("tensor(bool)", 9),
-    "U8": Element("tensor(uint8)", 2),
-    "I8": Element("tensor(int8)", 3),
-    "U16": Element("tensor(uint16)", 4),
-    "I16": Element("tensor(int16)", 5),
-    "U32": Element("tensor(uint32)", 12),
-    "I32": Element("tensor(int32)", 6),
-    "U64": Element("tensor(uint64)", 13),
-    "I64": Element("tensor(int64)", 7),
-    "F16": Element("tensor(float16)", 10),
-    "F32": Element("tensor(float)", 1),
-    "F64": Element("tensor(double)", 11),
-    "BF16": Element("tensor(bfloat16)", 16, "bfloat16"),
-    "F8_E4M3": Element("tensor(float8e4m3fn)", 17, "float8_e4m3fn"),
-    "F8_E4M3FNUZ": Element("tensor(float8e4m3fnuz)", 18, "float8_e4m3fnuz"),
-    "F8_E5M2": Element("tensor(float8e5m2)", 19, "float8_e5m2"),
-    "F8_E5M2FNUZ": Element("tensor(float8e5m2fnuz)", 20, "float8_e5m2fnuz"),
-}
-
-
-def element_of(name: str, dtype: str) -> Element:
-    """The element type of a tensor. Raises Unsupported."""
-    if dtype not in ELEMENTS:
-        raise Unsupported(f"{name}: ONNX Runtime has no {dtype}; it has {', '.join(ELEMENTS)}")
-    return ELEMENTS[dtype]
 
 
 def numpy_dtype(dtype: str) -> np.dtype[Any]:
@@ -71,7 +37,7 @@ def numpy_dtype(dtype: str) -> np.dtype[Any]:
 def dtype_names(dtypes: Iterable[str]) -> Mapping[np.dtype[Any], str]:
     """Safetensors names by numpy dtype: of all that numpy has, and of those of `dtypes` that it lacks."""
     own = [name for name, element in ELEMENTS.items() if element.ml_dtype is None]
-    return {numpy_dtype(name): name for name in [*own, *dtypes]}
+    return {numpy_dtype(name): name for name in [*own, *dtypes] if name in ELEMENTS}
 
 
 def _carrier(dtype: str) -> np.dtype[Any]:
