@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from .capture import MethodSpec
     from .compiling import compile_engines
     from .exporting import export
+    from .external import export_onnx
     from .packing import Packed, pack
     from .publishing import Publication, publish
     from .skeletons import skeleton
@@ -25,6 +26,7 @@ _HOMES = {
     "Publication": "publishing",
     "compile_engines": "compiling",
     "export": "exporting",
+    "export_onnx": "external",
     "pack": "packing",
     "publish": "publishing",
     "skeleton": "skeletons",
@@ -37,6 +39,7 @@ __all__ = [
     "__version__",
     "compile_engines",
     "export",
+    "export_onnx",
     "pack",
     "publish",
     "skeleton",

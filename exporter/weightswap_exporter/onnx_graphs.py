@@ -186,13 +186,9 @@ class _Interface:
         return self._paired("inputs", wanted, found)
 
     def _outputs(self) -> dict[str, Any]:
-        mutated = [
-            spec.arg.name for spec in self._signature.output_specs if spec.kind is OutputKind.USER_INPUT_MUTATION
-        ]
-        if mutated:
-            raise CaptureError(
-                f"{self._where}: it changes the input {mutated[0]!r}, which an ONNX graph cannot express"
-            )
+        for spec in self._signature.output_specs:
+            if spec.kind is OutputKind.USER_INPUT_MUTATION:
+                raise CaptureError(f"{self._where}: it changes the input {spec.target!r}, which ONNX cannot express")
         wanted = [name for name in self._names.outputs if name is not None]
         return self._paired("outputs", wanted, list(self._graph.outputs))
 
