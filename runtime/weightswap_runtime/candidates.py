@@ -40,11 +40,13 @@ class Candidate:
     def session(self, job: Job) -> Session:
         """A session to try the weights in; of a patch it is made on first use, and takes a full set's memory.
 
-        Raises OutOfMemory, and StageCancelled.
+        Raises OutOfMemory, StageCancelled, and what operators raise.
         """
         if self.opened is None:
             assert self.build is not None
-            self.opened = self.build(job)
+            opened = self.build(job)
+            opened.prepare()
+            self.opened = opened
         return self.opened
 
 

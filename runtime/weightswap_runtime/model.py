@@ -45,6 +45,7 @@ def load(
     device: str = "cpu",
     engine: EngineName = "torch",
     threads: int | None = None,
+    prologue: bool = True,
     residency: Literal["double", "single"] = "double",
     keep_previous: Literal["host"] | None = None,
     share: Model | None = None,
@@ -66,8 +67,9 @@ def load(
 
     engine: "torch"; "onnx", for an artifact that was compiled for it, which takes and gives numpy arrays and needs no
     torch; or "auto", the fastest that this machine and the artifact offer (`Model.engine` says which). threads: that
-    one call of the engine `onnx` uses; by default one for each core. op_libraries: packages to import, or shared
-    libraries to load, that register operators which the graphs call.
+    one call of the engine `onnx` uses; by default one for each core. prologue: whether the engine `torch` computes
+    what depends on weights and constants alone once for each staging, instead of in every call. op_libraries: packages
+    to import, or shared libraries to load, that register operators which the graphs call.
 
     Raises ArtifactError, Unsupported, MissingExtra, OutOfMemory, and whatever `Model.swap` raises.
     """
@@ -80,7 +82,7 @@ def load(
     opened = artifact if isinstance(artifact, Artifact) else Artifact.open(artifact)
     chosen = choose_engine(engine, opened)
     opened = opened.row_major() if chosen == "onnx" else opened
-    runs = open_engine(chosen, opened, device, threads)
+    runs = open_engine(chosen, opened, device, threads=threads, prologue=prologue)
     store = share._store if share is not None else Store(opened.manifest.weights, residency, keep_previous)
     model = Model(opened, store, device=device, engine=runs)
     if on_event is not None:

@@ -33,6 +33,13 @@ class Session:
         self.arena = arena
         self.bound: dict[int, Bound] = {place: engine.bind(arena) for place, engine in engines.items()}
         self.leases: dict[int, ClaimReference] = {}
+        self.prepared = False
+
+    def prepare(self) -> None:
+        """Called when new weights are in the arena, before it serves anybody. May raise what operators raise."""
+        for bound in list(self.bound.values()):
+            bound.prepare()
+        self.prepared = True
 
     @property
     def has_state(self) -> bool:

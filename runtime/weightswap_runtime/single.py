@@ -106,6 +106,7 @@ class Single:
         while self._gate.current is not version:
             try:
                 source.write_to(self._live.arena, self._workers)
+                self._live.prepare()
                 self._live.reset_state()
                 self._gate.exchange(version)
             except Exception as error:

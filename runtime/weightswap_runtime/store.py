@@ -19,7 +19,7 @@ from .artifact import Artifact
 from .candidates import Candidate, Committed
 from .deltafile import DeltaStamp, delta_stamp
 from .engines import Engine
-from .errors import BaseMismatch, ModelFailed, OutOfMemory, StagingBusy, Unsupported
+from .errors import BaseMismatch, ModelFailed, OutOfMemory, StagingBusy, Unsupported, WeightsMismatch, WeightswapError
 from .events import Event, EventKind, Events
 from .forks import renew_in_children
 from .gate import POLL_SECONDS, Claim, ClaimReference, Gate, Version
@@ -100,6 +100,8 @@ class Store:
             member = new_member(artifact, engine, next(self._places))
             sessions = self._residency.sessions
             for session, bound in zip(sessions, [engine.bind(each.arena) for each in sessions], strict=True):
+                if session.prepared:
+                    bound.prepare()
                 session.bound[member.place] = bound
             self._members[member.place] = member
         return member
@@ -190,9 +192,24 @@ class Store:
         owner = self._owner(delta or weights.stamp, member)
         trials = find_trials(weights.place, owner, list(self._members.values()), request, job.check)
         candidate = self._filled(owner, weights, delta, request, timeout, job)
+        self._prepare(candidate, weights.where)
         verified, seconds = try_out(candidate, trials, request, job)
         candidate.contents = candidate.contents.proven(verified, seconds)
         return candidate
+
+    def _prepare(self, candidate: Candidate, where: str) -> None:
+        """Compute what depends on the new weights alone. A patch's is computed in the commit, or when it is tried."""
+        try:
+            if candidate.opened is not None:
+                candidate.opened.prepare()
+        except (WeightswapError, MemoryError):
+            raise
+        except Exception as error:
+            raise WeightsMismatch(
+                where,
+                [f"what the graphs compute from weights alone cannot be computed: {type(error).__name__}: {error}"],
+                "Every call would raise this. Load with prologue=False to serve these weights all the same.",
+            ) from error
 
     def _owner(self, stamp: Stamp | DeltaStamp | None, asked: Member) -> Member:
         """The artifact that a file was packed for, if it is one of those that share the weights."""

@@ -18,7 +18,7 @@ from rich.console import Console
 from settings import Settings
 from subjects import WrongOutput
 
-GROUPS = ("swap", "update", "call", "open", "export", "engines")
+GROUPS = ("swap", "update", "call", "open", "export", "engines", "onnx")
 WIDTH = 200  # columns of a table that goes to no terminal
 
 

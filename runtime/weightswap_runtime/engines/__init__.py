@@ -27,6 +27,10 @@ class Bound(Protocol):
         """Flat inputs to flat outputs. No output shares memory with the arena, the state or the constants."""
         ...
 
+    def prepare(self) -> None:
+        """Called when new weights are in the arena, before it serves anybody. May raise what operators raise."""
+        ...
+
     @property
     def has_state(self) -> bool: ...
 
@@ -101,7 +105,9 @@ def _has_onnx(artifact: Artifact) -> bool:
     return all(graph_file(method) in artifact.manifest.files for method in artifact.methods)
 
 
-def open_engine(name: str, artifact: Artifact, device: str, threads: int | None = None) -> Engine:
+def open_engine(
+    name: str, artifact: Artifact, device: str, *, threads: int | None = None, prologue: bool = True
+) -> Engine:
     """Open the graphs of an artifact; `name` is one of ENGINES. Raises Unsupported, ArtifactError and MissingExtra."""
     if device != "cpu":
         raise Unsupported(f"device {device!r}: this version serves on 'cpu'")
@@ -113,4 +119,4 @@ def open_engine(name: str, artifact: Artifact, device: str, threads: int | None 
         return OnnxEngine(artifact, threads)
     from .torch import TorchEngine
 
-    return TorchEngine(artifact)
+    return TorchEngine(artifact, prologue=prologue)

@@ -181,6 +181,9 @@ class BoundOnnx:
         with self._state_lock if call.stateful else _NOTHING:
             return call(inputs)
 
+    def prepare(self) -> None:
+        """Nothing: ONNX Runtime keeps nothing that depends on weights."""
+
     def renew(self) -> None:
         """After a fork: what a call of another thread was doing to the state is undone."""
         for call in self._calls.values():

@@ -32,6 +32,7 @@ from weightswap_runtime.tensors import as_tensor, tensor_content, torch_dtype
 P = ParamSpec("P")
 R = TypeVar("R")
 _NOTHING = nullcontext()
+_FIXED = ("weight", "constant")
 
 
 def _without_gradients(function: Callable[P, R]) -> Callable[P, R]:
@@ -75,7 +76,8 @@ class TorchEngine:
     tensor_type = torch.Tensor
 
     @plainly()
-    def __init__(self, artifact: Artifact) -> None:
+    def __init__(self, artifact: Artifact, *, prologue: bool = True) -> None:
+        """prologue: compute what depends on weights and constants alone once for each staging, not in each call."""
         self._manifest = artifact.manifest
         self.dtypes: Mapping[torch.dtype, str] = {
             getattr(torch, attribute): name for attribute, name in TORCH_NAMES.items() if hasattr(torch, attribute)
@@ -83,7 +85,9 @@ class TorchEngine:
         header, data = artifact.constants()
         values = (*self._manifest.constants, *self._manifest.state)
         self._constants = {item.name: _copy(item, header.tensors[item.name], data) for item in values}
-        self._graphs = {name: _load_graph(artifact, name, method) for name, method in self._manifest.methods.items()}
+        self._graphs = {
+            name: _load_graph(artifact, name, method, prologue) for name, method in self._manifest.methods.items()
+        }
 
     @staticmethod
     def misplaced(value: torch.Tensor) -> str | None:
@@ -149,10 +153,35 @@ class _Call:
     ) -> None:
         self._graph = graph.call
         self.past_autograd = graph.past_autograd
-        self._slots: list[Any] = [tensors.get((item.kind, item.name)) for item in inputs]
-        self._places = [index for index, item in enumerate(inputs) if item.kind == "input"]
+        self._prologue = graph.prologue
+        self._count = graph.hoisted
+        self.hoisted: list[torch.Tensor] = []
+        given = [tensors.get((item.kind, item.name)) for item in inputs]
+        self._fixed = [tensor for item, tensor in zip(inputs, given, strict=True) if item.kind in _FIXED]
+        self._slots: list[Any] = [None] * self._count + given
+        self._places = [index for index, item in enumerate(inputs, self._count) if item.kind == "input"]
         self._bound = self._slots[: self._places[0]] if self._inputs_last() else None
         self.stateful = any(item.kind == "state" for item in inputs)
+
+    @property
+    def has_prologue(self) -> bool:
+        """Whether anything depends on weights and constants alone."""
+        return self._prologue is not None
+
+    def prepare(self) -> None:
+        """Compute what depends on weights and constants alone. Its addresses stay."""
+        if self._prologue is None:
+            return
+        values = self._prologue(*self._fixed)
+        if self.hoisted:
+            for old, new in zip(self.hoisted, values, strict=True):
+                if old.data_ptr() != new.data_ptr():  # else a view, of which only the memory behind it has changed
+                    old.copy_(new)
+            return
+        self._slots[: self._count] = values
+        if self._bound is not None:
+            self._bound[: self._count] = values
+        self.hoisted = list(values)
 
     def _inputs_last(self) -> bool:
         count = len(self._places)
@@ -192,6 +221,18 @@ class BoundTorch:
         with self._state_lock if call.stateful else _NOTHING, _past_autograd() if call.past_autograd else _NOTHING:
             return [self._detach(value) for value in call(inputs)]
 
+    def prepare(self) -> None:
+        """After new weights came to the arena: compute what depends on them alone."""
+        if any(call.has_prologue for call in self._calls.values()):
+            self._prepare()
+
+    @plainly()
+    def _prepare(self) -> None:
+        for call in self._calls.values():
+            with _past_autograd() if call.past_autograd else _NOTHING:
+                call.prepare()
+            self._owned.update(tensor.untyped_storage().data_ptr() for tensor in call.hoisted)
+
     def renew(self) -> None:
         """After a fork: what a call of another thread was doing to the state is undone."""
         free = self._state_lock.acquire(blocking=False)
@@ -220,8 +261,9 @@ class BoundTorch:
         return value if value.grad_fn is None else value.detach()
 
 
-def _load_graph(artifact: Artifact, name: str, method: Method) -> Compiled:
-    graph = open_graph(artifact, method.graph, torch.device("cpu"))
+def _load_graph(artifact: Artifact, name: str, method: Method, prologue: bool) -> Compiled:
+    fixed = [prologue and item.kind in _FIXED for item in method.inputs]
+    graph = open_graph(artifact, method.graph, torch.device("cpu"), fixed)
     if graph.inputs != len(method.inputs) or graph.outputs != len(leaves(method.signature.output)):
         raise ArtifactError(
             f"{artifact.path / method.graph}: its inputs and outputs are not those of the method {name!r} in the "

@@ -6,11 +6,12 @@ it: nothing that an archive says becomes source.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
+from .lines import Line, body, split
 from .literals import CONSTANTS, constant, literal
 from .operators import DROPOUTS, DROPPED, SET_GRADIENTS, Operator, find_operator
 from .schema import (
@@ -32,26 +33,31 @@ _POSITIONAL, _KEYWORD = 1, 2
 class Compiled(NamedTuple):
     """A function of so many arguments that returns a tuple of so many values.
 
-    past_autograd: whether it does the same where the dispatcher leaves autograd out: it has torch's own operators
-    alone, and no part that runs with gradients.
+    `prologue` gives the `hoisted` values that come before the inputs in a call, from those inputs that were said to be
+    fixed. past_autograd: whether it does the same where the dispatcher leaves autograd out: it has torch's own
+    operators alone, and no part that runs with gradients.
     """
 
     call: Callable[..., Any]
     inputs: int
     outputs: int
     past_autograd: bool
+    prologue: Callable[..., Any] | None = None
+    hoisted: int = 0
 
 
 class DamagedGraph(Exception):
     """A graph that contradicts itself."""
 
 
-def compile_graph(graph: Graph, device: torch.device) -> Compiled:
+def compile_graph(graph: Graph, device: torch.device, fixed: Sequence[bool] = ()) -> Compiled:
     """A graph as a function; tensors that it creates are made on `device`.
+
+    fixed: by input, whether it is the same in all calls. What depends on those alone is computed by the prologue.
 
     Raises UnknownPart, MissingOperator, ForeignFunction, DamagedGraph and msgspec.MsgspecError.
     """
-    return _Function(_Constants(device)).compile(graph)
+    return _Function(_Constants(device)).compile(graph, fixed)
 
 
 class _Constants:
@@ -71,15 +77,6 @@ class _Constants:
         return self._names[key]
 
 
-class _Line(NamedTuple):
-    """An assignment. `uses` and `defines` are local names; a pure one may be left out."""
-
-    text: str
-    uses: frozenset[str]
-    defines: tuple[str, ...]
-    pure: bool
-
-
 class _Function:
     """One graph's function, while it is written."""
 
@@ -89,22 +86,33 @@ class _Function:
         self._used: set[str] = set()
         self._count = 0
 
-    def compile(self, graph: Graph) -> Compiled:
+    def compile(self, graph: Graph, fixed: Sequence[bool] = ()) -> Compiled:
         parameters = [self._parameter(argument) for argument in graph.inputs]
         lines = [line for node in graph.nodes if (line := self._line(node)) is not None]
         self._used = set()
         values = [self._value(output) for output in graph.outputs]
+        given = [parameter for parameter, same in zip(parameters, fixed, strict=False) if same]
+        early, late, hoisted = split(lines, frozenset(given), frozenset(self._used)) if fixed else ([], lines, [])
         if graph.is_single_tensor_return:
             if len(values) != 1:
                 raise DamagedGraph(f"{len(values)} outputs where one is returned")
             result = values[0]
         else:
             result = _tuple(values)
-        body = [f" {text}" for text in _body(lines, frozenset(self._used))]
-        source = "\n".join([f"def graph({', '.join(parameters)}):", *body, f" return {result}"])
+        call = self._write([*hoisted, *parameters], body(late, frozenset(self._used)), result)
+        prologue = self._write(given, body(early, frozenset(hoisted)), _tuple(hoisted)) if hoisted else None
+        past_autograd = self._constants.past_autograd
+        return Compiled(call, len(parameters), len(values), past_autograd, prologue, len(hoisted))
+
+    def _write(self, parameters: list[str], lines: list[str], result: str) -> Callable[..., Any]:
+        """A function; every name in its source was made here."""
+        source = "\n".join(
+            [f"def graph({', '.join(parameters)}):", *(f" {line}" for line in lines), f" return {result}"]
+        )
         scope = dict(self._constants.values)
         exec(compile(source, "<graph>", "exec"), scope)
-        return Compiled(scope["graph"], len(parameters), len(values), self._constants.past_autograd)
+        function: Callable[..., Any] = scope["graph"]
+        return function
 
     def _parameter(self, argument: Argument) -> str:
         kind, value = read_argument(argument)
@@ -135,7 +143,7 @@ class _Function:
         self._used.add(self._locals[name])
         return self._locals[name]
 
-    def _line(self, node: Node) -> _Line | None:
+    def _line(self, node: Node) -> Line | None:
         operator = find_operator(node.target)
         if operator.name in DROPPED or (operator.name in DROPOUTS and self._is_identity(node)):
             return None
@@ -145,7 +153,7 @@ class _Function:
         before = self._count
         target = self._target(node, operator)
         defines = tuple(f"v{number}" for number in range(before + 1, self._count + 1))
-        return _Line(f"{target} = {call}" if target else call, frozenset(self._used), defines, operator.pure)
+        return Line(f"{target} = {call}" if target else call, frozenset(self._used), defines, operator)
 
     def _call(self, node: Node, operator: Operator) -> str:
         called, inputs = self._constants.add(operator.call), node.inputs
@@ -284,16 +292,3 @@ _ITEMS = {
 
 def _tuple(items: list[str]) -> str:
     return f"({', '.join(items)}{',' if items else ''})"
-
-
-def _body(lines: list[_Line], returned: frozenset[str]) -> list[str]:
-    """The lines that are needed; each name is deleted after its last use, and the memory behind it goes at once."""
-    needed = set(returned)
-    body: list[str] = []
-    for text, uses, defines, pure in reversed(lines):
-        if pure and needed.isdisjoint(defines):
-            continue
-        gone = sorted({*uses, *defines} - needed)
-        body.append(f"{text}; del {', '.join(gone)}" if gone else text)
-        needed |= uses
-    return body[::-1]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import zipfile
+from collections.abc import Sequence
 
 import msgspec
 import torch
@@ -31,16 +32,17 @@ DAMAGED = (
 )
 
 
-def open_graph(artifact: Artifact, name: str, device: torch.device) -> Compiled:
+def open_graph(artifact: Artifact, name: str, device: torch.device, fixed: Sequence[bool] = ()) -> Compiled:
     """The graph in the artifact's file `name` as a function; tensors that it creates are made on `device`.
 
+    fixed: by input, whether it is the same in all calls, as for `compile_graph`.
     Raises ArtifactError, also for operators that no package in this process has registered.
     """
     raw = artifact.read(name)
     where = str(artifact.path / name)
     check_records(raw, where)
     try:
-        return compile_graph(read_program(raw).graph_module.graph, device)
+        return compile_graph(read_program(raw).graph_module.graph, device, fixed)
     except UnknownPart as reason:
         _log.info("%s: has %s, so torch.export.load opens it, which takes longer", where, reason)
     except (MissingOperator, ForeignFunction):

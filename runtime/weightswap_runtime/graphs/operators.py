@@ -32,13 +32,24 @@ DROPPED = {"aten::_assert_tensor_metadata"}
 DROPOUTS = {"aten::dropout", "aten::feature_dropout", "aten::alpha_dropout", "aten::feature_alpha_dropout"}
 SET_GRADIENTS = "torch.ops.higher_order.wrap_with_set_grad_enabled"  # whether, a graph, what that takes
 _SIZES = {"aten::sym_size", "aten::sym_numel", "aten::sym_stride"}
+_VARYING = {
+    torch.Tag.nondeterministic_seeded,
+    torch.Tag.dynamic_output_shape,
+    torch.Tag.data_dependent_output,
+    torch.Tag.inplace_view,
+}
+_FRESH = {
+    f"aten::{name}"
+    for name in ["linear", "matmul", "layer_norm", "conv1d", "conv2d", "conv3d", "batch_norm", "softmax", "einsum"]
+}
 
 
 class Operator(NamedTuple):
     """Something to call. pure: its call can be left out where nothing needs the result.
 
     keywords: the names that keyword arguments may have, as the operator itself has them. past_autograd: as in
-    `Compiled`.
+    `Compiled`. repeatable: the same arguments always give the same tensors, and nothing else happens. mutable: it may
+    write to its arguments. fresh: no result shares memory with an argument.
     """
 
     call: Callable[..., Any]
@@ -47,6 +58,9 @@ class Operator(NamedTuple):
     keywords: frozenset[str] = frozenset()
     higher_order: bool = False
     past_autograd: bool = True
+    repeatable: bool = False
+    mutable: bool = False
+    fresh: bool = False
 
 
 class MissingOperator(Exception):
@@ -79,7 +93,7 @@ def _higher_order(parts: list[str], target: str) -> Operator:
         raise ForeignFunction(repr(target[:80]))
     if parts[0] not in _HIGHER_ORDER:
         raise UnknownPart(f"the operator {target!r:.80}")
-    return Operator(found, target, pure=False, higher_order=True)
+    return Operator(found, target, pure=False, higher_order=True, mutable=True)
 
 
 def _overload(parts: list[str], target: str) -> Operator:
@@ -95,7 +109,36 @@ def _overload(parts: list[str], target: str) -> Operator:
         raise ForeignFunction(f"{target!r}, which opens files")
     keywords = frozenset(each.name for each in found._schema.arguments if not iskeyword(each.name))
     own = name.startswith("aten::")
-    return Operator(_FASTER.get(found, found._op), name, name in _SIZES, keywords, past_autograd=own)
+    return Operator(
+        _FASTER.get(found, found._op),
+        name,
+        pure=name in _SIZES,
+        keywords=keywords,
+        past_autograd=own,
+        repeatable=own and _is_repeatable(found),
+        mutable=found._schema.is_mutable,
+        fresh=_is_fresh(found),
+    )
+
+
+def _is_repeatable(overload: OpOverload) -> bool:
+    schema = overload._schema
+    tensors = [str(each.type) in ("Tensor", "List[Tensor]") for each in schema.returns]
+    named_empty = schema.name.removeprefix("aten::").removeprefix("new_").startswith("empty")
+    return bool(tensors) and all(tensors) and not (schema.is_mutable or named_empty or _VARYING & set(overload.tags))
+
+
+def _name(overload: OpOverload) -> str:
+    name, which = overload._schema.name, overload._schema.overload_name
+    return f"{name}.{which}" if which else name
+
+
+def _is_fresh(overload: OpOverload) -> bool:
+    """What is composed of other operators may return an argument without saying so."""
+    schema = overload._schema
+    said = any(each.alias_info is not None for each in schema.returns)
+    composed = torch._C._dispatch_has_kernel_for_dispatch_key(_name(overload), "CompositeImplicitAutograd")
+    return not said and (not composed or schema.name in _FRESH)
 
 
 def _faster() -> dict[OpOverload, Callable[..., Any]]:

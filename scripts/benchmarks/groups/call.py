@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
@@ -36,8 +37,27 @@ def rows(settings: Settings) -> Iterator[Row]:
     try:
         yield from _calls("Linear(16, 16)", nn.Linear(16, 16), torch.randn(1, 16), blocks, calls=200)
         yield from _calls("12-layer encoder", Encoder(), torch.randn(1, 32, 128), blocks, calls=15, goals=QUICKER)
+        yield from _prologue(blocks)
     finally:
         torch.set_num_threads(threads)
+
+
+def _prologue(blocks: int) -> Iterator[Row]:
+    """Weights that are computed from others in each call of eager, here by weight normalisation."""
+    eager, x = Encoder().eval(), torch.randn(1, 32, 128)
+    for module in [module for module in eager.modules() if isinstance(module, nn.Linear)]:
+        nn.utils.parametrizations.weight_norm(module)
+    with TemporaryDirectory(prefix="weightswap-bench-") as folder, torch.no_grad():
+        with quiet():
+            artifact = export(eager, (x,), out=Path(folder) / "model.artifact")
+        weights = pack(eager, artifact, out=Path(folder) / "model.safetensors").path
+        models = {"with": load(artifact, weights), "without": load(artifact, weights, prologue=False)}
+        for name, model in models.items():
+            equal(model(x), eager(x), f"{name} prologue")
+        taken = in_turn({name: per_call(partial(model, x), 15) for name, model in models.items()}, blocks)
+    micros = {name: [second * 1e6 for second in values] for name, values in taken.items()}
+    what = "model(x), 12-layer encoder, normalised weights"
+    yield compared(what, "us", micros["with"], "prologue=False", micros["without"])
 
 
 def _calls(
