@@ -82,20 +82,36 @@ def test_the_page_on_checkpoints(tmp_path: Path) -> None:
     assert "weights id" in said
 
 
-def test_the_commands(tmp_path: Path) -> None:
+def prepare_recipe(folder: Path) -> str:
+    """The recipe of the page on the command line, and its checkpoints and inputs; returns the page."""
     page = (README.parent / "docs" / "commands.md").read_text()
     (recipe,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
-    (commands,) = re.findall(r"```sh\n(.*?)```", page, re.DOTALL)
-    (tmp_path / "recipe.py").write_text(recipe)
+    (folder / "recipe.py").write_text(recipe)
     prepare = (
         "import numpy, recipe, torch; torch.save(recipe.Tagger().state_dict(), 'checkpoint.pt');"
         "torch.save(recipe.Tagger().state_dict(), 'other.pt');"
         "numpy.savez('inputs.npz', tokens=numpy.ones((3, 9), 'i8'), mask=numpy.ones((3, 9), 'f4'))"
     )
-    python(tmp_path, prepare)
+    python(folder, prepare)
+    return page
+
+
+def test_the_commands(tmp_path: Path) -> None:
+    (commands,) = re.findall(r"```sh\n(.*?)```", prepare_recipe(tmp_path), re.DOTALL)
     said = shell(tmp_path, commands)
     assert "forward(tokens: I64[batch, length], mask: F32[batch, length])" in said
     assert (tmp_path / "outputs.safetensors").exists()
+
+
+def test_the_page_on_engines(tmp_path: Path) -> None:
+    prepare_recipe(tmp_path)
+    page = (README.parent / "docs" / "engines.md").read_text()
+    (commands,) = re.findall(r"```sh\n(.*?)```", page, re.DOTALL)
+    (code,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    said = shell(tmp_path, commands)
+    assert "replaced  engines/onnx/forward.onnx" in said
+    assert (tmp_path / "tagger.onnx").exists()
+    assert python(tmp_path, code) == "onnx (2, 7, 5)\n"
 
 
 def test_the_page_on_operations(tmp_path: Path) -> None:
