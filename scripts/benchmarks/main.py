@@ -13,12 +13,14 @@ from importlib import import_module
 from pathlib import Path
 
 import machine
+from plot import plot_ratios
 from report import Row, document, table
 from rich.console import Console
 from settings import Settings
 from subjects import WrongOutput
 
-GROUPS = ("swap", "update", "call", "open", "export", "engines", "onnx")
+ALL = ("swap", "update", "call", "export", "engines")
+GROUPS = (*ALL, "open", "aoti", "onnx", "elsewhere")  # the last are parts of `engines`
 WIDTH = 200  # columns of a table that goes to no terminal
 
 
@@ -28,7 +30,7 @@ def main() -> int:
     settings = Settings(options.size_mb, options.rounds, options.billions)
     facts, others = machine.facts(), machine.Others()
     try:
-        groups = {name: _run(name, settings) for name in options.groups or GROUPS}
+        groups = {name: _run(name, settings) for name in options.groups or ALL}
     except WrongOutput as error:
         print(f"wrong output: {error}", file=sys.stderr)
         return 1
@@ -37,6 +39,8 @@ def main() -> int:
     options.out.mkdir(parents=True, exist_ok=True)
     text = json.dumps(made, indent=2) + "\n"
     (options.out / "bench.json").write_text(text)
+    if "engines" in groups:
+        plot_ratios(groups["engines"], options.out / "engines.svg")
     if options.json:
         print(text, end="")
     else:
@@ -46,7 +50,8 @@ def main() -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="scripts/bench", description="Benchmarks, with peers in the same run.")
-    parser.add_argument("groups", nargs="*", type=_group, metavar="GROUP", help=f"{', '.join(GROUPS)} (all)")
+    names = f"{', '.join(GROUPS)} ({', '.join(ALL)})"
+    parser.add_argument("groups", nargs="*", type=_group, metavar="GROUP", help=names)
     parser.add_argument("--out", type=Path, default=Path("bench-report"), help="folder for the report (%(default)s)")
     parser.add_argument("--size-mb", type=_positive, default=800, help="weights of the large model (%(default)s)")
     parser.add_argument("--rounds", type=_positive, default=10, help="of each subject with its peers (%(default)s)")

@@ -179,6 +179,17 @@ def _stored(kind: type[Stack | Table], nbytes: int) -> Iterator[Stored]:
 
 
 @contextmanager
+def on_one_thread() -> Iterator[None]:
+    """torch's operators run on the calling thread alone."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+@contextmanager
 def quiet() -> Iterator[None]:
     """Without the warnings that torch.export gives about its own code."""
     with warnings.catch_warnings():

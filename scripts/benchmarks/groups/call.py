@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from report import Goal, Row, compared
 from settings import Settings
-from subjects import Encoder, equal, quiet
+from subjects import Encoder, equal, on_one_thread, quiet
 from timing import in_turn, per_call
 from torch import nn
 
@@ -30,16 +30,18 @@ def rows(settings: Settings) -> Iterator[Row]:
 
     On one thread: what a call adds does not depend on it, but the graph's own time then varies less.
     """
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
+    with on_one_thread():
+        yield from _calls("Linear(16, 16)", nn.Linear(16, 16), torch.randn(1, 16), BLOCKS * settings.rounds, calls=200)
+    yield from encoder(settings)
+
+
+def encoder(settings: Settings) -> Iterator[Row]:
+    """The graph of a few hundred operators."""
     torch.manual_seed(0)
     blocks = BLOCKS * settings.rounds
-    try:
-        yield from _calls("Linear(16, 16)", nn.Linear(16, 16), torch.randn(1, 16), blocks, calls=200)
+    with on_one_thread():
         yield from _calls("12-layer encoder", Encoder(), torch.randn(1, 32, 128), blocks, calls=15, goals=QUICKER)
         yield from _prologue(blocks)
-    finally:
-        torch.set_num_threads(threads)
 
 
 def _prologue(blocks: int) -> Iterator[Row]:

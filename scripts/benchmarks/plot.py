@@ -1,0 +1,41 @@
+"""A plot of how subjects compare to their peers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import matplotlib as mpl
+from matplotlib.figure import Figure
+from report import Row
+
+OURS, GOAL = "#3b7dd8", "#d1495b"
+HEIGHT = 0.42  # inches for each row
+
+
+def plot_ratios(rows: Sequence[Row], path: Path) -> None:
+    """Write an SVG with one bar for each row that has a ratio, and a mark where the ratio's goal is.
+
+    The bar's length is our time over the peer's; left of 1 we are faster. The scale is logarithmic.
+    """
+    shown = [row for row in rows if row.ratio is not None][::-1]
+    figure = Figure(figsize=(11, 1.2 + HEIGHT * len(shown)), layout="constrained")
+    axes = figure.subplots()
+    places = range(len(shown))
+    axes.barh(places, [row.ratio - 1 for row in shown if row.ratio is not None], left=1, color=OURS, height=0.6)
+    goals = [(place, row.goal.limit) for place, row in enumerate(shown) if row.goal and row.goal.figure == "ratio"]
+    if goals:
+        numbers, limits = zip(*goals, strict=True)
+        axes.scatter(limits, numbers, marker="|", s=220, color=GOAL, label="goal")
+        axes.legend(loc="lower right")
+    for place, row in enumerate(shown):
+        ratio = row.ratio or 1.0
+        axes.annotate(f" {ratio:.3g} ", (ratio, place), va="center", ha="right" if ratio < 1 else "left")
+    axes.set_yticks(places, [f"{row.what}\nbeside {row.peer}" for row in shown], fontsize=8)
+    axes.set_xscale("log")
+    axes.axvline(1, color="black", linewidth=0.8)
+    axes.margins(x=0.2)
+    axes.set_xlabel("time, as a share of the peer's in the same run (median; left of 1: less)")
+    # the same figures give the same bytes
+    with mpl.rc_context({"svg.hashsalt": "weightswap", "svg.fonttype": "none"}):
+        figure.savefig(path, metadata={"Date": None})
