@@ -1,26 +1,21 @@
-"""Each model of the zoo on the engine `onnx`: near eager, before and after swaps, from several threads."""
+"""Each model of the zoo on the engine `onnx`, and the graphs that it runs."""
 
 from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import onnx
 import pytest
-import torch
-from torch.utils import _pytree as pytree
 
-from tests.setups import equal
 from weightswap_exporter import compile_engines
-from weightswap_runtime import Artifact, CaptureError, Model, load
+from weightswap_runtime import Artifact, CaptureError
 
 from .conftest import Shelf
-from .entries import BY_NAME, Entry, Kwargs, randomised
+from .entries import BY_NAME, Entry, randomised
+from .proving import near, prove
 from .test_zoo import swappable
 
 # largest difference from eager, relative to the output's largest value; eager in float32 is up to 4e-6 from float64
@@ -44,73 +39,13 @@ def compiled(shelf: Shelf, tmp_path_factory: pytest.TempPathFactory) -> Compile:
     return take
 
 
-def arrays(inputs: Kwargs) -> dict[str, np.ndarray[Any, Any]]:
-    return {name: value.numpy() for name, value in inputs.items()}
-
-
-def tensors(output: Any) -> Any:
-    """The output with tensors in place of arrays."""
-    return pytree.tree_map(lambda value: torch.as_tensor(value) if isinstance(value, np.ndarray) else value, output)
-
-
-def near(found: Any, expected: Any) -> bool:
-    """Whether two trees are the same but for rounding."""
-    ours, theirs = pytree.tree_flatten(tensors(found)), pytree.tree_flatten(expected)
-    return str(ours[1]) == str(pytree.tree_flatten(tensors(found))[1]) and all(
-        one.dtype == other.dtype and one.shape == other.shape and deviation(one, other) <= TOLERANCE
-        for one, other in zip(ours[0], theirs[0], strict=True)
-    )
-
-
-def deviation(one: torch.Tensor, other: torch.Tensor) -> float:
-    """The largest difference, relative to the largest value; 0 for empty tensors, infinite for another NaN."""
-    if not one.numel() or equal(one, other) or (one.isnan().all() and other.isnan().all()):
-        return 0.0
-    gap = (one.double() - other.double()).abs().max() / other.double().abs().max().clamp(min=1e-30)
-    return float(gap.nan_to_num(nan=torch.inf))
-
-
-def answers(model: Model, entry: Entry) -> list[Any]:
-    """The outputs for every size, with inputs that are the same at each call."""
-    torch.manual_seed(7)
-    return [tensors(model(**arrays(entry.inputs(*sizes)))) for sizes in entry.sizes]
-
-
-@torch.no_grad()
-def eager_answers(model: torch.nn.Module, entry: Entry) -> list[Any]:
-    torch.manual_seed(7)
-    return [model(**entry.inputs(*sizes)) for sizes in entry.sizes]
-
-
 @pytest.mark.parametrize("name", EXPRESSIBLE)
-def test_swapped_weights_give_what_eager_gives(name: str, compiled: Compile, tmp_path: Path) -> None:
+def test_the_proof(name: str, compiled: Compile, tmp_path: Path) -> None:
     entry = BY_NAME[name]
     artifact = compiled(entry)
     models = {seed: randomised(entry, seed) for seed in (1, 2)}
     files = {seed: swappable(entry, model, artifact, tmp_path / f"v{seed}") for seed, model in models.items()}
-    cold = {seed: load(artifact, file, engine="onnx") for seed, file in files.items()}
-    if not entry.state:  # where calls leave traces, eager's go on from one call to the next
-        for seed, model in models.items():
-            pairs = zip(answers(cold[seed], entry), eager_answers(model, entry), strict=True)
-            assert all(near(found, expected) for found, expected in pairs), seed
-    for residency in ("double", "single"):
-        warm = load(artifact, files[1], engine="onnx", residency=residency)  # type: ignore[arg-type]
-        answers(warm, entry)
-        warm.swap(files[2])
-        second = load(artifact, files[2], engine="onnx")
-        assert equal(answers(warm, entry), answers(second, entry)), residency
-
-
-@pytest.mark.parametrize("name", ["llama-tied", "whisper", "resnet", "lstm"])
-def test_threads_get_what_one_gets(name: str, compiled: Compile, tmp_path: Path) -> None:
-    entry = BY_NAME[name]
-    artifact = compiled(entry)
-    model = load(artifact, swappable(entry, randomised(entry, 1), artifact, tmp_path / "v1"), engine="onnx")
-    inputs = [arrays(entry.inputs(*sizes)) for sizes in entry.sizes] * 10
-    expected = [tensors(model(**each)) for each in inputs]
-    with ThreadPoolExecutor(4) as pool:
-        found = list(pool.map(lambda each: tensors(model(**each)), inputs))
-    assert equal(found, expected)
+    prove(entry, artifact, "onnx", models, files, near(TOLERANCE))
 
 
 @pytest.mark.parametrize("name", ["llama-tied", "whisper", "buffers"])

@@ -16,6 +16,7 @@ from weightswap_runtime.graphs import opening
 
 from .conftest import Exported, Shelf
 from .entries import BY_NAME, Entry, named_tensors, randomised, save_pickled, save_pretrained
+from .proving import prove
 
 
 def test_a_skeleton_exports_to_the_bytes_of_the_real_model(exported: Exported) -> None:
@@ -73,6 +74,13 @@ def test_checkpoints_swapped_one_over_the_other_equal_eager(exported: Exported, 
             assert equal(served(**inputs), expected), (seed, sizes)
         answers.append(expected)
     assert not equal(*answers)
+
+
+def test_the_proof(exported: Exported, tmp_path: Path) -> None:
+    entry, artifact = exported.entry, exported.hollow
+    models = {seed: randomised(entry, seed) for seed in (1, 2)}
+    files = {seed: swappable(entry, model, artifact, tmp_path / f"v{seed}") for seed, model in models.items()}
+    prove(entry, artifact, "torch", models, files, equal)
 
 
 @pytest.mark.parametrize("name", ["llama-tied", "mixtral", "vit"])

@@ -1,0 +1,116 @@
+"""What is proven of every engine with every model that it can express."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from tests.setups import equal
+from weightswap_runtime import Artifact, Model, load
+
+from .entries import Entry
+
+THREADS, SWAPS = 4, 2
+Near = Callable[[Any, Any], bool]
+
+
+def tensors(output: Any) -> Any:
+    """The output with tensors in place of arrays."""
+    return pytree.tree_map(lambda value: torch.as_tensor(value) if isinstance(value, np.ndarray) else value, output)
+
+
+def near(tolerance: float) -> Near:
+    """Whether two trees are the same but for differences of so much of each tensor's largest value."""
+
+    def compare(found: Any, expected: Any) -> bool:
+        if isinstance(expected, dict):
+            return found.keys() == expected.keys() and all(compare(found[key], expected[key]) for key in expected)
+        if isinstance(expected, list | tuple):
+            return len(found) == len(expected) and all(map(compare, found, expected))
+        same_type = found.dtype == expected.dtype and found.shape == expected.shape
+        return same_type and _deviation(found, expected) <= tolerance
+
+    return compare
+
+
+def _deviation(one: torch.Tensor, other: torch.Tensor) -> float:
+    if not one.numel() or equal(one, other) or (one.isnan().all() and other.isnan().all()):
+        return 0.0
+    gap = (one.double() - other.double()).abs().max() / other.double().abs().max().clamp(min=1e-30)
+    return float(gap.nan_to_num(nan=torch.inf))
+
+
+def inputs(entry: Entry, model: Model) -> list[dict[str, Any]]:
+    """For every size of the entry, as the model's engine takes them; the same at each call."""
+    torch.manual_seed(7)
+    made = [entry.inputs(*sizes) for sizes in entry.sizes]
+    if model.engine != "onnx":
+        return [dict(each) for each in made]
+    return [{name: value.numpy() for name, value in each.items()} for each in made]
+
+
+def answers(entry: Entry, model: Model) -> list[Any]:
+    """The outputs for every size."""
+    return [tensors(model(**each)) for each in inputs(entry, model)]
+
+
+@torch.no_grad()
+def eager_answers(entry: Entry, model: nn.Module) -> list[Any]:
+    """The same from the eager model, which stays as it is."""
+    eager = deepcopy(model)
+    torch.manual_seed(7)
+    made = [entry.inputs(*sizes) for sizes in entry.sizes]
+    return [eager(**each) for each in made]
+
+
+def prove(
+    entry: Entry,
+    artifact: Artifact,
+    engine: Any,
+    models: Mapping[int, nn.Module],
+    files: Mapping[int, Path],
+    same: Near,
+) -> None:
+    """With two sets of weights: near eager, a swapped model equals a loaded one, and threads see no mixture."""
+    cold = {seed: answers(entry, load(artifact, file, engine=engine)) for seed, file in files.items()}
+    for seed, model in models.items():
+        for found, expected, sizes in zip(cold[seed], eager_answers(entry, model), entry.sizes, strict=True):
+            assert same(found, expected), (seed, sizes)
+    one, two = cold
+    assert not equal(cold[one], cold[two])
+    for residency in ("double", "single"):
+        warm = load(artifact, files[one], engine=engine, residency=residency)  # type: ignore[arg-type]
+        assert equal(answers(entry, warm), cold[one]), residency
+        warm.swap(files[two])
+        assert equal(answers(entry, warm), cold[two]), residency
+        if not entry.state:
+            _prove_in_threads(entry, warm, list(files.values()), list(cold.values()))
+
+
+def _prove_in_threads(entry: Entry, model: Model, files: list[Path], cold: list[list[Any]]) -> None:
+    given = list(enumerate(inputs(entry, model)))
+    stop = threading.Event()
+    seen: list[tuple[int, Any]] = []
+
+    def call() -> None:
+        while not stop.is_set():
+            seen.extend((index, tensors(model(**each))) for index, each in given)
+
+    with ThreadPoolExecutor(THREADS) as pool:
+        calls = [pool.submit(call) for _ in range(THREADS)]
+        for number in range(SWAPS):
+            model.swap(files[number % 2])
+        stop.set()
+    for each in calls:
+        each.result()
+    for index, found in seen:
+        assert any(equal(found, expected[index]) for expected in cold), entry.sizes[index]
