@@ -40,12 +40,12 @@ class Candidate:
     def session(self, job: Job) -> Session:
         """A session to try the weights in; of a patch it is made on first use, and takes a full set's memory.
 
-        Raises OutOfMemory, StageCancelled, and what operators raise.
+        Raises OutOfMemory, StageCancelled and WeightsMismatch.
         """
         if self.opened is None:
             assert self.build is not None
             opened = self.build(job)
-            opened.prepare()
+            opened.prepare(self.contents.source)
             self.opened = opened
         return self.opened
 

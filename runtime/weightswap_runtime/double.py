@@ -106,6 +106,6 @@ class Double:
         self._gate.wait_idle(idle, timeout)
         self._content.pop(idle, None)
         self._saved.write_to(idle.arena, self._workers)
-        idle.prepare()
+        idle.prepare("the previous weights")
         self._resident[idle] = self._displaced
         self._content[idle] = self._displaced.identity.digests

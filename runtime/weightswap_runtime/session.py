@@ -11,7 +11,7 @@ from typing import Any
 
 from .arena import HostArena
 from .engines import Bound, Engine
-from .errors import UnknownMethod
+from .errors import OutOfMemory, UnknownMethod, WeightsMismatch
 from .gate import ClaimReference
 from .hooks import Hooks
 from .inputs import Inputs
@@ -35,10 +35,27 @@ class Session:
         self.leases: dict[int, ClaimReference] = {}
         self.prepared = False
 
-    def prepare(self) -> None:
-        """Called when new weights are in the arena, before it serves anybody. May raise what operators raise."""
-        for bound in list(self.bound.values()):
-            bound.prepare()
+    @property
+    def has_prologue(self) -> bool:
+        """Whether anything is computed from weights before they serve."""
+        return any(bound.has_prologue for bound in list(self.bound.values()))
+
+    def prepare(self, where: str) -> None:
+        """Compute what depends on the weights alone. They came from `where`, and serve nobody yet.
+
+        Raises WeightsMismatch where that cannot be computed, and OutOfMemory.
+        """
+        try:
+            for bound in list(self.bound.values()):
+                bound.prepare()
+        except Exception as error:
+            if isinstance(error, MemoryError) or "allocate memory" in str(error):
+                raise OutOfMemory(f"{where}: no memory for what is computed from weights alone ({error})") from error
+            raise WeightsMismatch(
+                where,
+                [f"what the graphs compute from weights alone cannot be computed: {type(error).__name__}: {error}"],
+                "Every call would raise this. Load with prologue=False to serve these weights all the same.",
+            ) from error
         self.prepared = True
 
     @property

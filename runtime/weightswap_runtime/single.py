@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from .arena import ArenaLayout, HostArena
 from .candidates import Candidate, Committed, Fill, NewSession, next_generation
-from .errors import ModelFailed, NothingToRollBack, OutOfMemory
+from .errors import ModelFailed, NothingToRollBack, OutOfMemory, WeightsMismatch
 from .gate import Gate, Version
 from .job import Job
 from .patches import Patch, Stretch, copy_stretches
@@ -21,6 +21,14 @@ class _Kept(NamedTuple):
 
     content: HostArena | Patch
     version: Version[Session]
+
+
+class _Refused(Exception):
+    """A commit that was undone; `reason` says why."""
+
+    def __init__(self, reason: WeightsMismatch) -> None:
+        super().__init__(str(reason))
+        self.reason = reason
 
 
 class Single:
@@ -93,22 +101,35 @@ class Single:
         self, source: HostArena | Patch, version: Version[Session], nbytes: int, timeout: float | None
     ) -> Committed:
         kept = self._snapshot(source)
+        untried = isinstance(source, Patch) and self._live.has_prologue
+        undo = self._copy_of(source) if untried else None
         start = time.perf_counter()
         with self._gate.hold(self._live, timeout):
-            self._previous = kept
-            interrupt = self._copy(source, version)
+            before, self._previous = self._previous, kept
+            try:
+                interrupt = self._copy(source, version, undo)
+            except WeightsMismatch:
+                self._previous = before
+                raise
         return Committed(version, time.perf_counter() - start, nbytes, interrupt)
 
-    def _copy(self, source: HostArena | Patch, version: Version[Session]) -> BaseException | None:
-        """Copy, and make the version current. An interrupt does not end it half-way; it is returned at the end."""
+    def _copy(
+        self, source: HostArena | Patch, version: Version[Session], undo: HostArena | Patch | None
+    ) -> BaseException | None:
+        """Copy, and make the version current. An interrupt does not end it half-way; it is returned at the end.
+
+        Weights of which the prologue cannot be computed are taken back with `undo`, if there is one.
+        """
         self._gate.fail("it has not ended")  # until the exchange: what breaks off in between must not serve
         interrupt = None
         while self._gate.current is not version:
             try:
                 source.write_to(self._live.arena, self._workers)
-                self._live.prepare()
+                self._prepare(version, undo)
                 self._live.reset_state()
                 self._gate.exchange(version)
+            except _Refused as refused:
+                raise refused.reason from None
             except Exception as error:
                 self._gate.fail(f"{type(error).__name__}: {error}")
                 raise ModelFailed(
@@ -118,6 +139,19 @@ class Single:
             except BaseException as error:
                 interrupt = error
         return interrupt
+
+    def _prepare(self, version: Version[Session], undo: HostArena | Patch | None) -> None:
+        """Compute what depends on the new weights alone."""
+        try:
+            self._live.prepare(f"the weights {version.weights_id[:12]}")
+        except WeightsMismatch as error:
+            current = self._gate.current
+            if undo is None or current is None:
+                raise
+            undo.write_to(self._live.arena, self._workers)
+            self._live.prepare("the previous weights")
+            self._gate.exchange(current)
+            raise _Refused(error) from None
 
     def _snapshot(self, source: HostArena | Patch) -> _Kept | None:
         """The weights that a commit is about to replace, copied while they still serve."""

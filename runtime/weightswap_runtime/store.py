@@ -6,7 +6,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 from itertools import count
 from threading import Lock, RLock, get_ident
@@ -18,8 +18,8 @@ from .arena import ArenaLayout, HostArena
 from .artifact import Artifact
 from .candidates import Candidate, Committed
 from .deltafile import DeltaStamp, delta_stamp
-from .engines import Engine
-from .errors import BaseMismatch, ModelFailed, OutOfMemory, StagingBusy, Unsupported, WeightsMismatch, WeightswapError
+from .engines import Bound, Engine
+from .errors import BaseMismatch, ModelFailed, OutOfMemory, StagingBusy, Unsupported
 from .events import Event, EventKind, Events
 from .forks import renew_in_children
 from .gate import POLL_SECONDS, Claim, ClaimReference, Gate, Version
@@ -99,12 +99,22 @@ class Store:
         with self.claimed(wait=None):
             member = new_member(artifact, engine, next(self._places))
             sessions = self._residency.sessions
-            for session, bound in zip(sessions, [engine.bind(each.arena) for each in sessions], strict=True):
-                if session.prepared:
-                    bound.prepare()
-                session.bound[member.place] = bound
+            bound = [engine.bind(each.arena) for each in sessions]
+            for session, each in zip(sessions, bound, strict=True):
+                self._prepare(session, each)
+            for session, each in zip(sessions, bound, strict=True):
+                session.bound[member.place] = each
             self._members[member.place] = member
         return member
+
+    def _prepare(self, session: Session, bound: Bound) -> None:
+        """Let an engine compute what depends on the weights that a session has."""
+        current = self.gate.current
+        serves = current is not None and current.session is session
+        # what a staging has left half-way serves nobody before another staging
+        with nullcontext() if serves else suppress(Exception):
+            if session.prepared:
+                bound.prepare()
 
     def leave(self, place: int) -> None:
         """What no model, pin or staging can call any more goes: its graphs, its state, its goldens."""
@@ -192,24 +202,11 @@ class Store:
         owner = self._owner(delta or weights.stamp, member)
         trials = find_trials(weights.place, owner, list(self._members.values()), request, job.check)
         candidate = self._filled(owner, weights, delta, request, timeout, job)
-        self._prepare(candidate, weights.where)
+        if candidate.opened is not None:  # a patch's is computed in the commit, or when it is tried
+            candidate.opened.prepare(weights.where)
         verified, seconds = try_out(candidate, trials, request, job)
         candidate.contents = candidate.contents.proven(verified, seconds)
         return candidate
-
-    def _prepare(self, candidate: Candidate, where: str) -> None:
-        """Compute what depends on the new weights alone. A patch's is computed in the commit, or when it is tried."""
-        try:
-            if candidate.opened is not None:
-                candidate.opened.prepare()
-        except (WeightswapError, MemoryError):
-            raise
-        except Exception as error:
-            raise WeightsMismatch(
-                where,
-                [f"what the graphs compute from weights alone cannot be computed: {type(error).__name__}: {error}"],
-                "Every call would raise this. Load with prologue=False to serve these weights all the same.",
-            ) from error
 
     def _owner(self, stamp: Stamp | DeltaStamp | None, asked: Member) -> Member:
         """The artifact that a file was packed for, if it is one of those that share the weights."""

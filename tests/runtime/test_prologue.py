@@ -199,6 +199,15 @@ def test_weights_of_which_it_cannot_be_computed_are_refused(tmp_path: Path, resi
     with pytest.raises(WeightsMismatch, match=r"from weights alone cannot be computed: .*singular"):
         model.swap(second)
     assert torch.equal(model(X), X)
+    for path, options in (
+        (second, {"only": "weight"}),
+        (write_delta(first, second, tmp_path / "d.safetensors").path, {}),
+    ):
+        with pytest.raises(WeightsMismatch, match="singular"):
+            model.swap(path, **options)
+        assert not model.failed
+        assert model.generation == 0
+        assert torch.equal(model(X), X)
     plain = load(artifact, second, prologue=False)
     with pytest.raises(RuntimeError, match="singular"):
         plain(X)

@@ -27,6 +27,11 @@ class Bound(Protocol):
         """Flat inputs to flat outputs. No output shares memory with the arena, the state or the constants."""
         ...
 
+    @property
+    def has_prologue(self) -> bool:
+        """Whether `prepare` does anything."""
+        ...
+
     def prepare(self) -> None:
         """Called when new weights are in the arena, before it serves anybody. May raise what operators raise."""
         ...

@@ -181,6 +181,8 @@ class BoundOnnx:
         with self._state_lock if call.stateful else _NOTHING:
             return call(inputs)
 
+    has_prologue = False
+
     def prepare(self) -> None:
         """Nothing: ONNX Runtime keeps nothing that depends on weights."""
 

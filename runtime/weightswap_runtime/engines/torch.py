@@ -221,9 +221,14 @@ class BoundTorch:
         with self._state_lock if call.stateful else _NOTHING, _past_autograd() if call.past_autograd else _NOTHING:
             return [self._detach(value) for value in call(inputs)]
 
+    @property
+    def has_prologue(self) -> bool:
+        """Whether anything depends on weights and constants alone."""
+        return any(call.has_prologue for call in self._calls.values())
+
     def prepare(self) -> None:
         """After new weights came to the arena: compute what depends on them alone."""
-        if any(call.has_prologue for call in self._calls.values()):
+        if self.has_prologue:
             self._prepare()
 
     @plainly()
