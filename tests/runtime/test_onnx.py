@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import threading
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -392,6 +394,16 @@ def test_bindings_are_made_once_for_each_thread(scaled: Model, tmp_path: Path) -
         scaled(X)
         scaled.swap(tmp_path / "v.safetensors")
     assert call._pool == [binding]
+
+
+def test_a_call_keeps_neither_its_inputs_nor_its_outputs(scaled: Model) -> None:
+    x = X.copy()
+    references = [weakref.ref(x)]
+    outputs = scaled(x)
+    references += [weakref.ref(output) for output in outputs]
+    del x, outputs
+    gc.collect()
+    assert [reference() for reference in references] == [None] * 5
 
 
 def test_opening_tells_the_engine_s_name(scaled: Model) -> None:

@@ -109,6 +109,7 @@ class _Call:
         self._graph = graph
         self._fixed = [(name, values[name]) for name in graph.tensors]
         self._inputs = [(name, _input_dtype(leaf)) for name, leaf in zip(graph.names.inputs, graph.inputs, strict=True)]
+        self._nothing = [(name, value_of(b"", dtype, (0,))) for name, dtype in self._inputs if name is not None]
         self._outputs = list(zip(graph.names.outputs, graph.outputs, strict=True))
         self._states = [(after, states[name]) for name, after in graph.after.items()]
         self._fetched = [name for name, _ in (*self._outputs, *self._states) if name is not None]
@@ -139,6 +140,8 @@ class _Call:
         self._graph.session.run_with_iobinding(binding)
         found = dict(zip(self._fetched, binding.get_outputs(), strict=True))
         binding.clear_binding_outputs()
+        for name, nothing in self._nothing:  # or the binding would keep the caller's arrays until its next call
+            binding.bind_ortvalue_input(name, nothing)
         self._pool.append(binding)  # not after an error, which leaves it in doubt
         for name, state in self._states:
             state.put(found[name])
