@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from enum import StrEnum
+from functools import partial
 from pathlib import Path
 from typing import Annotated, NamedTuple
 
@@ -118,7 +119,8 @@ def swap(
             if not as_json and watch is None:
                 _print(receipts[-1])
         if watch is not None:
-            watch_until_interrupt(model.watch(watch, interval, start=start.value, only=only, **options._asdict()))
+            more = {"start": start.value, "only": only, **options._asdict()}
+            watch_until_interrupt(partial(model.watch, watch, interval, **more))
         elif as_json:
             print_json(document)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from enum import StrEnum
 from typing import Any
 
@@ -39,10 +40,13 @@ def _describe_error(error: object) -> dict[str, Any]:
     return {"error": type(error).__name__, "message": str(error), "problems": problems}
 
 
-def watch_until_interrupt(watcher: Watcher) -> None:
-    """Return on Ctrl-C, when the watching has ended."""
+def watch_until_interrupt(start: Callable[[], Watcher]) -> None:
+    """Start the watching, and return on Ctrl-C when it has ended. Events may be printed before it has been started."""
+    watcher: Watcher | None = None
     try:
+        watcher = start()
         while watcher.alive:
             time.sleep(POLL_SECONDS)
     except KeyboardInterrupt:
-        watcher.stop()
+        if watcher is not None:
+            watcher.stop()
