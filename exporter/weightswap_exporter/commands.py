@@ -26,7 +26,7 @@ compile_command = typer.Typer(add_completion=False)
 
 EngineOption = Annotated[
     list[str] | None,
-    typer.Option("--engine", help="Compile the graphs for this engine, too (onnx); may be repeated."),
+    typer.Option("--engine", help="Compile the graphs for this engine, too (aoti, onnx); may be repeated."),
 ]
 NoGoldensOption = Annotated[bool, typer.Option("--no-goldens", help="Leave out the goldens that the recipe asks for.")]
 
@@ -84,7 +84,9 @@ def export(
 @compile_command.command(name="compile")
 def compile_artifact(
     artifact: Annotated[Path, typer.Argument(help="An artifact's folder; the files are added to it.")],
-    engine: Annotated[list[str], typer.Option("--engine", help="onnx; may be repeated.")],
+    engine: Annotated[
+        list[str], typer.Option("--engine", help="aoti, for machines like this one, or onnx; may be repeated.")
+    ],
     op_library: OpLibraryOption = None,
     as_json: JsonOption = False,
 ) -> None:

@@ -10,13 +10,13 @@ import msgspec
 from blake3 import blake3
 
 from weightswap_runtime import Artifact
-from weightswap_runtime.engines import onnx_names
+from weightswap_runtime.engines import aoti_names, onnx_names
 from weightswap_runtime.errors import ExportError, Unsupported
 from weightswap_runtime.files import new_file
 from weightswap_runtime.manifest import MANIFEST_NAME, Manifest, encode_manifest
 from weightswap_runtime.places import check_writable
 
-ENGINES = ("torch", "onnx")
+ENGINES = ("torch", "aoti", "onnx")
 
 
 def check_engines(engines: Sequence[str]) -> None:
@@ -29,8 +29,9 @@ def check_engines(engines: Sequence[str]) -> None:
 def compile_engines(artifact: str | os.PathLike[str] | Artifact, engines: Sequence[str]) -> Artifact:
     """Make what other engines need from the graphs of an artifact, and add it to the artifact's folder.
 
-    engines: "onnx" writes an ONNX model without weights for each method; needs the extra `onnx-export`. "torch" needs
-    nothing: every artifact has its graphs.
+    engines: "aoti" compiles each method with AOTInductor, for machines like this one; needs a C++ compiler. "onnx"
+    writes an ONNX model without weights for each method; needs the extra `onnx-export`. "torch" needs nothing: every
+    artifact has its graphs.
 
     Files of the same engine that are there already are replaced; the graph id stays. Returns the artifact with its new
     files. Processes that serve it are not disturbed. Raises Unsupported, MissingExtra, ArtifactError, CaptureError for
@@ -70,7 +71,14 @@ def _onnx(artifact: Artifact) -> dict[str, bytes]:
     return {onnx_names.graph_file(name): onnx_graph(artifact, name) for name in artifact.methods}
 
 
-_MAKERS: dict[str, Callable[[Artifact], dict[str, bytes]]] = {"torch": lambda _: {}, "onnx": _onnx}
+def _aoti(artifact: Artifact) -> dict[str, bytes]:
+    from .aoti_packages import build_target, package
+
+    target = build_target()
+    return {aoti_names.package_file(target, name): package(artifact, name, target) for name in artifact.methods}
+
+
+_MAKERS: dict[str, Callable[[Artifact], dict[str, bytes]]] = {"torch": lambda _: {}, "aoti": _aoti, "onnx": _onnx}
 
 
 def _write(path: Path, content: bytes) -> None:

@@ -65,7 +65,8 @@ def load(
     `keep_previous` are then those of the other, and `weights` are put behind both. on_event: called for everything that
     happens to the weights, in the thread that does it; see `Event`.
 
-    engine: "torch"; "onnx", for an artifact that was compiled for it, which takes and gives numpy arrays and needs no
+    engine: "torch"; "aoti", for an artifact that was compiled for it on a machine like this, whose machine code runs in
+    this process; "onnx", for an artifact that was compiled for it, which takes and gives numpy arrays and needs no
     torch; or "auto", the fastest that this machine and the artifact offer (`Model.engine` says which). threads: that
     one call of the engine `onnx` uses; by default one for each core. prologue: whether the engine `torch` computes
     what depends on weights and constants alone once for each staging, instead of in every call. op_libraries: packages

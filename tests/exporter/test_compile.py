@@ -112,7 +112,7 @@ def test_what_onnx_would_lose_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("engines", ["onnx", ["tensorrt"], ["onnx", 3]])
 def test_engines_that_there_are_not(engines: Any, artifact: Artifact) -> None:
-    with pytest.raises(Unsupported, match="expected a sequence of 'torch', 'onnx'"):
+    with pytest.raises(Unsupported, match="expected a sequence of 'torch', 'aoti', 'onnx'"):
         compile_engines(artifact, engines)
 
 

@@ -13,9 +13,10 @@ from weightswap_runtime.contents import Content
 from weightswap_runtime.errors import Unsupported
 from weightswap_runtime.goldens import Environment
 
+from .aoti_package import can_run
 from .onnx_names import graph_file
 
-EngineName = Literal["torch", "onnx", "auto"]
+EngineName = Literal["torch", "aoti", "onnx", "auto"]
 AUTO = "auto"
 ENGINES = tuple(name for name in get_args(EngineName) if name != AUTO)
 
@@ -90,12 +91,15 @@ class Engine(Protocol):
 def choose_engine(name: str, artifact: Artifact) -> str:
     """The engine's name, for "auto" the fastest that this machine and the artifact offer.
 
-    That is `torch`; without torch it is `onnx`, which takes and gives numpy arrays.
+    That is `aoti` where the artifact has packages for this machine and this torch, else `torch`; without torch it is
+    `onnx`, which takes and gives numpy arrays.
 
     Raises Unsupported for an engine that there is not, or that the artifact was not compiled for.
     """
     if name == AUTO:
-        return "torch" if find_spec("torch") or not _has_onnx(artifact) else "onnx"
+        if find_spec("torch"):
+            return "aoti" if can_run(artifact) else "torch"
+        return "onnx" if _has_onnx(artifact) else "torch"
     if name not in ENGINES:
         raise Unsupported(f"engine {name!r}: expected {', '.join(map(repr, (*ENGINES, AUTO)))}")
     if name == "onnx" and not _has_onnx(artifact):
@@ -122,6 +126,10 @@ def open_engine(
         from .onnx import OnnxEngine
 
         return OnnxEngine(artifact, threads)
+    if name == "aoti":
+        from .aoti import AotiEngine
+
+        return AotiEngine(artifact)
     from .torch import TorchEngine
 
     return TorchEngine(artifact, prologue=prologue)

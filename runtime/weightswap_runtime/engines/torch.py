@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable, Hashable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from threading import RLock
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, ParamSpec, Protocol, TypeVar
 
 from weightswap_runtime.arena import HostArena
 from weightswap_runtime.artifact import Artifact
@@ -31,8 +31,28 @@ from weightswap_runtime.tensors import as_tensor, tensor_content, torch_dtype
 
 P = ParamSpec("P")
 R = TypeVar("R")
+Tensors = Mapping[tuple[str, str], torch.Tensor]  # by kind and FQN
 _NOTHING = nullcontext()
 _FIXED = ("weight", "constant")
+
+
+class Call(Protocol):
+    """One method with its tensors in place. `stateful` calls run one at a time. `hoisted` is what `prepare` made."""
+
+    past_autograd: bool
+    stateful: bool
+    hoisted: list[torch.Tensor]
+
+    @property
+    def has_prologue(self) -> bool: ...
+
+    def prepare(self) -> None:
+        """Compute what depends on weights and constants alone."""
+        ...
+
+    def __call__(self, inputs: list[Any]) -> Any:
+        """Flat inputs to flat outputs."""
+        ...
 
 
 def _without_gradients(function: Callable[P, R]) -> Callable[P, R]:
@@ -85,9 +105,13 @@ class TorchEngine:
         header, data = artifact.constants()
         values = (*self._manifest.constants, *self._manifest.state)
         self._constants = {item.name: _copy(item, header.tensors[item.name], data) for item in values}
-        self._graphs = {
-            name: _load_graph(artifact, name, method, prologue) for name, method in self._manifest.methods.items()
-        }
+        self._graphs = self._open(artifact, prologue)
+
+    def _open(self, artifact: Artifact, prologue: bool) -> Mapping[str, Any]:
+        return {name: _load_graph(artifact, name, method, prologue) for name, method in self._manifest.methods.items()}
+
+    def _call(self, name: str, method: Method, tensors: Tensors) -> Call:
+        return _Call(self._graphs[name], method.inputs, tensors)
 
     @staticmethod
     def misplaced(value: torch.Tensor) -> str | None:
@@ -118,9 +142,7 @@ class TorchEngine:
             live = value.clone(memory_format=torch.preserve_format)
             initial.append((live, value))
             tensors |= {("state", name): live for name in item.names}
-        calls = {
-            name: _Call(self._graphs[name], method.inputs, tensors) for name, method in self._manifest.methods.items()
-        }
+        calls = {name: self._call(name, method, tensors) for name, method in self._manifest.methods.items()}
         owned = [*self._constants.values(), *(live for live, _ in initial)]
         return BoundTorch(calls, initial, arena, owned)
 
@@ -135,7 +157,7 @@ class TorchEngine:
         return tensor_content(value)
 
     @staticmethod
-    def environment() -> Environment:
+    def environment() -> Environment | None:
         """What decides the last bits of an output in this thread."""
         return environment_here()
 
@@ -146,11 +168,9 @@ class TorchEngine:
 
 
 class _Call:
-    """One method's graph with its tensors in place. `stateful` calls run one at a time."""
+    """One method's graph with its tensors in place."""
 
-    def __init__(
-        self, graph: Compiled, inputs: tuple[GraphInput, ...], tensors: Mapping[tuple[str, str], torch.Tensor]
-    ) -> None:
+    def __init__(self, graph: Compiled, inputs: tuple[GraphInput, ...], tensors: Tensors) -> None:
         self._graph = graph.call
         self.past_autograd = graph.past_autograd
         self._prologue = graph.prologue
@@ -201,7 +221,7 @@ class BoundTorch:
 
     def __init__(
         self,
-        calls: dict[str, _Call],
+        calls: Mapping[str, Call],
         state: list[tuple[torch.Tensor, torch.Tensor]],
         arena: HostArena,
         owned: list[torch.Tensor],

@@ -1,0 +1,146 @@
+"""The engine `aoti`: runs the machine code that AOTInductor has made of the graphs, which the artifact brings along."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator, Mapping
+from typing import Any
+
+from weightswap_runtime.artifact import Artifact
+from weightswap_runtime.errors import ArtifactError, MissingExtra
+from weightswap_runtime.manifest import Method
+from weightswap_runtime.signature import Integer, Leaf, Tensor, leaves
+
+try:
+    import torch
+except ImportError as error:
+    raise MissingExtra("the engine `aoti`", "torch") from error
+
+from weightswap_runtime.tensors import torch_dtype
+
+from .aoti_library import Container, Library
+from .aoti_package import Package, find_target, read_package
+from .torch import Tensors, TorchEngine
+
+_UNIT = torch.empty(1, dtype=torch.uint8)
+
+
+class AotiEngine(TorchEngine):
+    """The packages of one artifact for this machine."""
+
+    name = "aoti"
+
+    def _open(self, artifact: Artifact, prologue: bool) -> Mapping[str, Any]:
+        """Raises ArtifactError and Unsupported."""
+        target = find_target(artifact)
+        packages = {name: read_package(artifact, target, name) for name in artifact.methods}
+        return {name: AotiGraph(packages[name], method) for name, method in artifact.manifest.methods.items()}
+
+    def _call(self, name: str, method: Method, tensors: Tensors) -> AotiCall:
+        return AotiCall(self._graphs[name], tensors)
+
+    @staticmethod
+    def misplaced(value: torch.Tensor) -> str | None:
+        """What is wrong with an input beside dtype and shape."""
+        if type(value).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+            return f"expected a plain tensor, got a {type(value).__qualname__}"
+        return TorchEngine.misplaced(value)
+
+    @staticmethod
+    def kind(value: torch.Tensor) -> Hashable:
+        """Everything about an input that its check looks at."""
+        return value.dtype, value.shape, value.device, value.layout, type(value)
+
+    @staticmethod
+    def environment() -> None:
+        """Fused arithmetic is not expected to equal eager bit for bit."""
+
+
+class AotiGraph:
+    """One method's machine code, held against the manifest."""
+
+    def __init__(self, package: Package, method: Method) -> None:
+        """Raises ArtifactError."""
+        self.note = package.note
+        signature = method.signature
+        self.inputs = [leaf for _, node in (*signature.args, *signature.kwargs) for leaf in leaves(node)]
+        self.outputs = leaves(signature.output)
+        self.library = Library(package.library, package.where)
+        if problems := list(self._problems()):
+            raise ArtifactError(
+                f"{package.where}: its machine code is not that of {package.note.method!r}: {'; '.join(problems[:5])}"
+            )
+
+    def _problems(self) -> Iterator[str]:
+        wanted = {bound.fqn: bound for bound in self.note.tensors}
+        found = {constant.fqn: constant for constant in self.library.constants}
+        yield from (f"it takes {name!r}, which is not listed" for name in sorted(found.keys() - wanted.keys()))
+        yield from (f"it does not take {name!r}" for name in sorted(wanted.keys() - found.keys()))
+        for name in wanted.keys() & found.keys():
+            if found[name].dtype != self.library.dtype_code(torch_dtype(wanted[name].dtype)):
+                yield f"it takes {name!r} in another dtype than {wanted[name].dtype}"
+        counts = [len([leaf for leaf in flat if _is_given(leaf)]) for flat in (self.inputs, self.outputs)]
+        if counts != [self.library.inputs, self.library.outputs]:
+            yield f"it has {self.library.inputs} inputs and {self.library.outputs} outputs, expected {counts}"
+
+
+def _is_given(leaf: Leaf) -> bool:
+    """Whether the machine code takes or gives it; literals are in the manifest."""
+    return isinstance(leaf, Tensor | Integer)
+
+
+class AotiCall:
+    """One method over one arena. A container runs one call at a time, so each call takes one from a pool."""
+
+    past_autograd = False
+    has_prologue = False
+
+    def __init__(self, graph: AotiGraph, tensors: Tensors) -> None:
+        self._library = graph.library
+        self._tensors = {bound.fqn: tensors[bound.kind, bound.name] for bound in graph.note.tensors}
+        self.stateful = any(bound.kind == "state" for bound in graph.note.tensors)
+        self._places = [(place, isinstance(leaf, Tensor)) for place, leaf in enumerate(graph.inputs) if _is_given(leaf)]
+        self._written = frozenset(graph.note.written)
+        self._outputs = graph.outputs
+        self._plain = all(isinstance(leaf, Tensor) for leaf in graph.outputs)
+        self._pool = [Container(self._library, self._tensors)]
+        self.hoisted: list[torch.Tensor] = []
+
+    def prepare(self) -> None:
+        """Nothing is computed ahead: what AOTInductor folds would go stale with a swap."""
+
+    def __call__(self, inputs: list[Any]) -> list[Any]:
+        """Flat inputs to flat outputs."""
+        given = [
+            _row_major(inputs[place]) if is_tensor else _UNIT.expand(inputs[place]) for place, is_tensor in self._places
+        ]
+        try:
+            container = self._pool.pop()
+        except IndexError:
+            container = Container(self._library, self._tensors)
+        values = container.run(given)
+        self._pool.append(container)
+        if self._written:
+            self._write_back(inputs, given)
+        if self._plain:
+            return values
+        found = iter(values)
+        return [_output(leaf, found) for leaf in self._outputs]
+
+    def _write_back(self, inputs: list[Any], given: list[torch.Tensor]) -> None:
+        """What the graph has written to a row-major copy of an input belongs into the input."""
+        for (place, _), value in zip(self._places, given, strict=True):
+            if place in self._written and value is not inputs[place]:
+                inputs[place].copy_(value)
+
+
+def _row_major(value: torch.Tensor) -> torch.Tensor:
+    """The tensor, or a copy of it where its memory is not what its elements are in order: machine code reads memory."""
+    if value.is_contiguous() and not value.is_conj() and not value.is_neg():
+        return value
+    return value.resolve_conj().resolve_neg().contiguous()
+
+
+def _output(leaf: Leaf, found: Iterator[torch.Tensor]) -> Any:
+    if isinstance(leaf, Tensor):
+        return next(found)
+    return int(next(found)) if isinstance(leaf, Integer) else None

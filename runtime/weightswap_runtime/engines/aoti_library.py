@@ -1,0 +1,190 @@
+"""AOTInductor's compiled graphs through their C interface.
+
+torch's own Python binding holds the interpreter's lock for the length of a call; a call through ctypes does not. A
+library is never unloaded (its code forbids it), so that it is opened once, and containers come from it in microseconds.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import tempfile
+import weakref
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple, NoReturn
+
+import torch
+
+from weightswap_runtime.errors import ArtifactError
+
+_CREATE = "AOTInductorModelContainerCreateWithDevice"
+_DELETE = "AOTInductorModelContainerDelete"
+_RUN = "AOTInductorModelContainerRunSingleThreaded"
+_BIND = "AOTInductorModelContainerUpdateUserManagedConstantBufferPairs"
+_BOUND = "AOTInductorModelContainerExtractConstantsMapEntries"
+_REASON = "AOTInductorGetLastError"
+_INNER, _WITHIN = "torch_exception_get_what_without_backtrace", b" API call failed at "
+_COUNTS = tuple(f"AOTInductorModelContainerGetNum{what}" for what in ("Constants", "Inputs", "Outputs"))
+_NAME, _FQN, _DTYPE = (f"AOTInductorModelContainerGetConstant{what}" for what in ("Name", "OriginalFQN", "Dtype"))
+_FOLDED = "AOTInductorModelContainerGetConstantFromFolded"
+
+_P = ctypes.c_void_p
+_new_capsule = ctypes.pythonapi.PyCapsule_New
+_new_capsule.argtypes, _new_capsule.restype = (ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p), ctypes.py_object
+_pointer = ctypes.pythonapi.PyCapsule_GetPointer
+_pointer.argtypes, _pointer.restype = (ctypes.py_object, ctypes.c_char_p), ctypes.c_void_p
+
+
+class _Entry(ctypes.Structure):
+    _fields_ = (("name", ctypes.c_char_p), ("handle", ctypes.c_void_p))
+
+
+class Constant(NamedTuple):
+    """A tensor that a library is given: its name in the C interface, its FQN, its number in torch's list of dtypes."""
+
+    name: str
+    fqn: str
+    dtype: int
+
+
+class Library:
+    """A shared library with one compiled graph. `inputs` and `outputs` are how many tensors it takes and gives."""
+
+    def __init__(self, raw: bytes, where: str) -> None:
+        """Load machine code. Raises ArtifactError."""
+        self._where = where
+        try:
+            self._calls = _load(raw)
+            for name in (_CREATE, _DELETE, _RUN, _BIND, _BOUND, _REASON, *_COUNTS, _NAME, _FQN, _DTYPE, _FOLDED):
+                getattr(self._calls, name)
+        except (OSError, AttributeError) as error:
+            raise ArtifactError(
+                f"{where}: cannot be loaded by torch {torch.__version__} ({error}). Compile it again, and let "
+                f"{tempfile.gettempdir()} be a folder whose files may be executed"
+            ) from error
+        self._run = getattr(self._calls, _RUN)
+        self._run.argtypes = (_P, _P, ctypes.c_size_t, _P, ctypes.c_size_t, _P, _P)
+        handle = self.create()
+        constants, self.inputs, self.outputs = (self._count(handle, name) for name in _COUNTS)
+        self.constants = tuple(self._constant(handle, index) for index in range(constants))
+        self._forgets = self._deletes_copies(handle)
+
+    def create(self) -> ctypes.c_void_p:
+        """A new container, without tensors: to run it would end the process."""
+        handle = ctypes.c_void_p()
+        self._call(_CREATE, ctypes.byref(handle), ctypes.c_size_t(1), b"cpu", None)
+        return handle
+
+    def bind(self, handle: ctypes.c_void_p, tensors: Sequence[torch.Tensor]) -> list[int]:
+        """Give a container its tensors, in the order of `constants`; once. Returns the handles that it has made."""
+        pointers = _pointers(tensors)
+        try:
+            rows = zip(self.constants, pointers, strict=True)
+            entries = (_Entry * len(pointers))(*(_Entry(constant.name.encode(), pointer) for constant, pointer in rows))
+            self._call(_BIND, handle, entries, ctypes.c_size_t(len(entries)), False, True)
+        finally:
+            self._forget(pointers)
+        bound, count = ctypes.POINTER(_Entry)(), ctypes.c_size_t()
+        self._call(_BOUND, handle, ctypes.byref(bound), ctypes.byref(count), False)
+        return [bound[index].handle for index in range(count.value)]
+
+    def delete(self, handle: ctypes.c_void_p, made: Sequence[int]) -> None:
+        """Delete a container, and what it would leave behind: its handles keep the memory of tensors."""
+        self._call(_DELETE, handle)
+        if not self._forgets:
+            self._forget(made)
+
+    def run(self, *arguments: object) -> None:
+        """Run the graph. Raises RuntimeError with what it says."""
+        if self._run(*arguments):
+            self._fail(_RUN)
+
+    def dtype_code(self, dtype: torch.dtype) -> int:
+        """The number that the C interface has for a dtype."""
+        code: int = getattr(self._calls, f"aoti_torch_dtype_{str(dtype).removeprefix('torch.')}")()
+        return code
+
+    def _deletes_copies(self, handle: ctypes.c_void_p) -> bool:
+        """Whether a container that is deleted deletes its handles of tensors. In torch 2.13 it does not."""
+        token = torch.empty(1)
+        before = token._use_count()  # type: ignore[attr-defined]
+        made = self.bind(handle, [token] * len(self.constants))
+        self._call(_DELETE, handle)
+        deletes: bool = token._use_count() == before  # type: ignore[attr-defined]
+        if not deletes:
+            self._forget(made)
+        return deletes
+
+    def _forget(self, pointers: Sequence[int]) -> None:
+        for pointer in pointers:
+            self._calls.aoti_torch_delete_tensor_object(ctypes.c_void_p(pointer))
+
+    def _call(self, name: str, *arguments: object) -> None:
+        if getattr(self._calls, name)(*arguments):
+            self._fail(name)
+
+    def _fail(self, name: str) -> NoReturn:
+        said = ctypes.c_char_p()
+        getattr(self._calls, _REASON)(ctypes.byref(said))
+        reason = said.value or b""
+        if _WITHIN in reason and (inner := getattr(self._calls, _INNER, None)):  # what torch's own kernel says
+            inner.restype = ctypes.c_char_p
+            reason = inner() or reason
+        text = reason.decode(errors="replace").strip() or f"{name} failed"
+        raise RuntimeError(text.partition("\nException raised from")[0].removeprefix("Error: "))
+
+    def _count(self, handle: ctypes.c_void_p, name: str) -> int:
+        number = ctypes.c_size_t()
+        self._call(name, handle, ctypes.byref(number))
+        return number.value
+
+    def _constant(self, handle: ctypes.c_void_p, index: int) -> Constant:
+        texts = []
+        for name in (_NAME, _FQN):
+            text = ctypes.c_char_p()
+            self._call(name, handle, ctypes.c_size_t(index), ctypes.byref(text))
+            texts.append((text.value or b"").decode(errors="replace"))
+        dtype, folded = ctypes.c_int32(), ctypes.c_bool()
+        self._call(_DTYPE, handle, ctypes.c_size_t(index), ctypes.byref(dtype))
+        self._call(_FOLDED, handle, ctypes.c_size_t(index), ctypes.byref(folded))
+        if folded.value:
+            raise ArtifactError(f"{self._where}: computes {texts[1]!r} once from weights. Compile it again")
+        return Constant(texts[0], texts[1], dtype.value)
+
+
+def _load(raw: bytes) -> ctypes.CDLL:
+    with tempfile.TemporaryDirectory(prefix="weightswap-") as folder:
+        path = Path(folder, "graph.so")
+        with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o700), "wb") as file:
+            file.write(raw)
+        return ctypes.CDLL(str(path), mode=os.RTLD_LOCAL | os.RTLD_NOW)
+
+
+class Container:
+    """One runner of a graph over tensors by FQN: what is written into their memory is what the next run reads.
+
+    One thread at a time may run it.
+    """
+
+    def __init__(self, library: Library, tensors: Mapping[str, torch.Tensor]) -> None:
+        self._library = library
+        self._tensors = [tensors[constant.fqn] for constant in library.constants]
+        self._handle = library.create()
+        made: list[int] = []
+        weakref.finalize(self, library.delete, self._handle, made).atexit = False
+        made += library.bind(self._handle, self._tensors)
+
+    def run(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Raises RuntimeError for what goes wrong in the graph."""
+        count = self._library.outputs
+        given, found = (_P * len(inputs))(*_pointers(inputs)), (_P * count)()
+        self._library.run(self._handle, given, len(inputs), found, count, None, None)
+        capsules = [_new_capsule(pointer, None, None) for pointer in found]
+        outputs: list[torch.Tensor] = torch._C._aoti.alloc_tensors_by_stealing_from_void_ptrs(capsules)
+        return outputs
+
+
+def _pointers(tensors: Sequence[torch.Tensor]) -> list[int]:
+    """Handles that whoever is given them must take over."""
+    return [_pointer(capsule, None) for capsule in torch._C._aoti.unsafe_alloc_void_ptrs_from_tensors(list(tensors))]
