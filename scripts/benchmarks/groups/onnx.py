@@ -82,17 +82,18 @@ def _calls(served: Model, path: Path, eager: Encoder, rounds: int) -> Iterator[R
 
 
 def _swaps(served: Model, files: list[Path], pointing: list[Path], rounds: int) -> Iterator[Row]:
-    """From a file to the next answer's weights, against building a session of that file."""
+    """From a file to the next answer's weights, and the commit alone, against building a session of that file."""
     ours, theirs = itertools.cycle(files[::-1]), itertools.cycle(pointing[::-1])
     measures = {
         "swap": lambda: seconds(lambda: served.swap(next(ours))),
+        "commit": lambda: seconds(served.rollback),  # a commit that reads no file
         "rebuild": lambda: seconds(lambda: _session(next(theirs))),
     }
     millis = {name: [second * 1e3 for second in values] for name, values in in_turn(measures, 4 * rounds).items()}
     size = f"{files[0].stat().st_size / 1e6:.0f} MB"
-    yield compared(
-        f"swap {size}, engine onnx", "ms", millis["swap"], "a new InferenceSession", millis["rebuild"], TWENTIETH
-    )
+    for what, goal in (("swap", TWENTIETH), ("commit", None)):
+        peer = "a new InferenceSession"
+        yield compared(f"{what} {size}, engine onnx", "ms", millis[what], peer, millis["rebuild"], goal)
 
 
 def _cold_start(folder: Path, rounds: int) -> Iterator[Row]:
