@@ -21,9 +21,8 @@ ENGINES = ("torch", "aoti", "onnx")
 
 def check_engines(engines: Sequence[str]) -> None:
     """Raise Unsupported for an engine that there is not."""
-    if isinstance(engines, str) or (unknown := sorted({str(name) for name in engines} - set(ENGINES))):
-        asked = repr(engines) if isinstance(engines, str) else ", ".join(unknown)
-        raise Unsupported(f"engine(s) {asked}: expected a sequence of {', '.join(map(repr, ENGINES))}")
+    if isinstance(engines, str) or not isinstance(engines, Sequence) or not set(map(str, engines)) <= set(ENGINES):
+        raise Unsupported(f"engines={engines!r}: expected a sequence of {', '.join(map(repr, ENGINES))}")
 
 
 def compile_engines(artifact: str | os.PathLike[str] | Artifact, engines: Sequence[str]) -> Artifact:

@@ -40,6 +40,8 @@ def export_onnx(
     opening weights raises.
     """
     check_writable(out)
+    if Path(out).is_dir():
+        raise ExportError(f"{out}: is a folder; give the name of the .onnx file")
     opened = artifact if isinstance(artifact, Artifact) else Artifact.open(artifact)
     path, name = Path(out), _method(opened, method)
     model = onnx.load_from_string(_graph(opened, name))
@@ -51,6 +53,8 @@ def export_onnx(
                 [f"{weight}: has to be computed by the adapter" for weight in found.match.computed],
                 "Pack the checkpoint first: weightswap pack.",
             )
+        if any(isinstance(file.path, Path) and path.resolve() == file.path.resolve() for file in files.files):
+            raise ExportError(f"{path}: is the weight file itself; give the name of an .onnx file beside it")
         _point(model, opened.manifest.weights, found, path)
     _write(model, path)
     return path
@@ -95,6 +99,8 @@ def _pointer(name: str, stored: StoredTensor, path: Path) -> onnx.TensorProto:
             f"{path}: must lie in a folder that holds {file}, as ONNX knows only paths from there down"
         ) from None
     code = element_of(name, stored.dtype).code
+    if not stored.nbytes:
+        return onnx.TensorProto(name=name, data_type=code, dims=stored.shape, raw_data=b"")
     tensor = onnx.TensorProto(name=name, data_type=code, dims=stored.shape, data_location=onnx.TensorProto.EXTERNAL)
     for key, value in (("location", place.as_posix()), ("offset", stored.offset), ("length", stored.nbytes)):
         tensor.external_data.add(key=key, value=str(value))

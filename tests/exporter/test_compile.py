@@ -110,7 +110,7 @@ def test_what_onnx_would_lose_is_refused(tmp_path: Path) -> None:
         export(Writer(), (torch.ones(2),), out=tmp_path / "a", engines=["onnx"])
 
 
-@pytest.mark.parametrize("engines", ["onnx", ["tensorrt"], ["onnx", 3]])
+@pytest.mark.parametrize("engines", ["onnx", ["tensorrt"], ["onnx", 3], None, {"onnx"}])
 def test_engines_that_there_are_not(engines: Any, artifact: Artifact) -> None:
     with pytest.raises(Unsupported, match="expected a sequence of 'torch', 'aoti', 'onnx'"):
         compile_engines(artifact, engines)
@@ -183,8 +183,28 @@ def test_weight_files_elsewhere_or_of_other_weights_are_refused(artifact: Artifa
     with pytest.raises(WeightsMismatch, match="turned: missing"):
         export_onnx(artifact, tmp_path / "w.safetensors", out=tmp_path / "m.onnx")
     assert not list(tmp_path.rglob("*.onnx"))
-    with pytest.raises(ExportError, match="cannot be written"):
+    with pytest.raises(ExportError, match="is a folder"):
         export_onnx(artifact, packed, out=tmp_path)
+    before = packed.read_bytes()
+    with pytest.raises(ExportError, match="is the weight file itself"):
+        export_onnx(artifact, packed, out=tmp_path / "a" / ".." / "v.safetensors")
+    assert packed.read_bytes() == before
+
+
+def test_weights_without_elements_are_written_into_the_model(tmp_path: Path) -> None:
+    class Hollow(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.nothing = nn.Parameter(torch.empty(0, 3))
+            self.weight = nn.Parameter(torch.ones(3))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.cat([x * self.weight, self.nothing])
+
+    artifact = export(Hollow(), (torch.ones(2, 3),), out=tmp_path / "a")
+    packed = pack(Hollow(), artifact, out=tmp_path / "v.safetensors").path
+    (found,) = run(export_onnx(artifact, packed, out=tmp_path / "m.onnx"), x=torch.full((2, 3), 2.0))
+    np.testing.assert_array_equal(found, np.full((2, 3), 2.0))
 
 
 def test_weights_that_are_computed_have_to_be_packed(tmp_path: Path) -> None:

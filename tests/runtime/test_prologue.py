@@ -241,6 +241,55 @@ def test_what_is_written_to_or_random_is_computed_in_each_call(tmp_path: Path) -
     assert not equal(model(X)[1], model(X)[1])
 
 
+class Told(nn.Module):
+    """A weight, and a function of the input and it."""
+
+    def __init__(self, function: Callable[[torch.Tensor, torch.Tensor], Any], seed: int) -> None:
+        super().__init__()
+        self.function = function
+        self.weight = nn.Parameter(torch.randn(4, 4, generator=torch.Generator().manual_seed(seed)))
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.function(x, self.weight)
+
+
+def written(view: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """What a view shows after something was added to it."""
+    view += x[0, 0]
+    return view * 1
+
+
+HARD: dict[str, Callable[[torch.Tensor, torch.Tensor], Any]] = {
+    "expanded": lambda x, w: (w * 2)[:1].expand(3, 4) + x,
+    "an expanded mask": lambda x, w: torch.full((4, 4), -1e9).triu(1).expand(2, 4, 4) + x[0] + w,
+    "a shape that depends on values": lambda x, w: (torch.where(w.flatten() > 0)[0], x.sum()),
+    "repeats that depend on values": lambda x, w: x.sum() + torch.repeat_interleave((w[0] > 0).long() + 1).sum(),
+    "a permutation by einsum": lambda x, w: written(torch.einsum("ij->ji", w * 2), x),
+    "a secret view": lambda x, w: written(torch.ops.aten._unsafe_view(w * 2, (2, 8)), x),
+    "a secret split": lambda x, w: written(torch.unsafe_split(w * 2, 2)[0], x),
+    "running statistics": lambda x, w: (
+        torch.nn.functional.batch_norm(x, torch.zeros(4), torch.ones(4), training=True) + w[0]
+    ),
+    "not dense": lambda x, w: torch.sparse.mm((w * 2).to_sparse(), x.t()),
+    "a part of another": lambda x, w: ((w * 2)[1:, 1:].t(), x),
+}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", HARD)
+def test_what_is_hard_on_it(name: str, residency: str, tmp_path: Path) -> None:
+    models = [Told(HARD[name], seed) for seed in range(2)]
+    artifact = export(models[0], (X,), out=tmp_path / "a")
+    files = [pack(model, artifact, out=tmp_path / f"{number}.safetensors").path for number, model in enumerate(models)]
+    for prologue in (True, False):
+        served = load(artifact, files[0], residency=residency, prologue=prologue)  # type: ignore[arg-type]
+        assert prologue or hoisted(served) == []
+        for number in (0, 1, 0, 1, 1, 0):
+            served.swap(files[number])
+            for x in (X, X, X + 1):
+                assert equal(served(x), models[number](x)), (number, prologue)
+
+
 class Program(nn.Module):
     """A random sequence of operators over an input and two weights, with views, copies and writes."""
 

@@ -195,8 +195,7 @@ class _Call:
         values = self._prologue(*self._fixed)
         if self.hoisted:
             for old, new in zip(self.hoisted, values, strict=True):
-                if old.data_ptr() != new.data_ptr():  # else a view, of which only the memory behind it has changed
-                    old.copy_(new)
+                _overwrite(old, new)
             return
         self._slots[: self._count] = values
         if self._bound is not None:
@@ -214,6 +213,19 @@ class _Call:
         for place, value in zip(self._places, inputs, strict=True):
             slots[place] = value
         return self._graph(*slots)
+
+
+def _overwrite(old: torch.Tensor, new: torch.Tensor) -> None:
+    """Give a tensor the values of another. Its addresses stay, also where elements lie on top of each other."""
+    if _layout(old) != _layout(new):
+        raise ValueError("what is computed from weights has another shape for each set of them")
+    if old.untyped_storage().data_ptr() != new.untyped_storage().data_ptr():  # else both view the same memory
+        old.untyped_storage().copy_(new.untyped_storage())
+
+
+def _layout(tensor: torch.Tensor) -> tuple[Hashable, ...]:
+    place = tensor.storage_offset(), tensor.untyped_storage().nbytes()
+    return tensor.dtype, tensor.shape, tensor.stride(), *place
 
 
 class BoundTorch:

@@ -92,7 +92,7 @@ class _Function:
         self._used = set()
         values = [self._value(output) for output in graph.outputs]
         given = [parameter for parameter, same in zip(parameters, fixed, strict=False) if same]
-        early, late, hoisted = split(lines, frozenset(given), frozenset(self._used)) if fixed else ([], lines, [])
+        early, late, hoisted = split(lines, frozenset(given), frozenset(self._used)) if any(fixed) else ([], lines, [])
         if graph.is_single_tensor_return:
             if len(values) != 1:
                 raise DamagedGraph(f"{len(values)} outputs where one is returned")

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket, _OpNamespace
 
+from .effects import is_fresh, is_mutable, is_repeatable
 from .schema import UnknownPart
 
 _SCALAR = "eq ne le ge lt gt neg pos mul add sub floordiv mod pow truediv and_ or_ not_ lshift rshift"
@@ -32,16 +33,6 @@ DROPPED = {"aten::_assert_tensor_metadata"}
 DROPOUTS = {"aten::dropout", "aten::feature_dropout", "aten::alpha_dropout", "aten::feature_alpha_dropout"}
 SET_GRADIENTS = "torch.ops.higher_order.wrap_with_set_grad_enabled"  # whether, a graph, what that takes
 _SIZES = {"aten::sym_size", "aten::sym_numel", "aten::sym_stride"}
-_VARYING = {
-    torch.Tag.nondeterministic_seeded,
-    torch.Tag.dynamic_output_shape,
-    torch.Tag.data_dependent_output,
-    torch.Tag.inplace_view,
-}
-_FRESH = {
-    f"aten::{name}"
-    for name in ["linear", "matmul", "layer_norm", "conv1d", "conv2d", "conv3d", "batch_norm", "softmax", "einsum"]
-}
 
 
 class Operator(NamedTuple):
@@ -115,30 +106,10 @@ def _overload(parts: list[str], target: str) -> Operator:
         pure=name in _SIZES,
         keywords=keywords,
         past_autograd=own,
-        repeatable=own and _is_repeatable(found),
-        mutable=found._schema.is_mutable,
-        fresh=_is_fresh(found),
+        repeatable=is_repeatable(found),
+        mutable=is_mutable(found),
+        fresh=is_fresh(found),
     )
-
-
-def _is_repeatable(overload: OpOverload) -> bool:
-    schema = overload._schema
-    tensors = [str(each.type) in ("Tensor", "List[Tensor]") for each in schema.returns]
-    named_empty = schema.name.removeprefix("aten::").removeprefix("new_").startswith("empty")
-    return bool(tensors) and all(tensors) and not (schema.is_mutable or named_empty or _VARYING & set(overload.tags))
-
-
-def _name(overload: OpOverload) -> str:
-    name, which = overload._schema.name, overload._schema.overload_name
-    return f"{name}.{which}" if which else name
-
-
-def _is_fresh(overload: OpOverload) -> bool:
-    """What is composed of other operators may return an argument without saying so."""
-    schema = overload._schema
-    said = any(each.alias_info is not None for each in schema.returns)
-    composed = torch._C._dispatch_has_kernel_for_dispatch_key(_name(overload), "CompositeImplicitAutograd")
-    return not said and (not composed or schema.name in _FRESH)
 
 
 def _faster() -> dict[OpOverload, Callable[..., Any]]:
