@@ -87,6 +87,9 @@ def compile_artifact(
     engine: Annotated[
         list[str], typer.Option("--engine", help="aoti, for machines like this one, or onnx; may be repeated.")
     ],
+    no_trial: Annotated[
+        bool, typer.Option("--no-trial", help="Do not compare what was compiled with the graphs on random weights.")
+    ] = False,
     op_library: OpLibraryOption = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -97,7 +100,7 @@ def compile_artifact(
 
         import_libraries(op_library or ())
         before = Artifact.open(artifact).manifest.files
-        made = compile_engines(artifact, engine)
+        made = compile_engines(artifact, engine, trial=not no_trial)
         added = sorted(name for name in made.manifest.files if name.startswith("engines/"))
         if as_json:
             print_json({"path": made.path, "graph_id": made.graph_id, "files": added})

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import msgspec
 from blake3 import blake3
@@ -21,16 +23,22 @@ ENGINES = ("torch", "aoti", "onnx")
 
 def check_engines(engines: Sequence[str]) -> None:
     """Raise Unsupported for an engine that there is not."""
-    if isinstance(engines, str) or not isinstance(engines, Sequence) or not set(map(str, engines)) <= set(ENGINES):
+    names = engines if isinstance(engines, Sequence) and not isinstance(engines, str) else (engines,)
+    if not {str(name) for name in names} <= set(ENGINES) or names is not engines:
         raise Unsupported(f"engines={engines!r}: expected a sequence of {', '.join(map(repr, ENGINES))}")
 
 
-def compile_engines(artifact: str | os.PathLike[str] | Artifact, engines: Sequence[str]) -> Artifact:
+def compile_engines(
+    artifact: str | os.PathLike[str] | Artifact, engines: Sequence[str], *, trial: bool = True
+) -> Artifact:
     """Make what other engines need from the graphs of an artifact, and add it to the artifact's folder.
 
     engines: "aoti" compiles each method with AOTInductor, for machines like this one; needs a C++ compiler. "onnx"
     writes an ONNX model without weights for each method; needs the extra `onnx-export`. "torch" needs nothing: every
     artifact has its graphs.
+
+    trial: compare what was compiled with the graph itself, in a process of its own with random weights and inputs, and
+    refuse what gives something else. A UserWarning says where that cannot be done, as for more than 2 GB of weights.
 
     Files of the same engine that are there already are replaced; the graph id stays. Returns the artifact with its new
     files. Processes that serve it are not disturbed. Raises Unsupported, MissingExtra, ArtifactError, CaptureError for
@@ -40,6 +48,8 @@ def compile_engines(artifact: str | os.PathLike[str] | Artifact, engines: Sequen
     opened = artifact if isinstance(artifact, Artifact) else Artifact.open(artifact)
     check_writable(opened.path)
     files = engine_files(opened, engines)
+    if trial:
+        _try(opened, files, engines)
     try:
         for name, content in files.items():
             _write(opened.path / name, content)
@@ -48,6 +58,31 @@ def compile_engines(artifact: str | os.PathLike[str] | Artifact, engines: Sequen
     except OSError as error:
         raise ExportError(f"{opened.path}: cannot be written ({error})") from error
     return Artifact.open(opened.path)
+
+
+def _try(artifact: Artifact, files: dict[str, bytes], engines: Sequence[str]) -> None:
+    """Try the files beside a copy of the artifact."""
+    with TemporaryDirectory(prefix="weightswap-") as folder:
+        copy = Path(folder) / "artifact"
+        shutil.copytree(artifact.path, copy)
+        write_files(copy, artifact.manifest, files)
+        try_engines(Artifact.open(copy), engines)
+
+
+def try_engines(artifact: Artifact, engines: Sequence[str]) -> None:
+    """Compare what was compiled for other engines with the graphs. Raises CaptureError."""
+    from .trial import try_engine
+
+    for engine in dict.fromkeys(engines):
+        if engine != "torch":
+            try_engine(artifact, engine)
+
+
+def write_files(folder: Path, manifest: Manifest, files: dict[str, bytes]) -> None:
+    """Write files and the manifest that lists them into a folder that nobody reads yet."""
+    for name, content in (files | {MANIFEST_NAME: encode_manifest(with_files(manifest, files))}).items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(content)
 
 
 def engine_files(artifact: Artifact, engines: Sequence[str]) -> dict[str, bytes]:

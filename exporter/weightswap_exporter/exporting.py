@@ -39,7 +39,7 @@ from . import huggingface
 from .archive import graph_archive
 from .calls import Requested, Wanted, wanted_goldens
 from .capture import Captured, MethodSpec, capture, training_operators, unwrapped
-from .compiling import check_engines, engine_files, with_files
+from .compiling import check_engines, engine_files, try_engines, with_files, write_files
 from .describe import describe_method
 from .examples import example_checkpoint
 from .goldens import check_has_values, record, weights_identity
@@ -227,14 +227,10 @@ def _goldens(
 def _write(path: Path, manifest: Manifest, files: dict[str, bytes], engines: Sequence[str]) -> None:
     try:
         with new_folder(path) as folder:
-            _write_files(folder, files | {MANIFEST_NAME: encode_manifest(manifest)})
-            if more := engine_files(Artifact.open(folder), engines):
-                _write_files(folder, more | {MANIFEST_NAME: encode_manifest(with_files(manifest, more))})
+            write_files(folder, manifest, files)
+            artifact = Artifact.open(folder)
+            if more := engine_files(artifact, engines):
+                write_files(folder, manifest, more)
+                try_engines(Artifact.open(folder), engines)
     except OSError as error:
         raise ExportError(f"{path}: cannot be written ({error})") from error
-
-
-def _write_files(folder: Path, files: Mapping[str, bytes]) -> None:
-    for name, content in files.items():
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / name).write_bytes(content)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import math
+import operator
 import re
 import warnings
 from collections.abc import Iterator, Mapping
@@ -15,7 +17,7 @@ from torch.export.graph_signature import ConstantArgument, OutputKind
 
 from weightswap_runtime import Artifact
 from weightswap_runtime.engines.onnx_elements import element_of
-from weightswap_runtime.engines.onnx_names import Names, onnx_names
+from weightswap_runtime.engines.onnx_names import Names, onnx_names, output_dtypes
 from weightswap_runtime.errors import CaptureError, MissingExtra
 from weightswap_runtime.manifest import Manifest, Method, NamedTensor
 from weightswap_runtime.signature import Tensor, leaves
@@ -52,7 +54,7 @@ def onnx_graph(artifact: Artifact, name: str) -> bytes:
     names = onnx_names(artifact.manifest, method)
     targets = (spec.target for spec in program.graph_signature.input_specs)
     fqns = {target: item.name for target, item in zip(targets, method.inputs, strict=True) if target is not None}
-    _Interface(where, translated, names, fqns).put(changed)
+    _Interface(where, translated, names, fqns, output_dtypes(artifact.manifest, method)).put(changed)
     model = ir.to_proto(translated.model)
     try:
         onnx.checker.check_model(model, full_check=True)
@@ -81,7 +83,7 @@ def _check_state(where: str, artifact: Artifact) -> None:
 
 
 def _adapt(program: ExportedProgram) -> None:
-    """Say in another way what torch does not translate."""
+    """Say in another way what torch does not translate, or translates to something else."""
     _drop_literals(program)
     for module in program.graph_module.modules():
         if isinstance(module, torch.fx.GraphModule):
@@ -90,7 +92,42 @@ def _adapt(program: ExportedProgram) -> None:
                     # decomposed attention may have other strides than views were captured for; ONNX has none
                     node.target = torch.ops.aten.reshape.default
                 elif node.target is torch.ops.aten.scaled_dot_product_attention.default:
-                    _add_heads(module.graph, node)
+                    _plain_attention(module.graph, node)
+                elif node.target is operator.floordiv:
+                    _exact_division(module.graph, node)
+
+
+def _plain_attention(graph: torch.fx.Graph, node: torch.fx.Node) -> None:
+    """Attention in single steps where a row may be masked as a whole, or heads have no dimension of their own.
+
+    torch's translation takes four dimensions, and gives NaN for such a row; eager gives zeros.
+    """
+    mask = node.args[_QKV] if len(node.args) > _QKV else node.kwargs.get("attn_mask")
+    if node.meta["val"].ndim == 4 and mask is None:
+        return
+    if isinstance(mask, torch.fx.Node) and mask.meta["val"].dtype is torch.bool:
+        node.replace_input_with(mask, _as_numbers(graph, node, mask))
+    with graph.inserting_after(node):
+        first = graph.call_function(operator.getitem, (node, 0))
+    node.target = torch.ops.aten._scaled_dot_product_attention_math.default
+    node.replace_all_uses_with(first, delete_user_cb=lambda user: user is not first)
+
+
+def _as_numbers(graph: torch.fx.Graph, node: torch.fx.Node, mask: torch.fx.Node) -> torch.fx.Node:
+    """A mask as what is added to the scores."""
+    aten = torch.ops.aten
+    with graph.inserting_before(node):
+        hidden = graph.call_function(aten.logical_not.default, (mask,))
+        zeros = graph.call_function(aten.zeros_like.default, (mask,), {"dtype": node.meta["val"].dtype})
+        return graph.call_function(aten.masked_fill.Scalar, (zeros, hidden, -math.inf))
+
+
+def _exact_division(graph: torch.fx.Graph, node: torch.fx.Node) -> None:
+    """Rounding down, which ONNX does not do for negative numbers, without anything to round."""
+    above, below = node.args
+    with graph.inserting_before(node):
+        rest = graph.call_function(operator.mod, (above, below))
+        node.args = (graph.call_function(operator.sub, (above, rest)), below)
 
 
 def _drop_literals(program: ExportedProgram) -> None:
@@ -100,19 +137,6 @@ def _drop_literals(program: ExportedProgram) -> None:
     for spec in program.graph_signature.output_specs:
         if isinstance(spec.arg, ConstantArgument):
             spec.arg = ConstantArgument(spec.arg.name, None)
-
-
-def _add_heads(graph: torch.fx.Graph, node: torch.fx.Node) -> None:
-    """Attention without a dimension for heads, as attention with one head."""
-    operands = [argument for argument in node.all_input_nodes if argument.meta["val"].ndim == 3]
-    if operands[:_QKV] != list(node.args[:_QKV]):
-        return
-    with graph.inserting_before(node):
-        wider = {item: graph.call_function(torch.ops.aten.unsqueeze.default, (item, 1)) for item in operands}
-    node.args, node.kwargs = torch.fx.map_arg((node.args, node.kwargs), lambda item: wider.get(item, item))
-    with graph.inserting_after(node):
-        narrow = graph.call_function(torch.ops.aten.squeeze.dim, (node, 1))
-    node.replace_all_uses_with(narrow, delete_user_cb=lambda user: user is not narrow)
 
 
 def _translate(where: str, program: ExportedProgram) -> Any:
@@ -156,16 +180,19 @@ def _reason(error: BaseException) -> str:
 class _Interface:
     """Gives a translated graph the inputs, outputs and names that the runtime expects.
 
-    `fqns` are the manifest's names of the program's tensors.
+    `fqns` are the manifest's names of the program's tensors, `dtypes` those of the outputs by their names.
     """
 
-    def __init__(self, where: str, translated: Any, names: Names, fqns: Mapping[str, str]) -> None:
+    def __init__(
+        self, where: str, translated: Any, names: Names, fqns: Mapping[str, str], dtypes: Mapping[str, str]
+    ) -> None:
         self._where = where
         self._model = translated.model
         self._graph = translated.model.graph
         self._signature = translated.exported_program.graph_signature
         self._names = names
         self._fqns = fqns
+        self._dtypes = dtypes
 
     def put(self, changed: frozenset[str]) -> None:
         """`changed` are the program's names of the buffers that a call changes."""
@@ -175,8 +202,8 @@ class _Interface:
         self._graph.inputs.clear()
         self._graph.outputs.clear()
         self._graph.inputs.extend([*weights.values(), *inputs.values()])
-        for value in finals.values():
-            self._graph.outputs.append(self._final(value))
+        for name, value in finals.items():
+            self._graph.outputs.append(self._final(name, value))
         public = dict(zip(finals, self._graph.outputs, strict=True)) | inputs | weights
         self._rename(public | dict(self._graph.initializers))
         self._strip()
@@ -224,14 +251,13 @@ class _Interface:
         new = {self._fqns[name]: value for name, value in final.items()}
         return {after: new[name] for name, after in self._names.after.items() if name in new}
 
-    def _final(self, value: Any) -> Any:
-        """The value as an output of the graph, which is neither an input nor another output."""
-        if value.producer() is not None and value not in self._graph.outputs:
-            return value
-        node = ir.node("Identity", inputs=[value])
+    def _final(self, name: str, value: Any) -> Any:
+        """The value as an output of its own, in the dtype that the manifest says: some translations give another."""
+        code = element_of(name, self._dtypes[name]).code
+        node = ir.node("Cast", inputs=[value], attributes={"to": code})
         self._graph.append(node)
         (output,) = node.outputs
-        output.type, output.shape = value.type, value.shape
+        output.type, output.shape = ir.TensorType(ir.DataType(code)), value.shape
         return output
 
     def _values(self) -> Iterator[Any]:

@@ -70,7 +70,7 @@ def test_compiling_adds_files_and_keeps_the_rest(artifact: Artifact) -> None:
     assert {name: after[name] for name in before} == before
     assert compiled.graph_id == artifact.graph_id
     compiled.verify()
-    assert files(compile_engines(artifact, ["onnx"])) == after
+    assert files(compile_engines(artifact, ["onnx"], trial=False)) == after
 
 
 def test_export_compiles_too_from_a_skeleton_and_to_the_same_bytes(tmp_path: Path) -> None:
@@ -127,7 +127,7 @@ def test_a_graph_points_into_a_weight_file(artifact: Artifact, tmp_path: Path) -
     x = torch.randn(5, 4)
     (tmp_path / "weights").mkdir()
     packed = pack(model, artifact, out=tmp_path / "weights" / "v1.safetensors").path
-    for compiled in (artifact, compile_engines(artifact, ["onnx"])):
+    for compiled in (artifact, compile_engines(artifact, ["onnx"], trial=False)):
         path = export_onnx(compiled, packed, out=tmp_path / "model.onnx")
         onnx.checker.check_model(path, full_check=True)
         assert path.stat().st_size < packed.stat().st_size + 4000

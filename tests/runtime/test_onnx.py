@@ -48,7 +48,7 @@ def served(model: nn.Module, args: tuple[Any, ...], folder: Path, **options: Any
     settings = {key: options.pop(key) for key in ("methods", "dynamic_shapes", "kwargs") if key in options}
     artifact = export(model.eval(), *([] if "methods" in settings else [args]), out=folder / "a", **settings)
     packed = pack(model, artifact, out=folder / "v.safetensors")
-    return load(compile_engines(artifact, ["onnx"]), packed.path, engine="onnx", **options)
+    return load(compile_engines(artifact, ["onnx"], trial=False), packed.path, engine="onnx", **options)
 
 
 @pytest.fixture

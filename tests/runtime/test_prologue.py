@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional
 
 from tests.setups import different, equal
 from tests.varied import RichFiles
@@ -267,15 +268,14 @@ HARD: dict[str, Callable[[torch.Tensor, torch.Tensor], Any]] = {
     "a permutation by einsum": lambda x, w: written(torch.einsum("ij->ji", w * 2), x),
     "a secret view": lambda x, w: written(torch.ops.aten._unsafe_view(w * 2, (2, 8)), x),
     "a secret split": lambda x, w: written(torch.unsafe_split(w * 2, 2)[0], x),
-    "running statistics": lambda x, w: (
-        torch.nn.functional.batch_norm(x, torch.zeros(4), torch.ones(4), training=True) + w[0]
-    ),
+    "running statistics": lambda x, w: functional.batch_norm(x, torch.zeros(4), torch.ones(4), training=True) + w[0],
     "not dense": lambda x, w: torch.sparse.mm((w * 2).to_sparse(), x.t()),
     "a part of another": lambda x, w: ((w * 2)[1:, 1:].t(), x),
 }
 
 
 @torch.no_grad()
+@pytest.mark.filterwarnings("ignore:the exported graph behaves as in training:UserWarning")
 @pytest.mark.parametrize("name", HARD)
 def test_what_is_hard_on_it(name: str, residency: str, tmp_path: Path) -> None:
     models = [Told(HARD[name], seed) for seed in range(2)]

@@ -17,6 +17,7 @@ from weightswap_runtime.manifest import Manifest, NamedTensor
 from weightswap_runtime.signature import Integer, Leaf, Tensor, leaves
 
 from .onnx_graph import OnnxGraph
+from .onnx_names import dtype_of
 from .onnx_values import as_array, as_value, content_array, content_of, dtype_names, value_of
 
 _NOTHING = nullcontext()
@@ -108,7 +109,7 @@ class _Call:
     def __init__(self, graph: OnnxGraph, values: Mapping[str, Any], states: Mapping[str, _State]) -> None:
         self._graph = graph
         self._fixed = [(name, values[name]) for name in graph.tensors]
-        self._inputs = [(name, _input_dtype(leaf)) for name, leaf in zip(graph.names.inputs, graph.inputs, strict=True)]
+        self._inputs = [(name, dtype_of(leaf)) for name, leaf in zip(graph.names.inputs, graph.inputs, strict=True)]
         self._nothing = [(name, value_of(b"", dtype, (0,))) for name, dtype in self._inputs if name is not None]
         self._outputs = list(zip(graph.names.outputs, graph.outputs, strict=True))
         self._states = [(after, states[name]) for name, after in graph.after.items()]
@@ -154,10 +155,6 @@ class _Call:
 
 
 _LOST: list[Any] = []
-
-
-def _input_dtype(leaf: Leaf) -> str:
-    return leaf.dtype if isinstance(leaf, Tensor) else "I64"
 
 
 def _output(value: Any, leaf: Leaf) -> Any:

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from weightswap_runtime.artifact import Artifact
 from weightswap_runtime.errors import ArtifactError, MissingExtra, Unsupported
 from weightswap_runtime.forks import renew_in_children
 from weightswap_runtime.manifest import NamedTensor
-from weightswap_runtime.signature import Tensor, leaves
+from weightswap_runtime.signature import leaves
 
 from .onnx_elements import element_of
-from .onnx_names import graph_file, onnx_names
+from .onnx_names import dtype_of, graph_file, onnx_names, output_dtypes
 
 try:
     import onnxruntime
@@ -43,10 +43,12 @@ class OnnxGraph:
         self.outputs = leaves(signature.output)
         found = {item.name: item for item in self.session.get_inputs()}
         self.tensors = tuple(name for name in self.names.tensors if name in found)
-        fetched = [item.name for item in self.session.get_outputs()]
+        given = self.session.get_outputs()
+        fetched = [item.name for item in given]
         self.after = {name: after for name, after in self.names.after.items() if after in fetched}
         rows = {name: row for row in (*manifest.weights, *manifest.state) for name in row.names}
-        problems = [*self._input_problems(found, rows), *self._output_problems(fetched)]
+        dtypes = output_dtypes(manifest, manifest.methods[method])
+        problems = [*self._input_problems(found, rows), *self._output_problems(given, dtypes)]
         if problems:
             raise ArtifactError(f"{self._where}: is not the graph of {method!r}: {'; '.join(problems[:5])}")
         renew_in_children(self)
@@ -83,7 +85,7 @@ class OnnxGraph:
 
     def _input_problems(self, found: Mapping[str, Any], rows: Mapping[str, NamedTensor]) -> Iterator[str]:
         flat = [(name, leaf) for name, leaf in zip(self.names.inputs, self.inputs, strict=True) if name is not None]
-        wanted = {name: leaf.dtype if isinstance(leaf, Tensor) else "I64" for name, leaf in flat}
+        wanted = {name: dtype_of(leaf) for name, leaf in flat}
         yield from (f"it lacks the input {name!r}" for name in wanted if name not in found)
         for name, item in found.items():
             row = rows.get(name) if name in self.tensors else None
@@ -93,7 +95,12 @@ class OnnxGraph:
             elif item.type != element_of(name, dtype).text or (row and tuple(item.shape) != row.shape):
                 yield f"it takes {name!r} as {item.type}{list(item.shape)}, expected {dtype}"
 
-    def _output_problems(self, fetched: list[str]) -> Iterator[str]:
+    def _output_problems(self, given: Sequence[Any], dtypes: Mapping[str, str]) -> Iterator[str]:
         wanted = [name for name in self.names.outputs if name is not None] + list(self.after.values())
+        fetched = [item.name for item in given]
         if fetched != wanted:
             yield f"its outputs are {fetched}, expected {wanted}"
+            return
+        for item in given:
+            if item.type != element_of(item.name, dtypes[item.name]).text:
+                yield f"it gives {item.name!r} as {item.type}, expected {dtypes[item.name]}"

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from weightswap_runtime.manifest import Manifest, Method
-from weightswap_runtime.signature import Leaf, Literal, leaves
+from weightswap_runtime.signature import Leaf, Literal, Tensor, leaves
 
 
 class Names(NamedTuple):
@@ -40,6 +40,20 @@ def onnx_names(manifest: Manifest, method: Method) -> Names:
         tensors=tuple(item.name for item in method.inputs if item.kind in ("weight", "state")),
         after={name: _free(f"{name}.after", "state", taken) for name in states},
     )
+
+
+def output_dtypes(manifest: Manifest, method: Method) -> dict[str, str]:
+    """The dtypes of what an ONNX graph gives, by name: outputs, and state after the call."""
+    names = onnx_names(manifest, method)
+    outputs = zip(names.outputs, leaves(method.signature.output), strict=True)
+    found = {name: dtype_of(leaf) for name, leaf in outputs if name is not None}
+    states = {name: row.dtype for row in manifest.state for name in row.names}
+    return found | {after: states[name] for name, after in names.after.items()}
+
+
+def dtype_of(leaf: Leaf) -> str:
+    """The dtype that a flat input or output has in an ONNX graph; an integer is a tensor there."""
+    return leaf.dtype if isinstance(leaf, Tensor) else "I64"
 
 
 def _names(flat: Iterable[Leaf], role: str, taken: set[str]) -> list[str | None]:

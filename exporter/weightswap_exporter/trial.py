@@ -1,0 +1,196 @@
+"""Trying what was compiled for another engine: on random weights and inputs it must give what the graph itself gives.
+
+Translations are sometimes wrong, and some of their results end the process that opens them. So this runs in a process
+of its own: `python -m weightswap_exporter.trial FOLDER ENGINE` prints a JSON list of what is wrong.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from weightswap_runtime import Artifact, Model, load
+from weightswap_runtime.conditions import evaluate, parse_condition
+from weightswap_runtime.contents import Content
+from weightswap_runtime.dtypes import has_fractions
+from weightswap_runtime.engines import Engine
+from weightswap_runtime.errors import CaptureError
+from weightswap_runtime.model import engine_of
+from weightswap_runtime.signature import (
+    Integer,
+    Leaf,
+    Literal,
+    Signature,
+    Size,
+    flatten,
+    leaves,
+    parse_size,
+    unflatten,
+)
+from weightswap_runtime.weightfile import canonical_order, write_weight_file
+from weightswap_runtime.widening import widened
+
+MOST_BYTES = 2 << 30
+SIZES = (2, 3, 5)  # that dynamic dimensions have, one after another
+# of an output's largest value; wrong translations are off by more, and rounding by less
+TOLERANCES = {"F64": 1e-4, "F32": 1e-3, "C64": 1e-3, "F16": 3e-2}
+COARSE = 0.15  # dtypes with fewer digits
+_CALLER = 4
+
+
+def try_engine(artifact: Artifact, engine: str) -> None:
+    """Run every method on random weights with the engine and with `torch`, and compare.
+
+    Raises CaptureError where the engine gives something else, or ends the process. Warns where it could not be tried.
+    """
+    if artifact.manifest.total_bytes > MOST_BYTES:
+        _warn(engine, f"its weights take more than {MOST_BYTES >> 30} GB")
+        return
+    command = [sys.executable, "-m", __name__, str(artifact.path), engine]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    if done.returncode < 0:
+        raise CaptureError(
+            f"what was compiled for the engine {engine!r} ends the process that runs it (signal {-done.returncode}). "
+            "Use the engine 'torch'"
+        )
+    if done.returncode:
+        _warn(engine, (done.stderr.strip().splitlines() or ["no reason was given"])[-1])
+    elif problems := json.loads(done.stdout.splitlines()[-1]):
+        raise CaptureError(
+            f"what was compiled for the engine {engine!r} is not the graph; on random weights and inputs: "
+            f"{'; '.join(problems[:5])}. Use the engine 'torch', or compile with trial=False if that is to be expected"
+        )
+
+
+def _warn(engine: str, reason: str) -> None:
+    warnings.warn(f"what was compiled for the engine {engine!r} could not be tried: {reason}", stacklevel=_CALLER)
+
+
+def differences(artifact: Artifact, engine: Any) -> Iterator[str]:
+    """What an engine gives that the graph does not, in words."""
+    rng = np.random.default_rng(0)
+    with tempfile.TemporaryDirectory(prefix="weightswap-") as folder:
+        weights = Path(folder) / "random.safetensors"
+        _write_random(artifact, weights, rng)
+        ours, theirs = (load(artifact.path, weights, engine=name, verify="off") for name in ("torch", engine))
+        for name, signature in ours.signatures.items():
+            for sizes in _sizes(signature):
+                yield from _one_call(name, signature, sizes, ours, theirs, rng)
+
+
+def _write_random(artifact: Artifact, path: Path, rng: np.random.Generator) -> None:
+    rows = canonical_order(row.row for row in artifact.manifest.weights)
+    data = ((row.name, [_random(row.dtype, row.shape, rng, weight=True).data]) for row in rows)
+    write_weight_file(path, rows, data, graph_id=artifact.graph_id)
+
+
+def _random(dtype: str, shape: Sequence[int], rng: np.random.Generator, *, weight: bool = False) -> Content:
+    """Normal numbers; scales and variances, which vectors are, are positive; integers are 0 and 1."""
+    if not has_fractions(dtype):
+        return _content(rng.integers(0, 2, shape), dtype)
+    if weight and len(shape) < 2:
+        return _content(rng.uniform(0.5, 1.5, shape), dtype)
+    return _content(rng.normal(0, 1 / np.sqrt(max(1, shape[-1])) if weight else 1, shape), dtype)
+
+
+def _content(values: np.ndarray[Any, Any], dtype: str) -> Content:
+    import torch
+
+    from weightswap_runtime.tensors import tensor_content, torch_dtype
+
+    return tensor_content(torch.from_numpy(np.asarray(values)).to(torch_dtype(dtype)))
+
+
+def _sizes(signature: Signature) -> Iterator[Mapping[str, int]]:
+    """Sizes for the dynamic dimensions that the signature allows."""
+    conditions = [parse_condition(text) for text in signature.conditions]
+    for start in range(len(SIZES) if signature.dims else 1):
+        found = {}
+        for place, (name, limits) in enumerate(signature.dims.items()):
+            size = max(limits.min, SIZES[(start + place) % len(SIZES)])
+            found[name] = size if limits.max is None else min(size, limits.max)
+        if all(evaluate(condition, found) for condition in conditions):
+            yield found
+
+
+def _one_call(
+    name: str, signature: Signature, sizes: Mapping[str, int], ours: Model, theirs: Model, rng: np.random.Generator
+) -> Iterator[str]:
+    flat = [_value(leaf, sizes, rng) for _, node in (*signature.args, *signature.kwargs) for leaf in leaves(node)]
+    try:
+        expected, again = (_call(ours, name, signature, flat) for _ in range(2))
+    except Exception:  # random inputs may be what the model cannot take
+        return
+    if not ours.artifact.manifest.state and any(map(_differ, expected, again)):
+        return  # random numbers
+    where = f"{name} with {dict(sizes)}" if sizes else name
+    try:
+        found, again = (_call(theirs, name, signature, flat) for _ in range(2))
+    except Exception as error:
+        yield f"{where}: raised {type(error).__name__}: {error}"
+        return
+    for leaf, wanted, got in zip(leaves(signature.output), expected, found, strict=True):
+        if text := _problem(wanted, got):
+            yield f"{where}: {leaf.name}: {text}"
+
+
+def _value(leaf: Leaf, sizes: Mapping[str, int], rng: np.random.Generator) -> Any:
+    if isinstance(leaf, Literal):
+        return leaf.content
+    if isinstance(leaf, Integer):
+        return _size(leaf.value, sizes)
+    return _random(leaf.dtype, [_size(size, sizes) for size in leaf.shape], rng)
+
+
+def _size(size: Size, sizes: Mapping[str, int]) -> int:
+    if isinstance(size, int):
+        return size
+    factor, dim, offset = parse_size(size)
+    return factor * sizes[dim] + offset
+
+
+def _call(model: Model, name: str, signature: Signature, flat: Sequence[Any]) -> list[Any]:
+    """Flat outputs, tensors as their contents."""
+    engine: Engine = engine_of(model)
+    values = iter([engine.tensor(value) if isinstance(value, Content) else value for value in flat])
+    args, kwargs = (
+        {key: unflatten(node, [next(values) for _ in leaves(node)]) for key, node in part}
+        for part in (signature.args, signature.kwargs)
+    )
+    result = flatten(signature.output, model.method(name)(*args.values(), **kwargs))
+    return [engine.content(value) if isinstance(value, engine.tensor_type) else value for value in result]
+
+
+def _differ(one: Any, other: Any) -> bool:
+    return bool(one.data != other.data if isinstance(one, Content) else one != other)
+
+
+def _problem(wanted: Any, got: Any) -> str | None:
+    if not isinstance(wanted, Content):
+        return None if wanted == got else f"{got}, expected {wanted}"
+    if (wanted.dtype, wanted.shape) != (got.dtype, got.shape):
+        return f"{got.dtype}{list(got.shape)}, expected {wanted.dtype}{list(wanted.shape)}"
+    if not has_fractions(wanted.dtype):
+        return None if wanted.data == got.data else "other integers"
+    expected, found = widened(wanted), widened(got)
+    finite = np.isfinite(expected)
+    if not np.isfinite(found[finite]).all():
+        return "values that are not finite"
+    largest = np.abs(expected[finite]).max(initial=0.0)
+    worst = np.abs(found[finite] - expected[finite]).max(initial=0.0)
+    tolerance = TOLERANCES.get(wanted.dtype, COARSE)
+    return None if worst <= tolerance * largest else f"off by {worst:.3g}, where the largest value is {largest:.3g}"
+
+
+if __name__ == "__main__":
+    print(json.dumps(list(differences(Artifact.open(sys.argv[1]), sys.argv[2]))))
