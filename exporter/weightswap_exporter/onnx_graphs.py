@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
-import operator
 import re
 import warnings
 from collections.abc import Iterator, Mapping
@@ -13,7 +11,7 @@ from typing import Any
 
 import torch
 from torch.export import ExportedProgram
-from torch.export.graph_signature import ConstantArgument, OutputKind
+from torch.export.graph_signature import OutputKind
 
 from weightswap_runtime import Artifact
 from weightswap_runtime.engines.onnx_elements import element_of
@@ -23,6 +21,7 @@ from weightswap_runtime.manifest import Manifest, Method, NamedTensor
 from weightswap_runtime.signature import Tensor, leaves
 
 from .mutations import mutated_buffers
+from .onnx_adapting import adapt
 from .programs import method_program
 
 try:
@@ -32,7 +31,6 @@ try:
 except ImportError as error:
     raise MissingExtra("writing ONNX graphs", "onnx-export") from error
 
-_QKV = 3
 _TARGET = re.compile(r"target=(torch\.ops\.[\w.]+)")
 _MISSING = re.compile(r"No ONNX function found for <OpOverload\(op='([\w.:]+)', overload='(\w+)'\)>")
 
@@ -49,7 +47,7 @@ def onnx_graph(artifact: Artifact, name: str) -> bytes:
     _check_tables(artifact.manifest, method)
     _check_state(where, artifact)
     changed = mutated_buffers(program)
-    _adapt(program)
+    adapt(program)
     translated = _translate(where, program)
     names = onnx_names(artifact.manifest, method)
     targets = (spec.target for spec in program.graph_signature.input_specs)
@@ -68,9 +66,7 @@ def _check_tables(manifest: Manifest, method: Method) -> None:
     used = {item.name for item in method.inputs}
     rows = [row for row in (*manifest.weights, *manifest.state) if not used.isdisjoint(row.names)]
     signature = method.signature
-    flat = [
-        leaf for node in (*dict(signature.args).values(), *dict(signature.kwargs).values()) for leaf in leaves(node)
-    ]
+    flat = [leaf for _, node in (*signature.args, *signature.kwargs) for leaf in leaves(node)]
     for item in (*rows, *flat, *leaves(signature.output)):
         if isinstance(item, NamedTensor | Tensor):
             element_of(item.name, item.dtype)
@@ -80,63 +76,6 @@ def _check_state(where: str, artifact: Artifact) -> None:
     tied = [row.name for row in artifact.manifest.state if row.aliases]
     if tied:
         raise CaptureError(f"{where}: the state {tied[0]!r} has two names, which an ONNX graph cannot express")
-
-
-def _adapt(program: ExportedProgram) -> None:
-    """Say in another way what torch does not translate, or translates to something else."""
-    _drop_literals(program)
-    for module in program.graph_module.modules():
-        if isinstance(module, torch.fx.GraphModule):
-            for node in list(module.graph.nodes):
-                if node.target is torch.ops.aten.view.default:
-                    # decomposed attention may have other strides than views were captured for; ONNX has none
-                    node.target = torch.ops.aten.reshape.default
-                elif node.target is torch.ops.aten.scaled_dot_product_attention.default:
-                    _plain_attention(module.graph, node)
-                elif node.target is operator.floordiv:
-                    _exact_division(module.graph, node)
-
-
-def _plain_attention(graph: torch.fx.Graph, node: torch.fx.Node) -> None:
-    """Attention in single steps where a row may be masked as a whole, or heads have no dimension of their own.
-
-    torch's translation takes four dimensions, and gives NaN for such a row; eager gives zeros.
-    """
-    mask = node.args[_QKV] if len(node.args) > _QKV else node.kwargs.get("attn_mask")
-    if node.meta["val"].ndim == 4 and mask is None:
-        return
-    if isinstance(mask, torch.fx.Node) and mask.meta["val"].dtype is torch.bool:
-        node.replace_input_with(mask, _as_numbers(graph, node, mask))
-    with graph.inserting_after(node):
-        first = graph.call_function(operator.getitem, (node, 0))
-    node.target = torch.ops.aten._scaled_dot_product_attention_math.default
-    node.replace_all_uses_with(first, delete_user_cb=lambda user: user is not first)
-
-
-def _as_numbers(graph: torch.fx.Graph, node: torch.fx.Node, mask: torch.fx.Node) -> torch.fx.Node:
-    """A mask as what is added to the scores."""
-    aten = torch.ops.aten
-    with graph.inserting_before(node):
-        hidden = graph.call_function(aten.logical_not.default, (mask,))
-        zeros = graph.call_function(aten.zeros_like.default, (mask,), {"dtype": node.meta["val"].dtype})
-        return graph.call_function(aten.masked_fill.Scalar, (zeros, hidden, -math.inf))
-
-
-def _exact_division(graph: torch.fx.Graph, node: torch.fx.Node) -> None:
-    """Rounding down, which ONNX does not do for negative numbers, without anything to round."""
-    above, below = node.args
-    with graph.inserting_before(node):
-        rest = graph.call_function(operator.mod, (above, below))
-        node.args = (graph.call_function(operator.sub, (above, rest)), below)
-
-
-def _drop_literals(program: ExportedProgram) -> None:
-    """Outputs that are fixed: the signature has their values."""
-    (last,) = program.graph.find_nodes(op="output")
-    last.args = (tuple(item if isinstance(item, torch.fx.Node) else None for item in last.args[0]),)
-    for spec in program.graph_signature.output_specs:
-        if isinstance(spec.arg, ConstantArgument):
-            spec.arg = ConstantArgument(spec.arg.name, None)
 
 
 def _translate(where: str, program: ExportedProgram) -> Any:

@@ -76,6 +76,7 @@ def _artifact(artifact: Artifact, as_json: bool) -> None:
     typer.echo(f"written by weightswap {manifest.producer.weightswap}, torch {manifest.producer.torch}")
     for name, method in manifest.methods.items():
         typer.echo(f"method     {signature_text(name, method.signature)}")
+    typer.echo(f"engines    {', '.join(_engines(manifest))}")
     _goldens(record)
     size = human_bytes(manifest.total_bytes)
     _tensors(f"weights: {len(manifest.weights)} tensors, {size}, not in the artifact", manifest.weights, manifest)
@@ -94,8 +95,15 @@ def _artifact_document(artifact: Artifact, manifest: Manifest) -> dict[str, Any]
         "path": artifact.path,
         "total_bytes": manifest.total_bytes,
         "signatures": {name: signature_text(name, method.signature) for name, method in manifest.methods.items()},
+        "engines": _engines(manifest),
         "manifest": manifest,
     }
+
+
+def _engines(manifest: Manifest) -> list[str]:
+    """What it was compiled for: the engine, and the target where there are several."""
+    parts = [name.split("/") for name in manifest.files if name.startswith("engines/")]
+    return ["torch", *sorted({" ".join(part[1:-1]) for part in parts})]
 
 
 def _goldens(record: Record | None) -> None:
