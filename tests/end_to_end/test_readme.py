@@ -111,9 +111,8 @@ def test_the_page_on_engines(tmp_path: Path) -> None:
     said = shell(tmp_path, commands)
     assert "replaced  engines/onnx/forward.onnx" in said
     assert (tmp_path / "tagger.onnx").exists()
-    assert re.search(
-        r"^engines +torch, aoti cpu-\S+, onnx$", shell(tmp_path, "weightswap inspect tagger.artifact"), re.M
-    )
+    shown = shell(tmp_path, "weightswap inspect tagger.artifact")
+    assert re.search(r"^engines +torch, aoti cpu-\S+, onnx$", shown, re.MULTILINE)
     assert python(tmp_path, code) == "onnx (2, 7, 5)\n"
 
 
