@@ -28,6 +28,7 @@ REFUSED = {
     ("onnx", "mixtral"): "ONNX has no transformers.grouped_mm_fallback.default",
 }
 MARKS: dict[str, list[Any]] = {"aoti": [pytest.mark.slow, needs_compiler], "onnx": []}  # to compile takes 10 s a model
+LARGER = {"t5", "clip", "lora"}  # which take longest on `onnx`
 Compile = Callable[[str, str], Artifact]
 
 
@@ -47,7 +48,7 @@ def compiled(shelf: Shelf, tmp_path_factory: pytest.TempPathFactory) -> Compile:
 @pytest.mark.parametrize(
     ("engine", "name"),
     [
-        pytest.param(engine, name, marks=marks)
+        pytest.param(engine, name, marks=[*marks, *([pytest.mark.slow] if name in LARGER else [])])
         for engine, marks in MARKS.items()
         for name in BY_NAME
         if (engine, name) not in REFUSED

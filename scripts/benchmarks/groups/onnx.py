@@ -83,7 +83,8 @@ def _calls(served: Model, path: Path, eager: Encoder, rounds: int) -> Iterator[R
 
 def _swaps(served: Model, files: list[Path], pointing: list[Path], rounds: int) -> Iterator[Row]:
     """From a file to the next answer's weights, and the commit alone, against building a session of that file."""
-    ours, theirs = itertools.cycle(files[::-1]), itertools.cycle(pointing[::-1])
+    served.swap(files[1])  # so that there is something to roll back to
+    ours, theirs = itertools.cycle(files), itertools.cycle(pointing)
     measures = {
         "swap": lambda: seconds(lambda: served.swap(next(ours))),
         "commit": lambda: seconds(served.rollback),  # a commit that reads no file
