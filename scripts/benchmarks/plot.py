@@ -18,7 +18,7 @@ def plot_ratios(rows: Sequence[Row], path: Path) -> None:
 
     The bar's length is our time over the peer's; left of 1 we are faster. The scale is logarithmic.
     """
-    shown = [row for row in rows if row.ratio is not None][::-1]
+    shown = list({(row.what, row.peer): row for row in rows if row.ratio is not None}.values())[::-1]
     figure = Figure(figsize=(11, 1.2 + HEIGHT * len(shown)), layout="constrained")
     axes = figure.subplots()
     places = range(len(shown))
