@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tests.compiled import needs_compiler
+
 README = Path(__file__).parents[2] / "README.md"
 
 
@@ -103,6 +105,7 @@ def test_the_commands(tmp_path: Path) -> None:
     assert (tmp_path / "outputs.safetensors").exists()
 
 
+@needs_compiler
 def test_the_page_on_engines(tmp_path: Path) -> None:
     prepare_recipe(tmp_path)
     page = (README.parent / "docs" / "engines.md").read_text()

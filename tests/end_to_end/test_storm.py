@@ -18,6 +18,7 @@ import torch
 from torch import nn
 from torch.export import Dim
 
+from tests.compiled import needs_compiler
 from weightswap_exporter import export, pack
 from weightswap_runtime import (
     BaseMismatch,
@@ -235,7 +236,9 @@ class Changes:
             self._model.swap(self._files[0].with_name("nowhere.safetensors"))
 
 
-@pytest.mark.parametrize(("engine", "steps"), [("torch", 1000), ("aoti", 150), ("onnx", 150)])
+@pytest.mark.parametrize(
+    ("engine", "steps"), [("torch", 1000), pytest.param("aoti", 150, marks=needs_compiler), ("onnx", 150)]
+)
 def test_eight_threads_call_while_weights_change_in_every_way(
     engine: str, steps: int, tmp_path: Path, residency: str
 ) -> None:
