@@ -101,7 +101,8 @@ def compile_artifact(
         import_libraries(op_library or ())
         before = Artifact.open(artifact).manifest.files
         made = compile_engines(artifact, engine, trial=not no_trial)
-        added = sorted(name for name in made.manifest.files if name.startswith("engines/"))
+        folders = tuple(f"engines/{name}/" for name in engine)
+        added = sorted(name for name in made.manifest.files if name.startswith(folders))
         if as_json:
             print_json({"path": made.path, "graph_id": made.graph_id, "files": added})
             return

@@ -23,6 +23,8 @@ def adapt(program: ExportedProgram) -> None:
                     node.target = torch.ops.aten.reshape.default
                 elif node.target is torch.ops.aten.scaled_dot_product_attention.default:
                     _plain_attention(module.graph, node)
+                elif node.target is torch.ops.aten.embedding.default:
+                    _refuse_negative_rows(module.graph, node)
                 elif node.target is operator.floordiv:
                     _exact_division(module.graph, node)
 
@@ -50,6 +52,17 @@ def _as_numbers(graph: torch.fx.Graph, node: torch.fx.Node, mask: torch.fx.Node)
         hidden = graph.call_function(aten.logical_not.default, (mask,))
         zeros = graph.call_function(aten.zeros_like.default, (mask,), {"dtype": node.meta["val"].dtype})
         return graph.call_function(aten.masked_fill.Scalar, (zeros, hidden, -math.inf))
+
+
+def _refuse_negative_rows(graph: torch.fx.Graph, node: torch.fx.Node) -> None:
+    """ONNX counts negative rows from the end; a table's lookup refuses them, as it does those beyond its end."""
+    table, places = node.args[:2]
+    assert isinstance(table, torch.fx.Node)
+    with graph.inserting_before(node):
+        below = graph.call_function(torch.ops.aten.lt.Scalar, (places, 0))
+        beyond = (places, below, table.meta["val"].shape[0])
+        checked = graph.call_function(torch.ops.aten.masked_fill.Scalar, beyond)
+    node.args = (table, checked, *node.args[2:])
 
 
 def _exact_division(graph: torch.fx.Graph, node: torch.fx.Node) -> None:

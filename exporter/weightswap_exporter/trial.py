@@ -1,7 +1,8 @@
 """Trying what was compiled for another engine: on random weights and inputs it must give what the graph itself gives.
 
 Translations are sometimes wrong, and some of their results end the process that opens them. So this runs in a process
-of its own: `python -m weightswap_exporter.trial FOLDER ENGINE` prints a JSON list of what is wrong.
+of its own: `python -m weightswap_exporter.trial FOLDER ENGINE` prints a JSON list of what is wrong, or a text that says
+why it could not be tried.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from weightswap_runtime.conditions import evaluate, parse_condition
 from weightswap_runtime.contents import Content
 from weightswap_runtime.dtypes import has_fractions
 from weightswap_runtime.engines import Engine
-from weightswap_runtime.errors import CaptureError
+from weightswap_runtime.errors import CaptureError, WeightswapError
 from weightswap_runtime.model import engine_of
 from weightswap_runtime.signature import (
     Integer,
@@ -65,7 +66,11 @@ def try_engine(artifact: Artifact, engine: str) -> None:
         )
     if done.returncode:
         _warn(engine, (done.stderr.strip().splitlines() or ["no reason was given"])[-1])
-    elif problems := json.loads(done.stdout.splitlines()[-1]):
+        return
+    problems = json.loads(done.stdout.splitlines()[-1])
+    if isinstance(problems, str):
+        _warn(engine, problems.replace(f"{artifact.path}{os.sep}", ""))
+    elif problems:
         raise CaptureError(
             f"what was compiled for the engine {engine!r} is not the graph; on random weights and inputs: "
             f"{'; '.join(problems[:5])}. Use the engine 'torch', or compile with trial=False if that is to be expected"
@@ -192,5 +197,13 @@ def _problem(wanted: Any, got: Any) -> str | None:
     return None if worst <= tolerance * largest else f"off by {worst:.3g}, where the largest value is {largest:.3g}"
 
 
+def main(folder: str, engine: str) -> None:
+    try:
+        said: list[str] | str = list(differences(Artifact.open(folder), engine))
+    except WeightswapError as error:  # such as operators that this process, or this machine, lacks
+        said = str(error)
+    print(json.dumps(said))
+
+
 if __name__ == "__main__":
-    print(json.dumps(list(differences(Artifact.open(sys.argv[1]), sys.argv[2]))))
+    main(*sys.argv[1:])

@@ -23,7 +23,7 @@ OpLibraryOption = Annotated[
     list[str] | None,
     typer.Option("--op-library", help="A package, or an .so file, that registers operators; may be repeated."),
 ]
-EngineOption = Annotated[EngineName, typer.Option(help="What runs the graphs: torch, onnx, or auto.")]
+EngineOption = Annotated[EngineName, typer.Option(help="What runs the graphs; auto takes the fastest that there is.")]
 _USAGE = (MissingExtra, RecipeError, Unsupported)
 
 

@@ -131,7 +131,12 @@ def _results(values: list[Any], engine: Engine) -> list[Any]:
 def _report(model: Model, method: str, named: dict[str, Any], seconds: float, as_json: bool) -> None:
     described = {key: describe_value(value) for key, value in named.items()}
     if as_json:
-        document = {"method": method, "graph_id": model.graph_id, "weights_id": model.weights_id}
+        document = {
+            "method": method,
+            "engine": model.engine,
+            "graph_id": model.graph_id,
+            "weights_id": model.weights_id,
+        }
         print_json(document | {"seconds": seconds, "outputs": described})
         return
     typer.echo(f"weights id {model.weights_id}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping
 from contextlib import AbstractContextManager
-from importlib.util import find_spec
+from importlib import import_module
 from typing import Any, Literal, Protocol, get_args
 
 from weightswap_runtime.arena import HostArena
@@ -97,7 +97,7 @@ def choose_engine(name: str, artifact: Artifact) -> str:
     Raises Unsupported for an engine that there is not, or that the artifact was not compiled for.
     """
     if name == AUTO:
-        if find_spec("torch"):
+        if _has_torch():
             return "aoti" if can_run(artifact) else "torch"
         return "onnx" if _has_onnx(artifact) else "torch"
     if name not in ENGINES:
@@ -108,6 +108,15 @@ def choose_engine(name: str, artifact: Artifact) -> str:
             "--engine onnx"
         )
     return name
+
+
+def _has_torch() -> bool:
+    """Whether torch is installed, and can be imported."""
+    try:
+        import_module("torch")
+    except ImportError:
+        return False
+    return True
 
 
 def _has_onnx(artifact: Artifact) -> bool:
@@ -121,7 +130,7 @@ def open_engine(
     if device != "cpu":
         raise Unsupported(f"device {device!r}: this version serves on 'cpu'")
     if threads is not None and (name != "onnx" or type(threads) is not int or threads < 1):
-        raise Unsupported(f"threads={threads!r}: expected a positive number, for the engine 'onnx' alone")
+        raise Unsupported(f"threads={threads!r}: expected None, or with the engine 'onnx' a positive number")
     if name == "onnx":
         from .onnx import OnnxEngine
 

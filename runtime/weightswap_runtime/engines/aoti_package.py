@@ -38,7 +38,10 @@ def find_target(artifact: Artifact) -> str:
             return target
     advice = _ADVICE.format(artifact.path)
     if not whole:
-        raise Unsupported(f"{artifact.path}: was not compiled for the engine 'aoti'. {advice}")
+        raise Unsupported(
+            f"{artifact.path}: was not compiled for the engine 'aoti'. Run: weightswap compile {artifact.path} "
+            "--engine aoti"
+        )
     raise Unsupported(
         f"{artifact.path}: was compiled for {', '.join(sorted(whole))}; this machine is {machine_name()}. On a machine "
         f"like this one: {advice}"
