@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ from blake3 import blake3
 from torch import nn
 
 from weightswap_runtime import Artifact, __version__
+from weightswap_runtime.collector import collector_paused
 from weightswap_runtime.errors import ArtifactError, CaptureError, ExportError
 from weightswap_runtime.files import new_folder
 from weightswap_runtime.goldens import GOLDENS_NAME, Tolerance
@@ -94,7 +94,7 @@ def export(
     wanted = wanted_goldens(goldens, tolerance, list(specs))
     if wanted:
         check_has_values(model)
-    with _collector_paused():
+    with collector_paused():
         manifest, files = _artifact(model, specs, load, example)
         if wanted:
             files[GOLDENS_NAME] = _goldens(model, wanted, specs, manifest, files[CONSTANTS_NAME])
@@ -144,18 +144,6 @@ def _artifact(
         files=digests,
     )
     return manifest, files
-
-
-@contextmanager
-def _collector_paused() -> Iterator[None]:
-    """Without Python's cyclic garbage collector, which takes a third of the time: millions of objects are made."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 def _warn_of_training(captured: Mapping[str, Captured]) -> None:

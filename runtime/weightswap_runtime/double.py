@@ -93,6 +93,7 @@ class Double:
             self._restore(idle, timeout)
         elif idle.has_state:  # a pin on it would see its state start again
             self._gate.wait_idle(idle, timeout)
+        idle.prepare_added("the previous weights")  # a model may have joined since
         return self._exchange(idle, self._resident[idle].identity)
 
     def _idle(self) -> Session:

@@ -33,30 +33,33 @@ class Session:
         self.arena = arena
         self.bound: dict[int, Bound] = {place: engine.bind(arena) for place, engine in engines.items()}
         self.leases: dict[int, ClaimReference] = {}
-        self.prepared = False
+        self._prepared: set[int] = set()
 
     @property
     def has_prologue(self) -> bool:
         """Whether anything is computed from weights before they serve."""
         return any(bound.has_prologue for bound in list(self.bound.values()))
 
+    def add(self, place: int, bound: Bound, prepared: bool) -> None:
+        """Take in an engine that was bound to the arena. `prepared`: whether it has computed what depends on it."""
+        if prepared:
+            self._prepared.add(place)
+        self.bound[place] = bound
+
     def prepare(self, where: str) -> None:
         """Compute what depends on the weights alone. They came from `where`, and serve nobody yet.
 
         Raises WeightsMismatch where that cannot be computed, and OutOfMemory.
         """
-        try:
-            for bound in list(self.bound.values()):
-                bound.prepare()
-        except Exception as error:
-            if isinstance(error, MemoryError) or "allocate memory" in str(error):
-                raise OutOfMemory(f"{where}: no memory for what is computed from weights alone ({error})") from error
-            raise WeightsMismatch(
-                where,
-                [f"what the graphs compute from weights alone cannot be computed: {type(error).__name__}: {error}"],
-                "Every call would raise this. Load with prologue=False to serve these weights all the same.",
-            ) from error
-        self.prepared = True
+        self._prepared.clear()
+        self.prepare_added(where)
+
+    def prepare_added(self, where: str) -> None:
+        """As `prepare`, where that was not done since the weights came."""
+        for place, bound in list(self.bound.items()):
+            if place not in self._prepared:
+                prepare(bound, where)
+                self._prepared.add(place)
 
     @property
     def has_state(self) -> bool:
@@ -67,6 +70,20 @@ class Session:
         """Put all state back to its initial values, in place."""
         for bound in list(self.bound.values()):
             bound.reset_state()
+
+
+def prepare(bound: Bound, where: str) -> None:
+    """Let an engine compute what depends on weights from `where`. Raises WeightsMismatch and OutOfMemory."""
+    try:
+        bound.prepare()
+    except Exception as error:
+        if isinstance(error, MemoryError) or "allocate memory" in str(error):
+            raise OutOfMemory(f"{where}: no memory for what is computed from weights alone ({error})") from error
+        raise WeightsMismatch(
+            where,
+            [f"what the graphs compute from weights alone cannot be computed: {type(error).__name__}: {error}"],
+            "Every call would raise this. Load with prologue=False to serve these weights all the same.",
+        ) from error
 
 
 class Methods:

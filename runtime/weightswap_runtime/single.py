@@ -24,11 +24,12 @@ class _Kept(NamedTuple):
 
 
 class _Refused(Exception):
-    """A commit that was undone; `reason` says why."""
+    """A commit that was undone; `reason` says why. `interrupt` is what arrived meanwhile."""
 
     def __init__(self, reason: WeightsMismatch) -> None:
         super().__init__(str(reason))
         self.reason = reason
+        self.interrupt: BaseException | None = None
 
 
 class Single:
@@ -108,9 +109,9 @@ class Single:
             before, self._previous = self._previous, kept
             try:
                 interrupt = self._copy(source, version, undo)
-            except WeightsMismatch:
+            except _Refused as refused:
                 self._previous = before
-                raise
+                raise refused.interrupt or refused.reason from refused.interrupt and refused.reason
         return Committed(version, time.perf_counter() - start, nbytes, interrupt)
 
     def _copy(
@@ -129,7 +130,8 @@ class Single:
                 self._live.reset_state()
                 self._gate.exchange(version)
             except _Refused as refused:
-                raise refused.reason from None
+                refused.interrupt = interrupt
+                raise
             except Exception as error:
                 self._gate.fail(f"{type(error).__name__}: {error}")
                 raise ModelFailed(
@@ -137,7 +139,7 @@ class Single:
                     "swap or a rollback succeeds."
                 ) from error
             except BaseException as error:
-                interrupt = error
+                interrupt = error.with_traceback(None)  # else its frames would live on, and what they hold
         return interrupt
 
     def _prepare(self, version: Version[Session], undo: HostArena | Patch | None) -> None:

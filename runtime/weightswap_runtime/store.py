@@ -6,7 +6,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager
 from functools import partial
 from itertools import count
 from threading import Lock, RLock, get_ident
@@ -18,7 +18,7 @@ from .arena import ArenaLayout, HostArena
 from .artifact import Artifact
 from .candidates import Candidate, Committed
 from .deltafile import DeltaStamp, delta_stamp
-from .engines import Bound, Engine
+from .engines import Engine
 from .errors import BaseMismatch, ModelFailed, OutOfMemory, StagingBusy, Unsupported
 from .events import Event, EventKind, Events
 from .forks import renew_in_children
@@ -29,7 +29,7 @@ from .manifest import NamedTensor
 from .places import printable
 from .receipts import SwapReceipt
 from .residency import open_residency
-from .session import Session
+from .session import Session, prepare
 from .sources import Check
 from .staging import Contents, Kind, Request, plan, stage_full
 from .trials import Member, find_trials, new_member, try_out
@@ -100,21 +100,14 @@ class Store:
             member = new_member(artifact, engine, next(self._places))
             sessions = self._residency.sessions
             bound = [engine.bind(each.arena) for each in sessions]
+            live = self.gate.current.session if self.gate.current else None
             for session, each in zip(sessions, bound, strict=True):
-                self._prepare(session, each)
+                if session is live:
+                    prepare(each, "the weights that are served")
             for session, each in zip(sessions, bound, strict=True):
-                session.bound[member.place] = each
+                session.add(member.place, each, prepared=session is live)
             self._members[member.place] = member
         return member
-
-    def _prepare(self, session: Session, bound: Bound) -> None:
-        """Let an engine compute what depends on the weights that a session has."""
-        current = self.gate.current
-        serves = current is not None and current.session is session
-        # what a staging has left half-way serves nobody before another staging
-        with nullcontext() if serves else suppress(Exception):
-            if session.prepared:
-                bound.prepare()
 
     def leave(self, place: int) -> None:
         """What no model, pin or staging can call any more goes: its graphs, its state, its goldens."""

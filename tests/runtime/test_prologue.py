@@ -188,30 +188,72 @@ class Inverse(nn.Module):
         return x @ torch.linalg.inv(self.weight)
 
 
-def test_weights_of_which_it_cannot_be_computed_are_refused(tmp_path: Path, residency: str) -> None:
-    good, bad = Inverse(), Inverse()
-    with torch.no_grad():
-        bad.weight.zero_()
-    artifact = export(good, (X,), out=tmp_path / "a")
-    first, second = (
-        pack(each, artifact, out=tmp_path / f"{name}.safetensors").path for name, each in (("g", good), ("b", bad))
-    )
-    model = load(artifact, first, residency=residency)  # type: ignore[arg-type]
+class Singular:
+    """An artifact, weights that have no inverse, and the way from good ones to them."""
+
+    def __init__(self, folder: Path) -> None:
+        good, bad = Inverse(), Inverse()
+        with torch.no_grad():
+            bad.weight.zero_()
+        self.artifact: Artifact = export(good, (X,), out=folder / "a")
+        self.good = pack(good, self.artifact, out=folder / "g.safetensors").path
+        self.bad = pack(bad, self.artifact, out=folder / "b.safetensors").path
+        self.delta = write_delta(self.good, self.bad, folder / "d.safetensors").path
+
+
+@pytest.fixture(scope="module")
+def singular(tmp_path_factory: pytest.TempPathFactory) -> Singular:
+    return Singular(tmp_path_factory.mktemp("singular"))
+
+
+def test_weights_of_which_it_cannot_be_computed_are_refused(singular: Singular, residency: str) -> None:
+    model = load(singular.artifact, singular.good, residency=residency)  # type: ignore[arg-type]
     with pytest.raises(WeightsMismatch, match=r"from weights alone cannot be computed: .*singular"):
-        model.swap(second)
+        model.swap(singular.bad)
     assert torch.equal(model(X), X)
-    for path, options in (
-        (second, {"only": "weight"}),
-        (write_delta(first, second, tmp_path / "d.safetensors").path, {}),
-    ):
+    for path, options in ((singular.bad, {"only": "weight"}), (singular.delta, {})):
         with pytest.raises(WeightsMismatch, match="singular"):
             model.swap(path, **options)
         assert not model.failed
         assert model.generation == 0
         assert torch.equal(model(X), X)
-    plain = load(artifact, second, prologue=False)
+    plain = load(singular.artifact, singular.bad, prologue=False)
     with pytest.raises(RuntimeError, match="singular"):
         plain(X)
+
+
+def test_no_rollback_to_weights_of_which_a_model_that_joined_cannot_compute_it(singular: Singular) -> None:
+    first = load(singular.artifact, singular.bad, prologue=False)
+    first.swap(singular.good)
+    second = load(singular.artifact, share=first)
+    for _ in range(2):
+        with pytest.raises(WeightsMismatch, match="singular"):
+            second.rollback()
+        assert torch.equal(second(X), X)
+        assert torch.equal(first(X), X)
+    second.swap(singular.good)
+    second.rollback()
+    assert torch.equal(second(X), X)
+    with pytest.raises(WeightsMismatch, match="singular"):
+        load(singular.artifact, share=load(singular.artifact, singular.bad, prologue=False))
+
+
+def test_an_interrupt_while_a_patch_is_refused_is_not_lost(singular: Singular, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = load(singular.artifact, singular.good, residency="single")
+    original, times = BoundTorch._prepare, []
+
+    def prepare(bound: BoundTorch) -> None:
+        times.append(1)
+        if len(times) == 1:
+            raise KeyboardInterrupt
+        original(bound)
+
+    monkeypatch.setattr(BoundTorch, "_prepare", prepare)
+    with pytest.raises(KeyboardInterrupt) as caught:
+        model.swap(singular.delta)
+    assert isinstance(caught.value.__cause__, WeightsMismatch)
+    assert (model.generation, model.failed) == (0, False)
+    assert torch.equal(model(X), X)
 
 
 class Unruly(nn.Module):

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import gc
 import math
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from weightswap_runtime.collector import collector_paused
 from weightswap_runtime.contents import Content, as_array
 from weightswap_runtime.dtypes import describe, has_fractions
 from weightswap_runtime.engines import Engine
@@ -49,7 +48,7 @@ def run(
     Inputs are found by their names in the signature, which `weightswap inspect` shows; parts of lists and dicts are
     called like x.0 or x.key. Outputs are named in the same way, and a single one is called output.
     """
-    with errors_as_exit(as_json), _without_collections():
+    with errors_as_exit(as_json), collector_paused():
         model = load(artifact, weights, engine=engine, keys=as_keys(keys), op_libraries=op_library or ())
         name = method or model.default_method
         if name not in model.signatures:
@@ -68,18 +67,6 @@ def run(
                 raise Unsupported("two outputs have one name, as a key has a dot in it; call the method from Python")
             write_tensors(output, {key: value for key, value in named.items() if isinstance(value, Content)})
         _report(model, name, named, seconds, as_json)
-
-
-@contextmanager
-def _without_collections() -> Iterator[None]:
-    """Each garbage collection would go through all that torch has made, and one call leaves little behind."""
-    before = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if before:
-            gc.enable()
 
 
 def _called(name: str, call: Callable[..., Any], args: list[Any], kwargs: dict[str, Any]) -> Any:

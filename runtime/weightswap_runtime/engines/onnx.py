@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from threading import RLock
 from typing import Any
 
 import numpy as np
@@ -12,13 +11,13 @@ import numpy as np
 from weightswap_runtime.arena import HostArena
 from weightswap_runtime.artifact import Artifact
 from weightswap_runtime.contents import Content
-from weightswap_runtime.forks import renew_in_children
 from weightswap_runtime.manifest import Manifest, NamedTensor
 from weightswap_runtime.signature import Integer, Leaf, Tensor, leaves
 
 from .onnx_graph import OnnxGraph
 from .onnx_names import dtype_of
 from .onnx_values import as_array, as_value, content_array, content_of, dtype_names, value_of
+from .stateful import Stateful
 
 _NOTHING = nullcontext()
 
@@ -163,17 +162,16 @@ def _output(value: Any, leaf: Leaf) -> Any:
     return int(value.numpy()) if isinstance(leaf, Integer) else None
 
 
-class BoundOnnx:
+class BoundOnnx(Stateful):
     """All methods over one arena. Safe to call from any number of threads."""
 
     def __init__(self, calls: Mapping[str, _Call], states: Mapping[str, _State], arena: HostArena) -> None:
         self._calls = calls
         self._states = states
-        self._state_lock = RLock()
         self._arena = arena
         for call in calls.values():
             call.warm_up()
-        renew_in_children(self)
+        super().__init__(has_state=bool(states))
 
     def run(self, method: str, inputs: list[Any]) -> list[Any]:
         """Flat inputs to flat outputs, in memory of their own."""
@@ -187,21 +185,11 @@ class BoundOnnx:
         """Nothing: ONNX Runtime keeps nothing that depends on weights."""
 
     def renew(self) -> None:
-        """After a fork: what a call of another thread was doing to the state is undone."""
+        """After a fork: bindings are made again, and half a call's state is undone."""
         for call in self._calls.values():
             call.renew()
-        free = self._state_lock.acquire(blocking=False)
-        self._state_lock = RLock()
-        if not free:
-            self.reset_state()
+        super().renew()
 
-    @property
-    def has_state(self) -> bool:
-        """Whether calls leave traces."""
-        return bool(self._states)
-
-    def reset_state(self) -> None:
-        """Copy the initial values over the state, in place."""
-        with self._state_lock:
-            for state in self._states.values():
-                state.reset()
+    def _reset(self) -> None:
+        for state in self._states.values():
+            state.reset()

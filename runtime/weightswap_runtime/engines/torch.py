@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Hashable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from threading import RLock
 from typing import Any, ParamSpec, Protocol, TypeVar
 
 from weightswap_runtime.arena import HostArena
@@ -13,7 +12,6 @@ from weightswap_runtime.artifact import Artifact
 from weightswap_runtime.contents import Content
 from weightswap_runtime.dtypes import TORCH_NAMES
 from weightswap_runtime.errors import ArtifactError, MissingExtra
-from weightswap_runtime.forks import renew_in_children
 from weightswap_runtime.goldens import Environment
 from weightswap_runtime.header import FileTensor
 from weightswap_runtime.manifest import GraphInput, Method, NamedTensor
@@ -28,6 +26,8 @@ from weightswap_runtime.graphs.compiling import Compiled
 from weightswap_runtime.graphs.opening import open_graph
 from weightswap_runtime.plainly import plainly
 from weightswap_runtime.tensors import as_tensor, tensor_content, torch_dtype
+
+from .stateful import Stateful
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -228,7 +228,7 @@ def _layout(tensor: torch.Tensor) -> tuple[Hashable, ...]:
     return tensor.dtype, tensor.shape, tensor.stride(), *place
 
 
-class BoundTorch:
+class BoundTorch(Stateful):
     """All methods over one arena. Safe to call from any number of threads."""
 
     def __init__(
@@ -240,8 +240,7 @@ class BoundTorch:
     ) -> None:
         self._calls = calls
         self._state = state
-        self._state_lock = RLock()
-        renew_in_children(self)
+        super().__init__(has_state=bool(state))
         self._first = arena.address
         self._last = arena.address + len(arena.memory)
         self._owned = {tensor.untyped_storage().data_ptr() for tensor in owned}
@@ -270,24 +269,10 @@ class BoundTorch:
                 call.prepare()
             self._owned.update(tensor.untyped_storage().data_ptr() for tensor in call.hoisted)
 
-    def renew(self) -> None:
-        """After a fork: what a call of another thread was doing to the state is undone."""
-        free = self._state_lock.acquire(blocking=False)
-        self._state_lock = RLock()
-        if not free:
-            self.reset_state()
-
-    @property
-    def has_state(self) -> bool:
-        """Whether calls leave traces."""
-        return bool(self._state)
-
     @_without_gradients
-    def reset_state(self) -> None:
-        """Copy the initial values over the state, in place."""
-        with self._state_lock:
-            for live, value in self._state:
-                live.copy_(value)
+    def _reset(self) -> None:
+        for live, value in self._state:
+            live.copy_(value)
 
     def _detach(self, value: Any) -> Any:
         if not isinstance(value, torch.Tensor):
