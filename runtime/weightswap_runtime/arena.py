@@ -1,12 +1,13 @@
-"""Host memory at addresses that never change, holding one full set of weights."""
+"""Memory at addresses that never change, holding one full set of weights."""
 
 from __future__ import annotations
 
 import ctypes
 import mmap
 from collections.abc import Iterable, Sequence
-from contextlib import suppress
-from typing import NamedTuple
+from contextlib import AbstractContextManager, nullcontext, suppress
+from itertools import accumulate
+from typing import NamedTuple, Protocol
 
 from .errors import OutOfMemory
 from .manifest import NamedTensor
@@ -37,11 +38,62 @@ class ArenaLayout:
         self.nbytes = position
 
 
+class Room(Protocol):
+    """Where bytes go that come in pieces."""
+
+    most: int  # bytes that one `room` should ask for
+
+    def room(self, slots: Sequence[Slot]) -> AbstractContextManager[list[memoryview]]:
+        """Writable host memory for each slot. What it holds at the end of the block is, or goes, there."""
+        ...
+
+
+class Arena(Room, Protocol):
+    """A full set of weights, on the host or on an accelerator. Offsets and sizes in bytes."""
+
+    layout: ArenaLayout
+    address: int
+
+    def write(self, offset: int, data: memoryview) -> None:
+        """Copy bytes, of writable memory, to an offset. They are in order with what the block `writing` does."""
+        ...
+
+    def read(self, offset: int, target: memoryview) -> None:
+        """Copy bytes from an offset, as many as `target`, which is of writable memory, holds."""
+        ...
+
+    def fetch(self, offset: int, nbytes: int) -> memoryview:
+        """Bytes from an offset, to be read only: the arena's own memory, or a copy."""
+        ...
+
+    def write_to(self, other: Arena, workers: Workers) -> None:
+        """Copy every weight to an arena of the same layout; addresses stay."""
+        ...
+
+    def copy_part(self, other: Arena, begin: int, end: int) -> None:
+        """Copy bytes `begin` to `end` of an arena of the same layout."""
+        ...
+
+    def writing(self, urgent: bool = False) -> AbstractContextManager[None]:
+        """A block that writes, after all calls that have begun before, and before all that begin after it.
+
+        It keeps no calls from beginning; the gate does. On an accelerator nothing waits for the device: the order is
+        that of its streams. urgent: calls are held meanwhile.
+        """
+        ...
+
+    def settle(self) -> None:
+        """Wait until all that was written is there. Raises what the device reports."""
+        ...
+
+
 class HostArena:
     """Anonymous, page-aligned memory of this process; it maps no file, and a forked child gets a copy of its own.
 
     The memory lives as long as anything views it.
     """
+
+    most = 1 << 30
 
     def __init__(self, layout: ArenaLayout) -> None:
         self.layout = layout
@@ -59,27 +111,63 @@ class HostArena:
         offset, size = self.layout.slots[name]
         return memoryview(self.memory)[offset : offset + size]
 
-    def write_to(self, other: HostArena, workers: Workers) -> None:
+    def room(self, slots: Sequence[Slot]) -> AbstractContextManager[list[memoryview]]:
+        """The arena's own memory."""
+        memory = memoryview(self.memory)
+        return nullcontext([memory[offset : offset + size] for offset, size in slots])
+
+    def write_to(self, other: Arena, workers: Workers) -> None:
         """Copy every weight to an arena of the same layout; addresses stay. Bounded by memory bandwidth."""
         total = self.layout.nbytes
         workers.run_all(
             lambda start: other.copy_part(self, start, min(start + COPY_CHUNK, total)), range(0, total, COPY_CHUNK)
         )
 
-    def copy_part(self, other: HostArena, begin: int, end: int) -> None:
+    def copy_part(self, other: Arena, begin: int, end: int) -> None:
         """Copy bytes `begin` to `end` of an arena of the same layout."""
-        # ctypes releases the interpreter's lock for the call, slice assignment would not
-        ctypes.memmove(self.address + begin, other.address + begin, end - begin)
+        other.read(begin, self.fetch(begin, end - begin))
 
     def write(self, offset: int, data: memoryview) -> None:
         """Copy bytes to an offset. `data` is of writable memory."""
         if len(data):
+            # ctypes releases the interpreter's lock for the call, slice assignment would not
             ctypes.memmove(self.address + offset, ctypes.addressof(ctypes.c_char.from_buffer(data)), len(data))
 
     def read(self, offset: int, target: memoryview) -> None:
         """Copy bytes from an offset, as many as `target`, which is of writable memory, holds."""
         if len(target):
             ctypes.memmove(ctypes.addressof(ctypes.c_char.from_buffer(target)), self.address + offset, len(target))
+
+    def fetch(self, offset: int, nbytes: int) -> memoryview:
+        """The arena's own memory."""
+        return memoryview(self.memory)[offset : offset + nbytes]
+
+    def writing(self, urgent: bool = False) -> AbstractContextManager[None]:
+        """Nothing to do: calls have ended when they have given their lease back."""
+        return nullcontext()
+
+    def settle(self) -> None:
+        """Nothing to wait for."""
+
+
+class Scratch:
+    """Memory for several tensors, as one piece that lives as long as any part of it is viewed. Raises MemoryError."""
+
+    most = 1 << 30
+
+    def __init__(self, sizes: Sequence[int]) -> None:
+        self.memory = memoryview(allocate(sum(sizes)))
+        ends = list(accumulate(sizes, initial=0))
+        self.slots = [Slot(begin, size) for begin, size in zip(ends, sizes, strict=False)]
+
+    def part(self, index: int) -> memoryview:
+        """What was asked for as the size of this index."""
+        offset, size = self.slots[index]
+        return self.memory[offset : offset + size]
+
+    def room(self, slots: Sequence[Slot]) -> AbstractContextManager[list[memoryview]]:
+        """This very memory."""
+        return nullcontext([self.memory[offset : offset + size] for offset, size in slots])
 
 
 def allocate(nbytes: int) -> mmap.mmap | bytearray:
@@ -89,15 +177,6 @@ def allocate(nbytes: int) -> mmap.mmap | bytearray:
         return _map(nbytes) if nbytes else bytearray()
     except (OSError, OverflowError) as error:
         raise MemoryError(str(error)) from error
-
-
-def allocate_each(sizes: Sequence[int]) -> list[memoryview]:
-    """As `allocate`, in one piece of memory that lives as long as any part of it is viewed."""
-    memory, parts = memoryview(allocate(sum(sizes))), []
-    for size in sizes:
-        parts.append(memory[:size])
-        memory = memory[size:]
-    return parts
 
 
 def _map(nbytes: int) -> mmap.mmap:

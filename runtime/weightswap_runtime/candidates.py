@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
-from .arena import HostArena
+from .arena import Arena
 from .gate import Gate, Version
 from .job import Job
 from .patches import Patch
 from .session import Session
 from .staging import Contents
 
-NewSession = Callable[[HostArena], Session]
-Fill = Callable[[HostArena], Contents]
+NewSession = Callable[[Arena], Session]
+Fill = Callable[[Arena], Contents]
 
 
 class Committed(NamedTuple):

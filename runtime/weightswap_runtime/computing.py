@@ -6,11 +6,11 @@ from collections.abc import Mapping
 
 import torch
 
-from .arena import HostArena
+from .arena import Arena
 from .digests import Blocks, block_digests
-from .errors import OutOfMemory, WeightsMismatch, WeightswapError
+from .errors import OutOfMemory, WeightsMismatch, WeightswapError, lacks_memory
 from .job import Job
-from .reading import read_bytes, write_rows
+from .reading import lay, read_scratch
 from .tensors import as_tensor, tensor_bytes
 from .transforms import Transforms
 from .weightset import WeightSet
@@ -20,7 +20,7 @@ from .workers import Workers
 def compute_weights(
     weights: WeightSet,
     computed: Mapping[str, Mapping[str, str]],
-    arena: HostArena,
+    arena: Arena,
     workers: Workers,
     transforms: Transforms,
     job: Job,
@@ -35,17 +35,18 @@ def compute_weights(
 
     def read(key: str) -> torch.Tensor:
         stored = weights.tensors[names[key]]
-        return as_tensor(read_bytes(weights, names[key], workers, job), stored.dtype, stored.shape)
+        scratch, _ = read_scratch(weights, [names[key]], workers, job)
+        return as_tensor(scratch.memory, stored.dtype, stored.shape)
 
     try:
         for name, value in transforms.compute(list(computed), read):
             rows = tensor_bytes(value)
             digests[name] = block_digests(rows)
-            write_rows(arena.layout.weights[name], rows, arena.view(name), job)
+            lay(arena, arena.layout.weights[name], rows, job)
     except (WeightswapError, MemoryError):
         raise
     except Exception as error:
-        if "allocate memory" in str(error):  # torch has no class of its own for it on the CPU
+        if lacks_memory(error):
             raise OutOfMemory(f"{weights.where}: no memory to compute a weight in ({error})") from error
         raise WeightsMismatch(
             weights.where,

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from .arena import ArenaLayout, HostArena
+from .arena import ArenaLayout
 from .candidates import Candidate, Committed, Fill, NewSession, next_generation
 from .digests import Blocks
 from .errors import NothingToRollBack
 from .gate import Gate, Version
 from .identity import Identity
 from .job import Job
-from .patches import Patch, Stretch, copy_stretches, differing
+from .memory import Memory
+from .patches import HostPatch, Stretch, copy_stretches, differing
 from .session import Session
 from .staging import Contents
 from .workers import Workers
@@ -26,23 +27,32 @@ class Double:
     name = "double"
 
     def __init__(
-        self, new_session: NewSession, layout: ArenaLayout, gate: Gate[Session], workers: Workers, *, keep: bool
+        self,
+        new_session: NewSession,
+        memory: Memory,
+        layout: ArenaLayout,
+        gate: Gate[Session],
+        workers: Workers,
+        *,
+        keep: bool,
     ) -> None:
         self._gate = gate
         self._workers = workers
-        self.sessions = (new_session(HostArena(layout)), new_session(HostArena(layout)))
+        self.sessions = (new_session(memory.arena(layout)), new_session(memory.arena(layout)))
         self._resident: dict[Session, Version[Session]] = {}  # what lies whole in each session, and was served
         self._content: dict[Session, Mapping[str, Blocks]] = {}  # what lies whole in each session
-        self._saved = HostArena(layout) if keep else None
+        self._saved = memory.kept(layout) if keep else None
         self._displaced: Version[Session] | None = None  # what lies in `_saved`
 
     def stage(self, fill: Fill, timeout: float | None, job: Job) -> Candidate:
         idle = self._idle()
         self._gate.wait_idle(idle, timeout, job.check)
         self._overwriting(idle, job)
-        return self._staged(idle, fill(idle.arena))
+        with idle.arena.writing():
+            contents = fill(idle.arena)
+        return self._staged(idle, contents)
 
-    def stage_patch(self, patch: Patch, contents: Contents, timeout: float | None, job: Job) -> Candidate:
+    def stage_patch(self, patch: HostPatch, contents: Contents, timeout: float | None, job: Job) -> Candidate:
         idle, current = self._idle(), self._gate.current
         assert current is not None
         self._gate.wait_idle(idle, timeout, job.check)
@@ -51,8 +61,9 @@ class Double:
         live = current.session.arena
         everything = [Stretch(0, live.layout.nbytes)]
         stretches = everything if content is None else differing(live, content, current.identity.digests)
-        copy_stretches(idle.arena, live, stretches, self._workers, job)
-        patch.lay_over(idle.arena, self._workers, job)
+        with idle.arena.writing():
+            copy_stretches(idle.arena, live, stretches, self._workers, job)
+            patch.lay_over(idle.arena, self._workers, job)
         return self._staged(idle, contents)
 
     def _staged(self, session: Session, contents: Contents) -> Candidate:
@@ -106,7 +117,8 @@ class Double:
         assert self._displaced is not None
         self._gate.wait_idle(idle, timeout)
         self._content.pop(idle, None)
-        self._saved.write_to(idle.arena, self._workers)
+        with idle.arena.writing():
+            self._saved.write_to(idle.arena, self._workers)
         idle.prepare("the previous weights")
         self._resident[idle] = self._displaced
         self._content[idle] = self._displaced.identity.digests

@@ -16,6 +16,7 @@ WeightswapError
 |   |-- GoldensError           the goldens are damaged, or were recorded for something else
 |   |-- GoldenMismatch         the staged weights do not give the outputs that were recorded
 |   |-- OutOfMemory            no memory to stage into
+|   |-- DeviceError            the device reports an error while weights are staged
 |   |-- StagingBusy            another staging is open
 |   |-- StageClosed            already committed or discarded
 |   |-- StageCancelled         somebody has cancelled the staging
@@ -124,6 +125,10 @@ class GoldenMismatch(_Problems):
 
 class OutOfMemory(SwapError):
     """There is no memory to stage into."""
+
+
+class DeviceError(SwapError):
+    """The device has reported an error while weights were staged."""
 
 
 class StagingBusy(SwapError):
@@ -262,3 +267,10 @@ __all__ = [
     "WeightsMismatch",
     "WeightswapError",
 ]
+
+
+def lacks_memory(error: BaseException) -> bool:
+    """Whether an error says that memory could not be had; torch has no class of its own for it on the CPU."""
+    return (
+        isinstance(error, MemoryError) or "allocate memory" in str(error) or type(error).__name__ == "OutOfMemoryError"
+    )

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from .arena import ArenaLayout, HostArena, allocate_each
+from .arena import ArenaLayout, HostArena
 from .deltafile import DATA, RUNS, DeltaStamp
 from .digests import tensor_digest
 from .dtypes import describe, nbytes
@@ -17,8 +17,8 @@ from .identity import identify
 from .job import Job
 from .manifest import Manifest
 from .overlay import Parts, overlay
-from .patches import Patch, Span
-from .reading import new_piece, read_pieces
+from .patches import HostPatch, Span
+from .reading import read_scratch
 from .session import Session
 from .staging import Contents, OpenTransforms, Plan, Request, check_expected, check_graph, fill
 from .weightset import WeightSet
@@ -29,7 +29,7 @@ class Change(NamedTuple):
     """A verified full set of weights, as what changes in the live arena."""
 
     contents: Contents
-    patch: Patch
+    patch: HostPatch
 
 
 def stage_part(
@@ -59,7 +59,7 @@ def stage_part(
         seconds_staged=filled.seconds_read,
         seconds_verified=filled.seconds_verified + time.perf_counter() - start,
     )
-    return Change(contents, Patch(tuple(Span(slots[name].offset, part.view(name)) for name in filled.digests)))
+    return Change(contents, HostPatch(Span(slots[name].offset, part.view(name)) for name in filled.digests))
 
 
 def stage_delta(
@@ -96,7 +96,7 @@ def stage_delta(
         seconds_staged=staged - start,
         seconds_verified=time.perf_counter() - staged,
     )
-    return Change(contents, Patch(spans))
+    return Change(contents, HostPatch(spans))
 
 
 def check_delta(stamp: DeltaStamp, live: Version[Session], manifest: Manifest, where: str, request: Request) -> None:
@@ -124,21 +124,22 @@ def check_delta(stamp: DeltaStamp, live: Version[Session], manifest: Manifest, w
 
 def _read_parts(weights: WeightSet, stamp: DeltaStamp, workers: Workers, job: Job) -> dict[str, Parts]:
     """The parts of each weight that the file changes. Raises WeightFileError and DigestMismatch."""
-    memory = allocate_each([tensor.nbytes for tensor in weights.tensors.values()])
-    pieces = {name: new_piece(weights, name, part) for name, part in zip(weights.tensors, memory, strict=True)}
-    job.begin("reading", sum(len(piece.target) for piece in pieces.values()))
-    read_pieces(pieces.values(), workers, job)
+    names = list(weights.tensors)
+    job.begin("reading", sum(tensor.nbytes for tensor in weights.tensors.values()))
+    scratch, blocks = read_scratch(weights, names, workers, job)
+    found = dict(zip(names, map(tensor_digest, blocks), strict=True))
+    read = {name: scratch.part(index) for index, name in enumerate(names)}
     wrong = [
         f"{name}: the file records the digest {stamp.digests[name][:12]}, its bytes have {digest[:12]}"
-        for name, piece in pieces.items()
-        if (digest := tensor_digest(piece.digests)) != stamp.digests[name]
+        for name, digest in found.items()
+        if digest != stamp.digests[name]
     ]
     if wrong:
         raise DigestMismatch(weights.where, wrong, "The file is damaged: copy it again, or write the delta again.")
     parts, problems = {}, []
     for name, changed in stamp.changes.items():
-        runs = np.frombuffer(pieces[RUNS + name].target, "<i8").reshape(-1, 2)
-        parts[name] = Parts.of(runs, pieces[DATA + name].target)
+        runs = np.frombuffer(read[RUNS + name], "<i8").reshape(-1, 2)
+        parts[name] = Parts.of(runs, read[DATA + name])
         if not parts[name].fit(nbytes(changed.dtype, changed.shape) or 0):
             problems.append(name)
     if problems:

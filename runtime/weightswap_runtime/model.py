@@ -13,6 +13,7 @@ from typing import Any, Literal
 from .adapter import Keys
 from .artifact import Artifact
 from .candidates import Candidate
+from .devices.opening import StagingMode, open_memory
 from .engines import Engine, EngineName, choose_engine, open_engine
 from .errors import StageCancelled, StagingBusy, Unsupported
 from .events import Event, EventKind, Listener
@@ -47,6 +48,7 @@ def load(
     threads: int | None = None,
     prologue: bool = True,
     residency: Literal["double", "single"] = "double",
+    staging: StagingMode = "auto",
     keep_previous: Literal["host"] | None = None,
     share: Model | None = None,
     on_event: Listener | None = None,
@@ -83,8 +85,12 @@ def load(
     opened = artifact if isinstance(artifact, Artifact) else Artifact.open(artifact)
     chosen = choose_engine(engine, opened)
     opened = opened.row_major() if chosen == "onnx" else opened
-    runs = open_engine(chosen, opened, device, threads=threads, prologue=prologue)
-    store = share._store if share is not None else Store(opened.manifest.weights, residency, keep_previous)
+    if share is None:
+        store = Store(opened.manifest.weights, residency, keep_previous, open_memory(device, staging))
+    else:
+        store, device = share._store, share.device
+    on_host = store.residency == "single" and staging != "device"
+    runs = open_engine(chosen, opened, device, threads=threads, prologue=prologue, on_host=on_host)
     model = Model(opened, store, device=device, engine=runs)
     if on_event is not None:
         model.listen(on_event)

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 from blake3 import blake3
 
-from .arena import HostArena, allocate
+from .arena import Arena, allocate
 from .digests import BLOCK, Blocks
 from .job import Job
 from .manifest import NamedTensor
@@ -65,7 +65,7 @@ class Parts(NamedTuple):
 
 
 def overlay(
-    parts: Mapping[str, Parts], arena: HostArena, digests: Mapping[str, Blocks], workers: Workers, job: Job
+    parts: Mapping[str, Parts], arena: Arena, digests: Mapping[str, Blocks], workers: Workers, job: Job
 ) -> tuple[tuple[Span, ...], dict[str, Blocks]]:
     """Spans for an arena's blocks with the parts laid over them, and the new digests of the weights' blocks.
 
@@ -89,14 +89,14 @@ def overlay(
 
 
 def _by_block(
-    name: str, part: Parts, arena: HostArena, digests: list[bytes], spans: list[Span]
+    name: str, part: Parts, arena: Arena, digests: list[bytes], spans: list[Span]
 ) -> Iterator[Callable[[], None]]:
     offset, size = arena.layout.slots[name]
-    live = arena.view(name)
     for index in part.blocks():
         low, high = index * BLOCK, min((index + 1) * BLOCK, size)
 
-        def work(index: int = index, low: int = low, block: memoryview = live[low:high]) -> None:
+        def work(index: int = index, low: int = low, high: int = high) -> None:
+            block = arena.fetch(offset + low, high - low)
             pieces = list(part.within(low, low + len(block)))
             digests[index] = _digest(pieces, block)
             if len(pieces) > MOST_PIECES:
@@ -129,13 +129,13 @@ def _lay(pieces: Pieces, content: memoryview) -> None:
 
 
 def _relaid(
-    name: str, part: Parts, arena: HostArena, digests: list[bytes], spans: list[Span], job: Job
+    name: str, part: Parts, arena: Arena, digests: list[bytes], spans: list[Span], job: Job
 ) -> Callable[[], None]:
     """A weight whose dimensions the arena keeps in another order: as a whole."""
     weight: NamedTensor = arena.layout.weights[name]
 
     def work() -> None:
-        rows = read_rows(weight, arena.view(name), job)
+        rows = read_rows(weight, arena.fetch(*arena.layout.slots[name]), job)
         _lay(part.within(0, len(rows)), rows)
         for index in part.blocks():
             job.check()

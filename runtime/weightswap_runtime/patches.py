@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from .arena import COPY_CHUNK, HostArena, allocate
+from .arena import COPY_CHUNK, Arena, allocate
 from .digests import BLOCK, Blocks
 from .job import Job
 from .workers import Workers
@@ -18,20 +19,41 @@ class Span(NamedTuple):
     data: memoryview
 
 
-class Patch(NamedTuple):
-    """Spans that do not overlap; what lies between them stays."""
+class Patch(ABC):
+    """Changes of an arena, beside it."""
 
-    spans: tuple[Span, ...]
+    @property
+    @abstractmethod
+    def nbytes(self) -> int: ...
+
+    @abstractmethod
+    def write_to(self, arena: Arena, workers: Workers) -> None:
+        """Copy every span to its place; addresses stay."""
+
+    @abstractmethod
+    def lay_over(self, arena: Arena, workers: Workers, job: Job) -> None:
+        """As `write_to`, at the job's pace. Raises StageCancelled, with the copy half done."""
+
+    @abstractmethod
+    def undo(self, arena: Arena) -> Patch:
+        """What lies in the arena where this would be written, copied. Raises MemoryError."""
+
+
+class HostPatch(Patch):
+    """Spans that do not overlap, in host memory; what lies between them stays."""
+
+    def __init__(self, spans: Iterable[Span]) -> None:
+        self.spans = tuple(spans)
 
     @property
     def nbytes(self) -> int:
         return sum(len(span.data) for span in self.spans)
 
-    def write_to(self, arena: HostArena, workers: Workers) -> None:
+    def write_to(self, arena: Arena, workers: Workers) -> None:
         """Copy every span to its place; addresses stay."""
         workers.run_all(lambda span: arena.write(span.offset, span.data), _in_chunks(self.spans, COPY_CHUNK))
 
-    def lay_over(self, arena: HostArena, workers: Workers, job: Job) -> None:
+    def lay_over(self, arena: Arena, workers: Workers, job: Job) -> None:
         """As `write_to`, at the job's pace. Raises StageCancelled, with the copy half done."""
         job.begin("copying", self.nbytes)
 
@@ -41,7 +63,7 @@ class Patch(NamedTuple):
 
         workers.run_all(write, _in_chunks(self.spans, max(BLOCK, job.unit(COPY_CHUNK))))
 
-    def undo(self, arena: HostArena) -> Patch:
+    def undo(self, arena: Arena) -> HostPatch:
         """What lies in the arena where this would be written, copied. Raises MemoryError."""
         memory = memoryview(allocate(self.nbytes))
         spans = []
@@ -49,7 +71,7 @@ class Patch(NamedTuple):
             kept, memory = memory[: len(data)], memory[len(data) :]
             arena.read(offset, kept)
             spans.append(Span(offset, kept))
-        return Patch(tuple(spans))
+        return HostPatch(spans)
 
 
 def _in_chunks(spans: Iterable[Span], most: int) -> Iterable[Span]:
@@ -65,7 +87,7 @@ class Stretch(NamedTuple):
     end: int
 
 
-def differing(arena: HostArena, one: Mapping[str, Blocks], other: Mapping[str, Blocks]) -> list[Stretch]:
+def differing(arena: Arena, one: Mapping[str, Blocks], other: Mapping[str, Blocks]) -> list[Stretch]:
     """Where two arenas of this layout differ that hold weights with these digests of blocks."""
     stretches: list[Stretch] = []
     for name, weight in arena.layout.weights.items():
@@ -82,9 +104,7 @@ def differing(arena: HostArena, one: Mapping[str, Blocks], other: Mapping[str, B
     return stretches
 
 
-def copy_stretches(
-    target: HostArena, source: HostArena, stretches: Sequence[Stretch], workers: Workers, job: Job
-) -> None:
+def copy_stretches(target: Arena, source: Arena, stretches: Sequence[Stretch], workers: Workers, job: Job) -> None:
     """Copy parts of an arena to the same places of another. Raises StageCancelled, with the copy half done."""
     job.begin("copying", sum(end - begin for begin, end in stretches))
     step = max(BLOCK, job.unit(COPY_CHUNK))

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import mmap
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
 from blake3 import blake3
 
-from .arena import HostArena, allocate, allocate_each
+from .arena import Arena, Room, Scratch, Slot, allocate
 from .digests import BLOCK, Blocks, block_count
 from .job import Job
 from .manifest import NamedTensor
@@ -28,12 +27,13 @@ Scratched = tuple[NamedTensor | None, str]
 
 
 class Piece(NamedTuple):
-    """A tensor of a file and the memory it goes to; both have the same size. `begin` counts from the file's start."""
+    """A tensor of a file, and the slot that it goes to. `begin` counts from the file's start."""
 
     key: str
     source: ByteSource
     begin: int
-    target: memoryview
+    room: Room
+    slot: Slot
     digests: list[bytes]
 
 
@@ -45,12 +45,12 @@ class Part(NamedTuple):
     stop: int
 
     @property
-    def target(self) -> memoryview:
-        return self.piece.target[self.start : self.stop]
+    def slot(self) -> Slot:
+        return Slot(self.piece.slot.offset + self.start, self.stop - self.start)
 
 
 def read_tensors(
-    weights: WeightSet, found: Mapping[str, tuple[str, ...]], arena: HostArena, workers: Workers, job: Job
+    weights: WeightSet, found: Mapping[str, tuple[str, ...]], arena: Arena, workers: Workers, job: Job
 ) -> dict[str, Blocks]:
     """Read each weight from its first name in `found` into the arena; returns the blocks' digests by name in the set.
 
@@ -59,7 +59,10 @@ def read_tensors(
     content is then undefined, but nothing writes to it any more.
     """
     rows = arena.layout.weights
-    plain = [new_piece(weights, keys[0], arena.view(name)) for name, keys in found.items() if rows[name].stride is None]
+    slots = arena.layout.slots
+    plain = [
+        new_piece(weights, keys[0], arena, slots[name]) for name, keys in found.items() if rows[name].stride is None
+    ]
     read_pieces(plain, workers, job)
     digests = {piece.key: tuple(piece.digests) for piece in plain}
     others: list[Scratched] = [(rows[name], keys[0]) for name, keys in found.items() if rows[name].stride is not None]
@@ -86,41 +89,51 @@ def _batches(weights: WeightSet, items: Iterable[Scratched]) -> Iterator[list[Sc
 
 
 def _read_batch(
-    weights: WeightSet, batch: Sequence[Scratched], arena: HostArena, workers: Workers, job: Job
+    weights: WeightSet, batch: Sequence[Scratched], arena: Arena, workers: Workers, job: Job
 ) -> dict[str, Blocks]:
     """Read tensors into memory of their own, and from there into the arena."""
-    memory = allocate_each([weights.tensors[key].nbytes for _, key in batch])
-    pieces = [new_piece(weights, key, part) for (_, key), part in zip(batch, memory, strict=True)]
-    read_pieces(pieces, workers, job)
-    for (weight, _), piece in zip(batch, pieces, strict=True):
+    keys = [key for _, key in batch]
+    scratch, digests = read_scratch(weights, keys, workers, job)
+    for index, (weight, _) in enumerate(batch):
         if weight is not None:
-            write_rows(weight, piece.target, arena.view(weight.name), job)
-    return {piece.key: tuple(piece.digests) for piece in pieces}
+            lay(arena, weight, scratch.part(index), job)
+    return dict(zip(keys, map(tuple, digests), strict=True))
 
 
-def read_bytes(weights: WeightSet, key: str, workers: Workers, job: Job) -> mmap.mmap | bytearray:
-    """The bytes of one tensor, in memory of its own. Raises WeightFileError, StageCancelled and MemoryError."""
-    memory = allocate(weights.tensors[key].nbytes)
-    read_pieces([new_piece(weights, key, memoryview(memory))], workers, job)
-    return memory
+def read_scratch(
+    weights: WeightSet, keys: Sequence[str], workers: Workers, job: Job
+) -> tuple[Scratch, list[list[bytes]]]:
+    """Read tensors into memory of their own; returns it with the digests of each one's blocks.
+
+    Raises WeightFileError, StageCancelled and MemoryError.
+    """
+    scratch = Scratch([weights.tensors[key].nbytes for key in keys])
+    pieces = [new_piece(weights, key, scratch, slot) for key, slot in zip(keys, scratch.slots, strict=True)]
+    read_pieces(pieces, workers, job)
+    return scratch, [piece.digests for piece in pieces]
 
 
-def new_piece(weights: WeightSet, key: str, target: memoryview) -> Piece:
-    """Where one tensor is in its file, and where it goes."""
+def new_piece(weights: WeightSet, key: str, room: Room, slot: Slot) -> Piece:
+    """Where one tensor is in its file, and where it goes; both have the same size."""
     stored = weights.tensors[key]
-    return Piece(key, stored.file.source, stored.offset, target, [_BLANK] * block_count(stored.nbytes))
+    return Piece(key, stored.file.source, stored.offset, room, slot, [_BLANK] * block_count(stored.nbytes))
 
 
 def read_pieces(pieces: Iterable[Piece], workers: Workers, job: Job) -> None:
-    """Fill every piece's memory and its list of digests."""
+    """Fill every piece's slot and its list of digests."""
     ordered = sorted(pieces, key=lambda piece: (id(piece.source), piece.begin))
-    reads = list(_reads((part for piece in ordered for part in _parts(piece, job.unit(piece.source.unit))), job))
+    reads = list(_reads((part for piece in ordered for part in _parts(piece, _unit(piece, job))), job))
     workers.run_all(_reader(job), _groups(reads))
+
+
+def _unit(piece: Piece, job: Job) -> int:
+    """How many bytes suit the file, the memory and the job at once."""
+    return job.unit(min(piece.source.unit, piece.room.most))
 
 
 def _parts(piece: Piece, unit: int) -> Iterator[Part]:
     unit = max(BLOCK, unit // BLOCK * BLOCK)
-    size = len(piece.target)
+    size = piece.slot.nbytes
     for start in range(0, max(1, size), unit):
         yield Part(piece, start, min(start + unit, size))
 
@@ -131,11 +144,12 @@ def _reads(parts: Iterable[Part], job: Job) -> Iterator[list[Part]]:
     room = end = 0
     for part in parts:
         begin, length = part.piece.begin + part.start, part.stop - part.start
-        follows = read and part.piece.source is read[0].piece.source and begin == end
+        piece, first = part.piece, read[0].piece if read else None
+        follows = first and piece.source is first.source and piece.room is first.room and begin == end
         if not (follows and length <= room and len(read) < MOST_BUFFERS):
             if read:
                 yield read
-            read, room = [], max(job.unit(part.piece.source.unit), length)
+            read, room = [], max(_unit(part.piece, job), length)
         read.append(part)
         room -= length
         end = begin + length
@@ -160,11 +174,11 @@ def _groups(reads: Iterable[list[Part]]) -> Iterator[Sequence[list[Part]]]:
 def _reader(job: Job) -> Callable[[Sequence[list[Part]]], None]:
     def work(reads: Sequence[list[Part]]) -> None:
         for read in reads:
-            first = read[0]
-            targets = [part.target for part in read]
-            first.piece.source.read_into(targets, first.piece.begin + first.start)
-            for part, target in zip(read, targets, strict=True):
-                _hash(part, target)
+            piece, start, _ = read[0]
+            with piece.room.room([part.slot for part in read]) as targets:
+                piece.source.read_into(targets, piece.begin + start)
+                for part, target in zip(read, targets, strict=True):
+                    _hash(part, target)
             job.advance(sum(map(len, targets)))
 
     return work
@@ -176,11 +190,17 @@ def _hash(part: Part, target: memoryview) -> None:
         part.piece.digests[index] = blake3(target[start : start + BLOCK]).digest()
 
 
-def write_rows(weight: NamedTensor, source: bytearray | memoryview, target: memoryview, job: Job) -> None:
-    """Copy a row-major tensor into an arena's memory, which may keep its dimensions in another order.
+def lay(arena: Arena, weight: NamedTensor, rows: memoryview, job: Job) -> None:
+    """Copy a row-major tensor into an arena, which may keep its dimensions in another order.
 
     Raises StageCancelled, with the copy half done.
     """
+    with arena.room([arena.layout.slots[weight.name]]) as (target,):
+        write_rows(weight, rows, target, job)
+
+
+def write_rows(weight: NamedTensor, source: bytearray | memoryview, target: memoryview, job: Job) -> None:
+    """As `lay`, into the memory of one weight."""
     if weight.stride is None:
         target[:] = source
     else:

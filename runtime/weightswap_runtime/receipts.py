@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from .memory import StagedIn
 from .staging import Kind
 
 
@@ -14,6 +15,7 @@ class SwapReceipt:
     kind: "full", "partial", "delta" or "rollback". source: the path, the URL without credentials, or "rollback".
     only: the patterns of a partial swap, whose `labels` are those of the weights before it.
     by: who asked, as they said. ignored: names of the source that are no weights: state, `_extra_state`.
+    staged_in: the memory from which a commit in place has copied, and why it was that.
     committed_at: seconds since the epoch. bytes_read: from the source; bytes_copied: within the pause.
     seconds_staged: reading and hashing; seconds_verified: comparing, and running the goldens. verified: "goldens" if
     recorded outputs were reproduced, "finite" if outputs on recorded inputs were finite, "none" if there was nothing to
@@ -31,6 +33,7 @@ class SwapReceipt:
     only: tuple[str, ...]
     ignored: tuple[str, ...]
     residency: str
+    staged_in: StagedIn
     bytes_read: int
     bytes_copied: int
     verified: str

@@ -10,7 +10,8 @@ from .double import Double
 from .errors import Unsupported
 from .gate import Gate
 from .job import Job
-from .patches import Patch
+from .memory import Memory
+from .patches import HostPatch
 from .session import Session
 from .single import Single
 from .staging import Contents
@@ -31,7 +32,7 @@ class Residency(Protocol):
         """Let `fill` write a full set into memory that serves nobody. Raises LeaseTimeout and OutOfMemory."""
         ...
 
-    def stage_patch(self, patch: Patch, contents: Contents, timeout: float | None, job: Job) -> Candidate:
+    def stage_patch(self, patch: HostPatch, contents: Contents, timeout: float | None, job: Job) -> Candidate:
         """A full set that is the live one with a patch applied. Raises LeaseTimeout, OutOfMemory, StageCancelled."""
         ...
 
@@ -46,6 +47,7 @@ def open_residency(
     name: str,
     keep_previous: str | None,
     new_session: NewSession,
+    memory: Memory,
     layout: ArenaLayout,
     gate: Gate[Session],
     workers: Workers,
@@ -54,7 +56,7 @@ def open_residency(
     if keep_previous not in (None, "host"):
         raise Unsupported(f'keep_previous={keep_previous!r}: expected None or "host"')
     if name == "double":
-        return Double(new_session, layout, gate, workers, keep=keep_previous == "host")
+        return Double(new_session, memory, layout, gate, workers, keep=keep_previous == "host")
     if name == "single":
-        return Single(new_session, layout, gate, workers, keep=keep_previous == "host")
+        return Single(new_session, memory, layout, gate, workers, keep=keep_previous == "host")
     raise Unsupported(f'residency={name!r}: expected "double" or "single"')

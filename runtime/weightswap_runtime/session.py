@@ -9,9 +9,9 @@ from difflib import get_close_matches
 from functools import partial
 from typing import Any
 
-from .arena import HostArena
+from .arena import Arena
 from .engines import Bound, Engine
-from .errors import OutOfMemory, UnknownMethod, WeightsMismatch
+from .errors import DeviceError, OutOfMemory, UnknownMethod, WeightsMismatch, lacks_memory
 from .gate import ClaimReference
 from .hooks import Hooks
 from .inputs import Inputs
@@ -29,9 +29,9 @@ class Session:
     `leases` belongs to the gate.
     """
 
-    def __init__(self, arena: HostArena, engines: Mapping[int, Engine]) -> None:
+    def __init__(self, arena: Arena, engines: Mapping[int, Engine]) -> None:
         self.arena = arena
-        self.bound: dict[int, Bound] = {place: engine.bind(arena) for place, engine in engines.items()}
+        self.bound: dict[int, Bound] = {place: bind(engine, arena) for place, engine in engines.items()}
         self.leases: dict[int, ClaimReference] = {}
         self._prepared: set[int] = set()
 
@@ -56,10 +56,18 @@ class Session:
 
     def prepare_added(self, where: str) -> None:
         """As `prepare`, where that was not done since the weights came."""
-        for place, bound in list(self.bound.items()):
-            if place not in self._prepared:
-                prepare(bound, where)
-                self._prepared.add(place)
+        with self.arena.writing():
+            for place, bound in list(self.bound.items()):
+                if place not in self._prepared:
+                    prepare(bound, where)
+                    self._prepared.add(place)
+
+    def settle(self, where: str) -> None:
+        """Wait until what came from `where` is in the arena. Raises DeviceError."""
+        try:
+            self.arena.settle()
+        except Exception as error:
+            raise DeviceError(f"{where}: {type(error).__name__}: {error}") from error
 
     @property
     def has_state(self) -> bool:
@@ -72,12 +80,18 @@ class Session:
             bound.reset_state()
 
 
+def bind(engine: Engine, arena: Arena) -> Bound:
+    """Bind an engine to an arena; calls wait for what that has asked a device for."""
+    with arena.writing():
+        return engine.bind(arena)
+
+
 def prepare(bound: Bound, where: str) -> None:
     """Let an engine compute what depends on weights from `where`. Raises WeightsMismatch and OutOfMemory."""
     try:
         bound.prepare()
     except Exception as error:
-        if isinstance(error, MemoryError) or "allocate memory" in str(error):
+        if lacks_memory(error):
             raise OutOfMemory(f"{where}: no memory for what is computed from weights alone ({error})") from error
         raise WeightsMismatch(
             where,

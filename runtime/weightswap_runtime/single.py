@@ -5,12 +5,13 @@ from __future__ import annotations
 import time
 from typing import NamedTuple
 
-from .arena import ArenaLayout, HostArena
+from .arena import Arena, ArenaLayout
 from .candidates import Candidate, Committed, Fill, NewSession, next_generation
 from .errors import ModelFailed, NothingToRollBack, OutOfMemory, WeightsMismatch
 from .gate import Gate, Version
 from .job import Job
-from .patches import Patch, Stretch, copy_stretches
+from .memory import IN_PLACE, Memory, StagedIn
+from .patches import HostPatch, Patch, Stretch, copy_stretches
 from .session import Session
 from .staging import Contents
 from .workers import Workers
@@ -19,7 +20,7 @@ from .workers import Workers
 class _Kept(NamedTuple):
     """The weights before the last commit: whole, or as the patch that leads back to them."""
 
-    content: HostArena | Patch
+    content: Arena | Patch
     version: Version[Session]
 
 
@@ -38,14 +39,22 @@ class Single:
     name = "single"
 
     def __init__(
-        self, new_session: NewSession, layout: ArenaLayout, gate: Gate[Session], workers: Workers, *, keep: bool
+        self,
+        new_session: NewSession,
+        memory: Memory,
+        layout: ArenaLayout,
+        gate: Gate[Session],
+        workers: Workers,
+        *,
+        keep: bool,
     ) -> None:
         self._new_session = new_session
+        self._memory = memory
         self._layout = layout
         self._gate = gate
         self._workers = workers
         self._keep = keep
-        self._live = new_session(HostArena(layout))
+        self._live = new_session(memory.arena(layout))
         self._previous: _Kept | None = None
 
     @property
@@ -53,25 +62,30 @@ class Single:
         return (self._live,)
 
     def stage(self, fill: Fill, timeout: float | None, job: Job) -> Candidate:
-        session = self._target(timeout, job)
-        return Candidate(fill(session.arena), session)
+        session, staged_in = self._target(timeout, job)
+        with session.arena.writing():
+            contents = fill(session.arena)
+        return Candidate(contents.placed(staged_in), session)
 
-    def _target(self, timeout: float | None, job: Job) -> Session:
+    def _target(self, timeout: float | None, job: Job) -> tuple[Session, StagedIn]:
         if self._gate.current is not None:
-            return self._new_session(HostArena(self._layout))
+            arena, staged_in = self._memory.staging(self._layout)
+            return self._new_session(arena), staged_in
         self._gate.wait_idle(self._live, timeout, job.check)  # a trial call of an earlier staging may still run
-        return self._live
+        return self._live, IN_PLACE
 
-    def stage_patch(self, patch: Patch, contents: Contents, timeout: float | None, job: Job) -> Candidate:
-        candidate = Candidate(contents, None, patch)
-        candidate.build = lambda job: self._new_session(self._copy_with(patch, job))
+    def stage_patch(self, patch: HostPatch, contents: Contents, timeout: float | None, job: Job) -> Candidate:
+        staged, staged_in = self._memory.staged_patch(patch)
+        candidate = Candidate(contents.placed(staged_in), None, staged)
+        candidate.build = lambda job: self._new_session(self._copy_with(staged, job))
         return candidate
 
-    def _copy_with(self, patch: Patch, job: Job) -> HostArena:
+    def _copy_with(self, patch: Patch, job: Job) -> Arena:
         """A copy of the live arena with a patch applied."""
-        arena = HostArena(self._layout)
-        copy_stretches(arena, self._live.arena, [Stretch(0, self._layout.nbytes)], self._workers, job)
-        patch.lay_over(arena, self._workers, job)
+        arena, _ = self._memory.staging(self._layout)
+        with arena.writing():
+            copy_stretches(arena, self._live.arena, [Stretch(0, self._layout.nbytes)], self._workers, job)
+            patch.lay_over(arena, self._workers, job)
         return arena
 
     def commit(self, candidate: Candidate, timeout: float | None) -> Committed:
@@ -99,7 +113,7 @@ class Single:
         return self._commit_in_place(content, version, nbytes, timeout)
 
     def _commit_in_place(
-        self, source: HostArena | Patch, version: Version[Session], nbytes: int, timeout: float | None
+        self, source: Arena | Patch, version: Version[Session], nbytes: int, timeout: float | None
     ) -> Committed:
         kept = self._snapshot(source)
         untried = isinstance(source, Patch) and self._live.has_prologue
@@ -112,10 +126,19 @@ class Single:
             except _Refused as refused:
                 self._previous = before
                 raise refused.interrupt or refused.reason from refused.interrupt and refused.reason
+        self._settle()
         return Committed(version, time.perf_counter() - start, nbytes, interrupt)
 
+    def _settle(self) -> None:
+        """Wait for the device, while calls go on: then the weights are there, and their source may be dropped."""
+        try:
+            self._live.arena.settle()
+        except Exception as error:
+            self._gate.fail(f"{type(error).__name__}: {error}")
+            raise ModelFailed(f"the device did not complete the commit ({type(error).__name__}: {error})") from error
+
     def _copy(
-        self, source: HostArena | Patch, version: Version[Session], undo: HostArena | Patch | None
+        self, source: Arena | Patch, version: Version[Session], undo: Arena | Patch | None
     ) -> BaseException | None:
         """Copy, and make the version current. An interrupt does not end it half-way; it is returned at the end.
 
@@ -125,9 +148,10 @@ class Single:
         interrupt = None
         while self._gate.current is not version:
             try:
-                source.write_to(self._live.arena, self._workers)
-                self._prepare(version, undo)
-                self._live.reset_state()
+                with self._live.arena.writing(urgent=True):
+                    source.write_to(self._live.arena, self._workers)
+                    self._prepare(version, undo)
+                    self._live.reset_state()
                 self._gate.exchange(version)
             except _Refused as refused:
                 refused.interrupt = interrupt
@@ -142,7 +166,7 @@ class Single:
                 interrupt = error.with_traceback(None)  # else its frames would live on, and what they hold
         return interrupt
 
-    def _prepare(self, version: Version[Session], undo: HostArena | Patch | None) -> None:
+    def _prepare(self, version: Version[Session], undo: Arena | Patch | None) -> None:
         """Compute what depends on the new weights alone."""
         try:
             self._live.prepare(f"the weights {version.weights_id[:12]}")
@@ -155,7 +179,7 @@ class Single:
             self._gate.exchange(current)
             raise _Refused(error) from None
 
-    def _snapshot(self, source: HostArena | Patch) -> _Kept | None:
+    def _snapshot(self, source: Arena | Patch) -> _Kept | None:
         """The weights that a commit is about to replace, copied while they still serve."""
         current = self._gate.current
         if not self._keep or current is None:
@@ -163,15 +187,15 @@ class Single:
         if self._gate.failure is None:
             return _Kept(self._copy_of(source), current)
         previous = self._previous
-        if previous is None or isinstance(previous.content, HostArena) or previous.content is source:
+        if previous is None or not isinstance(previous.content, Patch) or previous.content is source:
             return previous
         # the patch leads back only from what is there now
         return _Kept(self._copy_with(previous.content, Job()), previous.version)
 
-    def _copy_of(self, source: HostArena | Patch) -> HostArena | Patch:
+    def _copy_of(self, source: Arena | Patch) -> Arena | Patch:
         """The live weights, where `source` is about to be written."""
-        if isinstance(source, HostArena):
-            arena = HostArena(self._layout)
+        if not isinstance(source, Patch):
+            arena = self._memory.kept(self._layout)
             self._live.arena.write_to(arena, self._workers)
             return arena
         try:

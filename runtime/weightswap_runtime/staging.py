@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from .adapter import KEYS, NAMES, UNAMBIGUOUS, Keys, Match, Readings, resolve
-from .arena import HostArena
+from .arena import Arena
 from .digests import Blocks, tensor_digest
 from .errors import (
     DigestMismatch,
@@ -22,6 +22,7 @@ from .goldens import Mode, check_mode
 from .identity import Identity, identify
 from .job import Job
 from .manifest import Manifest
+from .memory import IN_PLACE, StagedIn
 from .reading import read_tensors
 from .selection import part_of
 from .weightfile import Stamp
@@ -68,6 +69,11 @@ class Contents(NamedTuple):
     seconds_verified: float = 0.0
     verified: str = "none"
     only: tuple[str, ...] = ()
+    staged_in: StagedIn = IN_PLACE
+
+    def placed(self, staged_in: StagedIn) -> Contents:
+        """The same, in memory from which it is copied to where it serves."""
+        return self._replace(staged_in=staged_in)
 
     def proven(self, verified: str, seconds: float) -> Contents:
         """The same after goldens were tried for `seconds`."""
@@ -132,7 +138,7 @@ class Filled(NamedTuple):
     seconds_verified: float
 
 
-def fill(plan: Plan, arena: HostArena, workers: Workers, job: Job, open_transforms: OpenTransforms) -> Filled:
+def fill(plan: Plan, arena: Arena, workers: Workers, job: Job, open_transforms: OpenTransforms) -> Filled:
     """Read the files into an arena that has the plan's weights, and verify digests and ties.
 
     Raises WeightFileError, MemoryError, DigestMismatch, WeightsMismatch, StageCancelled, and ArtifactError or
@@ -151,7 +157,7 @@ def fill(plan: Plan, arena: HostArena, workers: Workers, job: Job, open_transfor
 
 
 def stage_full(
-    plan: Plan, arena: HostArena, workers: Workers, job: Job, open_transforms: OpenTransforms, request: Request
+    plan: Plan, arena: Arena, workers: Workers, job: Job, open_transforms: OpenTransforms, request: Request
 ) -> Contents:
     """Read a full set into an arena, and verify it: digests, ties, weights id. Raises what `fill` does."""
     filled = fill(plan, arena, workers, job, open_transforms)
@@ -173,7 +179,7 @@ def stage_full(
     )
 
 
-def _compute(plan: Plan, arena: HostArena, workers: Workers, job: Job, transforms: Transforms) -> dict[str, Blocks]:
+def _compute(plan: Plan, arena: Arena, workers: Workers, job: Job, transforms: Transforms) -> dict[str, Blocks]:
     from .computing import compute_weights  # needs torch
 
     return compute_weights(plan.weights, plan.match.computed, arena, workers, transforms, job)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from .arena import ArenaLayout, HostArena
+from .arena import Arena, ArenaLayout
 from .artifact import Artifact
 from .candidates import Candidate, Committed
 from .deltafile import DeltaStamp, delta_stamp
@@ -26,10 +26,11 @@ from .gate import POLL_SECONDS, Claim, ClaimReference, Gate, Version
 from .incremental import stage_delta, stage_part
 from .job import Job
 from .manifest import NamedTensor
+from .memory import Memory
 from .places import printable
 from .receipts import SwapReceipt
 from .residency import open_residency
-from .session import Session, prepare
+from .session import Session, bind, prepare
 from .sources import Check
 from .staging import Contents, Kind, Request, plan, stage_full
 from .trials import Member, find_trials, new_member, try_out
@@ -59,7 +60,9 @@ def check_same_weights(weights: tuple[NamedTensor, ...], artifact: Artifact) -> 
 class Store:
     """Arenas, their sessions, and the gate before them. Several models may share one."""
 
-    def __init__(self, weights: tuple[NamedTensor, ...], residency: str, keep_previous: str | None) -> None:
+    def __init__(
+        self, weights: tuple[NamedTensor, ...], residency: str, keep_previous: str | None, memory: Memory
+    ) -> None:
         self.gate: Gate[Session] = Gate()
         self.events = Events()
         self.history: deque[SwapReceipt] = deque(maxlen=HISTORY)
@@ -72,7 +75,9 @@ class Store:
         self._transforms: dict[int, Transforms] = {}
         self._staging: ClaimReference | None = None
         layout = ArenaLayout(weights)
-        self._residency = open_residency(residency, keep_previous, self._new_session, layout, self.gate, self._workers)
+        self._residency = open_residency(
+            residency, keep_previous, self._new_session, memory, layout, self.gate, self._workers
+        )
 
     def renew(self) -> None:
         """What other threads were doing to the weights, a forked child does not do."""
@@ -81,7 +86,7 @@ class Store:
         self._swapper: int | None = None
         self.job: Job | None = None  # of the staging that is under way
 
-    def _new_session(self, arena: HostArena) -> Session:
+    def _new_session(self, arena: Arena) -> Session:
         return Session(arena, {place: member.engine for place, member in list(self._members.items())})
 
     @property
@@ -99,11 +104,12 @@ class Store:
         with self.claimed(wait=None):
             member = new_member(artifact, engine, next(self._places))
             sessions = self._residency.sessions
-            bound = [engine.bind(each.arena) for each in sessions]
+            bound = [bind(engine, each.arena) for each in sessions]
             live = self.gate.current.session if self.gate.current else None
             for session, each in zip(sessions, bound, strict=True):
                 if session is live:
-                    prepare(each, "the weights that are served")
+                    with session.arena.writing():
+                        prepare(each, "the weights that are served")
             for session, each in zip(sessions, bound, strict=True):
                 session.add(member.place, each, prepared=session is live)
             self._members[member.place] = member
@@ -197,6 +203,7 @@ class Store:
         candidate = self._filled(owner, weights, delta, request, timeout, job)
         if candidate.opened is not None:  # a patch's is computed in the commit, or when it is tried
             candidate.opened.prepare(weights.where)
+            candidate.opened.settle(weights.where)
         verified, seconds = try_out(candidate, trials, request, job)
         candidate.contents = candidate.contents.proven(verified, seconds)
         return candidate
@@ -296,6 +303,7 @@ class Store:
             only=contents.only,
             ignored=contents.ignored,
             residency=self.residency,
+            staged_in=contents.staged_in,
             bytes_read=contents.bytes_read,
             bytes_copied=committed.bytes_copied,
             verified=contents.verified,

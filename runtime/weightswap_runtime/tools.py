@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from .arena import allocate
+from .arena import Scratch
 from .digests import tensor_digest
 from .dtypes import DTYPES
 from .errors import DigestMismatch, MissingExtra, Unsupported
@@ -39,11 +39,12 @@ def read_weights(
             names = sorted(select(names, patterns(only), weights.where))
         converted = _converter(framework)
         _check_dtypes(weights, names, framework)
-        pieces = [new_piece(weights, name, memoryview(allocate(weights.tensors[name].nbytes))) for name in names]
+        memory = {name: Scratch([weights.tensors[name].nbytes]) for name in names}
+        pieces = [new_piece(weights, name, scratch, scratch.slots[0]) for name, scratch in memory.items()]
         read_pieces(pieces, Workers(), Job())
         weights.check_unchanged()
         _check_digests(weights, pieces)
-        return {piece.key: converted(weights, piece) for piece in pieces}
+        return {name: converted(weights, name, scratch.memory) for name, scratch in memory.items()}
 
 
 def _check_digests(weights: WeightSet, pieces: Sequence[Piece]) -> None:
@@ -69,13 +70,13 @@ def _converter(framework: Framework) -> Any:
     except ImportError as error:
         raise MissingExtra('read_weights(framework="torch")', "torch") from error
 
-    def convert(weights: WeightSet, piece: Piece) -> Any:
-        stored = weights.tensors[piece.key]
-        return as_tensor(piece.target, stored.dtype, stored.shape)
+    def convert(weights: WeightSet, name: str, memory: memoryview) -> Any:
+        stored = weights.tensors[name]
+        return as_tensor(memory, stored.dtype, stored.shape)
 
     return convert
 
 
-def _as_array(weights: WeightSet, piece: Piece) -> np.ndarray:
-    stored = weights.tensors[piece.key]
-    return np.frombuffer(piece.target, DTYPES[stored.dtype].numpy).reshape(stored.shape)
+def _as_array(weights: WeightSet, name: str, memory: memoryview) -> np.ndarray:
+    stored = weights.tensors[name]
+    return np.frombuffer(memory, DTYPES[stored.dtype].numpy).reshape(stored.shape)

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from copy import deepcopy
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,6 +19,7 @@ import torch
 from torch import nn
 from torch.export import Dim
 
+from tests.accelerators import moved, on_accelerator, use_own_stream
 from tests.compiled import needs_compiler
 from weightswap_exporter import export, pack
 from weightswap_runtime import (
@@ -49,7 +51,7 @@ class Deep(nn.Module):
 
 def content(output: Any) -> bytes:
     """The bytes of a tensor or an array."""
-    return np.asarray(output).tobytes()
+    return np.asarray(moved(output, "cpu")).tobytes()
 
 
 class Seen(NamedTuple):
@@ -63,7 +65,9 @@ class Seen(NamedTuple):
 class Storm:
     """The model, its files, every possible answer, and what the threads have seen."""
 
-    def __init__(self, folder: Path, residency: str, engine: str = "torch") -> None:
+    def __init__(
+        self, folder: Path, residency: str, engine: str = "torch", device: str = "cpu", **options: Any
+    ) -> None:
         models = [Deep().eval() for _ in range(SETS)]
         shapes = {"x": {0: Dim("batch", max=32)}}
         artifact = export(
@@ -80,10 +84,11 @@ class Storm:
         raw[-5] ^= 0x10
         self.damaged.write_bytes(raw)
         inputs = [torch.randn(batch, 24) for batch in (1, 2, 7, 32)]
-        opened = partial(load, artifact, self.files[0], engine=engine)
+        opened = partial(load, artifact, self.files[0], engine=engine, device=device, **options)
         if engine == "torch":
-            self.inputs: list[Any] = inputs
-            self.answers = [self._answers(models, x) for x in inputs]
+            self.inputs: list[Any] = moved(inputs, device)
+            eager = [deepcopy(model).to(device) for model in models]
+            self.answers = [self._answers(eager, x) for x in self.inputs]
         else:
             self.inputs = [x.numpy() for x in inputs] if engine == "onnx" else inputs
             self.answers = self._own_answers(opened())
@@ -98,7 +103,7 @@ class Storm:
     @torch.no_grad()
     def _answers(models: list[Deep], x: torch.Tensor) -> dict[bytes, Served]:
         pairs = itertools.product(range(SETS), repeat=2)
-        answers = {models[back].back(models[front].front(x)).numpy().tobytes(): (front, back) for front, back in pairs}
+        answers = {content(models[back].back(models[front].front(x))): (front, back) for front, back in pairs}
         assert len(answers) == SETS**2
         return answers
 
@@ -129,6 +134,8 @@ class Storm:
 
     def _call(self, thread: int) -> None:
         choose = random.Random(thread)
+        if thread % 2:
+            use_own_stream(self.model.device)
         try:
             while not self.stop.is_set():
                 index = choose.randrange(len(self.inputs))
@@ -253,6 +260,20 @@ def test_eight_threads_call_while_weights_change_in_every_way(
     generations = [{seen.last for seen in thread} for thread in storm.seen]
     assert len(set().union(*generations)) > steps // 20  # calls and commits were mixed
     assert all(generations)
+
+
+@on_accelerator
+@pytest.mark.parametrize("staging", ["device", "host"])
+def test_the_storm_on_an_accelerator(device: str, staging: str, tmp_path: Path, residency: str) -> None:
+    storm = Storm(tmp_path, residency, device=device, staging=staging)
+    changes = Changes(storm, random.Random(5))
+    with storm.calls():
+        for change in changes.all:
+            change()
+        for _ in range(500):
+            changes.any()
+    storm.check()
+    assert all(storm.seen)
 
 
 def test_swaps_from_several_threads_run_one_after_another(tmp_path: Path, residency: str) -> None:

@@ -130,8 +130,13 @@ def test_what_the_caller_has_switched_on_changes_no_weight(mode: Any, artifact: 
 
 def test_shared_inputs_are_read_once(artifact: Artifact, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     read: list[str] = []
-    original = computing.read_bytes
-    monkeypatch.setattr(computing, "read_bytes", lambda w, key, *rest: (read.append(key), original(w, key, *rest))[1])
+    original = computing.read_scratch
+
+    def noted(weights: Any, keys: list[str], *rest: Any) -> Any:
+        read.extend(keys)
+        return original(weights, keys, *rest)
+
+    monkeypatch.setattr(computing, "read_scratch", noted)
     load(artifact, saved(tmp_path / "c.safetensors", checkpoint(0)))
     assert sorted(read) == ["both", "halves"]
 
@@ -202,16 +207,16 @@ def test_a_file_that_changes_while_weights_are_computed_is_refused(
     model = load(artifact, saved(tmp_path / "good.safetensors", checkpoint(0)))
     expected = model(X)
     path = saved(tmp_path / "c.safetensors", checkpoint(1))
-    original = computing.read_bytes
+    original = computing.read_scratch
 
-    def rewrite(*args: Any) -> bytearray:
+    def rewrite(*args: Any) -> Any:
         found = original(*args)
         with path.open("r+b") as file:
             file.seek(-4, 2)
             file.write(b"oops")
         return found
 
-    monkeypatch.setattr(computing, "read_bytes", rewrite)
+    monkeypatch.setattr(computing, "read_scratch", rewrite)
     with pytest.raises(WeightFileError, match="written to while it was read"):
         model.swap(path)
     assert torch.equal(model(X), expected)

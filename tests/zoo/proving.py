@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from tests.accelerators import moved, use_own_stream
 from tests.setups import equal
 from weightswap_runtime import Artifact, Model, load
 
@@ -54,22 +55,22 @@ def inputs(entry: Entry, model: Model) -> list[dict[str, Any]]:
     torch.manual_seed(7)
     made = [entry.inputs(*sizes) for sizes in entry.sizes]
     if model.engine != "onnx":
-        return [dict(each) for each in made]
+        return [moved(dict(each), model.device) for each in made]
     return [{name: value.numpy() for name, value in each.items()} for each in made]
 
 
 def answers(entry: Entry, model: Model) -> list[Any]:
     """The outputs for every size."""
-    return [tensors(model(**each)) for each in inputs(entry, model)]
+    return [moved(tensors(model(**each)), "cpu") for each in inputs(entry, model)]
 
 
 @torch.no_grad()
-def eager_answers(entry: Entry, model: nn.Module) -> list[Any]:
+def eager_answers(entry: Entry, model: nn.Module, device: str) -> list[Any]:
     """The same from the eager model, which stays as it is."""
-    eager = deepcopy(model)
+    eager = deepcopy(model).to(device)
     torch.manual_seed(7)
     made = [entry.inputs(*sizes) for sizes in entry.sizes]
-    return [eager(**each) for each in made]
+    return [moved(eager(**moved(dict(each), device)), "cpu") for each in made]
 
 
 def prove(
@@ -79,16 +80,17 @@ def prove(
     models: Mapping[int, nn.Module],
     files: Mapping[int, Path],
     same: Near,
+    device: str = "cpu",
 ) -> None:
     """With two sets of weights: near eager, a swapped model equals a loaded one, and threads see no mixture."""
-    cold = {seed: answers(entry, load(artifact, file, engine=engine)) for seed, file in files.items()}
+    cold = {seed: answers(entry, load(artifact, file, engine=engine, device=device)) for seed, file in files.items()}
     for seed, model in models.items():
-        for found, expected, sizes in zip(cold[seed], eager_answers(entry, model), entry.sizes, strict=True):
+        for found, expected, sizes in zip(cold[seed], eager_answers(entry, model, device), entry.sizes, strict=True):
             assert same(found, expected), (seed, sizes)
     one, two = cold
     assert not equal(cold[one], cold[two])
     for residency in ("double", "single"):
-        warm = load(artifact, files[one], engine=engine, residency=residency)  # type: ignore[arg-type]
+        warm = load(artifact, files[one], engine=engine, device=device, residency=residency)  # type: ignore[arg-type]
         assert equal(answers(entry, warm), cold[one]), residency
         warm.swap(files[two])
         assert equal(answers(entry, warm), cold[two]), residency
@@ -102,8 +104,9 @@ def _prove_in_threads(entry: Entry, model: Model, files: list[Path], cold: list[
     seen: list[tuple[int, Any]] = []
 
     def call() -> None:
+        use_own_stream(model.device)
         while not stop.is_set():
-            seen.extend((index, tensors(model(**each))) for index, each in given)
+            seen.extend((index, moved(tensors(model(**each)), "cpu")) for index, each in given)
 
     with ThreadPoolExecutor(THREADS) as pool:
         calls = [pool.submit(call) for _ in range(THREADS)]

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.accelerators import on_every_device
 from tests.setups import equal
 from weightswap_exporter import pack
 from weightswap_runtime import Artifact, load
@@ -45,7 +46,10 @@ def test_the_reader_makes_of_a_graph_what_torch_does(exported: Exported, tmp_pat
     version = served._gate.current
     assert version is not None
     bound: Any = version.session.bound[0]
-    ours, theirs = bound._calls["forward"], opening._by_torch(artifact, artifact.manifest.methods["forward"].graph)
+    ours, theirs = (
+        bound._calls["forward"],
+        opening._by_torch(artifact, artifact.manifest.methods["forward"].graph, torch.device("cpu")),
+    )
     for sizes in entry.sizes:
         flat = served._methods.inputs["forward"].flatten((), entry.inputs(*sizes))
         found = list(ours(flat))
@@ -76,11 +80,12 @@ def test_checkpoints_swapped_one_over_the_other_equal_eager(exported: Exported, 
     assert not equal(*answers)
 
 
-def test_the_proof(exported: Exported, tmp_path: Path) -> None:
+@on_every_device
+def test_the_proof(device: str, exported: Exported, tmp_path: Path) -> None:
     entry, artifact = exported.entry, exported.hollow
     models = {seed: randomised(entry, seed) for seed in (1, 2)}
     files = {seed: swappable(entry, model, artifact, tmp_path / f"v{seed}") for seed, model in models.items()}
-    prove(entry, artifact, "torch", models, files, equal)
+    prove(entry, artifact, "torch", models, files, equal, device)
 
 
 @pytest.mark.parametrize("name", ["llama-tied", "mixtral", "vit"])

@@ -7,9 +7,10 @@ from contextlib import AbstractContextManager
 from importlib import import_module
 from typing import Any, Literal, Protocol, get_args
 
-from weightswap_runtime.arena import HostArena
+from weightswap_runtime.arena import Arena
 from weightswap_runtime.artifact import Artifact
 from weightswap_runtime.contents import Content
+from weightswap_runtime.devices.opening import HOST
 from weightswap_runtime.errors import Unsupported
 from weightswap_runtime.goldens import Environment
 
@@ -85,7 +86,7 @@ class Engine(Protocol):
         """A block without what the calling thread has switched on, where that changes what the engine computes."""
         ...
 
-    def bind(self, arena: HostArena) -> Bound: ...
+    def bind(self, arena: Arena) -> Bound: ...
 
 
 def choose_engine(name: str, artifact: Artifact) -> str:
@@ -124,11 +125,20 @@ def _has_onnx(artifact: Artifact) -> bool:
 
 
 def open_engine(
-    name: str, artifact: Artifact, device: str, *, threads: int | None = None, prologue: bool = True
+    name: str,
+    artifact: Artifact,
+    device: str,
+    *,
+    threads: int | None = None,
+    prologue: bool = True,
+    on_host: bool = False,
 ) -> Engine:
-    """Open the graphs of an artifact; `name` is one of ENGINES. Raises Unsupported, ArtifactError and MissingExtra."""
-    if device != "cpu":
-        raise Unsupported(f"device {device!r}: this version serves on 'cpu'")
+    """Open the graphs of an artifact; `name` is one of ENGINES. Raises Unsupported, ArtifactError and MissingExtra.
+
+    on_host: on a device, weights in host memory can be bound, too, for trials.
+    """
+    if device != HOST and name != "torch":
+        raise Unsupported(f"engine {name!r} on the device {device!r}: there this version has the engine 'torch'")
     if threads is not None and (name != "onnx" or type(threads) is not int or threads < 1):
         raise Unsupported(f"threads={threads!r}: expected None, or with the engine 'onnx' a positive number")
     if name == "onnx":
@@ -139,6 +149,10 @@ def open_engine(
         from .aoti import AotiEngine
 
         return AotiEngine(artifact)
+    if device != HOST:
+        from .accelerated import AcceleratedEngine
+
+        return AcceleratedEngine(artifact, device, prologue=prologue, on_host=on_host)
     from .torch import TorchEngine
 
     return TorchEngine(artifact, prologue=prologue)

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from weightswap_runtime.arena import HostArena
+from weightswap_runtime.arena import Arena
 from weightswap_runtime.artifact import Artifact
 from weightswap_runtime.contents import Content
 from weightswap_runtime.manifest import Manifest, NamedTensor
@@ -65,10 +65,10 @@ class OnnxEngine:
         """Nothing that a thread switches on changes what ONNX Runtime computes."""
         return nullcontext()
 
-    def bind(self, arena: HostArena) -> BoundOnnx:
+    def bind(self, arena: Arena) -> BoundOnnx:
         """Views on the arena for every weight, and fresh state."""
         values = {
-            name: value_of(arena.view(row.name), row.dtype, row.shape)
+            name: value_of(arena.fetch(*arena.layout.slots[row.name]), row.dtype, row.shape)
             for row in self._manifest.weights
             for name in row.names
         }
@@ -165,7 +165,7 @@ def _output(value: Any, leaf: Leaf) -> Any:
 class BoundOnnx(Stateful):
     """All methods over one arena. Safe to call from any number of threads."""
 
-    def __init__(self, calls: Mapping[str, _Call], states: Mapping[str, _State], arena: HostArena) -> None:
+    def __init__(self, calls: Mapping[str, _Call], states: Mapping[str, _State], arena: Arena) -> None:
         self._calls = calls
         self._states = states
         self._arena = arena

@@ -7,7 +7,7 @@ from collections.abc import Callable, Hashable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ParamSpec, Protocol, TypeVar
 
-from weightswap_runtime.arena import HostArena
+from weightswap_runtime.arena import Arena, HostArena
 from weightswap_runtime.artifact import Artifact
 from weightswap_runtime.contents import Content
 from weightswap_runtime.dtypes import TORCH_NAMES
@@ -27,6 +27,7 @@ from weightswap_runtime.graphs.opening import open_graph
 from weightswap_runtime.plainly import plainly
 from weightswap_runtime.tensors import as_tensor, tensor_content, torch_dtype
 
+from . import Bound
 from .stateful import Stateful
 
 P = ParamSpec("P")
@@ -94,6 +95,7 @@ class TorchEngine:
 
     name = "torch"
     tensor_type = torch.Tensor
+    device = torch.device("cpu")
 
     @plainly()
     def __init__(self, artifact: Artifact, *, prologue: bool = True) -> None:
@@ -104,11 +106,18 @@ class TorchEngine:
         }
         header, data = artifact.constants()
         values = (*self._manifest.constants, *self._manifest.state)
-        self._constants = {item.name: _copy(item, header.tensors[item.name], data) for item in values}
+        self._constants = {item.name: self._placed(_copy(item, header.tensors[item.name], data)) for item in values}
         self._graphs = self._open(artifact, prologue)
 
+    def _placed(self, value: torch.Tensor) -> torch.Tensor:
+        """A tensor on the CPU, taken to where the graphs run."""
+        return value
+
     def _open(self, artifact: Artifact, prologue: bool) -> Mapping[str, Any]:
-        return {name: _load_graph(artifact, name, method, prologue) for name, method in self._manifest.methods.items()}
+        return {
+            name: _load_graph(artifact, name, method, prologue, self.device)
+            for name, method in self._manifest.methods.items()
+        }
 
     def _call(self, name: str, method: Method, tensors: Tensors) -> Call:
         return _Call(self._graphs[name], method.inputs, tensors)
@@ -118,9 +127,7 @@ class TorchEngine:
         """What is wrong with an input beside dtype and shape."""
         if value.device.type != "cpu":
             return f"expected a tensor on the CPU, got one on {value.device}"
-        if value.layout is not torch.strided:
-            return f"expected a dense tensor, got {value.layout}"
-        return None
+        return sparse(value)
 
     @staticmethod
     def kind(value: torch.Tensor) -> Hashable:
@@ -128,13 +135,13 @@ class TorchEngine:
         return value.dtype, value.shape, value.device, value.layout
 
     @plainly()
-    def bind(self, arena: HostArena) -> BoundTorch:
+    def bind(self, arena: Arena) -> Bound:
         """Views on the arena for every weight, fresh state, shared constants."""
         tensors = {
             ("constant", name): self._constants[item.name] for item in self._manifest.constants for name in item.names
         }
         for weight in self._manifest.weights:
-            view = _view(arena, weight)
+            view = self._view(arena, weight)
             tensors |= {("weight", name): view for name in weight.names}
         initial: list[tuple[torch.Tensor, torch.Tensor]] = []
         for item in self._manifest.state:
@@ -144,7 +151,31 @@ class TorchEngine:
             tensors |= {("state", name): live for name in item.names}
         calls = {name: self._call(name, method, tensors) for name, method in self._manifest.methods.items()}
         owned = [*self._constants.values(), *(live for live, _ in initial)]
-        return BoundTorch(calls, initial, arena, owned)
+        return self._bound(calls, initial, arena, owned)
+
+    def _view(self, arena: Arena, weight: NamedTensor) -> torch.Tensor:
+        dtype = torch_dtype(weight.dtype)
+        offset, size = arena.layout.slots[weight.name]
+        if not size:
+            return torch.empty(weight.shape, dtype=dtype, device=self.device)
+        flat = self._flat(arena, dtype, size // dtype.itemsize, offset)
+        # on the base: matmul asks the base of a view; and the result stays a view, whose casts autocast does not cache
+        flat.requires_grad_(weight.requires_grad)
+        return flat.view(weight.shape) if weight.stride is None else flat.as_strided(weight.shape, weight.stride)
+
+    def _flat(self, arena: Arena, dtype: torch.dtype, count: int, offset: int) -> torch.Tensor:
+        """Elements of an arena from a byte on, as a tensor that is no view."""
+        assert isinstance(arena, HostArena)
+        return torch.frombuffer(arena.memory, dtype=dtype, count=count, offset=offset)
+
+    def _bound(
+        self,
+        calls: Mapping[str, Call],
+        state: list[tuple[torch.Tensor, torch.Tensor]],
+        arena: Arena,
+        owned: list[torch.Tensor],
+    ) -> BoundTorch:
+        return BoundTorch(calls, state, arena, owned)
 
     @staticmethod
     def tensor(content: Content) -> torch.Tensor:
@@ -235,14 +266,14 @@ class BoundTorch(Stateful):
         self,
         calls: Mapping[str, Call],
         state: list[tuple[torch.Tensor, torch.Tensor]],
-        arena: HostArena,
+        arena: Arena,
         owned: list[torch.Tensor],
     ) -> None:
         self._calls = calls
         self._state = state
         super().__init__(has_state=bool(state))
         self._first = arena.address
-        self._last = arena.address + len(arena.memory)
+        self._last = arena.address + max(1, arena.layout.nbytes)
         self._owned = {tensor.untyped_storage().data_ptr() for tensor in owned}
 
     @_without_gradients
@@ -283,26 +314,20 @@ class BoundTorch(Stateful):
         return value if value.grad_fn is None else value.detach()
 
 
-def _load_graph(artifact: Artifact, name: str, method: Method, prologue: bool) -> Compiled:
+def sparse(value: torch.Tensor) -> str | None:
+    """What is wrong with an input's layout."""
+    return None if value.layout is torch.strided else f"expected a dense tensor, got {value.layout}"
+
+
+def _load_graph(artifact: Artifact, name: str, method: Method, prologue: bool, device: torch.device) -> Compiled:
     fixed = [prologue and item.kind in _FIXED for item in method.inputs]
-    graph = open_graph(artifact, method.graph, torch.device("cpu"), fixed)
+    graph = open_graph(artifact, method.graph, device, fixed)
     if graph.inputs != len(method.inputs) or graph.outputs != len(leaves(method.signature.output)):
         raise ArtifactError(
             f"{artifact.path / method.graph}: its inputs and outputs are not those of the method {name!r} in the "
             "manifest"
         )
     return graph
-
-
-def _view(arena: HostArena, weight: NamedTensor) -> torch.Tensor:
-    dtype = torch_dtype(weight.dtype)
-    offset, size = arena.layout.slots[weight.name]
-    if not size:
-        return torch.empty(weight.shape, dtype=dtype)
-    flat = torch.frombuffer(arena.memory, dtype=dtype, count=size // dtype.itemsize, offset=offset)
-    # on the base: matmul asks the base of a view; and the result stays a view, whose casts autocast does not cache
-    flat.requires_grad_(weight.requires_grad)
-    return flat.view(weight.shape) if weight.stride is None else flat.as_strided(weight.shape, weight.stride)
 
 
 def _copy(item: NamedTensor, place: FileTensor, data: memoryview) -> torch.Tensor:

@@ -13,7 +13,7 @@ import torch
 
 from .lines import Line, body, split
 from .literals import CONSTANTS, constant, literal
-from .operators import DROPOUTS, DROPPED, SET_GRADIENTS, Operator, find_operator
+from .operators import AUTOCAST, DROPOUTS, DROPPED, SET_GRADIENTS, Operator, find_operator
 from .schema import (
     Argument,
     Graph,
@@ -162,7 +162,10 @@ class _Function:
                 called, inputs = self._value(inputs[1].arg), inputs[2:]
             else:
                 self._constants.past_autograd = False
-        return f"{called}({', '.join(self._arguments(inputs, operator))})"
+        arguments = []
+        if operator.name in AUTOCAST:  # in place of the device that the graph was captured on
+            arguments, inputs = [self._constants.add(self._constants.device.type)], inputs[1:]
+        return f"{called}({', '.join([*arguments, *self._arguments(inputs, operator)])})"
 
     def _is_identity(self, node: Node) -> bool:
         """Whether a dropout returns its very input, as it does outside training; its result is then that."""

@@ -15,7 +15,7 @@ from weightswap_runtime.errors import ArtifactError
 from .archives import check_records
 from .compiling import Compiled, DamagedGraph, compile_graph
 from .operators import ForeignFunction, MissingOperator
-from .programs import open_program
+from .programs import open_program, retarget
 from .schema import UnknownPart, read_program
 
 _log = logging.getLogger("weightswap.graphs")
@@ -49,11 +49,13 @@ def open_graph(artifact: Artifact, name: str, device: torch.device, fixed: Seque
         pass  # the error names all of them
     except DAMAGED as error:
         raise ArtifactError(f"{where}: cannot be read ({error}). Export the artifact again.") from error
-    return _by_torch(artifact, name)
+    return _by_torch(artifact, name, device)
 
 
-def _by_torch(artifact: Artifact, name: str) -> Compiled:
+def _by_torch(artifact: Artifact, name: str, device: torch.device) -> Compiled:
     program = open_program(artifact, name)
+    if device.type != "cpu":
+        retarget(program, device)
     places = sum(node.op == "placeholder" for node in program.graph.nodes)
     (outputs,) = program.graph.output_node().args
     return Compiled(program.graph_module.forward, places, len(outputs), past_autograd=False)

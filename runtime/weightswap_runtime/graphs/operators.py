@@ -32,6 +32,10 @@ _FILES = {"aten::from_file"}  # operators that reach beyond their tensors
 DROPPED = {"aten::_assert_tensor_metadata"}
 DROPOUTS = {"aten::dropout", "aten::feature_dropout", "aten::alpha_dropout", "aten::feature_alpha_dropout"}
 SET_GRADIENTS = "torch.ops.higher_order.wrap_with_set_grad_enabled"  # whether, a graph, what that takes
+AUTOCAST = {  # the first argument names a type of device
+    "torch.ops.higher_order.wrap_with_autocast",
+    "torch.amp.autocast_mode._enter_autocast",
+}
 _SIZES = {"aten::sym_size", "aten::sym_numel", "aten::sym_stride"}
 
 

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import io
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch.export import ExportedProgram
+from torch.fx import GraphModule
+from torch.utils import _pytree as pytree
 
 from weightswap_runtime.artifact import Artifact
 from weightswap_runtime.errors import ArtifactError
@@ -14,6 +17,8 @@ from weightswap_runtime.errors import ArtifactError
 from .archives import check_archive, functions
 from .operators import ForeignFunction, MissingOperator, find_operator
 from .schema import UnknownPart
+
+_AUTOCAST = {"wrap_with_autocast", "_enter_autocast"}
 
 
 def open_program(artifact: Artifact, name: str) -> ExportedProgram:
@@ -29,6 +34,22 @@ def open_program(artifact: Artifact, name: str) -> ExportedProgram:
             f"{where}: torch {torch.__version__} cannot open the graph that torch "
             f"{artifact.manifest.producer.torch} wrote ({error}). Install that torch, or export again."
         ) from error
+
+
+def retarget(program: ExportedProgram, device: torch.device) -> None:
+    """Let a program run on a device: each device in it becomes that one. `torch.export.passes` overlooks some."""
+
+    def moved(value: Any) -> Any:
+        return device if isinstance(value, torch.device) else value
+
+    for module in program.graph_module.modules():
+        if not isinstance(module, GraphModule):
+            continue
+        for node in module.graph.nodes:
+            node.args, node.kwargs = pytree.tree_map(moved, (node.args, node.kwargs))
+            if node.op == "call_function" and str(node.target).split(".")[-1] in _AUTOCAST:
+                node.args = (device.type, *node.args[1:])
+        module.recompile()
 
 
 def _check_functions(targets: Iterable[str], where: str) -> None:

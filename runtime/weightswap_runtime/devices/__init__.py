@@ -1,0 +1,90 @@
+"""Accelerators: what the runtime asks of one, so that the order of its work can be tested without any."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+
+class Event(Protocol):
+    """A mark in a stream."""
+
+    def synchronize(self) -> None:
+        """Keep the host waiting until everything before the mark is done. Raises what the device reports."""
+        ...
+
+
+Stream = Any  # work of a device that is done in order, some time after it was asked for; only the device looks into it
+
+
+class Buffer(Protocol):
+    """Memory that the device reads and writes: its own, or page-locked memory of the host."""
+
+    @property
+    def nbytes(self) -> int: ...
+
+    @property
+    def address(self) -> int: ...
+
+
+class LockedBuffer(Buffer, Protocol):
+    """Page-locked memory of the host. What the device does to it shows once that is done."""
+
+    @property
+    def view(self) -> memoryview: ...
+
+
+class Device(Protocol):
+    """One accelerator. Copies are asked for in the calling thread's current stream."""
+
+    name: str  # such as "cuda:0"
+
+    @property
+    def staging(self) -> Stream:
+        """For work that serves nobody yet."""
+        ...
+
+    @property
+    def commits(self) -> Stream:
+        """For work that calls wait for."""
+        ...
+
+    def allocate(self, nbytes: int) -> Buffer:
+        """Memory of the device, for the stream `staging`; others wait for a mark there first. Raises MemoryError."""
+        ...
+
+    def lock(self, nbytes: int) -> LockedBuffer:
+        """Page-locked memory of the host. Raises MemoryError."""
+        ...
+
+    def free_bytes(self) -> int:
+        """About how much can still be allocated."""
+        ...
+
+    def copy(self, target: Buffer, at: int, source: Buffer, begin: int, nbytes: int) -> None:
+        """Ask for a copy of bytes, in the current stream. The host does not wait."""
+        ...
+
+    def on(self, stream: Stream) -> AbstractContextManager[None]:
+        """A block in which `stream` is the thread's current one."""
+        ...
+
+    def current(self) -> Stream:
+        """The thread's current stream."""
+        ...
+
+    def current_key(self) -> int:
+        """A number that stands for the current stream, and for no other."""
+        ...
+
+    def mark(self, stream: Stream) -> Event:
+        """A mark after all that `stream` was asked for."""
+        ...
+
+    def wait(self, stream: Stream, mark: Event) -> None:
+        """Let all that `stream` is asked for from now on wait for a mark. The host does not wait."""
+        ...
+
+    def lend(self, buffer: Buffer, stream: Stream) -> None:
+        """Once `buffer` is dropped, its memory is kept until what `stream` was asked for until then is done."""
+        ...

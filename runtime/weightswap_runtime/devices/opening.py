@@ -1,0 +1,26 @@
+"""The memory of a device by its name."""
+
+from __future__ import annotations
+
+from typing import Literal, get_args
+
+from weightswap_runtime.errors import Unsupported
+from weightswap_runtime.memory import HostMemory, Memory
+
+StagingMode = Literal["auto", "device", "host"]
+HOST = "cpu"
+
+
+def open_memory(device: str, staging: str) -> Memory:
+    """`staging` says where single residency stages on a device. Raises Unsupported, and MissingExtra without torch."""
+    if staging not in get_args(StagingMode):
+        raise Unsupported(f"staging={staging!r}: expected {', '.join(map(repr, get_args(StagingMode)))}")
+    if device == HOST:
+        if staging == "device":
+            raise Unsupported('staging="device" is for accelerators; on the CPU weights are staged in host memory')
+        return HostMemory()
+    from .accelerator import open_accelerator, ring_of  # needs torch
+    from .memory import DeviceMemory
+
+    accelerator = open_accelerator(device)
+    return DeviceMemory(accelerator, ring_of(accelerator), staging)

@@ -1,0 +1,173 @@
+"""The engine `torch` on an accelerator. What it is asked for is done later, in order by streams."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from weightswap_runtime.arena import Arena
+from weightswap_runtime.artifact import Artifact
+from weightswap_runtime.contents import Content
+from weightswap_runtime.devices.accelerator import Accelerator, TorchBuffer, open_accelerator
+from weightswap_runtime.devices.arena import DeviceArena
+from weightswap_runtime.goldens import Environment
+from weightswap_runtime.plainly import plainly
+
+from . import Bound
+from .torch import BoundTorch, Call, TorchEngine, sparse
+
+
+class AcceleratedEngine(TorchEngine):
+    """The graphs of one artifact on an accelerator."""
+
+    def __init__(self, artifact: Artifact, device: str, *, prologue: bool = True, on_host: bool = False) -> None:
+        """on_host: weights that wait for their commit in host memory can be tried there. Raises ArtifactError."""
+        self._accelerator = open_accelerator(device)
+        self.device = self._accelerator.torch
+        with self._accelerator.on(self._accelerator.staging):
+            super().__init__(artifact, prologue=prologue)
+        self._host = TorchEngine(artifact, prologue=prologue) if on_host else None
+
+    def misplaced(self, value: torch.Tensor) -> str | None:  # type: ignore[override]
+        """What is wrong with an input beside dtype and shape."""
+        if value.device != self.device:
+            return (
+                f"expected a tensor on {self.device}, got one on {value.device}: move it with .to({str(self.device)!r})"
+            )
+        return sparse(value)
+
+    def bind(self, arena: Arena) -> Bound:
+        """As on the CPU; weights in host memory are for trials, and run there."""
+        if isinstance(arena, DeviceArena):
+            return super().bind(arena)
+        assert self._host is not None
+        return OnHost(self._host.bind(arena), self.device)
+
+    def _flat(self, arena: Arena, dtype: torch.dtype, count: int, offset: int) -> torch.Tensor:
+        assert isinstance(arena, DeviceArena)
+        assert isinstance(arena.buffer, TorchBuffer)
+        storage = arena.buffer.tensor.untyped_storage()
+        flat = torch.empty(0, dtype=dtype, device=self.device)
+        return flat.set_(storage, offset // dtype.itemsize, (count,), (1,))
+
+    def _bound(
+        self,
+        calls: Mapping[str, Call],
+        state: list[tuple[torch.Tensor, torch.Tensor]],
+        arena: Arena,
+        owned: list[torch.Tensor],
+    ) -> BoundTorch:
+        assert isinstance(arena, DeviceArena)
+        return BoundAccelerated(calls, state, arena, owned, self._accelerator)
+
+    def tensor(self, content: Content) -> torch.Tensor:  # type: ignore[override]
+        """A tensor on the device."""
+        return self._placed(super().tensor(content))
+
+    def _placed(self, value: torch.Tensor) -> torch.Tensor:
+        return value.pin_memory().to(self.device, non_blocking=True)  # from other memory, the whole device would wait
+
+    def environment(self) -> Environment | None:  # type: ignore[override]
+        """What decides the last bits of an output."""
+        return Environment(
+            torch=str(torch.__version__),
+            device=self.device.type,
+            capability=str(torch.accelerator.get_device_capability(self.device)),
+            threads=0,
+        )
+
+    @contextmanager
+    def plainly(self) -> Iterator[None]:  # type: ignore[override]
+        """As on the CPU, and in a stream that no call is in."""
+        with plainly(), self._accelerator.on(self._accelerator.staging):
+            yield
+
+
+class BoundAccelerated(BoundTorch):
+    """All methods over one arena of a device. Safe to call from any number of threads, in any stream."""
+
+    def __init__(
+        self,
+        calls: Mapping[str, Call],
+        state: list[tuple[torch.Tensor, torch.Tensor]],
+        arena: DeviceArena,
+        owned: list[torch.Tensor],
+        accelerator: Accelerator,
+    ) -> None:
+        super().__init__(calls, state, arena, owned)
+        self._arena = arena
+        self._accelerator = accelerator
+        self._lent: set[int] = set()
+        self._own = owned
+        self._changed: torch.Event | None = None  # when the state was read or written last
+
+    def run(self, method: str, inputs: list[Any]) -> list[Any]:
+        """Flat inputs to flat outputs, in the thread's current stream."""
+        self._arena.use()
+        self._lend()
+        with self._in_turn(self._calls[method].stateful):
+            return super().run(method, inputs)
+
+    def _lend(self) -> None:
+        """Let this stream use what is not in the arena: constants, state, and what was computed from weights."""
+        key = self._accelerator.current_key()
+        if key not in self._lent:
+            stream = self._accelerator.current()
+            for tensor in (*self._own, *(value for call in self._calls.values() for value in call.hoisted)):
+                tensor.record_stream(stream)
+            self._lent.add(key)
+
+    @contextmanager
+    def _in_turn(self, stateful: bool) -> Iterator[None]:
+        """Calls that change the state do so one after the other, also where their streams differ."""
+        if not stateful:
+            yield
+            return
+        with self._state_lock:
+            stream = self._accelerator.current()
+            if self._changed is not None:
+                stream.wait_event(self._changed)
+            try:
+                yield
+            finally:
+                self._changed = self._accelerator.mark(stream)
+
+    def _reset(self) -> None:
+        with self._in_turn(stateful=True):
+            super()._reset()
+
+    def _prepare(self) -> None:
+        super()._prepare()
+        self._lent.clear()
+
+
+class OnHost:
+    """Weights that wait in host memory, tried there: inputs come from the device, and outputs go to it."""
+
+    def __init__(self, bound: Bound, device: torch.device) -> None:
+        self._bound = bound
+        self._device = device
+        self.prepare = bound.prepare
+        self.reset_state = bound.reset_state
+
+    def run(self, method: str, inputs: list[Any]) -> list[Any]:
+        """Flat inputs to flat outputs, both on the device."""
+        return [self._to(value, self._device) for value in self._bound.run(method, [self._to(x, _CPU) for x in inputs])]
+
+    @staticmethod
+    def _to(value: Any, device: torch.device) -> Any:
+        return value.to(device) if isinstance(value, torch.Tensor) else value
+
+    @property
+    def has_prologue(self) -> bool:
+        return self._bound.has_prologue
+
+    @property
+    def has_state(self) -> bool:
+        return self._bound.has_state
+
+
+_CPU = torch.device("cpu")

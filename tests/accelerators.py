@@ -1,0 +1,27 @@
+"""The devices that tests run on: the CPU, and the accelerator that torch finds here, which is meant to be CUDA."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.utils import _pytree as pytree
+
+_FOUND = torch.accelerator.current_accelerator(check_available=True)
+ACCELERATOR = _FOUND.type if _FOUND else "cuda"
+_ABSENT = pytest.mark.skipif(_FOUND is None, reason="needs a GPU, and torch finds none here")
+_MARKS = [pytest.mark.cuda, _ABSENT]
+on_accelerator = pytest.mark.parametrize("device", [pytest.param(ACCELERATOR, id="cuda", marks=_MARKS)])
+on_every_device = pytest.mark.parametrize("device", ["cpu", pytest.param(ACCELERATOR, id="cuda", marks=_MARKS)])
+
+
+def moved(tree: Any, device: str) -> Any:
+    """The tree with its tensors on a device."""
+    return pytree.tree_map(lambda value: value.to(device) if isinstance(value, torch.Tensor) else value, tree)
+
+
+def use_own_stream(device: str) -> None:
+    """Let the calling thread work in a stream that no other thread is in. On the CPU there are none."""
+    if device != "cpu":
+        torch.accelerator.set_stream(torch.Stream(device))

@@ -1,0 +1,118 @@
+"""Buffers on the way to a device: taken in turns, never overwritten on the way, and never lost."""
+
+from __future__ import annotations
+
+import random
+from itertools import pairwise
+
+import pytest
+
+from tests.standin import Broken, StandIn
+from weightswap_runtime.arena import ArenaLayout, HostArena, Slot
+from weightswap_runtime.devices.arena import DeviceArena, LockedArena, Region, plan_runs
+from weightswap_runtime.devices.ring import BUFFER_BYTES, Ring
+from weightswap_runtime.manifest import NamedTensor
+from weightswap_runtime.workers import Workers
+
+SIZE = 3 * BUFFER_BYTES + 12345
+
+
+def content(size: int, seed: int = 0) -> memoryview:
+    return memoryview(bytearray(random.Random(seed).randbytes(size)))
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_buffer_is_filled_again_only_when_it_has_been_copied(seed: int) -> None:
+    device = StandIn(seed)
+    region = Region(device, SIZE, Ring(device, 2))
+    wanted = content(SIZE)
+    with region.writing():
+        region.write(0, wanted)
+    region.settle()
+    assert region.fetch(0, SIZE) == wanted
+    assert device.copies == 8
+
+
+def test_what_an_interrupted_thread_has_taken_comes_back() -> None:
+    device = StandIn(0)
+    ring = Ring(device, 1)
+
+    def interrupted() -> None:
+        turn = ring.take(device.staging)
+        turn.__enter__()  # and the frame ends without an exit
+
+    for _ in range(3):
+        interrupted()
+    with pytest.raises(KeyboardInterrupt), ring.take(device.staging):
+        raise KeyboardInterrupt
+    with ring.take(device.staging) as buffer:
+        assert buffer.nbytes == BUFFER_BYTES
+
+
+def test_an_error_of_the_device_is_raised() -> None:
+    device = StandIn(0)
+    region = Region(device, 100, Ring(device, 1))
+    with region.writing():
+        region.write(0, content(100))
+    device.broken = True
+    with pytest.raises(Broken, match="illegal memory access"):
+        region.settle()
+
+
+@pytest.mark.parametrize("seed", range(50))
+def test_slots_move_in_few_copies_and_keep_their_places(seed: int) -> None:
+    chance = random.Random(seed)
+    slots, offset = [], 0
+    for _ in range(chance.randrange(1, 20)):
+        size = chance.choice([0, 1, 4, 255, 256, 257, 1000])
+        slots.append(Slot(offset, size))
+        offset += -(-size // 256) * 256 + chance.choice([0, 0, 0, 256, 4096])
+    if chance.random() < 0.3:
+        chance.shuffle(slots)
+    places, runs = plan_runs(slots)
+    for (at, size), place in zip(slots, places, strict=True):
+        inside = [run for run in runs if run.begin <= place and place + size <= run.begin + run.nbytes]
+        assert any(run.offset + place - run.begin == at for run in inside)
+    # no two slots share a byte of the buffer, and no run has a whole unit that is nobody's
+    taken = sorted((place, place + size) for (_, size), place in zip(slots, places, strict=True) if size)
+    assert all(end <= begin for (_, end), (begin, _) in pairwise(taken))
+    assert sum(run.nbytes for run in runs) < sum(slot.nbytes for slot in slots) + 256 * len(slots)
+
+
+def test_neighbours_are_one_run() -> None:
+    slots = [Slot(0, 100), Slot(256, 300), Slot(768, 8), Slot(4096, 8)]
+    assert plan_runs(slots) == ([0, 256, 768, 1024], [(0, 0, 776), (4096, 1024, 8)])
+
+
+def layout() -> ArenaLayout:
+    return ArenaLayout(
+        [NamedTensor(name="a", dtype="U8", shape=(SIZE,)), NamedTensor(name="b", dtype="F32", shape=(7,))]
+    )
+
+
+@pytest.mark.parametrize("target", ["host", "locked", "device"])
+@pytest.mark.parametrize("source", ["host", "locked", "device"])
+def test_arenas_are_copied_to_each_other(source: str, target: str) -> None:
+    device, workers = StandIn(1), Workers(2)
+    ring = Ring(device, 6)
+    made = {
+        "host": lambda: HostArena(layout()),
+        "locked": lambda: LockedArena(device, layout()),
+        "device": lambda: DeviceArena(device, layout(), ring),
+    }
+    one, other = made[source](), made[target]()
+    wanted = content(layout().nbytes)
+    with one.writing():
+        one.write(0, wanted)
+    with other.writing():
+        one.write_to(other, workers)
+    other.settle()
+    assert other.fetch(0, len(wanted)) == wanted
+    with other.writing():
+        other.write(256, content(5000, seed=2))
+        one.copy_part(other, 256, 5256)
+        other.copy_part(one, 0, 10)
+    other.settle()
+    device.drain()
+    assert one.fetch(256, 5000) == other.fetch(256, 5000) == content(5000, seed=2)
+    assert one.fetch(5256, 5000) == wanted[5256:10256]

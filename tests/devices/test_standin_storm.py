@@ -1,0 +1,229 @@
+"""Swaps of whole models on the stand-in: every call gives exactly the weights that were served when it was made."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Hashable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.standin import Memory, StandIn
+from tests.tiny import TinyArtifact, WriteWeights
+from weightswap_runtime import Artifact, Model, OutOfMemory
+from weightswap_runtime.arena import Arena
+from weightswap_runtime.contents import Content
+from weightswap_runtime.devices.arena import DeviceArena
+from weightswap_runtime.devices.memory import DeviceMemory
+from weightswap_runtime.devices.ring import Ring
+from weightswap_runtime.store import Store
+
+STAGINGS = ("device", "host", "auto")
+
+
+class Reader:
+    """An engine whose calls copy the arena, in the current stream, to where the test looks once all is done."""
+
+    name = "reader"
+    tensor_type = np.ndarray
+    dtypes: Mapping[Any, str] = {np.dtype("f4"): "F32"}
+
+    def __init__(self, device: StandIn) -> None:
+        self._device = device
+
+    def misplaced(self, value: Any) -> None: ...
+
+    def kind(self, value: Any) -> Hashable:
+        return value.shape
+
+    def tensor(self, content: Content) -> Any:
+        raise NotImplementedError
+
+    def content(self, value: Any) -> Content:
+        raise NotImplementedError
+
+    def environment(self) -> None: ...
+
+    def plainly(self) -> AbstractContextManager[object]:
+        return nullcontext()
+
+    def bind(self, arena: Arena) -> Any:
+        return BoundReader(self._device, arena)
+
+
+class BoundReader:
+    has_prologue = has_state = False
+
+    def __init__(self, device: StandIn, arena: Arena) -> None:
+        self._device = device
+        self._arena = arena
+
+    def run(self, method: str, inputs: list[Any]) -> list[Any]:
+        size = self._arena.layout.nbytes
+        if not isinstance(self._arena, DeviceArena):
+            return [bytes(self._arena.fetch(0, size))]
+        self._arena.use()
+        target = Memory(size, False, set())
+        self._device.copy(target, 0, self._arena.buffer, 0, size)
+        return [target]
+
+    def prepare(self) -> None: ...
+
+    def reset_state(self) -> None: ...
+
+
+class Served:
+    """A model on a stand-in, and what its arena must hold for each seed."""
+
+    def __init__(self, tiny: TinyArtifact, residency: str, staging: str, device: StandIn, keep: str | None) -> None:
+        self.device = device
+        artifact = Artifact.open(tiny.path)
+        memory = DeviceMemory(device, Ring(device, 12), staging)
+        store = Store(artifact.manifest.weights, residency, keep, memory)
+        self.model = Model(artifact, store, device=device.name, engine=Reader(device))
+
+    def call(self, caller: Any = None) -> Memory:
+        found: Memory = (caller or self.model)(np.zeros((2, 3), "f4"))
+        return found
+
+    def weights(self, content: bytes | bytearray) -> dict[str, bytes]:
+        slots = self.model._store._residency.sessions[0].arena.layout.slots
+        return {name: bytes(content[slot.offset : slot.offset + slot.nbytes]) for name, slot in slots.items()}
+
+
+def values_of(seed: int) -> dict[str, bytes]:
+    return {name: bytes(value.numpy().tobytes()) for name, value in TinyArtifact.values(seed).items()}
+
+
+class Storm:
+    """Calls in several streams, swaps of all kinds, and a device that takes its time, in random order."""
+
+    def __init__(self, served: Served, files: list[Path], seed: int) -> None:
+        self._served = served
+        self._model = served.model
+        self._files = files
+        self._chance = random.Random(seed)
+        self._device = served.device
+        self._streams = [self._device.default, self._device.stream(), self._device.stream()]
+        self._now, self._before = 0, 0
+        self.calls: list[tuple[int, Memory | bytes]] = []
+        self._model.swap(files[0])
+        self._model.swap(files[0])
+
+    def run(self, steps: int) -> None:
+        deeds = [self.call] * 6 + [self.let_the_device_work] * 6
+        deeds += [self.swap, self.swap_a_part, self.roll_back, self.discard, self.try_out]
+        for _ in range(steps):
+            with self._device.on(self._chance.choice(self._streams)):
+                self._chance.choice(deeds)()
+        self._device.drain()
+
+    def _file(self) -> tuple[int, Path]:
+        number = self._chance.randrange(len(self._files))
+        return number, self._files[number]
+
+    def call(self) -> None:
+        self.calls.append((self._now, self._served.call()))
+
+    def let_the_device_work(self) -> None:
+        for _ in range(self._chance.randrange(6)):
+            self._device.step()
+
+    def swap(self) -> None:
+        number, file = self._file()
+        self._model.swap(file)
+        self._before, self._now = self._now, number
+
+    def swap_a_part(self) -> None:
+        number, file = self._file()
+        self._model.swap(file, only="*")
+        self._before, self._now = self._now, number
+
+    def roll_back(self) -> None:
+        self._model.rollback()
+        self._before, self._now = self._now, self._before
+
+    def discard(self) -> None:
+        self._model.stage(self._file()[1]).discard()
+
+    def try_out(self) -> None:
+        number, file = self._file()
+        with self._model.stage(file) as staged:
+            self.calls.append((number, self._served.call(staged)))
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("staging", STAGINGS)
+def test_each_call_gives_one_generation(
+    staging: str, seed: int, residency: str, tiny: TinyArtifact, weight_file: WriteWeights
+) -> None:
+    served = Served(tiny, residency, staging, StandIn(seed), "host")
+    storm = Storm(served, [weight_file(number) for number in range(4)], seed)
+    storm.run(120)
+    assert len(storm.calls) > 20
+    for number, found in storm.calls:
+        assert served.weights(found if isinstance(found, bytes) else found.content) == values_of(number)
+
+
+def test_addresses_stay(residency: str, tiny: TinyArtifact, weight_file: WriteWeights) -> None:
+    served = Served(tiny, residency, "auto", StandIn(0), None)
+    served.model.swap(weight_file(0))
+    sessions = served.model._store._residency.sessions
+    addresses = [session.arena.address for session in sessions]
+    for number in range(40):
+        served.model.swap(weight_file(number % 3))
+    assert [session.arena.address for session in served.model._store._residency.sessions] == addresses
+
+
+CASES = {
+    "room on the device": (1 << 30, 1 << 30, "auto", "device", "bytes free"),
+    "no room on the device": (1 << 20, 1 << 30, "auto", "pinned", "are left for calls"),
+    "host memory asked for": (1 << 30, 1 << 30, "host", "pinned", "was asked for"),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_receipt_says_where_it_was_staged(case: str, tiny: TinyArtifact, weight_file: WriteWeights) -> None:
+    capacity, lockable, mode, kind, reason = CASES[case]
+    device = StandIn(0, capacity, lockable)
+    served = Served(tiny, "single", mode, device, None)
+    assert served.model.swap(weight_file(0)).staged_in.kind == "in place"
+    receipt = served.model.swap(weight_file(1))
+    assert receipt.staged_in.kind == kind
+    assert reason in receipt.staged_in.reason
+    part = served.model.swap(weight_file(2), only="*")
+    assert part.staged_in.kind == ("device" if kind == "device" else "host")
+    found = served.call()
+    device.drain()
+    assert served.weights(found.content) == values_of(2)
+
+
+def test_what_does_not_fit_is_refused_with_numbers(tiny: TinyArtifact, weight_file: WriteWeights) -> None:
+    device = StandIn(0)
+    served = Served(tiny, "single", "device", device, None)
+    served.model.swap(weight_file(0))
+    device.capacity = 100
+    with pytest.raises(OutOfMemory, match=r'1024 bytes are needed, 100 are free. Load with staging="host"'):
+        served.model.swap(weight_file(1))
+    found = served.call()
+    device.drain()
+    assert served.weights(found.content) == values_of(0)
+    with pytest.raises(OutOfMemory, match='residency="single"'):
+        Served(tiny, "double", "auto", StandIn(0, capacity=100), None)
+
+
+def test_without_memory_that_can_be_locked_it_is_staged_in_any(tiny: TinyArtifact, tmp_path: Path) -> None:
+    device = StandIn(0)
+    served = Served(tiny, "single", "host", device, None)
+    files = [tiny.write(tmp_path / f"v{seed}.safetensors", tiny.values(seed)) for seed in range(2)]
+    served.model.swap(files[0])
+    device.lockable = 100
+    receipt = served.model.swap(files[1])
+    assert receipt.staged_in.kind == "host"
+    assert "no host memory can be page-locked" in receipt.staged_in.reason
+    found = served.call()
+    device.drain()
+    assert served.weights(found.content) == values_of(1)

@@ -1,0 +1,178 @@
+"""An accelerator that is none: it does what it is asked for as late, and in as odd an order, as streams allow.
+
+Whatever relies on the host's order instead of that of streams and events gives wrong bytes here.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import random
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import count
+from typing import Any
+
+Work = Callable[[], bool]  # False: not yet
+
+
+class Broken(Exception):
+    """What the device reports."""
+
+
+class Mark:
+    """Done once its stream has come to it."""
+
+    def __init__(self, device: StandIn) -> None:
+        self._device = device
+        self.done = False
+
+    def synchronize(self) -> None:
+        self._device.run_until(lambda: self.done)
+
+
+class Memory:
+    """Bytes, page-locked or the device's. `users` are the streams that it was lent to."""
+
+    def __init__(self, nbytes: int, on_device: bool, users: set[int]) -> None:
+        self.nbytes = nbytes
+        self.content = bytearray(nbytes)
+        self.on_device = on_device
+        self.users = users
+
+    @property
+    def address(self) -> int:
+        return ctypes.addressof(ctypes.c_char.from_buffer(self.content))
+
+    @property
+    def view(self) -> memoryview:
+        assert not self.on_device, "the host cannot see the device's memory"
+        return memoryview(self.content)
+
+
+class Queue:
+    """A stream."""
+
+    keys = count()
+
+    def __init__(self) -> None:
+        self.key = next(self.keys)
+        self.work: deque[Work] = deque()
+
+
+class StandIn:
+    """The recording half of the tests of devices: `copies` counts, `refused` fails what it names."""
+
+    def __init__(self, seed: int, capacity: int = 1 << 30, lockable: int = 1 << 30) -> None:
+        self.name = "standin:0"
+        self.staging, self.commits, self.default = Queue(), Queue(), Queue()
+        self.capacity, self.lockable = capacity, lockable
+        self.copies = 0
+        self.broken = False
+        self._queues = [self.staging, self.commits, self.default]
+        self._here = threading.local()
+        self._lock = threading.RLock()
+        self._random = random.Random(seed)
+
+    def stream(self) -> Queue:
+        """One more stream."""
+        self._queues.append(Queue())
+        return self._queues[-1]
+
+    def allocate(self, nbytes: int) -> Memory:
+        if nbytes > self.capacity:
+            raise MemoryError(f"{nbytes} bytes")
+        memory = Memory(nbytes, True, {self.staging.key})
+
+        def work() -> bool:  # of whoever had the memory before, and freed it without waiting
+            memory.content[:] = self._random.randbytes(min(nbytes, 1000)) + memory.content[1000:]
+            return True
+
+        with self.on(self.staging):
+            self.ask(work)
+        return memory
+
+    def lock(self, nbytes: int) -> Memory:
+        if nbytes > self.lockable:
+            raise MemoryError(f"{nbytes} bytes cannot be locked")
+        return Memory(nbytes, False, set())
+
+    def free_bytes(self) -> int:
+        return self.capacity
+
+    def copy(self, target: Any, at: int, source: Any, begin: int, nbytes: int) -> None:
+        assert 0 <= at <= at + nbytes <= target.nbytes
+        assert 0 <= begin <= begin + nbytes <= source.nbytes
+        for memory in (target, source):
+            assert not memory.on_device or self.current_key() in memory.users, "memory of another stream"
+        with self._lock:
+            self.copies += 1
+
+        def work() -> bool:
+            target.content[at : at + nbytes] = source.content[begin : begin + nbytes]
+            return True
+
+        self.ask(work)
+
+    def ask(self, work: Work) -> None:
+        """Let the current stream do something."""
+        with self._lock:
+            self.current().work.append(work)
+
+    @contextmanager
+    def on(self, stream: Queue) -> Iterator[None]:
+        before = self.current()
+        self._here.stream = stream
+        try:
+            yield
+        finally:
+            self._here.stream = before
+
+    def current(self) -> Queue:
+        found: Queue = getattr(self._here, "stream", self.default)
+        return found
+
+    def current_key(self) -> int:
+        return self.current().key
+
+    def mark(self, stream: Queue) -> Mark:
+        mark = Mark(self)
+
+        def work() -> bool:
+            mark.done = True
+            return True
+
+        with self._lock:
+            stream.work.append(work)
+        return mark
+
+    def wait(self, stream: Queue, mark: Mark) -> None:
+        with self._lock:
+            stream.work.append(lambda: mark.done)
+
+    def lend(self, buffer: Memory, stream: Queue) -> None:
+        buffer.users.add(stream.key)
+
+    def step(self) -> bool:
+        """Do one thing that can be done now; False if there is none."""
+        with self._lock:
+            queues = [queue for queue in self._queues if queue.work]
+            self._random.shuffle(queues)
+            for queue in queues:
+                if queue.work[0]():
+                    queue.work.popleft()
+                    return True
+        return False
+
+    def run_until(self, done: Callable[[], bool]) -> None:
+        """What a host that waits makes the device do."""
+        if self.broken:
+            raise Broken("an illegal memory access was encountered")
+        while not done():
+            assert self.step(), "the host waits for what never happens"
+
+    def drain(self) -> None:
+        while self.step():
+            pass
+        assert not any(queue.work for queue in self._queues), "streams wait for each other"

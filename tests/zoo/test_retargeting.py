@@ -1,0 +1,120 @@
+"""Graphs that were captured on a machine without a GPU, for one: every tensor that they make is there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils import _pytree as pytree
+
+from weightswap_exporter import export
+from weightswap_runtime import Artifact
+from weightswap_runtime.graphs import opening
+from weightswap_runtime.graphs.compiling import Compiled
+from weightswap_runtime.signature import flatten
+from weightswap_runtime.tensors import torch_dtype
+
+from .conftest import Exported
+
+GPU = torch.device("cuda", 1)
+Open = Callable[..., Compiled]
+# torch's own code for fake tensors asks for a real device in some operators, where torch was built without CUDA
+UNLINKED = "PyTorch is not linked with support for cuda devices"
+
+
+def arguments(artifact: Artifact, method: str, given: dict[str, Any]) -> Iterator[Any]:
+    """What the graph takes, as fake tensors on the GPU."""
+    manifest = artifact.manifest
+    rows = {
+        name: row
+        for table in (manifest.weights, manifest.state, manifest.constants)
+        for row in table
+        for name in row.names
+    }
+    signature = manifest.methods[method].signature
+    flat = (value for name, node in (*signature.args, *signature.kwargs) for value in flatten(node, given[name]))
+    for item in manifest.methods[method].inputs:
+        if item.kind == "input":
+            value = next(flat)
+            yield torch.empty(value.shape, dtype=value.dtype, device=GPU) if isinstance(value, torch.Tensor) else value
+        else:
+            row = rows[item.name]
+            yield torch.empty(row.shape, dtype=torch_dtype(row.dtype), device=GPU)
+
+
+def devices(artifact: Artifact, given: dict[str, Any], opened: Compiled) -> set[torch.device]:
+    """Where the outputs of `forward` are. Operators refuse tensors on several devices."""
+    with FakeTensorMode():
+        outputs = opened.call(*arguments(artifact, "forward", given))
+    return {value.device for value in pytree.tree_leaves(outputs) if isinstance(value, torch.Tensor)}
+
+
+def test_the_zoo_runs_on_a_gpu_that_is_not_there(exported: Exported) -> None:
+    entry, artifact = exported.entry, exported.hollow
+    opened = opening.open_graph(artifact, artifact.manifest.methods["forward"].graph, GPU)
+    assert torch.device("cpu") not in constants(opened)
+    assert "cpu" not in constants(opened)
+    try:
+        found = devices(artifact, entry.inputs(*entry.sizes[0]), opened)
+    except RuntimeError as error:
+        if UNLINKED in str(error):
+            pytest.skip(UNLINKED)
+        raise
+    assert found == {GPU}
+
+
+def constants(opened: Compiled) -> set[Any]:
+    """What the function's source has no literals for, also in the functions within."""
+    found: set[Any] = set()
+    seen: set[Any] = set()
+    waiting = [opened.call]
+    while waiting:
+        function = waiting.pop()
+        seen.add(function)
+        values = list(function.__globals__.values())
+        found |= {value for value in values if isinstance(value, str | torch.device)}
+        waiting += [value for value in values if getattr(value, "__name__", "") == "graph" and value not in seen]
+    return found
+
+
+class Placed(nn.Module):
+    """Devices in many places: made, cast and moved to, and in a block of autocast."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.plain = torch.arange(4.0)
+        self.register_buffer("table", torch.linspace(0, 1, 4), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        mask = torch.ones(4, 4, dtype=torch.bool, device=x.device).tril()
+        with torch.autocast(x.device.type, dtype=torch.bfloat16):
+            y = self.linear(x)
+        with torch.autocast(device_type="cpu", enabled=False):
+            z = self.linear(y.float())
+        noise = torch.zeros(4, device="cpu") + torch.tensor(2.0) * self.plain.to("cpu") + self.table
+        return {"y": y, "z": z.masked_fill(~mask[:3], 0.0).to(x.device, torch.float64), "noise": noise}
+
+
+@pytest.mark.filterwarnings("ignore:CUDA is not available:UserWarning")
+@pytest.mark.parametrize("way", ["reader", "torch"])
+def test_every_device_of_a_graph_is_another(way: str, tmp_path: Path) -> None:
+    x = torch.randn(3, 4)
+    artifact = export(Placed().eval(), (x,), out=tmp_path / "a")
+    name = artifact.manifest.methods["forward"].graph
+    opened = opening.open_graph(artifact, name, GPU) if way == "reader" else opening._by_torch(artifact, name, GPU)
+    assert devices(artifact, {"x": x}, opened) == {GPU}
+
+
+def test_autocast_is_that_of_the_other_device(tmp_path: Path) -> None:
+    x = torch.randn(3, 4)
+    artifact = export(Placed().eval(), (x,), out=tmp_path / "a")
+    for device, other in (("cpu", "cuda"), ("cuda", "cpu")):
+        opened = opening.open_graph(artifact, artifact.manifest.methods["forward"].graph, torch.device(device))
+        assert device in constants(opened)
+        assert other not in constants(opened)
