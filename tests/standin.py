@@ -169,8 +169,11 @@ class StandIn:
         """What a host that waits makes the device do."""
         if self.broken:
             raise Broken("an illegal memory access was encountered")
-        while not done():
-            assert self.step(), "the host waits for what never happens"
+        while True:
+            with self._lock:
+                if done():
+                    return
+                assert self.step(), "the host waits for what never happens"
 
     def drain(self) -> None:
         while self.step():

@@ -14,7 +14,7 @@ from .adapter import Keys
 from .artifact import Artifact
 from .candidates import Candidate
 from .devices.opening import StagingMode, open_memory
-from .engines import Engine, EngineName, choose_engine, open_engine
+from .engines import CudaGraphs, Engine, EngineName, choose_engine, open_engine
 from .errors import StageCancelled, StagingBusy, Unsupported
 from .events import Event, EventKind, Listener
 from .following import Start
@@ -49,6 +49,7 @@ def load(
     prologue: bool = True,
     residency: Literal["double", "single"] = "double",
     staging: StagingMode = "auto",
+    cuda_graphs: CudaGraphs | None = None,
     keep_previous: Literal["host"] | None = None,
     share: Model | None = None,
     on_event: Listener | None = None,
@@ -90,7 +91,9 @@ def load(
     else:
         store, device = share._store, share.device
     on_host = store.residency == "single" and staging != "device"
-    runs = open_engine(chosen, opened, device, threads=threads, prologue=prologue, on_host=on_host)
+    runs = open_engine(
+        chosen, opened, device, threads=threads, prologue=prologue, on_host=on_host, cuda_graphs=cuda_graphs
+    )
     model = Model(opened, store, device=device, engine=runs)
     if on_event is not None:
         model.listen(on_event)

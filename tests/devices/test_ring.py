@@ -98,7 +98,7 @@ def test_arenas_are_copied_to_each_other(source: str, target: str) -> None:
     made = {
         "host": lambda: HostArena(layout()),
         "locked": lambda: LockedArena(device, layout()),
-        "device": lambda: DeviceArena(device, layout(), ring),
+        "device": lambda: DeviceArena(device, layout(), ring, serves=True),
     }
     one, other = made[source](), made[target]()
     wanted = content(layout().nbytes)

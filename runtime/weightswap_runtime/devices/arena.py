@@ -182,10 +182,11 @@ class Region:
 class DeviceArena(Region):
     """Memory of a device that holds one full set of weights."""
 
-    def __init__(self, device: Device, layout: ArenaLayout, ring: Ring) -> None:
-        """Raises MemoryError."""
+    def __init__(self, device: Device, layout: ArenaLayout, ring: Ring, *, serves: bool) -> None:
+        """serves: whether it stays as long as its model, and not just for one staging. Raises MemoryError."""
         super().__init__(device, layout.nbytes, ring)
         self.layout = layout
+        self.serves = serves
 
     def write_to(self, other: Arena, workers: Workers) -> None:
         """Copy every weight to an arena of the same layout; addresses stay."""

@@ -34,13 +34,15 @@ class DeviceMemory:
     def arena(self, layout: ArenaLayout) -> DeviceArena:
         """Raises OutOfMemory."""
         try:
-            return DeviceArena(self._device, layout, self._ring)
+            return DeviceArena(self._device, layout, self._ring, serves=True)
         except MemoryError as error:
             raise self._no_memory(layout.nbytes, 'Load with residency="single", which holds one set.') from error
 
     def staging(self, layout: ArenaLayout) -> tuple[Arena, StagedIn]:
         """On the device if that is wanted and has room, else in page-locked memory, else in any. Raises OutOfMemory."""
-        found, staged_in = self._on_device(layout.nbytes, lambda: DeviceArena(self._device, layout, self._ring))
+        found, staged_in = self._on_device(
+            layout.nbytes, lambda: DeviceArena(self._device, layout, self._ring, serves=False)
+        )
         if found is not None:
             return found, staged_in
         try:

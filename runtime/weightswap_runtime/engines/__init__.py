@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from importlib import import_module
 from typing import Any, Literal, Protocol, get_args
@@ -19,6 +19,7 @@ from .onnx_names import graph_file
 
 EngineName = Literal["torch", "aoti", "onnx", "auto"]
 AUTO = "auto"
+CudaGraphs = Literal["auto"] | Sequence[Mapping[str, int] | Sequence[int]]
 ENGINES = tuple(name for name in get_args(EngineName) if name != AUTO)
 
 
@@ -132,6 +133,7 @@ def open_engine(
     threads: int | None = None,
     prologue: bool = True,
     on_host: bool = False,
+    cuda_graphs: CudaGraphs | None = None,
 ) -> Engine:
     """Open the graphs of an artifact; `name` is one of ENGINES. Raises Unsupported, ArtifactError and MissingExtra.
 
@@ -139,6 +141,8 @@ def open_engine(
     """
     if device != HOST and name != "torch":
         raise Unsupported(f"engine {name!r} on the device {device!r}: there this version has the engine 'torch'")
+    if device == HOST and cuda_graphs is not None:
+        raise Unsupported('cuda_graphs on the CPU: they are for device="cuda"')
     if threads is not None and (name != "onnx" or type(threads) is not int or threads < 1):
         raise Unsupported(f"threads={threads!r}: expected None, or with the engine 'onnx' a positive number")
     if name == "onnx":
@@ -152,7 +156,7 @@ def open_engine(
     if device != HOST:
         from .accelerated import AcceleratedEngine
 
-        return AcceleratedEngine(artifact, device, prologue=prologue, on_host=on_host)
+        return AcceleratedEngine(artifact, device, prologue=prologue, on_host=on_host, cuda_graphs=cuda_graphs)
     from .torch import TorchEngine
 
     return TorchEngine(artifact, prologue=prologue)

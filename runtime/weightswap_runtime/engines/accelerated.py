@@ -16,19 +16,38 @@ from weightswap_runtime.devices.arena import DeviceArena
 from weightswap_runtime.goldens import Environment
 from weightswap_runtime.plainly import plainly
 
-from . import Bound
+from . import AUTO, Bound, CudaGraphs
+from .captures import Captures, Recorder, Shapes
+from .shapes import samples
 from .torch import BoundTorch, Call, TorchEngine, sparse
 
 
 class AcceleratedEngine(TorchEngine):
     """The graphs of one artifact on an accelerator."""
 
-    def __init__(self, artifact: Artifact, device: str, *, prologue: bool = True, on_host: bool = False) -> None:
-        """on_host: weights that wait for their commit in host memory can be tried there. Raises ArtifactError."""
+    def __init__(
+        self,
+        artifact: Artifact,
+        device: str,
+        *,
+        prologue: bool = True,
+        on_host: bool = False,
+        cuda_graphs: CudaGraphs | None = None,
+    ) -> None:
+        """on_host: weights that wait for their commit in host memory can be tried there.
+
+        Raises ArtifactError, and Unsupported for shapes that no method has.
+        """
         self._accelerator = open_accelerator(device)
         self.device = self._accelerator.torch
         with self._accelerator.on(self._accelerator.staging):
             super().__init__(artifact, prologue=prologue)
+        self._shapes: Shapes | None = None
+        if cuda_graphs is not None:
+            with self._accelerator.on(self._accelerator.staging):
+                named = list(samples(cuda_graphs, artifact.manifest, self.device))
+            self._shapes = Shapes(named, auto=cuda_graphs == AUTO)
+            self._new_recorder()  # so that a device without them is refused now
         self._host = TorchEngine(artifact, prologue=prologue) if on_host else None
 
     def misplaced(self, value: torch.Tensor) -> str | None:  # type: ignore[override]
@@ -61,7 +80,15 @@ class AcceleratedEngine(TorchEngine):
         owned: list[torch.Tensor],
     ) -> BoundTorch:
         assert isinstance(arena, DeviceArena)
-        return BoundAccelerated(calls, state, arena, owned, self._accelerator)
+        bound = BoundAccelerated(calls, state, arena, owned, self._accelerator)
+        if self._shapes is not None and arena.serves:
+            bound.capture(self._new_recorder(), self._shapes)
+        return bound
+
+    def _new_recorder(self) -> Recorder:
+        from weightswap_runtime.devices.cuda_graphs import CudaRecorder
+
+        return CudaRecorder(self._accelerator)
 
     def tensor(self, content: Content) -> torch.Tensor:  # type: ignore[override]
         """A tensor on the device."""
@@ -103,13 +130,31 @@ class BoundAccelerated(BoundTorch):
         self._lent: set[int] = set()
         self._own = owned
         self._changed: torch.Event | None = None  # when the state was read or written last
+        self._captures: Captures | None = None
+
+    def capture(self, recorder: Recorder, shapes: Shapes) -> None:
+        """Let calls be captured, those of named shapes as soon as there are weights."""
+        self._captures = Captures(self._accelerator, recorder, shapes, super().run, self._state_undone)
 
     def run(self, method: str, inputs: list[Any]) -> list[Any]:
         """Flat inputs to flat outputs, in the thread's current stream."""
         self._arena.use()
         self._lend()
         with self._in_turn(self._calls[method].stateful):
+            if self._captures is not None and (found := self._captures.replay(method, inputs)) is not None:
+                return found
             return super().run(method, inputs)
+
+    @contextmanager
+    def _state_undone(self) -> Iterator[None]:
+        """A block whose calls leave no traces; nobody else is in a call that does."""
+        with self._in_turn(stateful=bool(self._state)):
+            before = [live.clone() for live, _ in self._state]
+            try:
+                yield
+            finally:
+                for (live, _), value in zip(self._state, before, strict=True):
+                    live.copy_(value)
 
     def _lend(self) -> None:
         """Let this stream use what is not in the arena: constants, state, and what was computed from weights."""
@@ -138,6 +183,12 @@ class BoundAccelerated(BoundTorch):
     def _reset(self) -> None:
         with self._in_turn(stateful=True):
             super()._reset()
+
+    def prepare(self) -> None:
+        """After new weights came to the arena: compute what depends on them alone, and capture what was named."""
+        super().prepare()
+        if self._captures is not None:
+            self._captures.capture_named()
 
     def _prepare(self) -> None:
         super()._prepare()

@@ -1,0 +1,156 @@
+"""Captured calls: replayed over the same addresses, in memory of their own, and only where that is right."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+
+from weightswap_runtime.devices import Event, Stream
+from weightswap_runtime.engines.captures import MOST, Captures, Shapes
+
+
+class Nothing:
+    """The order of a device that does everything at once."""
+
+    def current(self) -> Stream:
+        return None
+
+    def mark(self, stream: Stream) -> Event:
+        return self  # type: ignore[return-value]
+
+    def wait(self, stream: Stream, mark: Event) -> None: ...
+
+
+class Replayer:
+    """Records as CUDA does: a replay does the same work with the same memory, and nobody looks at the values."""
+
+    def __init__(self) -> None:
+        self.records = 0
+        self.replays = 0
+
+    def record(self, function: Callable[[], list[Any]]) -> tuple[Callable[[], object], list[Any]]:
+        self.records += 1
+        function()
+        outputs = function()
+
+        def replay() -> None:
+            self.replays += 1
+            for static, value in zip(outputs, function(), strict=True):
+                if isinstance(static, torch.Tensor):
+                    static.copy_(value)
+
+        return replay, outputs
+
+
+class Small:
+    """A method with a weight, state, an integer input, and an input that it writes to."""
+
+    def __init__(self, named: list[tuple[str, list[Any]]] | None = None, auto: bool = False) -> None:
+        self.weight = torch.full((3,), 2.0)
+        self.count = torch.zeros(())
+        self.recorder = Replayer()
+        self.shapes = Shapes(named or [], auto)
+        self.captures = self.session()
+
+    def session(self) -> Captures:
+        return Captures(Nothing(), self.recorder, self.shapes, self.run, self.undone)  # type: ignore[arg-type]
+
+    def run(self, method: str, inputs: list[Any]) -> list[Any]:
+        x, number, *rest = inputs
+        if method == "broken":
+            raise RuntimeError("operation not permitted when stream is capturing")
+        self.count += 1
+        for each in rest:
+            each.add_(1)
+        return [x * self.weight + number, self.count.clone(), number, None]
+
+    @contextmanager
+    def undone(self) -> Iterator[None]:
+        before = self.count.clone()
+        yield
+        self.count.copy_(before)
+
+
+def x(rows: int, start: float = 0.0) -> torch.Tensor:
+    return torch.arange(start, start + rows * 3).reshape(rows, 3)
+
+
+def test_named_shapes_are_captured_once_and_others_are_not() -> None:
+    small = Small([("forward", [x(2), 5])])
+    small.captures.capture_named()
+    small.captures.capture_named()
+    assert small.recorder.records == 1
+    assert small.count == 0
+    found = small.captures.replay("forward", [x(2, 7.0), 5])
+    assert found is not None
+    assert torch.equal(found[0], x(2, 7.0) * 2 + 5)
+    assert found[2:] == [5, None]
+    for other in ([x(3), 5], [x(2), 6], [x(2).t().contiguous().t(), 5]):
+        assert small.captures.replay("forward", other) is None
+    assert small.recorder.records == 1
+
+
+def test_outputs_are_the_caller_s_own_and_follow_the_weights() -> None:
+    small = Small(auto=True)
+    found = [small.captures.replay("forward", [x(2, start), 0]) for start in (0.0, 1.0)]
+    small.weight.fill_(-1.0)
+    found.append(small.captures.replay("forward", [x(2, 2.0), 0]))
+    for each, start, weight in zip(found, (0.0, 1.0, 2.0), (2, 2, -1), strict=True):
+        assert each is not None
+        assert torch.equal(each[0], x(2, start) * weight)
+    assert [int(each[1]) for each in found if each] == [1, 2, 3]
+    assert (small.recorder.records, small.recorder.replays) == (1, 3)
+
+
+def test_another_session_captures_what_the_first_has_seen() -> None:
+    small = Small(auto=True)
+    small.captures.replay("forward", [x(2), 0])
+    small.captures.replay("forward", [x(4), 0])
+    other = small.session()
+    other.capture_named()
+    assert small.recorder.records == 4
+    assert other.replay("forward", [x(4), 0]) is not None
+    assert small.recorder.records == 4
+
+
+def test_an_input_that_is_written_to_is_written_to() -> None:
+    small = Small(auto=True)
+    for _ in range(2):
+        given = x(2), torch.zeros(4)
+        small.captures.replay("forward", [given[0], 0, given[1]])
+        assert torch.equal(given[0], x(2))
+        assert torch.equal(given[1], torch.ones(4))
+
+
+def test_inputs_with_gradients_leave_no_trace() -> None:
+    small = Small(auto=True)
+    with torch.no_grad():
+        found = small.captures.replay("forward", [x(2).requires_grad_(), 0])
+    assert found is not None
+    assert not found[0].requires_grad
+
+
+def test_what_cannot_be_captured_is_named_and_not_tried_again(caplog: pytest.LogCaptureFixture) -> None:
+    small = Small(auto=True)
+
+    def run(method: str, inputs: list[Any]) -> list[Any]:
+        return [torch.relu(inputs[0]).cumsum(0), small.run("broken", inputs)]
+
+    captures = Captures(Nothing(), small.recorder, small.shapes, run, small.undone)  # type: ignore[arg-type]
+    for _ in range(2):
+        assert captures.replay("forward", [x(2), 0]) is None
+    assert small.recorder.records == 1
+    (reason,) = small.shapes.failures.values()
+    assert reason == "aten.cumsum.default: RuntimeError: operation not permitted when stream is capturing"
+    assert "forward: calls run without a CUDA graph: aten.cumsum" in caplog.text
+
+
+def test_not_every_shape_in_the_world_is_captured() -> None:
+    small = Small(auto=True)
+    for rows in range(MOST + 10):
+        small.captures.replay("forward", [x(rows + 1), 0])
+    assert small.recorder.records == MOST
