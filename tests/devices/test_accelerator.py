@@ -1,0 +1,268 @@
+"""What a GPU adds to a swap: streams, memory of its own, captured graphs. On every accelerator that torch finds."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.export import Dim
+
+from tests.accelerators import ACCELERATOR, on_accelerator, on_every_device, use_own_stream
+from tests.setups import different, equal
+from tests.tiny import TinyArtifact, WriteWeights, X
+from weightswap_exporter import MethodSpec, export, pack
+from weightswap_runtime import Artifact, InputMismatch, Model, OutOfMemory, load, write_delta
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*fallback.*:UserWarning")
+
+
+class Counting(nn.Module):
+    """What is computed from weights ahead, state, constants, and a buffer of another dtype."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.scale = nn.Parameter(torch.ones(8))
+        self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("table", torch.linspace(0, 1, 8), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x) * (self.scale * self.scale + 1) + self.table
+
+    def count(self, x: torch.Tensor) -> torch.Tensor:
+        self.steps += 1
+        return self.steps * 10 + x.shape[0]
+
+
+class Files:
+    """The artifact with goldens, and three sets of weights, with a delta."""
+
+    def __init__(self, folder: Path) -> None:
+        x = torch.linspace(-1, 1, 16).reshape(2, 8)
+        shapes: dict[str, Any] = {"x": {0: Dim("batch", max=8)}}
+        methods = {name: MethodSpec(name, (x,), dynamic_shapes=shapes) for name in ("forward", "count")}
+        self.x = x
+        self.models = [different(Counting, seed) for seed in range(3)]
+        self.artifact: Artifact = export(
+            self.models[0], methods=methods, goldens=[((x,), {})], tolerance=(1e-4, 1e-5), out=folder / "a"
+        )
+        packed = [
+            pack(each, self.artifact, out=folder / f"v{seed}.safetensors") for seed, each in enumerate(self.models)
+        ]
+        self.files = [each.path for each in packed]
+        self.delta = write_delta(self.files[1], self.files[2], folder / "d.safetensors").path
+
+    def eager(self, seed: int, device: str, rows: int = 2) -> torch.Tensor:
+        with torch.no_grad():
+            model = different(Counting, seed).to(device)
+            output: torch.Tensor = model(self.x[:rows].to(device))
+        return output.cpu()
+
+    def correct(self, model: Model, seed: int) -> bool:
+        """Whether calls of two sizes give what eager gives on the same device, twice."""
+        sizes = (2, 1, 2, 1)
+        found = [model(self.x[:rows].to(model.device)).cpu() for rows in sizes]
+        return equal(found, [self.eager(seed, model.device, rows) for rows in sizes])
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Files:
+    return Files(tmp_path_factory.mktemp("accelerator"))
+
+
+STAGINGS = ["device", "host"]
+Options = dict[str, Any]
+
+
+@on_every_device
+@pytest.mark.parametrize("staging", ["auto", "host"])
+def test_swaps_of_every_kind(device: str, staging: str, residency: str, files: Files) -> None:
+    options: Options = {"residency": residency, "staging": staging, "keep_previous": "host"}
+    model = load(files.artifact, files.files[0], device=device, **options)
+    assert files.correct(model, 0)
+    for source, seed, more in (
+        (files.files[1], 1, {}),
+        (files.delta, 2, {}),
+        (files.files[0], 0, {"only": "*"}),
+        (files.files[2], 2, {"expect": None}),
+    ):
+        before = model.swap(source, **more).previous_weights_id
+        assert files.correct(model, seed)
+        assert model.rollback().weights_id == before
+        model.rollback()
+        assert files.correct(model, seed)
+    with model.stage(files.files[1]) as staged:
+        assert torch.equal(
+            staged(files.x.to(device)).cpu(),
+            files.eager(1, "cpu" if staging == "host" and residency == "single" else device),
+        )
+        assert files.correct(model, 2)
+
+
+@on_accelerator
+def test_a_swapped_model_equals_one_that_was_loaded(device: str, residency: str, files: Files) -> None:
+    options: Options = {"residency": residency}
+    cold = [load(files.artifact, file, device=device, **options)(files.x.to(device)) for file in files.files]
+    for one in range(3):
+        for other in range(3):
+            warm = load(files.artifact, files.files[one], device=device, **options)
+            warm.swap(files.files[other])
+            assert torch.equal(warm(files.x.to(device)), cold[other])
+
+
+@on_accelerator
+def test_addresses_stay_over_a_thousand_swaps(device: str, tiny: TinyArtifact, weight_file: WriteWeights) -> None:
+    model = load(tiny.path, weight_file(0), device=device, residency="single")
+    version = model._gate.current
+    assert version is not None
+    bound: Any = version.session.bound[model._place]
+    weights = [slot for slot in bound._calls["forward"]._slots if isinstance(slot, torch.Tensor)]
+    before = [tensor.data_ptr() for tensor in weights]
+    files = [weight_file(seed) for seed in range(2)]
+    x = X.to(device)
+    for number in range(1000):
+        model.swap(files[number % 2])
+        if number % 100 < 2:
+            assert torch.allclose(model(x).cpu(), TinyArtifact.eager(number % 2, X))
+    assert [tensor.data_ptr() for tensor in weights] == before
+    assert version.session.arena.address % 256 == 0
+
+
+@on_accelerator
+def test_state_is_in_order_across_streams(device: str, residency: str, files: Files) -> None:
+    model = load(files.artifact, files.files[0], device=device, residency=residency)  # type: ignore[arg-type]
+    x, found, lock = files.x.to(device), list[torch.Tensor](), threading.Lock()
+    torch.accelerator.synchronize()
+
+    def count() -> None:
+        use_own_stream(device)
+        for _ in range(20):
+            with lock:
+                found.append(model.count(x))
+        torch.accelerator.current_stream().synchronize()
+
+    threads = [threading.Thread(target=count) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert sorted(int(value) for value in found) == [10 * number + 2 for number in range(1, 61)]
+    model.swap(files.files[1])
+    assert int(model.count(x)) == 12
+
+
+@on_accelerator
+def test_inputs_elsewhere_are_refused(device: str, files: Files) -> None:
+    model = load(files.artifact, files.files[0], device=device)
+    with pytest.raises(InputMismatch, match=rf"expected a tensor on {device}:0, got one on cpu: move it with .to\("):
+        model(files.x)
+    assert model.device == device
+
+
+@on_accelerator
+@pytest.mark.parametrize("staging", STAGINGS)
+def test_goldens_are_reproduced_before_the_commit(device: str, staging: str, residency: str, tmp_path: Path) -> None:
+    x = torch.linspace(-1, 1, 16).reshape(2, 8)
+    models = [different(Counting, seed) for seed in range(2)]
+    artifact = export(models[0], (x,), out=tmp_path / "a")
+    good = pack(models[0], artifact, out=tmp_path / "good.safetensors").path
+    goldens: Options = {"goldens": [((x,), {})], "tolerance": (1e-4, 1e-5)}
+    proven = pack(models[1], artifact, out=tmp_path / "proven.safetensors", **goldens).path
+    options: Options = {"residency": residency, "staging": staging}
+    model = load(artifact, good, device=device, **options)
+    assert model.swap(proven).verified == "goldens"
+    assert model.swap(good).verified == "none"
+
+
+@on_accelerator
+def test_out_of_memory_is_a_refused_swap(
+    device: str, tiny: TinyArtifact, weight_file: WriteWeights, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from weightswap_runtime.devices.accelerator import Accelerator
+
+    model = load(tiny.path, weight_file(0), device=device, residency="single", staging="device")
+
+    def full(self: Accelerator, nbytes: int) -> None:
+        raise MemoryError("CUDA out of memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Accelerator, "allocate", full)
+        with pytest.raises(OutOfMemory, match=r"1024 bytes are needed, \d+ are free. Load with staging="):
+            model.swap(weight_file(1))
+    assert model.generation == 0
+    model.swap(weight_file(1))
+    assert torch.allclose(model(X.to(device)).cpu(), TinyArtifact.eager(1, X))
+
+
+@on_accelerator
+def test_models_share_weights(device: str, residency: str, files: Files) -> None:
+    first = load(files.artifact, files.files[0], device=device, residency=residency)  # type: ignore[arg-type]
+    second = load(files.artifact, share=first)
+    assert files.correct(second, 0)
+    second.swap(files.files[1])
+    assert files.correct(first, 1)
+    assert files.correct(second, 1)
+
+
+def replaying(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the accelerator is not CUDA: a recorder that does its work again."""
+    from tests.devices.test_captures import Replayer
+    from weightswap_runtime.engines.accelerated import AcceleratedEngine
+
+    if ACCELERATOR != "cuda":
+        monkeypatch.setattr(AcceleratedEngine, "_new_recorder", lambda self: Replayer())
+
+
+@on_accelerator
+@pytest.mark.parametrize("wanted", [[{"batch": 2}, {"batch": 1}], "auto"])
+def test_captured_calls_follow_every_swap(
+    device: str, wanted: Any, residency: str, files: Files, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    replaying(monkeypatch)
+    options: Options = {"residency": residency, "cuda_graphs": wanted, "keep_previous": "host"}
+    model = load(files.artifact, files.files[0], device=device, **options)
+    plain = load(files.artifact, files.files[0], device=device)
+    for number in range(30):
+        seed = number % 3
+        model.swap(files.files[seed])
+        plain.swap(files.files[seed])
+        for rows in (2, 1, 2, 3):
+            x = files.x[:1].repeat(rows, 1).to(device)
+            assert torch.equal(model(x), plain(x))
+    model.rollback()
+    assert files.correct(model, 1)
+    assert [int(model.count(files.x.to(device))) for _ in range(3)] == [12, 22, 32]
+    recorded = [session.bound[model._place]._captures._captured for session in model._store._residency.sessions]  # type: ignore[attr-defined]
+    assert all(len(each) >= 2 for each in recorded)
+
+
+@on_accelerator
+def test_captured_calls_from_several_streams(
+    device: str, residency: str, files: Files, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    replaying(monkeypatch)
+    model = load(files.artifact, files.files[0], device=device, residency=residency, cuda_graphs="auto")  # type: ignore[arg-type]
+    expected = [files.eager(seed, device) for seed in range(3)]
+    x, stop = files.x.to(device), threading.Event()
+    seen: list[list[torch.Tensor]] = [[] for _ in range(4)]
+    torch.accelerator.synchronize()
+
+    def call(outputs: list[torch.Tensor]) -> None:
+        use_own_stream(device)
+        while not stop.is_set():
+            outputs.append(model(x).cpu())
+
+    threads = [threading.Thread(target=call, args=(outputs,)) for outputs in seen]
+    for thread in threads:
+        thread.start()
+    for number in range(40):
+        model.swap(files.files[number % 3])
+    stop.set()
+    for thread in threads:
+        thread.join(60)
+    assert all(any(torch.equal(output, each) for each in expected) for outputs in seen for output in outputs)
+    assert all(len(outputs) > 3 for outputs in seen)
