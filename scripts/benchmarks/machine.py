@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import platform
 from datetime import UTC, datetime
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import torch
@@ -25,8 +25,39 @@ def facts() -> dict[str, str | int | float]:
         "huge_pages": HUGE_PAGES.read_text().strip() if HUGE_PAGES.exists() else "unknown",
         "python": platform.python_version(),
         "torch_threads": torch.get_num_threads(),
-        **{name: version(name) for name in PACKAGES},
+        **{name: _version(name) for name in PACKAGES},
+        **_accelerator(),
     }
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:  # run from its sources, or not needed by what is measured
+        return "not installed"
+
+
+def _accelerator() -> dict[str, str | int | float]:
+    """Its name, what it can do, its memory in GB, and CUDA's version and driver."""
+    found = torch.accelerator.current_accelerator(check_available=True)
+    if found is None:
+        return {}
+    facts: dict[str, str | int | float] = {"accelerator": found.type, "accelerators": torch.accelerator.device_count()}
+    if found.type == "cuda":
+        properties = torch.cuda.get_device_properties(0)
+        facts |= {
+            "gpu": properties.name,
+            "capability": f"{properties.major}.{properties.minor}",
+            "gpu_memory_gb": round(properties.total_memory / 1e9, 1),
+            "cuda": str(torch.version.cuda),
+            "driver": _driver(),
+        }
+    return facts
+
+
+def _driver() -> str:
+    path = Path("/proc/driver/nvidia/version")
+    return path.read_text().split("\n", 1)[0].split(":", 1)[-1].strip() if path.exists() else "unknown"
 
 
 class Others:

@@ -20,7 +20,7 @@ from settings import Settings
 from subjects import WrongOutput
 
 ALL = ("swap", "update", "call", "export", "engines")
-GROUPS = (*ALL, "open", "aoti", "onnx", "elsewhere")  # the last are parts of `engines`
+GROUPS = (*ALL, "open", "aoti", "onnx", "elsewhere", "cuda")  # parts of `engines`, and what needs a GPU
 WIDTH = 200  # columns of a table that goes to no terminal
 
 

@@ -1,0 +1,207 @@
+"""Swaps and calls on an accelerator, which is meant to be CUDA. Each peer does the same with torch alone."""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from itertools import cycle
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from threading import Event, Thread
+
+import safetensors.torch
+import torch
+from report import Goal, Row, compared, spread
+from settings import Settings
+from subjects import Encoder, Stack, Stored, close, quiet, stored
+from timing import in_turn, per_call, percentile, seconds
+
+from weightswap_exporter import export, pack
+from weightswap_runtime import Model, load
+
+COMMITS = 100  # for each round
+CALLS = 200  # for each percentile
+
+NEARLY_A_COPY = Goal("ratio", "at least", 0.8)
+ONE_COPY = Goal("ratio", "at most", 1.053)
+INSTANT = Goal("p99", "at most", 50)
+UNDISTURBED = Goal("ratio", "at most", 1.15)
+FOUR_TIMES = Goal("ratio", "at most", 0.25)
+
+
+def rows(settings: Settings) -> Iterator[Row]:
+    """Each part frees its memory before the next one starts. Raises SystemExit where torch finds no accelerator."""
+    found = torch.accelerator.current_accelerator(check_available=True)
+    if found is None:
+        raise SystemExit("scripts/bench cuda needs a GPU, and torch finds none here")
+    device = found.type
+    with stored(settings.megabytes * 1_000_000) as large:
+        for part in (_staging, _commits, _in_place, _whole, _calls):
+            yield from part(large, device, settings.rounds)
+            gc.collect()
+            torch.accelerator.empty_cache()
+    yield from _encoder(device, settings.rounds)
+
+
+def _settled(function: Callable[[], object]) -> float:
+    """Seconds until the device has done what was asked for."""
+    torch.accelerator.synchronize()
+
+    def work() -> None:
+        function()
+        torch.accelerator.synchronize()
+
+    return seconds(work)
+
+
+def _opened(stored: Stored, device: str, **options: object) -> Model:
+    model = load(stored.artifact, stored.versions[0].path, device=device, **options)  # type: ignore[arg-type]
+    _check(stored, model)
+    return model
+
+
+def _check(stored: Stored, model: Model) -> None:
+    [version] = [version for version in stored.versions if version.weights_id == model.weights_id]
+    output = model(stored.tokens.to(model.device)).cpu()
+    close(output, version.expected, f"{version.path.name}, generation {model.generation}")
+
+
+def _paths(stored: Stored) -> Iterator[Path]:
+    return cycle(version.path for version in reversed(stored.versions))
+
+
+def _staging(stored: Stored, device: str, rounds: int) -> Iterator[Row]:
+    """From the page cache to the device, digests on, beside one copy from page-locked memory."""
+    model, paths = _opened(stored, device), _paths(stored)
+    locked = torch.empty(stored.nbytes, dtype=torch.uint8, pin_memory=True)
+    there = torch.empty(stored.nbytes, dtype=torch.uint8, device=device)
+
+    def stage() -> float:
+        start = time.perf_counter()
+        staged = model.stage(next(paths))
+        taken = time.perf_counter() - start
+        staged.commit()
+        return taken
+
+    copy = partial(_settled, lambda: there.copy_(locked, non_blocking=True))
+    taken = in_turn({"stage": stage, "copy": copy}, rounds)
+    rate = {name: [stored.nbytes / second / 1e9 for second in values] for name, values in taken.items()}
+    peer = "page-locked copy_ to the device"
+    yield compared(f"stage {stored.size}, digests on", "GB/s", rate["stage"], peer, rate["copy"], NEARLY_A_COPY)
+    _check(stored, model)
+
+
+def _commits(stored: Stored, device: str, rounds: int) -> Iterator[Row]:
+    """Double residency: what the caller of a commit waits, while the device is busy with calls."""
+    model = _opened(stored, device)
+    model.swap(stored.versions[1].path)
+    tokens, seen = stored.tokens.to(device), []
+    for _ in range(COMMITS * rounds):
+        model(tokens)
+        start = time.perf_counter()
+        model.rollback()
+        seen.append((time.perf_counter() - start) * 1e6)
+    yield spread(f"commit in double residency, the caller's time, {stored.size}", "us", seen, INSTANT)
+    _check(stored, model)
+
+
+def _in_place(stored: Stored, device: str, rounds: int) -> Iterator[Row]:
+    """Single residency, staged on the device: until the copy is done there."""
+    model, paths = _opened(stored, device, residency="single", staging="device"), _paths(stored)
+    one, other = (torch.empty(stored.nbytes, dtype=torch.uint8, device=device) for _ in range(2))
+    held: list[float] = []
+
+    def commit() -> float:
+        staged = model.stage(next(paths))
+        return _settled(lambda: held.append(staged.commit().seconds_paused))
+
+    taken = in_turn({"commit": commit, "copy": partial(_settled, lambda: one.copy_(other))}, rounds)
+    millis = {name: [second * 1e3 for second in values] for name, values in taken.items()}
+    what = f"commit in single residency, {stored.size}"
+    yield compared(what, "ms", millis["commit"], "one copy_ on the device", millis["copy"], ONE_COPY)
+    yield spread(f"{what}: the host holds calls", "us", [second * 1e6 for second in held])
+    _check(stored, model)
+
+
+def _whole(stored: Stored, device: str, rounds: int) -> Iterator[Row]:
+    """From a path to weights that serve."""
+    model, paths, first = _opened(stored, device), _paths(stored), stored.versions[0]
+    with torch.no_grad():
+        eager = Stack(stored.nbytes).eval().to(device)
+    peers: dict[str, Callable[[], object]] = {
+        "load_state_dict(load_file())": lambda: eager.load_state_dict(safetensors.torch.load_file(first.path)),
+        "load_state_dict(torch.load())": lambda: eager.load_state_dict(torch.load(stored.pickled, weights_only=True)),
+    }
+    if device == "cuda":  # the only accelerator that safetensors loads to
+        there = partial(safetensors.torch.load_file, first.path, device=device)
+        peers["load_state_dict(load_file(device))"] = lambda: eager.load_state_dict(there())
+    measures = {"swap": lambda: _settled(lambda: model.swap(next(paths)))}
+    measures |= {name: partial(_settled, work) for name, work in peers.items()}
+    taken = in_turn(measures, rounds)
+    millis = {name: [second * 1e3 for second in values] for name, values in taken.items()}
+    for name in peers:
+        yield compared(f"swap {stored.size}, double residency", "ms", millis["swap"], name, millis[name])
+    _check(stored, model)
+
+
+def _calls(stored: Stored, device: str, rounds: int) -> Iterator[Row]:
+    """What calls feel of a staging that goes on without a pause."""
+    model, paths, tokens = _opened(stored, device), _paths(stored), stored.tokens.to(device)
+
+    def slowest() -> float:
+        taken = [_settled(lambda: model(tokens)) for _ in range(CALLS)]
+        return percentile(taken, 0.99)
+
+    def slowest_while_staging() -> float:
+        stop = Event()
+
+        def stage() -> None:
+            while not stop.is_set():
+                model.stage(next(paths)).discard()
+
+        thread = Thread(target=stage)
+        thread.start()
+        try:
+            return slowest()
+        finally:
+            stop.set()
+            thread.join()
+
+    taken = in_turn({"staging": slowest_while_staging, "alone": slowest}, rounds)
+    micros = {name: [second * 1e6 for second in values] for name, values in taken.items()}
+    what, peer = f"p99 of a call, staging {stored.size} without a pause", "p99 without staging"
+    yield compared(what, "us", micros["staging"], peer, micros["alone"], UNDISTURBED)
+
+
+def _encoder(device: str, rounds: int) -> Iterator[Row]:
+    """A small model, whose calls are bound by the host unless they were captured."""
+    x = torch.randn(1, 16, 128, generator=torch.Generator().manual_seed(0))
+    with TemporaryDirectory(prefix="weightswap-bench-") as folder, torch.no_grad():
+        eager = Encoder().eval()
+        with quiet():
+            artifact = export(eager, (x,), out=Path(folder) / "encoder.artifact")
+        file = pack(eager, artifact, out=Path(folder) / "v.safetensors").path
+        there, eager = x.to(device), eager.to(device)
+        expected = eager(there).cpu()
+        models = {"plain": load(artifact, file, device=device)}
+        if device == "cuda":
+            models["captured"] = load(artifact, file, device=device, cuda_graphs="auto")
+        for name, model in models.items():
+            close(model(there).cpu(), expected, name)
+
+        def settled(function: Callable[[torch.Tensor], object]) -> Callable[[], None]:
+            def call() -> None:
+                function(there)
+                torch.accelerator.synchronize()
+
+            return call
+
+        calls = {"eager": settled(eager)} | {name: settled(model) for name, model in models.items()}
+        taken = in_turn({name: per_call(call, 50) for name, call in calls.items()}, rounds)
+    micros = {name: [second * 1e6 for second in values] for name, values in taken.items()}
+    for name in models:
+        goal = FOUR_TIMES if name == "captured" else None
+        what = f"model(x), 12-layer encoder, {name}"
+        yield compared(what, "us", micros[name], "eager module", micros["eager"], goal)
