@@ -158,28 +158,33 @@ def _reads(parts: Iterable[Part], job: Job) -> Iterator[list[Part]]:
 
 
 def _groups(reads: Iterable[list[Part]]) -> Iterator[Sequence[list[Part]]]:
-    """What a thread reads in a row: one large read, or several small ones."""
+    """What a thread reads in a row, to one room: one large read, or several small ones."""
     group: list[list[Part]] = []
     size = 0
     for read in reads:
-        group.append(read)
-        size += sum(part.stop - part.start for part in read)
-        if len(group) == READS or size >= GROUP_BYTES:
+        nbytes, room = sum(part.stop - part.start for part in read), read[0].piece.room
+        full = len(group) == READS or size >= GROUP_BYTES or size + nbytes > room.most
+        if group and (full or room is not group[0][0].piece.room):
             yield group
             group, size = [], 0
+        group.append(read)
+        size += nbytes
     if group:
         yield group
 
 
 def _reader(job: Job) -> Callable[[Sequence[list[Part]]], None]:
     def work(reads: Sequence[list[Part]]) -> None:
-        for read in reads:
-            piece, start, _ = read[0]
-            with piece.room.room([part.slot for part in read]) as targets:
+        room = reads[0][0].piece.room
+        with room.room([part.slot for read in reads for part in read]) as memory:
+            waiting = iter(memory)
+            for read in reads:
+                piece, start, _ = read[0]
+                targets = [next(waiting) for _ in read]
                 piece.source.read_into(targets, piece.begin + start)
                 for part, target in zip(read, targets, strict=True):
                     _hash(part, target)
-            job.advance(sum(map(len, targets)))
+                job.advance(sum(map(len, targets)))
 
     return work
 
