@@ -63,6 +63,11 @@ def load(
     rollback is then possible in single residency, and in double residency also after a staging that was refused.
     `weights`, `keys`, `expect` and `verify` are those of `Model.stage`.
 
+    device: "cpu", or an accelerator of torch's such as "cuda" or "cuda:1", with the engine `torch`; inputs must be
+    there, and outputs are. staging: where on an accelerator single residency stages: "device", "host", or "auto", on
+    the device if there is room. cuda_graphs: sizes of calls that are captured once and replayed over all swaps, such as
+    [{"batch": 1}], or "auto" for whatever comes. docs/cuda.md says more of all three.
+
     share: a model whose weights this one serves from, too: an artifact with the same table of weights, such as the same
     model exported with other inputs. One swap through either changes both in one commit. `residency` and
     `keep_previous` are then those of the other, and `weights` are put behind both. on_event: called for everything that

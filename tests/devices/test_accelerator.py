@@ -266,3 +266,54 @@ def test_captured_calls_from_several_streams(
         thread.join(60)
     assert all(any(torch.equal(output, each) for each in expected) for outputs in seen for output in outputs)
     assert all(len(outputs) > 3 for outputs in seen)
+
+
+on_cuda = pytest.mark.skipif(ACCELERATOR != "cuda", reason="asks CUDA itself")
+
+
+@on_accelerator
+@on_cuda
+def test_a_commit_keeps_the_host_waiting_for_nothing(device: str, files: Files) -> None:
+    from torch.profiler import ProfilerActivity, profile
+
+    model = load(files.artifact, files.files[0], device=device)
+    model.swap(files.files[1])
+    x = files.x.to(device)
+    model(x)
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as trace:
+        for _ in range(10):
+            model.rollback()
+            model(x)
+    names = {event.name for event in trace.events()}
+    # the profiler's own end synchronises once
+    waits = [event.name for event in trace.events() if event.name in ("cudaDeviceSynchronize", "cudaStreamSynchronize")]
+    assert len(waits) <= 1, waits
+    assert not names & {"cudaMemcpy", "cudaEventSynchronize"}
+
+
+@on_accelerator
+@on_cuda
+def test_single_residency_with_host_staging_needs_little_more_than_the_weights(device: str, tmp_path: Path) -> None:
+    linear = nn.Linear(8192, 8192)
+    artifact = export(linear, (torch.zeros(1, 8192),), out=tmp_path / "a")
+    files = [pack(nn.Linear(8192, 8192), artifact, out=tmp_path / f"v{seed}.safetensors").path for seed in range(2)]
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    model = load(artifact, files[0], device=device, residency="single", staging="host")
+    for number in range(4):
+        assert model.swap(files[number % 2]).staged_in.kind in ("pinned", "host")
+    peak = torch.cuda.max_memory_allocated() - before
+    assert peak <= artifact.manifest.total_bytes + (256 << 20)
+
+
+@pytest.mark.cuda
+@on_cuda
+@pytest.mark.skipif(torch.accelerator.device_count() < 2, reason="needs two GPUs")
+def test_a_second_device_never_touches_the_first(files: Files) -> None:
+    first = load(files.artifact, files.files[0], device="cuda:0")
+    before = torch.cuda.memory_allocated(0)
+    second = load(files.artifact, files.files[1], device="cuda:1")
+    second.swap(files.files[2])
+    assert torch.equal(second(files.x.to("cuda:1")).cpu(), files.eager(2, "cuda:1"))
+    assert torch.cuda.memory_allocated(0) == before
+    assert files.correct(first, 0)

@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.standin import Memory, StandIn
+from tests.standin import Broken, Memory, StandIn
 from tests.tiny import TinyArtifact, WriteWeights
-from weightswap_runtime import Artifact, Model, OutOfMemory
+from weightswap_runtime import Artifact, DeviceError, Model, ModelFailed, OutOfMemory
 from weightswap_runtime.arena import Arena
 from weightswap_runtime.contents import Content
 from weightswap_runtime.devices.arena import DeviceArena
@@ -227,3 +227,51 @@ def test_without_memory_that_can_be_locked_it_is_staged_in_any(tiny: TinyArtifac
     found = served.call()
     device.drain()
     assert served.weights(found.content) == values_of(1)
+
+
+def test_an_error_of_the_device_while_staging_is_a_refused_swap(
+    residency: str, tiny: TinyArtifact, weight_file: WriteWeights
+) -> None:
+    device = StandIn(0)
+    served = Served(tiny, residency, "auto", device, None)
+    served.model.swap(weight_file(0))
+    device.broken = True
+    with pytest.raises(DeviceError, match=r"v1\.safetensors: Broken: an illegal memory access"):
+        served.model.swap(weight_file(1))
+    device.broken = False
+    found = served.call()
+    device.drain()
+    assert served.weights(found.content) == values_of(0)
+    assert (served.model.generation, served.model.failed) == (0, False)
+    assert served.model.swap(weight_file(1)).generation == 1
+
+
+@pytest.mark.parametrize("when", ["asked for", "done"])
+def test_a_device_that_fails_in_a_commit_in_place_leaves_a_model_that_a_swap_revives(
+    when: str, tiny: TinyArtifact, weight_file: WriteWeights, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device = StandIn(0)
+    served = Served(tiny, "single", "device", device, "host")
+    for seed in range(2):
+        served.model.swap(weight_file(seed))
+    arena = served.model._store._residency.sessions[0].arena
+    staged = served.model.stage(weight_file(2))
+
+    def broken(*args: object) -> None:
+        raise Broken("an illegal memory access")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(arena, "copy_part" if when == "asked for" else "settle", broken)
+        with pytest.raises(ModelFailed, match="an illegal memory access"):
+            staged.commit()
+    staged.discard()
+    assert served.model.failed
+    with pytest.raises(ModelFailed, match="swap or roll back to serve again"):
+        served.call()
+    assert served.model.rollback().weights_id
+    found = served.call()
+    served.model.swap(weight_file(2))
+    last = served.call()
+    device.drain()
+    assert served.weights(found.content) == values_of(1)
+    assert served.weights(last.content) == values_of(2)

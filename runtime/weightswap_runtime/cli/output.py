@@ -23,6 +23,7 @@ OpLibraryOption = Annotated[
     list[str] | None,
     typer.Option("--op-library", help="A package, or an .so file, that registers operators; may be repeated."),
 ]
+DeviceOption = Annotated[str, typer.Option(help="Where the model serves: cpu, cuda, cuda:1.")]
 EngineOption = Annotated[EngineName, typer.Option(help="What runs the graphs; auto takes the fastest that there is.")]
 _USAGE = (MissingExtra, RecipeError, Unsupported)
 

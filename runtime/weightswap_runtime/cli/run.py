@@ -12,13 +12,14 @@ import typer
 
 from weightswap_runtime.collector import collector_paused
 from weightswap_runtime.contents import Content, as_array
+from weightswap_runtime.devices.opening import HOST
 from weightswap_runtime.dtypes import describe, has_fractions
 from weightswap_runtime.engines import Engine
 from weightswap_runtime.errors import InputMismatch, Unsupported, WeightswapError
 from weightswap_runtime.model import Model, engine_of, load
 from weightswap_runtime.signature import Integer, Leaf, Literal, Node, Signature, flatten, leaves, unflatten
 
-from .output import EngineOption, JsonOption, OpLibraryOption, errors_as_exit, print_json, print_table
+from .output import DeviceOption, EngineOption, JsonOption, OpLibraryOption, errors_as_exit, print_json, print_table
 from .swap import KeysOption, as_keys
 from .tensorfiles import describe_value, read_tensors, write_tensors
 
@@ -40,6 +41,7 @@ def run(
     keys: KeysOption = None,
     method: Annotated[str | None, typer.Option(help="The method to call; by default forward, or the only one.")] = None,
     engine: EngineOption = "torch",
+    device: DeviceOption = HOST,
     op_library: OpLibraryOption = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -49,7 +51,7 @@ def run(
     called like x.0 or x.key. Outputs are named in the same way, and a single one is called output.
     """
     with errors_as_exit(as_json), collector_paused():
-        model = load(artifact, weights, engine=engine, keys=as_keys(keys), op_libraries=op_library or ())
+        model = load(artifact, weights, engine=engine, device=device, keys=as_keys(keys), op_libraries=op_library or ())
         name = method or model.default_method
         if name not in model.signatures:
             raise typer.BadParameter(f"{name!r} is not a method; there are {', '.join(model.signatures)}")

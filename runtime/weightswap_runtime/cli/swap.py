@@ -10,11 +10,12 @@ from typing import Annotated, NamedTuple
 import typer
 
 from weightswap_runtime.adapter import Keys
+from weightswap_runtime.devices.opening import HOST
 from weightswap_runtime.goldens import Mode
 from weightswap_runtime.model import load
 from weightswap_runtime.receipts import SwapReceipt
 
-from .output import EngineOption, JsonOption, OpLibraryOption, errors_as_exit, human_bytes, print_json
+from .output import DeviceOption, EngineOption, JsonOption, OpLibraryOption, errors_as_exit, human_bytes, print_json
 from .watching import StartChoice, print_event, print_event_as_json, watch_until_interrupt
 
 swap_command = typer.Typer(add_completion=False)
@@ -71,6 +72,7 @@ def swap(
     ] = StartChoice.NEWEST,
     keys: KeysOption = None,
     engine: EngineOption = "torch",
+    device: DeviceOption = HOST,
     residency: Annotated[Residency, typer.Option(help="As the server will be loaded.")] = Residency.DOUBLE,
     allow_other_graph: Annotated[
         bool, typer.Option("--allow-other-graph", help="Take files packed for another graph, if their tensors fit.")
@@ -107,6 +109,7 @@ def swap(
         model = load(
             artifact,
             engine=engine,
+            device=device,
             residency=residency.value,
             on_event=listener,
             op_libraries=op_library or (),
