@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from weightswap_runtime.arena import allocate
 from weightswap_runtime.errors import MissingExtra, Unsupported
 from weightswap_runtime.plainly import plainly
 from weightswap_runtime.workers import Workers
@@ -19,6 +21,7 @@ except ImportError as error:
     raise MissingExtra("a device other than the CPU", "torch") from error
 
 _LOW, _HIGH = 0, -1  # priorities of streams
+LARGE = 64 << 20  # bytes
 SPARE = 4  # buffers whose bytes are on their way, beside those that threads fill
 
 
@@ -62,7 +65,12 @@ class Accelerator:
 
     @plainly()
     def lock(self, nbytes: int) -> TorchBuffer:
-        """Page-locked memory of torch's allocator. Raises MemoryError."""
+        """Page-locked memory; much of it not of torch's allocator, which rounds up to a power of two.
+
+        Raises MemoryError.
+        """
+        if self.torch.type == "cuda" and nbytes > LARGE:
+            return _registered(nbytes)
         try:
             return TorchBuffer(torch.empty(nbytes, dtype=torch.uint8, pin_memory=True))
         except RuntimeError as error:
@@ -110,6 +118,23 @@ class Accelerator:
     def lend(self, buffer: Any, stream: Any) -> None:
         """Let torch's allocator know that a stream uses memory."""
         buffer.tensor.record_stream(stream)
+
+
+def _registered(nbytes: int) -> TorchBuffer:
+    """Memory of this process that CUDA was told to lock."""
+    tensor = torch.frombuffer(allocate(nbytes), dtype=torch.uint8)
+    runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    code = runtime.cudaHostRegister(tensor.data_ptr(), nbytes, 0)
+    if int(code):
+        raise MemoryError(f"cudaHostRegister of {nbytes} bytes: {runtime.cudaGetErrorString(code)}")
+    buffer = TorchBuffer(tensor)
+    weakref.finalize(buffer, _unregister, runtime, tensor).atexit = False
+    return buffer
+
+
+def _unregister(runtime: Any, tensor: torch.Tensor) -> None:
+    """The finalizer's reference keeps the memory until then."""
+    runtime.cudaHostUnregister(tensor.data_ptr())
 
 
 @functools.cache
