@@ -24,12 +24,8 @@ class Broken(Exception):
 class Mark:
     """Done once its stream has come to it."""
 
-    def __init__(self, device: StandIn) -> None:
-        self._device = device
+    def __init__(self) -> None:
         self.done = False
-
-    def synchronize(self) -> None:
-        self._device.run_until(lambda: self.done)
 
 
 class Memory:
@@ -137,7 +133,7 @@ class StandIn:
         return self.current().key
 
     def mark(self, stream: Queue) -> Mark:
-        mark = Mark(self)
+        mark = Mark()
 
         def work() -> bool:
             mark.done = True
@@ -146,6 +142,9 @@ class StandIn:
         with self._lock:
             stream.work.append(work)
         return mark
+
+    def finish(self, mark: Mark) -> None:
+        self.run_until(lambda: mark.done)
 
     def wait(self, stream: Queue, mark: Mark) -> None:
         with self._lock:

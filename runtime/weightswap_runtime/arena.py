@@ -74,12 +74,16 @@ class Arena(Room, Protocol):
         """Copy bytes `begin` to `end` of an arena of the same layout."""
         ...
 
-    def writing(self, urgent: bool = False) -> AbstractContextManager[None]:
+    def writing(self, urgent: bool = False, join: bool = False) -> AbstractContextManager[None]:
         """A block that writes, after all calls that have begun before, and before all that begin after it.
 
         It keeps no calls from beginning; the gate does. On an accelerator nothing waits for the device: the order is
-        that of its streams. urgent: calls are held meanwhile.
+        that of its streams. urgent: calls are held meanwhile. join: it may be a part of another such block.
         """
+        ...
+
+    def stream(self) -> AbstractContextManager[object]:
+        """A block whose work for an accelerator is in order with what `writing` writes."""
         ...
 
     def settle(self) -> None:
@@ -142,7 +146,11 @@ class HostArena:
         """The arena's own memory."""
         return memoryview(self.memory)[offset : offset + nbytes]
 
-    def writing(self, urgent: bool = False) -> AbstractContextManager[None]:
+    def stream(self) -> AbstractContextManager[object]:
+        """Nothing to do: the host works in order."""
+        return nullcontext()
+
+    def writing(self, urgent: bool = False, join: bool = False) -> AbstractContextManager[None]:
         """Nothing to do: calls have ended when they have given their lease back."""
         return nullcontext()
 

@@ -18,6 +18,11 @@ class StagedIn(NamedTuple):
 class Memory(Protocol):
     """The memory of one device, and what of the host's belongs to it. Everything raises OutOfMemory."""
 
+    @property
+    def stages_on_host(self) -> bool:
+        """Whether weights for another device may wait there for their commit."""
+        ...
+
     def arena(self, layout: ArenaLayout) -> Arena:
         """One that serves."""
         ...
@@ -41,6 +46,8 @@ ON_THE_HOST = StagedIn("host", "the weights serve there")
 
 class HostMemory:
     """The memory of this process."""
+
+    stages_on_host = False
 
     def arena(self, layout: ArenaLayout) -> HostArena:
         return HostArena(layout)

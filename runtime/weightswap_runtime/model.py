@@ -95,9 +95,14 @@ def load(
         store = Store(opened.manifest.weights, residency, keep_previous, open_memory(device, staging))
     else:
         store, device = share._store, share.device
-    on_host = store.residency == "single" and staging != "device"
     runs = open_engine(
-        chosen, opened, device, threads=threads, prologue=prologue, on_host=on_host, cuda_graphs=cuda_graphs
+        chosen,
+        opened,
+        device,
+        threads=threads,
+        prologue=prologue,
+        on_host=store.stages_on_host,
+        cuda_graphs=cuda_graphs,
     )
     model = Model(opened, store, device=device, engine=runs)
     if on_event is not None:

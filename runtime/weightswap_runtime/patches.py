@@ -38,6 +38,10 @@ class Patch(ABC):
     def undo(self, arena: Arena) -> Patch:
         """What lies in the arena where this would be written, copied. Raises MemoryError."""
 
+    @abstractmethod
+    def saved(self, arena: Arena) -> HostPatch:
+        """As `undo`, in host memory, for as long as it takes. Raises MemoryError."""
+
 
 class HostPatch(Patch):
     """Spans that do not overlap, in host memory; what lies between them stays."""
@@ -72,6 +76,8 @@ class HostPatch(Patch):
             arena.read(offset, kept)
             spans.append(Span(offset, kept))
         return HostPatch(spans)
+
+    saved = undo
 
 
 def _in_chunks(spans: Iterable[Span], most: int) -> Iterable[Span]:

@@ -179,12 +179,13 @@ def _reader(job: Job) -> Callable[[Sequence[list[Part]]], None]:
         with room.room([part.slot for read in reads for part in read]) as memory:
             waiting = iter(memory)
             for read in reads:
+                job.check()
                 piece, start, _ = read[0]
                 targets = [next(waiting) for _ in read]
                 piece.source.read_into(targets, piece.begin + start)
                 for part, target in zip(read, targets, strict=True):
                     _hash(part, target)
-                job.advance(sum(map(len, targets)))
+        job.advance(sum(map(len, memory)))
 
     return work
 

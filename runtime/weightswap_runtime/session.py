@@ -56,7 +56,7 @@ class Session:
 
     def prepare_added(self, where: str) -> None:
         """As `prepare`, where that was not done since the weights came."""
-        with self.arena.writing():
+        with self.arena.writing(join=True), self.arena.stream():
             for place, bound in list(self.bound.items()):
                 if place not in self._prepared:
                     prepare(bound, where)
@@ -76,14 +76,20 @@ class Session:
 
     def reset_state(self) -> None:
         """Put all state back to its initial values, in place."""
-        for bound in list(self.bound.values()):
-            bound.reset_state()
+        with self.arena.stream():
+            for bound in list(self.bound.values()):
+                bound.reset_state()
 
 
 def bind(engine: Engine, arena: Arena) -> Bound:
-    """Bind an engine to an arena; calls wait for what that has asked a device for."""
-    with arena.writing():
-        return engine.bind(arena)
+    """Bind an engine to an arena; calls wait for what that has asked a device for. Raises OutOfMemory."""
+    try:
+        with arena.writing(join=True), arena.stream():
+            return engine.bind(arena)
+    except Exception as error:
+        if lacks_memory(error):
+            raise OutOfMemory(f"no memory for an engine's state ({error})") from error
+        raise
 
 
 def prepare(bound: Bound, where: str) -> None:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import NamedTuple
 
 from .arena import Arena, ArenaLayout
 from .candidates import Candidate, Committed, Fill, NewSession, next_generation
-from .errors import ModelFailed, NothingToRollBack, OutOfMemory, WeightsMismatch
+from .errors import ModelFailed, NothingToRollBack, OutOfMemory, SwapError, WeightsMismatch
 from .gate import Gate, Version
 from .job import Job
 from .memory import IN_PLACE, Memory, StagedIn
@@ -27,7 +28,7 @@ class _Kept(NamedTuple):
 class _Refused(Exception):
     """A commit that was undone; `reason` says why. `interrupt` is what arrived meanwhile."""
 
-    def __init__(self, reason: WeightsMismatch) -> None:
+    def __init__(self, reason: SwapError) -> None:
         super().__init__(str(reason))
         self.reason = reason
         self.interrupt: BaseException | None = None
@@ -116,8 +117,9 @@ class Single:
         self, source: Arena | Patch, version: Version[Session], nbytes: int, timeout: float | None
     ) -> Committed:
         kept = self._snapshot(source)
-        untried = isinstance(source, Patch) and self._live.has_prologue
-        undo = self._copy_of(source) if untried else None
+        undo = None
+        if isinstance(source, Patch) and self._live.has_prologue:
+            undo = self._changed(source, source.undo)
         start = time.perf_counter()
         with self._gate.hold(self._live, timeout):
             before, self._previous = self._previous, kept
@@ -137,17 +139,17 @@ class Single:
             self._gate.fail(f"{type(error).__name__}: {error}")
             raise ModelFailed(f"the device did not complete the commit ({type(error).__name__}: {error})") from error
 
-    def _copy(
-        self, source: Arena | Patch, version: Version[Session], undo: Arena | Patch | None
-    ) -> BaseException | None:
+    def _copy(self, source: Arena | Patch, version: Version[Session], undo: Patch | None) -> BaseException | None:
         """Copy, and make the version current. An interrupt does not end it half-way; it is returned at the end.
 
         Weights of which the prologue cannot be computed are taken back with `undo`, if there is one.
         """
-        self._gate.fail("it has not ended")  # until the exchange: what breaks off in between must not serve
         interrupt = None
-        while self._gate.current is not version:
+        while True:
             try:
+                if self._gate.current is version:
+                    return interrupt
+                self._gate.fail("it has not ended")  # until the exchange: what breaks off in between must not serve
                 with self._live.arena.writing(urgent=True):
                     source.write_to(self._live.arena, self._workers)
                     self._prepare(version, undo)
@@ -164,13 +166,12 @@ class Single:
                 ) from error
             except BaseException as error:
                 interrupt = error.with_traceback(None)  # else its frames would live on, and what they hold
-        return interrupt
 
-    def _prepare(self, version: Version[Session], undo: Arena | Patch | None) -> None:
+    def _prepare(self, version: Version[Session], undo: Patch | None) -> None:
         """Compute what depends on the new weights alone."""
         try:
             self._live.prepare(f"the weights {version.weights_id[:12]}")
-        except WeightsMismatch as error:
+        except (WeightsMismatch, OutOfMemory) as error:
             current = self._gate.current
             if undo is None or current is None:
                 raise
@@ -185,22 +186,23 @@ class Single:
         if not self._keep or current is None:
             return None
         if self._gate.failure is None:
-            return _Kept(self._copy_of(source), current)
+            return _Kept(self._saved(source), current)
         previous = self._previous
         if previous is None or not isinstance(previous.content, Patch) or previous.content is source:
             return previous
         # the patch leads back only from what is there now
         return _Kept(self._copy_with(previous.content, Job()), previous.version)
 
-    def _copy_of(self, source: Arena | Patch) -> Arena | Patch:
-        """The live weights, where `source` is about to be written."""
+    def _saved(self, source: Arena | Patch) -> Arena | Patch:
+        """The live weights, where `source` is about to be written, for a rollback."""
         if not isinstance(source, Patch):
             arena = self._memory.kept(self._layout)
             self._live.arena.write_to(arena, self._workers)
             return arena
+        return self._changed(source, source.saved)
+
+    def _changed(self, patch: Patch, copy: Callable[[Arena], Patch]) -> Patch:
         try:
-            return source.undo(self._live.arena)
+            return copy(self._live.arena)
         except MemoryError as error:
-            raise OutOfMemory(
-                f"no memory to keep the {source.nbytes} bytes that change, for a rollback ({error})"
-            ) from error
+            raise OutOfMemory(f"no memory to keep the {patch.nbytes} bytes that change ({error})") from error

@@ -74,6 +74,7 @@ class Store:
         self._places = count()
         self._transforms: dict[int, Transforms] = {}
         self._staging: ClaimReference | None = None
+        self.stages_on_host = memory.stages_on_host and residency == "single"
         layout = ArenaLayout(weights)
         self._residency = open_residency(
             residency, keep_previous, self._new_session, memory, layout, self.gate, self._workers
@@ -108,7 +109,7 @@ class Store:
             live = self.gate.current.session if self.gate.current else None
             for session, each in zip(sessions, bound, strict=True):
                 if session is live:
-                    with session.arena.writing():
+                    with session.arena.writing(), session.arena.stream():
                         prepare(each, "the weights that are served")
             for session, each in zip(sessions, bound, strict=True):
                 session.add(member.place, each, prepared=session is live)

@@ -10,7 +10,7 @@ from .comparing import DEFAULT_TOLERANCES, EXACT, difference, not_finite
 from .contents import Content
 from .dtypes import describe
 from .engines import Bound, Engine
-from .errors import GoldenMismatch, GoldensError, Unsupported, WeightswapError
+from .errors import GoldenMismatch, GoldensError, OutOfMemory, Unsupported, WeightswapError, lacks_memory
 from .goldens import Environment, Goldens, Mode, Tolerance, check_mode
 from .manifest import Manifest
 from .signature import Integer, Leaf, leaves
@@ -34,7 +34,7 @@ def verify(
     bound: the session's of `engine`, with the weights `weights_id`. Its state starts from the initial values in each
     case, and has them afterwards. mode "goldens": outputs equal the recorded ones within the stated tolerance; without
     one, bit for bit where the engine's environment is that of the recording, else within the tolerances of
-    torch.testing for their dtype, or ten times those where the engine has other kernels than eager. Bit for bit, NaN
+    torch.testing for their dtype, or ten times those on another kind of device or with other kernels. Bit for bit, NaN
     equals NaN and 0.0 is not -0.0. Integers are always exact.
     mode "finite": outputs are finite wherever the recorded ones are. An artifact's own goldens of other weights are
     checked in this mode, and so are goldens of another graph. mode "off": nothing is run. check: called before each
@@ -51,13 +51,14 @@ def verify(
     try:
         for number, case in enumerate(goldens.cases):
             check()
-            bound.reset_state()
             outputs = leaves(manifest.methods[case.method].signature.output)
             with engine.plainly():
+                bound.reset_state()
                 found = list(_case_problems(goldens, case, bound, engine, outputs, compare))
             problems += [f"case {number}, {case.method}{problem}" for problem in found]
     finally:
-        bound.reset_state()
+        with engine.plainly():
+            bound.reset_state()
     done: Mode = "goldens" if compare else "finite"
     if problems:
         raise GoldenMismatch(goldens.where, problems, _ADVICE[done])
@@ -83,7 +84,7 @@ def _comparison(goldens: Goldens, weights_id: str, mode: Mode, here: Environment
     stated = goldens.record.tolerance
     if stated is None and goldens.record.environment == here:
         return lambda expected, found: difference(expected, found, None)
-    factor = 1 if here else _OTHER_KERNELS
+    factor = 1 if here and here.device == goldens.record.environment.device else _OTHER_KERNELS
     return lambda expected, found: difference(expected, found, stated or _default(expected.dtype, factor))
 
 
@@ -100,6 +101,8 @@ def _case_problems(
     except (WeightswapError, MemoryError):
         raise
     except Exception as error:  # an operator's own, such as an index out of range
+        if lacks_memory(error):
+            raise OutOfMemory(f"{goldens.where}: no memory for a trial call ({error})") from error
         yield f": the graph raised {type(error).__name__}: {error}"
         return
     for leaf, recorded, value in zip(outputs, case.outputs, found, strict=True):

@@ -201,8 +201,9 @@ def test_out_of_memory_is_a_refused_swap(
 @on_accelerator
 def test_models_share_weights(device: str, residency: str, files: Files) -> None:
     first = load(files.artifact, files.files[0], device=device, residency=residency)  # type: ignore[arg-type]
-    second = load(files.artifact, share=first)
+    second = load(files.artifact, share=first, staging="device")  # which the first has said already
     assert files.correct(second, 0)
+    assert second.device == device
     second.swap(files.files[1])
     assert files.correct(first, 1)
     assert files.correct(second, 1)

@@ -12,6 +12,7 @@ from weightswap_runtime.arena import ArenaLayout, HostArena, Slot
 from weightswap_runtime.devices.arena import DeviceArena, LockedArena, Region, plan_runs
 from weightswap_runtime.devices.ring import BUFFER_BYTES, Ring
 from weightswap_runtime.manifest import NamedTensor
+from weightswap_runtime.patches import HostPatch, Span
 from weightswap_runtime.workers import Workers
 
 SIZE = 3 * BUFFER_BYTES + 12345
@@ -116,3 +117,15 @@ def test_arenas_are_copied_to_each_other(source: str, target: str) -> None:
     device.drain()
     assert one.fetch(256, 5000) == other.fetch(256, 5000) == content(5000, seed=2)
     assert one.fetch(5256, 5000) == wanted[5256:10256]
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_threads_take_turns(seed: int) -> None:
+    device, workers = StandIn(seed), Workers(4)
+    wanted = content(300 * 512, seed)
+    spans = [Span(start, wanted[start : start + 256]) for start in range(0, len(wanted), 512)]
+    arena = DeviceArena(device, layout(), Ring(device, 2), serves=True)
+    with arena.writing():
+        HostPatch(spans).write_to(arena, workers)
+    arena.settle()
+    assert all(arena.fetch(offset, 256) == data for offset, data in spans)

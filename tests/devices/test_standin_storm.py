@@ -17,7 +17,7 @@ from weightswap_runtime import Artifact, DeviceError, Model, ModelFailed, OutOfM
 from weightswap_runtime.arena import Arena
 from weightswap_runtime.contents import Content
 from weightswap_runtime.devices.arena import DeviceArena
-from weightswap_runtime.devices.memory import DeviceMemory
+from weightswap_runtime.devices.memory import RESERVE, DeviceMemory
 from weightswap_runtime.devices.ring import Ring
 from weightswap_runtime.store import Store
 
@@ -78,10 +78,18 @@ class BoundReader:
 class Served:
     """A model on a stand-in, and what its arena must hold for each seed."""
 
-    def __init__(self, tiny: TinyArtifact, residency: str, staging: str, device: StandIn, keep: str | None) -> None:
+    def __init__(
+        self,
+        tiny: TinyArtifact,
+        residency: str,
+        staging: str,
+        device: StandIn,
+        keep: str | None,
+        ring: Ring | None = None,
+    ) -> None:
         self.device = device
         artifact = Artifact.open(tiny.path)
-        memory = DeviceMemory(device, Ring(device, 12), staging)
+        memory = DeviceMemory(device, ring or Ring(device, 12), staging)
         store = Store(artifact.manifest.weights, residency, keep, memory)
         self.model = Model(artifact, store, device=device.name, engine=Reader(device))
 
@@ -275,3 +283,37 @@ def test_a_device_that_fails_in_a_commit_in_place_leaves_a_model_that_a_swap_rev
     device.drain()
     assert served.weights(found.content) == values_of(1)
     assert served.weights(last.content) == values_of(2)
+
+
+def test_a_part_that_fits_on_the_device_is_tried_in_host_memory_where_a_full_set_does_not(
+    tiny: TinyArtifact, weight_file: WriteWeights
+) -> None:
+    device = StandIn(0)
+    served = Served(tiny, "single", "auto", device, "host")
+    served.model.swap(weight_file(0))
+    device.capacity = RESERVE + 500  # a full set takes 1024 bytes, the bias 20
+    staged = served.model.stage(weight_file(1), only="bias")
+    tried: Any = served.call(staged)
+    assert served.weights(tried) == values_of(0) | {"bias": values_of(1)["bias"]}
+    assert staged.commit().staged_in.kind == "device"
+    found = served.call()
+    served.model.rollback()
+    last = served.call()
+    device.drain()
+    assert served.weights(found.content) == served.weights(tried)
+    assert served.weights(last.content) == values_of(0)
+
+
+def test_commits_do_not_wait_for_the_files_of_other_stagings(tiny: TinyArtifact, weight_file: WriteWeights) -> None:
+    device = StandIn(0)
+    ring = Ring(device, 1, urgent=Ring(device, 1))
+    served = Served(tiny, "single", "host", device, None, ring)
+    served.model.swap(weight_file(0))
+    with ring.take(device.staging):  # as a staging of another model that reads a slow file does
+        pass
+    staged = served.model.stage(weight_file(1), only="*")
+    with ring.take(device.staging):
+        staged.commit()
+    found = served.call()
+    device.drain()
+    assert served.weights(found.content) == values_of(1)

@@ -16,7 +16,16 @@ from tests.setups import different, equal
 from tests.varied import RichFiles
 from tests.varied import X as RICH_X
 from weightswap_exporter import MethodSpec, export, pack
-from weightswap_runtime import Artifact, CaptureError, Model, SwapReceipt, WeightsMismatch, load, write_delta
+from weightswap_runtime import (
+    Artifact,
+    CaptureError,
+    Model,
+    OutOfMemory,
+    SwapReceipt,
+    WeightsMismatch,
+    load,
+    write_delta,
+)
 from weightswap_runtime.engines.torch import BoundTorch
 
 X = torch.linspace(-1, 1, 12).reshape(3, 4)
@@ -252,6 +261,25 @@ def test_an_interrupt_while_a_patch_is_refused_is_not_lost(singular: Singular, m
     with pytest.raises(KeyboardInterrupt) as caught:
         model.swap(singular.delta)
     assert isinstance(caught.value.__cause__, WeightsMismatch)
+    assert (model.generation, model.failed) == (0, False)
+    assert torch.equal(model(X), X)
+
+
+def test_no_memory_for_it_in_a_commit_of_a_patch_is_a_refused_swap(
+    singular: Singular, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = load(singular.artifact, singular.good, residency="single")
+    original, times = BoundTorch._prepare, []
+
+    def prepare(bound: BoundTorch) -> None:
+        times.append(1)
+        if len(times) == 1:
+            raise MemoryError("no bytes")
+        original(bound)
+
+    monkeypatch.setattr(BoundTorch, "_prepare", prepare)
+    with pytest.raises(OutOfMemory, match="no bytes"):
+        model.swap(singular.good, only="*")
     assert (model.generation, model.failed) == (0, False)
     assert torch.equal(model(X), X)
 

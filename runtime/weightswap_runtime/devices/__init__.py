@@ -5,15 +5,7 @@ from __future__ import annotations
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
-
-class Event(Protocol):
-    """A mark in a stream."""
-
-    def synchronize(self) -> None:
-        """Keep the host waiting until everything before the mark is done. Raises what the device reports."""
-        ...
-
-
+Event = Any  # a mark in a stream; only the device looks into it
 Stream = Any  # work of a device that is done in order, some time after it was asked for; only the device looks into it
 
 
@@ -65,7 +57,7 @@ class Device(Protocol):
         """Ask for a copy of bytes, in the current stream. The host does not wait."""
         ...
 
-    def on(self, stream: Stream) -> AbstractContextManager[None]:
+    def on(self, stream: Stream) -> AbstractContextManager[object]:
         """A block in which `stream` is the thread's current one."""
         ...
 
@@ -79,6 +71,10 @@ class Device(Protocol):
 
     def mark(self, stream: Stream) -> Event:
         """A mark after all that `stream` was asked for."""
+        ...
+
+    def finish(self, mark: Event) -> None:
+        """Keep the host waiting until everything before a mark is done. Raises what the device reports."""
         ...
 
     def wait(self, stream: Stream, mark: Event) -> None:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import functools
+import time
 import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, suppress
+from threading import Lock
 from typing import Any
 
 from weightswap_runtime.arena import allocate
@@ -20,7 +21,8 @@ try:
 except ImportError as error:
     raise MissingExtra("a device other than the CPU", "torch") from error
 
-_LOW, _HIGH = 0, -1  # priorities of streams
+_LOW, _HIGH, _APART = 0, -1, -2  # priorities; torch hands the streams of each out in turn, also to others
+NAP = 0.0001  # seconds
 LARGE = 64 << 20  # bytes
 SPARE = 4  # buffers whose bytes are on their way, beside those that threads fill
 
@@ -48,8 +50,17 @@ class Accelerator:
         self.index = device.index
         self.staging = torch.Stream(device, priority=_LOW)
         self.commits = torch.Stream(device, priority=_HIGH)
+        self.captures = torch.Stream(device, priority=_APART)
+        self._locked: dict[int, list[torch.Tensor]] = {}
         raw = getattr(torch._C, f"_{device.type}_getCurrentRawStream", None)
         self._raw = raw if device.type == "cuda" else None
+
+    @property
+    def capability(self) -> str:
+        """What decides the last bits of what it computes."""
+        if self.torch.type != "cuda":
+            return self.torch.type
+        return f"{torch.cuda.get_device_name(self.torch)} {torch.cuda.get_device_capability(self.torch)}"
 
     @plainly()
     def allocate(self, nbytes: int) -> TorchBuffer:
@@ -70,32 +81,57 @@ class Accelerator:
         Raises MemoryError.
         """
         if self.torch.type == "cuda" and nbytes > LARGE:
-            return _registered(nbytes)
+            return self._registered(nbytes)
         try:
             return TorchBuffer(torch.empty(nbytes, dtype=torch.uint8, pin_memory=True))
         except RuntimeError as error:
             raise MemoryError(str(error).split("\n")[0]) from error
 
+    def _registered(self, nbytes: int) -> TorchBuffer:
+        """Memory of this process that CUDA was told to lock. It takes seconds, so that what was dropped is kept."""
+        waiting = self._locked.setdefault(nbytes, [])
+        tensor = waiting.pop() if waiting else self._register(torch.frombuffer(allocate(nbytes), dtype=torch.uint8))
+        for stream in (self.staging, self.commits):  # what was dropped may still be copied from
+            self.finish(self.mark(stream))
+        buffer = TorchBuffer(tensor)
+        weakref.finalize(buffer, waiting.append, tensor).atexit = False
+        return buffer
+
+    def _register(self, tensor: torch.Tensor) -> torch.Tensor:
+        runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+        with self.on(self.staging):
+            code = runtime.cudaHostRegister(tensor.data_ptr(), tensor.numel(), 0)
+            if not int(code):
+                return tensor
+            with suppress(RuntimeError):  # CUDA keeps the error for whoever asks next
+                torch.zeros(1, device=self.torch)
+        raise MemoryError(f"cudaHostRegister of {tensor.numel()} bytes: {runtime.cudaGetErrorString(code)}")
+
     def free_bytes(self) -> int:
-        """What the driver has, and what torch's allocator keeps without using it."""
+        """What the driver has, and what torch's allocator keeps for the stream `staging` without using it."""
         free, _ = torch.accelerator.get_memory_info(self.torch)
-        kept = torch.accelerator.memory_reserved(self.torch) - torch.accelerator.memory_allocated(self.torch)
-        return int(free) + int(kept)
+        if self.torch.type != "cuda":
+            return int(free)
+        handle = self.staging.native_handle  # type: ignore[attr-defined]
+        kept = 0
+        for segment in torch.cuda.memory_snapshot():  # type: ignore[no-untyped-call]
+            if (segment["device"], segment["stream"]) == (self.index, handle):
+                kept += segment["total_size"] - segment["active_size"]
+        return int(free) + kept
 
     def copy(self, target: Any, at: int, source: Any, begin: int, nbytes: int) -> None:
         """Ask for a copy of bytes, in the current stream. The host does not wait."""
         target.tensor[at : at + nbytes].copy_(source.tensor[begin : begin + nbytes], non_blocking=True)
 
-    @contextmanager
-    def on(self, stream: Any) -> Iterator[None]:
-        """A block in which `stream` is the thread's current one. Unlike torch's, several threads may use one stream."""
-        index, before = torch.accelerator.current_device_index(), self.current()
-        try:
-            torch.accelerator.set_stream(stream)
-            yield
-        finally:
-            torch.accelerator.set_stream(before)
-            torch.accelerator.set_device_index(index)
+    def on(self, stream: Any) -> AbstractContextManager[object]:
+        """A block in which `stream` is the thread's current one.
+
+        The object is a new one, as torch keeps in it what was current before; and an interrupt cannot leave the thread
+        in the stream, as it could with `set_stream`.
+        """
+        return torch.Stream(
+            stream_id=stream.stream_id, device_index=stream.device_index, device_type=stream.device_type
+        )
 
     def current(self) -> torch.Stream:
         """The thread's current stream on this device."""
@@ -106,10 +142,14 @@ class Accelerator:
         return int(self._raw(self.index)) if self._raw else self.current().stream_id
 
     def mark(self, stream: Any) -> torch.Event:
-        """A mark after all that `stream` was asked for. Who waits for it sleeps."""
-        event = torch.Event(self.torch, blocking=True)
-        event.record(stream)
+        """A mark after all that `stream` was asked for."""
+        event: torch.Event = stream.record_event()
         return event
+
+    def finish(self, mark: Any) -> None:
+        """Keep the host waiting for a mark, asleep: torch's own wait would keep a processor busy."""
+        while not mark.query():
+            time.sleep(NAP)
 
     def wait(self, stream: Any, mark: Any) -> None:
         """Let all that `stream` is asked for from now on wait for a mark."""
@@ -120,32 +160,17 @@ class Accelerator:
         buffer.tensor.record_stream(stream)
 
 
-def _registered(nbytes: int) -> TorchBuffer:
-    """Memory of this process that CUDA was told to lock."""
-    tensor = torch.frombuffer(allocate(nbytes), dtype=torch.uint8)
-    runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-    code = runtime.cudaHostRegister(tensor.data_ptr(), nbytes, 0)
-    if int(code):
-        raise MemoryError(f"cudaHostRegister of {nbytes} bytes: {runtime.cudaGetErrorString(code)}")
-    buffer = TorchBuffer(tensor)
-    weakref.finalize(buffer, _unregister, runtime, tensor).atexit = False
-    return buffer
-
-
-def _unregister(runtime: Any, tensor: torch.Tensor) -> None:
-    """The finalizer's reference keeps the memory until then."""
-    runtime.cudaHostUnregister(tensor.data_ptr())
-
-
 @functools.cache
 def ring_of(accelerator: Accelerator) -> Ring:
-    """The buffers that all models on a device share."""
-    return Ring(accelerator, Workers().threads + SPARE)
+    """The buffers that all models on a device share, and a few for what calls wait for."""
+    return Ring(accelerator, Workers().threads + SPARE, urgent=Ring(accelerator, SPARE))
 
 
-@functools.cache
 def open_accelerator(name: str) -> Accelerator:
-    """The accelerator called `name`, such as "cuda" or "cuda:1". Raises Unsupported where there is none."""
+    """The accelerator called `name`, such as "cuda" or "cuda:1", one object for each.
+
+    Raises Unsupported where there is none.
+    """
     try:
         device = torch.device(name)
     except RuntimeError as error:
@@ -158,4 +183,11 @@ def open_accelerator(name: str) -> Accelerator:
     index = torch.accelerator.current_device_index() if device.index is None else device.index
     if index >= count:
         raise Unsupported(f"device {name!r}: there are {count}, counted from 0")
-    return Accelerator(torch.device(device.type, index))
+    with _opening:
+        if index not in _opened:
+            _opened[index] = Accelerator(torch.device(device.type, index))
+        return _opened[index]
+
+
+_opening = Lock()
+_opened: dict[int, Accelerator] = {}

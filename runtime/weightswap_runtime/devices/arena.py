@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import NamedTuple
 
 from weightswap_runtime.arena import Arena, ArenaLayout, HostArena, Slot, allocate
@@ -98,22 +98,35 @@ class Region:
         self._users[key] = stream, written
 
     @contextmanager
-    def writing(self, urgent: bool = False) -> Iterator[None]:
-        """A block that writes in a stream of its own, in order with all calls. Within another one it does nothing."""
-        if self._writer is not None:
+    def writing(self, urgent: bool = False, join: bool = False) -> Iterator[None]:
+        """A block that writes in a stream of its own, in order with all calls. It is not the thread's current stream.
+
+        join: within another such block it does nothing.
+        """
+        if join and self._writer is not None:
             yield
             return
         stream = self.device.commits if urgent else self.device.staging
         try:
             self._writer = stream
-            for user, _ in list(self._users.values()):
-                self.device.wait(stream, self.device.mark(user))
+            for key, known in list(self._users.items()):
+                self.device.wait(stream, self.device.mark(known[0]))
+                if self._users.get(key) is known:  # it comes again with its next call
+                    del self._users[key]
             with self.device.on(stream):
                 self.use()
-                yield
+            yield
         finally:
             self._writer = None
             self._written = self.device.mark(stream)
+
+    def stream(self) -> AbstractContextManager[object]:
+        """A block whose work is done where that of `writing` is."""
+        return self.device.on(self._stream)
+
+    def _take(self) -> AbstractContextManager[LockedBuffer]:
+        ring = self._ring.urgent if self._stream is self.device.commits else self._ring
+        return ring.take(self._stream)
 
     @property
     def _stream(self) -> Stream:
@@ -129,9 +142,9 @@ class Region:
             for slot, data in zip(slots, large, strict=True):
                 self.write(slot.offset, data)
             return
-        with self._ring.take(self._stream) as buffer:
+        with self._take() as buffer:
             yield [buffer.view[place : place + slot.nbytes] for place, slot in zip(places, slots, strict=True)]
-            with self.device.on(self._stream):
+            with self.stream():
                 for offset, begin, nbytes in runs:
                     self.device.copy(self.buffer, offset, buffer, begin, nbytes)
 
@@ -146,7 +159,7 @@ class Region:
         """Copy bytes from an offset, through the ring; the host waits for them."""
         for start in range(0, len(target), BUFFER_BYTES):
             part = target[start : start + BUFFER_BYTES]
-            with self._ring.take(self._stream) as buffer:
+            with self._take() as buffer:
                 self.download(offset + start, buffer, 0, len(part))
                 part[:] = buffer.view[: len(part)]
 
@@ -158,17 +171,18 @@ class Region:
 
     def download(self, offset: int, target: LockedBuffer, at: int, nbytes: int) -> None:
         """Copy bytes to page-locked memory; the host waits for them."""
-        with self.device.on(self._stream):
+        with self.stream():
             self.use()
             self.device.copy(target, at, self.buffer, offset, nbytes)
-            self.device.mark(self._stream).synchronize()
+            self.device.finish(self.device.mark(self._stream))
 
-    def take_from(self, offset: int, source: Region | LockedArena, begin: int, nbytes: int) -> None:
-        """Copy bytes to an offset; the host waits for nothing."""
-        with self.device.on(self._stream):
+    def take_from(self, source: Region | LockedArena, runs: Iterable[Run]) -> None:
+        """Copy runs of bytes; the host waits for nothing."""
+        with self.stream():
             if isinstance(source, Region):
                 source.use()
-            self.device.copy(self.buffer, offset, source.buffer, begin, nbytes)
+            for offset, begin, nbytes in runs:
+                self.device.copy(self.buffer, offset, source.buffer, begin, nbytes)
 
     def beside(self, nbytes: int) -> Region:
         """Other memory of the same device. Raises MemoryError."""
@@ -176,7 +190,7 @@ class Region:
 
     def settle(self) -> None:
         """Keep the host waiting until all that was written is there. Raises what the device reports."""
-        self._written.synchronize()
+        self.device.finish(self._written)
 
 
 class DeviceArena(Region):
@@ -199,6 +213,6 @@ class DeviceArena(Region):
     def copy_part(self, other: Arena, begin: int, end: int) -> None:
         """Copy bytes `begin` to `end` of an arena of the same layout; the host waits only for pageable memory."""
         if isinstance(other, DeviceArena | LockedArena):
-            self.take_from(begin, other, begin, end - begin)
+            self.take_from(other, [Run(begin, begin, end - begin)])
         else:
             self.write(begin, other.fetch(begin, end - begin))

@@ -24,7 +24,7 @@ class CudaRecorder:
         if accelerator.torch.type != "cuda":
             raise Unsupported(f"cuda_graphs on the device {accelerator.name!r}: they are CUDA's")
         self._accelerator = accelerator
-        self._stream = torch.Stream(accelerator.torch)
+        self._stream = accelerator.captures
         self._pool = torch.cuda.graph_pool_handle()
 
     def record(self, function: Callable[[], list[Any]]) -> tuple[Callable[[], object], list[Any]]:
@@ -38,7 +38,7 @@ class CudaRecorder:
             self._accelerator.wait(self._stream, self._accelerator.mark(outer))
             for _ in range(WARM_UPS):
                 function()
-            self._stream.synchronize()
+            self._accelerator.finish(self._accelerator.mark(self._stream))
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:
                 outputs = function()

@@ -31,6 +31,11 @@ class DeviceMemory:
         self._ring = ring
         self._mode = mode
 
+    @property
+    def stages_on_host(self) -> bool:
+        """Whether weights may wait there for their commit."""
+        return self._mode != "device"
+
     def arena(self, layout: ArenaLayout) -> DeviceArena:
         """Raises OutOfMemory."""
         try:
@@ -73,6 +78,8 @@ class DeviceMemory:
         numbers = f"{self._device.name} has {free} bytes free, the staging takes {nbytes}"
         if self._mode == "auto" and free < nbytes + RESERVE:
             return None, StagedIn("pinned", f"{numbers}, and {RESERVE} are left for calls")
+        if free < nbytes:  # torch would give back all that it keeps, and the device wait for that, before it refused
+            raise self._no_memory(nbytes, 'Load with staging="host", which stages in host memory.')
         try:
             return make(), StagedIn("device", numbers)
         except MemoryError as error:

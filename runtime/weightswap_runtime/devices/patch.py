@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from weightswap_runtime.arena import Arena
 from weightswap_runtime.job import Job
-from weightswap_runtime.patches import HostPatch, Patch
+from weightswap_runtime.patches import HostPatch, Patch, Span
 from weightswap_runtime.workers import Workers
 
 from .arena import DeviceArena, Region, Run
@@ -21,13 +21,18 @@ class DevicePatch(Patch):
 
     @classmethod
     def of(cls, patch: HostPatch, region: Region) -> DevicePatch:
-        """Copy a patch to a region of its size, through the ring."""
-        runs, begin = [], 0
+        """Copy a patch to a region of its size, through the ring. What lies side by side is one run."""
+        runs: list[Run] = []
+        begin = 0
         with region.writing():
-            for offset, data in patch.spans:
+            for offset, data in sorted(patch.spans, key=lambda span: span.offset):
                 region.write(begin, data)
-                runs.append(Run(offset, begin, len(data)))
+                if runs and runs[-1].offset + runs[-1].nbytes == offset:
+                    runs[-1] = runs[-1]._replace(nbytes=runs[-1].nbytes + len(data))
+                else:
+                    runs.append(Run(offset, begin, len(data)))
                 begin += len(data)
+        region.settle()
         return cls(region, runs)
 
     @property
@@ -35,10 +40,12 @@ class DevicePatch(Patch):
         return sum(run.nbytes for run in self._runs)
 
     def write_to(self, arena: Arena, workers: Workers) -> None:
-        """Copy every span to its place; the host waits for nothing."""
-        assert isinstance(arena, DeviceArena)
+        """Copy every span to its place; on the device the host waits for nothing."""
+        if isinstance(arena, DeviceArena):
+            arena.take_from(self._region, self._runs)
+            return
         for offset, begin, nbytes in self._runs:
-            arena.take_from(offset, self._region, begin, nbytes)
+            arena.write(offset, self._region.fetch(begin, nbytes))
 
     def lay_over(self, arena: Arena, workers: Workers, job: Job) -> None:
         """As `write_to`. Raises StageCancelled before it begins."""
@@ -51,6 +58,9 @@ class DevicePatch(Patch):
         assert isinstance(arena, DeviceArena)
         region = arena.beside(self.nbytes)
         with region.writing():
-            for offset, begin, nbytes in self._runs:
-                region.take_from(begin, arena, offset, nbytes)
+            region.take_from(arena, [Run(begin, offset, nbytes) for offset, begin, nbytes in self._runs])
         return DevicePatch(region, self._runs)
+
+    def saved(self, arena: Arena) -> HostPatch:
+        """As `undo`, in host memory."""
+        return HostPatch(Span(offset, arena.fetch(offset, nbytes)) for offset, _, nbytes in self._runs)

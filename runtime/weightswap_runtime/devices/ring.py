@@ -34,7 +34,9 @@ class Ring:
     A copy from pageable memory would keep the whole device waiting; one from page-locked memory does not.
     """
 
-    def __init__(self, device: Device, count: int) -> None:
+    def __init__(self, device: Device, count: int, urgent: Ring | None = None) -> None:
+        """urgent: a ring for what calls wait for, which must not wait for files."""
+        self.urgent = urgent or self
         self._device = device
         self._count = count
         self._changed = Condition()
@@ -47,13 +49,15 @@ class Ring:
         Raises MemoryError where no memory can be page-locked.
         """
         claim = Claim()
+        waited = False
         try:
             turn = self._take(claim)
             if turn.busy is not None:
-                turn.busy.synchronize()
+                self._device.finish(turn.busy)
+            waited = True
             yield turn.buffer
         finally:
-            self._give_back(claim, self._device.mark(stream))
+            self._give_back(claim, self._device.mark(stream) if waited else None)
 
     def _take(self, claim: Claim) -> _Turn:
         with self._changed:
@@ -68,11 +72,12 @@ class Ring:
             self._turns.insert(0, _Turn(self._device.lock(BUFFER_BYTES), None, None))
         return [turn for turn in self._turns if not turn.is_held]
 
-    def _give_back(self, claim: Claim, busy: Event) -> None:
-        claim.end()
+    def _give_back(self, claim: Claim, busy: Event | None) -> None:
+        """`busy`: after it the buffer is free; None: when it was free before."""
         with self._changed:
             mine = [turn for turn in self._turns if turn.holder is not None and turn.holder() is claim]
             self._turns = [turn for turn in self._turns if turn not in mine] + [
-                turn._replace(busy=busy, holder=None) for turn in mine
+                turn._replace(busy=busy or turn.busy, holder=None) for turn in mine
             ]
+            claim.end()  # not sooner, or another thread would not know what it has to wait for
             self._changed.notify()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from threading import RLock
 from typing import Any
 
 import torch
@@ -102,7 +103,7 @@ class AcceleratedEngine(TorchEngine):
         return Environment(
             torch=str(torch.__version__),
             device=self.device.type,
-            capability=str(torch.accelerator.get_device_capability(self.device)),
+            capability=self._accelerator.capability,
             threads=0,
         )
 
@@ -140,15 +141,20 @@ class BoundAccelerated(BoundTorch):
         """Flat inputs to flat outputs, in the thread's current stream."""
         self._arena.use()
         self._lend()
-        with self._in_turn(self._calls[method].stateful):
-            if self._captures is not None and (found := self._captures.replay(method, inputs)) is not None:
-                return found
-            return super().run(method, inputs)
+        if not self._calls[method].stateful:
+            return self._run(method, inputs)
+        with self._in_turn():
+            return self._run(method, inputs)
+
+    def _run(self, method: str, inputs: list[Any]) -> list[Any]:
+        if self._captures is not None and (found := self._captures.replay(method, inputs)) is not None:
+            return found
+        return super().run(method, inputs)
 
     @contextmanager
     def _state_undone(self) -> Iterator[None]:
         """A block whose calls leave no traces; nobody else is in a call that does."""
-        with self._in_turn(stateful=bool(self._state)):
+        with self._in_turn():
             before = [live.clone() for live, _ in self._state]
             try:
                 yield
@@ -166,11 +172,8 @@ class BoundAccelerated(BoundTorch):
             self._lent.add(key)
 
     @contextmanager
-    def _in_turn(self, stateful: bool) -> Iterator[None]:
+    def _in_turn(self) -> Iterator[None]:
         """Calls that change the state do so one after the other, also where their streams differ."""
-        if not stateful:
-            yield
-            return
         with self._state_lock:
             stream = self._accelerator.current()
             if self._changed is not None:
@@ -181,8 +184,14 @@ class BoundAccelerated(BoundTorch):
                 self._changed = self._accelerator.mark(stream)
 
     def _reset(self) -> None:
-        with self._in_turn(stateful=True):
+        self._arena.use()
+        self._lend()
+        with self._in_turn():
             super()._reset()
+
+    def renew(self) -> None:
+        """After a fork: the device is the parent's alone."""
+        self._state_lock = RLock()
 
     def prepare(self) -> None:
         """After new weights came to the arena: compute what depends on them alone, and capture what was named."""

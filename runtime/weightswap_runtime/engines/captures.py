@@ -12,6 +12,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from weightswap_runtime.devices import Device, Event
+from weightswap_runtime.plainly import plainly
 
 MOST = 64  # shapes that are captured without having been named
 _log = logging.getLogger("weightswap.captures")
@@ -101,7 +102,7 @@ class Captures:
             captured = self._capture(key, method, inputs)
         if captured is None:
             return None
-        with self._lock:
+        with self._lock, torch.no_grad():
             stream = self._device.current()
             self._device.wait(stream, self._last)
             try:
@@ -120,11 +121,12 @@ class Captures:
             if key in self._captured:
                 return self._captured[key]
             self._device.wait(self._device.current(), self._last)
-            static = [_like(value) for value in inputs]
+            with plainly():
+                static = [_like(value) for value in inputs]
             last = _LastOperator()  # type: ignore[no-untyped-call]
             before = [_version(value) for value in static]
             try:
-                with self._undone(), last:
+                with plainly(), self._undone(), last:
                     replay, outputs = self._recorder.record(lambda: self._run(method, static))
             except Exception as error:
                 self._shapes.failed(key, method, f"{last.name}: {type(error).__name__}: {error}")
