@@ -54,6 +54,16 @@ class Session:
         self._prepared.clear()
         self.prepare_added(where)
 
+    def adopt(self, other: Session, where: str) -> None:
+        """As `prepare`, where another session has the same weights, and has computed already."""
+        self._prepared.clear()
+        with self.arena.writing(join=True), self.arena.stream():
+            for place, bound in list(self.bound.items()):
+                theirs = other.bound.get(place)
+                if theirs is not None and bound.adopt(theirs):
+                    self._prepared.add(place)
+        self.prepare_added(where)
+
     def prepare_added(self, where: str) -> None:
         """As `prepare`, where that was not done since the weights came."""
         with self.arena.writing(join=True), self.arena.stream():

@@ -96,7 +96,7 @@ class Single:
         session = candidate.opened
         assert session is not None
         if session is not self._live:
-            return self._commit_in_place(session.arena, version, self._layout.nbytes, timeout)
+            return self._commit_in_place(session.arena, version, self._layout.nbytes, timeout, session)
         session.reset_state()
         return Committed(version, self._gate.exchange(version), 0)
 
@@ -114,8 +114,14 @@ class Single:
         return self._commit_in_place(content, version, nbytes, timeout)
 
     def _commit_in_place(
-        self, source: Arena | Patch, version: Version[Session], nbytes: int, timeout: float | None
+        self,
+        source: Arena | Patch,
+        version: Version[Session],
+        nbytes: int,
+        timeout: float | None,
+        tried: Session | None = None,
     ) -> Committed:
+        """`tried`: the session of `source`, which has computed what depends on the weights alone."""
         kept = self._snapshot(source)
         undo = None
         if isinstance(source, Patch) and self._live.has_prologue:
@@ -124,7 +130,7 @@ class Single:
         with self._gate.hold(self._live, timeout):
             before, self._previous = self._previous, kept
             try:
-                interrupt = self._copy(source, version, undo)
+                interrupt = self._copy(source, version, undo, tried)
             except _Refused as refused:
                 self._previous = before
                 raise refused.interrupt or refused.reason from refused.interrupt and refused.reason
@@ -139,7 +145,9 @@ class Single:
             self._gate.fail(f"{type(error).__name__}: {error}")
             raise ModelFailed(f"the device did not complete the commit ({type(error).__name__}: {error})") from error
 
-    def _copy(self, source: Arena | Patch, version: Version[Session], undo: Patch | None) -> BaseException | None:
+    def _copy(
+        self, source: Arena | Patch, version: Version[Session], undo: Patch | None, tried: Session | None
+    ) -> BaseException | None:
         """Copy, and make the version current. An interrupt does not end it half-way; it is returned at the end.
 
         Weights of which the prologue cannot be computed are taken back with `undo`, if there is one.
@@ -152,7 +160,7 @@ class Single:
                 self._gate.fail("it has not ended")  # until the exchange: what breaks off in between must not serve
                 with self._live.arena.writing(urgent=True):
                     source.write_to(self._live.arena, self._workers)
-                    self._prepare(version, undo)
+                    self._prepare(version, undo, tried)
                     self._live.reset_state()
                 self._gate.exchange(version)
             except _Refused as refused:
@@ -167,10 +175,14 @@ class Single:
             except BaseException as error:
                 interrupt = error.with_traceback(None)  # else its frames would live on, and what they hold
 
-    def _prepare(self, version: Version[Session], undo: Patch | None) -> None:
-        """Compute what depends on the new weights alone."""
+    def _prepare(self, version: Version[Session], undo: Patch | None, tried: Session | None) -> None:
+        """Have what depends on the new weights alone: it is copied, or computed."""
+        where = f"the weights {version.weights_id[:12]}"
         try:
-            self._live.prepare(f"the weights {version.weights_id[:12]}")
+            if tried is None:
+                self._live.prepare(where)
+            else:
+                self._live.adopt(tried, where)
         except (WeightsMismatch, OutOfMemory) as error:
             current = self._gate.current
             if undo is None or current is None:

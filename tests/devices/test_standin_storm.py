@@ -72,6 +72,9 @@ class BoundReader:
 
     def prepare(self) -> None: ...
 
+    def adopt(self, other: object) -> bool:
+        return True
+
     def reset_state(self) -> None: ...
 
 

@@ -159,8 +159,7 @@ def test_addresses_stay_and_it_runs_once_for_each_staging(
         for _ in range(5):
             model(X)
     assert [value.data_ptr() for value in hoisted(model)] == addresses
-    # in single residency once to try them, and once in the commit
-    assert len(runs) == (4 if residency == "double" else 8)
+    assert len(runs) == 4  # in single residency, too: a commit copies what was computed to try them
 
 
 def test_a_model_that_joins_has_it(files: Files, residency: str) -> None:

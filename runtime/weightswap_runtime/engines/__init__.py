@@ -39,6 +39,13 @@ class Bound(Protocol):
         """Called when new weights are in the arena, before it serves anybody. May raise what operators raise."""
         ...
 
+    def adopt(self, other: Bound) -> bool:
+        """Copy what `prepare` has computed in an engine that is bound to the same weights in another arena.
+
+        Needs no memory. False, with nothing done, where that is not possible.
+        """
+        ...
+
     @property
     def has_state(self) -> bool: ...
 

@@ -199,6 +199,12 @@ class BoundAccelerated(BoundTorch):
         if self._captures is not None:
             self._captures.capture_named()
 
+    def adopt(self, other: Bound) -> bool:
+        """As on the CPU; the other's memory is kept until the copies are done."""
+        if isinstance(other, BoundAccelerated):
+            other._lend()
+        return super().adopt(other)
+
     def _prepare(self) -> None:
         super()._prepare()
         self._lent.clear()
@@ -211,6 +217,7 @@ class OnHost:
         self._bound = bound
         self._device = device
         self.prepare = bound.prepare
+        self.adopt = bound.adopt
         self.reset_state = bound.reset_state
 
     def run(self, method: str, inputs: list[Any]) -> list[Any]:

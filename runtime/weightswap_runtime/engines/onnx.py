@@ -14,6 +14,7 @@ from weightswap_runtime.contents import Content
 from weightswap_runtime.manifest import Manifest, NamedTensor
 from weightswap_runtime.signature import Integer, Leaf, Tensor, leaves
 
+from . import Bound
 from .onnx_graph import OnnxGraph
 from .onnx_names import dtype_of
 from .onnx_values import as_array, as_value, content_array, content_of, dtype_names, value_of
@@ -183,6 +184,10 @@ class BoundOnnx(Stateful):
 
     def prepare(self) -> None:
         """Nothing: ONNX Runtime keeps nothing that depends on weights."""
+
+    def adopt(self, other: Bound) -> bool:
+        """There is nothing to copy."""
+        return True
 
     def renew(self) -> None:
         """After a fork: bindings are made again, and half a call's state is undone."""

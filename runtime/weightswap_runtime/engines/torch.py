@@ -300,6 +300,19 @@ class BoundTorch(Stateful):
                 call.prepare()
             self._owned.update(tensor.untyped_storage().data_ptr() for tensor in call.hoisted)
 
+    @plainly()
+    def adopt(self, other: Bound) -> bool:
+        """Copy what the same engine has computed over another arena with the same weights."""
+        if type(other) is not type(self):
+            return False
+        pairs = [(call.hoisted, other._calls[name].hoisted) for name, call in self._calls.items()]
+        if [list(map(_layout, mine)) for mine, _ in pairs] != [list(map(_layout, theirs)) for _, theirs in pairs]:
+            return False
+        for old, new in (pair for mine, theirs in pairs for pair in zip(mine, theirs, strict=True)):
+            if not self._first <= old.untyped_storage().data_ptr() < self._last:  # else it views the weights
+                _overwrite(old, new)
+        return True
+
     @_without_gradients
     def _reset(self) -> None:
         for live, value in self._state:
