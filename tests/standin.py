@@ -66,6 +66,7 @@ class StandIn:
         self.capacity, self.lockable = capacity, lockable
         self.copies = 0
         self.broken = False
+        self.slow: Queue | None = None  # a stream that works only when no other can
         self._queues = [self.staging, self.commits, self.default]
         self._here = threading.local()
         self._lock = threading.RLock()
@@ -158,6 +159,7 @@ class StandIn:
         with self._lock:
             queues = [queue for queue in self._queues if queue.work]
             self._random.shuffle(queues)
+            queues.sort(key=lambda queue: queue is self.slow)
             for queue in queues:
                 if queue.work[0]():
                     queue.work.popleft()

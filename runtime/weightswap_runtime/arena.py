@@ -78,7 +78,8 @@ class Arena(Room, Protocol):
         """A block that writes, after all calls that have begun before, and before all that begin after it.
 
         It keeps no calls from beginning; the gate does. On an accelerator nothing waits for the device: the order is
-        that of its streams. urgent: calls are held meanwhile. join: it may be a part of another such block.
+        that of its streams. urgent: calls are held meanwhile. join: it may be a part of another such block,
+        and go on beside calls.
         """
         ...
 

@@ -109,7 +109,7 @@ class Store:
             live = self.gate.current.session if self.gate.current else None
             for session, each in zip(sessions, bound, strict=True):
                 if session is live:
-                    with session.arena.writing(), session.arena.stream():
+                    with session.arena.writing(join=True), session.arena.stream():
                         prepare(each, "the weights that are served")
             for session, each in zip(sessions, bound, strict=True):
                 session.add(member.place, each, prepared=session is live)

@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import pytest
 
-from tests.standin import Broken, StandIn
+from tests.standin import Broken, Memory, StandIn
 from weightswap_runtime.arena import ArenaLayout, HostArena, Slot
 from weightswap_runtime.devices.arena import DeviceArena, LockedArena, Region, plan_runs
 from weightswap_runtime.devices.ring import BUFFER_BYTES, Ring
@@ -129,3 +129,23 @@ def test_threads_take_turns(seed: int) -> None:
         HostPatch(spans).write_to(arena, workers)
     arena.settle()
     assert all(arena.fetch(offset, 256) == data for offset, data in spans)
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_a_call_in_which_an_engine_is_bound_is_waited_for(seed: int) -> None:
+    device = StandIn(seed)
+    region, stream, old = Region(device, 1000, Ring(device, 2)), device.stream(), content(1000)
+    device.slow = stream
+    with region.writing():
+        region.write(0, old)
+    seen = Memory(1000, False, set())
+    with device.on(stream):
+        region.use()
+    with region.writing(join=True):  # beside the call, which goes on
+        pass
+    with device.on(stream):
+        device.copy(seen, 0, region.buffer, 0, 1000)
+    with region.writing(urgent=True):
+        region.write(0, content(1000, seed=1))
+    device.drain()
+    assert seen.content == old

@@ -101,7 +101,7 @@ class Region:
     def writing(self, urgent: bool = False, join: bool = False) -> Iterator[None]:
         """A block that writes in a stream of its own, in order with all calls. It is not the thread's current stream.
 
-        join: within another such block it does nothing.
+        join: within another such block it does nothing; elsewhere calls may begin and go on meanwhile.
         """
         if join and self._writer is not None:
             yield
@@ -111,7 +111,7 @@ class Region:
             self._writer = stream
             for key, known in list(self._users.items()):
                 self.device.wait(stream, self.device.mark(known[0]))
-                if self._users.get(key) is known:  # it comes again with its next call
+                if not join and self._users.get(key) is known:  # it comes again with its next call
                     del self._users[key]
             with self.device.on(stream):
                 self.use()
