@@ -39,8 +39,9 @@ def main() -> int:
     options.out.mkdir(parents=True, exist_ok=True)
     text = json.dumps(made, indent=2) + "\n"
     (options.out / "bench.json").write_text(text)
-    if "engines" in groups:
-        plot_ratios(groups["engines"], options.out / "engines.svg")
+    for name in ("engines", "cuda"):
+        if name in groups:
+            plot_ratios(groups[name], options.out / f"{name}.svg")
     if options.json:
         print(text, end="")
     else:
