@@ -12,8 +12,8 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
-from weightswap_exporter import export
-from weightswap_runtime import Artifact
+from weightswap_exporter import export, pack
+from weightswap_runtime import Artifact, load
 from weightswap_runtime.graphs import opening
 from weightswap_runtime.graphs.compiling import Compiled
 from weightswap_runtime.signature import flatten
@@ -120,3 +120,18 @@ def test_autocast_is_that_of_the_other_device(tmp_path: Path) -> None:
         opened = opening.open_graph(artifact, artifact.manifest.methods["forward"].graph, torch.device(device))
         assert device in constants(opened)
         assert other not in constants(opened)
+
+
+class Elsewhere(nn.Module):
+    """A block of autocast for a device that the tensors are not on, which eager passes over."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cuda", dtype=torch.float16):
+            return x @ x.t()
+
+
+@pytest.mark.filterwarnings("ignore:.*CUDA is not available.*:UserWarning")
+def test_autocast_of_another_device_stays_without_effect(tmp_path: Path) -> None:
+    x = torch.randn(3, 4)
+    artifact = export(Elsewhere().eval(), (x,), out=tmp_path / "a")
+    assert torch.equal(load(artifact, pack({}, artifact, out=tmp_path / "v.safetensors").path)(x), Elsewhere()(x))

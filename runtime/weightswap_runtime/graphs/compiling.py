@@ -163,7 +163,8 @@ class _Function:
             else:
                 self._constants.past_autograd = False
         arguments = []
-        if operator.name in AUTOCAST:  # in place of the device that the graph was captured on
+        # in place of the device that the graph was captured on; a block for another one is left as it is
+        if operator.name in AUTOCAST and inputs and read_argument(inputs[0].arg) == ("as_string", "cpu"):
             arguments, inputs = [self._constants.add(self._constants.device.type)], inputs[1:]
         return f"{called}({', '.join([*arguments, *self._arguments(inputs, operator)])})"
 

@@ -47,7 +47,8 @@ def retarget(program: ExportedProgram, device: torch.device) -> None:
             continue
         for node in module.graph.nodes:
             node.args, node.kwargs = pytree.tree_map(moved, (node.args, node.kwargs))
-            if node.op == "call_function" and str(node.target).split(".")[-1] in _AUTOCAST:
+            autocast = node.op == "call_function" and str(node.target).split(".")[-1] in _AUTOCAST
+            if autocast and node.args[0] == "cpu":
                 node.args = (device.type, *node.args[1:])
         module.recompile()
 
