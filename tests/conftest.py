@@ -5,12 +5,28 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
 from .tiny import TinyArtifact
+
+TOGETHER = ("tests/zoo/", "tests/runtime/test_aoti")
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """With several workers, what shares fixtures goes to one: a module, the whole zoo, and what is compiled."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Together(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            path = nodeid.partition("::")[0]
+            return next((start for start in TOGETHER if path.startswith(start)), path)
+
+    return Together(config, log)
 
 
 @pytest.fixture(autouse=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -69,15 +69,26 @@ def from_module(model: nn.Module, where: str | None = None, choice: Choice = ANY
     return Checkpoint(where, *nested_levels(tensors, values_of, where, choice, deep=False), names=True)
 
 
-_Opener = Callable[[Path, Choice], Any]
+Opener = Callable[[Path, Choice], AbstractContextManager[Checkpoint]]
 
 
-def _opener(path: Path) -> _Opener:
-    """What opens a path, by its name or, of a folder, by what is in it."""
+def _opener(path: Path) -> Opener:
+    if opener := find_opener(path):
+        return opener
+    if not path.is_file():
+        raise CheckpointError(f"{path}: no such file. Give a checkpoint: {_KINDS}, or a folder of one.")
+    raise CheckpointError(f"{path}: unknown kind of checkpoint; known are {_KINDS}, and folders")
+
+
+def find_opener(path: Path) -> Opener | None:
+    """What opens a path, by its name or, of a folder, by what is in it; None for a name of no checkpoint.
+
+    Raises CheckpointError for a folder without a checkpoint.
+    """
     if path.is_dir():
         return _folder_opener(path)
     if not path.is_file():
-        raise CheckpointError(f"{path}: no such file. Give a checkpoint: {_KINDS}, or a folder of one.")
+        return None
     if path.name.endswith((SUFFIX, INDEX_SUFFIX)):
         return _safetensors
     if path.name.endswith(pickled.INDEX_SUFFIX):
@@ -86,10 +97,10 @@ def _opener(path: Path) -> _Opener:
         return partial(_pickled, pickled.open_pickled)
     if path.name == METADATA_NAME:
         return lambda metadata, choice: _dcp(metadata.parent, choice)
-    raise CheckpointError(f"{path}: unknown kind of checkpoint; known are {_KINDS}, and folders")
+    return None
 
 
-def _folder_opener(path: Path) -> _Opener:
+def _folder_opener(path: Path) -> Opener:
     names = sorted(entry.name for entry in path.iterdir())
     if METADATA_NAME in names:
         return _dcp
@@ -132,5 +143,6 @@ def _pickled(open_files: Callable[[Path, Files], Any], path: Path, choice: Choic
 @contextmanager
 def _dcp(folder: Path, choice: Choice) -> Iterator[Checkpoint]:
     files = Files()
-    levels = flat_levels(open_dcp(folder, files), str(folder), choice)
+    tensors, holders = open_dcp(folder, files)
+    levels = flat_levels(tensors, str(folder), choice, holders=holders)
     yield Checkpoint(str(folder), *levels, False, files.check_unchanged)

@@ -11,8 +11,9 @@ from weightswap_runtime.manifest import Manifest
 from .checkpoints import Checkpoint
 from .levels import NO_VALUES, Level, listing
 
+_OPTIMIZER_STATE = "state"  # where every optimizer of torch keeps its tensors
 _PREFIX_DEPTH = 4
-_LEVEL = "(weightswap pack --level)"
+_LEVEL = "(--level)"
 _PREFIX = "(weightswap pack --prefix)"
 
 
@@ -24,7 +25,7 @@ def choose_level(checkpoint: Checkpoint, manifest: Manifest, readings: Readings)
     """
     where = checkpoint.where
     if manifest.weights and not any(level.tensors or level.problems for level in checkpoint.levels):
-        raise CheckpointError(f"{_where(where, checkpoint.levels[0])}: {_no_tensors(checkpoint)}")
+        raise no_tensors(checkpoint)
     fitting: list[tuple[Level, Match]] = []
     refused: list[tuple[tuple[bool, int, int], Level, WeightswapError]] = []
     for level in checkpoint.levels:
@@ -45,13 +46,43 @@ def choose_level(checkpoint: Checkpoint, manifest: Manifest, readings: Readings)
 
 
 def _match(level: Level, manifest: Manifest, where: str, readings: Readings) -> Match:
-    where = _where(where, level)
+    check_tensors(level, where)
+    return resolve(level.tensors, manifest, _where(where, level), readings=readings)
+
+
+def check_tensors(level: Level, where: str) -> None:
+    """Raise CheckpointError for tensors in a level that have no values, or no place in a weight file."""
     if level.problems:
         more = f"; and {len(level.problems) - 10} more" if len(level.problems) > 10 else ""
         hollow = any(NO_VALUES in text for text in level.problems)
         advice = ". Build the model outside skeleton(), load its weights, and pack it then" if hollow else ""
-        raise CheckpointError(f"{where}: {'; '.join(level.problems[:10])}{more}{advice}")
-    return resolve(level.tensors, manifest, where, readings=readings)
+        raise CheckpointError(f"{_where(where, level)}: {'; '.join(level.problems[:10])}{more}{advice}")
+
+
+def fullest_level(checkpoint: Checkpoint, chosen: str | None) -> Level:
+    """The level that the user has chosen, or else the one with the most tensors of its own.
+
+    Raises CheckpointError if there are no tensors, or several such levels with different values.
+    """
+    levels = checkpoint.levels
+    counts = [level.own if chosen is None else len(level.tensors) + len(level.problems) for level in levels]
+    if not max(counts):
+        raise no_tensors(checkpoint) if chosen is None else _empty(checkpoint.where, chosen)
+    found = [level for level, count in zip(levels, counts, strict=True) if count == max(counts)]
+    if len({_all_places(level) for level in found}) > 1:
+        names = " and ".join(repr(level.path) if level.path else "its top level" for level in found)
+        text = f"{names} have {max(counts)} tensors each, with different values. Say which is meant {_LEVEL}."
+        raise CheckpointError(f"{checkpoint.where}: {text}")
+    return found[0]
+
+
+def _empty(where: str, chosen: str) -> CheckpointError:
+    named = f"its level {chosen!r}" if chosen else "its top level"
+    return CheckpointError(f"{where}: {named} holds no tensors of its own; without --level you are told what does")
+
+
+def _all_places(level: Level) -> frozenset[object]:
+    return frozenset((name, values.place) for name, values in level.tensors.items())
 
 
 def _where(where: str, level: Level) -> str:
@@ -69,18 +100,21 @@ def _several(levels: list[Level], where: str) -> WeightsMismatch:
     found = " and ".join(repr(level.path) if level.path else "its top level" for level in levels)
     both = "both" if len(levels) == 2 else "all"
     options = " or ".join(f"level={level.path!r}" for level in levels)
-    return WeightsMismatch(
-        where, [f"{found} {both} fit, with different values"], f"Say which: {options} (weightswap pack --level)."
-    )
+    return WeightsMismatch(where, [f"{found} {both} fit, with different values"], f"Say which: {options} (--level).")
 
 
-def _no_tensors(checkpoint: Checkpoint) -> str:
+def no_tensors(checkpoint: Checkpoint) -> CheckpointError:
     """What to say of a checkpoint in which nothing is where it is looked for."""
+    where = _where(checkpoint.where, checkpoint.levels[0])
     found = {path: names for path, names in checkpoint.mappings().items() if names}
     if not found:
-        return "holds no tensors; give a state dict"
+        return CheckpointError(f"{where}: holds no tensors; give a state dict")
+    if all(_OPTIMIZER_STATE in path.split(".") for path in found):
+        return CheckpointError(f"{where}: holds the state of an optimizer, and no weights; give the model's state dict")
     option = f"level={next(iter(found))!r}" if len(found) == 1 else "the one that is meant as level=..."
-    return f"holds no tensors where a state dict is looked for. It has {listing(found)}: pass {option} {_LEVEL}"
+    return CheckpointError(
+        f"{where}: holds no tensors where a state dict is looked for. It has {listing(found)}: pass {option} {_LEVEL}"
+    )
 
 
 def _named(nearest: Level, checkpoint: Checkpoint, readings: list[Reading]) -> WeightsMismatch | None:

@@ -53,8 +53,8 @@ def export(
     skeleton, sample inputs are chosen by its kind, and as many sizes as possible stay dynamic.
     """
     with errors_as_exit(as_json):
-        from weightswap_runtime.cli.inspect import signature_text
         from weightswap_runtime.goldens import artifact_goldens
+        from weightswap_runtime.wording import signature_text
 
         from .recipes import export_recipe
 
@@ -78,7 +78,7 @@ def export(
             typer.echo(f"method     {signature_text(name, method.signature)}")
         typer.echo(f"weights    {len(manifest.weights)} tensors, {human_bytes(manifest.total_bytes)}, left out")
         if recorded:
-            typer.echo(f"goldens    {recorded} cases")
+            typer.echo(f"goldens    {recorded} case{'' if recorded == 1 else 's'}")
 
 
 @compile_command.command(name="compile")
@@ -178,7 +178,7 @@ def pack(
         typer.echo(f"weight file {packed.path}, {human_bytes(packed.nbytes)}")
         typer.echo(f"weights id  {packed.weights_id}")
         if packed.goldens:
-            typer.echo(f"goldens     {packed.goldens} cases")
+            typer.echo(f"goldens     {packed.goldens} case{'' if packed.goldens == 1 else 's'}")
         if packed.level:
             typer.echo(f"found in    {packed.level}")
         for found, names in packed.cast.items():

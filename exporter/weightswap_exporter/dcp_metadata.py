@@ -10,6 +10,7 @@ import pickle
 from collections.abc import Iterator, Mapping
 from math import prod
 from pathlib import Path, PurePosixPath
+from reprlib import repr as shown  # of a value that holds itself a billion times, too
 from typing import Any, NamedTuple
 
 import torch
@@ -48,12 +49,17 @@ class Chunk(NamedTuple):
 
 
 class Described(NamedTuple):
-    """A tensor as the metadata describe it. `problems` says what keeps its chunks from making up the tensor."""
+    """A tensor as the metadata describe it.
+
+    problems: what keeps its chunks from making up the tensor. holder: the path of the mapping that it was saved in,
+    such as `model`; empty for the top, and where the metadata do not say.
+    """
 
     dtype: torch.dtype
     shape: tuple[int, ...]
     chunks: tuple[Chunk, ...]
     problems: tuple[str, ...]
+    holder: str = ""
 
 
 def read_metadata(path: Path) -> dict[str, Described]:
@@ -72,7 +78,7 @@ def read_metadata(path: Path) -> dict[str, Described]:
     try:
         places = _places(document)
         return {
-            name: _described(name, entry, places.get(name, {}))
+            name: _described(name, entry, places.get(name, {}))._replace(holder=_holder(document, name))
             for name, entry in _mapping(document.state_dict_metadata).items()
             if type(entry).__name__ == "TensorStorageMetadata"
         }
@@ -126,7 +132,7 @@ def _mapping(value: Any) -> Mapping[Any, Any]:
 
 def _sizes(value: Any) -> tuple[int, ...]:
     if not isinstance(value, tuple) or not all(type(size) is int and size >= 0 for size in value):
-        raise TypeError(f"expected sizes, found {value!r:.80}")
+        raise TypeError(f"expected sizes, found {shown(value)}")
     return value
 
 
@@ -139,11 +145,20 @@ def _places(document: Any) -> dict[str, dict[tuple[int, ...] | None, Any]]:
     return places
 
 
+def _holder(document: Any, name: str) -> str:
+    """What the planner has noted: the keys that it has joined to the name."""
+    noted = getattr(document, "planner_data", None)
+    keys = noted.get(name) if isinstance(noted, Mapping) else None
+    if not isinstance(keys, tuple) or not all(isinstance(key, str | int) for key in keys):
+        return ""
+    return ".".join(map(str, keys[:-1]))
+
+
 def _described(name: str, entry: Any, places: Mapping[tuple[int, ...] | None, Any]) -> Described:
     properties = entry.properties
     dtype = properties.args[0] if properties.args else properties.dtype
     if not isinstance(name, str) or not isinstance(dtype, torch.dtype):
-        raise TypeError(f"{name!r} has the dtype {dtype!r:.80}")
+        raise TypeError(f"{name!r} has the dtype {shown(dtype)}")
     shape = _sizes(entry.size)
     blocks = [(_sizes(chunk.offsets), _sizes(chunk.sizes)) for chunk in entry.chunks]
     blocks = [block for block in blocks if prod(block[1])]
@@ -158,7 +173,7 @@ def _described(name: str, entry: Any, places: Mapping[tuple[int, ...] | None, An
 def _chunk(offsets: tuple[int, ...], sizes: tuple[int, ...], info: Any) -> Chunk:
     begin, length = _sizes((info.offset, info.length))
     if not isinstance(info.relative_path, str):
-        raise TypeError(f"expected the name of a file, found {info.relative_path!r:.80}")
+        raise TypeError(f"expected the name of a file, found {shown(info.relative_path)}")
     return Chunk(offsets, sizes, info.relative_path, begin, length)
 
 

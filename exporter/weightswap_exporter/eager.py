@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -11,11 +11,15 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from weightswap_runtime.digests import digest_of
 from weightswap_runtime.signature import leaves
 from weightswap_runtime.tensors import tensor_bytes
 
 from . import huggingface
 from .describe import plain_tree
+from .values import pieces
+
+_NOTHING = nullcontext()
 
 
 class Outputs(NamedTuple):
@@ -54,21 +58,32 @@ class Eager:
         self._model = model
         self._functions = functions
         self._buffers = buffers
-        self._versions = _versions(model)
+        self._parameters = _parameters(model)
 
-    def run(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Outputs:
-        """Call a method from the initial state, with copies of the inputs in row-major order, as goldens keep them."""
+    def run(
+        self,
+        method: str,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        within: AbstractContextManager[object] = _NOTHING,
+    ) -> Outputs:
+        """Call a method from the initial state, with copies of the inputs in row-major order, as goldens keep them.
+
+        within: a block that the call alone runs in.
+        """
         self._buffers.reset()
         args, kwargs = pytree.tree_map(_row_major, (args, kwargs))
         name = self._functions[method]
         call = self._model if name == "forward" else getattr(self._model, name)
-        tree, values = plain_tree(call(*args, **kwargs))
+        with within:
+            result = call(*args, **kwargs)
+        tree, values = plain_tree(result)
         return Outputs([leaf.name for leaf in leaves(tree)], [_row_major(value) for value in values])
 
     def changed(self) -> list[str]:
         """The names of weights and constants that calls have changed."""
-        now = _versions(self._model)
-        return self._buffers.changed() + [name for name, version in self._versions.items() if now.get(name) != version]
+        now = _parameters(self._model)
+        return self._buffers.changed() + [name for name, value in self._parameters.items() if now.get(name) != value]
 
 
 def _row_major(value: Any) -> Any:
@@ -77,10 +92,14 @@ def _row_major(value: Any) -> Any:
     return value.detach().clone(memory_format=torch.contiguous_format)
 
 
-def _versions(model: nn.Module) -> dict[str, tuple[int, int]]:
-    """What changes when a parameter is written to or replaced."""
-    parameters = model.named_parameters(remove_duplicate=False)
-    return {name: (id(value), 0 if value.is_inference() else value._version) for name, value in parameters}
+def _parameters(model: nn.Module) -> dict[str, tuple[int, str]]:
+    """What changes when a parameter is replaced or written to, also through its `data`, which has no version."""
+    digests = {id(value): _digest(value) for value in model.parameters()}
+    return {name: (id(value), digests[id(value)]) for name, value in model.named_parameters(remove_duplicate=False)}
+
+
+def _digest(value: torch.Tensor) -> str:
+    return digest_of(pieces(value)) if value.layout is torch.strided else ""
 
 
 class _Place(NamedTuple):

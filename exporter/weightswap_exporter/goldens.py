@@ -145,14 +145,20 @@ class _Recorder:
 
 def _model_problems(model: nn.Module, manifest: Manifest, values: Mapping[str, torch.Tensor]) -> Iterator[str]:
     """Why what the model computes is not what the graph computes with its weights."""
+    yield from type_problems(model, manifest)
     tensors = named_tensors(model)
-    for row in (*manifest.weights, *manifest.state):
-        if problem := _tensor_problem(row, tensors.get(row.name)):
-            yield problem
     for row in manifest.constants:
         tensor = tensors.get(row.name)
         if tensor is not None and (text := _difference(values[row.name], tensor)):
             yield f"{row.name} is not the artifact's constant{text}"
+
+
+def type_problems(model: nn.Module, manifest: Manifest) -> Iterator[str]:
+    """Weights and state that the model has not, or in another type, or not on the CPU."""
+    tensors = named_tensors(model)
+    for row in (*manifest.weights, *manifest.state):
+        if problem := _tensor_problem(row, tensors.get(row.name)):
+            yield problem
 
 
 def _tensor_problem(row: NamedTensor, tensor: torch.Tensor | None) -> str | None:
@@ -181,7 +187,7 @@ def _output_problems(wanted: list[Leaf], first: Outputs, second: Outputs) -> Ite
             yield f": expected the outputs {', '.join(names)}, the model gives {', '.join(found.names)}"
             return
     for leaf, one, other in zip(wanted, first.values, second.values, strict=True):
-        if text := _value_problem(leaf, one) or _change(one, other):
+        if text := _value_problem(leaf, one) or change(*(_kept(value) for value in (one, other))):
             yield f", {leaf.name}{text}"
 
 
@@ -197,12 +203,16 @@ def _value_problem(leaf: Leaf, value: Any) -> str | None:
     return type_problem(leaf, dtype_of(value.dtype), tuple(value.shape))
 
 
-def _change(one: Any, other: Any) -> str | None:
-    """How two runs of one call differ: dropout is left on, or the model draws random numbers."""
-    if not isinstance(one, torch.Tensor):
+def _kept(value: Any) -> Any:
+    return content_of(value) if isinstance(value, torch.Tensor) else value
+
+
+def change(one: Any, other: Any, who: str = "the eager model") -> str | None:
+    """How two runs of one call differ, in words; tensors as contents. Dropout is left on, or numbers are random."""
+    if not isinstance(one, Content) or not isinstance(other, Content):
         return None if one == other else f": is {one!r:.80} in one run and {other!r:.80} in the next"
-    text = _difference(one, other)
-    return f" is not deterministic: two runs of the eager model differ{text}" if text else None
+    text = difference(one, other, None)
+    return f" is not deterministic: two runs of {who} differ at {text.lstrip(': ')}" if text else None
 
 
 def _difference(expected: torch.Tensor, found: torch.Tensor) -> str | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -17,6 +18,7 @@ from .values import Values
 WRAPPERS = ("state_dict", "model", "model_state_dict", "module")
 DEPTH = 2
 MOST_DEPTH = 8
+MOST_PLACES = 4
 MOST_LISTED = 20
 NO_VALUES = "has no values (a skeleton's or a meta tensor)"
 
@@ -35,7 +37,8 @@ class Choice(NamedTuple):
 class Level(NamedTuple):
     """A state dict in a checkpoint. `path` is empty for the checkpoint itself, `model` or `state_dict.model` below.
 
-    problems: what keeps the level's tensors from being packed. content: the level as its trainer saved it, tensors
+    problems: what keeps the level's tensors from being packed. own: how many tensors are in the level itself, not in a
+    mapping in it. content: the level as its trainer saved it, tensors
     loaded. damage: what is wrong with the values of all tensors in the content, as far as check sums tell. The names
     of tensors and content lack `prefix`; left_out: the tensors that do not have it.
     """
@@ -47,6 +50,7 @@ class Level(NamedTuple):
     damage: Callable[[], list[str]]
     prefix: str = ""
     left_out: tuple[str, ...] = ()
+    own: int = 0
 
 
 ANYWHERE = Choice()
@@ -92,11 +96,21 @@ def nested_levels(
     return Levels(levels, mappings if choice.level is None else dict)
 
 
-def flat_levels(tensors: Mapping[str, Values], where: str, choice: Choice = ANYWHERE, *, deep: bool = True) -> Levels:
-    """The same for tensors whose names hold the keys of every level, joined with dots."""
+def flat_levels(
+    tensors: Mapping[str, Values],
+    where: str,
+    choice: Choice = ANYWHERE,
+    *,
+    deep: bool = True,
+    holders: Mapping[str, str] | None = None,
+) -> Levels:
+    """The same for tensors whose names hold the keys of every level, joined with dots.
+
+    holders: the path of the mapping that each tensor was in, where it is known; else it is the top.
+    """
 
     def mappings() -> dict[str, list[str]]:
-        return {"": list(tensors)} | _grouped(tensors)
+        return {"": list(tensors)} | _grouped(tensors) if holders is None else _held(tensors, holders)
 
     paths = ["", *WRAPPERS, *(f"{outer}.{inner}" for outer in WRAPPERS for inner in WRAPPERS if inner != outer)]
     if choice.level is not None:
@@ -106,7 +120,8 @@ def flat_levels(tensors: Mapping[str, Values], where: str, choice: Choice = ANYW
         start = f"{path}." if path else ""
         below = {name.removeprefix(start): values for name, values in tensors.items() if name.startswith(start)}
         if below or path == "":
-            levels.append(_flat(path, below, choice))
+            own = sum((holders or {}).get(start + name, "") == path for name in below)
+            levels.append(_flat(path, below, choice, own))
     if not levels:
         raise _unknown(where, paths[0], mappings())
     return Levels(_with_prefix(levels, where), mappings if choice.level is None else dict)
@@ -134,7 +149,20 @@ def _grouped(names: Iterable[str]) -> dict[str, list[str]]:
         parts = name.split(".")
         for depth in range(1, min(3, len(parts))):
             groups.setdefault(".".join(parts[:depth]), []).append(".".join(parts[depth:]))
-    return dict(sorted(groups.items(), key=lambda item: item[0].count(".")))
+    return dict(sorted(groups.items(), key=_depth))
+
+
+def _depth(item: tuple[str, object]) -> int:
+    return item[0].count(".")
+
+
+def _held(names: Iterable[str], holders: Mapping[str, str]) -> dict[str, list[str]]:
+    """Names by the mapping that they are in, without its path."""
+    held: dict[str, list[str]] = {}
+    for name in names:
+        path = holders[name]
+        held.setdefault(path, []).append(name.removeprefix(f"{path}.") if path else name)
+    return dict(sorted(held.items(), key=_depth))
 
 
 def _below(path: str, tree: Mapping[Any, Any], depth: int) -> Iterator[tuple[str, Mapping[Any, Any]]]:
@@ -144,12 +172,19 @@ def _below(path: str, tree: Mapping[Any, Any], depth: int) -> Iterator[tuple[str
             yield from _below(f"{path}.{key}" if path else key, below, depth - 1)
 
 
-def _mappings(path: str, tree: Mapping[Any, Any], depth: int) -> Iterator[tuple[str, Mapping[Any, Any]]]:
-    """A mapping and all the mappings in it, by their paths."""
+def _mappings(
+    path: str, tree: Mapping[Any, Any], depth: int, met: Counter[int] | None = None
+) -> Iterator[tuple[str, Mapping[Any, Any]]]:
+    """A mapping and all the mappings in it, by their paths; one that is in many places, in the first MOST_PLACES.
+
+    A small pickle can put a mapping into itself, or into a billion places.
+    """
+    met = Counter() if met is None else met
+    met[id(tree)] += 1
     yield path, tree
     for key, below in tree.items() if depth else ():
-        if isinstance(below, Mapping):
-            yield from _mappings(f"{path}.{key}" if path else str(key), below, depth - 1)
+        if isinstance(below, Mapping) and met[id(below)] < MOST_PLACES:
+            yield from _mappings(f"{path}.{key}" if path else str(key), below, depth - 1, met)
 
 
 def _walk(tree: Mapping[Any, Any], path: str) -> Mapping[Any, Any] | None:
@@ -193,10 +228,10 @@ def _nested(path: str, tree: Mapping[Any, Any], values_of: Callable[[torch.Tenso
         found = [value for _, below in _mappings("", tree, MOST_DEPTH) for value in _tensors(below).items()]
         return [text for key, value in found if not any(_problems("", value)) for text in values_of(value).problems()]
 
-    return Level(path, values, problems, lambda: tree, damage, prefix, left_out)
+    return Level(path, values, problems, lambda: tree, damage, prefix, left_out, len(tensors))
 
 
-def _flat(path: str, tensors: Mapping[str, Values], choice: Choice) -> Level:
+def _flat(path: str, tensors: Mapping[str, Values], choice: Choice, own: int) -> Level:
     prefix = choice.prefix
     left_out = tuple(name for name in tensors if not name.startswith(prefix))
     below = {name[len(prefix) :]: values for name, values in tensors.items() if name.startswith(prefix)}
@@ -207,7 +242,7 @@ def _flat(path: str, tensors: Mapping[str, Values], choice: Choice) -> Level:
     def damage() -> list[str]:
         return [text for values in below.values() for text in values.problems()]
 
-    return Level(path, below, tuple(_dtype_problems(below)), content, damage, prefix, left_out)
+    return Level(path, below, tuple(_dtype_problems(below)), content, damage, prefix, left_out, own)
 
 
 def _tensors(tree: Mapping[Any, Any]) -> dict[Any, torch.Tensor]:

@@ -8,7 +8,7 @@ import pickle
 import re
 import sys
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from operator import attrgetter
@@ -24,7 +24,7 @@ from weightswap_runtime.weightset import read_index
 
 from .stored import Files, Stored, Window, read_into
 from .values import Values, dtype_of, values_of
-from .zipped import Record, damaged_pickle, is_damaged, read_records
+from .zipped import PICKLE_NAME, SCRIPT_NAME, Record, damaged_pickle, is_damaged, read_records, record_names
 
 SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
 INDEX_SUFFIX = ".bin.index.json"
@@ -75,16 +75,24 @@ class Pickled(NamedTuple):
 
     def values_of(self, tensor: torch.Tensor) -> Values:
         """Where a tensor's values are. One that torch has put elsewhere stays there."""
-        if tensor.is_conj() or tensor.is_neg():  # its values are not those that the file has
-            return values_of(tensor)
         address = tensor.data_ptr()
         for start, end, offset, storages in self.mapped if tensor.numel() else ():
             if start <= address < end:
-                shape, stride = tuple(tensor.shape), tuple(tensor.stride())
                 place = address - start + offset
+                if tensor.is_conj() or tensor.is_neg():  # its values are not those that the file has
+                    return values_of(tensor)._replace(problems=partial(storages.problems, place))
+                shape, stride = tuple(tensor.shape), tuple(tensor.stride())
                 stored = Stored(str(storages.path), storages.fd, place, tensor.dtype, shape, stride)
-                problems = partial(storages.problems, place)
-                return Values(dtype_of(tensor.dtype), shape, stored, stored.load, problems)
+                return Values(
+                    dtype_of(tensor.dtype),
+                    shape,
+                    stored,
+                    stored.load,
+                    partial(storages.problems, place),
+                    parts=stored.parts,
+                    file=storages.path,
+                    offset=place,
+                )
         return values_of(tensor)
 
 
@@ -139,7 +147,7 @@ def _mapped(storages: Storages) -> Iterator[_Mapped]:
         return
     inode = str(os.fstat(storages.fd).st_ino)
     name = os.path.realpath(storages.path)  # some file systems show another inode there
-    for line in _MAPS.read_text(errors="surrogateescape").splitlines():
+    for line in _MAPS.read_text(errors="surrogateescape").rstrip("\n").split("\n"):
         addresses, _, offset, _, *file = line.split(maxsplit=5)
         if file[0] == inode or file[1:] == [name]:
             start, end = (int(address, 16) for address in addresses.split("-"))
@@ -161,14 +169,31 @@ def _is_zip(fd: int, path: Path) -> bool:
 
 def _records(fd: int, path: Path) -> dict[str, Record]:
     """The records of a zip, whose description of the tensors is undamaged. Raises CheckpointError."""
+    file = io.BufferedReader(Window(fd, 0, os.fstat(fd).st_size))
     try:
-        records = read_records(io.BufferedReader(Window(fd, 0, os.fstat(fd).st_size)))
+        _check_kind(path, record_names(file))
+        records = read_records(file)
     except (BadZipFile, OSError, ValueError, NotImplementedError) as error:
         raise CheckpointError(f"{path}: damaged ({error}). {_AGAIN}") from error
     if damaged_pickle(fd, records, str(path)):
         raise CheckpointError(f"{path}: damaged: its data.pkl has another CRC-32 than the file records. {_AGAIN}")
     _check_byte_order(fd, path, records)
     return records
+
+
+def _check_kind(path: Path, names: Sequence[str]) -> None:
+    """Raise CheckpointError for zips that hold no pickled checkpoint."""
+    if SCRIPT_NAME in names:
+        raise CheckpointError(
+            f"{path}: a TorchScript archive, expected a state dict. Save that where the model's source code is: "
+            "torch.save(model.state_dict(), ...)"
+        )
+    if PICKLE_NAME not in names:
+        found = ", ".join(names[:5]) or "nothing"
+        raise CheckpointError(
+            f"{path}: a zip file without the data.pkl that torch.save writes (it holds {found}). Give the file of a "
+            "checkpoint."
+        )
 
 
 def _check_byte_order(fd: int, path: Path, records: Mapping[str, Record]) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import io
 import os
 import stat
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
@@ -33,6 +33,20 @@ class Stored(NamedTuple):
     def span(self) -> int:
         """How many bytes the tensor covers in the file."""
         return span(self.shape, self.stride) * self.dtype.itemsize
+
+    @property
+    def is_row_major(self) -> bool:
+        """Whether the elements follow each other in the file as they do in a contiguous tensor."""
+        steps = zip(self.shape, self.stride, row_major(self.shape), strict=True)
+        return 0 in self.shape or all(size == 1 or step == expected for size, step, expected in steps)
+
+    def parts(self) -> Callable[[memoryview, int], None] | None:
+        """What reads a part; None where the tensor has to be read whole."""
+        return self.read if self.is_row_major else None
+
+    def read(self, memory: memoryview, begin: int) -> None:
+        """Fill memory with the bytes of a row-major tensor from `begin` on. Raises CheckpointError."""
+        read_into(self.fd, memory, self.offset + begin, self.where)
 
     def load(self) -> torch.Tensor:
         """Read the tensor. Raises CheckpointError."""
@@ -104,7 +118,7 @@ class Files:
             raise CheckpointError(f"{path}: cannot be read (not a regular file)")
         seen = (status.st_ino, status.st_size, status.st_mtime_ns)
         if self._seen.setdefault(path, seen) != seen:
-            raise CheckpointError(f"{path}: was written to or replaced while it was read. Pack it again.")
+            raise CheckpointError(f"{path}: was written to or replaced while it was read. Try it again.")
 
 
 class Window(io.RawIOBase):

@@ -182,7 +182,7 @@ def _made(node: Node, value: torch.Tensor) -> Node:
 
 def _root(node: Node, *, casts: bool = False) -> Node:
     """The node whose values, in the same order and shape, are those of `node`; also of another dtype if asked for."""
-    while node.target in _SAME_VALUES:
+    while node.target in _SAME_VALUES or _pads_nothing(node):
         source = node.args[0]
         assert isinstance(source, Node)
         (dtype, shape), (found, size) = _type(node), _type(source)
@@ -190,6 +190,14 @@ def _root(node: Node, *, casts: bool = False) -> Node:
             break
         node = source
     return node
+
+
+def _pads_nothing(node: Node) -> bool:
+    """As transformers' code for tied weights does, where a bias is as long as its weight has rows."""
+    if node.target is not aten.constant_pad_nd.default:
+        return False
+    widths: Any = node.args[1]
+    return not any(widths)
 
 
 def _type(node: Node) -> tuple[str, tuple[int, ...]]:

@@ -13,35 +13,23 @@ import subprocess
 import sys
 import tempfile
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from weightswap_runtime import Artifact, Model, load
-from weightswap_runtime.conditions import evaluate, parse_condition
 from weightswap_runtime.contents import Content
 from weightswap_runtime.dtypes import has_fractions
 from weightswap_runtime.engines import Engine
 from weightswap_runtime.errors import CaptureError, WeightswapError
+from weightswap_runtime.generating import Sizes, common_sizes, random_values, write_random_weights
 from weightswap_runtime.model import engine_of
-from weightswap_runtime.signature import (
-    Integer,
-    Leaf,
-    Literal,
-    Signature,
-    Size,
-    flatten,
-    leaves,
-    parse_size,
-    unflatten,
-)
-from weightswap_runtime.weightfile import canonical_order, write_weight_file
+from weightswap_runtime.signature import Signature, flatten, leaves, unflatten
 from weightswap_runtime.widening import widened
 
-MOST_BYTES = 2 << 30
-SIZES = (2, 3, 5)  # that dynamic dimensions have, one after another
+MOST_BYTES = 2 << 30  # of random weights
 # of an output's largest value; wrong translations are off by more, and rounding by less
 TOLERANCES = {"F64": 1e-4, "F32": 1e-3, "C64": 1e-3, "F16": 3e-2}
 COARSE = 0.15  # dtypes with fewer digits
@@ -86,52 +74,17 @@ def differences(artifact: Artifact, engine: Any) -> Iterator[str]:
     rng = np.random.default_rng(0)
     with tempfile.TemporaryDirectory(prefix="weightswap-") as folder:
         weights = Path(folder) / "random.safetensors"
-        _write_random(artifact, weights, rng)
+        write_random_weights(artifact.manifest, weights, rng)
         ours, theirs = (load(artifact.path, weights, engine=name, verify="off") for name in ("torch", engine))
         for name, signature in ours.signatures.items():
-            for sizes in _sizes(signature):
+            for sizes in common_sizes(signature):
                 yield from _one_call(name, signature, sizes, ours, theirs, rng)
 
 
-def _write_random(artifact: Artifact, path: Path, rng: np.random.Generator) -> None:
-    rows = canonical_order(row.row for row in artifact.manifest.weights)
-    data = ((row.name, [_random(row.dtype, row.shape, rng, weight=True).data]) for row in rows)
-    write_weight_file(path, rows, data, graph_id=artifact.graph_id)
-
-
-def _random(dtype: str, shape: Sequence[int], rng: np.random.Generator, *, weight: bool = False) -> Content:
-    """Normal numbers; scales and variances, which vectors are, are positive; integers are 0 and 1."""
-    if not has_fractions(dtype):
-        return _content(rng.integers(0, 2, shape), dtype)
-    if weight and len(shape) < 2:
-        return _content(rng.uniform(0.5, 1.5, shape), dtype)
-    return _content(rng.normal(0, 1 / np.sqrt(max(1, shape[-1])) if weight else 1, shape), dtype)
-
-
-def _content(values: np.ndarray[Any, Any], dtype: str) -> Content:
-    import torch
-
-    from weightswap_runtime.tensors import tensor_content, torch_dtype
-
-    return tensor_content(torch.from_numpy(np.asarray(values)).to(torch_dtype(dtype)))
-
-
-def _sizes(signature: Signature) -> Iterator[Mapping[str, int]]:
-    """Sizes for the dynamic dimensions that the signature allows."""
-    conditions = [parse_condition(text) for text in signature.conditions]
-    for start in range(len(SIZES) if signature.dims else 1):
-        found = {}
-        for place, (name, limits) in enumerate(signature.dims.items()):
-            size = max(limits.min, SIZES[(start + place) % len(SIZES)])
-            found[name] = size if limits.max is None else min(size, limits.max)
-        if all(evaluate(condition, found) for condition in conditions):
-            yield found
-
-
 def _one_call(
-    name: str, signature: Signature, sizes: Mapping[str, int], ours: Model, theirs: Model, rng: np.random.Generator
+    name: str, signature: Signature, sizes: Sizes, ours: Model, theirs: Model, rng: np.random.Generator
 ) -> Iterator[str]:
-    flat = [_value(leaf, sizes, rng) for _, node in (*signature.args, *signature.kwargs) for leaf in leaves(node)]
+    flat = random_values(signature, sizes, rng)
     try:
         expected, again = (_call(ours, name, signature, flat) for _ in range(2))
     except Exception:  # random inputs may be what the model cannot take
@@ -147,21 +100,6 @@ def _one_call(
     for leaf, wanted, got in zip(leaves(signature.output), expected, found, strict=True):
         if text := _problem(wanted, got):
             yield f"{where}: {leaf.name}: {text}"
-
-
-def _value(leaf: Leaf, sizes: Mapping[str, int], rng: np.random.Generator) -> Any:
-    if isinstance(leaf, Literal):
-        return leaf.content
-    if isinstance(leaf, Integer):
-        return _size(leaf.value, sizes)
-    return _random(leaf.dtype, [_size(size, sizes) for size in leaf.shape], rng)
-
-
-def _size(size: Size, sizes: Mapping[str, int]) -> int:
-    if isinstance(size, int):
-        return size
-    factor, dim, offset = parse_size(size)
-    return factor * sizes[dim] + offset
 
 
 def _call(model: Model, name: str, signature: Signature, flat: Sequence[Any]) -> list[Any]:

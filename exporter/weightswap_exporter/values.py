@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from functools import partial
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -17,16 +18,26 @@ from .tables import tie_key
 PIECE = 16 << 20
 
 
+Read = Callable[[memoryview, int], None]
+
+
 def _no_problems() -> Sequence[str]:
     return ()
+
+
+def _no_parts() -> None:
+    return None
 
 
 class Values(NamedTuple):
     """A tensor of a checkpoint.
 
     dtype: its safetensors name. place: equal for two tensors only if they have the same values without a look at them.
-    load: gets the values, in memory of their own or in the source's. problems: what would keep `load` from working, as
-    far as can be told without reading the values.
+    load: gets the values, in memory of their own or in the source's. problems: what would keep `load` from working, and
+    check sums that are wrong. lacking: the same, as far as it can be told without reading the values.
+    parts: gives what fills memory with the row-major bytes from a given one on, in any thread; None where that would
+    take the memory of the whole tensor. file: the one that the values are in, if it is one. offset: of the first
+    element in it, in bytes, where it can be said.
     """
 
     dtype: str
@@ -34,11 +45,16 @@ class Values(NamedTuple):
     place: Hashable
     load: Callable[[], torch.Tensor]
     problems: Callable[[], Sequence[str]] = _no_problems
+    lacking: Callable[[], Sequence[str]] = _no_problems
+    parts: Callable[[], Read | None] = _no_parts
+    file: Path | None = None
+    offset: int | None = None
 
 
 def values_of(tensor: torch.Tensor) -> Values:
     """The values of a tensor in memory, which is not copied."""
-    return Values(dtype_of(tensor.dtype), tuple(tensor.shape), tie_key(tensor), partial(_same, tensor))
+    shape, load = tuple(tensor.shape), partial(_same, tensor)
+    return Values(dtype_of(tensor.dtype), shape, tie_key(tensor), load, parts=partial(_parts, tensor))
 
 
 def dtype_of(dtype: torch.dtype) -> str:
@@ -53,6 +69,14 @@ def content_of(tensor: torch.Tensor) -> Content:
 
 def _same(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
+
+
+def _parts(tensor: torch.Tensor) -> Read | None:
+    return partial(_copy, tensor) if tensor.is_contiguous() else None
+
+
+def _copy(tensor: torch.Tensor, memory: memoryview, begin: int) -> None:
+    memory[:] = tensor_bytes(tensor)[begin : begin + len(memory)]
 
 
 def pieces(

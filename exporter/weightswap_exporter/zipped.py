@@ -12,6 +12,7 @@ from .stored import read_into
 
 PIECE = 1 << 20  # stays in the processor's cache
 PICKLE_NAME = "data.pkl"
+SCRIPT_NAME = "constants.pkl"  # what torch.jit.save adds
 _LOCAL_HEADER = struct.Struct("<4s22xHH")
 _SIGNATURE = b"PK\x03\x04"
 
@@ -24,10 +25,20 @@ class Record(NamedTuple):
     crc: int
 
 
+def record_names(file: IO[bytes]) -> list[str]:
+    """The names of a zip's records, without the folder in front. Raises BadZipFile, ValueError and OSError."""
+    with ZipFile(file) as archive:
+        return [_name(info) for info in archive.infolist()]
+
+
 def read_records(file: IO[bytes]) -> dict[str, Record]:
     """The records of a zip by their names, without the folder in front. Raises BadZipFile, ValueError and OSError."""
     with ZipFile(file) as archive:
-        return {info.filename.partition("/")[2]: _record(file, info) for info in archive.infolist()}
+        return {_name(info): _record(file, info) for info in archive.infolist()}
+
+
+def _name(info: ZipInfo) -> str:
+    return info.filename.partition("/")[2]
 
 
 def _record(file: IO[bytes], info: ZipInfo) -> Record:

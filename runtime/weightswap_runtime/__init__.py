@@ -25,6 +25,7 @@ from .errors import (
     NothingToRollBack,
     NoWeights,
     OutOfMemory,
+    ParityError,
     PinReleased,
     PublishTimeout,
     RecipeError,
@@ -45,7 +46,8 @@ from .errors import (
 )
 from .events import Event
 from .job import Progress
-from .model import Model, load
+from .loading import load
+from .model import Model
 from .pinned import Pinned
 from .receipts import SwapReceipt
 from .staged import Staged
@@ -79,6 +81,7 @@ __all__ = [
     "NoWeights",
     "NothingToRollBack",
     "OutOfMemory",
+    "ParityError",
     "PinReleased",
     "Pinned",
     "Progress",

@@ -155,7 +155,7 @@ def resolve(
     if readings is UNAMBIGUOUS and len(fitting) == 2 and _differ(*fitting):
         raise WeightsMismatch(
             where,
-            ["its tensors fit both as runtime names and as checkpoint keys, with different results"],
+            ["its tensors fit both as runtime names and as checkpoint keys, and need not give the same"],
             'Say which: keys="checkpoint" or keys="fqn". Or pack the checkpoint: a weight file says it itself.',
         )
     if fitting:

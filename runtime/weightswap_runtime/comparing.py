@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -33,11 +34,33 @@ def difference(expected: Content, found: Content, tolerance: Tolerance | None) -
     """
     if expected.dtype != found.dtype or expected.shape != found.shape:
         return f": expected {_type(expected)}, found {_type(found)}"
-    differ = _differ_in_bits(expected, found) if tolerance is None else _differ_in_value(expected, found, tolerance)
+    differ = differing(expected, found, tolerance)
     count = int(differ.sum())
     if not count:
         return None
     return f"{_worst(expected, found, differ)}; {count} of {differ.size} elements differ{_beyond(tolerance, found)}"
+
+
+def differing(expected: Content, found: Content, tolerance: Tolerance | None) -> NDArray[np.bool_]:
+    """Which elements of two tensors of one type differ, in row-major order; see `difference`."""
+    return _differ_in_bits(expected, found) if tolerance is None else _differ_in_value(expected, found, tolerance)
+
+
+def furthest(expected: Content, found: Content, differ: NDArray[np.bool_]) -> int:
+    """The position of that one of the elements that `differ` which is furthest from the expected one."""
+    gaps = np.nan_to_num(_gaps(widened(expected), widened(found)), nan=np.inf)
+    return int(np.where(differ, gaps, -1).argmax())
+
+
+def number(tensor: Content, position: int) -> Any:
+    """An element as Python has it, from its position in row-major order."""
+    values = widened(tensor) if has_fractions(tensor.dtype) else as_array(tensor).reshape(-1)
+    return values[position].item()
+
+
+def index_of(position: int, shape: Sequence[int]) -> tuple[int, ...]:
+    """The index of an element, from its position in row-major order."""
+    return tuple(int(part) for part in np.unravel_index(position, shape))
 
 
 def not_finite(recorded: Content, found: Content) -> str | None:
@@ -55,7 +78,7 @@ def not_finite(recorded: Content, found: Content) -> str | None:
         return None
     index = int(wrong.argmax())
     value = values[index].item()
-    return f"{_place(index, found)}: expected a finite value, found {value}; {count} of {wrong.size} are not"
+    return f"{_place(index, found.shape)}: expected a finite value, found {value}; {count} of {wrong.size} are not"
 
 
 def _type(tensor: Content) -> str:
@@ -103,17 +126,10 @@ def _gaps(expected: NDArray[Any], found: NDArray[Any]) -> NDArray[Any]:
     return gaps
 
 
-def _worst(expected: Content, found: Content, differ: NDArray[Any]) -> str:
-    gaps = np.nan_to_num(_gaps(widened(expected), widened(found)), nan=np.inf)
-    index = int(np.where(differ, gaps, -1).argmax())
-    wanted, got = _number(expected, index), _number(found, index)
-    return f"{_place(index, found)}: expected {wanted}, found {got}{_gap(wanted, got)}"
-
-
-def _number(tensor: Content, index: int) -> Any:
-    """An element as Python has it, from its position in row-major order."""
-    values = widened(tensor) if has_fractions(tensor.dtype) else as_array(tensor).reshape(-1)
-    return values[index].item()
+def _worst(expected: Content, found: Content, differ: NDArray[np.bool_]) -> str:
+    position = furthest(expected, found, differ)
+    wanted, got = number(expected, position), number(found, position)
+    return f"{_place(position, found.shape)}: expected {wanted}, found {got}{_gap(wanted, got)}"
 
 
 def _gap(wanted: Any, got: Any) -> str:
@@ -123,10 +139,6 @@ def _gap(wanted: Any, got: Any) -> str:
     return f", absolute difference {absolute:.6g}, relative {relative:.6g}"
 
 
-def _place(index: int, tensor: Content) -> str:
-    """`[1, 2]`: the index of an element, from its position in row-major order. Empty for a scalar."""
-    position = []
-    for size in reversed(tensor.shape):
-        index, rest = divmod(index, size)
-        position.append(rest)
-    return str(position[::-1]) if position else ""
+def _place(position: int, shape: Sequence[int]) -> str:
+    """`[1, 2]`; empty for a scalar."""
+    return str(list(index_of(position, shape))) if shape else ""

@@ -36,6 +36,7 @@ WeightswapError
     |-- CaptureError           the model cannot be captured as it is
     |-- CheckpointError        the checkpoint cannot be read or packed
     |-- RecordingError         goldens cannot be recorded with the eager model
+    |-- ParityError            executions cannot be compared: nothing is said about whether they are equal
     |-- PublishTimeout         a weight file is still being written
     `-- RecipeError            the recipe cannot be loaded
 """
@@ -217,7 +218,16 @@ class RecordingError(ExportError):
 
     def __init__(self, problems: Sequence[str], advice: str) -> None:
         self.problems = tuple(problems)
+        self.advice = advice
         super().__init__(_refusal("goldens", self.problems, advice))
+
+
+class ParityError(ExportError):
+    """Executions cannot be compared, so that nothing is known of their outputs. `problems` holds one sentence each."""
+
+    def __init__(self, problems: Sequence[str], advice: str) -> None:
+        self.problems = tuple(problems)
+        super().__init__(_refusal("parity", self.problems, advice))
 
 
 class PublishTimeout(ExportError, TimeoutError):
@@ -228,6 +238,13 @@ class RecipeError(ExportError):
     """The recipe cannot be loaded, or does not return what `export()` takes."""
 
 
+def lacks_memory(error: BaseException) -> bool:
+    """Whether an error says that memory could not be had; torch has no class of its own for it on the CPU."""
+    return (
+        isinstance(error, MemoryError) or "allocate memory" in str(error) or type(error).__name__ == "OutOfMemoryError"
+    )
+
+
 __all__ = [
     "AccessDenied",
     "ArtifactError",
@@ -236,6 +253,7 @@ __all__ = [
     "CaptureError",
     "CheckpointError",
     "DamagedFile",
+    "DeviceError",
     "DigestMismatch",
     "ExportError",
     "FormatVersionError",
@@ -249,6 +267,7 @@ __all__ = [
     "NoWeights",
     "NothingToRollBack",
     "OutOfMemory",
+    "ParityError",
     "PinReleased",
     "PublishTimeout",
     "RecipeError",
@@ -267,10 +286,3 @@ __all__ = [
     "WeightsMismatch",
     "WeightswapError",
 ]
-
-
-def lacks_memory(error: BaseException) -> bool:
-    """Whether an error says that memory could not be had; torch has no class of its own for it on the CPU."""
-    return (
-        isinstance(error, MemoryError) or "allocate memory" in str(error) or type(error).__name__ == "OutOfMemoryError"
-    )

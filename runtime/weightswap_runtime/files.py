@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import glob
 import os
@@ -52,6 +53,15 @@ def new_file(path: Path, rename: Callable[[], Path] | None = None) -> Iterator[B
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
+
+
+def check_writable(path: Path) -> None:
+    """Raise OSError where `new_file` could not write a file now; its folder has to be there."""
+    if path.is_dir():
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+    temporary, file = _new_temporary(path)
+    with file:
+        temporary.unlink()
 
 
 @contextmanager

@@ -25,7 +25,7 @@ from .manifest import Manifest
 from .places import Place, Url, as_place
 from .sources import Check, read_small
 from .weightfile import METADATA_KEY, TensorRow, canonical_order
-from .weightset import goldens_path, goldens_url
+from .weightset import WeightSet, goldens_path, goldens_url
 
 GOLDENS_NAME = "goldens.safetensors"
 FORMAT_VERSION = 1
@@ -155,6 +155,16 @@ def record_beside(weights: str | os.PathLike[str] | Url) -> Record | None:
     """What the goldens beside a weight file say of themselves, unchecked; None as for `goldens_beside`."""
     raw, where = _read_beside(as_place(weights), None)
     return None if raw is None else _record(_header(raw, where), where)
+
+
+def record_of(weights: WeightSet) -> Record | None:
+    """What goldens that were opened as a set of tensors say of themselves, unchecked; None for other files.
+
+    Raises GoldensError.
+    """
+    header = weights.files[0].header
+    told = len(weights.files) == 1 and '"cases"' in header.metadata.get(METADATA_KEY, "")
+    return _record(header, weights.where) if told else None
 
 
 def _read_beside(place: Place, check: Check | None) -> tuple[bytes | None, str]:

@@ -15,7 +15,7 @@ from .goldens import Environment, Goldens, Mode, Tolerance, check_mode
 from .manifest import Manifest
 from .signature import Integer, Leaf, leaves
 
-_OTHER_KERNELS = 10
+OTHER_KERNELS = 10  # times the tolerances: another device or other kernels sum in another order
 _Compare = Callable[[Content, Content], str | None]
 
 
@@ -84,11 +84,12 @@ def _comparison(goldens: Goldens, weights_id: str, mode: Mode, here: Environment
     stated = goldens.record.tolerance
     if stated is None and goldens.record.environment == here:
         return lambda expected, found: difference(expected, found, None)
-    factor = 1 if here and here.device == goldens.record.environment.device else _OTHER_KERNELS
-    return lambda expected, found: difference(expected, found, stated or _default(expected.dtype, factor))
+    factor = 1 if here and here.device == goldens.record.environment.device else OTHER_KERNELS
+    return lambda expected, found: difference(expected, found, stated or default_tolerance(expected.dtype, factor))
 
 
-def _default(dtype: str, factor: int) -> Tolerance:
+def default_tolerance(dtype: str, factor: int = 1) -> Tolerance:
+    """(rtol, atol) for outputs of a dtype where none is stated."""
     rtol, atol = DEFAULT_TOLERANCES.get(dtype, EXACT)
     return factor * rtol, factor * atol
 

@@ -24,6 +24,7 @@ SUFFIX = ".safetensors"
 GOLDENS_SUFFIX = ".goldens.safetensors"
 INDEX_SUFFIX = ".safetensors.index.json"
 INDEX_NAME = "model" + INDEX_SUFFIX
+TORCH_SUFFIXES = (".bin", ".bin.index.json", ".ckpt", ".distcp", ".pt", ".pth")
 MOST_INDEX_BYTES = 256 << 20
 _SHARD = re.compile(r"(.+)-\d{5}-of-(\d{5})(\.safetensors|\.bin)")
 _AGAIN = "Write the checkpoint again, or copy it again."
@@ -104,12 +105,12 @@ def _stored(file: WeightFile) -> Iterator[tuple[str, StoredTensor]]:
 
 
 def _find(place: Place, check: Check | None) -> Place:
-    names = _local_names(place) if isinstance(place, Path) else _remote_names(place, check)
+    names = local_names(place) if isinstance(place, Path) else _remote_names(place, check)
     return place if names is None else place / _meant(place, names)
 
 
-def _local_names(path: Path) -> list[str] | None:
-    """What a directory holds; None for anything else."""
+def local_names(path: Path) -> list[str] | None:
+    """What a directory holds; None for anything else. Raises WeightFileError."""
     try:
         return sorted(entry.name for entry in path.iterdir()) if path.is_dir() else None
     except (OSError, ValueError) as error:
@@ -159,8 +160,13 @@ def lost_index(names: Sequence[str]) -> str:
     )
 
 
+def is_torch_name(name: str) -> bool:
+    """Whether a file has a name as torch's checkpoints have: pickled, or a part of a distributed one."""
+    return name.endswith(TORCH_SUFFIXES) or name == ".metadata"
+
+
 def _nothing(names: Sequence[str]) -> str:
-    pickled = [name for name in names if name.endswith((".bin", ".pt", ".pth", ".distcp"))]
+    pickled = [name for name in names if is_torch_name(name)]
     if pickled:
         return (
             f"holds {pickled[0]}, which is pickled or needs torch to be read, and no .safetensors file. Pack it on the "

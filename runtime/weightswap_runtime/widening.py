@@ -37,18 +37,24 @@ FLOAT8: dict[str, Float8] = {
 }
 
 
-def widened(content: Content) -> NDArray[Any]:
+def widened(content: Content, out: NDArray[Any] | None = None) -> NDArray[Any]:
     """The elements as float64 or complex128, in row-major order and one dimension. Integers beyond 2**53 are rounded.
 
-    Raises Unsupported for dtypes whose elements do not fill whole bytes.
+    out: memory for the result, of its dtype and size. Raises Unsupported for dtypes whose elements do not fill whole
+    bytes.
     """
     if content.dtype in FLOAT8:
-        return _table(content.dtype)[np.frombuffer(content.data, np.uint8)]
+        codes = np.frombuffer(content.data, np.uint8)
+        return np.take(_table(content.dtype), codes, out=out, mode="clip")  # other modes would copy `out`
     with np.errstate(invalid="ignore"):  # a signalling NaN is made a quiet one
         if content.dtype == "BF16":
-            return _upper_halves(np.frombuffer(content.data, "<u2")).astype(np.float64)
-        values = as_array(content).reshape(-1)
-        return values.astype(np.complex128 if values.dtype.kind == "c" else np.float64)
+            values: NDArray[Any] = _upper_halves(np.frombuffer(content.data, "<u2"))
+        else:
+            values = as_array(content).reshape(-1)
+        if out is None:
+            return values.astype(np.complex128 if values.dtype.kind == "c" else np.float64)
+        np.copyto(out, values, casting="unsafe")
+        return out
 
 
 def _upper_halves(codes: NDArray[Any]) -> NDArray[Any]:

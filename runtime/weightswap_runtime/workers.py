@@ -81,11 +81,14 @@ class _Batch(Generic[T]):
 
     def work(self) -> None:
         """Take items until there are none. An error ends the batch and is kept."""
+        item: object = None
         try:
             while self.error is None and (item := self._next()) is not _NOTHING:
                 self._function(item)  # type: ignore[arg-type]
         except BaseException as error:
             self.error = self.error or error
+        finally:
+            item = None  # the error keeps this frame
 
     def _next(self) -> object:
         try:
@@ -105,5 +108,7 @@ class _Batch(Generic[T]):
                 break
             except BaseException as error:
                 interrupt = error
+        self._items.clear()  # an error of another thread keeps that thread's frames, which refer to this
+        del self._function
         if interrupt is not None:
             self.error = self.error or interrupt

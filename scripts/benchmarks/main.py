@@ -1,4 +1,4 @@
-"""Runs the benchmarks, prints a table, writes `bench.json`. No time makes it fail; a wrong output does.
+"""Runs the benchmarks, prints a table, writes `bench.json` after each row. No time makes it fail; a wrong output does.
 
 To add a group: a module in `groups/` with `rows(settings)`, which yields `report.Row`s, and its name in GROUPS.
 """
@@ -8,44 +8,73 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Iterator
 from dataclasses import asdict
 from importlib import import_module
 from pathlib import Path
 
 import machine
-from plot import plot_ratios
-from report import Row, document, table
+from plot import plot_groups
+from report import Row, document, line, table
 from rich.console import Console
 from settings import Settings
 from subjects import WrongOutput
 
 ALL = ("swap", "update", "call", "export", "engines")
-GROUPS = (*ALL, "open", "aoti", "onnx", "elsewhere", "cuda")  # parts of `engines`, and what needs a GPU
+NAMED = ("open", "aoti", "onnx", "elsewhere", "verify", "cuda", "diff")  # parts of `engines`, and what is asked for
+GROUPS = (*ALL, *NAMED)
 WIDTH = 200  # columns of a table that goes to no terminal
 
 
+class Progress:
+    """What was measured so far, also in `bench.json`."""
+
+    def __init__(self, folder: Path, settings: Settings) -> None:
+        self.facts, self._others = machine.facts(), machine.Others()
+        self.groups: dict[str, list[Row]] = {}
+        self._settings = asdict(settings)
+        self._path = folder / "bench.json"
+        folder.mkdir(parents=True, exist_ok=True)
+
+    def write(self) -> str:
+        self.facts["percent_used_by_others"] = self._others.percent()
+        text = json.dumps(document(self.facts, self._settings, self.groups), indent=2) + "\n"
+        self._path.write_text(text)
+        return text
+
+    def measure(self, name: str, settings: Settings) -> None:
+        """Add a group. After a wrong output it has no rows."""
+        rows = self.groups[name] = []
+        try:
+            for row in _rows(name, settings):
+                rows.append(row)
+                self.write()
+        except WrongOutput:
+            rows.clear()
+            raise
+
+
 def main() -> int:
-    """Returns 0, or 1 when an output differs from the eager model's."""
+    """Returns 0, 1 when an output differs from the eager model's, or 130 when interrupted."""
     options = _parser().parse_args()
     settings = Settings(options.size_mb, options.rounds, options.billions)
-    facts, others = machine.facts(), machine.Others()
+    progress = Progress(options.out, settings)
     try:
-        groups = {name: _run(name, settings) for name in options.groups or ALL}
+        for name in options.groups or ALL:
+            progress.measure(name, settings)
     except WrongOutput as error:
         print(f"wrong output: {error}", file=sys.stderr)
         return 1
-    facts["percent_used_by_others"] = others.percent()
-    made = document(facts, asdict(settings), groups)
-    options.out.mkdir(parents=True, exist_ok=True)
-    text = json.dumps(made, indent=2) + "\n"
-    (options.out / "bench.json").write_text(text)
-    for name in ("engines", "cuda"):
-        if name in groups:
-            plot_ratios(groups[name], options.out / f"{name}.svg")
-    if options.json:
-        print(text, end="")
-    else:
-        _print(facts, groups)
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+    finally:
+        text = progress.write()
+        if options.json:
+            print(text, end="")
+        else:
+            _print(progress.facts, progress.groups)
+    plot_groups({name: progress.groups[name] for name in ("engines", "cuda") if name in progress.groups}, options.out)
     return 0
 
 
@@ -75,14 +104,15 @@ def _positive(text: str) -> int:
     return number
 
 
-def _run(name: str, settings: Settings) -> list[Row]:
-    """A group's rows, with the latest one on the terminal meanwhile."""
-    rows: list[Row] = []
-    with Console(stderr=True).status(name) as status:
+def _rows(name: str, settings: Settings) -> Iterator[Row]:
+    """A group's rows as they come; the latest one is shown on a terminal, elsewhere all of them are."""
+    console = Console(stderr=True, highlight=False)
+    with console.status(name) as status:
         for row in import_module(f"groups.{name}").rows(settings):
             status.update(f"{name}: {row.what}")
-            rows.append(row)
-    return rows
+            if not console.is_terminal:
+                console.print(f"{name}: {line(row)}", markup=False, soft_wrap=True)
+            yield row
 
 
 def _print(facts: dict[str, str | int | float], groups: dict[str, list[Row]]) -> None:

@@ -1,16 +1,39 @@
-"""A plot of how subjects compare to their peers."""
+"""A plot of how subjects compare to their peers. `plot.py FOLDER` draws those of a `bench.json` there again."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from itertools import groupby
 from pathlib import Path
 
-import matplotlib as mpl
-from matplotlib.figure import Figure
-from report import Row
+from report import Goal, Row
 
 OURS, GOAL = "#3b7dd8", "#d1495b"
 HEIGHT = 0.42  # inches for each row
+
+
+def plot_groups(groups: Mapping[str, Sequence[Row]], folder: Path) -> None:
+    """Write `GROUP.svg` for each group with a row that has a ratio; without matplotlib say so."""
+    for name, rows in groups.items():
+        try:
+            if any(row.ratio is not None for row in rows):
+                plot_ratios(rows, folder / f"{name}.svg")
+        except ModuleNotFoundError as error:
+            print(f"{name}.svg was not drawn, as {error.name} is not installed", file=sys.stderr)
+
+
+def read_groups(path: Path) -> dict[str, list[Row]]:
+    """The rows in a `bench.json`, by group."""
+    rows = json.loads(path.read_text())["rows"]
+    return {name: [_row(each) for each in members] for name, members in groupby(rows, lambda each: str(each["group"]))}
+
+
+def _row(fields: dict[str, object]) -> Row:
+    known = {name: value for name, value in fields.items() if name not in ("group", "met", "goal")}
+    goal = fields["goal"]
+    return Row(**known, goal=Goal(**goal) if isinstance(goal, dict) else None)  # type: ignore[arg-type]
 
 
 def plot_ratios(rows: Sequence[Row], path: Path) -> None:
@@ -18,6 +41,9 @@ def plot_ratios(rows: Sequence[Row], path: Path) -> None:
 
     The bar's length is our time over the peer's; left of 1 we are faster. The scale is logarithmic.
     """
+    import matplotlib as mpl
+    from matplotlib.figure import Figure
+
     shown = list({(row.what, row.peer): row for row in rows if row.ratio is not None}.values())[::-1]
     figure = Figure(figsize=(11, 1.2 + HEIGHT * len(shown)), layout="constrained")
     axes = figure.subplots()
@@ -39,3 +65,7 @@ def plot_ratios(rows: Sequence[Row], path: Path) -> None:
     # the same figures give the same bytes
     with mpl.rc_context({"svg.hashsalt": "weightswap", "svg.fonttype": "none"}):
         figure.savefig(path, metadata={"Date": None})
+
+
+if __name__ == "__main__":
+    plot_groups(read_groups(Path(sys.argv[1]) / "bench.json"), Path(sys.argv[1]))

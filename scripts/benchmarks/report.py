@@ -87,6 +87,13 @@ def table(title: str, rows: Sequence[Row]) -> Table:
     return made
 
 
+def line(row: Row) -> str:
+    """A row in words."""
+    p99 = f", p99 {_figure(row.p99)}" if row.p99 is not None else ""
+    peer = f"; {row.peer}: {_figure(row.peer_median)}, ratio {_figure(row.ratio)}" if row.peer else ""
+    return f"{row.what}: {_figure(row.median)}{p99} {row.unit}{peer}"
+
+
 def document(
     machine: Mapping[str, Any], settings: Mapping[str, Any], groups: Mapping[str, Sequence[Row]]
 ) -> dict[str, Any]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import threading
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,8 +17,14 @@ from weightswap_runtime.engines.captures import MOST, Captures, Shapes
 class Nothing:
     """The order of a device that does everything at once."""
 
+    def __init__(self) -> None:
+        self.key = 0
+
     def current(self) -> Stream:
         return None
+
+    def current_key(self) -> int:
+        return self.key
 
     def mark(self, stream: Stream) -> Event:
         return self  # type: ignore[return-value]
@@ -31,6 +38,7 @@ class Replayer:
     def __init__(self) -> None:
         self.records = 0
         self.replays = 0
+        self.lent: list[torch.Tensor] = []
 
     def record(self, function: Callable[[], list[Any]]) -> tuple[Callable[[], object], list[Any]]:
         self.records += 1
@@ -45,6 +53,9 @@ class Replayer:
 
         return replay, outputs
 
+    def lend(self, tensors: Iterable[torch.Tensor]) -> None:
+        self.lent += tensors
+
 
 class Small:
     """A method with a weight, state, an integer input, and an input that it writes to."""
@@ -52,12 +63,13 @@ class Small:
     def __init__(self, named: list[tuple[str, list[Any]]] | None = None, auto: bool = False) -> None:
         self.weight = torch.full((3,), 2.0)
         self.count = torch.zeros(())
+        self.device = Nothing()
         self.recorder = Replayer()
         self.shapes = Shapes(named or [], auto)
         self.captures = self.session()
 
     def session(self) -> Captures:
-        return Captures(Nothing(), self.recorder, self.shapes, self.run, self.undone)  # type: ignore[arg-type]
+        return Captures(self.device, self.recorder, self.shapes, self.run, self.undone)  # type: ignore[arg-type]
 
     def run(self, method: str, inputs: list[Any]) -> list[Any]:
         x, number, *rest = inputs
@@ -132,6 +144,45 @@ def test_inputs_with_gradients_leave_no_trace() -> None:
         found = small.captures.replay("forward", [x(2).requires_grad_(), 0])
     assert found is not None
     assert not found[0].requires_grad
+
+
+def test_memory_for_inputs_is_lent_to_every_stream_once() -> None:
+    small = Small(auto=True)
+    for key in (0, 0, 7, 0, 7):
+        small.device.key = key
+        small.captures.replay("forward", [x(2), 0, torch.zeros(4)])
+    assert [tensor.shape for tensor in small.recorder.lent] == [(2, 3), (4,)] * 2
+
+
+def test_a_capture_and_a_call_that_changes_the_state_do_not_wait_for_each_other() -> None:
+    small, state = Small([("forward", [x(2), 0])], auto=True), threading.RLock()
+    begun = threading.Event()
+
+    @contextmanager
+    def undone() -> Iterator[None]:
+        begun.set()
+        with state:
+            yield
+
+    captures = Captures(Nothing(), small.recorder, small.shapes, small.run, undone)  # type: ignore[arg-type]
+    captures.capture_named()
+    begun.clear()
+
+    def call_that_changes_the_state() -> None:
+        with state:
+            begun.wait(10)
+            captures.replay("forward", [x(2), 0])
+
+    threads = [
+        threading.Thread(target=call_that_changes_the_state, daemon=True),
+        threading.Thread(target=captures.replay, args=("forward", [x(3), 0]), daemon=True),
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(10)
+    assert not any(thread.is_alive() for thread in threads)
+    assert small.recorder.records == 2
 
 
 def test_what_cannot_be_captured_is_named_and_not_tried_again(caplog: pytest.LogCaptureFixture) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,13 +12,57 @@ import pytest
 import torch
 
 ROOT = Path(__file__).parents[2]
+SCRIPT = ROOT / "scripts" / "test_cuda"
+FAKE = """#!/usr/bin/env bash
+case "$*" in
+  *is_available*) exit 0 ;;
+  *find_spec*) [[ "$*" != *pytest* ]] || echo "${LACKS:-}" ;;
+  *test_accelerator*) echo "3 passed" ;;
+  *test_storm*) echo begun; exec sleep 300 ;;
+  *benchmarks*) echo "wrong output"; exit 1 ;;
+esac
+"""
 
 
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="there is a GPU, so that it would run for minutes")
 def test_without_a_gpu_nothing_is_reported_as_passed(tmp_path: Path) -> None:
     environment = os.environ | {"PYTHON": sys.executable}
-    command = [str(ROOT / "scripts" / "test_cuda"), str(tmp_path / "report")]
+    command = [str(SCRIPT), str(tmp_path / "report")]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 1
     assert done.stderr.strip() == "scripts/test_cuda needs a GPU, and torch finds none here"
     assert not (tmp_path / "report").exists()
+
+
+def run_with_a_fake_interpreter(folder: Path, **environment: str) -> str:
+    """The report of a run whose steps are those of FAKE, and which is said to fail."""
+    fake = folder / "python"
+    fake.write_text(FAKE)
+    fake.chmod(0o755)
+    command = [str(SCRIPT), str(folder / "report")]
+    known = os.environ | {"PYTHON": str(fake)} | environment
+    done = subprocess.run(command, env=known, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 1
+    report = (folder / "report" / "report.md").read_text()
+    assert done.stdout == report
+    return report
+
+
+def test_a_step_that_hangs_or_fails_keeps_no_other_from_its_place_in_the_report(tmp_path: Path) -> None:
+    report = run_with_a_fake_interpreter(tmp_path, TIME_S="14")
+    assert re.search(r"^## devices: passed, \d+ s\n\n```\n3 passed\n```$", report, re.MULTILINE)
+    assert re.search(r"^## storm: \*\*ended after \d+ s\*\*, \d+ s\n\n```\nbegun", report, re.MULTILINE)
+    assert re.search(r"^## bench: \*\*skipped\*\*\n\n```\nwhat it needs is not here: time\n```$", report, re.MULTILINE)
+
+
+def test_a_step_without_its_packages_is_skipped_with_their_names(tmp_path: Path) -> None:
+    report = run_with_a_fake_interpreter(tmp_path, LACKS="msgspec pytest")
+    for name in ("devices", "storm"):
+        assert f"## {name}: **skipped**\n\n```\nwhat it needs is not here: msgspec pytest\n```" in report
+    assert re.search(r"^## bench: \*\*failed\*\* \(1\), \d+ s\n\n```\nwrong output\n```$", report, re.MULTILINE)
+
+
+def test_every_file_with_tests_for_a_gpu_is_run() -> None:
+    asking = re.compile(r"^@(on_accelerator|on_every_device|pytest\.mark\.cuda)", re.MULTILINE)
+    found = [str(path.relative_to(ROOT)) for path in ROOT.glob("tests/**/*.py") if asking.search(path.read_text())]
+    assert sorted(found) == sorted(set(re.findall(r"tests/\S+\.py", SCRIPT.read_text())))

@@ -12,6 +12,7 @@ from torch.export import Dim
 from tests.tiny import TinyArtifact
 from weightswap_exporter import MethodSpec, export
 from weightswap_runtime import Artifact, Unsupported, load
+from weightswap_runtime.engines import choose_engine
 from weightswap_runtime.engines.shapes import samples
 
 CPU = torch.device("cpu")
@@ -76,7 +77,7 @@ def test_sizes_that_no_method_has_are_refused(wanted: Any, tiny: TinyArtifact) -
 def test_what_is_no_list_of_sizes_is_refused(tiny: TinyArtifact) -> None:
     with pytest.raises(Unsupported, match=r'expected "auto", or a list of sizes such as \[\{"batch": 1\}\]'):
         found("all", Artifact.open(tiny.path))
-    with pytest.raises(Unsupported, match="they are for device"):
+    with pytest.raises(Unsupported, match="cuda_graphs with the engine 'torch' on 'cpu'"):
         load(tiny.path, cuda_graphs="auto")
 
 
@@ -91,3 +92,11 @@ def test_where_there_is_no_accelerator_it_is_said(tiny: TinyArtifact, monkeypatc
         load(tiny.path, staging="device")
     with pytest.raises(Unsupported, match="staging='gpu': expected 'auto', 'device', 'host'"):
         load(tiny.path, staging="gpu")  # type: ignore[arg-type]
+
+
+def test_the_engine_that_is_chosen_for_a_device_is_one_that_it_has(
+    tiny: TinyArtifact, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("weightswap_runtime.engines.can_run", lambda artifact: True)
+    artifact = Artifact.open(tiny.path)
+    assert [choose_engine("auto", artifact, device) for device in ("cpu", "cuda:0")] == ["aoti", "torch"]

@@ -84,6 +84,7 @@ def shell(tmp_path_factory: pytest.TempPathFactory) -> Shell:
     shell("pack", "checkpoint.pt", "net.artifact", "-o", "v1.safetensors", "--label", "step=7", "--label", "note=a=b")
     (shell.folder / "empty").mkdir()
     np.savez(shell.folder / "in.npz", **{"x": np.ones((3, 4), "f4"), "parts.0": np.ones(3, "f4")})
+    safetensors.torch.save_file({"x": torch.ones(3, 4), "parts.0": torch.ones(3)}, shell.folder / "in.safetensors")
     return shell
 
 
@@ -104,7 +105,6 @@ def test_run_writes_what_eager_gives(name: str, shell: Shell) -> None:
 
 
 def test_inputs_may_be_safetensors_and_results_a_table(shell: Shell) -> None:
-    safetensors.torch.save_file({"x": torch.ones(3, 4), "parts.0": torch.ones(3)}, shell.folder / "in.safetensors")
     said = shell("run", "net.artifact", "--weights", "v1.safetensors", "--input", "in.safetensors")
     assert "F32[3, 3]" in said
     assert "weights id" in said
@@ -195,7 +195,7 @@ def test_recipes_may_return_a_tuple_and_be_modules(shell: Shell) -> None:
 REFUSED = {
     "unknown command": (("frobnicate",), 2, "No such command"),
     "no artifact": (("run", ".", "-w", "v1.safetensors"), 1, "no artifact here"),
-    "neither an artifact nor a checkpoint": (("inspect", "empty"), 1, "a directory without a .safetensors file"),
+    "neither an artifact nor a checkpoint": (("inspect", "empty"), 1, "no checkpoint in this folder (it is empty)"),
     "a checkpoint of another model": (("swap", "net.artifact", "in.safetensors"), 1, "linear.bias: missing, F32[3]"),
     "keys of an unknown kind": (("swap", "net.artifact", "v1.safetensors", "--keys", "names"), 2, "'names'"),
     "no file": (("inspect", "nowhere.safetensors"), 1, "cannot be opened"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
@@ -103,6 +104,54 @@ def test_the_commands(tmp_path: Path) -> None:
     said = shell(tmp_path, commands)
     assert "forward(tokens: I64[batch, length], mask: F32[batch, length])" in said
     assert (tmp_path / "outputs.safetensors").exists()
+
+
+def test_the_page_on_inspecting(tmp_path: Path) -> None:
+    (commands,) = re.findall(r"```sh\n(.*?)```", prepare_recipe(tmp_path), re.DOTALL)
+    shell(tmp_path, "\n".join(re.findall(r".* export .*|.* pack checkpoint.*", commands)))
+    page = (README.parent / "docs" / "inspect.md").read_text()
+    (commands,) = re.findall(r"```sh\n(.*?)```", page, re.DOTALL)
+    (tree,) = re.findall(r"```\n(tagger.*?)```", page, re.DOTALL)
+    said = shell(tmp_path, commands)
+    assert tree in said
+    assert "forward takes tokens (a tensor of 64-bit integers, batch × length) and " in said
+    assert "level      the top\n" in said
+    for name in ("v1.safetensors", "checkpoint.pt"):
+        document = json.loads(shell(tmp_path, f"weightswap inspect {name} --json"))
+        assert document.keys() <= set(re.findall(r"`(\w+)`", page)) | {"kind"}
+    assert (tmp_path / "tagger.html").exists()
+    document = json.loads(shell(tmp_path, "weightswap inspect tagger.artifact --json"))
+    assert document.keys() <= set(re.findall(r"`(\w+)`", page)) | {"kind"}
+
+
+TAGGER = """
+import recipe, torch
+from weightswap_exporter import export, pack
+torch.manual_seed(0)
+built = recipe.build()
+model, artifact, (tokens, mask) = built["model"], "tagger.artifact", built["args"]
+export(**built, out=artifact, engines=["onnx"])
+pack(model, artifact, out="v1.safetensors")
+pack(recipe.Tagger(), artifact, out="v2.safetensors")
+"""
+
+
+def test_the_page_on_parity(tmp_path: Path) -> None:
+    prepare_recipe(tmp_path)
+    page = (README.parent / "docs" / "parity.md").read_text()
+    test, more, located = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    (commands,) = re.findall(r"```sh\n(.*?)```", page, re.DOTALL)
+    assert len([line for line in test.splitlines() if line]) <= 10
+    assert "aten.embedding.default of embed.weight" in python(tmp_path, TAGGER, located)
+    (tmp_path / "test_tagger.py").write_text(test + TAGGER + more)
+    command = [sys.executable, "-m", "pytest", "-q", "--weightswap-update-goldens", "test_tagger.py"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert "2 passed" in done.stdout, done.stdout
+    assert (tmp_path / "kept" / "tagger.goldens.safetensors").exists()
+    said = shell(tmp_path, commands)
+    assert said.count("verified, in") == 2
+    assert '"same": true' in said
+    assert (tmp_path / "report.html").exists()
 
 
 @needs_compiler

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import io
 import os
 import pickle
 import shutil
 import subprocess
 import sys
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,9 +21,12 @@ from tests.models import Renamed
 from weightswap_exporter import export, pack
 from weightswap_exporter.dcp_metadata import read_metadata
 from weightswap_runtime import Artifact, CheckpointError, WeightsMismatch
+from weightswap_runtime.diffing import compare_weights
+from weightswap_runtime.tensors import tensor_bytes
+from weightswap_runtime.tensorsets import open_set
 
 RANK = """
-import sys, torch, torch.distributed as dist, torch.distributed.checkpoint as dcp
+import os, sys, torch, torch.distributed as dist, torch.distributed.checkpoint as dcp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from tests.models import Renamed
@@ -37,6 +42,7 @@ optimizer = {"exp_avg": distribute_tensor(torch.zeros(1, 2), mesh, [Shard(0)]), 
 dcp.save({"model": sharded, "optimizer": optimizer, "step": 7}, checkpoint_id=folder)
 dist.barrier()
 dist.destroy_process_group()
+os._exit(0)  # all is saved; the threads of gloo may still run, and abort a process that leaves them behind
 """
 
 
@@ -66,6 +72,23 @@ def test_the_chunks_of_two_processes_make_up_the_weights(sharded: Path, renamed:
     assert packed.level == "model"
 
 
+def test_pieces_are_read_across_the_chunks_of_two_processes(sharded: Path) -> None:
+    torch.manual_seed(5)
+    state = {key: value for key, value in Renamed().state_dict().items() if isinstance(value, torch.Tensor)}
+    with open_set(sharded) as found:
+        assert found.level == "model"
+        assert found.others == {"optimizer": 1}
+        assert sorted(tensor.whole for tensor in found.tensors.values()) == [False, False, False, True]
+        for name, tensor in found.tensors.items():
+            expected = bytes(tensor_bytes(state[name]))
+            for size in (1, 7, len(expected)):
+                pieces = [bytearray(len(expected[begin:][:size])) for begin in range(0, len(expected), size)]
+                for place, piece in enumerate(pieces):
+                    tensor.read_into(memoryview(piece), place * size)
+                assert b"".join(pieces) == expected
+        found.check(found.tensors)
+
+
 def test_columns_are_read_some_rows_at_a_time(
     sharded: Path, renamed: Artifact, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -76,12 +99,20 @@ def test_columns_are_read_some_rows_at_a_time(
     assert pack(sharded, renamed, out=tmp_path / "v.safetensors").weights_id == expected.weights_id
 
 
-def test_a_chunk_that_is_stored_transposed(renamed: Artifact, tmp_path: Path) -> None:
+def test_a_chunk_that_is_stored_transposed(renamed: Artifact, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = Renamed()
     state = {key: value.detach().t().contiguous().t() for key, value in model.named_parameters()}
     folder = saved_distributed(tmp_path / "dcp", state)
     packed = pack(folder, renamed, out=tmp_path / "v.safetensors")
     assert packed.weights_id == pack(model, renamed, out=tmp_path / "w.safetensors").weights_id
+    for part in (1 << 20, 0):  # larger ones are not read again and again
+        monkeypatch.setattr("weightswap_exporter.dcp.PART", part)
+        with open_set(folder) as found:
+            assert {name for name, tensor in found.tensors.items() if tensor.whole} == (
+                set() if part else {name for name in state if name.endswith("weight")}
+            )
+        diff = compare_weights(folder, packed.path, artifact=renamed)
+        assert diff.level == "same"
 
 
 def test_torch_agrees_about_the_metadata(sharded: Path) -> None:
@@ -185,11 +216,46 @@ def scribbled(folder: Path) -> Path:
     return folder
 
 
+def deflated(folder: Path) -> Path:
+    """Each chunk with its description compressed, and as long as it was."""
+
+    def change(document: Any) -> None:
+        raw = (folder / "__0_0.distcp").read_bytes()
+        written = b""
+        for info in document.storage_data.values():
+            chunk, made = io.BytesIO(raw[info.offset : info.offset + info.length]), io.BytesIO()
+            with zipfile.ZipFile(chunk) as old, zipfile.ZipFile(made, "w", zipfile.ZIP_DEFLATED) as new:
+                for name in old.namelist():
+                    new.writestr(name, old.read(name))
+            info.offset, info.length = len(written), len(made.getvalue())
+            written += made.getvalue()
+        (folder / "__0_0.distcp").write_bytes(written)
+
+    return remade(folder, change)
+
+
+def many_times() -> Any:
+    """A tuple of 2 ** 40 numbers, in 41 tuples."""
+    value: Any = (1, 1)
+    for _ in range(40):
+        value = (value, value)
+    return value
+
+
+def wide(document: Any) -> None:
+    next(iter(document.state_dict_metadata.values())).size = many_times()
+
+
+def planned(document: Any) -> None:
+    document.planner_data = dict.fromkeys(document.state_dict_metadata, (many_times(), many_times()))
+    wide(document)
+
+
 BAD: dict[str, tuple[Callable[[Path], Path], str]] = {
     "no data file": (without_file, "dcp/__0_0.distcp: missing, and the metadata name it. Save the"),
     "a cut off data file": (
         lambda folder: cut(folder, "__0_0.distcp", 4000),
-        "cannot be read (PytorchStreamReader failed",
+        "dcp/__0_0.distcp: cut off: it has 4000 bytes, and the metadata place tensors behind them. Save the",
     ),
     "a data file of something else": (scribbled, "The file is damaged or cut off"),
     "cut off metadata": (
@@ -227,6 +293,9 @@ BAD: dict[str, tuple[Callable[[Path], Path], str]] = {
         lambda folder: remade(folder, set_place("layers.0.bias", offset=0, length=1577)),
         "the chunk of layers.0.bias at byte 0 is not the torch.float32 [3] that the metadata promise",
     ),
+    "compressed chunks": (deflated, "is compressed, which torch.save does not do"),
+    "sizes that cannot be printed": (lambda folder: remade(folder, wide), "expected sizes, found ((("),
+    "keys that cannot be printed": (lambda folder: remade(folder, planned), "expected sizes, found ((("),
     "a place that is no number": (
         lambda folder: remade(folder, set_place("layers.0.weight", offset="0")),
         "lacks what the metadata of a checkpoint have",

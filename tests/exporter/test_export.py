@@ -19,7 +19,7 @@ from torch.export import Dim
 from tests.models import Counter, Everything, Nested, Renamed, Views
 from weightswap_exporter import MethodSpec, export
 from weightswap_runtime import Artifact, CaptureError, ExportError, Unsupported
-from weightswap_runtime.cli.inspect import signature_text
+from weightswap_runtime.wording import signature_text
 
 IMAGE = torch.zeros(2, 1, 5, 5)
 DYNAMIC = {"x": {0: Dim("batch", max=16)}, "scale": None}

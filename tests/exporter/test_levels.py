@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -144,13 +145,13 @@ BAD: dict[str, tuple[Callable[[State], State], dict[str, Any], type[WeightswapEr
         {},
         WeightsMismatch,
         "1 problem(s)\n  - the names of the graph are in 'ema', where no state dict is looked for: pass level='ema'\n"
-        "Pass it (weightswap pack --level)",
+        "Pass it (--level)",
     ),
     "levels without tensors": (
         lambda state: {"ema": state, "app": {"model": state}},
         {},
         CheckpointError,
-        "It has 'ema' (4 tensors), 'app.model' (4 tensors): pass the one that is meant as level=... (weightswap pack",
+        "It has 'ema' (4 tensors), 'app.model' (4 tensors): pass the one that is meant as level=... (--level)",
     ),
     "nothing at all": (lambda state: {"step": 3}, {}, CheckpointError, "holds no tensors; give a state dict"),
     "a named level without tensors": (
@@ -163,7 +164,7 @@ BAD: dict[str, tuple[Callable[[State], State], dict[str, Any], type[WeightswapEr
         lambda state: {"model": state, "module": other(state)},
         {},
         WeightsMismatch,
-        "Say which: level='model' or level='module' (weightswap pack --level).",
+        "Say which: level='model' or level='module' (--level).",
     ),
     "a common prefix": (
         lambda state: prefixed("net.", state),
@@ -220,13 +221,18 @@ def test_a_refusal_names_the_way_out(
     assert not list(tmp_path.glob("*v.safetensors*"))
 
 
-@pytest.mark.parametrize("form", [FORMS[".safetensors"], FORMS["distributed"]], ids=["safetensors", "distributed"])
-def test_flat_files_name_the_way_out(form: Callable[[State, Path], Any], renamed: Artifact, tmp_path: Path) -> None:
+FLAT_LEVELS = {  # a distributed checkpoint says itself which parts of a name were keys
+    ".safetensors": "'', the top (5 tensors), 'app' (5 tensors), '",
+    "distributed": "'app' (1 tensors), 'app.model' (4 tensors). Give one",
+}
+
+
+@pytest.mark.parametrize("name", FLAT_LEVELS)
+def test_flat_files_name_the_way_out(name: str, renamed: Artifact, tmp_path: Path) -> None:
+    form = FORMS[name]
     state = Renamed().state_dict()
     source = form({"app": {"model": tensors(state), "optim": torch.ones(1)}}, tmp_path)
     with pytest.raises(WeightsMismatch, match=r"after 'app\.model\.' \(the others, 1, are then left out\)"):
         pack(source, renamed, out=tmp_path / "v.safetensors")
-    with pytest.raises(
-        CheckpointError, match=r"no level 'app\.x'; it has '', the top \(5 tensors\), 'app' \(5 tensors\), '"
-    ):
+    with pytest.raises(CheckpointError, match=re.escape(f"no level 'app.x'; it has {FLAT_LEVELS[name]}")):
         pack(source, renamed, out=tmp_path / "v.safetensors", level="app.x")

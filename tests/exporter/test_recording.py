@@ -37,6 +37,29 @@ def test_hooks_that_only_save_are_covered_by_identity(tmp_path: Path) -> None:
     assert not (artifact.path / "adapter.pt2").exists()
 
 
+class Padded(nn.Module):
+    """Loads as transformers' tied heads do, which pad a bias to the rows of its weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 3)
+
+    def _load_from_state_dict(self, state: State, prefix: str, *others: Any) -> None:
+        bias = state[f"{prefix}linear.bias"]
+        missing = self.linear.weight.shape[0] - bias.shape[0]
+        state[f"{prefix}linear.bias"] = nn.functional.pad(bias, (0, missing))
+        super()._load_from_state_dict(state, prefix, *others)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x)
+
+
+def test_padding_by_nothing_is_a_rename(tmp_path: Path) -> None:
+    artifact = export(Padded().eval(), (X,), out=tmp_path / "a.artifact")
+    assert sources(artifact)["linear.bias"] == Source(weight="linear.bias", keys=("linear.bias",))
+    assert not (artifact.path / "adapter.pt2").exists()
+
+
 def test_keys_without_a_weight_are_reported(tmp_path: Path) -> None:
     artifact = export(loading.ExtraState().eval(), (X,), out=tmp_path / "a.artifact")
     extra = ("_extra_state", "linear._extra_state")

@@ -11,13 +11,14 @@ import safetensors.torch
 import torch
 
 from weightswap_runtime import InputMismatch, Unsupported, WeightFileError
-from weightswap_runtime.cli.run import _integer
-from weightswap_runtime.cli.tensorfiles import read_tensors, write_tensors
+from weightswap_runtime.arguments import named_inputs
 from weightswap_runtime.contents import Content, array_content, as_array
 from weightswap_runtime.dtypes import DTYPES, NUMPY_NAMES, TORCH_NAMES
 from weightswap_runtime.engines.onnx import OnnxEngine
 from weightswap_runtime.engines.onnx_values import ELEMENTS, content_of, dtype_names
 from weightswap_runtime.engines.torch import TorchEngine
+from weightswap_runtime.signature import Integer, Signature
+from weightswap_runtime.tensorfiles import read_tensors, write_tensors
 
 every_dtype = pytest.mark.parametrize("name", TORCH_NAMES)
 
@@ -124,8 +125,10 @@ def test_arrays_that_are_no_tensors_are_refused(array: Any, says: str, tmp_path:
 
 
 def test_an_integer_is_one_element_of_an_integer_type() -> None:
+    number = Integer(name="n", value="n")
+    signature = Signature(args=(("n", number),), kwargs=(), output=number, dims={})
     for dtype in ("int64", "uint8", "bool"):
-        assert _integer("n", array_content(np.ones((1, 1), dtype))) == 1
+        assert named_inputs("forward", signature, {"n": array_content(np.ones((1, 1), dtype))}) == [1]
     for array, found in ((np.ones(2, "i8"), r"I64\[2\]"), (np.ones((), "f4"), r"F32\[\]")):
-        with pytest.raises(InputMismatch, match=rf"n: expected one integer, got {found}"):
-            _integer("n", array_content(array))
+        with pytest.raises(InputMismatch, match=rf"forward: n: expected one integer, got {found}"):
+            named_inputs("forward", signature, {"n": array_content(array)})

@@ -2,19 +2,10 @@
 
 from __future__ import annotations
 
-import gc
-import json
 import logging
 import math
-import os
-import signal
-import subprocess
 import sys
 import threading
-import time
-import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -22,80 +13,19 @@ import fsspec
 import pytest
 
 from tests.tiny import TinyArtifact, serves
+from tests.watched import SOON, Directory, eventually, mark
 from weightswap_runtime import (
     Event,
     MissingExtra,
     Model,
-    StageCancelled,
     StagingBusy,
-    Superseded,
     Unsupported,
-    Watcher,
     load,
     watching,
     write_delta,
 )
 from weightswap_runtime.cli.watching import print_event
 from weightswap_runtime.following import Follower
-from weightswap_runtime.job import Job
-from weightswap_runtime.store import Store
-
-SOON = 0.01
-
-
-def eventually(condition: Callable[[], bool]) -> bool:
-    deadline = time.monotonic() + 60
-    while not condition():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(SOON)
-    return True
-
-
-class Directory:
-    """A directory into which weight files are renamed."""
-
-    def __init__(self, tiny: TinyArtifact, path: Path) -> None:
-        self.tiny = tiny
-        self.path = path
-        path.mkdir()
-
-    def write(self, seed: int) -> Path:
-        return self.tiny.write(self.path / f"v{seed}.safetensors", self.tiny.values(seed))
-
-    def damaged(self, seed: int) -> Path:
-        path = self.tiny.write(self.path / "hidden", self.tiny.values(seed))
-        raw = bytearray(path.read_bytes())
-        raw[-1] ^= 1
-        path.write_bytes(raw)
-        return path.rename(self.path / f"v{seed}.safetensors")
-
-
-@pytest.fixture
-def directory(tiny: TinyArtifact, tmp_path: Path) -> Directory:
-    return Directory(tiny, tmp_path / "run")
-
-
-@pytest.fixture
-def model(tiny: TinyArtifact, residency: Any) -> Model:
-    return load(tiny.path, residency=residency)
-
-
-@pytest.fixture
-def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
-    """Stagings go on until they are cancelled; the event says that one has begun."""
-    begun = threading.Event()
-
-    def stage(store: Store, member: object, request: object, timeout: object, job: Job) -> None:
-        begun.set()
-        deadline = time.monotonic() + 120
-        while time.monotonic() < deadline:
-            job.check()
-            time.sleep(SOON)
-
-    monkeypatch.setattr(Store, "stage", stage)
-    yield begun
-    monkeypatch.undo()
 
 
 def test_each_new_file_is_served_and_damage_is_skipped(model: Model, directory: Directory) -> None:
@@ -214,101 +144,6 @@ def test_a_file_is_taken_when_its_goldens_are_whole(model: Model, directory: Dir
         assert eventually(lambda: model.generation == 0)
 
 
-def test_a_part_of_weights_that_were_rolled_back_gives_others(
-    tiny: TinyArtifact, directory: Directory, weight_file: Any, residency: Any
-) -> None:
-    model = load(tiny.path, weight_file(0), residency=residency, keep_previous="host")
-    with model.watch(directory.path, SOON, start="all", only="bias") as watcher:
-        model.swap(weight_file(1))
-        model.rollback()
-        path = directory.write(1)
-        assert eventually(lambda: mark(watcher) == path.name)
-    assert [receipt.kind for receipt in model.history] == ["full", "full", "rollback", "partial"]
-
-
-def mark(watcher: Watcher) -> str | None:
-    taken = watcher._follower._mark
-    return taken.entry.name if taken else None
-
-
-def test_what_another_has_put_in_while_the_turn_was_waited_for_is_not_put_in_again(
-    model: Model, directory: Directory, tmp_path: Path
-) -> None:
-    events: list[Event] = []
-    with model._store.swapping:
-        watcher = model.watch(directory.path, SOON, callback=events.append)
-        path = directory.write(1)
-        assert eventually(lambda: looked_at(watcher, path.name))
-        model.stage(path).commit()
-    assert eventually(lambda: mark(watcher) == path.name)
-    assert watcher.stop(30)
-    assert (model.generation, events) == (0, [])
-
-
-def looked_at(watcher: Watcher, name: str) -> bool:
-    file = watcher._follower._files.get(name)
-    return file is not None and file.glance is not None
-
-
-def test_weights_that_were_rolled_back_stay_away_until_others_come(
-    tiny: TinyArtifact, directory: Directory, residency: Any
-) -> None:
-    model = load(tiny.path, residency=residency, keep_previous="host")
-    events: list[Event] = []
-    with model.watch(directory.path, SOON, start="all", callback=events.append) as watcher:
-        directory.write(1)
-        assert eventually(lambda: model.generation == 0)
-        second = directory.write(2)
-        assert eventually(lambda: mark(watcher) == second.name)
-        model.rollback(by="operator", busy="wait")
-        for time_ns in (1, 2):
-            os.utime(second, ns=(time_ns, time_ns))
-            assert eventually(lambda: [event.kind for event in events].count("skipped") == time_ns)  # noqa: B023
-        assert "rolled back by operator (generation 2)" in str(watcher.skipped["v2.safetensors"])
-        assert isinstance(events[-1].error, Superseded)
-        assert (model.generation, serves(model, 1)) == (2, True)
-        directory.write(3)
-        assert eventually(lambda: model.generation == 3)
-        assert serves(model, 3)
-
-
-def test_weights_that_came_back_after_a_rollback_are_wanted(model: Model, directory: Directory, tmp_path: Path) -> None:
-    by_hand = [directory.tiny.write(tmp_path / f"{seed}", directory.tiny.values(seed)) for seed in range(4)]
-    model.swap(by_hand[1])
-    model.swap(by_hand[2])
-    with model.watch(directory.path, SOON, start="all"):
-        model.swap(by_hand[0], busy="wait")
-        if model.residency == "double":
-            model.rollback(busy="wait")
-        model.swap(by_hand[0], busy="wait")
-        model.swap(by_hand[3], busy="wait")
-        directory.write(0)
-        assert eventually(lambda: serves(model, 0))
-
-
-def test_a_rollback_before_the_watching_began_says_nothing(tiny: TinyArtifact, directory: Directory) -> None:
-    model = load(tiny.path, directory.write(1))
-    model.swap(directory.write(2))
-    model.rollback()
-    with model.watch(directory.path, SOON):
-        assert eventually(lambda: serves(model, 2))
-
-
-def test_a_file_without_digests_is_not_put_back_after_a_rollback(tiny: TinyArtifact, directory: Directory) -> None:
-    import safetensors.torch
-
-    model = load(tiny.path, directory.write(1), keep_previous="host")
-    path = directory.path / "v2.safetensors"
-    values = {key: value.clone() for key, value in tiny.values(2).items()}
-    with model.watch(directory.path, SOON) as watcher:
-        safetensors.torch.save_file(values, path)
-        assert eventually(lambda: mark(watcher) == path.name)
-        model.rollback(busy="wait")
-        os.utime(path, ns=(1, 1))
-        assert eventually(lambda: path.name in watcher.skipped)
-        assert serves(model, 1)
-
-
 def test_a_delta_that_waits_is_told(tiny: TinyArtifact, directory: Directory, tmp_path: Path) -> None:
     model = load(tiny.path, directory.write(1))
     files = [tiny.write(tmp_path / f"{seed}", tiny.values(seed)) for seed in (2, 3)]
@@ -339,56 +174,6 @@ def test_a_name_cannot_forge_a_line_of_the_log(
     assert not any(line.startswith("rolled back") for text in logged for line in text.splitlines())
 
 
-def test_a_callback_may_stop_the_watching(model: Model, directory: Directory) -> None:
-    watchers: list[Watcher] = []
-    directory.write(1)
-    started = threading.Event()
-
-    def stop(event: Event) -> None:
-        if event.kind == "committed":
-            assert started.wait(60)
-            watchers[0].stop()
-
-    watchers.append(model.watch(directory.path, SOON, callback=stop))
-    started.set()
-    assert eventually(lambda: not watchers[0].alive)
-    assert serves(model, 1)
-
-
-def test_stop_cancels_a_long_staging(model: Model, directory: Directory, held: threading.Event) -> None:
-    events: list[Event] = []
-    watcher = model.watch(directory.path, SOON, callback=events.append)
-    directory.write(1)
-    assert held.wait(60)
-    assert watcher.stop(30)
-    assert watcher.stop()
-    assert [event.kind for event in events] == ["staging", "cancelled"]
-    assert isinstance(events[1].error, StageCancelled)
-    assert (model.generation, watcher.last_error, repr(watcher)) == (
-        None,
-        None,
-        f"Watcher({str(directory.path)!r}, stopped)",
-    )
-
-
-def test_stop_does_not_wait_for_a_swap_by_hand(model: Model, directory: Directory) -> None:
-    directory.write(1)
-    with model._store.swapping:
-        watcher = model.watch(directory.path, SOON)
-        assert eventually(lambda: watcher._follower._old is not None)
-        assert watcher.stop(30)
-    assert model.generation is None
-
-
-def test_stop_does_not_wait_for_a_staging_by_hand(model: Model, directory: Directory, tmp_path: Path) -> None:
-    directory.write(1)
-    with model.stage(directory.tiny.write(tmp_path / "hand", directory.tiny.values(9))):
-        watcher = model.watch(directory.path, SOON)
-        assert eventually(model._store.swapping.locked)
-        assert watcher.stop(30)
-    assert model.generation is None
-
-
 def test_a_swap_by_hand_in_between_is_waited_for(model: Model, directory: Directory, tmp_path: Path) -> None:
     with model.watch(directory.path, SOON) as watcher:
         with model.stage(directory.tiny.write(tmp_path / "hand", directory.tiny.values(9))) as staged:
@@ -406,28 +191,6 @@ def test_the_options_are_those_of_a_swap(tiny: TinyArtifact, directory: Director
     with model.watch(directory.path, SOON, only="bias", allow_other_graph=True, rate_limit=1e9, timeout=5):
         assert eventually(lambda: model.generation == 1)
     assert model.history[-1].kind == "partial"
-
-
-def test_watching_does_not_keep_a_model(tiny: TinyArtifact, directory: Directory) -> None:
-    model = load(tiny.path)
-    events: list[Event] = []
-    watcher = model.watch(directory.path, SOON, callback=events.append)
-    directory.write(1)
-    directory.damaged(2)
-    assert eventually(lambda: bool(watcher.skipped) and events[-1].kind == "skipped")
-    gone = weakref.ref(model)
-    del model
-    assert eventually(lambda: gc.collect() >= 0 and gone() is None)
-    assert eventually(lambda: not watcher.alive)
-
-
-def test_a_watcher_that_is_waiting_ends_with_its_model(tiny: TinyArtifact, directory: Directory) -> None:
-    model = load(tiny.path)
-    watcher = model.watch(directory.path, 1e9)
-    assert eventually(lambda: watcher._follower._old is not None)
-    del model
-    gc.collect()
-    assert eventually(lambda: not watcher.alive)
 
 
 def test_a_missing_directory_may_come_later(model: Model, tiny: TinyArtifact, tmp_path: Path) -> None:
@@ -519,127 +282,3 @@ def test_a_url_without_the_extra_is_refused_at_once(tiny: TinyArtifact, monkeypa
     monkeypatch.setitem(sys.modules, "fsspec", None)
     with pytest.raises(MissingExtra, match="remote"):
         load(tiny.path).watch("s3://bucket/run")
-
-
-def test_a_forked_child_does_not_watch(model: Model, directory: Directory) -> None:
-    with model.watch(directory.path, SOON) as watcher:
-        directory.write(1)
-        assert eventually(lambda: model.generation == 0)
-        child = os.fork()
-        if child == 0:
-            signal.alarm(60)  # a lock that nobody releases ends the child
-            ended = not watcher.alive and watcher.stop() and serves(model, 1)
-            model.swap(directory.write(2))
-            os._exit(0 if ended and serves(model, 2) else 1)
-        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-        assert watcher.alive
-
-
-ENDS = """
-import sys, time
-from weightswap_runtime import load
-model = load(sys.argv[1])
-watcher = model.watch(sys.argv[2], 0.01, start="all")
-while model.generation is None:
-    time.sleep(0.01)
-print(model.generation)
-"""
-
-
-def environment() -> dict[str, str]:
-    return os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-
-
-def test_the_end_of_the_interpreter_ends_the_watching(tiny: TinyArtifact, directory: Directory) -> None:
-    for seed in range(20):
-        directory.write(seed)
-    command = [sys.executable, "-c", ENDS, str(tiny.path), str(directory.path)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment(), timeout=120)
-    assert (done.returncode, done.stderr) == (0, "")
-
-
-SWAP = """
-import signal
-
-from weightswap_runtime.cli.swap import swap_command
-
-signal.signal(signal.SIGINT, signal.default_int_handler)  # where the tests run in the background, it is ignored
-swap_command()
-"""
-
-
-@contextmanager
-def watch_command(tiny: TinyArtifact, *arguments: str) -> Iterator[subprocess.Popen[str]]:
-    command = [sys.executable, "-u", "-c", SWAP, str(tiny.path), *arguments]
-    with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment(), bufsize=1
-    ) as process:
-        try:
-            yield process
-        finally:
-            process.kill()
-
-
-def lines_until(process: subprocess.Popen[str], word: str) -> list[str]:
-    assert process.stdout is not None
-    lines = []
-    for line in process.stdout:
-        lines.append(line)
-        if word in line:
-            break
-    return lines
-
-
-def test_the_command_prints_each_event_until_it_is_interrupted(
-    tiny: TinyArtifact, directory: Directory, weight_file: Any
-) -> None:
-    first = weight_file(7)
-    with watch_command(tiny, str(first), "--watch", str(directory.path), "--interval", "0.01") as process:
-        lines = lines_until(process, "committed")
-        directory.write(1)
-        lines += lines_until(process, "committed")
-        directory.damaged(2)
-        lines += lines_until(process, "skipped")
-        process.send_signal(signal.SIGINT)
-        out, err = process.communicate(timeout=60)
-    assert (process.returncode, out, err) == (0, "", "")
-    assert [line.split()[0].rstrip(":") for line in lines] == [
-        *("staging", "staged", "committed"),
-        *("staging", "staged", "committed"),
-        *("staging", "refused", "skipped"),
-    ]
-    assert "DigestMismatch" in lines[-1]
-
-
-def test_the_command_prints_json_lines(tiny: TinyArtifact, directory: Directory) -> None:
-    directory.write(1)
-    directory.damaged(2)
-    arguments = ("--watch", str(directory.path), "--interval", "0.01", "--start", "all", "--json")
-    with watch_command(tiny, *arguments) as process:
-        lines = lines_until(process, "skipped")
-        process.send_signal(signal.SIGINT)
-        _, err = process.communicate(timeout=60)
-    assert (process.returncode, err) == (0, "")
-    documents = [json.loads(line) for line in lines]
-    assert [document["kind"] for document in documents] == [
-        *("staging", "staged", "committed"),
-        *("staging", "refused", "skipped"),
-    ]
-    assert documents[2]["receipt"]["generation"] == 0
-    assert documents[5]["error"]["error"] == "DigestMismatch"
-    assert len(documents[5]["error"]["problems"]) == 1
-
-
-@pytest.mark.parametrize(
-    ("arguments", "status", "says"),
-    [
-        ((), 2, "give files, or --watch DIR"),
-        (("--watch", "x", "--interval", "0"), 2, "expected seconds, more than 0"),
-        (("nowhere.safetensors", "--watch", "x"), 1, "cannot be opened"),
-    ],
-)
-def test_the_command_refuses(arguments: tuple[str, ...], status: int, says: str, tiny: TinyArtifact) -> None:
-    with watch_command(tiny, *arguments) as process:
-        _, err = process.communicate(timeout=60)
-    assert process.returncode == status
-    assert says in err

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from importlib.metadata import EntryPoint, entry_points
+from io import TextIOWrapper
 from typing import Annotated, Any
 
 import typer
@@ -59,6 +61,8 @@ def _root(
 
 
 def main() -> None:
+    if isinstance(sys.stdout, TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # names of files may be bytes that are no text
     app()
 
 

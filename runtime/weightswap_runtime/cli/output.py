@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Annotated, Any
 
 import msgspec
@@ -16,12 +17,35 @@ from rich.table import Table
 
 from weightswap_runtime.engines import EngineName
 from weightswap_runtime.errors import MissingExtra, RecipeError, Unsupported, WeightswapError
+from weightswap_runtime.files import check_writable
+from weightswap_runtime.wording import visible
 
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of text.")]
 LabelOption = Annotated[list[str] | None, typer.Option(help="name=text, kept in the file; may be repeated.")]
 OpLibraryOption = Annotated[
     list[str] | None,
     typer.Option("--op-library", help="A package, or an .so file, that registers operators; may be repeated."),
+]
+
+
+def _writable(path: Path | None) -> Path | None:
+    """Refuse a report's path before the work that the report would be about."""
+    if path is None:
+        return None
+    try:
+        check_writable(path)
+    except OSError as error:
+        raise typer.BadParameter(f"{path} cannot be written: {error.strerror}") from error
+    return path
+
+
+HtmlOption = Annotated[
+    Path | None,
+    typer.Option(callback=_writable, help="Write a report for browsers, in one file; a file there is replaced."),
+]
+LevelOption = Annotated[
+    str | None,
+    typer.Option(help="Where in a pickled or distributed checkpoint the weights are: keys joined with dots, as ema."),
 ]
 DeviceOption = Annotated[str, typer.Option(help="Where the model serves: cpu, cuda, cuda:1.")]
 EngineOption = Annotated[EngineName, typer.Option(help="What runs the graphs; auto takes the fastest that there is.")]
@@ -41,7 +65,28 @@ def _label(text: str) -> tuple[str, str]:
 
 
 def print_json(document: Any) -> None:
-    typer.echo(msgspec.json.format(msgspec.json.encode(document, enc_hook=str), indent=2).decode())
+    """A document over several lines."""
+    typer.echo(msgspec.json.format(encode_json(document), indent=2).decode())
+
+
+def encode_json(document: Any, enc_hook: Callable[[Any], Any] = str) -> bytes:
+    """One line. Texts that UTF-8 cannot hold, such as paths of other bytes, are spelled out.
+
+    enc_hook: what is made of values that msgspec does not know.
+    """
+    try:
+        return msgspec.json.encode(document, enc_hook=enc_hook)
+    except UnicodeEncodeError:
+        return msgspec.json.encode(_spelled_out(msgspec.to_builtins(document, enc_hook=enc_hook)))
+
+
+def _spelled_out(found: Any) -> Any:
+    r"""Plain Python values; what UTF-8 cannot hold is written like \udcff."""
+    if isinstance(found, str):
+        return found.encode(errors="backslashreplace").decode()
+    if isinstance(found, dict):
+        return {_spelled_out(name): _spelled_out(value) for name, value in found.items()}
+    return [_spelled_out(value) for value in found] if isinstance(found, list | tuple) else found
 
 
 @contextmanager
@@ -53,26 +98,30 @@ def errors_as_exit(as_json: bool, more: Mapping[str, Any] | None = None) -> Iter
     try:
         yield
     except WeightswapError as error:
-        typer.echo(f"{type(error).__name__}: {error}", err=True)
+        typer.echo(visible(f"{type(error).__name__}: {error}"), err=True)
         if as_json:
             problems = getattr(error, "problems", ())
             document = {"error": type(error).__name__, "message": str(error), "problems": problems}
             print_json({**document, **(more or {})})
         raise typer.Exit(2 if isinstance(error, _USAGE) else 1) from error
     except OSError as error:
-        typer.echo(f"{type(error).__name__}: {error}", err=True)
+        typer.echo(visible(f"{type(error).__name__}: {error}"), err=True)
         raise typer.Exit(1) from error
 
 
+def table_console() -> Console:
+    """Standard output: as wide as the terminal; elsewhere as wide as is needed, so that nothing is cut."""
+    return Console(soft_wrap=not sys.stdout.isatty(), width=None if sys.stdout.isatty() else 200)
+
+
 def print_table(title: str, columns: list[str], rows: list[list[str]]) -> None:
-    """A table as wide as the terminal; elsewhere as wide as it needs to be, so that nothing is cut."""
-    console = Console(soft_wrap=not sys.stdout.isatty(), width=None if sys.stdout.isatty() else 200)
+    """A table as wide as `table_console` is; what a terminal would obey is spelled out."""
     table = Table(title=title, title_justify="left")
     for column in columns:
         table.add_column(column, overflow="fold")
     for row in rows:
-        table.add_row(*(escape(cell) for cell in row))
-    console.print(table)
+        table.add_row(*(escape(visible(cell)) for cell in row))
+    table_console().print(table)
 
 
 @contextmanager

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -10,18 +9,19 @@ from typing import Annotated, Any
 
 import typer
 
+from weightswap_runtime.arguments import call_arguments, named_inputs
 from weightswap_runtime.collector import collector_paused
-from weightswap_runtime.contents import Content, as_array
+from weightswap_runtime.contents import Content
 from weightswap_runtime.devices.opening import HOST
-from weightswap_runtime.dtypes import describe, has_fractions
 from weightswap_runtime.engines import Engine
-from weightswap_runtime.errors import InputMismatch, Unsupported, WeightswapError
-from weightswap_runtime.model import Model, engine_of, load
-from weightswap_runtime.signature import Integer, Leaf, Literal, Node, Signature, flatten, leaves, unflatten
+from weightswap_runtime.errors import Unsupported, WeightswapError
+from weightswap_runtime.loading import load
+from weightswap_runtime.model import Model, engine_of
+from weightswap_runtime.signature import flatten, leaves
+from weightswap_runtime.tensorfiles import describe_value, read_tensors, write_tensors
 
 from .output import DeviceOption, EngineOption, JsonOption, OpLibraryOption, errors_as_exit, print_json, print_table
 from .swap import KeysOption, as_keys
-from .tensorfiles import describe_value, read_tensors, write_tensors
 
 run_command = typer.Typer(add_completion=False)
 
@@ -58,7 +58,8 @@ def run(
         call = model.method(name)
         signature = model.signatures[name]
         opened = engine_of(model)
-        args, kwargs = _arguments(name, signature, read_tensors(inputs) if inputs else {}, opened)
+        flat = named_inputs(name, signature, read_tensors(inputs) if inputs else {})
+        args, kwargs = call_arguments(signature, flat, opened)
         start = time.perf_counter()
         result = _called(name, call, args, kwargs)
         seconds = time.perf_counter() - start
@@ -79,37 +80,6 @@ def _called(name: str, call: Callable[..., Any], args: list[Any], kwargs: dict[s
     except Exception as error:  # an operator's own, such as an index out of range
         typer.echo(f"{name}: the graph raised {type(error).__name__}: {error}", err=True)
         raise typer.Exit(1) from error
-
-
-def _arguments(
-    method: str, signature: Signature, tensors: dict[str, Content], engine: Engine
-) -> tuple[list[Any], dict[str, Any]]:
-    parameters = (*signature.args, *signature.kwargs)
-    wanted = [leaf for _, node in parameters for leaf in leaves(node) if not isinstance(leaf, Literal)]
-    names = {leaf.name for leaf in wanted}
-    problems = [f"{name}: missing from the inputs (--input FILE)" for name in sorted(names - tensors.keys())]
-    problems += [
-        f"{name}: not an input (they are {', '.join(sorted(names))})" for name in sorted(tensors.keys() - names)
-    ]
-    if problems:
-        raise InputMismatch(method, problems)
-    values = {leaf.name: _value(leaf, tensors[leaf.name], engine) for leaf in wanted}
-    args = [_argument(node, values) for _, node in signature.args]
-    return args, {name: _argument(node, values) for name, node in signature.kwargs}
-
-
-def _argument(node: Node, values: dict[str, Any]) -> Any:
-    return unflatten(node, [leaf.content if isinstance(leaf, Literal) else values[leaf.name] for leaf in leaves(node)])
-
-
-def _value(leaf: Leaf, content: Content, engine: Engine) -> Any:
-    return _integer(leaf.name, content) if isinstance(leaf, Integer) else engine.tensor(content)
-
-
-def _integer(name: str, content: Content) -> int:
-    if math.prod(content.shape) != 1 or has_fractions(content.dtype):
-        raise InputMismatch("run", [f"{name}: expected one integer, got {describe(content.dtype, content.shape)}"])
-    return int(as_array(content).item())
 
 
 def _results(values: list[Any], engine: Engine) -> list[Any]:

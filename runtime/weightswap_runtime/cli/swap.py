@@ -12,10 +12,20 @@ import typer
 from weightswap_runtime.adapter import Keys
 from weightswap_runtime.devices.opening import HOST
 from weightswap_runtime.goldens import Mode
-from weightswap_runtime.model import load
+from weightswap_runtime.loading import load
 from weightswap_runtime.receipts import SwapReceipt
 
-from .output import DeviceOption, EngineOption, JsonOption, OpLibraryOption, errors_as_exit, human_bytes, print_json
+from .output import (
+    DeviceOption,
+    EngineOption,
+    HtmlOption,
+    JsonOption,
+    OpLibraryOption,
+    errors_as_exit,
+    human_bytes,
+    print_json,
+)
+from .swap_report import reported
 from .watching import StartChoice, print_event, print_event_as_json, watch_until_interrupt
 
 swap_command = typer.Typer(add_completion=False)
@@ -90,6 +100,7 @@ def swap(
     rate_limit: Annotated[
         float | None, typer.Option(help="Read and copy at most so many bytes per second, as 200e6.")
     ] = None,
+    html: HtmlOption = None,
     op_library: OpLibraryOption = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -115,16 +126,17 @@ def swap(
             op_libraries=op_library or (),
         )
         options = _Options(as_keys(keys), allow_other_graph, verify.value, rate_limit)
-        for place, path in enumerate(checkpoints or (), start=1):
-            part = only if place > 1 else None
-            last = expect if place == len(checkpoints or ()) else None
-            receipts.append(model.swap(path, only=part, expect=last, **options._asdict()))
-            if not as_json and watch is None:
-                _print(receipts[-1])
-        if watch is not None:
-            more = {"start": start.value, "only": only, **options._asdict()}
-            watch_until_interrupt(partial(model.watch, watch, interval, **more))
-        elif as_json:
+        with reported(html, model):
+            for place, path in enumerate(checkpoints or (), start=1):
+                part = only if place > 1 else None
+                last = expect if place == len(checkpoints or ()) else None
+                receipts.append(model.swap(path, only=part, expect=last, **options._asdict()))
+                if not as_json and watch is None:
+                    _print(receipts[-1])
+            if watch is not None:
+                more = {"start": start.value, "only": only, **options._asdict()}
+                watch_until_interrupt(partial(model.watch, watch, interval, **more))
+        if as_json and watch is None:
             print_json(document)
 
 

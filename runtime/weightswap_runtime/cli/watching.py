@@ -7,11 +7,13 @@ from collections.abc import Callable
 from enum import StrEnum
 from typing import Any
 
-import msgspec
 import typer
 
 from weightswap_runtime.events import Event
 from weightswap_runtime.watching import Watcher
+from weightswap_runtime.wording import visible
+
+from .output import encode_json
 
 POLL_SECONDS = 0.2  # how soon it is noticed that the watching has ended by itself
 
@@ -26,13 +28,12 @@ class StartChoice(StrEnum):
 
 def print_event(event: Event) -> None:
     """An event as one line of text; what a terminal would obey, in the names of a file's tensors, is escaped."""
-    line = " ".join(str(event).split())
-    typer.echo("".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in line))
+    typer.echo(visible(" ".join(str(event).split())))
 
 
 def print_event_as_json(event: Event) -> None:
     """An event as one line of JSON."""
-    typer.echo(msgspec.json.encode(event, enc_hook=_describe_error).decode())
+    typer.echo(encode_json(event, _describe_error).decode())
 
 
 def _describe_error(error: object) -> dict[str, Any]:

@@ -50,10 +50,14 @@ class Accelerator:
         self.index = device.index
         self.staging = torch.Stream(device, priority=_LOW)
         self.commits = torch.Stream(device, priority=_HIGH)
-        self.captures = torch.Stream(device, priority=_APART)
+        self.captures = self.stream_apart()
         self._locked: dict[int, list[torch.Tensor]] = {}
         raw = getattr(torch._C, f"_{device.type}_getCurrentRawStream", None)
         self._raw = raw if device.type == "cuda" else None
+
+    def stream_apart(self) -> torch.Stream:
+        """A stream that nothing of ours is in, and that torch hands out again only after 31 others."""
+        return torch.Stream(self.torch, priority=_APART)
 
     @property
     def capability(self) -> str:
@@ -90,7 +94,10 @@ class Accelerator:
     def _registered(self, nbytes: int) -> TorchBuffer:
         """Memory of this process that CUDA was told to lock. It takes seconds, so that what was dropped is kept."""
         waiting = self._locked.setdefault(nbytes, [])
-        tensor = waiting.pop() if waiting else self._register(torch.frombuffer(allocate(nbytes), dtype=torch.uint8))
+        try:
+            tensor = waiting.pop()
+        except IndexError:
+            tensor = self._register(torch.frombuffer(allocate(nbytes), dtype=torch.uint8))
         for stream in (self.staging, self.commits):  # what was dropped may still be copied from
             self.finish(self.mark(stream))
         buffer = TorchBuffer(tensor)
@@ -114,7 +121,7 @@ class Accelerator:
             return int(free)
         handle = self.staging.native_handle  # type: ignore[attr-defined]
         kept = 0
-        for segment in torch.cuda.memory_snapshot():  # type: ignore[no-untyped-call]
+        for segment in torch.cuda.memory_snapshot(include_traces=False):  # type: ignore[no-untyped-call]
             if (segment["device"], segment["stream"]) == (self.index, handle):
                 kept += segment["total_size"] - segment["active_size"]
         return int(free) + kept

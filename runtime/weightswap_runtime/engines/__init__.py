@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from importlib import import_module
+from importlib.util import find_spec
 from typing import Any, Literal, Protocol, get_args
 
 from weightswap_runtime.arena import Arena
@@ -97,15 +98,17 @@ class Engine(Protocol):
     def bind(self, arena: Arena) -> Bound: ...
 
 
-def choose_engine(name: str, artifact: Artifact) -> str:
-    """The engine's name, for "auto" the fastest that this machine and the artifact offer.
+def choose_engine(name: str, artifact: Artifact, device: str = HOST) -> str:
+    """The engine's name, for "auto" the fastest that this machine and the artifact offer on a device.
 
-    That is `aoti` where the artifact has packages for this machine and this torch, else `torch`; without torch it is
-    `onnx`, which takes and gives numpy arrays.
+    On the CPU that is `aoti` where the artifact has packages for this machine and this torch, else `torch`; without
+    torch it is `onnx`, which takes and gives numpy arrays. On other devices it is `torch`.
 
     Raises Unsupported for an engine that there is not, or that the artifact was not compiled for.
     """
     if name == AUTO:
+        if device != HOST:
+            return "torch"
         if _has_torch():
             return "aoti" if can_run(artifact) else "torch"
         return "onnx" if _has_onnx(artifact) else "torch"
@@ -117,6 +120,17 @@ def choose_engine(name: str, artifact: Artifact) -> str:
             "--engine onnx"
         )
     return name
+
+
+def available_engines(artifact: Artifact) -> tuple[str, ...]:
+    """The engines that this machine and the artifact offer on the CPU."""
+    torch = _has_torch()
+    offered = {"torch": torch, "aoti": torch and can_run(artifact), "onnx": _has_onnx(artifact) and _has_runtime()}
+    return tuple(name for name in ENGINES if offered[name])
+
+
+def _has_runtime() -> bool:
+    return find_spec("onnxruntime") is not None
 
 
 def _has_torch() -> bool:
@@ -146,12 +160,16 @@ def open_engine(
 
     on_host: on a device, weights in host memory can be bound, too, for trials.
     """
-    if device != HOST and name != "torch":
-        raise Unsupported(f"engine {name!r} on the device {device!r}: there this version has the engine 'torch'")
-    if device == HOST and cuda_graphs is not None:
-        raise Unsupported('cuda_graphs on the CPU: they are for device="cuda"')
-    if threads is not None and (name != "onnx" or type(threads) is not int or threads < 1):
-        raise Unsupported(f"threads={threads!r}: expected None, or with the engine 'onnx' a positive number")
+    if device != HOST and name == "aoti":
+        raise Unsupported(f"engine 'aoti' on the device {device!r}: there this version has 'torch' and 'onnx'")
+    if cuda_graphs is not None and (device == HOST or name != "torch"):
+        raise Unsupported(f"cuda_graphs with the engine {name!r} on {device!r}: they are for 'torch' on \"cuda\"")
+    if threads is not None and (device != HOST or name != "onnx" or type(threads) is not int or threads < 1):
+        raise Unsupported(f"threads={threads!r}: expected None, or with the engine 'onnx' on the CPU a positive number")
+    if device != HOST and name == "onnx":
+        from .onnx_accelerated import OnnxAcceleratedEngine
+
+        return OnnxAcceleratedEngine(artifact, device, on_host=on_host)
     if name == "onnx":
         from .onnx import OnnxEngine
 

@@ -19,8 +19,9 @@ from weightswap_runtime.plainly import plainly
 
 from . import AUTO, Bound, CudaGraphs
 from .captures import Captures, Recorder, Shapes
+from .graph_calls import Call
 from .shapes import samples
-from .torch import BoundTorch, Call, TorchEngine, sparse
+from .torch import BoundTorch, TorchEngine, sparse
 
 
 class AcceleratedEngine(TorchEngine):

@@ -6,9 +6,10 @@ from collections.abc import Hashable, Iterator, Mapping
 from typing import Any
 
 from weightswap_runtime.artifact import Artifact
+from weightswap_runtime.cases import input_leaves
 from weightswap_runtime.errors import ArtifactError, MissingExtra
 from weightswap_runtime.manifest import Method
-from weightswap_runtime.signature import Integer, Leaf, Tensor, leaves
+from weightswap_runtime.signature import Integer, Leaf, Tensor, leaves, sizes_of
 
 try:
     import torch
@@ -19,7 +20,8 @@ from weightswap_runtime.tensors import torch_dtype
 
 from .aoti_library import Container, Library
 from .aoti_package import Package, find_target, read_package
-from .torch import Tensors, TorchEngine
+from .graph_calls import GraphCall, Tensors, load_graph
+from .torch import TorchEngine
 
 _UNIT = torch.empty(1, dtype=torch.uint8)
 
@@ -32,11 +34,17 @@ class AotiEngine(TorchEngine):
     def _open(self, artifact: Artifact, prologue: bool) -> Mapping[str, Any]:
         """Raises ArtifactError and Unsupported."""
         target = find_target(artifact)
+        self._captured = {
+            name: load_graph(artifact, name, method, prologue=False, device=self.device)
+            for name, method in artifact.manifest.methods.items()
+            if _may_be_empty(method)
+        }
         packages = {name: read_package(artifact, target, name) for name in artifact.methods}
         return {name: AotiGraph(packages[name], method) for name, method in artifact.manifest.methods.items()}
 
     def _call(self, name: str, method: Method, tensors: Tensors) -> AotiCall:
-        return AotiCall(self._graphs[name], tensors)
+        graph = self._captured.get(name)
+        return AotiCall(self._graphs[name], tensors, GraphCall(graph, method.inputs, tensors) if graph else None)
 
     @staticmethod
     def misplaced(value: torch.Tensor) -> str | None:
@@ -83,18 +91,30 @@ class AotiGraph:
             yield f"it has {self.library.inputs} inputs and {self.library.outputs} outputs, expected {counts}"
 
 
+def _may_be_empty(method: Method) -> bool:
+    """Whether the signature allows an input without elements."""
+    fixed = (size for leaf in input_leaves(method.signature) for size in sizes_of(leaf))
+    return 0 in fixed or any(limits.min == 0 for limits in method.signature.dims.values())
+
+
 def _is_given(leaf: Leaf) -> bool:
     """Whether the machine code takes or gives it; literals are in the manifest."""
     return isinstance(leaf, Tensor | Integer)
 
 
 class AotiCall:
-    """One method over one arena. A container runs one call at a time, so each call takes one from a pool."""
+    """One method over one arena. A container runs one call at a time, so each call takes one from a pool.
+
+    Machine code for sizes from 1 may divide by a size, which ends the process: a call with an empty input runs the
+    graph as it was captured.
+    """
 
     past_autograd = False
     has_prologue = False
 
-    def __init__(self, graph: AotiGraph, tensors: Tensors) -> None:
+    def __init__(self, graph: AotiGraph, tensors: Tensors, captured: GraphCall | None) -> None:
+        """captured: the same method without machine code, where an input may be empty."""
+        self._captured = captured
         self._library = graph.library
         self._tensors = {bound.fqn: tensors[bound.kind, bound.name] for bound in graph.note.tensors}
         self.stateful = any(bound.kind == "state" for bound in graph.note.tensors)
@@ -113,6 +133,8 @@ class AotiCall:
         given = [
             _row_major(inputs[place]) if is_tensor else _UNIT.expand(inputs[place]) for place, is_tensor in self._places
         ]
+        if self._captured is not None and not all(value.numel() for value in given):
+            return list(self._captured(inputs))
         try:
             container = self._pool.pop()
         except IndexError:

@@ -33,6 +33,10 @@ class Recorder(Protocol):
         """
         ...
 
+    def lend(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Once they are dropped, keep their memory until what the current stream was asked for until then is done."""
+        ...
+
 
 class Shapes:
     """Which shapes of which methods are captured; shared by all sessions of an engine."""
@@ -66,12 +70,16 @@ def key_of(method: str, inputs: Inputs) -> Hashable:
 
 
 class _Captured(NamedTuple):
-    """A recorded call, the memory from which it reads its inputs, and the indices of those that it writes to."""
+    """A recorded call, the memory from which it reads its inputs, and the indices of those that it writes to.
+
+    streams: the keys of those that this memory was lent to.
+    """
 
     inputs: Inputs
     outputs: list[Any]
     replay: Callable[[], object]
     written: list[int]
+    streams: set[int]
 
 
 class Captures:
@@ -105,6 +113,7 @@ class Captures:
         with self._lock, torch.no_grad():
             stream = self._device.current()
             self._device.wait(stream, self._last)
+            self._lend(captured)
             try:
                 for static, value in zip(captured.inputs, inputs, strict=True):
                     if isinstance(value, torch.Tensor):
@@ -116,27 +125,34 @@ class Captures:
             finally:
                 self._last = self._device.mark(stream)
 
+    def _lend(self, captured: _Captured) -> None:
+        key = self._device.current_key()
+        if key not in captured.streams:
+            self._recorder.lend(value for value in captured.inputs if isinstance(value, torch.Tensor))
+            captured.streams.add(key)
+
     def _capture(self, key: Hashable, method: str, inputs: Inputs) -> _Captured | None:
-        with self._lock:
-            if key in self._captured:
-                return self._captured[key]
-            self._device.wait(self._device.current(), self._last)
-            with plainly():
-                static = [_like(value) for value in inputs]
-            last = _LastOperator()  # type: ignore[no-untyped-call]
-            before = [_version(value) for value in static]
-            try:
-                with plainly(), self._undone(), last:
-                    replay, outputs = self._recorder.record(lambda: self._run(method, static))
-            except Exception as error:
-                self._shapes.failed(key, method, f"{last.name}: {type(error).__name__}: {error}")
-                return None
-            finally:
-                self._last = self._device.mark(self._device.current())
-            self._shapes.note(key, method, inputs)
-            written = [index for index, value in enumerate(static) if _version(value) != before[index]]
-            self._captured[key] = _Captured(static, outputs, replay, written)
-            return self._captured[key]
+        last = _LastOperator()  # type: ignore[no-untyped-call]
+        try:
+            with plainly(), self._undone(), self._lock:  # in this order, as calls that change the state replay
+                if key not in self._captured and key not in self._shapes.failures:
+                    self._captured[key] = self._record(method, inputs, last)
+                    self._shapes.note(key, method, inputs)
+        except Exception as error:
+            self._shapes.failed(key, method, f"{last.name}: {type(error).__name__}: {error}")
+        return self._captured.get(key)
+
+    def _record(self, method: str, inputs: Inputs, last: _LastOperator) -> _Captured:
+        self._device.wait(self._device.current(), self._last)
+        static = [_like(value) for value in inputs]
+        before = [_version(value) for value in static]
+        try:
+            with last:
+                replay, outputs = self._recorder.record(lambda: self._run(method, static))
+        finally:
+            self._last = self._device.mark(self._device.current())
+        written = [index for index, value in enumerate(static) if _version(value) != before[index]]
+        return _Captured(static, outputs, replay, written, set())
 
 
 def _like(value: Any) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from weightswap_runtime.artifact import Artifact
 from weightswap_runtime.errors import ArtifactError, MissingExtra, Unsupported
@@ -19,23 +19,35 @@ try:
 except ImportError as error:
     raise MissingExtra("the engine `onnx`", "onnx") from error
 
-PROVIDER = "CPUExecutionProvider"
+_CPU = "CPUExecutionProvider"
 _SILENT = 4
 _LOST: list[Any] = []  # sessions of a parent process; to end one would wait for its threads
+
+
+class Provider(NamedTuple):
+    """What ONNX Runtime computes with, and its options."""
+
+    name: str = _CPU
+    options: Mapping[str, str] = {}
+
+
+_ON_CPU = Provider()
 
 
 class OnnxGraph:
     """A method's graph. `tensors` are the FQNs of the weights and the state that it takes.
 
     `inputs` and `outputs` are the leaves of the signature; `after` says what the new value of a state is called.
+    `dtypes` are those of `tensors`.
     """
 
-    def __init__(self, artifact: Artifact, method: str, threads: int | None) -> None:
+    def __init__(self, artifact: Artifact, method: str, threads: int | None, provider: Provider = _ON_CPU) -> None:
         """threads: that one call uses; None: one for each core. Raises ArtifactError and Unsupported."""
         manifest = artifact.manifest
         self._where = str(artifact.path / graph_file(method))
         self._raw = artifact.read(graph_file(method))
         self._threads = threads
+        self._provider = provider
         self._session: Any = None
         signature = manifest.methods[method].signature
         self.names = onnx_names(manifest, manifest.methods[method])
@@ -47,6 +59,7 @@ class OnnxGraph:
         fetched = [item.name for item in given]
         self.after = {name: after for name, after in self.names.after.items() if after in fetched}
         rows = {name: row for row in (*manifest.weights, *manifest.state) for name in row.names}
+        self.dtypes = {name: rows[name].dtype for name in self.tensors}
         dtypes = output_dtypes(manifest, manifest.methods[method])
         problems = [*self._input_problems(found, rows), *self._output_problems(given, dtypes)]
         if problems:
@@ -69,18 +82,22 @@ class OnnxGraph:
         options = onnxruntime.SessionOptions()
         options.log_severity_level = _SILENT  # what it says, its errors say too
         options.intra_op_num_threads = self._threads or 0
+        wanted, here = self._provider.name, onnxruntime.__version__
         try:
-            session = onnxruntime.InferenceSession(self._raw, options, providers=[PROVIDER])
+            session = onnxruntime.InferenceSession(
+                self._raw, options, providers=[(wanted, dict(self._provider.options))]
+            )
         except Exception as error:
             if type(error).__name__ == "NotImplemented":
-                raise Unsupported(
-                    f"{self._where}: ONNX Runtime {onnxruntime.__version__} cannot run it: {error}"
-                ) from error
+                raise Unsupported(f"{self._where}: ONNX Runtime {here} cannot run it: {error}") from error
             raise ArtifactError(
-                f"{self._where}: ONNX Runtime {onnxruntime.__version__} cannot open it: {error}. Compile it again."
+                f"{self._where}: ONNX Runtime {here} cannot open it: {error}. Compile it again."
             ) from error
-        if session.get_providers()[0] != PROVIDER:
-            raise Unsupported(f"{self._where}: asked for {PROVIDER}, ONNX Runtime gives {session.get_providers()}")
+        if wanted not in (found := session.get_providers()):
+            raise Unsupported(
+                f"{self._where}: asked for {wanted}, ONNX Runtime {here} gives {', '.join(found)}. Install "
+                "onnxruntime-gpu for the CUDA of this machine, and cuDNN"
+            )
         return session
 
     def _input_problems(self, found: Mapping[str, Any], rows: Mapping[str, NamedTensor]) -> Iterator[str]:

@@ -5,55 +5,32 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Hashable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, ParamSpec, Protocol, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 from weightswap_runtime.arena import Arena, HostArena
 from weightswap_runtime.artifact import Artifact
 from weightswap_runtime.contents import Content
 from weightswap_runtime.dtypes import TORCH_NAMES
-from weightswap_runtime.errors import ArtifactError, MissingExtra
+from weightswap_runtime.errors import MissingExtra
 from weightswap_runtime.goldens import Environment
 from weightswap_runtime.header import FileTensor
-from weightswap_runtime.manifest import GraphInput, Method, NamedTensor
-from weightswap_runtime.signature import leaves
+from weightswap_runtime.manifest import Method, NamedTensor
 
 try:
     import torch
 except ImportError as error:
     raise MissingExtra("the engine `torch`", "torch") from error
 
-from weightswap_runtime.graphs.compiling import Compiled
-from weightswap_runtime.graphs.opening import open_graph
 from weightswap_runtime.plainly import plainly
 from weightswap_runtime.tensors import as_tensor, tensor_content, torch_dtype
 
 from . import Bound
+from .graph_calls import Call, GraphCall, Tensors, layout_of, load_graph, overwrite
 from .stateful import Stateful
 
 P = ParamSpec("P")
 R = TypeVar("R")
-Tensors = Mapping[tuple[str, str], torch.Tensor]  # by kind and FQN
 _NOTHING = nullcontext()
-_FIXED = ("weight", "constant")
-
-
-class Call(Protocol):
-    """One method with its tensors in place. `stateful` calls run one at a time. `hoisted` is what `prepare` made."""
-
-    past_autograd: bool
-    stateful: bool
-    hoisted: list[torch.Tensor]
-
-    @property
-    def has_prologue(self) -> bool: ...
-
-    def prepare(self) -> None:
-        """Compute what depends on weights and constants alone."""
-        ...
-
-    def __call__(self, inputs: list[Any]) -> Any:
-        """Flat inputs to flat outputs."""
-        ...
 
 
 def _without_gradients(function: Callable[P, R]) -> Callable[P, R]:
@@ -115,12 +92,12 @@ class TorchEngine:
 
     def _open(self, artifact: Artifact, prologue: bool) -> Mapping[str, Any]:
         return {
-            name: _load_graph(artifact, name, method, prologue, self.device)
+            name: load_graph(artifact, name, method, prologue, self.device)
             for name, method in self._manifest.methods.items()
         }
 
     def _call(self, name: str, method: Method, tensors: Tensors) -> Call:
-        return _Call(self._graphs[name], method.inputs, tensors)
+        return GraphCall(self._graphs[name], method.inputs, tensors)
 
     @staticmethod
     def misplaced(value: torch.Tensor) -> str | None:
@@ -198,67 +175,6 @@ class TorchEngine:
         return plainly()
 
 
-class _Call:
-    """One method's graph with its tensors in place."""
-
-    def __init__(self, graph: Compiled, inputs: tuple[GraphInput, ...], tensors: Tensors) -> None:
-        self._graph = graph.call
-        self.past_autograd = graph.past_autograd
-        self._prologue = graph.prologue
-        self._count = graph.hoisted
-        self.hoisted: list[torch.Tensor] = []
-        given = [tensors.get((item.kind, item.name)) for item in inputs]
-        self._fixed = [tensor for item, tensor in zip(inputs, given, strict=True) if item.kind in _FIXED]
-        self._slots: list[Any] = [None] * self._count + given
-        self._places = [index for index, item in enumerate(inputs, self._count) if item.kind == "input"]
-        self._bound = self._slots[: self._places[0]] if self._inputs_last() else None
-        self.stateful = any(item.kind == "state" for item in inputs)
-
-    @property
-    def has_prologue(self) -> bool:
-        """Whether anything depends on weights and constants alone."""
-        return self._prologue is not None
-
-    def prepare(self) -> None:
-        """Compute what depends on weights and constants alone. Its addresses stay."""
-        if self._prologue is None:
-            return
-        values = self._prologue(*self._fixed)
-        if self.hoisted:
-            for old, new in zip(self.hoisted, values, strict=True):
-                _overwrite(old, new)
-            return
-        self._slots[: self._count] = values
-        if self._bound is not None:
-            self._bound[: self._count] = values
-        self.hoisted = list(values)
-
-    def _inputs_last(self) -> bool:
-        count = len(self._places)
-        return bool(count) and self._places == list(range(len(self._slots) - count, len(self._slots)))
-
-    def __call__(self, inputs: list[Any]) -> Any:
-        if self._bound is not None:
-            return self._graph(*self._bound, *inputs)
-        slots = self._slots.copy()
-        for place, value in zip(self._places, inputs, strict=True):
-            slots[place] = value
-        return self._graph(*slots)
-
-
-def _overwrite(old: torch.Tensor, new: torch.Tensor) -> None:
-    """Give a tensor the values of another. Its addresses stay, also where elements lie on top of each other."""
-    if _layout(old) != _layout(new):
-        raise ValueError("what is computed from weights has another shape for each set of them")
-    if old.untyped_storage().data_ptr() != new.untyped_storage().data_ptr():  # else both view the same memory
-        old.untyped_storage().copy_(new.untyped_storage())
-
-
-def _layout(tensor: torch.Tensor) -> tuple[Hashable, ...]:
-    place = tensor.storage_offset(), tensor.untyped_storage().nbytes()
-    return tensor.dtype, tensor.shape, tensor.stride(), *place
-
-
 class BoundTorch(Stateful):
     """All methods over one arena. Safe to call from any number of threads."""
 
@@ -306,11 +222,11 @@ class BoundTorch(Stateful):
         if type(other) is not type(self):
             return False
         pairs = [(call.hoisted, other._calls[name].hoisted) for name, call in self._calls.items()]
-        if [list(map(_layout, mine)) for mine, _ in pairs] != [list(map(_layout, theirs)) for _, theirs in pairs]:
+        if [list(map(layout_of, mine)) for mine, _ in pairs] != [list(map(layout_of, theirs)) for _, theirs in pairs]:
             return False
         for old, new in (pair for mine, theirs in pairs for pair in zip(mine, theirs, strict=True)):
             if not self._first <= old.untyped_storage().data_ptr() < self._last:  # else it views the weights
-                _overwrite(old, new)
+                overwrite(old, new)
         return True
 
     @_without_gradients
@@ -330,17 +246,6 @@ class BoundTorch(Stateful):
 def sparse(value: torch.Tensor) -> str | None:
     """What is wrong with an input's layout."""
     return None if value.layout is torch.strided else f"expected a dense tensor, got {value.layout}"
-
-
-def _load_graph(artifact: Artifact, name: str, method: Method, prologue: bool, device: torch.device) -> Compiled:
-    fixed = [prologue and item.kind in _FIXED for item in method.inputs]
-    graph = open_graph(artifact, method.graph, device, fixed)
-    if graph.inputs != len(method.inputs) or graph.outputs != len(leaves(method.signature.output)):
-        raise ArtifactError(
-            f"{artifact.path / method.graph}: its inputs and outputs are not those of the method {name!r} in the "
-            "manifest"
-        )
-    return graph
 
 
 def _copy(item: NamedTensor, place: FileTensor, data: memoryview) -> torch.Tensor:

@@ -9,6 +9,7 @@ import io
 import json
 import re
 import zipfile
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -57,9 +58,14 @@ def _check(raw: bytes, where: str, find: Callable[[zipfile.ZipFile], Iterable[st
 
 def functions(raw: bytes) -> set[str]:
     """What an archive's graphs call, as `torch.ops.NAMESPACE.NAME.OVERLOAD`. It was checked before."""
+    return set(calls(raw))
+
+
+def calls(raw: bytes) -> Counter[str]:
+    """The same, with how often it is called."""
     with zipfile.ZipFile(io.BytesIO(raw)) as archive:
         models = [json.loads(archive.read(name)) for name in archive.namelist() if name.endswith("/models/model.json")]
-    return {target for model in models for target in _targets(model)}
+    return Counter(target for model in models for target in _targets(model))
 
 
 def _targets(value: Any) -> Iterator[str]:

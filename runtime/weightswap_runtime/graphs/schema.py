@@ -145,13 +145,18 @@ class UnknownPart(Exception):
     """Something in a graph that is not known here; torch may know it."""
 
 
-def read_program(raw: bytes) -> Program:
-    """The program in an archive's bytes. Raises UnknownPart, msgspec.MsgspecError, and what zipfile raises."""
+def model_json(raw: bytes) -> bytes:
+    """The JSON of the one program in an archive's bytes. Raises UnknownPart, and what zipfile raises."""
     with zipfile.ZipFile(io.BytesIO(raw)) as archive:
         models = [name for name in archive.namelist() if name.endswith("/models/model.json")]
         if len(models) != 1:
             raise UnknownPart(f"{len(models)} models in one archive")
-        program = _PROGRAM.decode(archive.read(models[0]))
+        return archive.read(models[0])
+
+
+def read_program(raw: bytes) -> Program:
+    """The program in an archive's bytes. Raises UnknownPart, msgspec.MsgspecError, and what zipfile raises."""
+    program = _PROGRAM.decode(model_json(raw))
     if program.schema_version.major != MAJOR:
         raise UnknownPart(f"schema version {program.schema_version.major}")
     return program

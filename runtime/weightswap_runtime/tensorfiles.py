@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from weightswap_runtime.contents import Content, array_content, as_array
-from weightswap_runtime.dtypes import DTYPES, describe
-from weightswap_runtime.errors import Unsupported, WeightFileError, WeightswapError
-from weightswap_runtime.files import new_file
-from weightswap_runtime.header import header_length, pack_ranges, parse_header, render_header
-from weightswap_runtime.weightfile import TensorRow, canonical_order
+from .contents import Content, array_content, as_array
+from .dtypes import DTYPES, describe
+from .errors import Unsupported, WeightFileError, WeightswapError
+from .files import new_file
+from .header import header_length, pack_ranges, parse_header, render_header
+from .weightfile import TensorRow, canonical_order
 
 SUFFIXES = (".safetensors", ".npz")
 

@@ -1,0 +1,73 @@
+"""Giving an eager model the weights of a file or checkpoint."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import torch
+from torch import nn
+
+from weightswap_runtime import Artifact, read_weights
+from weightswap_runtime.errors import CheckpointError, WeightFileError
+from weightswap_runtime.weightset import open_weights
+
+from .capture import unwrapped
+from .goldens import type_problems
+from .loading import load_into
+from .packing import pack
+from .tables import named_tensors
+from .tracing import Load
+
+PathLike = str | os.PathLike[str]
+
+
+def fill_model(model: nn.Module, artifact: Artifact, weights: PathLike, load: Load | None = None) -> None:
+    """Put weights into the model that an artifact was exported from.
+
+    A packed weight file's tensors are put in by name. Anything else is loaded by the model's own code, or `load`, as
+    `pack(..., model=model)` does; what that refuses but the artifact's adapter does not is packed first.
+
+    Raises CheckpointError and what reading raises.
+    """
+    plain = unwrapped(model)
+    if _is_packed(weights):
+        _fill(plain, artifact, weights)
+        return
+    try:
+        with load_into(plain, Path(weights), load):
+            return
+    except CheckpointError:
+        if load is not None:
+            raise
+        with TemporaryDirectory(prefix="weightswap-") as folder:
+            _fill(plain, artifact, pack(weights, artifact, out=Path(folder) / "weights.safetensors").path)
+
+
+def _fill(model: nn.Module, artifact: Artifact, weights: PathLike) -> None:
+    """Put a packed file's tensors in by name. Raises CheckpointError."""
+    tensors, values = named_tensors(model), read_weights(weights, framework="torch")
+    problems = list(type_problems(model, artifact.manifest))
+    problems += [f"{row.name}: not in the file" for row in artifact.manifest.weights if row.name not in values]
+    if not problems:
+        pairs = [(row.name, tensors[row.name], values[row.name]) for row in artifact.manifest.weights]
+        problems = [
+            f"{name}: {list(one.shape)}, not {list(other.shape)}"
+            for name, one, other in pairs
+            if one.shape != other.shape
+        ]
+    if problems:
+        more = f"; and {len(problems) - 5} more" if len(problems) > 5 else ""
+        raise CheckpointError(f"{weights}: is not for this model: {'; '.join(problems[:5])}{more}")
+    with torch.no_grad():
+        for _, tensor, value in pairs:
+            tensor.copy_(value)
+
+
+def _is_packed(weights: PathLike) -> bool:
+    try:
+        with open_weights(weights) as opened:
+            return opened.stamp is not None
+    except WeightFileError:
+        return False

@@ -1,0 +1,21 @@
+"""Parity: whether what was exported computes what the eager model does, and where it parts from it if not."""
+
+from .comparing import compare
+from .executions import Run
+from .first import first_divergence
+from .recorded import check_outputs, record_outputs
+from .report import CaseParity, Divergence, EngineParity, ModuleError, OutputParity, ParityReport
+
+__all__ = [
+    "CaseParity",
+    "Divergence",
+    "EngineParity",
+    "ModuleError",
+    "OutputParity",
+    "ParityReport",
+    "Run",
+    "check_outputs",
+    "compare",
+    "first_divergence",
+    "record_outputs",
+]

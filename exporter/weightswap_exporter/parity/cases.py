@@ -1,0 +1,120 @@
+"""The calls that are compared: the caller's, those that were recorded, and generated ones."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+import torch
+
+from weightswap_exporter.calls import Call, Requested, checked_inputs, wanted_goldens, with_literals
+from weightswap_runtime import Artifact
+from weightswap_runtime.contents import Content
+from weightswap_runtime.errors import ParityError, RecordingError
+from weightswap_runtime.generating import Sizes, common_sizes, edge_sizes, random_values
+from weightswap_runtime.goldens import Goldens
+from weightswap_runtime.graphs.bounds import index_bounds
+from weightswap_runtime.signature import Signature, leaves, unflatten
+from weightswap_runtime.tensors import as_tensor
+
+from .report import Origin
+
+Cases = Requested | Literal["goldens", "generated"]
+_ADVICE = 'Give a list of (args, kwargs), a dict from methods to such lists, "goldens", "generated" or None.'
+
+
+class Given(NamedTuple):
+    """A call to compare: its arguments, and what they are as the graph's flat inputs, all on the CPU."""
+
+    name: str
+    origin: Origin
+    call: Call
+    flat: list[Any]
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether an input has no elements."""
+        return any(isinstance(value, torch.Tensor) and not value.numel() for value in self.flat)
+
+    @property
+    def where(self) -> str:
+        return f"{self.call.method}, {self.name}"
+
+
+def calls_to_compare(artifact: Artifact, cases: Cases | None, goldens: Sequence[Goldens], seed: int) -> list[Given]:
+    """The calls that `cases` stands for; None: those of the goldens, and generated ones. Raises ParityError."""
+    if isinstance(cases, str) and cases not in ("goldens", "generated"):
+        raise ParityError([f"cases={cases!r} is not known"], _ADVICE)
+    if cases is not None and not isinstance(cases, str):
+        return _given(artifact, cases)
+    found = [] if cases == "generated" else list(recorded_calls(artifact, goldens))
+    if cases == "goldens" and not found:
+        raise ParityError(["there are no goldens for these weights"], "Record them: pack(..., goldens=[...]).")
+    return found if cases == "goldens" else [*found, *_generated(artifact, seed)]
+
+
+def _given(artifact: Artifact, cases: Requested) -> list[Given]:
+    try:
+        wanted = wanted_goldens(cases, None, artifact.methods)
+        assert wanted is not None
+        flat = checked_inputs(wanted.calls, artifact.manifest)
+    except RecordingError as error:
+        raise ParityError(error.problems, error.advice) from error
+    return [
+        Given(f"case {number}", "given", _complete(artifact, call), values)
+        for number, (call, values) in enumerate(zip(wanted.calls, flat, strict=True))
+    ]
+
+
+def _complete(artifact: Artifact, call: Call) -> Call:
+    signature = artifact.manifest.methods[call.method].signature
+    return call._replace(kwargs=with_literals(signature, call))
+
+
+def recorded_calls(artifact: Artifact, goldens: Sequence[Goldens]) -> Iterator[Given]:
+    """Each recorded call once, whatever it was recorded for: only its inputs are taken."""
+    for each in goldens:
+        for number, case in enumerate(each.cases):
+            flat = [each.content(value) if isinstance(value, str) else value for value in case.inputs]
+            name = f"golden {number}{' of the artifact' if each.bundled else ''}"
+            yield _call(artifact, name, "golden", case.method, flat)
+
+
+def _generated(artifact: Artifact, seed: int) -> Iterator[Given]:
+    rng = np.random.default_rng(seed)
+    for method, described in artifact.manifest.methods.items():
+        bounds = index_bounds(artifact, method)
+        for sizes in _sizes(described.signature):
+            flat = random_values(described.signature, sizes, rng, bounds)
+            name = ", ".join(f"{dim}={size}" for dim, size in sizes.items())
+            yield _call(artifact, f"random with {name}" if name else "random", "generated", method, flat)
+
+
+def _sizes(signature: Signature) -> list[Sizes]:
+    """One set of ordinary sizes, and the ends of the ranges."""
+    unique = {tuple(sizes.items()): sizes for sizes in (*common_sizes(signature)[:1], *edge_sizes(signature))}
+    return list(unique.values())
+
+
+def _call(artifact: Artifact, name: str, origin: Origin, method: str, flat: Sequence[Any]) -> Given:
+    signature = artifact.manifest.methods[method].signature
+    values = [_tensor(value) for value in flat]
+    args, kwargs = arguments(signature, values)
+    return Given(name, origin, Call(method, args, kwargs), values)
+
+
+def _tensor(value: Any) -> Any:
+    if not isinstance(value, Content):
+        return value
+    return as_tensor(bytearray(value.data), value.dtype, value.shape).clone()
+
+
+def arguments(signature: Signature, flat: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """What to call a method with, positional and by keyword, from its flat inputs."""
+    values = iter(flat)
+    args, kwargs = (
+        {name: unflatten(node, [next(values) for _ in leaves(node)]) for name, node in part}
+        for part in (signature.args, signature.kwargs)
+    )
+    return tuple(args.values()), kwargs

@@ -1,0 +1,231 @@
+"""`compare()`: the same calls, run by the eager model and by every engine."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import msgspec
+from torch import nn
+
+from weightswap_exporter.blame import first_line
+from weightswap_exporter.capture import unwrapped
+from weightswap_exporter.packing import pack
+from weightswap_runtime import Artifact
+from weightswap_runtime.contents import Content
+from weightswap_runtime.engines import available_engines
+from weightswap_runtime.errors import ParityError, WeightswapError
+from weightswap_runtime.goldens import Tolerance
+from weightswap_runtime.measuring import measure
+from weightswap_runtime.signature import Leaf, leaves
+
+from .cases import Cases, Given, calls_to_compare
+from .checking import check_request, checked_model, other_values, recorded_inputs, servable
+from .divergence import locate_divergence
+from .executions import HOST, EagerSide, EngineSide, Run, Side, eager_side, taken
+from .report import CaseParity, Divergence, EngineParity, OutputParity, ParityReport
+from .steps import NodeFailed
+from .tolerances import Tolerances, tolerances
+
+PathLike = str | os.PathLike[str]
+
+
+def compare(
+    model: nn.Module | None,
+    artifact: PathLike | Artifact,
+    weights: PathLike | None = None,
+    cases: Cases | None = None,
+    engines: Sequence[str] | None = None,
+    devices: Sequence[str] = (HOST,),
+    *,
+    tolerance: Tolerance | None = None,
+    functions: Mapping[str, str] | None = None,
+    locate: bool = True,
+    seed: int = 0,
+) -> ParityReport:
+    """Run the eager model and every engine on the same inputs, and measure how far their outputs are apart.
+
+    model: the reference, with the values that it has now, called as goldens are recorded: without gradients, from the
+    initial state, with copies of the inputs; None: the engine `torch` is the reference. weights: what the engines get,
+    a weight file or a checkpoint; None: the model's. Where they differ from the model's, that is compared, too.
+
+    cases: calls, as `goldens=` of `export()` has them; "goldens", the inputs that were recorded for the artifact or
+    beside the weights; "generated", random inputs with ordinary sizes and with those at the ends of the dynamic ranges;
+    None: the latter two. seed: of random inputs. engines: None, all that the artifact and this machine offer.
+    devices: of the engines; on another one than "cpu" there is the engine `torch`, and the model is copied there.
+
+    tolerance: (rtol, atol) for all engines. None: the engine `torch` must equal eager bit for bit, others within ten
+    times the tolerances of `torch.testing` for the dtype of the output. functions: a method's name -> the model's
+    attribute, where those differ. locate: whether to find the first place where a call diverges, for each engine.
+
+    Raises ParityError where nothing can be compared: inputs that the signature refuses, a model that is not that of the
+    artifact or has no values, one that raises, or whose outputs change from one run to the next; and what `load` and
+    `pack` raise.
+    """
+    opened = artifact if isinstance(artifact, Artifact) else Artifact.open(artifact)
+    eager = None if model is None else checked_model(unwrapped(model), opened)
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(TemporaryDirectory(prefix="weightswap-")))
+        path = servable(weights, opened, folder) if weights is not None else _packed(folder, eager, opened)
+        given = calls_to_compare(opened, cases, recorded_inputs(opened, path), seed)
+        report = compare_calls(
+            eager, opened, path, given, engines, devices, tolerance=tolerance, functions=functions, locate=locate
+        )
+    return msgspec.structs.replace(report, weights="the model's weights" if weights is None else str(weights))
+
+
+def compare_calls(
+    model: nn.Module | None,
+    artifact: Artifact,
+    weights: PathLike,
+    given: Sequence[Given],
+    engines: Sequence[str] | None = None,
+    devices: Sequence[str] = (HOST,),
+    *,
+    tolerance: Tolerance | None = None,
+    functions: Mapping[str, str] | None = None,
+    locate: bool = True,
+) -> ParityReport:
+    """As `compare`, for a model that was checked, and calls that were."""
+    check_request(model, artifact, given, functions, devices, tolerance)
+    comparison = _Comparison(artifact, weights, given, tolerance, locate)
+    for device in devices:
+        names = _engines(artifact, engines, device, model)
+        with ExitStack() as block:
+            if model is None:
+                reference: Side = EngineSide(artifact, Run(weights), device)
+            else:
+                reference = block.enter_context(eager_side(model, artifact, functions, device))
+            comparison.run(reference, names, device)
+    return ParityReport(
+        artifact=str(artifact.path),
+        graph_id=artifact.graph_id,
+        weights=str(weights),
+        weights_id=comparison.weights_id,
+        reference="eager" if model is not None else "torch",
+        engines=tuple(comparison.engines),
+        other_values=tuple(other_values(model, artifact, weights)) if model is not None else (),
+        skipped=tuple(comparison.skipped.values()),
+    )
+
+
+def _packed(folder: Path, model: nn.Module | None, artifact: Artifact) -> Path:
+    """The model's weights as a file."""
+    if model is None:
+        raise ParityError(["there are no weights"], "Give a weight file, a model, or both.")
+    return pack(model, artifact, out=folder / "weights.safetensors").path
+
+
+def _engines(artifact: Artifact, engines: Sequence[str] | None, device: str, model: nn.Module | None) -> Sequence[str]:
+    offered = available_engines(artifact) if device == HOST else ("torch",)
+    wanted = list(offered if engines is None else engines)
+    if model is None:
+        wanted = [name for name in wanted if name != "torch"]  # the reference itself
+    if not wanted:
+        raise ParityError(
+            ["there is nothing to compare the engine 'torch' with"],
+            "Give the eager model (a recipe), or compile the artifact for another engine: weightswap compile.",
+        )
+    return wanted
+
+
+class _Comparison:
+    """Collects what the engines give, device by device."""
+
+    def __init__(
+        self, artifact: Artifact, weights: PathLike, given: Sequence[Given], tolerance: Tolerance | None, locate: bool
+    ) -> None:
+        self.engines: list[EngineParity] = []
+        self.skipped: dict[str, str] = {}
+        self.weights_id = ""
+        self._artifact = artifact
+        self._weights = weights
+        self._given = given
+        self._tolerance = tolerance
+        self._locate = locate
+
+    def run(self, reference: Side, names: Sequence[str], device: str) -> None:
+        """Compare engines with the reference on one device. Raises ParityError, and what `load` raises."""
+        expected = self._expected(reference)
+        for name in names:
+            self.engines.append(self._engine(reference, Run(self._weights, name), expected, device))
+
+    def _expected(self, reference: Side) -> list[tuple[Given, list[Any]]]:
+        """What the reference gives to each call that it can take."""
+        found = [(given, self._reference(reference, given)) for given in self._given]
+        expected = [(given, values) for given, values in found if values is not None]
+        if lost := {given.call.method for given in self._given} - {given.call.method for given, _ in expected}:
+            problems = [f"{method}: no call could be compared" for method in sorted(lost)]
+            advice = "Random inputs are nothing that this model takes; give cases=[(args, kwargs)]."
+            raise ParityError([*problems, *self.skipped.values()], advice)
+        return expected
+
+    def _reference(self, reference: Side, given: Given) -> list[Any] | None:
+        found = taken(reference, given, self._outputs(given))
+        if isinstance(found, str):
+            self.skipped[given.where] = found
+            return None
+        return found
+
+    def _outputs(self, given: Given) -> list[Leaf]:
+        return leaves(self._artifact.manifest.methods[given.call.method].signature.output)
+
+    def _engine(self, reference: Side, run: Run, expected: list[tuple[Given, list[Any]]], device: str) -> EngineParity:
+        side = EngineSide(self._artifact, run, device)
+        self.weights_id = side.model.weights_id or ""
+        limits = tolerances(run.engine, self._tolerance)
+        cases = [self._case(side, given, values, limits) for given, values in expected]
+        wrong = next((given for (given, _), case in zip(expected, cases, strict=True) if not case.same), None)
+        divergence, note = None, ""
+        if wrong is not None and self._locate:
+            divergence, note = self._located(reference, run, wrong, limits, device)
+        return EngineParity(
+            engine=run.engine,
+            device=device,
+            tolerance=self._tolerance,
+            default_tolerance=limits.by_dtype,
+            cases=tuple(cases),
+            divergence=divergence,
+            note=note,
+        )
+
+    def _case(self, side: EngineSide, given: Given, expected: list[Any], limits: Tolerances) -> CaseParity:
+        case = CaseParity(case=given.name, origin=given.origin, method=given.call.method)
+        try:
+            found = side.run(given)
+        except WeightswapError:
+            raise
+        except Exception as error:
+            field = "refused" if given.origin == "generated" and given.is_empty else "error"
+            return msgspec.structs.replace(case, **{field: first_line(error)})
+        paired = zip(self._outputs(given), expected, found, strict=True)
+        outputs = tuple(_output(*each, limits) for each in paired)
+        wrong = [f"{output.name}: {output.problem}" for output in outputs if output.problem]
+        if wrong and limits.by_dtype and given.origin == "generated" and given.is_empty:
+            return msgspec.structs.replace(case, refused=wrong[0])
+        return msgspec.structs.replace(case, outputs=outputs)
+
+    def _located(
+        self, reference: Side, run: Run, given: Given, limits: Tolerances, device: str
+    ) -> tuple[Divergence | None, str]:
+        if device != HOST:
+            return None, f"the first divergence is looked for on the CPU alone, not on {device}"
+        model = reference if isinstance(reference, EagerSide) else None
+        try:
+            return locate_divergence(model, self._artifact, run, given, limits)
+        except NodeFailed as error:
+            return None, str(error)
+        except Exception as error:  # of what is only there to explain
+            return None, f"the first divergence cannot be found: {first_line(error)}"
+
+
+def _output(leaf: Leaf, expected: Any, found: Any, limits: Tolerances) -> OutputParity:
+    if isinstance(expected, Content) and isinstance(found, Content):
+        measured = measure(expected, found, limits(expected.dtype))
+        return OutputParity(name=leaf.name, measure=measured, problem=measured.text)
+    problem = "" if expected == found else f"expected {expected!r:.80}, found {found!r:.80}"
+    return OutputParity(name=leaf.name, measure=None, problem=problem)

@@ -1,0 +1,172 @@
+"""What can run a call: the eager model, or an engine with weights. Outputs are flat, in the graph's order."""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from weightswap_exporter.blame import first_line, place_of
+from weightswap_exporter.eager import Eager, eager
+from weightswap_exporter.goldens import change
+from weightswap_exporter.values import content_of
+from weightswap_runtime import Artifact, Model, load
+from weightswap_runtime.errors import ParityError, WeightswapError
+from weightswap_runtime.model import engine_of
+from weightswap_runtime.signature import Leaf, flatten, leaves
+from weightswap_runtime.tensors import as_tensor
+
+from .cases import Given, arguments
+
+PathLike = str | os.PathLike[str]
+HOST = "cpu"
+GRAPH = "graph"  # the graph itself, run node by node by torch's interpreter
+
+
+_RANDOM = "Outputs must follow from inputs and weights alone: call model.eval(), and fix what draws random numbers."
+
+
+class Side(Protocol):
+    """One of two executions that are compared."""
+
+    @property
+    def name(self) -> str: ...
+
+    def run(self, given: Given) -> list[Any]:
+        """Flat outputs, tensors as contents. Raises what the execution raises."""
+        ...
+
+
+class Run(NamedTuple):
+    """An engine with the weights of a weight file or checkpoint."""
+
+    weights: PathLike
+    engine: str = "torch"
+
+    @property
+    def name(self) -> str:
+        who = "the graph" if self.engine == GRAPH else f"the engine {self.engine}"
+        return f"{who} with {Path(self.weights).name}"
+
+
+class EngineSide:
+    """A run that has been loaded. Each call starts from the initial state."""
+
+    def __init__(self, artifact: Artifact, run: Run, device: str = HOST) -> None:
+        """Raises what `load` raises."""
+        self.name = run.name
+        self._weights = run.weights
+        chosen: Any = run.engine
+        self.model: Model = load(artifact, engine=chosen, device=device, residency="single")
+        self._swap()
+
+    def _swap(self) -> None:
+        self.model.swap(self._weights, verify="off", allow_other_graph=True)
+
+    def run(self, given: Given) -> list[Any]:
+        if self.model.artifact.manifest.state:
+            self._swap()
+        return call(self.model, given)
+
+
+def taken(reference: Side, given: Given, outputs: Sequence[Leaf]) -> list[Any] | str:
+    """What the reference gives to a call, twice the same; a sentence for a generated one that it refuses.
+
+    Raises ParityError where it refuses another, or gives something else the second time.
+    """
+    try:
+        first, second = reference.run(given), reference.run(given)
+    except WeightswapError:
+        raise
+    except Exception as error:
+        text = f"{given.where}: {reference.name} raised {place_of(error)}{first_line(error)}"
+        if given.origin != "generated":
+            raise ParityError([text], "Give inputs that the model takes.") from error
+        return text
+    pairs = zip(outputs, first, second, strict=True)
+    told = ((leaf.name, change(one, other, reference.name)) for leaf, one, other in pairs)
+    if problems := [f"{given.where}, {name}{text}" for name, text in told if text]:
+        raise ParityError(problems, _RANDOM)
+    return first
+
+
+def call(model: Model, given: Given) -> list[Any]:
+    """Flat outputs, tensors as contents. Raises what the model's engine raises."""
+    engine, method = engine_of(model), given.call.method
+    signature = model.signatures[method]
+    flat = [engine.tensor(content_of(each)) if isinstance(each, torch.Tensor) else each for each in given.flat]
+    args, kwargs = arguments(signature, flat)
+    values = flatten(signature.output, model.method(method)(*args, **kwargs))
+    return [engine.content(value) if isinstance(value, engine.tensor_type) else value for value in values]
+
+
+class EagerSide:
+    """The eager model, in an `eager()` block."""
+
+    name = "the eager model"
+
+    def __init__(self, model: nn.Module, runner: Eager, artifact: Artifact, device: str) -> None:
+        self.model = model
+        self._runner = runner
+        self._artifact = artifact
+        self._device = device
+
+    def run(self, given: Given, within: AbstractContextManager[object] | None = None) -> list[Any]:
+        """within: a block for the model's call. Raises ParityError, too, for other outputs than the graph's."""
+        method, args, kwargs = given.call
+        args, kwargs = pytree.tree_map_only(torch.Tensor, self._moved, (args, kwargs))
+        found = self._runner.run(method, args, kwargs, within or nullcontext())
+        names = [leaf.name for leaf in leaves(self._artifact.manifest.methods[method].signature.output)]
+        if found.names != names:
+            raise ParityError(
+                [f"{method}: the graph gives {', '.join(names)}, the model {', '.join(found.names)}"],
+                "Compare with the model that was exported, or export it again.",
+            )
+        return [content_of(value) if isinstance(value, torch.Tensor) else value for value in found.values]
+
+    def _moved(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(self._device)
+
+
+@contextmanager
+def eager_side(
+    model: nn.Module, artifact: Artifact, functions: Mapping[str, str] | None, device: str
+) -> Iterator[EagerSide]:
+    """The eager model in a `with` block; on another device than the CPU it is a copy of the model.
+
+    functions: a method's name -> the model's attribute, where those differ. Raises ParityError, too, if calls in the
+    block have changed the model's weights or constants.
+    """
+    placed = model if device == HOST else copy.deepcopy(model).to(device)
+    names = {name: (functions or {}).get(name, name) for name in artifact.methods}
+    with eager(placed, names, initial_state(artifact)) as runner:
+        try:
+            yield EagerSide(placed, runner, artifact, device)
+        except ParityError:
+            _check_unchanged(runner)
+            raise
+        _check_unchanged(runner)
+
+
+def _check_unchanged(runner: Eager) -> None:
+    """Raise ParityError if calls have left other weights or constants than there were."""
+    if problems := [f"a call of the model has changed {name}, which is no state" for name in runner.changed()]:
+        raise ParityError(problems, f"{_RANDOM} Build the model again: its parameters keep what was written to them.")
+
+
+def initial_state(artifact: Artifact) -> dict[str, torch.Tensor]:
+    """The state's initial values by FQN."""
+    header, data = artifact.constants()
+    found: dict[str, torch.Tensor] = {}
+    for row in artifact.manifest.state:
+        place = header.tensors[row.name]
+        value = as_tensor(bytearray(data[place.begin : place.end]), row.dtype, row.shape)
+        found |= dict.fromkeys(row.names, value)
+    return found

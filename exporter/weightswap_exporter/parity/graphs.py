@@ -1,0 +1,99 @@
+"""A method's graph, run node by node with the weights of a file."""
+
+from __future__ import annotations
+
+import os
+from functools import cached_property
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from torch.export import ExportedProgram
+from torch.export.graph_signature import InputKind
+
+from weightswap_exporter.packing import pack
+from weightswap_exporter.programs import method_program
+from weightswap_exporter.values import content_of
+from weightswap_runtime import Artifact, read_weights
+from weightswap_runtime.graphs.programs import open_program
+
+from .cases import Given
+from .executions import initial_state
+from .steps import GraphRun, Recorder, Step
+
+PathLike = str | os.PathLike[str]
+
+
+class Graph:
+    """The graph of one method. Weights are those of a weight file, or of what `pack` takes."""
+
+    def __init__(self, artifact: Artifact, method: str) -> None:
+        self.artifact = artifact
+        self.method = method
+        self.inputs = artifact.manifest.methods[method].inputs
+
+    def open(self) -> ExportedProgram:
+        """The program without values. Raises ArtifactError."""
+        return open_program(self.artifact, self.artifact.manifest.methods[self.method].graph)
+
+    def steps(self, weights: PathLike, given: Given) -> tuple[list[Step], list[Any]]:
+        """What a call computes, operator by operator, and its flat outputs."""
+        program = self._filled(weights)
+        run = GraphRun(program)
+        own = [*program.state_dict.values(), *program.constants.values()]
+        recorder = Recorder(run.place, [value for value in own if isinstance(value, torch.Tensor)])
+        with torch.no_grad(), recorder:
+            values = run.run(*_flat(program, given))
+        return recorder.steps, _contents(values)
+
+    def outputs(self, weights: PathLike, given: Given) -> list[Any]:
+        """Flat outputs, tensors as contents."""
+        program = self._filled(weights)
+        with torch.no_grad():
+            return _contents(GraphRun(program).run(*_flat(program, given)))
+
+    def weights_of(self, node: str) -> tuple[str, ...]:
+        """The weights, state and constants that a node takes, by the first of their FQNs."""
+        return self._taken.get(node, ())
+
+    @cached_property
+    def _taken(self) -> dict[str, tuple[str, ...]]:
+        graph = self.open().graph
+        places = [node for node in graph.nodes if node.op == "placeholder"]
+        manifest = self.artifact.manifest
+        tables = (*manifest.weights, *manifest.state, *manifest.constants)
+        first = {name: row.name for row in tables for name in row.names}
+        fqns = {node: first[item.name] for node, item in zip(places, self.inputs, strict=True) if item.kind != "input"}
+        return {node.name: tuple(fqns[each] for each in node.all_input_nodes if each in fqns) for node in graph.nodes}
+
+    def _filled(self, weights: PathLike) -> ExportedProgram:
+        """The program with weights, and with the initial state."""
+        program = method_program(self.artifact, self.method)
+        values = _values(self.artifact, weights) | initial_state(self.artifact)
+        for spec, item in zip(program.graph_signature.input_specs, self.inputs, strict=True):
+            if item.kind in ("weight", "state") and spec.target is not None:
+                table = program.state_dict if spec.target in program.state_dict else program.constants
+                with torch.no_grad():
+                    table[spec.target].copy_(values[item.name])
+        return program
+
+
+def _contents(values: Any) -> list[Any]:
+    return [content_of(value) if isinstance(value, torch.Tensor) else value for value in values]
+
+
+def _flat(program: ExportedProgram, given: Given) -> list[Any]:
+    """What the program's graph takes, in order."""
+    values = iter(given.flat)
+    tables = program.state_dict | program.constants
+    specs = program.graph_signature.input_specs
+    return [next(values) if spec.kind is InputKind.USER_INPUT else tables[spec.target] for spec in specs]
+
+
+def _values(artifact: Artifact, weights: PathLike) -> dict[str, torch.Tensor]:
+    """Weights by FQN, tied ones under each of theirs."""
+    with TemporaryDirectory(prefix="weightswap-") as folder:
+        packed = pack(Path(weights), artifact, out=Path(folder) / "weights.safetensors").path
+        values = read_weights(packed, framework="torch")
+    return {name: values[row.name] for row in artifact.manifest.weights for name in row.names}

@@ -1,0 +1,101 @@
+"""Outputs that were recorded in a file of a test's own, and whether the eager model still gives them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from weightswap_exporter.calls import Wanted
+from weightswap_exporter.capture import unwrapped
+from weightswap_exporter.goldens import record, weights_identity
+from weightswap_runtime import Artifact
+from weightswap_runtime.contents import Content
+from weightswap_runtime.engines.torch import environment_here
+from weightswap_runtime.errors import ParityError
+from weightswap_runtime.files import new_file
+from weightswap_runtime.goldens import Goldens, Tolerance, open_goldens
+from weightswap_runtime.measuring import measure
+from weightswap_runtime.signature import leaves
+from weightswap_runtime.verifying import OTHER_KERNELS, default_tolerance
+
+from .cases import Cases, calls_to_compare, recorded_calls
+from .checking import check_request, checked_model
+from .executions import HOST, eager_side, taken
+
+PathLike = str | os.PathLike[str]
+
+
+def record_outputs(
+    path: PathLike,
+    model: nn.Module,
+    artifact: Artifact,
+    cases: Cases | None = None,
+    *,
+    tolerance: Tolerance | None = None,
+    functions: Mapping[str, str] | None = None,
+    seed: int = 0,
+) -> None:
+    """Write the eager model's outputs as a goldens file; its folder is made. The arguments are those of `compare`.
+
+    Generated calls that the model refuses are left out.
+
+    Raises RecordingError, and ParityError.
+    """
+    given = calls_to_compare(artifact, "generated" if cases is None else cases, [], seed)
+    names = {name: (functions or {}).get(name, name) for name in artifact.methods}
+    plain = checked_model(unwrapped(model), artifact)
+    check_request(plain, artifact, given, functions, [HOST], tolerance)
+    with eager_side(plain, artifact, functions, HOST) as side:
+        outputs = {name: leaves(method.signature.output) for name, method in artifact.manifest.methods.items()}
+        kept = [each.call for each in given if not isinstance(taken(side, each, outputs[each.call.method]), str)]
+    wanted = Wanted(kept, tolerance)
+    recording = record(plain, wanted, artifact.manifest, artifact.constants(), names)
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    with new_file(Path(path)) as file:
+        file.write(recording.encode(weights_identity(plain, artifact.manifest)))
+
+
+def check_outputs(
+    path: PathLike, model: nn.Module, artifact: Artifact, *, functions: Mapping[str, str] | None = None
+) -> tuple[Goldens, list[str]]:
+    """The goldens of a file, and what the eager model does not give as they say, one sentence each.
+
+    The tolerance is that of the recording; without one, outputs are equal bit for bit on the same kind of machine, else
+    within the tolerances of their dtypes. They may have been recorded for another graph with the same methods. Raises
+    ParityError without a file, GoldensError for one that does not fit.
+    """
+    if not Path(path).exists():
+        raise ParityError(
+            [f"{path}: no such file"], "Record the outputs: pytest --weightswap-update-goldens, or record_outputs()."
+        )
+    goldens = open_goldens(path, artifact.manifest, allow_other_graph=True)
+    plain = checked_model(unwrapped(model), artifact)
+    with eager_side(plain, artifact, functions, HOST) as side:
+        found = [side.run(given) for given in recorded_calls(artifact, [goldens])]
+    problems = list(_problems(goldens, artifact, found))
+    if problems and weights_identity(plain, artifact.manifest) != goldens.weights_id:
+        problems.append("the outputs were recorded with other weights than the model has now")
+    return goldens, problems
+
+
+def _problems(goldens: Goldens, artifact: Artifact, found: list[list[Any]]) -> Iterator[str]:
+    for number, (case, values) in enumerate(zip(goldens.cases, found, strict=True)):
+        outputs = leaves(artifact.manifest.methods[case.method].signature.output)
+        for leaf, recorded, value in zip(outputs, case.outputs, values, strict=True):
+            if isinstance(recorded, str) and isinstance(value, Content):
+                text = measure(goldens.content(recorded), value, _tolerance(goldens, value.dtype)).text
+            else:
+                text = "" if recorded is None or recorded == value else f"expected {recorded!r}, found {value!r:.80}"
+            if text:
+                yield f"{case.method}, golden {number}, {leaf.name}: {text}"
+
+
+def _tolerance(goldens: Goldens, dtype: str) -> Tolerance | None:
+    here, there = environment_here(), goldens.record.environment
+    if goldens.record.tolerance is not None or here == there:
+        return goldens.record.tolerance
+    return default_tolerance(dtype, 1 if here.device == there.device else OTHER_KERNELS)

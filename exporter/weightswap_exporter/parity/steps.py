@@ -1,0 +1,225 @@
+"""What an execution computes, operator by operator, and how two executions line up.
+
+Eager code and a captured graph are both seen where torch's dispatcher has broken composite operators down, so that both
+show the same operators in the same order if they compute the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from difflib import SequenceMatcher
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch._ops import OpOverload
+from torch.export import ExportedProgram
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from weightswap_exporter.blame import first_line
+from weightswap_runtime.graphs.effects import is_fresh, is_mutable
+from weightswap_runtime.tensors import tensor_bytes
+
+_BLANK = {f"aten::{name}" for name in ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")}
+
+
+class Place(NamedTuple):
+    """Where something is computed: the modules from the outermost to the innermost, as (FQN, class), and the graph's
+    node and its operator, which are empty in eager code. The outermost module, the model itself, has the FQN ""."""
+
+    modules: tuple[tuple[str, str], ...] = ()
+    node: str = ""
+    operator: str = ""
+
+    @property
+    def module(self) -> str:
+        """The FQN of the innermost module."""
+        return self.modules[-1][0] if self.modules else ""
+
+    def renamed(self, names: Mapping[str, str]) -> Place:
+        """The same place with other FQNs."""
+        return self._replace(modules=tuple((names.get(fqn, fqn), kind) for fqn, kind in self.modules))
+
+    @property
+    def kind(self) -> str:
+        """The class of the innermost module."""
+        return self.modules[-1][1] if self.modules else ""
+
+
+class Step(NamedTuple):
+    """One call of an operator that has computed something: its results as copies, and where that was.
+
+    inputs: digests of the tensors that it took; None for those that are weights, state or constants.
+    """
+
+    operator: str
+    values: tuple[torch.Tensor, ...]
+    inputs: tuple[int | None, ...]
+    place: Place
+
+    @property
+    def shape(self) -> tuple[object, ...]:
+        """What two steps that compute the same have in common."""
+        kinds = ((value.dtype, tuple(value.shape)) for value in self.values)
+        return self.place.module, self.operator, *kinds
+
+
+class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """A block in which every result of an operator is kept, but for views of what was there before.
+
+    place: called for where execution is. own: the tensors of the model.
+    """
+
+    def __init__(self, place: Callable[[], Place], own: Iterable[torch.Tensor]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.steps: list[Step] = []
+        self._place = place
+        self._own = {tensor.untyped_storage().data_ptr() for tensor in own}
+
+    def __torch_dispatch__(
+        self, func: OpOverload, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if not computes(func):
+            return func(*args, **(kwargs or {}))
+        taken = tuple(self._digest(value) for value in pytree.tree_leaves((args, kwargs)) if _is_plain(value))
+        result = func(*args, **(kwargs or {}))
+        copies = tuple(value.detach().clone() for value in pytree.tree_leaves(result) if _is_plain(value))
+        if copies:  # not an assertion
+            self.steps.append(Step(func._schema.name, copies, taken, self._place()))
+        return result
+
+    def _digest(self, value: torch.Tensor) -> int | None:
+        if value.untyped_storage().data_ptr() in self._own:
+            return None
+        return hash(tensor_bytes(value).tobytes())
+
+
+def _is_plain(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.layout is torch.strided
+
+
+def computes(operator: OpOverload) -> bool:
+    """Whether its results are more than views of what was there before, or memory that nothing was written to."""
+    if operator._schema.name in _BLANK:
+        return False
+    return is_fresh(operator) or is_mutable(operator) or not operator._schema.name.startswith("aten::")
+
+
+class ModuleStack:
+    """Which modules of a model are being called, told by hooks in a `with` block."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._stack: list[tuple[str, str]] = []
+
+    def place(self) -> Place:
+        return Place(tuple(self._stack))
+
+    @contextmanager
+    def hooked(self) -> Iterator[None]:
+        with ExitStack() as stack:
+            for name, module in self._model.named_modules():
+                entry = name, type(module).__qualname__
+                stack.callback(module.register_forward_pre_hook(self._entering(entry), prepend=True).remove)
+                stack.callback(module.register_forward_hook(self._left, always_call=True).remove)
+            yield
+
+    def _entering(self, entry: tuple[str, str]) -> Callable[..., None]:
+        def entering(*_: Any) -> None:
+            self._stack.append(entry)
+
+        return entering
+
+    def _left(self, module: nn.Module, args: Any, output: Any) -> None:
+        self._stack.pop()
+
+
+def first_names(model: nn.Module) -> dict[str, str]:
+    """The FQN of each module -> the first of the FQNs that the same module has."""
+    first = {id(module): name for name, module in model.named_modules()}
+    return {name: first[id(module)] for name, module in model.named_modules(remove_duplicate=False)}
+
+
+class NodeFailed(Exception):
+    """A node of a graph has raised something."""
+
+    def __init__(self, place: Place, error: Exception) -> None:
+        where = f"{place.module} ({place.kind})" if place.module else f"the model itself ({place.kind})"
+        super().__init__(f"the graph raises in {where}, node {place.node}, {place.operator}: {first_line(error)}")
+
+
+class GraphRun(torch.fx.Interpreter):
+    """A program, run node by node, whatever engine it is for."""
+
+    def __init__(self, program: ExportedProgram) -> None:
+        super().__init__(program.graph_module)
+        self._node: torch.fx.Node | None = None
+
+    def run_node(self, n: torch.fx.Node) -> Any:
+        """Raises NodeFailed."""
+        self._node = n
+        try:
+            return super().run_node(n)
+        except Exception as error:
+            raise NodeFailed(self.place(), error) from error
+
+    def place(self) -> Place:
+        return place_of_node(self._node) if self._node is not None else Place()
+
+
+def place_of_node(node: torch.fx.Node) -> Place:
+    modules = _modules(node)
+    inner = [_modules(each) for graph in _inner_graphs(node) for each in graph.nodes if each.op == "call_function"]
+    if not modules and inner:  # of an operator with a graph of its own: what is around all of that
+        same = 0
+        while all(len(each) > same and each[same] == inner[0][same] for each in inner):
+            same += 1
+        modules = inner[0][:same]
+    return Place(modules, node.name, str(node.target))
+
+
+def _modules(node: torch.fx.Node) -> tuple[tuple[str, str], ...]:
+    stack: Mapping[str, tuple[str, Any]] = node.meta.get("nn_module_stack") or {}
+    return tuple((fqn.partition("@")[0], _class_name(kind)) for fqn, kind in stack.values())
+
+
+def _inner_graphs(node: torch.fx.Node) -> Iterator[torch.fx.Graph]:
+    owner = node.graph.owning_module
+    for each in node.all_input_nodes:
+        if each.op == "get_attr" and owner is not None:
+            inner = getattr(owner, str(each.target), None)
+            if isinstance(inner, torch.fx.GraphModule):
+                yield inner.graph
+
+
+def _class_name(kind: Any) -> str:
+    """Of a class, or of its name with its module, as an archive keeps it."""
+    return (kind if isinstance(kind, str) else kind.__qualname__).rpartition(".")[2]
+
+
+class Aligned(NamedTuple):
+    """Two steps that compute the same with whatever values; and what either side alone has computed just before.
+
+    For what follows the last such steps, `expected` and `found` are None.
+    """
+
+    expected: Step | None
+    found: Step | None
+    alone: tuple[Step, ...]
+
+
+def aligned(expected: Sequence[Step], found: Sequence[Step]) -> Iterator[Aligned]:
+    """Line two executions up, module by module and operator by operator."""
+    ours, theirs = ([step.shape for step in steps] for steps in (expected, found))
+    matcher = SequenceMatcher(None, ours, theirs, autojunk=False)
+    left = right = 0
+    for first, second, size in matcher.get_matching_blocks():
+        alone = (*expected[left:first], *found[right:second])
+        for offset in range(size):
+            yield Aligned(expected[first + offset], found[second + offset], alone)
+            alone = ()
+        if not size and alone:
+            yield Aligned(None, None, alone)
+        left, right = first + size, second + size

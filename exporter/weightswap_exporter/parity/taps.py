@@ -1,0 +1,104 @@
+"""Intermediate results of an engine: the graph is given them as outputs, and compiled for that engine again."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator, Sequence
+from itertools import groupby
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+import torch
+from blake3 import blake3
+from torch._ops import OpOverload
+from torch.export import ExportedProgram
+from torch.export.graph_signature import OutputKind, OutputSpec, TensorArgument
+from torch.fx import Node
+
+from weightswap_exporter.archive import graph_archive
+from weightswap_exporter.compiling import compile_engines
+from weightswap_runtime import Artifact
+from weightswap_runtime.dtypes import TORCH_NAMES
+from weightswap_runtime.graphs.programs import open_program
+from weightswap_runtime.manifest import (
+    ADAPTER_CONSTANTS_NAME,
+    ADAPTER_NAME,
+    CONSTANTS_NAME,
+    MANIFEST_NAME,
+    encode_manifest,
+    graph_identity,
+)
+from weightswap_runtime.signature import Tensor, Tuple
+
+from .steps import Place, computes, place_of_node
+
+_KEPT = (CONSTANTS_NAME, ADAPTER_NAME, ADAPTER_CONSTANTS_NAME)
+
+
+class Tap(NamedTuple):
+    """A node of a graph whose result can be looked at."""
+
+    node: str
+    place: Place
+
+
+def taps_of(program: ExportedProgram) -> list[Tap]:
+    """Every node that computes one tensor, in order."""
+    return [Tap(node.name, place_of_node(node)) for node in program.graph.nodes if _is_tensor(node)]
+
+
+def last_of_modules(taps: Sequence[Tap]) -> list[Tap]:
+    """The last of each run of nodes that are in one module."""
+    return [list(run)[-1] for _, run in groupby(taps, key=lambda tap: tap.place.modules)]
+
+
+def tapped(artifact: Artifact, method: str, taps: Sequence[Tap], folder: Path, engines: Sequence[str]) -> Artifact:
+    """The artifact with one method, whose output is (what it was, a tuple of the taps); compiled for these engines.
+
+    The results are copied where they are computed, as later nodes may overwrite them. Raises what compiling raises.
+    """
+    old = artifact.manifest.methods[method]
+    program = open_program(artifact, old.graph)
+    nodes = {node.name: node for node in program.graph.nodes}
+    given = [_tap(program, nodes[tap.node]) for tap in taps]
+    signature = msgspec.structs.replace(old.signature, output=Tuple((old.signature.output, Tuple(tuple(given)))))
+    raw = graph_archive(program, signature)
+    methods = {method: msgspec.structs.replace(old, signature=signature)}
+    kept = [name for name in _KEPT if name in artifact.manifest.files]
+    files = {name: artifact.manifest.files[name] for name in kept} | {old.graph: blake3(raw).hexdigest()}
+    tables = artifact.manifest.weights, artifact.manifest.state, artifact.manifest.constants
+    manifest = msgspec.structs.replace(
+        artifact.manifest, methods=methods, files=files, graph_id=graph_identity(methods, *tables, files)
+    )
+    for name in kept:
+        shutil.copyfile(artifact.path / name, folder / name)
+    (folder / old.graph).parent.mkdir(exist_ok=True)
+    (folder / old.graph).write_bytes(raw)
+    (folder / MANIFEST_NAME).write_bytes(encode_manifest(manifest))
+    return compile_engines(folder, engines, trial=False)
+
+
+def _is_tensor(node: Node) -> bool:
+    computed = node.op == "call_function" and isinstance(node.target, OpOverload) and computes(node.target)
+    return computed and isinstance(node.meta.get("val"), torch.Tensor)
+
+
+def _tap(program: ExportedProgram, node: Node) -> Tensor:
+    """Make a node's result an output. Returns the leaf that describes it."""
+    value = node.meta["val"]
+    with program.graph.inserting_after(node):
+        copy = program.graph.call_function(torch.ops.aten.clone.default, (node,))
+    copy.meta = dict(node.meta)
+    output = program.graph.output_node()
+    output.args = ((*output.args[0], copy),)
+    program.graph_signature.output_specs.append(
+        OutputSpec(OutputKind.USER_OUTPUT, TensorArgument(name=copy.name), target=None)
+    )
+    dtype = TORCH_NAMES[str(value.dtype).removeprefix("torch.")]
+    return Tensor(node.name, dtype, tuple(_sizes(value)))
+
+
+def _sizes(value: torch.Tensor) -> Iterator[int | str]:
+    for size in value.shape:
+        yield size if isinstance(size, int) else str(size.node.expr)

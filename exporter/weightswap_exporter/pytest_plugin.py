@@ -1,0 +1,168 @@
+"""The pytest plugin: the fixture `assert_parity`, and its options. torch is imported when a test uses it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from weightswap_exporter.parity import ParityReport
+    from weightswap_exporter.parity.cases import Cases
+    from weightswap_runtime import Artifact
+    from weightswap_runtime.goldens import Tolerance
+
+PathLike = str | os.PathLike[str]
+_ENGINES = "--weightswap-engines"
+_UPDATE = "--weightswap-update-goldens"
+_WHERE = "Outputs are recorded in files to commit, beside the tests."
+_RECORDED = "weightswap recorded"  # the property of a test's report that names a file
+_FILES = pytest.StashKey[dict[Path, str]]()  # what was recorded in this run, and by which test
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("weightswap", "weightswap: exported graphs against the eager model")
+    group.addoption(_ENGINES, metavar="NAMES", help="Engines to compare, such as torch,onnx; no test runs others.")
+    group.addoption(_UPDATE, action="store_true", help="Record the outputs anew that assert_parity(goldens=...) names.")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    from weightswap_runtime.engines import ENGINES
+
+    wanted = _wanted(config)
+    unknown = sorted(set(wanted or ()) - set(ENGINES))
+    if unknown or wanted == []:
+        raise pytest.UsageError(f"{_ENGINES}: {', '.join(unknown) or 'names none'}; there are {', '.join(ENGINES)}")
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    reports = [report for kind in terminalreporter.stats.values() for report in kind]
+    told = [text for report in reports for name, text in getattr(report, "user_properties", ()) if name == _RECORDED]
+    for text in sorted(set(told)):
+        terminalreporter.write_line(f"{_RECORDED} {text}")
+
+
+def _wanted(config: pytest.Config) -> list[str] | None:
+    given = config.getoption(_ENGINES)
+    return None if given is None else [name.strip() for name in given.split(",") if name.strip()]
+
+
+@pytest.fixture
+def assert_parity(request: pytest.FixtureRequest) -> AssertParity:
+    """A function that fails the test where an exported graph does not compute what the eager model does."""
+    return AssertParity(request)
+
+
+class AssertParity:
+    """What the fixture `assert_parity` is."""
+
+    def __init__(self, request: pytest.FixtureRequest) -> None:
+        self._config = request.config
+        self._test = request.node
+        self._engines = _wanted(request.config)
+
+    def __call__(
+        self,
+        model: nn.Module | None,
+        artifact: PathLike | Artifact,
+        weights: PathLike | None = None,
+        cases: Cases | None = None,
+        engines: Sequence[str] | None = None,
+        devices: Sequence[str] = ("cpu",),
+        *,
+        tolerance: Tolerance | None = None,
+        functions: Mapping[str, str] | None = None,
+        goldens: PathLike | None = None,
+        seed: int = 0,
+    ) -> ParityReport:
+        """Compare as `weightswap_exporter.parity.compare`, whose arguments these are, does; fail if anything differs.
+
+        engines: those that `--weightswap-engines` leaves out are not run; the test is skipped if none is left.
+        goldens: a file, below pytest's root directory and for this call alone, with the outputs that the eager model
+        once gave. It must still give them to the recorded inputs,
+        which are then those that are compared. `--weightswap-update-goldens` writes the file, with `cases`, or with
+        generated inputs.
+
+        Raises AssertionError with what differs, by how much, and from which module on; ParityError where nothing can be
+        compared.
+        """
+        __tracebackhide__ = True
+        from weightswap_exporter.parity import compare
+        from weightswap_runtime import Artifact
+        from weightswap_runtime.errors import ParityError
+
+        opened = artifact if isinstance(artifact, Artifact) else Artifact.open(artifact)
+        chosen = self._chosen(opened, engines, model)
+        problems: list[str] = []
+        try:
+            if goldens is not None:
+                path = self._config.rootpath / goldens
+                cases, problems = self._recorded(path, model, opened, cases, tolerance, functions, seed)
+            more: dict[str, Any] = {"tolerance": tolerance, "functions": functions, "seed": seed}
+            report = compare(model, opened, weights, cases, chosen, devices, **more)
+        except ParityError as error:
+            raise error.with_traceback(None) from error.__cause__  # the test is where to look
+        if problems or not report.same:
+            recorded = [f"{goldens}: the eager model gives other outputs than were recorded", *problems]
+            raise AssertionError("\n".join([*(recorded if problems else []), *([] if report.same else [report.text])]))
+        return report
+
+    def _chosen(
+        self, artifact: Artifact, engines: Sequence[str] | None, model: nn.Module | None
+    ) -> Sequence[str] | None:
+        from weightswap_runtime.engines import available_engines
+
+        if self._engines is None:
+            return engines
+        offered = available_engines(artifact) if engines is None else engines
+        reference = "torch" if model is None else ""
+        chosen = [name for name in offered if name in self._engines and name != reference]
+        if not chosen:
+            pytest.skip(f"{_ENGINES}={','.join(self._engines)}, and this test has {', '.join(offered)}")
+        return chosen
+
+    def _recorded(
+        self,
+        path: Path,
+        model: nn.Module | None,
+        artifact: Artifact,
+        cases: Cases | None,
+        tolerance: Tolerance | None,
+        functions: Mapping[str, str] | None,
+        seed: int,
+    ) -> tuple[Any, list[str]]:
+        """The recorded calls, and what the eager model gives in another way than it once did."""
+        from weightswap_exporter.parity import check_outputs, record_outputs
+        from weightswap_exporter.parity.cases import recorded_calls
+        from weightswap_runtime.errors import ParityError
+
+        if model is None:
+            raise ParityError(["goldens= says what the eager model gave, and there is no model"], "Give the model.")
+        if self._config.getoption(_UPDATE):
+            self._claim(path)
+            record_outputs(path, model, artifact, cases, tolerance=tolerance, functions=functions, seed=seed)
+            self._test.user_properties.append((_RECORDED, str(path)))
+        opened, problems = check_outputs(path, model, artifact, functions=functions)
+        calls: dict[str, list[Any]] = {}
+        for given in recorded_calls(artifact, [opened]):
+            calls.setdefault(given.call.method, []).append((given.call.args, given.call.kwargs))
+        return calls, problems
+
+    def _claim(self, path: Path) -> None:
+        """Raise ParityError for what is no file of ours, and if another call of this process has recorded the file."""
+        from weightswap_runtime.errors import ParityError
+        from weightswap_runtime.weightset import GOLDENS_SUFFIX
+
+        root, path = self._config.rootpath.resolve(), path.resolve()
+        if not path.name.endswith(GOLDENS_SUFFIX) or not path.is_relative_to(root):
+            raise ParityError([f"goldens={str(path)!r}: expected a name *{GOLDENS_SUFFIX} below {root}"], _WHERE)
+        recorded = self._config.stash.setdefault(_FILES, {})
+        if path in recorded:
+            advice = "Give each call a file of its own; a parametrised test can put its parameters into the name."
+            raise ParityError([f"{path}: was recorded by {recorded[path]} already, in this run"], advice)
+        recorded[path] = self._test.nodeid

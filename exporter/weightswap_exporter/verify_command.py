@@ -1,0 +1,181 @@
+"""`weightswap verify`: whether an artifact serves weights as it should."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+
+from weightswap_runtime.cli.output import (
+    HtmlOption,
+    JsonOption,
+    OpLibraryOption,
+    errors_as_exit,
+    print_json,
+    print_table,
+)
+from weightswap_runtime.wording import visible
+
+if TYPE_CHECKING:
+    from weightswap_runtime.goldens import Tolerance
+
+    from .parity import EngineParity, ParityReport
+    from .verification import GoldensCheck, Verification
+
+verify_command = typer.Typer(add_completion=False)
+_MOST_SHOWN = 20
+
+
+@verify_command.command()
+def verify(
+    artifact: Annotated[Path, typer.Argument(help="An artifact's folder.")],
+    weights: Annotated[str, typer.Argument(help="A weight file, or a checkpoint, as pack takes it.")],
+    recipe: Annotated[
+        str | None,
+        typer.Option(help="file.py:function, module:function or hf:DIR, as for export: what to compare with."),
+    ] = None,
+    engine: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--engine", "--engines", help="Engines, such as torch,onnx; may be repeated. By default all that there are."
+        ),
+    ] = None,
+    before: Annotated[
+        str | None, typer.Option("--from", help="Other weights, to swap from; by default random ones.")
+    ] = None,
+    tolerance: Annotated[
+        str | None, typer.Option(help="RTOL,ATOL for every engine; by default torch is compared bit for bit.")
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Of random inputs.")] = 0,
+    html: HtmlOption = None,
+    op_library: OpLibraryOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Check an artifact with weights: recorded calls, every engine against the eager model, and the swap itself.
+
+    Without a recipe the engines are compared with the engine torch. Exit status 1 if anything is not as it should be.
+    """
+    engines = [name.strip() for text in engine or () for name in text.split(",") if name.strip()] or None
+    limits = _limits(tolerance)
+    with errors_as_exit(as_json), _status() as tell:
+        from weightswap_runtime.graphs.libraries import import_libraries
+
+        from .recipes import load_recipe
+        from .verification import verify as verify_artifact
+
+        import_libraries(op_library or ())
+        found = verify_artifact(
+            artifact,
+            weights,
+            load_recipe(recipe) if recipe else None,
+            engines=engines,
+            before=before,
+            tolerance=limits,
+            seed=seed,
+            tell=tell,
+        )
+        if html is not None:
+            from .verify_report import write_verification
+
+            write_verification(html, found)
+    if as_json:
+        print_json({"same": found.same, "problems": found.problems, "verification": found})
+    else:
+        _print(found)
+    raise typer.Exit(0 if found.same else 1)
+
+
+def _limits(text: str | None) -> Tolerance | None:
+    if text is None:
+        return None
+    try:
+        rtol, atol = (float(part) for part in text.split(","))
+    except ValueError:
+        raise typer.BadParameter(f"--tolerance {text!r}: expected RTOL,ATOL, such as 1e-5,1e-6") from None
+    if not (0 <= rtol < float("inf") and 0 <= atol < float("inf")):
+        raise typer.BadParameter(f"--tolerance {text!r}: expected two finite numbers from 0")
+    return rtol, atol
+
+
+@contextmanager
+def _status() -> Iterator[Callable[[str], object]]:
+    """A line that says what is being done, on a terminal only."""
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield lambda _: None
+        return
+    with console.status("opening the artifact") as status:
+        yield status.update
+
+
+def _print(found: Verification) -> None:
+    typer.echo(f"artifact    {found.artifact}, graph id {found.graph_id[:12]}")
+    typer.echo(f"weights     {found.weights}, weights id {found.weights_id[:12]}")
+    print_table("recorded calls", ["engine", "result"], [[each.engine, _recorded(each)] for each in found.goldens])
+    if found.parity:
+        _print_parity(found.parity)
+    if found.swaps:
+        rows = [
+            [
+                each.engine,
+                each.residency,
+                str(each.calls),
+                _result(len(each.problems)),
+                f"{each.seconds_staged:.3f} s",
+                f"{each.seconds_paused * 1e6:.1f} us",
+            ]
+            for each in found.swaps
+        ]
+        title = f"swap from {found.before}, against a model loaded with the weights"
+        print_table(title, ["engine", "residency", "calls", "result", "staged", "paused"], rows)
+    for note in found.notes:
+        typer.echo(visible(f"note: {note}"))
+    problems = found.problems
+    for problem in problems[:_MOST_SHOWN]:
+        typer.echo(visible(f"problem: {problem}"), err=True)
+    if len(problems) > _MOST_SHOWN:
+        typer.echo(f"and {len(problems) - _MOST_SHOWN} more problems; --json has all", err=True)
+    count = f"{len(problems)} problem{'' if len(problems) == 1 else 's'}"
+    typer.echo(f"{'verified' if found.same else f'not verified, {count}'}, in {found.seconds:.1f} s")
+
+
+def _recorded(check: GoldensCheck) -> str:
+    if check.problems:
+        return _result(len(check.problems))
+    told = {"goldens": "reproduced", "finite": "of other weights; outputs are finite", "none": "there are none"}
+    return told[check.verified]
+
+
+def _result(problems: int) -> str:
+    return f"{problems} wrong" if problems else "equal"
+
+
+def _print_parity(report: ParityReport) -> None:
+    columns = ["engine", "calls", "result", "largest difference", "relative", "ULP", "compared"]
+    print_table(f"calls, against {report.reference}", columns, [_parity_row(each) for each in report.engines])
+    for engine in report.engines:
+        if engine.divergence:
+            lines = [visible(line) for line in engine.divergence.text.splitlines()]
+            typer.echo(f"{engine.engine}, first divergence: " + "\n  ".join(lines))
+        if engine.note:
+            typer.echo(visible(f"{engine.engine}: {engine.note}"))
+    if report.other_values:
+        typer.echo(visible(f"the model has other values for {', '.join(report.other_values[:_MOST_SHOWN])}"))
+
+
+def _parity_row(engine: EngineParity) -> list[str]:
+    measures = [output.measure for case in engine.cases for output in case.outputs if output.measure]
+    wrong = sum(not case.same for case in engine.cases)
+    return [
+        engine.engine,
+        str(len(engine.cases)),
+        f"{wrong} differ" if wrong else "equal",
+        f"{max((each.max_abs for each in measures), default=0):.3g}",
+        f"{max((each.max_rel for each in measures), default=0):.3g}",
+        str(max((each.max_ulp or 0 for each in measures), default=0)),
+        engine.compared_how,
+    ]

@@ -1,0 +1,1 @@
+"""What `weightswap bench` shows."""

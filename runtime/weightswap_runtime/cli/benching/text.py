@@ -1,0 +1,41 @@
+"""Measurements on a terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import typer
+
+from weightswap_runtime.benching import BenchReport
+from weightswap_runtime.cli.output import human_bytes, print_table
+from weightswap_runtime.reports import Cell, Column
+from weightswap_runtime.wording import visible
+
+from .wording import CALLS, MEMORY, SWAPS, Row, call_rows, memory_rows, swap_rows
+
+
+def print_bench(found: BenchReport) -> None:
+    """Tables of calls, swaps and memory; and what was not measured."""
+    typer.echo(visible(f"artifact    {found.artifact}, graph id {found.graph_id[:12]}"))
+    typer.echo(visible(f"weights     {found.weights}"))
+    typer.echo(f"machine     {found.machine}")
+    _table(f"calls of {found.method}", CALLS, call_rows(found.engines))
+    _table("swaps of the same file (medians)", SWAPS, swap_rows(found.engines))
+    _table("resident memory", MEMORY, memory_rows(found.engines))
+    for engine, reason in found.left_out.items():
+        typer.echo(visible(f"left out    {engine}: {reason}"))
+    for result in found.engines:
+        if result.failed:
+            typer.echo(visible(f"failed      {result.engine}, {result.residency}: {result.failed}"))
+
+
+def _table(title: str, columns: Sequence[Column], rows: Sequence[Row]) -> None:
+    if rows:
+        cells = [[_text(cell, column) for cell, column in zip(row, columns, strict=True)] for row in rows]
+        print_table(title, [column.name for column in columns], cells)
+
+
+def _text(cell: Cell, column: Column) -> str:
+    if cell is None:
+        return ""
+    return human_bytes(int(cell)) if column.kind == "bytes" else str(cell)

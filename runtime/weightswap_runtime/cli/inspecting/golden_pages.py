@@ -1,0 +1,45 @@
+"""Goldens as a report of their own, and as a section of what they belong to."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from weightswap_runtime.goldens import Record
+from weightswap_runtime.reports import Column, Facts, Report, Section, Table
+
+from .facts import exactness, goldens_facts, machine
+from .subjects import GoldensSubject
+
+
+def goldens_report(subject: GoldensSubject) -> Report:
+    """What a goldens file says of itself, and the types of what was recorded."""
+    cases = tuple(
+        (number, case.method, _told(subject, case.inputs), _told(subject, case.outputs))
+        for number, case in enumerate(subject.record.cases)
+    )
+    columns = (Column("case", "number"), Column("method"), Column("inputs"), Column("outputs"))
+    overview = Section("Overview", (Facts(tuple(goldens_facts(subject))),))
+    calls = Section("Recorded calls", (Table(columns, cases, "What goes in, and what the eager model gave"),))
+    return Report(Path(subject.where).name, f"Goldens: {_count(subject.record)}", (overview, calls))
+
+
+def _told(subject: GoldensSubject, values: Iterable[str | int | None]) -> str:
+    return ", ".join(map(subject.describe, values))
+
+
+def _count(record: Record) -> str:
+    return f"{len(record.cases)} recorded call{'' if len(record.cases) == 1 else 's'}"
+
+
+def goldens_section(record: Record | None) -> Iterator[Section]:
+    """The goldens in an artifact or beside a weight file; nothing if there are none."""
+    if record is None:
+        return
+    facts = (
+        ("weights id", record.weights_id),
+        ("calls", _count(record)),
+        ("recorded on", machine(record)),
+        ("compared", exactness(record)),
+    )
+    yield Section("Goldens", (Facts(facts),), "Calls of the eager model that staged weights must reproduce.")

@@ -1,0 +1,78 @@
+"""Which tensor of one set is which of the other: by name, or by content where a name is only in one of them."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Mapping
+from typing import NamedTuple
+
+from weightswap_runtime.modules import natural
+
+from .sides import Side
+from .streaming import digests_of
+from .tensors import Tensor
+
+FEWEST_COMMON = 0.1  # of the smaller set's names; below that they are those of something else
+
+
+class Pair(NamedTuple):
+    """A tensor of both sets under one name, or under two if it was renamed."""
+
+    name: str
+    before: Tensor
+    after: Tensor
+    renamed_from: str | None = None
+
+
+class Pairs(NamedTuple):
+    """Every tensor of both sets, once. Names are sorted."""
+
+    pairs: tuple[Pair, ...]
+    removed: tuple[str, ...]
+    added: tuple[str, ...]
+
+
+def pair(before: Side, after: Side) -> Pairs:
+    """Match names, then contents: a tensor that is missing and one that is new are one if their bytes are equal.
+
+    Of several with the same bytes (of biases that are zero, such as) the names are matched in their natural order.
+    Raises WeightFileError.
+    """
+    common = sorted(before.tensors.keys() & after.tensors.keys(), key=natural)
+    pairs = [Pair(name, before.tensors[name], after.tensors[name]) for name in common]
+    gone, new = before.tensors.keys() - set(common), after.tensors.keys() - set(common)
+    renames = dict(_renames(before, after, gone, new))
+    pairs += [Pair(to, before.tensors[name], after.tensors[to], name) for name, to in renames.items()]
+    removed = tuple(sorted(gone - renames.keys(), key=natural))
+    return Pairs(tuple(pairs), removed, tuple(sorted(new - set(renames.values()), key=natural)))
+
+
+def strangers(before: Side, after: Side) -> bool:
+    """Whether the names of two sets have next to nothing in common."""
+    fewest = min(len(before.tensors), len(after.tensors))
+    return len(before.tensors.keys() & after.tensors.keys()) < FEWEST_COMMON * fewest
+
+
+def _renames(before: Side, after: Side, gone: Collection[str], new: Collection[str]) -> Iterator[tuple[str, str]]:
+    types = {_type(before.tensors[name]) for name in gone} & {_type(after.tensors[name]) for name in new}
+    left, right = (
+        {name: side.tensors[name] for name in names if _type(side.tensors[name]) in types}
+        for side, names in ((before, gone), (after, new))
+    )
+    there, here = _by_content(left, before.digests), _by_content(right, after.digests)
+    for content, names in there.items():
+        yield from zip(names, here.get(content, ()), strict=False)
+
+
+def _type(tensor: Tensor) -> tuple[str, tuple[int, ...]]:
+    return tensor.dtype, tensor.shape
+
+
+def _by_content(tensors: Mapping[str, Tensor], digests: Mapping[str, str]) -> dict[object, list[str]]:
+    """Names, in natural order, by type and digest; computed where the file records none."""
+    unknown = {name: tensor for name, tensor in tensors.items() if name not in digests}
+    found = {name: digests[name] for name in tensors if name in digests} | digests_of(unknown)
+    groups: dict[object, list[str]] = defaultdict(list)
+    for name in sorted(found, key=natural):
+        groups[(_type(tensors[name]), found[name])].append(name)
+    return groups

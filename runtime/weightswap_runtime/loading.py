@@ -1,0 +1,96 @@
+"""Opening an artifact for a server: its engine, the memory for its weights, and the first of them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Literal
+
+from .adapter import Keys
+from .artifact import Artifact
+from .devices.opening import StagingMode, open_memory
+from .engines import CudaGraphs, EngineName, choose_engine, open_engine
+from .errors import Unsupported
+from .events import Listener
+from .goldens import Mode
+from .model import Model
+from .store import Store
+
+Path = str | os.PathLike[str]
+
+
+def load(
+    artifact: Path | Artifact,
+    weights: Path | None = None,
+    *,
+    keys: Keys | None = None,
+    expect: str | None = None,
+    verify: Mode = "goldens",
+    device: str = "cpu",
+    engine: EngineName = "torch",
+    threads: int | None = None,
+    prologue: bool = True,
+    residency: Literal["double", "single"] = "double",
+    staging: StagingMode = "auto",
+    cuda_graphs: CudaGraphs | None = None,
+    keep_previous: Literal["host"] | None = None,
+    share: Model | None = None,
+    on_event: Listener | None = None,
+    op_libraries: Sequence[str] = (),
+) -> Model:
+    """Open an artifact and, if `weights` names a file or a checkpoint, put it behind the graph as generation 0.
+
+    residency="double" holds two sets of weights: commits and rollbacks take constant time, and a staging takes the
+    place of the previous weights. "single" holds one: a commit copies in place while calls are held, staging needs a
+    second set's memory only meanwhile, and nothing is kept for a rollback. keep_previous="host" keeps one set more: a
+    rollback is then possible in single residency, and in double residency also after a staging that was refused.
+    `weights`, `keys`, `expect` and `verify` are those of `Model.stage`.
+
+    device: "cpu", or an accelerator of torch's such as "cuda" or "cuda:1", with the engine `torch` or `onnx`; inputs
+    must be there, and outputs are, as torch's tensors. staging: where on an accelerator single residency stages:
+    "device", "host", or "auto", on the device if there is room. cuda_graphs: sizes of calls that are captured once and
+    replayed over all swaps, such as [{"batch": 1}], or "auto" for whatever comes. docs/cuda.md says more of all three.
+
+    share: a model whose weights this one serves from, too: an artifact with the same table of weights, such as the same
+    model exported with other inputs. One swap through either changes both in one commit. `residency` and
+    `keep_previous` are then those of the other, and `weights` are put behind both. on_event: called for everything that
+    happens to the weights, in the thread that does it; see `Event`.
+
+    engine: "torch"; "aoti", for an artifact that was compiled for it on a machine like this, whose machine code runs in
+    this process; "onnx", for an artifact that was compiled for it, which on the CPU takes and gives numpy arrays and
+    needs no torch; or "auto", the fastest that this machine and the artifact offer (`Model.engine` says which).
+    threads: that one call of the engine `onnx` uses on the CPU; by default one for each core. prologue: whether the
+    engine `torch` computes what depends on weights and constants alone once for each staging, instead of in every call.
+    op_libraries: packages to import, or shared libraries to load, that register operators which the graphs call.
+
+    Raises ArtifactError, Unsupported, MissingExtra, OutOfMemory, and whatever `Model.swap` raises.
+    """
+    if share is not None and not isinstance(share, Model):
+        raise Unsupported(f"share={share!r}: expected a model, as load() returns it")
+    if op_libraries:
+        from .graphs.libraries import import_libraries  # needs torch
+
+        import_libraries(op_libraries)
+    opened = artifact if isinstance(artifact, Artifact) else Artifact.open(artifact)
+    device = device if share is None else share.device
+    chosen = choose_engine(engine, opened, device)
+    opened = opened.row_major() if chosen == "onnx" else opened
+    if share is None:
+        store = Store(opened.manifest.weights, residency, keep_previous, open_memory(device, staging))
+    else:
+        store = share._store
+    runs = open_engine(
+        chosen,
+        opened,
+        device,
+        threads=threads,
+        prologue=prologue,
+        on_host=store.stages_on_host,
+        cuda_graphs=cuda_graphs,
+    )
+    model = Model(opened, store, device=device, engine=runs)
+    if on_event is not None:
+        model.listen(on_event)
+    if weights is not None:
+        model.swap(weights, keys=keys, expect=expect, verify=verify)
+    return model

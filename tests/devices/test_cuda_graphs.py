@@ -1,0 +1,184 @@
+"""The recorder of CUDA graphs, on a stand-in for what torch does when a capture begins, ends and fails."""
+
+from __future__ import annotations
+
+from itertools import count
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from tests.standin import Queue, StandIn
+from weightswap_runtime.devices.cuda_graphs import CudaRecorder
+from weightswap_runtime.errors import Unsupported
+
+Pool = tuple[int, int]
+
+
+class Cuda:
+    """What a capture changes for the whole process, as in torch 2.11: a failed `capture_end` changes nothing back."""
+
+    def __init__(self) -> None:
+        self.pools = count(1)
+        self.recording: set[Pool] = set()  # the allocator's; memory that was lent is freed only when there are none
+        self.recording_on_host: set[Pool] = set()
+        self.graphs: dict[Pool, int] = {}  # how many there are of a pool
+        self.generator_captures = False
+        self.invalid = False
+
+    def new_pool(self) -> Pool:
+        return 0, next(self.pools)
+
+    def stop(self, device: int, pool: Pool) -> None:
+        if pool not in self.recording:
+            raise RuntimeError("endAllocatePool: not currently recording to mempool_id")
+        self.recording.remove(pool)
+
+    def release(self, device: int, pool: Pool) -> None:
+        self.graphs[pool] -= 1
+
+    @property
+    def in_order(self) -> bool:
+        return not self.recording and not self.generator_captures
+
+
+class Graph:
+    """A CUDA graph."""
+
+    cuda: Cuda
+
+    def __init__(self) -> None:
+        self.began = self.ended = False
+
+    def capture_begin(self, pool: Pool | None = None, capture_error_mode: str = "global") -> None:
+        self.pool = pool or self.cuda.new_pool()
+        self.cuda.generator_captures = True
+        if {self.pool} & (self.cuda.recording | self.cuda.recording_on_host):
+            raise RuntimeError("beginAllocateToPool: already recording to mempool_id")
+        assert self.cuda.graphs.get(self.pool) != 0, "nobody can share a pool whose graphs are gone"
+        assert capture_error_mode == "thread_local"
+        self.cuda.recording.add(self.pool)
+        self.cuda.recording_on_host.add(self.pool)
+        self.cuda.graphs[self.pool] = self.cuda.graphs.get(self.pool, 0) + 1
+        self.began = True
+
+    def capture_end(self) -> None:
+        if not self.began or self.ended:
+            raise RuntimeError("CUDA error: no capture")
+        self.ended = True
+        if self.cuda.invalid:
+            self.cuda.invalid = False
+            raise torch.AcceleratorError("operation failed due to a previous error during capture")
+        self.cuda.recording.remove(self.pool)
+        self.cuda.recording_on_host.remove(self.pool)
+        self.cuda.generator_captures = False
+
+    def replay(self) -> None: ...
+
+
+class Accelerator(StandIn):
+    """A stand-in that says it is CUDA's."""
+
+    def __init__(self) -> None:
+        super().__init__(0)
+        self.torch = SimpleNamespace(type="cuda")
+        self.index = 0
+        self.captures = self.stream()
+        self.apart: list[Queue] = []
+
+    def stream_apart(self) -> Queue:
+        self.apart.append(self.stream())
+        return self.apart[-1]
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> Cuda:
+    made = Cuda()
+    monkeypatch.setattr(Graph, "cuda", made, raising=False)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", made.new_pool)
+    monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", made.stop, raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_releasePool", made.release, raising=False)
+    monkeypatch.setattr("weightswap_runtime.devices.cuda_graphs.torch.zeros", lambda *args, **kwargs: None)
+    return made
+
+
+def recorder(accelerator: Accelerator) -> CudaRecorder:
+    return CudaRecorder(accelerator)  # type: ignore[arg-type]
+
+
+def returning(value: Any) -> Any:
+    return lambda: [value]
+
+
+def test_graphs_of_one_recorder_share_a_pool_and_no_stream_with_another(cuda: Cuda) -> None:
+    accelerator = Accelerator()
+    for value in (1, 2):
+        one = recorder(accelerator)
+        assert one.record(returning(value))[1] == [value]
+        assert one.record(returning(value + 10))[1] == [value + 10]
+    assert sorted(cuda.graphs.values()) == [2, 2]
+    assert len({stream.key for stream in (accelerator.captures, *accelerator.apart)}) == 3
+    assert cuda.in_order
+
+
+@pytest.mark.parametrize("before", [0, 1])
+def test_after_a_capture_that_cuda_refuses_torch_is_in_order_and_others_succeed(before: int, cuda: Cuda) -> None:
+    one, calls = recorder(Accelerator()), count()
+    for _ in range(before):
+        one.record(returning(0))
+
+    def refused() -> list[Any]:
+        if next(calls) == 2:  # after the warm-ups
+            cuda.invalid = True
+            raise torch.AcceleratorError("operation not permitted when stream is capturing")
+        return []
+
+    with pytest.raises(torch.AcceleratorError, match="operation not permitted"):
+        one.record(refused)
+    assert cuda.in_order
+    assert one.record(returning(3))[1] == [3]
+    assert cuda.in_order
+
+
+def test_an_error_that_is_not_cuda_s_ends_the_capture(cuda: Cuda) -> None:
+    one, calls = recorder(Accelerator()), count()
+
+    def wrong() -> list[Any]:
+        if next(calls) == 2:
+            raise ValueError("an operator of a package")
+        return []
+
+    with pytest.raises(ValueError, match="of a package"):
+        one.record(wrong)
+    assert cuda.in_order
+    assert not cuda.recording_on_host
+    assert one.record(returning(3))[1] == [3]
+
+
+def test_what_a_failed_warm_up_has_asked_for_comes_before_what_follows(cuda: Cuda) -> None:
+    accelerator, seen = Accelerator(), list[str]()
+
+    def ask(what: str) -> None:
+        accelerator.ask(lambda: seen.append(what) is None)
+
+    def wrong() -> list[Any]:
+        ask("warm-up")
+        raise ValueError("an operator of a package")
+
+    accelerator.slow = accelerator.captures
+    ask("before")
+    with pytest.raises(ValueError, match="of a package"):
+        recorder(accelerator).record(wrong)
+    ask("after")
+    accelerator.drain()
+    assert seen == ["before", "warm-up", "after"]
+    assert cuda.in_order
+
+
+def test_other_devices_have_no_cuda_graphs() -> None:
+    accelerator = Accelerator()
+    accelerator.torch.type = "xpu"
+    with pytest.raises(Unsupported, match="cuda_graphs on the device 'standin:0': they are CUDA's"):
+        recorder(accelerator)

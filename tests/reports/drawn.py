@@ -1,0 +1,30 @@
+"""What of a chart's SVG is there, and the table behind it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def labels(page: Any) -> list[str]:
+    texts: list[str] = page.locator("svg text").all_text_contents()
+    return texts
+
+
+def fills(page: Any) -> list[str]:
+    """The colour of every shape that was drawn, in order."""
+    colours: list[str] = page.locator("svg path[fill]").evaluate_all("all => all.map(one => one.getAttribute('fill'))")
+    return colours
+
+
+def shapes(page: Any, variable: str) -> int:
+    """How many shapes have the colour of a variable of the style sheet."""
+    colour = page.evaluate(f"getComputedStyle(document.documentElement).getPropertyValue('--{variable}').trim()")
+    return fills(page).count(colour)
+
+
+def alternative(page: Any) -> list[list[str]]:
+    """The rows of the table behind a chart, opened by keyboard."""
+    page.get_by_text("The same as a table").press("Enter")
+    page.locator("details tbody").wait_for()
+    rows = page.locator("details tbody tr").all()
+    return [row.locator("th, td").all_text_contents() for row in rows]

@@ -1,0 +1,35 @@
+"""The zoo as people see it: graphs by module against torch, and the report of each artifact."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from typer.testing import CliRunner
+
+from tests.runtime.test_outline import calls_of
+from weightswap_runtime.cli.inspect import inspect_command
+from weightswap_runtime.graphs.outline import outline
+
+from .conftest import Exported
+
+
+def test_a_graph_by_module_is_the_graph(exported: Exported) -> None:
+    artifact = exported.hollow
+    program = torch.export.load(artifact.path / artifact.manifest.methods["forward"].graph)
+    expected = calls_of(program.graph, program.graph_module)
+    found = outline(artifact, artifact.manifest.methods["forward"])
+    assert sum(found.operators.values()) == sum(expected.values())
+    ours = {(path, operator): n for path, module in found.modules.items() for operator, n in module.calls.items()}
+    aten = {key: n for key, n in expected.items() if key[1].startswith("aten.") and "sym_size" not in key[1]}
+    assert {key: ours.get(key) for key in aten} == aten
+
+
+def test_every_artifact_has_a_report(exported: Exported, tmp_path: Path) -> None:
+    page = tmp_path / "report.html"
+    result = CliRunner().invoke(inspect_command, [str(exported.hollow.path), "--html", str(page)])
+    assert result.exit_code == 0, result.output
+    text = page.read_text()
+    for row in exported.hollow.manifest.weights:
+        assert row.name in text
+    assert exported.hollow.graph_id in text
