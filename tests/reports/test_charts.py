@@ -84,6 +84,19 @@ def test_areas_are_zoomed_by_mouse(open_report: Open) -> None:
     assert EVIL in labels(page)
 
 
+def test_a_press_outlasts_a_redraw(open_report: Open) -> None:
+    page = open_report(report_of(MAP))
+    box = page.locator("svg text").filter(has_text="encoder").bounding_box()
+    page.mouse.move(box["x"] + box["width"] / 2, box["y"] + box["height"] / 2)
+    page.mouse.down()
+    page.evaluate(REDRAWN)
+    page.mouse.up()
+    page.locator("[aria-current]").get_by_text("encoder").wait_for()
+
+
+REDRAWN = """() => document.querySelectorAll("svg text").forEach((text) => text.parentNode.append(text))"""
+
+
 def test_areas_are_zoomed_by_keyboard(open_report: Open) -> None:
     page = open_report(report_of(MAP))
     parts = page.get_by_role("navigation", name="What is inside")
