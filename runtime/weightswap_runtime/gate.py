@@ -16,7 +16,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from threading import Condition, RLock, get_ident
+from threading import Condition, RLock, local
 from typing import Generic, Protocol, TypeVar
 
 from .errors import LeaseTimeout, ModelFailed, NoWeights
@@ -27,18 +27,32 @@ PATIENCE = 1.0  # seconds for which calls are held for the sake of a pin
 POLL_SECONDS = 0.02  # how soon it is noticed that something was left behind, or cancelled
 
 
+_own = local()
+
+
+def this_thread() -> object:
+    """The same for every call of a thread, and another for every other thread.
+
+    (The number of a thread goes to another one after its end, and a pin may outlive its thread.)
+    """
+    try:
+        return _own.token
+    except AttributeError:
+        return _own.__dict__.setdefault("token", object())  # a signal handler may have come between
+
+
 class Claim:
     """Something that is held until it is ended, or forgotten."""
 
     __slots__ = ("__weakref__", "process", "thread")
 
     def __init__(self) -> None:
-        self.thread = get_ident()
+        self.thread = this_thread()
         self.process = _process
 
     def adopt(self) -> None:
         """Let it be the calling thread's."""
-        self.thread = get_ident()
+        self.thread = this_thread()
 
     def end(self) -> None:
         """End it; a second time does nothing."""
@@ -47,7 +61,7 @@ class Claim:
     @property
     def holds(self) -> bool:
         """False once it has ended. Claims of other threads do not survive a fork, as the threads do not."""
-        return self.process == _process or (self.process != -1 and self.thread == get_ident())
+        return self.process == _process or (self.process != -1 and self.thread is this_thread())
 
 
 class Pin(Claim):
@@ -134,7 +148,7 @@ class Gate(Generic[S]):
         """
         with self._lock:
             while (holder := self._held()) and not self._leased_by(lease.thread):
-                if holder.thread == lease.thread:
+                if holder.thread is lease.thread:
                     raise ModelFailed("a signal handler cannot call the model while its thread commits in place")
                 self._changed.wait(POLL_SECONDS)
             if self._failure is not None:
@@ -217,16 +231,16 @@ class Gate(Generic[S]):
         holder = self._holder() if self._holder else None
         return holder if holder is not None and holder.holds else None
 
-    def _leased_by(self, thread: int) -> bool:
+    def _leased_by(self, thread: object) -> bool:
         return self._current is not None and any(
-            lease.thread == thread for lease in _held_leases(self._current.session)
+            lease.thread is thread for lease in _held_leases(self._current.session)
         )
 
 
 def _leases_in_the_way(session: Leasable, deadline: float | None) -> bool:
     """Whether anything holds a lease. Raises LeaseTimeout if waiting for it cannot help, or `deadline` is over."""
     leases = _held_leases(session)
-    if any(lease.thread == get_ident() for lease in leases):
+    if any(lease.thread is this_thread() for lease in leases):
         raise LeaseTimeout(
             "this thread itself has pinned the weights that would be overwritten; leave the `with model.pin()` "
             "block first"

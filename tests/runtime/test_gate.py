@@ -184,6 +184,32 @@ def test_a_lease_may_be_given_back_by_another_thread() -> None:
     gate.wait_idle(place, 0)
 
 
+def test_a_thread_with_the_number_of_one_that_ended_has_not_pinned_anything() -> None:
+    gate, place = opened()
+    numbers: list[int] = []
+    leases = []
+    refusals: list[str] = []
+
+    def pin() -> None:
+        numbers.append(threading.get_ident())
+        leases.append(Claim())
+        gate.acquire(leases[-1])
+
+    def commit() -> None:
+        numbers.append(threading.get_ident())
+        with pytest.raises(LeaseTimeout) as caught, gate.hold(place, 0):
+            pass
+        refusals.append(str(caught.value))
+
+    for target in (pin, *[commit] * 20):
+        thread = threading.Thread(target=target)
+        thread.start()
+        thread.join(10)
+    assert numbers[0] in numbers[1:]  # the system gives them out again
+    assert len(refusals) == 20
+    assert all("1 call(s) or pin(s) still hold" in refusal for refusal in refusals)
+
+
 def test_a_hold_that_was_left_behind_ends_with_its_frame() -> None:
     gate, place = opened()
     hold = gate.hold(place, 1)
