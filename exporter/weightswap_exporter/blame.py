@@ -11,13 +11,11 @@ from torch._subclasses.fake_tensor import (
     DynamicOutputShapeException,
     UnsupportedFakeTensorException,
 )
-from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 _OURS = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
 _WANTS_VALUES = (
     DataDependentOutputException,
     DynamicOutputShapeException,
-    GuardOnDataDependentSymNode,
     UnsupportedFakeTensorException,
 )
 _TEXTS = ("numpy() is not supported for tensor subclasses", "Can't call metadata mutating ops on non-Fake Tensor")
@@ -29,7 +27,10 @@ class Unrecordable(Exception):
 
 def wants_values(error: BaseException) -> bool:
     """Whether an operation failed because it needs the values of a tensor that has none, or cannot be recorded."""
-    return isinstance(error, (*_WANTS_VALUES, Unrecordable)) or any(text in str(error) for text in _TEXTS)
+    from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode  # half a second's import
+
+    kinds = (*_WANTS_VALUES, GuardOnDataDependentSymNode, Unrecordable)
+    return isinstance(error, kinds) or any(text in str(error) for text in _TEXTS)
 
 
 def place_of(error: BaseException) -> str:

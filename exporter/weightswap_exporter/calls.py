@@ -16,7 +16,7 @@ from weightswap_runtime.inputs import Inputs
 from weightswap_runtime.manifest import Manifest
 from weightswap_runtime.signature import Signature, leaves, unflatten
 
-from .describe import plain_tree
+from .trees import plain_tree
 
 Requested = Sequence[Any] | Mapping[str, Sequence[Any]]
 _FORM = "Give a list of (args, kwargs) or of tuples of args, or a dict from methods to such lists."

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._dynamo.eval_frame import OptimizedModule
 from torch.export import ExportedProgram
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
@@ -42,15 +41,6 @@ class Captured:
     parameters: inspect.Signature
     dynamic_shapes: Any
     mutated: frozenset[str]
-
-
-def unwrapped(model: nn.Module) -> nn.Module:
-    """The model itself: its names, not a wrapper's, are those of the artifact."""
-    if not isinstance(model, nn.Module):
-        raise CaptureError(f"expected a module, got a {type(model).__qualname__}")
-    while isinstance(model, OptimizedModule | nn.DataParallel | nn.parallel.DistributedDataParallel):
-        model = model._orig_mod if isinstance(model, OptimizedModule) else model.module
-    return model
 
 
 def capture(model: nn.Module, name: str, spec: MethodSpec) -> Captured:

@@ -21,7 +21,7 @@ from .dcp import open_dcp
 from .dcp_metadata import METADATA_NAME
 from .levels import ANYWHERE, Choice, Level, Mappings, flat_levels, nested_levels
 from .stored import Files
-from .tables import named_tensors, persistent_buffers
+from .tensors import named_tensors, persistent_buffers
 from .values import Values, values_of
 
 PICKLED_NAMES = ("pytorch_model.bin", f"pytorch_model{pickled.INDEX_SUFFIX}")

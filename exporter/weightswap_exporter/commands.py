@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -153,10 +153,7 @@ def pack(
     with errors_as_exit(as_json):
         from weightswap_exporter import pack as pack_checkpoint
 
-        from .recipes import load_recipe, without_goldens
-
-        built = load_recipe(recipe) if recipe else {}
-        built = without_goldens(built) if no_goldens else built
+        built = _built(recipe, goldens=not no_goldens) if recipe else {}
         with progress_bar(f"packing {source.name}") as progress:
             packed = pack_checkpoint(
                 source,
@@ -186,3 +183,10 @@ def pack(
         if packed.ignored:
             more = f" and {len(packed.ignored) - 10} more" if len(packed.ignored) > 10 else ""
             typer.echo(f"left out    {', '.join(packed.ignored[:10])}{more}")
+
+
+def _built(recipe: str, *, goldens: bool) -> dict[str, Any]:
+    from .recipes import load_recipe, without_goldens
+
+    built = load_recipe(recipe)
+    return built if goldens else without_goldens(built)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections import OrderedDict, defaultdict, deque, namedtuple
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -16,31 +15,21 @@ from torch.utils import _pytree as pytree
 from torch.utils._sympy.printers import PythonPrinter
 
 from weightswap_runtime.conditions import parse_condition
-from weightswap_runtime.dtypes import TORCH_NAMES
 from weightswap_runtime.errors import CaptureError
 from weightswap_runtime.signature import (
-    Dict,
     Dimension,
     Integer,
-    Items,
     Leaf,
     Literal,
     Node,
     Signature,
     Size,
     Tensor,
-    Tuple,
 )
 
 from .capture import Captured
-
-
-def dtype_name(dtype: torch.dtype, where: str) -> str:
-    """The safetensors name of a torch dtype. Raises CaptureError where there is none."""
-    name = TORCH_NAMES.get(str(dtype).removeprefix("torch."))
-    if name is None:
-        raise CaptureError(f"{where}: {dtype} has no place in the safetensors format")
-    return name
+from .tensors import dtype_name
+from .trees import children, tree_of
 
 
 def describe_method(captured: Captured) -> Signature:
@@ -48,16 +37,16 @@ def describe_method(captured: Captured) -> Signature:
     program = captured.program
     in_spec = program.call_spec.in_spec
     assert in_spec is not None
-    args_spec, kwargs_spec = _children(in_spec)
-    names = list(_positional_names(captured.parameters, len(_children(args_spec))))
-    parameters = list(zip(names, _children(args_spec), strict=True))
-    keywords = list(zip(kwargs_spec.context, _children(kwargs_spec), strict=True))
+    args_spec, kwargs_spec = children(in_spec)
+    names = list(_positional_names(captured.parameters, len(children(args_spec))))
+    parameters = list(zip(names, children(args_spec), strict=True))
+    keywords = list(zip(kwargs_spec.context, children(kwargs_spec), strict=True))
     values = _user_inputs(captured)
     dims = _Dims(_dim_names(captured, parameters + keywords, values))
     flat = iter(values)
 
     def tree(name: str, spec: pytree.TreeSpec) -> tuple[str, Node]:
-        return name, _node(spec, name, lambda path: _leaf(next(flat), path, dims, strict=True))
+        return name, tree_of(spec, name, lambda path: _leaf(next(flat), path, dims, strict=True))
 
     args = tuple(tree(name, spec) for name, spec in parameters)
     kwargs = tuple(tree(name, spec) for name, spec in keywords)
@@ -113,70 +102,7 @@ def _output(captured: Captured, dims: _Dims) -> Node:
     (outputs,) = program.graph.output_node().args
     assert isinstance(outputs, tuple | list)
     values = (item.meta["val"] if isinstance(item, torch.fx.Node) else item for item in outputs)
-    return _node(out_spec, "", lambda path: _leaf(next(values), path or "output", dims, strict=False))
-
-
-def plain_tree(value: Any) -> tuple[Node, list[Any]]:
-    """What a server has in place of a value of the model's classes: a tree, leaves named by path, and the leaves."""
-    flat, spec = pytree.tree_flatten(value)
-    return _node(spec, "", lambda path: Integer(path or "output", 0)), flat
-
-
-def _node(spec: pytree.TreeSpec, path: str, leaf: Any) -> Node:
-    if spec.is_leaf():
-        return leaf(path)  # type: ignore[no-any-return]
-    keys = _keys(spec)
-    children = [
-        _node(child, f"{path}.{key}" if path else str(key), leaf)
-        for child, key in zip(_children(spec), keys or range(spec.num_children), strict=True)
-    ]
-    if keys is not None:
-        return Dict(tuple(zip(keys, children, strict=True)))
-    return Items(tuple(children)) if spec.type in (list, deque) else Tuple(tuple(children))
-
-
-def _children(spec: pytree.TreeSpec) -> list[pytree.TreeSpec]:
-    # torch 2.11 has the attribute only, later versions deprecate it
-    return spec.children() if hasattr(spec, "children") else spec.children_specs
-
-
-def _keys(spec: pytree.TreeSpec) -> list[str | int] | None:
-    """The keys of a node that the server rebuilds as a dict; None for a sequence."""
-    kind: Any = spec.type
-    if kind in (tuple, list, deque, namedtuple):
-        return None
-    if kind in (dict, OrderedDict):
-        keys = list(spec.context)
-    elif kind is defaultdict:
-        keys = list(spec.context[1])
-    elif (fields := _class_keys(spec)) is not None:
-        keys = fields
-    else:
-        return None
-    if not all(type(key) in (str, int) for key in keys):
-        raise CaptureError(
-            f"a dict with the keys {keys} is among the inputs or outputs; keys must be strings or integers"
-        )
-    return keys
-
-
-def _class_keys(spec: pytree.TreeSpec) -> list[Any] | None:
-    """The field names of a registered class: an HF ModelOutput keeps them as its context, others give key paths."""
-    context = spec.context
-    if (
-        isinstance(context, list | tuple)
-        and len(context) == spec.num_children
-        and all(isinstance(k, str) for k in context)
-    ):
-        return list(context)
-    kind: Any = spec.type
-    flatten = pytree.SUPPORTED_NODES[kind].flatten_with_keys_fn
-    if flatten is None:
-        return None
-    dummy = pytree.tree_unflatten(list(range(spec.num_leaves)), spec)
-    keys = [key for key, _ in flatten(dummy)[0]]
-    fields = [getattr(key, "name", getattr(key, "key", None)) for key in keys]
-    return None if None in fields else fields
+    return tree_of(out_spec, "", lambda path: _leaf(next(values), path or "output", dims, strict=False))
 
 
 def _leaf(value: Any, path: str, dims: _Dims, *, strict: bool) -> Leaf:

@@ -16,7 +16,7 @@ from weightswap_runtime.signature import leaves
 from weightswap_runtime.tensors import tensor_bytes
 
 from . import huggingface
-from .describe import plain_tree
+from .trees import plain_tree
 from .values import pieces
 
 _NOTHING = nullcontext()

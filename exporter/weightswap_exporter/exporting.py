@@ -38,13 +38,14 @@ from weightswap_runtime.weightfile import TensorRow, canonical_order
 from . import huggingface
 from .archive import graph_archive
 from .calls import Requested, Wanted, wanted_goldens
-from .capture import Captured, MethodSpec, capture, training_operators, unwrapped
+from .capture import Captured, MethodSpec, capture, training_operators
 from .compiling import check_engines, engine_files, try_engines, with_files, write_files
 from .describe import describe_method
 from .examples import example_checkpoint
 from .goldens import check_has_values, record, weights_identity
 from .recording import Recorded, record_adapter
-from .tables import Tables, classify, named_tensors, overlapping
+from .tables import Tables, classify, overlapping
+from .tensors import named_tensors, unwrapped
 from .tracing import Checkpoint, Load
 
 _CALLER = 4  # warnings are attributed to the code that calls export()

@@ -13,11 +13,10 @@ from weightswap_runtime import Artifact, read_weights
 from weightswap_runtime.errors import CheckpointError, WeightFileError
 from weightswap_runtime.weightset import open_weights
 
-from .capture import unwrapped
 from .goldens import type_problems
 from .loading import load_into
 from .packing import pack
-from .tables import named_tensors
+from .tensors import named_tensors, unwrapped
 from .tracing import Load
 
 PathLike = str | os.PathLike[str]

@@ -29,8 +29,7 @@ from weightswap_runtime.weightset import goldens_path
 from .blame import first_line, place_of
 from .calls import Call, Wanted, checked_inputs, with_literals
 from .eager import Eager, Outputs, eager
-from .skeletons import is_fake
-from .tables import named_tensors
+from .tensors import is_fake, named_tensors
 from .values import content_of, dtype_of, pieces
 
 

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from weightswap_runtime.dtypes import TORCH_NAMES
 from weightswap_runtime.errors import CheckpointError
 
-from .skeletons import is_fake
+from .tensors import is_fake
 from .values import Values
 
 WRAPPERS = ("state_dict", "model", "model_state_dict", "module")

@@ -19,8 +19,7 @@ from . import huggingface
 from .blame import first_line, place_of, reason
 from .checkpoints import Checkpoint, Source, from_module, open_checkpoint
 from .levels import ANYWHERE, Choice, Level
-from .skeletons import is_fake
-from .tables import named_tensors
+from .tensors import is_fake, named_tensors
 from .tracing import Load
 from .values import pieces
 

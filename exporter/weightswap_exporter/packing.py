@@ -23,13 +23,13 @@ from weightswap_runtime.weightfile import Stamp, canonical_order, write_weight_f
 from weightswap_runtime.weightset import GOLDENS_SUFFIX
 
 from .calls import Requested, wanted_goldens
-from .capture import unwrapped
 from .casting import cast, casting, casts, requested
 from .checkpoints import Checkpoint, Source, open_checkpoint
 from .choosing import choose_level
 from .goldens import Recording, goldens_first, record
 from .levels import Choice, Level
 from .loading import load_into
+from .tensors import unwrapped
 from .tracing import Load
 from .values import pieces
 

@@ -24,7 +24,7 @@ from .casting import requested
 from .checkpoints import Checkpoint, from_module
 from .levels import nested_levels
 from .packing import Packed, pack_checkpoint
-from .tables import TieKey, tie_key
+from .tensors import TieKey, tie_key
 from .values import values_of
 
 STEP_DIGITS = 9

@@ -15,7 +15,8 @@ from weightswap_runtime.errors import CaptureError
 from weightswap_runtime.manifest import Adapter, Source
 
 from .hollowing import install, restored, tied, without_values
-from .tables import Tables, TieKey, named_tensors, tie_key
+from .tables import Tables
+from .tensors import TieKey, named_tensors, tie_key
 from .tracing import Checkpoint, Load, Untraceable, load_state_dict, load_what_fits, trace_loading
 from .transforming import Loaded, Transforming
 

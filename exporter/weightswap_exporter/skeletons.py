@@ -26,11 +26,6 @@ from .blame import first_line, place_of, wants_values
 _patching = threading.Lock()
 
 
-def is_fake(tensor: torch.Tensor) -> bool:
-    """Whether a tensor has shape and dtype but no values."""
-    return isinstance(tensor, FakeTensor) or tensor.is_meta
-
-
 @contextmanager
 def skeleton() -> Iterator[None]:
     """Modules built in this block, by this thread, get parameters that cost no memory.

@@ -14,10 +14,7 @@ from weightswap_runtime.errors import CaptureError
 from weightswap_runtime.manifest import GraphInput, NamedTensor, is_dense
 
 from .capture import Captured
-from .describe import dtype_name
-from .skeletons import is_fake
-
-TieKey = tuple[object, ...]
+from .tensors import TieKey, dtype_name, is_fake, named_tensors, persistent_buffers, tie_key
 
 
 class Tables(NamedTuple):
@@ -28,22 +25,6 @@ class Tables(NamedTuple):
     constants: tuple[NamedTensor, ...]
     inputs: dict[str, tuple[GraphInput, ...]]
     values: dict[str, torch.Tensor]
-
-
-def named_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Parameters and buffers by FQN, tied ones under each of theirs."""
-    tensors: dict[str, torch.Tensor] = {}
-    tensors |= dict(model.named_parameters(remove_duplicate=False))
-    tensors |= dict(model.named_buffers(remove_duplicate=False))
-    return tensors
-
-
-def tie_key(tensor: torch.Tensor) -> TieKey:
-    """Equal for tensors that are one: the same elements of the same storage. Empty tensors are never tied."""
-    if not tensor.numel():
-        return (id(tensor),)
-    storage = tensor.untyped_storage()._cdata
-    return (storage, tensor.storage_offset(), tuple(tensor.shape), tensor.stride(), tensor.dtype)
 
 
 def classify(model: nn.Module, captured: Mapping[str, Captured]) -> Tables:
@@ -78,16 +59,6 @@ def classify(model: nn.Module, captured: Mapping[str, Captured]) -> Tables:
     _check_values(values)
     _check_overlaps(values, {row.name: tensors[row.name] for row in rows["weight"]})
     return Tables(tuple(rows["weight"]), tuple(rows["state"]), tuple(rows["constant"]), inputs, values)
-
-
-def persistent_buffers(model: nn.Module) -> set[str]:
-    """FQNs of the buffers that belong to a checkpoint."""
-    return {
-        f"{path}.{name}" if path else name
-        for path, module in model.named_modules(remove_duplicate=False)
-        for name, buffer in module._buffers.items()
-        if buffer is not None and name not in module._non_persistent_buffers_set
-    }
 
 
 def _row(names: list[str], tensor: torch.Tensor) -> NamedTensor:

@@ -20,7 +20,7 @@ from weightswap_runtime.errors import CaptureError
 
 from .blame import Unrecordable, first_line, place_of, reason, wants_values
 from .hollowing import install, restored, stand_in, without_values
-from .tables import named_tensors
+from .tensors import named_tensors
 from .watching import watched
 
 Load = Callable[[nn.Module, dict[str, Any]], object]

@@ -16,9 +16,8 @@ from weightswap_runtime.weightfile import TensorRow, canonical_order
 
 from .archive import program_archive
 from .blame import Unrecordable, first_line
-from .describe import dtype_name
 from .overwriting import needs, overwritten
-from .skeletons import is_fake
+from .tensors import dtype_name, is_fake
 from .tracing import Traced, Untraceable
 
 aten = torch.ops.aten

@@ -13,7 +13,7 @@ from weightswap_runtime.contents import Content
 from weightswap_runtime.dtypes import TORCH_NAMES
 from weightswap_runtime.tensors import tensor_bytes
 
-from .tables import tie_key
+from .tensors import tie_key
 
 PIECE = 16 << 20
 

@@ -19,13 +19,13 @@ from weightswap_runtime.engines import available_engines
 from weightswap_runtime.generating import write_random_weights
 from weightswap_runtime.goldens import Tolerance
 
-from .capture import unwrapped
 from .filling import fill_model
 from .parity.cases import Given, calls_to_compare
 from .parity.checking import checked_model, recorded_inputs, servable
 from .parity.comparing import compare_calls
 from .parity.report import ParityReport
 from .swap_check import RESIDENCIES, SwapCheck, check_swap
+from .tensors import unwrapped
 from .trial import MOST_BYTES
 
 PathLike = str | os.PathLike[str]

@@ -22,7 +22,7 @@ from weightswap_exporter import export, pack, skeleton
 from weightswap_exporter.hf_inputs import sample_inputs
 from weightswap_exporter.hf_models import directory_recipe, export_directory
 from weightswap_exporter.huggingface import checkpoint, load
-from weightswap_exporter.skeletons import is_fake
+from weightswap_exporter.tensors import is_fake
 from weightswap_runtime import CaptureError, CheckpointError, MissingExtra, RecipeError, Unsupported, WeightswapError
 from weightswap_runtime import load as serve
 

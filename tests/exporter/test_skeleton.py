@@ -18,7 +18,7 @@ from torch.nn.utils import parametrizations
 
 from tests.models import Everything
 from weightswap_exporter import export, pack, skeleton
-from weightswap_exporter.skeletons import is_fake
+from weightswap_exporter.tensors import is_fake
 from weightswap_runtime import CaptureError, CheckpointError, load
 
 

@@ -11,7 +11,7 @@ from torch import nn
 
 from weightswap_exporter.goldens import check_has_values, type_problems
 from weightswap_exporter.packing import pack
-from weightswap_exporter.tables import named_tensors
+from weightswap_exporter.tensors import named_tensors
 from weightswap_exporter.tracing import Load
 from weightswap_exporter.values import pieces
 from weightswap_runtime import Artifact

@@ -13,8 +13,8 @@ import msgspec
 from torch import nn
 
 from weightswap_exporter.blame import first_line
-from weightswap_exporter.capture import unwrapped
 from weightswap_exporter.packing import pack
+from weightswap_exporter.tensors import unwrapped
 from weightswap_runtime import Artifact
 from weightswap_runtime.contents import Content
 from weightswap_runtime.engines import available_engines

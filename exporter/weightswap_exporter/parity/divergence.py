@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from weightswap_exporter.tables import named_tensors
+from weightswap_exporter.tensors import named_tensors
 from weightswap_exporter.values import content_of, dtype_of
 from weightswap_runtime import Artifact
 from weightswap_runtime.contents import Content

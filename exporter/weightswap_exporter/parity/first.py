@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import nn
 
-from weightswap_exporter.capture import unwrapped
+from weightswap_exporter.tensors import unwrapped
 from weightswap_runtime import Artifact
 from weightswap_runtime.contents import Content
 from weightswap_runtime.goldens import Tolerance

@@ -10,8 +10,8 @@ from typing import Any
 from torch import nn
 
 from weightswap_exporter.calls import Wanted
-from weightswap_exporter.capture import unwrapped
 from weightswap_exporter.goldens import record, weights_identity
+from weightswap_exporter.tensors import unwrapped
 from weightswap_runtime import Artifact
 from weightswap_runtime.contents import Content
 from weightswap_runtime.engines.torch import environment_here
