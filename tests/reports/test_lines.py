@@ -93,7 +93,9 @@ def test_all_lines_can_be_hidden(open_report: Open) -> None:
 
 def test_a_place_is_told_of_with_all_its_lines(open_report: Open) -> None:
     page = open_report(report_of(LINES))
-    page.locator("svg").hover(position={"x": places(page, "x")[2] - page.locator("svg").bounding_box()["x"], "y": 100})
+    page.locator(".chart").hover(
+        position={"x": places(page, "x")[2] - page.locator(".chart").bounding_box()["x"], "y": 100}
+    )
     page.get_by_text("torch, p99: 90 ms").wait_for()
     assert page.get_by_text("size of batch: 32").is_visible()
     assert page.get_by_text(f"{EVIL}, p50: 1.5 ms").is_visible()
