@@ -10,10 +10,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hypothesis import HealthCheck, settings
 
 from .tiny import TinyArtifact
 
 TOGETHER = ("tests/zoo/", "tests/runtime/test_aoti")
+
+# how long an example takes says nothing of the code
+settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("untimed")
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 import safetensors.torch
 import torch
+
+from tests import warm
 
 RECIPE = """
 import torch
@@ -61,7 +62,7 @@ class Shell:
 
     def __call__(self, *arguments: str, status: int = 0) -> str:
         script = "from weightswap_runtime.cli import main; main()"
-        command = [sys.executable, "-W", "error", "-c", script, *arguments]
+        command = [warm.python(), "-c", script, *arguments]
         done = subprocess.run(command, cwd=self.folder, capture_output=True, text=True, check=False)
         assert done.returncode == status, done.stderr
         assert "Traceback" not in done.stderr

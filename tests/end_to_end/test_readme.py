@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tests import warm
 from tests.compiled import needs_compiler
 
 README = Path(__file__).parents[2] / "README.md"
@@ -30,7 +31,7 @@ def test_every_linked_page_exists() -> None:
 
 
 def shell(folder: Path, commands: str) -> str:
-    program = f"{sys.executable} -W error -c 'from weightswap_runtime.cli import main; main()'"
+    program = f"{warm.python()} -c 'from weightswap_runtime.cli import main; main()'"
     script = f"set -e\n{commands.replace('weightswap ', program + ' ')}"
     done = subprocess.run(["sh", "-c", script], cwd=folder, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
@@ -38,7 +39,7 @@ def shell(folder: Path, commands: str) -> str:
 
 
 def python(folder: Path, *parts: str) -> str:
-    command = [sys.executable, "-W", "error", "-c", "\n".join(parts)]
+    command = [warm.python(), "-c", "\n".join(parts)]
     return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True).stdout
 
 
@@ -144,7 +145,7 @@ def test_the_page_on_parity(tmp_path: Path) -> None:
     assert len([line for line in test.splitlines() if line]) <= 10
     assert "aten.embedding.default of embed.weight" in python(tmp_path, TAGGER, located)
     (tmp_path / "test_tagger.py").write_text(test + TAGGER + more)
-    command = [sys.executable, "-m", "pytest", "-q", "--weightswap-update-goldens", "test_tagger.py"]
+    command = [warm.python(), "-m", "pytest", "-q", "--weightswap-update-goldens", "test_tagger.py"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert "2 passed" in done.stdout, done.stdout
     assert (tmp_path / "kept" / "tagger.goldens.safetensors").exists()

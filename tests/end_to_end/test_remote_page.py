@@ -6,14 +6,13 @@ import json
 import os
 import re
 import subprocess
-import sys
 from pathlib import Path
 
+from tests import warm
 from tests.servers import S3Server, WebServer
 from tests.tiny import TinyArtifact
 
 PAGE = Path(__file__).parents[2] / "docs" / "remote.md"
-PROGRAM = f"{sys.executable} -W error -c 'from weightswap_runtime.cli import main; main()'"
 
 
 def test_the_page_on_urls(tmp_path: Path) -> None:
@@ -32,9 +31,10 @@ def test_the_page_on_urls(tmp_path: Path) -> None:
             ).stdout
 
         def here(text: str) -> str:
-            return text.replace("https://models.example.com", web.url).replace("weightswap ", f"{PROGRAM} ")
+            program = f"{warm.python()} -c 'from weightswap_runtime.cli import main; main()'"
+            return text.replace("https://models.example.com", web.url).replace("weightswap ", f"{program} ")
 
-        assert run([sys.executable, "-W", "error", "-c", here(code)]) == "s3://weights/v1.safetensors\n"
+        assert run([warm.python(), "-c", here(code)]) == "s3://weights/v1.safetensors\n"
         said = run(["sh", "-e", "-c", here(commands)])
     assert f"file       {web.url}/v2.safetensors" in said
     assert "generation  0: s3://weights/v1.safetensors" in said

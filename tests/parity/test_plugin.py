@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tests import warm
+
 SOURCE = """
 from pathlib import Path
 import pytest, torch
@@ -74,7 +76,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def run(folder: Path, *options: str) -> tuple[dict[str, str], str]:
     """The outcome of each test, and everything that was printed."""
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-rA", "--color=no", *options]
+    command = [warm.python(), "-m", "pytest", "-p", "no:cacheprovider", "-rA", "--color=no", *options]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
     text = done.stdout + done.stderr
     lines = [line.split(maxsplit=1) for line in done.stdout.splitlines()]

@@ -145,7 +145,7 @@ def test_the_largest_change_is_found_in_any_block(monkeypatch: pytest.MonkeyPatc
         assert (largest.index, largest.change) == ((place // 6, place % 6), 2.0)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.sampled_from(sorted(DTYPES_OF_BYTES)), st.binary(max_size=96), st.binary(max_size=96))
 def test_any_bits_of_any_dtype(dtype: str, one: bytes, other: bytes) -> None:
     size = DTYPES_OF_BYTES[dtype]
@@ -188,7 +188,7 @@ def exact_norm(values: Sequence[float]) -> float:
     return float(min(root, Fraction(MOST)))
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(st.lists(st.tuples(DOUBLES, DOUBLES), min_size=1, max_size=20))
 @example([(1e300, -1e300), (MOST, -MOST)])
 @example([(1e-300, 2e-300), (5e-324, 0.0)])
@@ -207,7 +207,7 @@ def test_norms_of_any_64_bit_floats_are_exact_to_twelve_digits(pairs: list[tuple
     assert all(map(math.isfinite, (old.norm, change.norm, change.max_rel_change)))
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(st.lists(SCALARS, min_size=1, max_size=50), st.sampled_from([0.0, 1.0, 1e6, -1e30]))
 def test_mean_and_deviation_are_those_of_exact_arithmetic(values: list[float], shift: float) -> None:
     tensor = torch.tensor(values, dtype=torch.float32) + shift

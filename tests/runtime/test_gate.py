@@ -85,7 +85,7 @@ class GateMachine(RuleBasedStateMachine):
 
 
 TestGateMachine = GateMachine.TestCase
-TestGateMachine.settings = settings(max_examples=60, deadline=None)
+TestGateMachine.settings = settings(max_examples=60)
 
 
 def opened() -> tuple[Gate[Place], Place]:

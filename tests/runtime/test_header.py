@@ -126,7 +126,7 @@ def test_what_is_rendered_is_parsed_again(
     assert header == (placed, metadata, len(rendered))
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.data())
 def test_mutated_headers_give_named_errors_only(data: st.DataObject) -> None:
     raw = bytearray(raw_file({**GOOD, "__metadata__": {"format": "pt"}}))

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import safetensors.numpy
 from blake3 import blake3
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from weightswap_runtime import digests, reading, sources
@@ -62,7 +62,6 @@ def test_tied_tensors_are_all_read_for_their_digests(tmp_path: Path) -> None:
     assert found["b"] == (blake3(bytes(32)).digest(),)
 
 
-@settings(deadline=None)
 @given(st.permutations(range(4)), st.tuples(*[st.integers(1, 4)] * 4), st.sampled_from(["u1", "u2", "f4", "c8"]))
 def test_tensors_are_laid_out_in_the_order_that_the_model_keeps_them(
     tmp_path_factory: pytest.TempPathFactory, order: list[int], shape: tuple[int, ...], dtype: str
