@@ -78,14 +78,18 @@ def _call(method: str, given: Any) -> Call | None:
 
 
 def _limits(tolerance: Any) -> Tolerance:
-    numbers = isinstance(tolerance, tuple | list) and all(type(part) in (int, float) for part in tolerance)
-    if not numbers or len(tolerance) != 2 or not all(math.isfinite(part) and part >= 0 for part in tolerance):
-        raise RecordingError(
-            [f"tolerance: expected (rtol, atol), finite and not negative, got {tolerance!r:.80}"],
-            "Leave it out where the outputs are to be reproduced exactly.",
-        )
+    if problem := tolerance_problem(tolerance):
+        raise RecordingError([problem], "Leave it out where the outputs are to be reproduced exactly.")
     rtol, atol = tolerance
     return float(rtol), float(atol)
+
+
+def tolerance_problem(tolerance: Any) -> str | None:
+    """Why something is no tolerance; None if it is one."""
+    numbers = isinstance(tolerance, tuple | list) and all(type(part) in (int, float) for part in tolerance)
+    if numbers and len(tolerance) == 2 and all(math.isfinite(part) and part >= 0 for part in tolerance):
+        return None
+    return f"tolerance: expected (rtol, atol), finite and not negative, got {tolerance!r:.80}"
 
 
 def checked_inputs(calls: Sequence[Call], manifest: Manifest) -> list[list[Any]]:

@@ -168,6 +168,23 @@ def test_the_same_tensors_in_any_two_forms(one: str, other: str, tmp_path: Path)
     assert diff.overall.elements == sum(tensor.numel() for tensor in state.values())
 
 
+@pytest.mark.parametrize("turned", [False, True])
+def test_a_tied_tensor_of_which_the_other_has_one_name(turned: bool, tmp_path: Path) -> None:
+    tied = torch.rand(4, 3)
+    state = {"embed": tied, "head": tied, "gone": torch.ones(2), "also gone": torch.ones(2)}
+    state["gone"] = state["also gone"]
+    paths = [saved(tmp_path / "c.pt", state), tmp_path / "one.safetensors"]
+    safetensors.torch.save_file({"embed": tied}, paths[1])
+    diff = compare_weights(*(reversed(paths) if turned else paths))
+    left = "added" if turned else "removed"
+    assert {found.name: found.status for found in diff.tensors} == {"embed": "same", "gone": left, "also gone": left}
+    assert diff.notices == (f"In {paths[0]} head is embed; the other set has one of the names alone.",)
+    names = {f"n{number}": tied for number in range(9)}
+    diff = compare_weights(saved(tmp_path / "many.pt", state | names), paths[1])
+    assert diff.notices[0].endswith("many.pt head is embed, n0 is embed, n1 is embed, n2 is embed, n3 is embed and so "
+                                    "on, 10 names in all; the other set has one of the names alone.")  # fmt: skip
+
+
 @pytest.mark.parametrize("make", FORMS.values(), ids=FORMS)
 def test_what_changed_is_told_as_of_safetensors_files(make: Callable[[Path, State], Path], tmp_path: Path) -> None:
     before, after = some_state(), some_state()

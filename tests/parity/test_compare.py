@@ -332,6 +332,10 @@ NEVER: list[tuple[dict[str, Any], str]] = [
     ({}, "the model has no attribute 'enc' to call for the method 'enc'"),
     ({"functions": {"enc": "encode"}, "devices": ()}, "devices is empty"),
     ({"functions": {"enc": "encode"}, "tolerance": (float("inf"), 0.0)}, "finite and not negative"),
+    ({"functions": {"enc": "encode"}, "tolerance": 1e-3}, "expected (rtol, atol), finite and not negative, got 0.001"),
+    ({"functions": {"enc": "encode"}, "tolerance": ("a", "b")}, "finite and not negative"),
+    ({"functions": {"enc": "encode"}, "seed": -1}, "seed: expected an integer from 0, got -1"),
+    ({"functions": {"enc": "encode"}, "seed": 1.5}, "seed: expected an integer from 0, got 1.5"),
 ]
 
 

@@ -48,6 +48,8 @@ def calls_to_compare(artifact: Artifact, cases: Cases | None, goldens: Sequence[
         raise ParityError([f"cases={cases!r} is not known"], _ADVICE)
     if cases is not None and not isinstance(cases, str):
         return _given(artifact, cases)
+    if type(seed) is not int or seed < 0:
+        raise ParityError([f"seed: expected an integer from 0, got {seed!r:.80}"], "It makes random inputs repeatable.")
     found = [] if cases == "generated" else list(recorded_calls(artifact, goldens))
     if cases == "goldens" and not found:
         raise ParityError(["there are no goldens for these weights"], "Record them: pack(..., goldens=[...]).")

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from torch import nn
 
+from weightswap_exporter.calls import tolerance_problem
 from weightswap_exporter.goldens import check_has_values, type_problems
 from weightswap_exporter.packing import pack
 from weightswap_exporter.tensors import named_tensors
@@ -46,6 +46,8 @@ def check_request(
     tolerance: Tolerance | None,
 ) -> None:
     """Raise ParityError for what would compare nothing, and Unsupported for a device that there is not."""
+    if tolerance is not None and (problem := tolerance_problem(tolerance)):
+        raise ParityError([problem], "Leave it out for the tolerances of each engine.")
     problems = [] if devices else ["devices is empty"]
     names = {name: (functions or {}).get(name, name) for name in artifact.methods}
     for method in artifact.methods:
@@ -55,8 +57,6 @@ def check_request(
             )
         elif model is not None and not callable(getattr(model, names[method], None)):
             problems.append(f"the model has no attribute {names[method]!r} to call for the method {method!r}")
-    if tolerance is not None and not all(math.isfinite(part) and part >= 0 for part in tolerance):
-        problems.append(f"tolerance={tolerance}: expected (rtol, atol), finite and not negative")
     if problems:
         raise ParityError(problems, "Give cases=, and functions={method: attribute} where the names differ.")
     for device in devices:

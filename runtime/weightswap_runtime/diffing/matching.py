@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Set
 from typing import NamedTuple
 
 from weightswap_runtime.modules import natural
@@ -25,26 +25,39 @@ class Pair(NamedTuple):
 
 
 class Pairs(NamedTuple):
-    """Every tensor of both sets, once. Names are sorted."""
+    """Every tensor of both sets, once. Names are sorted.
+
+    aliases: names that one set alone has, of tensors which it has under a name of both, too; with that name.
+    """
 
     pairs: tuple[Pair, ...]
     removed: tuple[str, ...]
     added: tuple[str, ...]
+    aliases: tuple[Mapping[str, str], Mapping[str, str]]
 
 
 def pair(before: Side, after: Side) -> Pairs:
     """Match names, then contents: a tensor that is missing and one that is new are one if their bytes are equal.
 
+    A tied tensor of one set, of whose names the other has only some, is compared under those.
     Of several with the same bytes (of biases that are zero, such as) the names are matched in their natural order.
     Raises WeightFileError.
     """
     common = sorted(before.tensors.keys() & after.tensors.keys(), key=natural)
     pairs = [Pair(name, before.tensors[name], after.tensors[name]) for name in common]
-    gone, new = before.tensors.keys() - set(common), after.tensors.keys() - set(common)
+    aliases = tuple(_aliases(side, set(common)) for side in (before, after))
+    gone, new = (side.tensors.keys() - {*common, *found} for side, found in zip((before, after), aliases, strict=True))
     renames = dict(_renames(before, after, gone, new))
     pairs += [Pair(to, before.tensors[name], after.tensors[to], name) for name, to in renames.items()]
     removed = tuple(sorted(gone - renames.keys(), key=natural))
-    return Pairs(tuple(pairs), removed, tuple(sorted(new - set(renames.values()), key=natural)))
+    added = tuple(sorted(new - set(renames.values()), key=natural))
+    return Pairs(tuple(pairs), removed, added, (aliases[0], aliases[1]))
+
+
+def _aliases(side: Side, common: Set[str]) -> dict[str, str]:
+    names = sorted(side.ties.keys() - common, key=natural)
+    known = ((name, next((other for other in side.ties[name] if other in common), None)) for name in names)
+    return {name: other for name, other in known if other is not None}
 
 
 def strangers(before: Side, after: Side) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
 
 from weightswap_runtime.adapter import KEYS, NAMES, UNAMBIGUOUS, Keys, Match, Readings, resolve
@@ -28,13 +29,15 @@ _READINGS: dict[Keys | None, Readings] = {None: UNAMBIGUOUS, "checkpoint": KEYS,
 class Side(NamedTuple):
     """One set of tensors under the names that are compared.
 
-    digests: those that the file records. sources: the names in the set that the tensors are made of.
+    digests: those that the file records. sources: the names in the set that the tensors are made of. ties: names of
+    tensors that have others, too: the others.
     """
 
     info: SetInfo
     tensors: Mapping[str, Tensor]
     digests: Mapping[str, str]
     sources: tuple[str, ...] = ()
+    ties: Mapping[str, tuple[str, ...]] = MappingProxyType({})
 
 
 def request(artifact: Artifact | None, keys: Keys | None, level: str | None) -> Request:
@@ -56,7 +59,7 @@ def side(weights: TensorSet, artifact: Artifact | None, keys: Keys | None) -> Si
     digests = stamp.digests if stamp else {}
     if artifact is None:
         tensors = {name: _stored(tensor) for name, tensor in weights.tensors.items()}
-        return Side(_info(weights, tensors), tensors, digests, tuple(tensors))
+        return Side(_info(weights, tensors), tensors, digests, tuple(tensors), weights.ties)
     readings = NAMES if stamp else _READINGS[keys]
     match = resolve(weights.tensors, artifact.manifest, weights.full_where, readings=readings)
     _check_ties(weights, match)

@@ -23,6 +23,7 @@ from .tallies import merged
 from .tensors import Computed, Readable, Tensor
 
 T = TypeVar("T")
+MOST_NAMED = 5  # in a notice
 DAMAGED = "The file is damaged: copy it again, or pack it again."
 
 
@@ -72,7 +73,8 @@ def compare_sides(
     before: Side, after: Side, *, values: bool, by_artifact: bool = False, progress: Progress | None = None
 ) -> WeightsDiff:
     """The comparison of two sides whose files are open. Raises WeightFileError and DigestMismatch."""
-    rows = list(_rows(pair(before, after), before, after))
+    pairs = pair(before, after)
+    rows = list(_rows(pairs, before, after))
     read = [row for row in rows if values or not _known_to_be_same(row, before, after)]
     hashed = bool(before.digests or after.digests)
     scans = _scanned(read, progress, hashed=hashed)
@@ -83,7 +85,7 @@ def compare_sides(
         after=after.info,
         tensors=tuple(diffs),
         overall=_overall(diffs),
-        notices=tuple(_notices(before, after, by_artifact=by_artifact)),
+        notices=tuple(_notices(before, after, pairs, by_artifact=by_artifact)),
     )
 
 
@@ -212,7 +214,11 @@ def _overall(diffs: Sequence[TensorDiff]) -> Overall:
     )
 
 
-def _notices(before: Side, after: Side, *, by_artifact: bool) -> Iterator[str]:
+def _notices(before: Side, after: Side, pairs: Pairs, *, by_artifact: bool) -> Iterator[str]:
+    for info, aliases in zip((before.info, after.info), pairs.aliases, strict=True):
+        if names := [f"{name} is {other}" for name, other in aliases.items()]:
+            more = f" and so on, {len(names)} names in all" if names[MOST_NAMED:] else ""
+            yield f"In {info.where} {', '.join(names[:MOST_NAMED])}{more}; the other set has one of the names alone."
     if not by_artifact and before.tensors and after.tensors and strangers(before, after):
         yield (
             "The two sets have next to no names in common. If one has a checkpoint's names and the other is packed, "
