@@ -195,14 +195,18 @@ def _gaps(shape: tuple[int, ...], blocks: list[tuple[tuple[int, ...], tuple[int,
     covered = sum(prod(sizes) for _, sizes in blocks)
     if covered != prod(shape):
         yield f"its chunks have {covered} elements, its shape {list(shape)} has {prod(shape)}"
-    elif overlap := _overlap(sorted(blocks)):
+    elif shape and blocks and (overlap := _overlap(blocks)):
         yield f"its chunks at {list(overlap[0])} and {list(overlap[1])} overlap"
 
 
 def _overlap(blocks: list[tuple[tuple[int, ...], tuple[int, ...]]]) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+    """Two that overlap. They are gone through along the dimension that is cut most often."""
+    axis = max(range(len(blocks[0][0])), key=lambda axis: len({offsets[axis] for offsets, _ in blocks}))
+    blocks = sorted(blocks, key=lambda block: block[0][axis])
     for position, (offsets, sizes) in enumerate(blocks):
-        for others, other_sizes in blocks[position + 1 :]:
-            if not offsets or others[0] >= offsets[0] + sizes[0]:
+        for later in range(position + 1, len(blocks)):
+            others, other_sizes = blocks[later]
+            if others[axis] >= offsets[axis] + sizes[axis]:
                 break
             if all(a < b + n and b < a + m for a, m, b, n in zip(offsets, sizes, others, other_sizes, strict=True)):
                 return offsets, others

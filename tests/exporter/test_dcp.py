@@ -10,16 +10,20 @@ import subprocess
 import sys
 import zipfile
 from collections.abc import Callable
+from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from tests.checkpoints import saved_distributed
 from tests.models import Renamed
 from weightswap_exporter import export, pack
-from weightswap_exporter.dcp_metadata import read_metadata
+from weightswap_exporter.dcp_metadata import _gaps, read_metadata
 from weightswap_runtime import Artifact, CheckpointError, WeightsMismatch
 from weightswap_runtime.diffing import compare_weights
 from weightswap_runtime.tensors import tensor_bytes
@@ -351,3 +355,22 @@ def test_damage_to_what_is_not_wanted_does_not_matter(sharded: Path, renamed: Ar
     lost = set_place("optimizer.exp_avg", relative_path="nowhere.distcp")
     packed = pack(remade(folder, lost), renamed, out=tmp_path / "v.safetensors")
     assert packed.level == "model"
+
+
+@given(st.data())
+def test_chunks_that_do_not_cover_a_tensor_once_are_noticed(data: st.DataObject) -> None:
+    shape = data.draw(st.lists(st.integers(0, 4), max_size=3).map(tuple))
+    cuts = [sorted({0, size, *data.draw(st.lists(st.integers(0, size), max_size=3))}) for size in shape]
+    edges = [list(pairwise(cut)) or [(0, 0)] for cut in cuts]
+    blocks = [
+        (tuple(begin for begin, _ in place), tuple(end - begin for begin, end in place)) for place in product(*edges)
+    ]
+    assert list(_gaps(shape, data.draw(st.permutations(blocks)))) == []
+    moved = data.draw(st.integers(0, len(blocks) - 1))
+    offsets = tuple(data.draw(st.integers(0, size)) for size in shape)
+    blocks[moved] = offsets, blocks[moved][1]
+    covered = np.zeros(shape, int)
+    for begins, sizes in blocks:
+        covered[tuple(slice(begin, begin + size) for begin, size in zip(begins, sizes, strict=True))] += 1
+    over = any(begin + size > whole for begin, size, whole in zip(*blocks[moved], shape, strict=True))
+    assert bool(list(_gaps(shape, blocks))) == (over or not (covered == 1).all())
