@@ -116,7 +116,7 @@ def test_five_hundred_swaps_hold_what_ten_hold(residency: str, files: RichFiles)
         swaps += round_of_swaps(model, files)
     after = Held.now()
     assert after.threads <= tenth.threads
-    assert after.descriptors == tenth.descriptors
+    assert after.descriptors <= tenth.descriptors
     assert after.mappings <= tenth.mappings + 8
     assert after.objects <= tenth.objects + 2000  # receipts, up to a hundred
     assert after.resident <= tenth.resident + (8 << 20)

@@ -275,7 +275,7 @@ def test_what_cannot_be_meant_is_refused_at_once(
     with pytest.raises(Unsupported) as caught:
         model.watch(**({"directory": tmp_path} | options))
     assert says in str(caught.value)
-    assert threading.active_count() == threads
+    assert threading.active_count() <= threads  # those of earlier tests may end
 
 
 def test_a_url_without_the_extra_is_refused_at_once(tiny: TinyArtifact, monkeypatch: pytest.MonkeyPatch) -> None:

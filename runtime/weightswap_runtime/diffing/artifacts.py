@@ -133,7 +133,7 @@ def compare_artifacts(before: str | os.PathLike[str], after: str | os.PathLike[s
     """
     one, other = Artifact.open(before), Artifact.open(after)
     old, new = one.manifest, other.manifest
-    misfits = tuple(dict.fromkeys((*_misfits(old, new), *_misfits(new, old))))
+    misfits = (*_misfits("old weights, new graph", old, new), *_misfits("new weights, old graph", new, old))
     return ArtifactsDiff(
         before=_info(one),
         after=_info(other),
@@ -152,9 +152,10 @@ def _info(artifact: Artifact) -> ArtifactInfo:
     return ArtifactInfo(where=str(artifact.path), graph_id=artifact.graph_id, torch=artifact.manifest.producer.torch)
 
 
-def _misfits(packed: Manifest, served: Manifest) -> tuple[str, ...]:
+def _misfits(which: str, packed: Manifest, served: Manifest) -> Iterator[str]:
     """What is wrong with a weight file that was packed for one graph behind another."""
-    return by_fqn(served).match({row.name: row for row in packed.weights}).problems
+    problems = by_fqn(served).match({row.name: row for row in packed.weights}).problems
+    yield from (f"{which}: {problem}" for problem in problems)
 
 
 def _methods(one: Artifact, other: Artifact) -> Iterator[MethodDiff]:
