@@ -96,7 +96,7 @@ def test_nothing_is_printed_and_no_thread_is_started(capfd: pytest.CaptureFixtur
 
     before = set(threading.enumerate())
     load(hollow(mixtral), checkpoint(hollow(mixtral)))
-    assert set(threading.enumerate()) == before
+    assert set(threading.enumerate()) <= before
     assert capfd.readouterr() == ("", "")
 
 
