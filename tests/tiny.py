@@ -62,6 +62,7 @@ Values = dict[str, torch.Tensor]
 
 X = torch.arange(6.0).reshape(2, 3)
 WriteWeights = Callable[[int], Path]
+WriteDelta = Callable[[int, int], Path]
 
 
 def serves(model: Model, seed: int) -> bool:

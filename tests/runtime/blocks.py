@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+import numpy as np
 import pytest
 
 from weightswap_runtime import deltas, digests, overlay, patches, reading, sources
+from weightswap_runtime.weightfile import TensorRow, canonical_order, write_weight_file
 
 MODULES = (deltas, digests, overlay, patches, reading)
+DTYPES = {"u1": "U8", "f4": "F32"}
 
 
 def make_blocks_small(patch: pytest.MonkeyPatch, size: int) -> None:
@@ -14,3 +19,11 @@ def make_blocks_small(patch: pytest.MonkeyPatch, size: int) -> None:
         patch.setattr(module, "BLOCK", size)
     patch.setattr(deltas, "FEWEST", 1)
     patch.setattr(sources.LocalFile, "unit", 3 * size)
+
+
+def save(path: Path, values: dict[str, np.ndarray], graph_id: str = "0" * 64) -> Path:
+    """A weight file of any arrays."""
+    rows = [TensorRow(name, DTYPES[value.dtype.str[1:]], value.shape) for name, value in values.items()]
+    data = {row.name: [memoryview(values[row.name].tobytes())] for row in canonical_order(rows)}
+    write_weight_file(path, rows, data, graph_id=graph_id)
+    return path

@@ -16,11 +16,13 @@ from torch.export import Dim
 from tests.compiled import Mixtures
 from tests.desk import Desk
 from tests.graphs import Whole, numbers
-from tests.tiny import TinyArtifact
+from tests.handmade import Stage
+from tests.runtime.blocks import make_blocks_small
+from tests.tiny import TinyArtifact, WriteDelta, WriteWeights
 from tests.varied import RichFiles
 from tests.watched import Directory
 from weightswap_exporter import compile_engines, export
-from weightswap_runtime import Model, load
+from weightswap_runtime import Model, load, write_delta
 
 
 @pytest.fixture
@@ -35,6 +37,26 @@ def _uncollected() -> Iterator[None]:
 @pytest.fixture
 def model(tiny: TinyArtifact, residency: Any) -> Model:
     return load(tiny.path, residency=residency)
+
+
+@pytest.fixture
+def stage(tiny: TinyArtifact, tmp_path: Path) -> Stage:
+    return Stage(tiny, tmp_path)
+
+
+@pytest.fixture(params=[1 << 20, 16], ids=["one block", "many blocks"])
+def _blocks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_blocks_small(monkeypatch, request.param)
+
+
+@pytest.fixture
+def delta(weight_file: WriteWeights, tmp_path: Path) -> WriteDelta:
+    """`delta(0, 1)` leads from the weights of seed 0 to those of seed 1."""
+
+    def write(base: int, new: int) -> Path:
+        return write_delta(weight_file(base), weight_file(new), tmp_path / f"d{base}-{new}.safetensors").path
+
+    return write
 
 
 @pytest.fixture

@@ -19,7 +19,6 @@ from tests.tiny import TinyArtifact, WriteWeights, X, serves
 from weightswap_runtime import (
     DigestMismatch,
     Event,
-    LeaseTimeout,
     Model,
     NothingToRollBack,
     Progress,
@@ -30,7 +29,6 @@ from weightswap_runtime import (
     StagingBusy,
     Unsupported,
     WeightFileError,
-    gate,
     load,
     write_delta,
 )
@@ -200,76 +198,6 @@ def test_the_interpreter_ends_without_waiting(tiny: TinyArtifact, weight_file: W
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
-def test_events_say_what_happened(tiny: TinyArtifact, weight_file: WriteWeights, tmp_path: Path) -> None:
-    events: list[Event] = []
-    model = load(tiny.path, weight_file(0), on_event=events.append)
-    model.stage(weight_file(1), background=True, rate_limit=SLOW, by="me").cancel()
-    model.stage(weight_file(1)).discard()
-    with pytest.raises(WeightFileError):
-        model.swap(tmp_path / "none", by="me")
-    model.swap(weight_file(1))
-    model.rollback(by="you")
-    kinds = ["staging", "staged", "committed", "staging", "cancelled", "staging", "staged", "discarded"]
-    kinds += ["staging", "refused", "staging", "staged", "committed", "rolled back"]
-    assert [event.kind for event in events] == kinds
-    asked = [event.by for event in events if event.kind in {"cancelled", "refused", "rolled back"}]
-    assert asked == ["me", "me", "you"]
-    refused = events[kinds.index("refused")]
-    assert isinstance(refused.error, WeightFileError)
-    assert str(refused).startswith(f"refused for me while opening: {tmp_path / 'none'}: WeightFileError: ")
-    assert events[-1].receipt is model.history[-1]
-
-
-def test_a_listener_that_raises_harms_nobody(
-    tiny: TinyArtifact, weight_file: WriteWeights, caplog: pytest.LogCaptureFixture
-) -> None:
-    def raising(event: Event) -> None:
-        raise KeyError(event.kind)
-
-    model = load(tiny.path, weight_file(0), on_event=raising)
-    model.swap(weight_file(1))
-    assert serves(model, 1)
-    assert "KeyError: 'committed'" in caplog.text
-
-
-def test_history_is_bounded(tiny: TinyArtifact, weight_file: WriteWeights) -> None:
-    model = load(tiny.path, weight_file(0))
-    model.swap(weight_file(1), by="first")
-    for _ in range(120):
-        model.rollback()
-    assert len(model.history) == 100
-    assert [receipt.generation for receipt in model.history] == list(range(22, 122))
-    assert {receipt.kind for receipt in model.history} == {"rollback"}
-    times = [receipt.committed_at for receipt in model.history]
-    assert times == sorted(times)
-
-
-def test_a_pin_is_waited_for_in_the_background(tiny: TinyArtifact, weight_file: WriteWeights) -> None:
-    model = load(tiny.path, weight_file(0))
-    with model.pin():
-        model.swap(weight_file(1))
-        staged = model.stage(weight_file(2), background=True, timeout=0.05)
-        with pytest.raises(LeaseTimeout):
-            staged.wait(30)
-    model.stage(weight_file(2), background=True).commit()
-    assert serves(model, 2)
-
-
-def test_a_cancel_reaches_a_staging_that_waits_for_a_pin(tiny: TinyArtifact, weight_file: WriteWeights) -> None:
-    model = load(tiny.path, weight_file(0))
-    with model.pin():
-        model.swap(weight_file(1))
-        for timeout in (30, None):
-            staged = model.stage(weight_file(2), background=True, timeout=timeout)
-            time.sleep(0.05)
-            assert not staged.done
-            staged.cancel()
-            with pytest.raises(StageCancelled):
-                staged.wait()
-    model.swap(weight_file(2))
-    assert serves(model, 2)
-
-
 def test_a_rollback_does_not_wait_for_a_swap_and_undo_it(model: Model, weight_file: WriteWeights) -> None:
     swap = threading.Thread(target=lambda: model.swap(weight_file(1), rate_limit=200))
     swap.start()
@@ -284,35 +212,6 @@ def test_a_rollback_does_not_wait_for_a_swap_and_undo_it(model: Model, weight_fi
     if model.residency == "double":
         with model.stage(weight_file(2)), pytest.raises(StagingBusy, match=r"waited 0\.02 s"):
             model.rollback(busy="wait", timeout=0.02)
-
-
-def test_listeners_may_give_up_what_they_are_told_of(tiny: TinyArtifact, weight_file: WriteWeights) -> None:
-    model = load(tiny.path, weight_file(0), residency="single")
-    box: list[Staged] = []
-    kinds: list[str] = []
-
-    def listener(event: Event) -> None:
-        kinds.append(event.kind)
-        if event.kind in {"staged", "refused", "committed"} and box:
-            (box[-1].cancel if event.kind == "staged" else box[-1].discard)()
-
-    model.listen(listener)
-    box.append(model.stage(weight_file(1), background=True, rate_limit=400))
-    with pytest.raises(StageCancelled):
-        box[0].wait(30)
-    assert kinds == ["staging", "staged", "discarded"]
-    box.clear()
-    staged = model.stage(weight_file(1))
-    box.append(staged)
-    with model.pin(), pytest.raises(LeaseTimeout):
-        staged.commit()
-    assert kinds[3:] == ["staging", "staged", "refused", "discarded"]
-    box.clear()
-    staged = model.stage(weight_file(2))
-    box.append(staged)
-    staged.commit()
-    assert kinds[7:] == ["staging", "staged", "committed"]
-    assert serves(model, 2)
 
 
 def test_copies_within_memory_keep_the_rate_and_are_cancelled(
@@ -332,26 +231,6 @@ def test_copies_within_memory_keep_the_rate_and_are_cancelled(
         model.rollback()
         assert serves(model, 0)
         model.swap(weight_file(1))
-
-
-def test_a_listener_that_swaps_is_refused_at_once(tiny: TinyArtifact, weight_file: WriteWeights) -> None:
-    model = load(tiny.path, weight_file(0))
-    refused: list[BaseException] = []
-
-    def listener(event: Event) -> None:
-        if event.kind == "committed":
-            for step in (lambda: model.swap(weight_file(2)), model.rollback):
-                with pytest.raises(StagingBusy) as caught:
-                    step()
-                refused.append(caught.value)
-
-    stop = model.listen(listener)
-    model.swap(weight_file(1))
-    stop()
-    assert [str(error)[:26] for error in refused] == ["a listener is told of a sw", "another staging of this mo"]
-    assert serves(model, 1)
-    model.swap(weight_file(2))
-    assert serves(model, 2)
 
 
 def test_what_a_lost_thread_has_staged_is_not_committed_in_a_child(
@@ -385,36 +264,6 @@ def test_children_do_not_wait_for_locks_of_threads_that_they_have_not(
     with model._gate._lock, model._store._opening, staged._closing, staged._staging.job._lock:
         assert in_a_child(work)  # as if other threads had the locks
     staged.commit()
-    assert serves(model, 1)
-
-
-def test_a_pin_that_is_never_given_back_stops_no_calls(
-    tiny: TinyArtifact, weight_file: WriteWeights, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(gate, "PATIENCE", 0.02)
-    model = load(tiny.path, weight_file(0), residency="single")
-    pin = model.pin()
-    holder = threading.Thread(target=pin.__enter__)
-    holder.start()
-    holder.join()
-    time.sleep(0.05)
-    refused: list[BaseException] = []
-
-    def swap() -> None:
-        with pytest.raises(LeaseTimeout) as caught:
-            model.swap(weight_file(1), timeout=0.5)
-        refused.append(caught.value)
-
-    swapping = threading.Thread(target=swap)
-    swapping.start()
-    calls = 0
-    while swapping.is_alive():
-        assert serves(model, 0)
-        calls += 1
-    assert refused
-    assert calls > 10
-    pin.__exit__()
-    model.swap(weight_file(1))
     assert serves(model, 1)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,17 +16,14 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.runtime.blocks import make_blocks_small
-from tests.tiny import TinyArtifact, WriteWeights, X, serves
+from tests.runtime.blocks import make_blocks_small, save
+from tests.tiny import TinyArtifact, WriteDelta, WriteWeights, X, serves
 from weightswap_runtime import (
     BaseMismatch,
     DigestMismatch,
-    GraphMismatch,
-    SwapError,
     UnexpectedWeights,
     Unsupported,
     WeightFileError,
-    WeightsMismatch,
     deltas,
     double,
     load,
@@ -38,7 +34,6 @@ from weightswap_runtime.arena import ArenaLayout, HostArena
 from weightswap_runtime.deltafile import DELTA_KEY, DeltaStamp, delta_stamp
 from weightswap_runtime.digests import block_digests
 from weightswap_runtime.gate import Version
-from weightswap_runtime.header import pack_ranges, render_header
 from weightswap_runtime.identity import identify
 from weightswap_runtime.incremental import stage_delta
 from weightswap_runtime.job import Job
@@ -49,27 +44,12 @@ from weightswap_runtime.weightfile import TensorRow, canonical_order, write_weig
 from weightswap_runtime.weightset import open_weights
 from weightswap_runtime.workers import Workers
 
-Delta = Callable[[int, int], Path]
-
-
-@pytest.fixture(params=[1 << 20, 16], ids=["one block", "many blocks"], autouse=True)
-def _blocks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    make_blocks_small(monkeypatch, request.param)
-
-
-@pytest.fixture
-def delta(weight_file: WriteWeights, tmp_path: Path) -> Delta:
-    """`delta(0, 1)` leads from the weights of seed 0 to those of seed 1."""
-
-    def write(base: int, new: int) -> Path:
-        return write_delta(weight_file(base), weight_file(new), tmp_path / f"d{base}-{new}.safetensors").path
-
-    return write
+pytestmark = pytest.mark.usefixtures("_blocks")
 
 
 @pytest.mark.parametrize(("base", "new"), [*itertools.permutations(range(3), 2), (1, 1)])
 def test_a_delta_gives_the_weights_of_the_full_file(
-    base: int, new: int, tiny: TinyArtifact, weight_file: WriteWeights, delta: Delta, residency: str
+    base: int, new: int, tiny: TinyArtifact, weight_file: WriteWeights, delta: WriteDelta, residency: str
 ) -> None:
     model = load(tiny.path, weight_file(base), residency=residency)
     receipt = model.swap(delta(base, new))
@@ -99,7 +79,7 @@ def test_the_last_rows_may_be_fewer_than_are_compared_together(
 
 
 def test_a_chain_is_taken_in_order_and_refused_otherwise(
-    tiny: TinyArtifact, weight_file: WriteWeights, delta: Delta, residency: str
+    tiny: TinyArtifact, weight_file: WriteWeights, delta: WriteDelta, residency: str
 ) -> None:
     model = load(tiny.path, weight_file(0), residency=residency, keep_previous="host")
     with pytest.raises(BaseMismatch, match="in order"):
@@ -116,14 +96,14 @@ def test_a_chain_is_taken_in_order_and_refused_otherwise(
     assert serves(model, 0)
 
 
-def test_a_delta_needs_weights_that_are_served(tiny: TinyArtifact, delta: Delta, residency: str) -> None:
+def test_a_delta_needs_weights_that_are_served(tiny: TinyArtifact, delta: WriteDelta, residency: str) -> None:
     model = load(tiny.path, residency=residency)
     with pytest.raises(BaseMismatch, match="no weights are served yet"):
         model.swap(delta(0, 1))
 
 
 def test_a_refused_delta_leaves_the_rollback(
-    tiny: TinyArtifact, weight_file: WriteWeights, delta: Delta, tmp_path: Path
+    tiny: TinyArtifact, weight_file: WriteWeights, delta: WriteDelta, tmp_path: Path
 ) -> None:
     model = load(tiny.path, weight_file(0))
     model.swap(weight_file(1))
@@ -135,7 +115,9 @@ def test_a_refused_delta_leaves_the_rollback(
     assert serves(model, 0)
 
 
-def test_trying_a_staged_delta(tiny: TinyArtifact, weight_file: WriteWeights, delta: Delta, residency: str) -> None:
+def test_trying_a_staged_delta(
+    tiny: TinyArtifact, weight_file: WriteWeights, delta: WriteDelta, residency: str
+) -> None:
     model = load(tiny.path, weight_file(0), residency=residency)
     with model.stage(delta(0, 1)) as staged:
         assert torch.equal(staged(X), TinyArtifact.eager(1, X))
@@ -203,16 +185,6 @@ def test_large_tables_give_their_changed_rows(tmp_path: Path, monkeypatch: pytes
     assert write_delta(*files, tmp_path / "d.safetensors").nbytes == 2 * 256 + 100
 
 
-DTYPES = {"u1": "U8", "f4": "F32"}
-
-
-def save(path: Path, values: dict[str, np.ndarray], graph_id: str = "0" * 64) -> Path:
-    rows = [TensorRow(name, DTYPES[value.dtype.str[1:]], value.shape) for name, value in values.items()]
-    data = {row.name: [memoryview(values[row.name].tobytes())] for row in canonical_order(rows)}
-    write_weight_file(path, rows, data, graph_id=graph_id)
-    return path
-
-
 @settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_any_change_arrives(data: st.DataObject, tmp_path_factory: pytest.TempPathFactory) -> None:
@@ -272,149 +244,6 @@ def _contents(arena: HostArena) -> dict[str, bytes]:
     return {name: bytes(arena.view(name)) for name in arena.layout.slots}
 
 
-def rewrite(path: Path, change: Callable[[dict[str, Any], dict[str, np.ndarray]], None]) -> Path:
-    """Change a delta's stamp and tensors, and make its digests right again unless the change was to them."""
-    with safetensors.safe_open(path, "np") as opened:
-        stamp: dict[str, Any] = msgspec.json.decode(opened.metadata()[DELTA_KEY])
-        tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
-    digests = dict(stamp["digests"])
-    change(stamp, tensors)
-    if stamp.get("digests") == digests:
-        stamp["digests"] = {name: block_digest(value) for name, value in tensors.items()}
-    rows = [TensorRow(name, {"|u1": "U8", "<i8": "I64"}[t.dtype.str], t.shape) for name, t in tensors.items()]
-    order = canonical_order(rows)
-    header = render_header(pack_ranges(order), {DELTA_KEY: msgspec.json.encode(stamp).decode()})
-    path.write_bytes(header + b"".join(tensors[row.name].tobytes() for row in order))
-    return path
-
-
-def block_digest(value: np.ndarray) -> str:
-    from weightswap_runtime.digests import tensor_digest
-
-    return tensor_digest(block_digests(memoryview(value.tobytes())))
-
-
-def runs(values: list[list[int]]) -> Callable[[dict[str, Any], dict[str, np.ndarray]], None]:
-    def change(stamp: dict[str, Any], tensors: dict[str, np.ndarray]) -> None:
-        tensors["runs:bias"] = np.array(values, np.int64).reshape(-1, 2)
-
-    return change
-
-
-def drop(name: str) -> Callable[[dict[str, Any], dict[str, np.ndarray]], None]:
-    return lambda stamp, tensors: (tensors.pop(name), None)[1]
-
-
-def set_(key: str, value: Any) -> Callable[[dict[str, Any], dict[str, np.ndarray]], None]:
-    return lambda stamp, tensors: stamp.update({key: value})
-
-
-BROKEN: dict[str, tuple[Callable[[dict[str, Any], dict[str, np.ndarray]], None], type[SwapError], str]] = {
-    "beyond the weight": (runs([[4, 24]]), WeightFileError, "ranges of bias do not fit"),
-    "before the weight": (runs([[-4, 16]]), WeightFileError, "ranges of bias do not fit"),
-    "overlapping": (runs([[0, 12], [8, 16]]), WeightFileError, "ranges of bias do not fit"),
-    "falling": (runs([[12, 20], [0, 12]]), WeightFileError, "ranges of bias do not fit"),
-    "empty": (runs([[0, 0], [0, 20]]), WeightFileError, "ranges of bias do not fit"),
-    "too short": (runs([[0, 16]]), WeightFileError, "ranges of bias do not fit"),
-    "overflowing": (runs([[-(2**62), 2**62], [2**62, 20 - 2**62]]), WeightFileError, "ranges of bias do not fit"),
-    "other bytes": (
-        lambda stamp, tensors: tensors.update({"data:bias": tensors["data:bias"] ^ 1}),
-        DigestMismatch,
-        "leads to the weights",
-    ),
-    "a wrong digest": (
-        lambda stamp, tensors: stamp["digests"].update({"data:bias": "1" * 64}),
-        DigestMismatch,
-        "data:bias: the file records the digest 111111111111",
-    ),
-    "another result": (set_("weights_id", "1" * 64), DigestMismatch, "not to 111111111111"),
-    "no ids": (set_("base", "nothing"), WeightFileError, "64 hexadecimal digits"),
-    "no stamp": (lambda stamp, tensors: stamp.clear(), WeightFileError, "metadata cannot be read"),
-    "a lost tensor": (drop("runs:bias"), WeightFileError, "not those of the weights"),
-    "bytes of another kind": (
-        lambda stamp, tensors: tensors.update({"data:bias": np.zeros(3, np.int64)}),
-        WeightFileError,
-        r"the tensors of bias are I64\[3\] and I64\[1, 2\]",
-    ),
-    "another graph": (set_("graph_id", "1" * 64), GraphMismatch, "allow_other_graph=True"),
-    "another type": (
-        lambda stamp, tensors: stamp["changes"].update(bias={"dtype": "F32", "shape": [6]}),
-        WeightsMismatch,
-        r"bias: expected F32\[5\], found F32\[6\]",
-    ),
-    "no type": (
-        lambda stamp, tensors: stamp["changes"].update(bias={"dtype": "F4", "shape": [5]}),
-        WeightFileError,
-        r"bias has the type F4\[5\]",
-    ),
-    "an unknown type": (
-        lambda stamp, tensors: stamp["changes"].update(bias={"dtype": "F99", "shape": [5]}),
-        WeightFileError,
-        r"bias has the type F99\[5\]",
-    ),
-    "an unknown weight": (
-        lambda stamp, tensors: (
-            stamp["changes"].update(other=stamp["changes"].pop("bias")),
-            [tensors.update({f"{kind}:other": tensors.pop(f"{kind}:bias")}) for kind in ("data", "runs")],
-        )[0],
-        WeightsMismatch,
-        "other: unexpected",
-    ),
-}
-
-
-@pytest.mark.parametrize("what", BROKEN)
-def test_broken_deltas_are_refused(
-    what: str, tiny: TinyArtifact, weight_file: WriteWeights, delta: Delta, residency: str
-) -> None:
-    change, error, says = BROKEN[what]
-    model = load(tiny.path, weight_file(0), residency=residency)
-    with pytest.raises(error, match=says):
-        model.swap(rewrite(delta(0, 1), change))
-    assert serves(model, 0)
-    model.swap(delta(0, 1))
-    assert serves(model, 1)
-
-
-def test_a_delta_for_another_graph_is_taken_if_that_is_meant(
-    tiny: TinyArtifact, weight_file: WriteWeights, delta: Delta
-) -> None:
-    model = load(tiny.path, weight_file(0))
-    model.swap(rewrite(delta(0, 1), set_("graph_id", "1" * 64)), allow_other_graph=True)
-    assert serves(model, 1)
-
-
-def test_what_no_delta_can_be_made_of(tiny: TinyArtifact, weight_file: WriteWeights, tmp_path: Path) -> None:
-    out = tmp_path / "d.safetensors"
-    plain = tmp_path / "plain.safetensors"
-    safetensors.numpy.save_file({"a": np.ones(3)}, plain)
-    with pytest.raises(WeightFileError, match=r"not packed by weightswap.*weightswap pack CHECKPOINT"):
-        write_delta(plain, weight_file(0), out)
-    other = tiny.write(tmp_path / "other.safetensors", tiny.values(1), graph_id="1" * 64)
-    with pytest.raises(GraphMismatch, match="two sets of weights for one graph"):
-        write_delta(weight_file(0), other, out)
-    fewer = save(tmp_path / "fewer.safetensors", {"a": np.ones(3, np.uint8)}, tiny.manifest.graph_id)
-    with pytest.raises(WeightsMismatch, match="bias: not the same in both files"):
-        write_delta(weight_file(0), fewer, out)
-    damaged = tmp_path / "damaged.safetensors"
-    raw = weight_file(1).read_bytes()
-    damaged.write_bytes(raw[:-1] + bytes([raw[-1] ^ 1]))
-    for pair in ((damaged, weight_file(0)), (weight_file(0), damaged)):
-        with pytest.raises(DigestMismatch, match="not those whose digest the file records"):
-            write_delta(*pair, out)
-    assert not out.exists()
-    before = weight_file(0).read_bytes()
-    for place in (weight_file(0), weight_file(1)):
-        with pytest.raises(Unsupported, match="take the place of a file that it is made of"):
-            write_delta(weight_file(0), weight_file(1), place)
-    assert weight_file(0).read_bytes() == before
-    made = write_delta(weight_file(0), weight_file(1), out).path
-    with pytest.raises(WeightFileError, match="a delta; deltas are written between full weight files"):
-        write_delta(made, weight_file(1), tmp_path / "dd.safetensors")
-    with pytest.raises(Unsupported, match="files are written locally"):
-        write_delta(weight_file(0), weight_file(1), "s3://bucket/d.safetensors")
-
-
 def test_labels_and_progress(tiny: TinyArtifact, weight_file: WriteWeights, tmp_path: Path) -> None:
     seen: list[tuple[int, int]] = []
     out = tmp_path / "d.safetensors"
@@ -431,14 +260,14 @@ def test_labels_and_progress(tiny: TinyArtifact, weight_file: WriteWeights, tmp_
     assert model.swap(out).labels == {"step": "9"} == model.labels
 
 
-def test_only_and_deltas_do_not_mix(tiny: TinyArtifact, weight_file: WriteWeights, delta: Delta) -> None:
+def test_only_and_deltas_do_not_mix(tiny: TinyArtifact, weight_file: WriteWeights, delta: WriteDelta) -> None:
     model = load(tiny.path, weight_file(0))
     with pytest.raises(Unsupported, match="a delta is taken whole"):
         model.swap(delta(0, 1), only="bias")
     assert serves(model, 0)
 
 
-def test_the_stamp_is_what_the_format_says(delta: Delta, weight_file: WriteWeights, tmp_path: Path) -> None:
+def test_the_stamp_is_what_the_format_says(delta: WriteDelta, weight_file: WriteWeights, tmp_path: Path) -> None:
     path = delta(0, 1)
     with safetensors.safe_open(path, "np") as opened:
         stamp = msgspec.json.decode(opened.metadata()[DELTA_KEY], type=DeltaStamp)

@@ -2,29 +2,24 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import pytest
 import safetensors.torch
 import torch
 from blake3 import blake3
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
+from tests.handmade import Probe, Stage, Y, written
 from tests.sessions import bound_of
-from tests.tiny import TinyArtifact, WriteWeights, X
+from tests.tiny import WriteWeights, X
 from weightswap_runtime import (
     Artifact,
     GoldenMismatch,
     GoldensError,
     Unsupported,
-    WeightFileError,
     WeightsMismatch,
     WeightswapError,
     load,
@@ -32,7 +27,6 @@ from weightswap_runtime import (
 from weightswap_runtime.contents import Content
 from weightswap_runtime.engines.torch import TorchEngine, environment_here
 from weightswap_runtime.goldens import (
-    Goldens,
     artifact_goldens,
     encode_goldens,
     goldens_beside,
@@ -40,74 +34,8 @@ from weightswap_runtime.goldens import (
     open_goldens,
 )
 from weightswap_runtime.manifest import encode_manifest
-from weightswap_runtime.model import Model, engine_of
+from weightswap_runtime.model import engine_of
 from weightswap_runtime.verifying import verify
-
-Document = dict[str, Any]
-Y = TinyArtifact.eager(1, X)
-
-
-def digest(tensor: torch.Tensor) -> str:
-    return blake3(tensor.contiguous().numpy().tobytes()).hexdigest()
-
-
-def hand_made(tiny: TinyArtifact, path: Path, **tensors: torch.Tensor) -> tuple[dict[str, torch.Tensor], Document]:
-    """Tensors and metadata of goldens with one case for the weights of seed 1, from the format's specification."""
-    environment = environment_here()
-    tensors = {"0.input.0": X, "0.output.0": Y} | tensors
-    return tensors, {
-        "format_version": 1,
-        "graph_id": tiny.manifest.graph_id,
-        "weights_id": load(tiny.path, tiny.write(path / "v1.safetensors", tiny.values(1))).weights_id,
-        "environment": msgspec.to_builtins(environment),
-        "tolerance": None,
-        "cases": [{"method": "forward", "inputs": ["0.input.0"], "outputs": ["0.output.0"]}],
-        "digests": {name: digest(tensor) for name, tensor in tensors.items()},
-    }
-
-
-def written(path: Path, tensors: dict[str, torch.Tensor], document: object) -> Path:
-    text = document if isinstance(document, str) else json.dumps(document)
-    safetensors.torch.save_file(tensors, path, {"weightswap": text})
-    return path
-
-
-class Stage:
-    """The tiny artifact with the weights of seed 1 in a session, and goldens for them."""
-
-    def __init__(self, tiny: TinyArtifact, folder: Path) -> None:
-        self.tiny, self.folder = tiny, folder
-        self.tensors, self.document = hand_made(tiny, folder)
-        self.path = folder / "v1.goldens.safetensors"
-
-    def model(self, seed: int = 1) -> Model:
-        return load(self.tiny.path, self.tiny.write(self.folder / "s.safetensors", self.tiny.values(seed)))
-
-    def open(self, **tensors: torch.Tensor) -> Goldens:
-        tensors = self.tensors | tensors
-        document = self.document | {"digests": {name: digest(tensor) for name, tensor in tensors.items()}}
-        return open_goldens(written(self.path, tensors, document), self.tiny.manifest)
-
-    def verify(self, goldens: Goldens, seed: int = 1, engine: TorchEngine | None = None, **options: Any) -> str:
-        model = self.model(seed)
-        judged = bound_of(model), engine or engine_of(model), self.tiny.manifest, str(model.weights_id)
-        return verify(goldens, *judged, **options)
-
-    def judge(self, probe: Probe, **options: Any) -> str:
-        """The verdict on a session of the torch engine that is none."""
-        engine = TorchEngine(Artifact.open(self.tiny.path))
-        return verify(self.open(), probe, engine, self.tiny.manifest, self.document["weights_id"], **options)
-
-    def refusal(self, goldens: Goldens, seed: int = 1, **options: Any) -> tuple[str, ...]:
-        with pytest.raises(GoldenMismatch) as refused:
-            self.verify(goldens, seed, **options)
-        assert str(self.path) in str(refused.value)
-        return refused.value.problems
-
-
-@pytest.fixture
-def stage(tiny: TinyArtifact, tmp_path: Path) -> Stage:
-    return Stage(tiny, tmp_path)
 
 
 def test_names_beside_weight_files() -> None:
@@ -143,117 +71,6 @@ def test_what_is_written_is_read_by_others_and_by_us(stage: Stage) -> None:
     again = open_goldens(stage.path, stage.tiny.manifest)
     assert again.record == msgspec.structs.replace(record, tolerance=(0.0, 0.5), digests=again.record.digests)
     assert int.from_bytes(raw[:8], "little") % 4096 == 4096 - 8
-
-
-def change(path: tuple[str | int, ...], value: object) -> Callable[[Document], None]:
-    def apply(document: Document) -> None:
-        target: Any = document
-        for key in path[:-1]:
-            target = target[key]
-        target[path[-1]] = value
-
-    return apply
-
-
-BROKEN = {
-    "another format": (change(("format_version",), 2), "goldens of format version 2; this runtime reads 1"),
-    "no format": (change(("format_version",), "1"), "are no goldens (Expected `int`"),
-    "an unknown field": (change(("more",), 1), "unknown field `more`"),
-    "another graph": (change(("graph_id",), "0" * 64), "recorded for the graph 000000000000, this model is"),
-    "another method": (change(("cases", 0, "method"), "encode"), "the method 'encode' is not among those"),
-    "no cases": (change(("cases",), []), "it has no cases"),
-    "an input too many": (
-        change(("cases", 0, "inputs"), ["0.input.0", 3]),
-        "case 0, forward: expected 1 inputs, found 2",
-    ),
-    "an output missing": (change(("cases", 0, "outputs"), []), "expected 1 outputs, found 0"),
-    "an integer for a tensor": (change(("cases", 0, "inputs"), [3]), "x: expected the name of a tensor in the file"),
-    "a literal for a tensor": (change(("cases", 0, "inputs"), [None]), "x: expected the name of a tensor in the file"),
-    "a name of nothing": (change(("cases", 0, "inputs"), ["x"]), "x: expected the name of a tensor in the file"),
-    "an input of another type": (
-        change(("cases", 0, "inputs"), ["0.output.0"]),
-        "x: dimension 1 expected 3, got 5",
-    ),
-    "an output of another type": (
-        change(("cases", 0, "outputs"), ["0.input.0"]),
-        "output: expected F32[batch, 5], found F32[2, 3]",
-    ),
-    "a list for a name": (change(("cases", 0, "inputs"), [["x"]]), "are no goldens"),
-    "a wrong digest": (change(("digests", "0.input.0"), "0" * 64), "the file records '000000000000', its bytes have"),
-    "no digest": (change(("digests", "0.input.0"), "x"), "'0.input.0': the file records no BLAKE3 digest"),
-    "a digest of nothing": (change(("digests", "more"), "0" * 64), "'more' is not both a tensor and a digest"),
-    "a negative tolerance": (change(("tolerance",), [-1, 0]), "is not two finite numbers"),
-    "an infinite tolerance": (change(("tolerance",), [1e999, 0]), "are no goldens (JSON is malformed"),
-    "three tolerances": (change(("tolerance",), [1, 1, 1]), "are no goldens"),
-}
-
-
-@pytest.mark.parametrize(("alter", "says"), BROKEN.values(), ids=BROKEN)
-def test_broken_documents_are_refused_with_a_reason(alter: Callable[[Document], None], says: str, stage: Stage) -> None:
-    alter(stage.document)
-    with pytest.raises(GoldensError) as refused:
-        open_goldens(written(stage.path, stage.tensors, stage.document), stage.tiny.manifest)
-    assert says in str(refused.value)
-    assert str(refused.value).startswith(str(stage.path))
-
-
-def test_files_that_hold_no_goldens_are_refused_with_a_reason(stage: Stage, tmp_path: Path) -> None:
-    manifest = stage.tiny.manifest
-    written(stage.path, stage.tensors | {"0.more": X + 1}, stage.document)
-    with pytest.raises(GoldensError, match=r"'0.more' is not both .*'0.more' belongs to no case"):
-        open_goldens(stage.path, manifest)
-    with pytest.raises(GoldensError, match="are no goldens"):
-        open_goldens(stage.folder / "v1.safetensors", manifest)
-    for text in ("[]", "{", "null", "", '"' * 9, "[" * 5000):
-        with pytest.raises(GoldensError, match="are no goldens"):
-            open_goldens(written(stage.path, stage.tensors, text), manifest)
-    safetensors.torch.save_file(stage.tensors, stage.path)
-    with pytest.raises(GoldensError, match="has no `weightswap` metadata"):
-        open_goldens(stage.path, manifest)
-    stage.path.write_bytes(stage.path.read_bytes()[:-1])
-    with pytest.raises(WeightFileError, match="it is truncated"):
-        open_goldens(stage.path, manifest)
-    for path in (tmp_path / "nowhere", tmp_path, Path("x\0")):
-        with pytest.raises(GoldensError, match="cannot be read"):
-            open_goldens(path, manifest)
-    (tmp_path / "w.goldens.safetensors").symlink_to("nowhere")
-    with pytest.raises(GoldensError, match="cannot be read"):
-        goldens_beside(tmp_path / "w.safetensors", manifest)
-
-
-VALUES = st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.sampled_from(["0.input.0", "forward"])
-JSON = st.recursive(VALUES, lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner), max_leaves=8)
-PLACES = st.sampled_from(
-    [
-        *[
-            (name,)
-            for name in ("format_version", "graph_id", "weights_id", "environment", "tolerance", "cases", "digests")
-        ],
-        ("cases", 0),
-        ("cases", 0, "inputs"),
-        ("cases", 0, "inputs", 0),
-        ("cases", 0, "outputs"),
-        ("environment", "threads"),
-        ("digests", "0.input.0"),
-    ]
-)
-
-
-@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(place=PLACES, value=JSON)
-def test_no_document_raises_anything_but_errors_of_ours(
-    place: tuple[str | int, ...], value: object, stage: Stage
-) -> None:
-    document = json.loads(json.dumps(stage.document))
-    change(place, value)(document)
-    written(stage.path, stage.tensors, document)
-    try:
-        goldens = open_goldens(stage.path, stage.tiny.manifest)
-        stage.verify(goldens)
-    except WeightswapError:
-        pass
-    else:  # environment and tolerance may be anything
-        assert goldens.cases[0].inputs == ("0.input.0",)
 
 
 def test_a_wrong_weight_is_refused_with_the_worst_element(stage: Stage) -> None:
@@ -348,24 +165,6 @@ def test_values_that_are_not_finite_are_refused_unless_eager_has_them(stage: Sta
 def test_another_mode_is_refused(stage: Stage) -> None:
     with pytest.raises(Unsupported, match="verify='all': expected 'goldens', 'finite', 'off'"):
         stage.verify(stage.open(), mode="all")
-
-
-class Probe:
-    """A session that notes what is done with it."""
-
-    has_state = True
-
-    def __init__(self, run: Callable[[], list[Any]]) -> None:
-        self.done: list[str] = []
-        self._run = run
-
-    def run(self, method: str, inputs: list[Any]) -> list[Any]:
-        self.done.append("run")
-        self.inputs = inputs
-        return self._run()
-
-    def reset_state(self) -> None:
-        self.done.append("reset")
 
 
 def test_the_state_is_reset_around_every_case_and_a_cancel_ends_it(stage: Stage) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.runtime.test_goldens import hand_made, written
+from tests.handmade import hand_made, written
 from tests.servers import Asked, Bucket, Handler, WebServer
 from tests.tiny import TinyArtifact, WriteWeights, X, serves
 from weightswap_runtime import GoldenMismatch, Model, WeightFileError, load, write_delta
