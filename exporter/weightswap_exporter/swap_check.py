@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 
@@ -12,6 +12,7 @@ from weightswap_runtime import Artifact, Model, load
 from weightswap_runtime.comparing import difference
 from weightswap_runtime.contents import Content
 from weightswap_runtime.errors import WeightswapError
+from weightswap_runtime.residency import ResidencyName
 from weightswap_runtime.signature import leaves
 
 from .blame import first_line
@@ -19,8 +20,6 @@ from .parity.cases import Given
 from .parity.executions import call
 
 PathLike = str | os.PathLike[str]
-Residency = Literal["double", "single"]
-RESIDENCIES: tuple[Residency, ...] = ("double", "single")
 _Outputs = list[Any] | str  # what a call gives, or raises
 
 
@@ -31,7 +30,7 @@ class SwapCheck(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     engine: str
-    residency: Residency
+    residency: ResidencyName
     calls: int
     problems: tuple[str, ...]
     bytes_read: int
@@ -41,7 +40,7 @@ class SwapCheck(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def check_swap(
-    artifact: Artifact, engine: str, residency: Residency, before: PathLike, after: PathLike, given: Sequence[Given]
+    artifact: Artifact, engine: str, residency: ResidencyName, before: PathLike, after: PathLike, given: Sequence[Given]
 ) -> SwapCheck:
     """Swap a model from the weights `before` to `after`, and compare. Raises what `load` and `swap` raise."""
     expected = _answers(_loaded(artifact, engine, residency, after), given)
@@ -64,7 +63,7 @@ def check_swap(
     )
 
 
-def _loaded(artifact: Artifact, engine: Any, residency: Residency, weights: PathLike) -> Model:
+def _loaded(artifact: Artifact, engine: Any, residency: ResidencyName, weights: PathLike) -> Model:
     return load(artifact, weights, engine=engine, residency=residency, verify="off")
 
 

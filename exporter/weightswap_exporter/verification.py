@@ -18,13 +18,14 @@ from weightswap_runtime import Artifact, GoldenMismatch, Model, load
 from weightswap_runtime.engines import available_engines
 from weightswap_runtime.generating import write_random_weights
 from weightswap_runtime.goldens import Tolerance
+from weightswap_runtime.residency import RESIDENCIES
 
 from .filling import fill_model
 from .parity.cases import Given, calls_to_compare
 from .parity.checking import checked_model, recorded_inputs, servable
 from .parity.comparing import compare_calls
 from .parity.report import ParityReport
-from .swap_check import RESIDENCIES, SwapCheck, check_swap
+from .swap_check import SwapCheck, check_swap
 from .tensors import unwrapped
 from .trial import MOST_BYTES
 

@@ -14,6 +14,7 @@ from .errors import Unsupported
 from .events import Listener
 from .goldens import Mode
 from .model import Model
+from .residency import ResidencyName
 from .store import Store
 
 Path = str | os.PathLike[str]
@@ -30,7 +31,7 @@ def load(
     engine: EngineName = "torch",
     threads: int | None = None,
     prologue: bool = True,
-    residency: Literal["double", "single"] = "double",
+    residency: ResidencyName = "double",
     staging: StagingMode = "auto",
     cuda_graphs: CudaGraphs | None = None,
     keep_previous: Literal["host"] | None = None,

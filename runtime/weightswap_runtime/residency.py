@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Literal, Protocol, get_args
 
 from .arena import ArenaLayout
 from .candidates import Candidate, Committed, Fill, NewSession
@@ -16,6 +16,9 @@ from .session import Session
 from .single import Single
 from .staging import Contents
 from .workers import Workers
+
+ResidencyName = Literal["double", "single"]
+RESIDENCIES: tuple[ResidencyName, ...] = get_args(ResidencyName)
 
 
 class Residency(Protocol):

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 import msgspec
 
-Residency = Literal["double", "single"]
+from weightswap_runtime.residency import ResidencyName
 
 
 class _Document(msgspec.Struct, frozen=True, kw_only=True):
@@ -25,7 +23,7 @@ class Request(_Document, frozen=True):
     engine: str
     method: str
     sizes: tuple[dict[str, int], ...]
-    residency: Residency
+    residency: ResidencyName
     threads: int = 1
     seconds: float = 1.0
     swaps: int = 5
@@ -80,7 +78,7 @@ class EngineBench(_Document, frozen=True):
     """One engine in one residency, in a process of its own. `failed` says why there is nothing; else it is empty."""
 
     engine: str
-    residency: Residency
+    residency: ResidencyName
     load_seconds: float = 0.0
     calls: tuple[CallTimes, ...] = ()
     swaps: tuple[SwapTimes, ...] = ()

@@ -15,13 +15,13 @@ from weightswap_runtime.conditions import evaluate, parse_condition
 from weightswap_runtime.engines import ENGINES, available_engines, choose_engine
 from weightswap_runtime.errors import Unsupported
 from weightswap_runtime.generating import common_sizes
+from weightswap_runtime.residency import RESIDENCIES
 from weightswap_runtime.signature import Signature
 from weightswap_runtime.weightset import open_weights
 
-from .report import BenchReport, EngineBench, Request, Residency
+from .report import BenchReport, EngineBench, Request
 
 BATCH = "batch"
-RESIDENCIES: tuple[Residency, ...] = ("double", "single")
 
 
 def bench(
