@@ -18,7 +18,7 @@ from weightswap_runtime.weightset import INDEX_SUFFIX, SUFFIX, StoredTensor, los
 
 from . import pickled
 from .dcp import open_dcp
-from .dcp_metadata import METADATA_NAME
+from .dcp_metadata import CHUNKS_SUFFIX, METADATA_NAME
 from .levels import ANYWHERE, Choice, Level, Mappings, flat_levels, nested_levels
 from .stored import Files
 from .tensors import named_tensors, persistent_buffers
@@ -83,7 +83,7 @@ def _opener(path: Path) -> Opener:
 def find_opener(path: Path) -> Opener | None:
     """What opens a path, by its name or, of a folder, by what is in it; None for a name of no checkpoint.
 
-    Raises CheckpointError for a folder without a checkpoint.
+    Raises CheckpointError for a folder without a checkpoint, and for a part of one.
     """
     if path.is_dir():
         return _folder_opener(path)
@@ -97,6 +97,8 @@ def find_opener(path: Path) -> Opener | None:
         return partial(_pickled, pickled.open_pickled)
     if path.name == METADATA_NAME:
         return lambda metadata, choice: _dcp(metadata.parent, choice)
+    if path.suffix == CHUNKS_SUFFIX:
+        raise CheckpointError(f"{path}: one file of a distributed checkpoint; give the folder that it is in")
     return None
 
 

@@ -153,7 +153,7 @@ def pack(
     with errors_as_exit(as_json):
         from weightswap_exporter import pack as pack_checkpoint
 
-        built = _built(recipe, goldens=not no_goldens) if recipe else {}
+        built = _built(recipe, goldens=not no_goldens) if recipe is not None else {}
         with progress_bar(f"packing {source.name}") as progress:
             packed = pack_checkpoint(
                 source,

@@ -18,6 +18,7 @@ import torch
 from weightswap_runtime.errors import CheckpointError
 
 METADATA_NAME = ".metadata"
+CHUNKS_SUFFIX = ".distcp"
 _CLASSES = {
     "torch.distributed.checkpoint.metadata": (
         "BytesStorageMetadata",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -15,6 +15,7 @@ from torch import nn
 from weightswap_runtime import Artifact
 from weightswap_runtime.adapter import KEYS_THEN_NAMES, NAMES, Match
 from weightswap_runtime.errors import MOST_PRINTED, CheckpointError, WeightsMismatch, WeightswapError
+from weightswap_runtime.files import is_file
 from weightswap_runtime.goldens import Tolerance
 from weightswap_runtime.manifest import NamedTensor
 from weightswap_runtime.places import check_writable
@@ -110,6 +111,8 @@ def pack(
         raise CheckpointError("`load` says how to load a checkpoint into `model`; give `model` too")
     check_writable(out)
     place = _check_place(Path(out))
+    if isinstance(source, str | os.PathLike):
+        _check_other(place, [Path(source)])
     record_from = _recorder(model if model is not None else source, opened, goldens, tolerance)
     choice = Choice(level, prefix)
     opening = open_checkpoint(source, choice) if model is None else load_into(model, source, load, choice)
@@ -126,6 +129,12 @@ def _check_place(path: Path) -> Path:
     if path.name.endswith(GOLDENS_SUFFIX):
         raise CheckpointError(f"{path}: *{GOLDENS_SUFFIX} are names of goldens; give the weight file another name")
     return path
+
+
+def _check_other(out: Path, files: Iterable[Path | None]) -> None:
+    """Raise CheckpointError where the weight file would take the place of what it is made of."""
+    if is_file(out) and any(file is not None and is_file(file) and out.samefile(file) for file in files):
+        raise CheckpointError(f"{out}: the weight file would take the place of the checkpoint; name another")
 
 
 def _recorder(
@@ -162,6 +171,7 @@ def pack_checkpoint(
     wanted = requested(dtype, manifest)
     readings = casting(NAMES if checkpoint.names else KEYS_THEN_NAMES, wanted, manifest)
     level, match = choose_level(checkpoint, manifest, readings)
+    _check_other(out, {values.file for values in level.tensors.values()})
     weights = _Weights(artifact, checkpoint, level, match)
     weights.check()
     changed = casts(match, manifest, level.tensors)

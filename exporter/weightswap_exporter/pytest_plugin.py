@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -38,6 +39,29 @@ def pytest_configure(config: pytest.Config) -> None:
     unknown = sorted(set(wanted or ()) - set(ENGINES))
     if unknown or wanted == []:
         raise pytest.UsageError(f"{_ENGINES}: {', '.join(unknown) or 'names none'}; there are {', '.join(ENGINES)}")
+
+
+@pytest.hookimpl(wrapper=True, trylast=True)
+def pytest_runtest_setup() -> Generator[None, object, object]:
+    _keep_torch_from_tracing()
+    return (yield)
+
+
+@pytest.hookimpl(wrapper=True, trylast=True)
+def pytest_runtest_call() -> Generator[None, object, object]:
+    _keep_torch_from_tracing()
+    return (yield)
+
+
+def _keep_torch_from_tracing() -> None:
+    """pytest adds handlers to loggers that do not propagate, and torch takes them for readers of its own records.
+
+    They would bury a failure, and take time.
+    """
+    logger = logging.getLogger("torch.__trace")
+    for handler in list(logger.handlers):
+        if type(handler).__module__.startswith("_pytest."):
+            logger.removeHandler(handler)
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
@@ -143,6 +167,7 @@ class AssertParity:
 
         if model is None:
             raise ParityError(["goldens= says what the eager model gave, and there is no model"], "Give the model.")
+        self._check_name(path)
         if self._config.getoption(_UPDATE):
             self._claim(path)
             record_outputs(path, model, artifact, cases, tolerance=tolerance, functions=functions, seed=seed)
@@ -153,14 +178,20 @@ class AssertParity:
             calls.setdefault(given.call.method, []).append((given.call.args, given.call.kwargs))
         return calls, problems
 
-    def _claim(self, path: Path) -> None:
-        """Raise ParityError for what is no file of ours, and if another call of this process has recorded the file."""
+    def _check_name(self, path: Path) -> None:
+        """Raise ParityError for what is no file of ours."""
         from weightswap_runtime.errors import ParityError
         from weightswap_runtime.weightset import GOLDENS_SUFFIX
 
         root, path = self._config.rootpath.resolve(), path.resolve()
         if not path.name.endswith(GOLDENS_SUFFIX) or not path.is_relative_to(root):
             raise ParityError([f"goldens={str(path)!r}: expected a name *{GOLDENS_SUFFIX} below {root}"], _WHERE)
+
+    def _claim(self, path: Path) -> None:
+        """Raise ParityError if another call of this process has recorded the file."""
+        from weightswap_runtime.errors import ParityError
+
+        path = path.resolve()
         recorded = self._config.stash.setdefault(_FILES, {})
         if path in recorded:
             advice = "Give each call a file of its own; a parametrised test can put its parameters into the name."

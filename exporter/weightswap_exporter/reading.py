@@ -21,7 +21,7 @@ from .values import Values
 def reader(path: Path) -> Opener | None:
     """What opens a checkpoint that `pack` takes; None for a file of another kind. See `weightswap_runtime.tensorsets`.
 
-    Raises CheckpointError for a folder without a checkpoint.
+    Raises CheckpointError for a folder without a checkpoint, and for a part of one.
     """
     return partial(_open, path) if find_opener(path) else None
 

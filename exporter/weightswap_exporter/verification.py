@@ -184,7 +184,7 @@ class _Verification:
         self.parity = compare_calls(
             model, self._artifact, self._weights, given, self._engines, tolerance=limits, functions=functions
         )
-        self.notes += [f"left out: {text}" for text in self.parity.skipped]
+        self.notes += self.parity.notes
         self.notes += [text for engine in self.parity.engines for text in engine.refusals]
         self.weights_id = self.weights_id or self.parity.weights_id
 

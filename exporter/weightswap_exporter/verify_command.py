@@ -59,7 +59,9 @@ def verify(
 
     Without a recipe the engines are compared with the engine torch. Exit status 1 if anything is not as it should be.
     """
-    engines = [name.strip() for text in engine or () for name in text.split(",") if name.strip()] or None
+    engines = None if engine is None else [name.strip() for text in engine for name in text.split(",") if name.strip()]
+    if engines == []:
+        raise typer.BadParameter("--engines names none; leave it out for all that there are")
     limits = _limits(tolerance)
     with errors_as_exit(as_json), _status() as tell:
         from weightswap_runtime.graphs.libraries import import_libraries
@@ -71,7 +73,7 @@ def verify(
         found = verify_artifact(
             artifact,
             weights,
-            load_recipe(recipe) if recipe else None,
+            load_recipe(recipe) if recipe is not None else None,
             engines=engines,
             before=before,
             tolerance=limits,

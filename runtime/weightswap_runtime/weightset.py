@@ -14,7 +14,7 @@ import msgspec
 from .dtypes import describe
 from .errors import WeightFileError
 from .files import is_file
-from .manifest import MANIFEST_NAME
+from .manifest import CONSTANTS_NAME, MANIFEST_NAME
 from .places import Place, Url, as_place
 from .sources import Check, read_small
 from .weightfile import Stamp, WeightFile
@@ -131,6 +131,8 @@ def _meant(path: Place, names: Sequence[str]) -> str:
         return SINGLE_NAME
     if MANIFEST_NAME in names:
         raise WeightFileError(f"{path}: an artifact, not a checkpoint; give a weight file or a checkpoint's directory")
+    if CONSTANTS_NAME in names and "graphs" in names:
+        raise WeightFileError(f"{path}: looks like an artifact whose {MANIFEST_NAME} is missing; export it again")
     indices = [name for name in names if name.endswith(INDEX_SUFFIX)]
     singles = [name for name in names if name.endswith(SUFFIX) and not name.endswith(GOLDENS_SUFFIX)]
     if not indices and (lost := lost_index(singles)):

@@ -328,6 +328,11 @@ def test_damaged_and_hostile_checkpoints_are_refused(
     assert not (tmp_path / "executed").exists()
 
 
+def test_one_file_of_it_is_no_checkpoint(good: Path, renamed: Artifact, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="one file of a distributed checkpoint; give the folder"):
+        pack(next(good.glob("*.distcp")), renamed, out=tmp_path / "v.safetensors")
+
+
 def test_a_missing_file_is_said_once(good: Path, renamed: Artifact, tmp_path: Path) -> None:
     folder = without_file(Path(shutil.copytree(good, tmp_path / "dcp")))
     with pytest.raises(CheckpointError) as refused:

@@ -371,6 +371,15 @@ def test_a_checkpoint_that_changes_while_it_is_packed_is_refused(renamed: Artifa
     assert not list(tmp_path.glob("*v.safetensors*"))
 
 
+@pytest.mark.parametrize("form", ["file", "shard", "model"])
+def test_a_weight_file_does_not_take_the_place_of_its_checkpoint(form: str, renamed: Artifact, tmp_path: Path) -> None:
+    source = out = saved(tmp_path / "pytorch_model.bin", Renamed().state_dict())
+    before = out.read_bytes()
+    with pytest.raises(CheckpointError, match="would take the place of the checkpoint"):
+        pack(tmp_path if form == "shard" else source, renamed, out=out, model=Renamed() if form == "model" else None)
+    assert out.read_bytes() == before
+
+
 def test_ties_of_a_file_are_known_without_reading_it_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from tests.models import Everything
     from weightswap_exporter import packing

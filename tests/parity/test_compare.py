@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -335,6 +336,8 @@ NEVER: list[tuple[dict[str, Any], str]] = [
     ({"functions": {"enc": "encode"}, "tolerance": 1e-3}, "expected (rtol, atol), finite and not negative, got 0.001"),
     ({"functions": {"enc": "encode"}, "tolerance": ("a", "b")}, "finite and not negative"),
     ({"functions": {"enc": "encode"}, "seed": -1}, "seed: expected an integer from 0, got -1"),
+    ({"engines": "torch"}, "engines: expected a list of names, got 'torch'"),
+    ({"devices": "cpu"}, "devices: expected a list of names, got 'cpu'"),
     ({"functions": {"enc": "encode"}, "seed": 1.5}, "seed: expected an integer from 0, got 1.5"),
 ]
 
@@ -345,6 +348,16 @@ def test_nothing_is_equal_that_was_not_compared(changed: dict[str, Any], says: s
     with pytest.raises(ParityError) as caught:
         compare(Named(), made, **changed)
     assert says in str(caught.value)
+
+
+def test_nan_on_both_sides_is_said(tmp_path: Path) -> None:
+    model = nn.Linear(3, 2)
+    made = export(model, (torch.ones(2, 3),), out=tmp_path / "a")
+    model.weight.data[0, 0] = math.nan
+    report = compare(model, made)
+    assert report.same
+    assert report.notes == ["NaN on both sides: forward, random, output"]
+    assert report.text.endswith(report.notes[0])
 
 
 def test_checkpoints_are_taken_wherever_weights_are(artifact: Artifact, tmp_path: Path) -> None:

@@ -174,6 +174,8 @@ def test_a_mismatch_has_status_1_and_says_where(folder: Path, tmp_path: Path) ->
     [
         (("--recipe", "{}/recipes.py:fails"), 2, "raised ValueError: no model today"),
         (("--recipe", "{}/recipes.py:absent"), 2, "has no function 'absent'"),
+        (("--recipe", ""), 2, "'' is not a recipe"),
+        (("--engines", " ,"), 2, "--engines names none"),
         (("--engine", "tensorrt"), 2, "engine 'tensorrt'"),
         (("--engine", "aoti"), 2, "was not compiled for the engine 'aoti'"),
         (("--tolerance", "1e-3"), 2, "expected RTOL,ATOL"),

@@ -97,7 +97,31 @@ def test_json_is_one_document_with_everything(diff: Diff) -> None:
     ]
     assert [tensor["name"] for tensor in document["tensors"]][:2] == ["layers.0.w", "layers.1.w"]
     assert document["tensors"][1]["change"]["rel_change"] == 0.5
-    assert document["overall"]["tensors"] == 4
+    assert document["overall"]["tensors"] == 2
+
+
+@pytest.mark.parametrize("target", ["a", "b"])
+def test_a_report_takes_the_place_of_a_report_alone(target: str, diff: Diff) -> None:
+    path = diff.folder / f"{target}.safetensors"
+    before = path.read_bytes()
+    said = diff("--html", str(path))
+    assert said.status == 2
+    assert "is there and is no report, and would be" in said.err
+    assert path.read_bytes() == before
+    page = diff.folder / "d.html"
+    page.touch()
+    assert [diff("--html", str(page)).status for _ in range(2)] == [0, 0]
+
+
+@pytest.mark.parametrize("form", [(), ("--json",), ("--tree",)])
+def test_a_reader_that_has_enough_is_no_mismatch(form: tuple[str, ...], diff: Diff) -> None:
+    program = [sys.executable, "-c", "from weightswap_runtime.cli import main; main()", "inspect"]
+    reading, writing = os.pipe()
+    os.close(reading)
+    path = diff.folder / "a.safetensors"
+    done = subprocess.run([*program, path, *form], stdout=writing, stderr=subprocess.PIPE, text=True, check=False)
+    os.close(writing)
+    assert (done.returncode, done.stderr) == (141, "")
 
 
 @pytest.mark.parametrize(
@@ -125,7 +149,7 @@ def test_a_condition_on_values_reads_what_did_not_change(tiny: TinyArtifact, tmp
     values = tiny.values(1) | {"bias": torch.full((5,), float("nan"))}
     path = str(tiny.write(tmp_path / "v.safetensors", values))
     assert diff.call(path, path, "--fail-if", "new_nan").status == 0
-    assert "nothing had to be read" in diff.call(path, path).out
+    assert "no value changed" in diff.call(path, path).out
     said = diff.call(path, path, "--fail-if", "nan")
     assert said.status == 1
     assert "failed      nan: bias" in said.out

@@ -8,6 +8,7 @@ import functools
 import mmap
 import os
 import shutil
+import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -180,12 +181,12 @@ def serves(model: Model, files: RichFiles, origin: Origin) -> None:
 
 
 def open_descriptors() -> set[tuple[str, str]]:
-    """With what each of them is of."""
+    """Those of temporary files, such as weights; threads of other libraries have theirs."""
     found = set()
     for entry in Path("/proc/self/fd").iterdir():
         with suppress(FileNotFoundError):  # the one that this reads the directory with
             found.add((entry.name, str(entry.readlink())))
-    return found
+    return {(name, target) for name, target in found if target.startswith(tempfile.gettempdir())}
 
 
 @functools.cache

@@ -83,7 +83,17 @@ REFUSED: dict[str, tuple[Callable[[TinyArtifact, WriteWeights, Path], Path], typ
         "tied and again are one",
     ),
     "the artifact": (lambda t, w, p: t.path, WeightFileError, "an artifact, not a checkpoint"),
+    "a part of an artifact": (
+        lambda t, w, p: without_manifest(shutil.copytree(t.path, p / "part")),
+        WeightFileError,
+        "looks like an artifact whose manifest.json is missing",
+    ),
 }
+
+
+def without_manifest(folder: Path) -> Path:
+    (folder / "manifest.json").unlink()
+    return folder
 
 
 def test_a_named_pipe_is_refused_at_once(tiny: TinyArtifact, weight_file: WriteWeights, tmp_path: Path) -> None:

@@ -66,14 +66,17 @@ def compare(
     artifact or has no values, one that raises, or whose outputs change from one run to the next; and what `load` and
     `pack` raise.
     """
+    for name, given in (("engines", engines), ("devices", devices)):
+        if isinstance(given, str):
+            raise ParityError([f"{name}: expected a list of names, got {given!r}"], f"Say {name}=[{given!r}].")
     opened = artifact if isinstance(artifact, Artifact) else Artifact.open(artifact)
     eager = None if model is None else checked_model(unwrapped(model), opened)
     with ExitStack() as stack:
         folder = Path(stack.enter_context(TemporaryDirectory(prefix="weightswap-")))
         path = servable(weights, opened, folder) if weights is not None else _packed(folder, eager, opened)
-        given = calls_to_compare(opened, cases, recorded_inputs(opened, path), seed)
+        calls = calls_to_compare(opened, cases, recorded_inputs(opened, path), seed)
         report = compare_calls(
-            eager, opened, path, given, engines, devices, tolerance=tolerance, functions=functions, locate=locate
+            eager, opened, path, calls, engines, devices, tolerance=tolerance, functions=functions, locate=locate
         )
     return msgspec.structs.replace(report, weights="the model's weights" if weights is None else str(weights))
 

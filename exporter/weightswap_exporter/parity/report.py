@@ -124,6 +124,16 @@ class EngineParity(msgspec.Struct, frozen=True, kw_only=True):
         return f"within rtol={self.tolerance[0]:g}, atol={self.tolerance[1]:g}"
 
     @property
+    def nan(self) -> list[str]:
+        """Outputs that are as they should be, and hold NaN, as the reference's do."""
+        return [
+            f"{case.method}, {case.case}, {output.name}"
+            for case in self.cases
+            for output in case.outputs
+            if not output.problem and output.measure is not None and output.measure.nan[0]
+        ]
+
+    @property
     def refusals(self) -> list[str]:
         """Generated calls with an empty input that it raises at, although the reference takes them."""
         found = [case for case in self.cases if case.refused]
@@ -184,7 +194,13 @@ class ParityReport(msgspec.Struct, frozen=True, kw_only=True):
             yield f"the model has other values than the engines for {_some(self.other_values)}"
         for engine in self.engines:
             yield from engine.lines()
-        yield from (f"left out: {text}" for text in self.skipped)
+        yield from self.notes
+
+    @property
+    def notes(self) -> list[str]:
+        """What says less than it seems: calls that were left out, and outputs that are equal because both are NaN."""
+        nan = list(dict.fromkeys(name for engine in self.engines for name in engine.nan))
+        return [f"left out: {text}" for text in self.skipped] + ([f"NaN on both sides: {_some(nan)}"] if nan else [])
 
 
 def _count(count: int, what: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from importlib.metadata import EntryPoint, entry_points
 from io import TextIOWrapper
@@ -14,6 +15,7 @@ from typer.main import get_command
 from weightswap_runtime._version import __version__
 
 GROUP = "weightswap.commands"
+_AS_BY_SIGPIPE = 128 + 13  # what a shell says of other programs whose reader has left
 
 
 class Commands(TyperGroup):
@@ -29,6 +31,15 @@ class Commands(TyperGroup):
         command = get_command(offered.load())
         command.name = cmd_name
         return command
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            done = super().invoke(ctx)
+            sys.stdout.flush()
+        except BrokenPipeError:  # whoever reads has enough
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            raise typer.Exit(_AS_BY_SIGPIPE) from None
+        return done
 
 
 def _offered() -> dict[str, EntryPoint]:

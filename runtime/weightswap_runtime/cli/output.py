@@ -17,7 +17,7 @@ from rich.table import Table
 
 from weightswap_runtime.engines import EngineName
 from weightswap_runtime.errors import MissingExtra, RecipeError, Unsupported, WeightswapError
-from weightswap_runtime.files import check_writable
+from weightswap_runtime.files import check_writable, is_file
 from weightswap_runtime.wording import visible
 
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of text.")]
@@ -36,12 +36,20 @@ def _writable(path: Path | None) -> Path | None:
         check_writable(path)
     except OSError as error:
         raise typer.BadParameter(f"{path} cannot be written: {error.strerror}") from error
+    if is_file(path) and not _is_page(path):
+        raise typer.BadParameter(f"{path} is there and is no report, and would be lost; name another file")
     return path
+
+
+def _is_page(path: Path) -> bool:
+    with path.open("rb") as file:
+        beginning = file.read(64)
+    return not beginning or beginning.lstrip().lower().startswith(b"<!doctype html")
 
 
 HtmlOption = Annotated[
     Path | None,
-    typer.Option(callback=_writable, help="Write a report for browsers, in one file; a file there is replaced."),
+    typer.Option(callback=_writable, help="Write a report for browsers, in one file; a report there is replaced."),
 ]
 LevelOption = Annotated[
     str | None,
@@ -104,14 +112,21 @@ def errors_as_exit(as_json: bool, more: Mapping[str, Any] | None = None) -> Iter
             document = {"error": type(error).__name__, "message": str(error), "problems": problems}
             print_json({**document, **(more or {})})
         raise typer.Exit(2 if isinstance(error, _USAGE) else 1) from error
+    except BrokenPipeError:
+        raise
     except OSError as error:
         typer.echo(visible(f"{type(error).__name__}: {error}"), err=True)
         raise typer.Exit(1) from error
 
 
+class _TableConsole(Console):
+    def on_broken_pipe(self) -> None:
+        raise  # noqa: PLE0704 - called where the error is handled; the program ends as it does elsewhere
+
+
 def table_console() -> Console:
     """Standard output: as wide as the terminal; elsewhere as wide as is needed, so that nothing is cut."""
-    return Console(soft_wrap=not sys.stdout.isatty(), width=None if sys.stdout.isatty() else 200)
+    return _TableConsole(soft_wrap=not sys.stdout.isatty(), width=None if sys.stdout.isatty() else 200)
 
 
 def print_table(title: str, columns: list[str], rows: list[list[str]]) -> None:

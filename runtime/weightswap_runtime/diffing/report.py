@@ -138,7 +138,7 @@ class SetInfo(_Document, frozen=True):
 
 
 class Overall(_Document, frozen=True):
-    """All tensors whose values were read on both sides, as if they were one."""
+    """All tensors of both sides with other values, as if they were one."""
 
     tensors: int
     elements: int

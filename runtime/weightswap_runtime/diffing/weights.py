@@ -202,7 +202,9 @@ def _type(tensor: Tensor | None) -> TensorType | None:
 
 
 def _overall(diffs: Sequence[TensorDiff]) -> Overall:
-    measured = [(diff.change, diff.values_before) for diff in diffs if diff.change and diff.values_before]
+    """Of the tensors that changed: others are read or not, by what the files record."""
+    compared = [(diff.change, diff.values_before) for diff in diffs if diff.change and diff.values_before]
+    measured = [(change, values) for change, values in compared if change.changed]
     change = hypotenuse([change.norm for change, _ in measured])
     before = hypotenuse([values.norm for _, values in measured])
     return Overall(

@@ -57,10 +57,11 @@ def verdict(diff: WeightsDiff) -> str:
 
 
 def overall(diff: WeightsDiff) -> str:
-    """How much of what was read is different."""
+    """How much of the tensors that changed is different."""
     found = diff.overall
     if not found.tensors:
-        return "nothing had to be read"
+        return "no value changed"
     change = "infinite" if math.isinf(found.rel_change) else f"{found.rel_change:.3g}"
     share = percent(found.changed / max(1, found.elements))
-    return f"{change} (relative, of {found.tensors} tensors that were compared by value); {share} of their elements"
+    tensors = "1 tensor" if found.tensors == 1 else f"{found.tensors} tensors"
+    return f"{change} (relative, of {tensors} with other values); {share} of the elements"
