@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 import torch
 from torch.export import ExportedProgram
@@ -31,6 +32,7 @@ try:
 except ImportError as error:
     raise MissingExtra("writing ONNX graphs", "onnx-export") from error
 
+_KIND = "pkg.torch.export.graph_signature.OutputSpec.kind"  # where torch notes what a value is to the method
 _TARGET = re.compile(r"target=(torch\.ops\.[\w.]+)")
 _MISSING = re.compile(r"No ONNX function found for <OpOverload\(op='([\w.:]+)', overload='(\w+)'\)>")
 
@@ -80,7 +82,7 @@ def _check_state(where: str, artifact: Artifact) -> None:
 
 def _translate(where: str, program: ExportedProgram) -> Any:
     try:
-        with _quietly(), torch.no_grad():
+        with _quietly(), _keeping_states(), torch.no_grad():
             return torch.onnx.export(program, dynamo=True, optimize=False, verbose=False)
     except Exception as error:
         raise CaptureError(f"{where}: it has no ONNX equivalent: {_reason(error)}") from error
@@ -98,6 +100,26 @@ def _quietly() -> Iterator[None]:
             yield
     finally:
         logger.setLevel(before)
+
+
+@contextmanager
+def _keeping_states() -> Iterator[None]:
+    """torch ends with a pass that drops what no output needs, and does not count new values of buffers as outputs."""
+    from torch.onnx._internal._lazy_import import onnxscript_apis  # type: ignore[attr-defined]
+
+    convert = onnxscript_apis.convert_version
+
+    def converted(model: Any, version: int) -> Any:
+        outputs = list(model.graph.outputs)
+        found = [value for node in model.graph for value in node.outputs if value not in outputs]
+        model.graph.outputs.extend(value for value in found if value.metadata_props.get(_KIND) == "BUFFER_MUTATION")
+        model = convert(model, version)
+        while len(model.graph.outputs) > len(outputs):
+            model.graph.outputs.pop()
+        return model
+
+    with mock.patch.object(onnxscript_apis, "convert_version", converted):
+        yield
 
 
 def _reason(error: BaseException) -> str:

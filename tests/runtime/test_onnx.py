@@ -188,6 +188,38 @@ def test_state_is_kept_between_calls_and_starts_again_with_a_swap(tmp_path: Path
     assert int(found.peek()[0]) == 0
 
 
+class Late(nn.Module):
+    """Its state is changed after its last use, in one way or the other."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+        self.register_buffer("position", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("last", torch.zeros(3))
+
+    def forward(self, x: torch.Tensor) -> Any:
+        y = x + self.position + self.last
+        if self.kind == "counted":
+            self.position.add_(x.shape[0])
+        elif self.kind == "kept":
+            self.last.copy_(x.sum(0))
+            self.position += 1
+        else:
+            self.position.add_(1)
+            return y, self.position
+        return y
+
+
+@pytest.mark.parametrize("kind", ["counted", "kept", "returned"])
+def test_state_that_is_changed_after_its_last_use_is_kept(kind: str, tmp_path: Path) -> None:
+    model, eager = served(Late(kind), (torch.ones(2, 3),), tmp_path), Late(kind)
+    for factor in range(3):
+        x = torch.full((2, 3), float(factor))
+        expected, found = eager(x), model(x.numpy())
+        for left, right in zip(*(each if kind == "returned" else (each,) for each in (expected, found)), strict=True):
+            assert np.array_equal(left.numpy(), right)
+
+
 def test_calls_that_change_state_run_one_after_another(tmp_path: Path) -> None:
     model = served(Counter(), (torch.ones(2, 3),), tmp_path)
     x = np.ones((2, 3), np.float32)
