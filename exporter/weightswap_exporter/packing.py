@@ -111,9 +111,9 @@ def pack(
         raise CheckpointError("`load` says how to load a checkpoint into `model`; give `model` too")
     check_writable(out)
     place = _check_place(Path(out))
+    record_from = _recorder(model if model is not None else source, opened, goldens, tolerance)
     if isinstance(source, str | os.PathLike):
         _check_other(place, [Path(source)])
-    record_from = _recorder(model if model is not None else source, opened, goldens, tolerance)
     choice = Choice(level, prefix)
     opening = open_checkpoint(source, choice) if model is None else load_into(model, source, load, choice)
     with opening as checkpoint:
