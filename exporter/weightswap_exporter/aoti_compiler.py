@@ -13,6 +13,7 @@ import tempfile
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -23,11 +24,12 @@ from torch._inductor import config, cpu_vec_isa, lowering
 from torch._inductor.utils import fresh_inductor_cache
 from torch.fx import GraphModule
 
-from weightswap_runtime.engines.aoti_names import TARGETS, Target
+from weightswap_runtime.engines.aoti_names import BESIDE_GPUS, TARGETS, Target, is_gpu_target
 from weightswap_runtime.errors import CaptureError, ExportError, Unsupported
 
 _MISSING_COMPILER = "InvalidCxxCompiler"
 _ERROR_LINE = re.compile(r"^.*\berror: (.*)$", re.MULTILINE)
+_CUDA_HEADER = re.compile(r"((?:cuda|crt/|nv/)[^:]*): No such file")
 _CHECK, _PARALLEL = "AOTI_TORCH_CHECK(", "#pragma omp parallel"
 
 # Weights stay out, in every form: by default weights of one element, and vectors of up to eight, are compiled in.
@@ -48,6 +50,7 @@ _SETTINGS: Mapping[str, Any] = {
 }
 _THREADED: Mapping[str, Any] = {"cpp.dynamic_threads": True}  # else as many as this machine has
 _SERIAL: Mapping[str, Any] = {"cpp.dynamic_threads": False, "cpp.threads": 1}
+_ON_GPU: Mapping[str, Any] = {"aot_inductor.embed_kernel_binary": True}  # else beside the library, in files
 
 
 def compile_library(where: str, module: GraphModule, samples: tuple[torch.Tensor, ...], target: str) -> bytes:
@@ -57,9 +60,10 @@ def compile_library(where: str, module: GraphModule, samples: tuple[torch.Tensor
     where this torch cannot compile for the target.
     """
     _check_tools()
-    found = _compile(where, module, samples, _THREADED, TARGETS[target])
+    compile_with = partial(_compile, where, module, samples, target)
+    found = compile_with(_THREADED)
     if found.aborts:
-        found = _compile(where, module, samples, _SERIAL, TARGETS[target])
+        found = compile_with(_SERIAL)
     if found.aborts or found.foreign:
         what = f"it calls {', '.join(found.foreign)}" if found.foreign else "its checks would end the process"
         raise CaptureError(f"{where}: AOTInductor cannot compile it for a server: {what}. Use the engine 'torch'")
@@ -100,22 +104,25 @@ def _foreign(document: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _compile(
-    where: str, module: GraphModule, samples: tuple[torch.Tensor, ...], threads: Mapping[str, Any], target: Target
+    where: str, module: GraphModule, samples: tuple[torch.Tensor, ...], target: str, threads: Mapping[str, Any]
 ) -> _Found:
+    on_gpu = is_gpu_target(target)
+    processor = TARGETS[BESIDE_GPUS if on_gpu else target]
     # a folder for each time: what is found under the same names is taken for the same
-    with tempfile.TemporaryDirectory(prefix="weightswap-") as folder, _compiling(where, target, folder):
+    with tempfile.TemporaryDirectory(prefix="weightswap-") as folder, _compiling(where, processor, on_gpu, folder):
         cache = os.environ["TORCHINDUCTOR_CACHE_DIR"]
         hidden = {cache: ".", str(Path(torch.__file__).parent): "torch", sysconfig.get_paths()["include"]: "python"}
         maps = [shlex.quote(f"-ffile-prefix-map={path}={name}") for path, name in hidden.items()]
-        settings = {**_SETTINGS, **threads, "cpp.march": " ".join([target.march, *maps])}
+        settings = {**_SETTINGS, **threads, "cpp.march": " ".join([processor.march, *maps])}
+        settings |= _ON_GPU if on_gpu else {}
         files = torch._inductor.aot_compile(module, samples, options=settings)
         assert isinstance(files, list)
         return _Found(files)
 
 
 @contextmanager
-def _compiling(where: str, target: Target, folder: str) -> Iterator[None]:
-    """Where AOTInductor finds nothing of the user's and leaves nothing, and knows no machine but the target."""
+def _compiling(where: str, processor: Target, on_gpu: bool, folder: str) -> Iterator[None]:
+    """Where AOTInductor finds nothing of the user's and leaves nothing, and knows no processor but this one."""
     loggers = [logging.getLogger(name) for name in ("torch._inductor", "torch._inductor.utils")]
     levels = [logger.level for logger in loggers]
     try:
@@ -125,8 +132,11 @@ def _compiling(where: str, target: Target, folder: str) -> Iterator[None]:
             for logger in loggers:
                 logger.setLevel(logging.CRITICAL)
             stack.enter_context(fresh_inductor_cache(dir=folder))
-            stack.enter_context(mock.patch.object(cpu_vec_isa, "valid_vec_isa_list", return_value=[_vectors(target)]))
-            stack.enter_context(mock.patch.dict(lowering.lowerings, _checked_by_torch()))
+            stack.enter_context(
+                mock.patch.object(cpu_vec_isa, "valid_vec_isa_list", return_value=[_vectors(processor)])
+            )
+            if not on_gpu:
+                stack.enter_context(mock.patch.dict(lowering.lowerings, _checked_by_torch()))
             yield
     except CaptureError:
         raise
@@ -166,5 +176,10 @@ def _explained(where: str, error: Exception) -> Exception:
         return ExportError(f"the engine 'aoti' compiles C++ and finds no compiler. Install g++, or set CXX ({error})")
     text = "\n".join(str(item) for item in chain)
     said = _ERROR_LINE.search(text)
+    if said and (header := _CUDA_HEADER.match(said[1])):
+        return ExportError(
+            f"the engine 'aoti' compiles for GPUs with the CUDA toolkit, and finds no {header[1]}. Install the toolkit "
+            f"of CUDA {torch.version.cuda}, and name its folder in CUDA_HOME"
+        )
     reason = f"the C++ compiler says: {said[1]}" if said else next(iter(str(error).strip().splitlines()), "")
     return CaptureError(f"{where}: AOTInductor of torch {torch.__version__} cannot compile it: {reason:.500}")

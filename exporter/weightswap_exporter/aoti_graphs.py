@@ -34,13 +34,14 @@ class FlatGraph(NamedTuple):
     written: tuple[int, ...]
 
 
-def flat_graph(where: str, program: ExportedProgram, method: Method) -> FlatGraph:
-    """Raises CaptureError for inputs that AOTInductor cannot take."""
+def flat_graph(where: str, program: ExportedProgram, method: Method, device: torch.device) -> FlatGraph:
+    """The graph of a program that is on `device`. Raises CaptureError for inputs that AOTInductor cannot take."""
     written = _written_inputs(program)
     module = program.module(check_guards=False)
     assert isinstance(module, GraphModule)
     _name_constants(module)
-    _adapt(module)
+    if device.type == "cpu":
+        _adapt(module)
     signature = method.signature
     given = [leaf for _, node in (*signature.args, *signature.kwargs) for leaf in leaves(node)]
     outputs = _flatten_outputs(module, leaves(signature.output))
@@ -48,7 +49,7 @@ def flat_graph(where: str, program: ExportedProgram, method: Method) -> FlatGrap
     samples = []
     for place, leaf in zip(places, given, strict=True):
         if isinstance(leaf, Tensor):
-            samples.append(_sample(where, leaf, place.meta["val"]))
+            samples.append(_sample(where, leaf, place.meta["val"]).to(device))
         elif isinstance(leaf, Integer):
             samples.append(_as_size(where, module, place, leaf))
         else:

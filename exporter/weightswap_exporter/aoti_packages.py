@@ -10,7 +10,10 @@ import torch
 from torch.export import ExportedProgram
 
 from weightswap_runtime import Artifact
+from weightswap_runtime.devices.accelerator import open_accelerator
+from weightswap_runtime.devices.opening import HOST
 from weightswap_runtime.dtypes import TORCH_NAMES
+from weightswap_runtime.engines.aoti_accelerated import target_of
 from weightswap_runtime.engines.aoti_library import Library
 from weightswap_runtime.engines.aoti_names import (
     LIBRARY_SUFFIX,
@@ -31,27 +34,34 @@ _FOLDER = "data/aotinductor/model"
 _FORMAT = {"archive_format": b"pt2", "archive_version": b"0", "byteorder": b"little", ".data/version": b"3\n"}
 
 
-def build_target() -> str:
+def build_device(name: str) -> torch.device:
+    """The device called `name`, which is here. Raises Unsupported."""
+    return torch.device(name) if name == HOST else open_accelerator(name).torch
+
+
+def build_target(device: torch.device) -> str:
     """The target that packages are compiled for here: the best that this machine can run. Raises Unsupported."""
+    if device.type != "cpu":
+        return target_of(device)
     targets = machine_targets()
     if not targets:
         raise Unsupported(f"the engine 'aoti' compiles for x86_64 with AVX2 on Linux; this machine is {machine_name()}")
     return targets[0]
 
 
-def package(artifact: Artifact, name: str, target: str) -> bytes:
-    """The package of a method for a target, as torch's loader for packages reads it, too.
+def package(artifact: Artifact, name: str, target: str, device: torch.device) -> bytes:
+    """The package of a method for a target, which `device` is, as torch's loader for packages reads it, too.
 
     Raises ArtifactError, Unsupported, CaptureError for a graph that AOTInductor cannot express, and ExportError without
     a C++ compiler.
     """
     where = f"method {name!r}"
     method = artifact.manifest.methods[name]
-    program = method_program(artifact, name)
+    program = method_program(artifact, name, device)
     rows = _rows(program, method.inputs)
-    graph = flat_graph(where, program, method)
+    graph = flat_graph(where, program, method, device)
     raw = compile_library(where, graph.module, graph.samples, target)
-    taken = [constant.fqn for constant in Library(raw, where).constants]
+    taken = [constant.fqn for constant in Library(raw, where, device).constants]
     if unknown := sorted(set(taken) - rows.keys()):
         raise CaptureError(f"{where}: AOTInductor has made the constant {unknown[0]!r} of its own")
     swapped = {fqn for fqn, row in rows.items() if row.kind != "constant"}
@@ -65,7 +75,7 @@ def package(artifact: Artifact, name: str, target: str) -> bytes:
         tensors=tuple(rows[fqn] for fqn in sorted(taken)),
         written=graph.written,
     )
-    return _archive(name, note, raw)
+    return _archive(name, note, raw, device)
 
 
 def _rows(program: ExportedProgram, inputs: tuple[GraphInput, ...]) -> dict[str, Bound]:
@@ -81,8 +91,8 @@ def _rows(program: ExportedProgram, inputs: tuple[GraphInput, ...]) -> dict[str,
     return rows
 
 
-def _archive(name: str, note: Note, library: bytes) -> bytes:
-    facts = {"AOTI_DEVICE_KEY": "cpu"}
+def _archive(name: str, note: Note, library: bytes, device: torch.device) -> bytes:
+    facts = {"AOTI_DEVICE_KEY": device.type}
     records = {
         **_FORMAT,
         NOTE_NAME: msgspec.json.encode(note),

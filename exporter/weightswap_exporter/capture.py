@@ -59,8 +59,15 @@ def capture(model: nn.Module, name: str, spec: MethodSpec) -> Captured:
                 mutated = mutated_buffers(program)
     except Exception as error:
         reason = str(error).partition("\n\nThe error above occurred")[0]
-        raise CaptureError(f"method {name!r}: torch.export cannot capture it: {reason}") from error
+        raise CaptureError(f"method {name!r}: torch.export cannot capture it: {reason}{_advice(reason)}") from error
     return Captured(program, inspect.signature(root.forward), spec.dynamic_shapes, mutated)
+
+
+def _advice(reason: str) -> str:
+    """torch 2.11 does not see that min(8 * n, 16 * n) is 8 * n, as in grouped-query attention of any length."""
+    if torch.__version__ >= "2.13" or "Constraints violated" not in reason or "min(" not in reason:
+        return ""
+    return "Where that holds for every size, export with torch 2.13: what it exports runs on this torch, too."
 
 
 def _check_spec(name: str, spec: MethodSpec) -> None:

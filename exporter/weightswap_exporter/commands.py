@@ -19,6 +19,7 @@ from weightswap_runtime.cli.output import (
     print_json,
     progress_bar,
 )
+from weightswap_runtime.devices.opening import HOST
 
 export_command = typer.Typer(add_completion=False)
 pack_command = typer.Typer(add_completion=False)
@@ -87,6 +88,9 @@ def compile_artifact(
     engine: Annotated[
         list[str], typer.Option("--engine", help="aoti, for machines like this one, or onnx; may be repeated.")
     ],
+    device: Annotated[
+        str, typer.Option(help="What aoti is compiled for: cpu, or cuda for GPUs like this machine's.")
+    ] = HOST,
     no_trial: Annotated[
         bool, typer.Option("--no-trial", help="Do not compare what was compiled with the graphs on random weights.")
     ] = False,
@@ -100,7 +104,7 @@ def compile_artifact(
 
         import_libraries(op_library or ())
         before = Artifact.open(artifact).manifest.files
-        made = compile_engines(artifact, engine, trial=not no_trial)
+        made = compile_engines(artifact, engine, trial=not no_trial, device=device)
         folders = tuple(f"engines/{name}/" for name in engine)
         added = sorted(name for name in made.manifest.files if name.startswith(folders))
         if as_json:

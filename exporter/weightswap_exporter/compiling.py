@@ -12,6 +12,7 @@ import msgspec
 from blake3 import blake3
 
 from weightswap_runtime import Artifact
+from weightswap_runtime.devices.opening import HOST
 from weightswap_runtime.engines import aoti_names, onnx_names
 from weightswap_runtime.errors import ExportError, Unsupported
 from weightswap_runtime.files import new_file
@@ -29,7 +30,11 @@ def check_engines(engines: Sequence[str]) -> None:
 
 
 def compile_engines(
-    artifact: str | os.PathLike[str] | Artifact, engines: Sequence[str], *, trial: bool = True
+    artifact: str | os.PathLike[str] | Artifact,
+    engines: Sequence[str],
+    *,
+    trial: bool = True,
+    device: str = HOST,
 ) -> Artifact:
     """Make what other engines need from the graphs of an artifact, and add it to the artifact's folder.
 
@@ -37,19 +42,24 @@ def compile_engines(
     writes an ONNX model without weights for each method; needs the extra `onnx-export`. "torch" needs nothing: every
     artifact has its graphs.
 
+    device: what "aoti" compiles for: "cpu", or "cuda" for GPUs like this machine's, which needs the CUDA toolkit, too.
+    An artifact can have both. The other engines' files are the same for all devices.
+
     trial: compare what was compiled with the graph itself, in a process of its own with random weights and inputs, and
     refuse what gives something else. A UserWarning says where that cannot be done, as for more than 2 GB of weights.
 
-    Files of the same engine that are there already are replaced; the graph id stays. Returns the artifact with its new
-    files. Processes that serve it are not disturbed. Raises Unsupported, MissingExtra, ArtifactError, CaptureError for
-    a graph that the engine cannot express, and ExportError.
+    Files of the same engine and machine that are there already are replaced; the graph id stays. Returns the artifact
+    with its new files. Processes that serve it are not disturbed. Raises Unsupported, MissingExtra, ArtifactError,
+    CaptureError for a graph that the engine cannot express, and ExportError.
     """
     check_engines(engines)
+    if device != HOST and "aoti" not in engines:
+        raise Unsupported(f"device={device!r}: what is compiled for {', '.join(engines)} is the same for all devices")
     opened = artifact if isinstance(artifact, Artifact) else Artifact.open(artifact)
     check_writable(opened.path)
-    files = engine_files(opened, engines)
+    files = engine_files(opened, engines, device)
     if trial:
-        _try(opened, files, engines)
+        _try(opened, files, engines, device)
     try:
         for name, content in files.items():
             _write(opened.path / name, content)
@@ -60,22 +70,22 @@ def compile_engines(
     return Artifact.open(opened.path)
 
 
-def _try(artifact: Artifact, files: dict[str, bytes], engines: Sequence[str]) -> None:
+def _try(artifact: Artifact, files: dict[str, bytes], engines: Sequence[str], device: str) -> None:
     """Try the files beside a copy of the artifact."""
     with TemporaryDirectory(prefix="weightswap-") as folder:
         copy = Path(folder) / "artifact"
         shutil.copytree(artifact.path, copy)
         write_files(copy, artifact.manifest, files)
-        try_engines(Artifact.open(copy), engines)
+        try_engines(Artifact.open(copy), engines, device)
 
 
-def try_engines(artifact: Artifact, engines: Sequence[str]) -> None:
+def try_engines(artifact: Artifact, engines: Sequence[str], device: str = HOST) -> None:
     """Compare what was compiled for other engines with the graphs. Raises CaptureError."""
     from .trial import try_engine
 
     for engine in dict.fromkeys(engines):
         if engine != "torch":
-            try_engine(artifact, engine)
+            try_engine(artifact, engine, device if engine == "aoti" else HOST)
 
 
 def write_files(folder: Path, manifest: Manifest, files: dict[str, bytes]) -> None:
@@ -85,11 +95,11 @@ def write_files(folder: Path, manifest: Manifest, files: dict[str, bytes]) -> No
         (folder / name).write_bytes(content)
 
 
-def engine_files(artifact: Artifact, engines: Sequence[str]) -> dict[str, bytes]:
+def engine_files(artifact: Artifact, engines: Sequence[str], device: str = HOST) -> dict[str, bytes]:
     """The files that engines need beside the graphs, by their name in the artifact."""
     files: dict[str, bytes] = {}
     for engine in dict.fromkeys(engines):
-        files |= _MAKERS[engine](artifact)
+        files |= _MAKERS[engine](artifact, device)
     return files
 
 
@@ -99,20 +109,25 @@ def with_files(manifest: Manifest, files: Mapping[str, bytes]) -> Manifest:
     return msgspec.structs.replace(manifest, files=dict(sorted(digests.items())))
 
 
-def _onnx(artifact: Artifact) -> dict[str, bytes]:
+def _onnx(artifact: Artifact, _: str) -> dict[str, bytes]:
     from .onnx_graphs import onnx_graph
 
     return {onnx_names.graph_file(name): onnx_graph(artifact, name) for name in artifact.methods}
 
 
-def _aoti(artifact: Artifact) -> dict[str, bytes]:
-    from .aoti_packages import build_target, package
+def _aoti(artifact: Artifact, device: str) -> dict[str, bytes]:
+    from .aoti_packages import build_device, build_target, package
 
-    target = build_target()
-    return {aoti_names.package_file(target, name): package(artifact, name, target) for name in artifact.methods}
+    place = build_device(device)
+    target = build_target(place)
+    return {aoti_names.package_file(target, name): package(artifact, name, target, place) for name in artifact.methods}
 
 
-_MAKERS: dict[str, Callable[[Artifact], dict[str, bytes]]] = {"torch": lambda _: {}, "aoti": _aoti, "onnx": _onnx}
+_MAKERS: dict[str, Callable[[Artifact, str], dict[str, bytes]]] = {
+    "torch": lambda *_: {},
+    "aoti": _aoti,
+    "onnx": _onnx,
+}
 
 
 def _write(path: Path, content: bytes) -> None:

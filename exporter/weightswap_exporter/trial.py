@@ -1,8 +1,8 @@
 """Trying what was compiled for another engine: on random weights and inputs it must give what the graph itself gives.
 
 Translations are sometimes wrong, and some of their results end the process that opens them. So this runs in a process
-of its own: `python -m weightswap_exporter.trial FOLDER ENGINE` prints a JSON list of what is wrong, or a text that says
-why it could not be tried.
+of its own: `python -m weightswap_exporter.trial FOLDER ENGINE DEVICE` prints a JSON list of what is wrong, or a text
+that says why it could not be tried.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import numpy as np
 
 from weightswap_runtime import Artifact, Model, load
 from weightswap_runtime.contents import Content
+from weightswap_runtime.devices.opening import HOST
 from weightswap_runtime.dtypes import has_fractions
 from weightswap_runtime.engines import Engine
 from weightswap_runtime.errors import CaptureError, WeightswapError
@@ -36,15 +37,15 @@ COARSE = 0.15  # dtypes with fewer digits
 _CALLER = 4
 
 
-def try_engine(artifact: Artifact, engine: str) -> None:
-    """Run every method on random weights with the engine and with `torch`, and compare.
+def try_engine(artifact: Artifact, engine: str, device: str) -> None:
+    """Run every method on random weights with the engine and with `torch`, both on a device, and compare.
 
     Raises CaptureError where the engine gives something else, or ends the process. Warns where it could not be tried.
     """
     if artifact.manifest.total_bytes > MOST_BYTES:
         _warn(engine, f"its weights take more than {MOST_BYTES >> 30} GB")
         return
-    command = [sys.executable, "-m", __name__, str(artifact.path), engine]
+    command = [sys.executable, "-m", __name__, str(artifact.path), engine, device]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
     if done.returncode < 0:
@@ -69,13 +70,15 @@ def _warn(engine: str, reason: str) -> None:
     warnings.warn(f"what was compiled for the engine {engine!r} could not be tried: {reason}", stacklevel=_CALLER)
 
 
-def differences(artifact: Artifact, engine: Any) -> Iterator[str]:
-    """What an engine gives that the graph does not, in words."""
+def differences(artifact: Artifact, engine: Any, device: str = HOST) -> Iterator[str]:
+    """What an engine gives on a device that the graph does not, in words."""
     rng = np.random.default_rng(0)
     with tempfile.TemporaryDirectory(prefix="weightswap-") as folder:
         weights = Path(folder) / "random.safetensors"
         write_random_weights(artifact.manifest, weights, rng)
-        ours, theirs = (load(artifact.path, weights, engine=name, verify="off") for name in ("torch", engine))
+        ours, theirs = (
+            load(artifact.path, weights, engine=name, device=device, verify="off") for name in ("torch", engine)
+        )
         for name, signature in ours.signatures.items():
             for sizes in common_sizes(signature):
                 yield from _one_call(name, signature, sizes, ours, theirs, rng)
@@ -135,9 +138,9 @@ def _problem(wanted: Any, got: Any) -> str | None:
     return None if worst <= tolerance * largest else f"off by {worst:.3g}, where the largest value is {largest:.3g}"
 
 
-def main(folder: str, engine: str) -> None:
+def main(folder: str, engine: str, device: str) -> None:
     try:
-        said: list[str] | str = list(differences(Artifact.open(folder), engine))
+        said: list[str] | str = list(differences(Artifact.open(folder), engine, device))
     except WeightswapError as error:  # such as operators that this process, or this machine, lacks
         said = str(error)
     print(json.dumps(said))

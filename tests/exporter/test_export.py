@@ -15,9 +15,10 @@ import pytest
 import torch
 from torch import nn
 from torch.export import Dim
+from torch.torch_version import TorchVersion
 
 from tests.models import Counter, Everything, Nested, Renamed, Views
-from weightswap_exporter import MethodSpec, export
+from weightswap_exporter import MethodSpec, capture, export
 from weightswap_runtime import Artifact, CaptureError, ExportError, Unsupported
 from weightswap_runtime.wording import signature_text
 
@@ -335,3 +336,12 @@ def test_wrong_requests_are_refused(tmp_path: Path) -> None:
     with pytest.raises(Unsupported, match="tensorrt"):
         export(model, (IMAGE,), out=out, engines=("torch", "tensorrt"))
     assert list(tmp_path.iterdir()) == []
+
+
+def test_what_an_older_torch_cannot_prove_comes_with_advice(monkeypatch: pytest.MonkeyPatch) -> None:
+    said = "Constraints violated (length)! Not all values satisfy the generated guard min(8*n, 16*n) == (8*n)."
+    monkeypatch.setattr(torch, "__version__", TorchVersion("2.11.0"))
+    assert "export with torch 2.13" in capture._advice(said)
+    assert capture._advice("Constraints violated (length)! n <= 5") == ""
+    monkeypatch.setattr(torch, "__version__", TorchVersion("2.13.0"))
+    assert capture._advice(said) == ""

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from weightswap_exporter import export, skeleton
-from weightswap_runtime import Artifact
+from weightswap_runtime import Artifact, CaptureError
 
 from .entries import ZOO, Entry
 
@@ -38,10 +38,15 @@ def shelf(tmp_path_factory: pytest.TempPathFactory) -> Shelf:
         with skeleton():
             hollow = entry.build().eval()
         sample = entry.inputs(*entry.sizes[0])
-        artifacts = [
-            export(model, kwargs=sample, dynamic_shapes=entry.dynamic, out=folder / name)
-            for name, model in (("hollow", hollow), ("real", real))
-        ]
+        try:
+            artifacts = [
+                export(model, kwargs=sample, dynamic_shapes=entry.dynamic, out=folder / name)
+                for name, model in (("hollow", hollow), ("real", real))
+            ]
+        except CaptureError as error:
+            if "export with torch 2.13" not in str(error):
+                raise
+            pytest.skip(f"torch {torch.__version__} cannot export it")
         return Exported(entry, *artifacts)
 
     return take

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -71,6 +72,17 @@ def eager_answers(entry: Entry, model: nn.Module, device: str) -> list[Any]:
     torch.manual_seed(7)
     made = [entry.inputs(*sizes) for sizes in entry.sizes]
     return [moved(eager(**moved(dict(each), device)), "cpu") for each in made]
+
+
+@contextmanager
+def deterministic(device: str) -> Iterator[None]:
+    """A block in which a GPU gives the same bits each time, where it can."""
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(device != "cpu", warn_only=True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before)
 
 
 def prove(

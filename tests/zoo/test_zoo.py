@@ -17,7 +17,7 @@ from weightswap_runtime.graphs import opening
 
 from .conftest import Exported, Shelf
 from .entries import BY_NAME, Entry, named_tensors, randomised, save_pickled, save_pretrained
-from .proving import prove
+from .proving import deterministic, near, prove
 
 
 def test_a_skeleton_exports_to_the_bytes_of_the_real_model(exported: Exported) -> None:
@@ -85,7 +85,8 @@ def test_the_proof(device: str, exported: Exported, tmp_path: Path) -> None:
     entry, artifact = exported.entry, exported.hollow
     models = {seed: randomised(entry, seed) for seed in (1, 2)}
     files = {seed: swappable(entry, model, artifact, tmp_path / f"v{seed}") for seed, model in models.items()}
-    prove(entry, artifact, "torch", models, files, equal, device)
+    with deterministic(device):  # models choose other operators on other devices, so that eager is only near there
+        prove(entry, artifact, "torch", models, files, equal if device == "cpu" else near(1e-4), device)
 
 
 @pytest.mark.parametrize("name", ["llama-tied", "mixtral", "vit"])

@@ -160,8 +160,6 @@ def open_engine(
 
     on_host: on a device, weights in host memory can be bound, too, for trials.
     """
-    if device != HOST and name == "aoti":
-        raise Unsupported(f"engine 'aoti' on the device {device!r}: there this version has 'torch' and 'onnx'")
     if cuda_graphs is not None and (device == HOST or name != "torch"):
         raise Unsupported(f"cuda_graphs with the engine {name!r} on {device!r}: they are for 'torch' on \"cuda\"")
     if threads is not None and (device != HOST or name != "onnx" or type(threads) is not int or threads < 1):
@@ -170,6 +168,10 @@ def open_engine(
         from .onnx_accelerated import OnnxAcceleratedEngine
 
         return OnnxAcceleratedEngine(artifact, device, on_host=on_host)
+    if device != HOST and name == "aoti":
+        from .aoti_accelerated import AotiAcceleratedEngine
+
+        return AotiAcceleratedEngine(artifact, device, on_host=on_host)
     if name == "onnx":
         from .onnx import OnnxEngine
 

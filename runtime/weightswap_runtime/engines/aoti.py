@@ -33,25 +33,28 @@ class AotiEngine(TorchEngine):
 
     def _open(self, artifact: Artifact, prologue: bool) -> Mapping[str, Any]:
         """Raises ArtifactError and Unsupported."""
-        target = find_target(artifact)
+        target = self._target(artifact)
         self._captured = {
             name: load_graph(artifact, name, method, prologue=False, device=self.device)
             for name, method in artifact.manifest.methods.items()
             if _may_be_empty(method)
         }
         packages = {name: read_package(artifact, target, name) for name in artifact.methods}
-        return {name: AotiGraph(packages[name], method) for name, method in artifact.manifest.methods.items()}
+        methods = artifact.manifest.methods
+        return {name: AotiGraph(packages[name], method, self.device) for name, method in methods.items()}
+
+    def _target(self, artifact: Artifact) -> str:
+        return find_target(artifact)
 
     def _call(self, name: str, method: Method, tensors: Tensors) -> AotiCall:
         graph = self._captured.get(name)
         return AotiCall(self._graphs[name], tensors, GraphCall(graph, method.inputs, tensors) if graph else None)
 
-    @staticmethod
-    def misplaced(value: torch.Tensor) -> str | None:
+    def misplaced(self, value: torch.Tensor) -> str | None:  # type: ignore[override]
         """What is wrong with an input beside dtype and shape."""
         if type(value).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
             return f"expected a plain tensor, got a {type(value).__qualname__}"
-        return TorchEngine.misplaced(value)
+        return super().misplaced(value)
 
     @staticmethod
     def kind(value: torch.Tensor) -> Hashable:
@@ -66,13 +69,13 @@ class AotiEngine(TorchEngine):
 class AotiGraph:
     """One method's machine code, held against the manifest."""
 
-    def __init__(self, package: Package, method: Method) -> None:
+    def __init__(self, package: Package, method: Method, device: torch.device) -> None:
         """Raises ArtifactError."""
         self.note = package.note
         signature = method.signature
         self.inputs = [leaf for _, node in (*signature.args, *signature.kwargs) for leaf in leaves(node)]
         self.outputs = leaves(signature.output)
-        self.library = Library(package.library, package.where)
+        self.library = Library(package.library, package.where, device)
         if problems := list(self._problems()):
             raise ArtifactError(
                 f"{package.where}: its machine code is not that of {package.note.method!r}: {'; '.join(problems[:5])}"

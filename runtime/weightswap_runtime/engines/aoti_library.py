@@ -10,7 +10,8 @@ import ctypes
 import os
 import tempfile
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple, NoReturn
 
@@ -28,6 +29,8 @@ _INNER, _WITHIN = "torch_exception_get_what_without_backtrace", b" API call fail
 _COUNTS = tuple(f"AOTInductorModelContainerGetNum{what}" for what in ("Constants", "Inputs", "Outputs"))
 _NAME, _FQN, _DTYPE = (f"AOTInductorModelContainerGetConstant{what}" for what in ("Name", "OriginalFQN", "Dtype"))
 _FOLDED = "AOTInductorModelContainerGetConstantFromFolded"
+
+CPU = torch.device("cpu")
 
 _P = ctypes.c_void_p
 _new_capsule = ctypes.pythonapi.PyCapsule_New
@@ -49,11 +52,16 @@ class Constant(NamedTuple):
 
 
 class Library:
-    """A shared library with one compiled graph. `inputs` and `outputs` are how many tensors it takes and gives."""
+    """A shared library with one compiled graph. `inputs` and `outputs` are how many tensors it takes and gives.
 
-    def __init__(self, raw: bytes, where: str) -> None:
-        """Load machine code. Raises ArtifactError."""
+    `stream` gives the handle of the stream that a run belongs in: on a GPU the calling thread's current one.
+    """
+
+    def __init__(self, raw: bytes, where: str, device: torch.device = CPU) -> None:
+        """Load machine code that runs on `device`. Raises ArtifactError."""
         self._where = where
+        self._device = device
+        self.stream = _stream_of(device)
         try:
             self._calls = _load(raw)
             for name in (_CREATE, _DELETE, _RUN, _BIND, _BOUND, _REASON, *_COUNTS, _NAME, _FQN, _DTYPE, _FOLDED):
@@ -73,7 +81,7 @@ class Library:
     def create(self) -> ctypes.c_void_p:
         """A new container, without tensors: to run it would end the process."""
         handle = ctypes.c_void_p()
-        self._call(_CREATE, ctypes.byref(handle), ctypes.c_size_t(1), b"cpu", None)
+        self._call(_CREATE, ctypes.byref(handle), ctypes.c_size_t(1), str(self._device).encode(), None)
         return handle
 
     def bind(self, handle: ctypes.c_void_p, tensors: Sequence[torch.Tensor]) -> list[int]:
@@ -107,7 +115,7 @@ class Library:
 
     def _deletes_copies(self, handle: ctypes.c_void_p) -> bool:
         """Whether a container that is deleted deletes its handles of tensors. In torch 2.13 it does not."""
-        token = torch.empty(1)
+        token = torch.empty(1, device=self._device)
         before = token._use_count()  # type: ignore[attr-defined]
         made = self.bind(handle, [token] * len(self.constants))
         self._call(_DELETE, handle)
@@ -153,6 +161,12 @@ class Library:
         return Constant(texts[0], texts[1], dtype.value)
 
 
+def _stream_of(device: torch.device) -> Callable[[], int | None]:
+    if device.type == "cpu":
+        return lambda: None
+    return partial(torch._C._cuda_getCurrentRawStream, device.index)
+
+
 def _load(raw: bytes) -> ctypes.CDLL:
     with tempfile.TemporaryDirectory(prefix="weightswap-") as folder:
         path = Path(folder, "graph.so")
@@ -179,7 +193,7 @@ class Container:
         """Raises RuntimeError for what goes wrong in the graph."""
         count = self._library.outputs
         given, found = (_P * len(inputs))(*_pointers(inputs)), (_P * count)()
-        self._library.run(self._handle, given, len(inputs), found, count, None, None)
+        self._library.run(self._handle, given, len(inputs), found, count, self._library.stream(), None)
         capsules = [_new_capsule(pointer, None, None) for pointer in found]
         outputs: list[torch.Tensor] = torch._C._aoti.alloc_tensors_by_stealing_from_void_ptrs(capsules)
         return outputs

@@ -40,6 +40,11 @@ TARGETS = {
 }
 
 
+BESIDE_GPUS = "cpu-x86_64-avx2"  # what code for a GPU expects of the processor
+
+_CUDA = "cuda-sm"
+
+
 class Bound(msgspec.Struct, frozen=True, array_like=True):
     """A tensor that the package is given once: its name there, and what the manifest calls it."""
 
@@ -67,9 +72,19 @@ def package_file(target: str, method: str) -> str:
     return f"engines/aoti/{target}/{method}.pt2"
 
 
+def gpu_target(capability: tuple[int, int]) -> str:
+    """The target of a GPU with a compute capability. Its machine code runs on no other."""
+    return f"{_CUDA}{capability[0]}{capability[1]}"
+
+
+def is_gpu_target(target: str) -> bool:
+    """Whether packages for a target run on a GPU."""
+    return target.startswith(_CUDA)
+
+
 @cache
 def machine_targets() -> tuple[str, ...]:
-    """The targets whose packages this machine can run, fastest first."""
+    """The targets whose packages this machine's processor can run, fastest first."""
     if platform.system() != "Linux" or platform.machine() != "x86_64":
         return ()
     found = _processor_flags()

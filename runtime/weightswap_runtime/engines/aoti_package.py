@@ -15,9 +15,16 @@ from weightswap_runtime.dtypes import describe
 from weightswap_runtime.errors import ArtifactError, Unsupported
 from weightswap_runtime.manifest import Manifest, NamedTensor
 
-from .aoti_names import LIBRARY_SUFFIX, NOTE_NAME, Bound, Note, machine_name, machine_targets, package_file
-
-_ADVICE = "Compile it again: weightswap compile {} --engine aoti"
+from .aoti_names import (
+    LIBRARY_SUFFIX,
+    NOTE_NAME,
+    Bound,
+    Note,
+    is_gpu_target,
+    machine_name,
+    machine_targets,
+    package_file,
+)
 
 
 class Package(NamedTuple):
@@ -28,30 +35,36 @@ class Package(NamedTuple):
     library: bytes
 
 
-def find_target(artifact: Artifact) -> str:
-    """The best of the targets that this machine can run and every method has a package for. Raises Unsupported."""
+def find_target(artifact: Artifact, gpu: str | None = None) -> str:
+    """The best of the targets that this machine can run and every method has a package for. Raises Unsupported.
+
+    gpu: the target of the GPU to run on, instead of the processor.
+    """
     files = artifact.manifest.files
     offered = {name.split("/")[2] for name in files if name.startswith("engines/aoti/")}
     whole = {target for target in offered if all(package_file(target, name) in files for name in artifact.methods)}
-    for target in machine_targets():
+    for target in [gpu] if gpu else machine_targets():
         if target in whole:
             return target
-    advice = _ADVICE.format(artifact.path)
+    command = _command(artifact, gpu or "")
     if not whole:
-        raise Unsupported(
-            f"{artifact.path}: was not compiled for the engine 'aoti'. Run: weightswap compile {artifact.path} "
-            "--engine aoti"
-        )
+        raise Unsupported(f"{artifact.path}: was not compiled for the engine 'aoti'. Run: {command}")
+    here = f"this GPU is {gpu}" if gpu else f"this machine is {machine_name()}"
     raise Unsupported(
-        f"{artifact.path}: was compiled for {', '.join(sorted(whole))}; this machine is {machine_name()}. On a machine "
-        f"like this one: {advice}"
+        f"{artifact.path}: was compiled for {', '.join(sorted(whole))}; {here}. On a machine like this one: {command}"
     )
+
+
+def _command(artifact: Artifact, target: str) -> str:
+    """What compiles for a target."""
+    return f"weightswap compile {artifact.path} --engine aoti{' --device cuda' if is_gpu_target(target) else ''}"
 
 
 def read_package(artifact: Artifact, target: str, method: str) -> Package:
     """Raises ArtifactError for a package that is damaged or of another graph, Unsupported for one of another torch."""
     name = package_file(target, method)
     where = str(artifact.path / name)
+    advice = f"Compile it again: {_command(artifact, target)}"
     raw = artifact.read(name)
     try:
         with zipfile.ZipFile(io.BytesIO(raw)) as archive:
@@ -61,19 +74,16 @@ def read_package(artifact: Artifact, target: str, method: str) -> Package:
             note = msgspec.json.decode(archive.read(note_name), type=Note)
             package = Package(where, note, archive.read(library_name))
     except (zipfile.BadZipFile, ValueError, NotImplementedError, RuntimeError, EOFError, OSError) as error:
-        raise ArtifactError(f"{where}: is not a package ({error}). {_ADVICE.format(artifact.path)}") from error
+        raise ArtifactError(f"{where}: is not a package ({error}). {advice}") from error
     if problems := list(_problems(artifact, target, method, note)):
         raise ArtifactError(f"{where}: is not the package of {method!r}: {'; '.join(problems[:5])}")
     if (here := _minor(_installed())) != (there := _minor(note.torch)):
-        raise Unsupported(
-            f"{where}: was compiled with torch {there}, and this is torch {here or 'none'}. "
-            f"{_ADVICE.format(artifact.path)}"
-        )
+        raise Unsupported(f"{where}: was compiled with torch {there}, and this is torch {here or 'none'}. {advice}")
     return package
 
 
 def can_run(artifact: Artifact) -> bool:
-    """Whether every method has a package for this machine and this torch. Raises ArtifactError for damaged ones."""
+    """Whether every method has a package for this processor and this torch. Raises ArtifactError for damaged ones."""
     try:
         target = find_target(artifact)
         for method in artifact.methods:

@@ -1,0 +1,29 @@
+"""The engine `aoti` on a GPU: machine code for its kind, which runs in the calling thread's current stream."""
+
+from __future__ import annotations
+
+import torch
+
+from weightswap_runtime.artifact import Artifact
+from weightswap_runtime.errors import Unsupported
+
+from .accelerated import AcceleratedEngine
+from .aoti import AotiEngine
+from .aoti_names import BESIDE_GPUS, gpu_target, machine_name, machine_targets
+from .aoti_package import find_target
+
+
+class AotiAcceleratedEngine(AotiEngine, AcceleratedEngine):
+    """The packages of one artifact for this GPU. Weights that wait on the host are tried with the graphs."""
+
+    def _target(self, artifact: Artifact) -> str:
+        return find_target(artifact, target_of(self.device))
+
+
+def target_of(device: torch.device) -> str:
+    """What packages for a device are compiled for. Raises Unsupported."""
+    if device.type != "cuda" or torch.version.cuda is None:
+        raise Unsupported(f"the engine 'aoti' runs on the CPU and with CUDA; {str(device)!r} is neither here")
+    if BESIDE_GPUS not in machine_targets():
+        raise Unsupported(f"the engine 'aoti' on a GPU needs {BESIDE_GPUS} beside it; this machine is {machine_name()}")
+    return gpu_target(torch.cuda.get_device_capability(device))

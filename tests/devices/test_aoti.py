@@ -1,0 +1,224 @@
+"""The engine `aoti` on a GPU: machine code for its kind, in the calling thread's stream, over arenas there."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.export import Dim
+
+from tests.accelerators import ACCELERATOR, moved, on_accelerator, use_own_stream
+from tests.aoti import near
+from tests.compiled import SIZES, WIDTH, Mixtures, needs_compiler, sample
+from weightswap_exporter import aoti_compiler, compile_engines, export, pack
+from weightswap_exporter.aoti_packages import build_device, build_target
+from weightswap_runtime import Artifact, Unsupported, load
+from weightswap_runtime.engines import choose_engine
+from weightswap_runtime.engines.aoti_accelerated import target_of
+from weightswap_runtime.engines.aoti_names import gpu_target, package_file
+from weightswap_runtime.engines.aoti_package import find_target
+
+on_gpu = pytest.mark.skipif(torch.version.cuda is None, reason="AOTInductor compiles for CUDA alone here")
+ROWS = 8
+
+
+class Sum(nn.Module):
+    """One kernel, which reads weights and what the caller gives."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(WIDTH // 2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.weight
+
+
+class Sums:
+    """The artifact, compiled for a GPU, with two sets of weights."""
+
+    def __init__(self, folder: Path, device: str | None) -> None:
+        shapes = {"x": {0: Dim("rows", max=ROWS)}}
+        self.x = torch.linspace(0, 1, ROWS * WIDTH // 2).reshape(ROWS, -1)
+        self.artifact: Artifact = export(Sum(), (self.x,), dynamic_shapes=shapes, out=folder / "sum.artifact")
+        self.weights = [torch.full((WIDTH // 2,), float(seed)) for seed in (1, 2)]
+        self.files = []
+        for seed, weight in enumerate(self.weights):
+            packed = pack({"weight": weight}, self.artifact, out=folder / f"v{seed}.safetensors")
+            self.files.append(packed.path)
+        if device is not None:
+            self.artifact = compile_engines(self.artifact, ["aoti"], device=device)
+
+
+@pytest.fixture(scope="module")
+def bare(tmp_path_factory: pytest.TempPathFactory) -> Sums:
+    return Sums(tmp_path_factory.mktemp("bare"), None)
+
+
+@pytest.fixture(scope="module")
+def sums(tmp_path_factory: pytest.TempPathFactory) -> Sums:
+    return Sums(tmp_path_factory.mktemp("sums"), ACCELERATOR)
+
+
+OPTIONS = [
+    {"residency": "double"},
+    {"residency": "single", "staging": "device"},
+    {"residency": "single", "staging": "host"},
+]
+
+
+@on_accelerator
+@on_gpu
+@needs_compiler
+@pytest.mark.parametrize("options", OPTIONS, ids=["double", "single-device", "single-host"])
+def test_every_swap_shows_in_the_next_call(device: str, options: dict[str, Any], sums: Sums) -> None:
+    model = load(sums.artifact, sums.files[0], engine="aoti", device=device, keep_previous="host", **options)
+    assert model.engine == "aoti"
+    x = sums.x.to(device)
+    for number in range(20):
+        with model.stage(sums.files[number % 2]) as staged:
+            assert torch.equal(staged(x[:3]).cpu(), sums.x[:3] + sums.weights[number % 2])
+            staged.commit()
+        for rows in (ROWS, 1, 0):
+            assert torch.equal(model(x[:rows]).cpu(), sums.x[:rows] + sums.weights[number % 2]), (number, rows)
+    model.rollback()
+    assert torch.equal(model(x).cpu(), sums.x + sums.weights[0])
+
+
+@on_accelerator
+@on_gpu
+@needs_compiler
+@pytest.mark.parametrize("residency", ["double", "single"])
+def test_threads_in_streams_of_their_own_never_mix_sets(device: str, residency: Any, sums: Sums) -> None:
+    model = load(sums.artifact, sums.files[0], engine="aoti", device=device, residency=residency)
+    expected = [sums.x + weight for weight in sums.weights]
+    done, failures, calls = threading.Event(), list[object](), list[int]()
+
+    def call() -> None:
+        use_own_stream(device)
+        x = sums.x.to(device)
+        while not done.is_set():
+            found = model(x).cpu()
+            calls.append(1)
+            if not any(torch.equal(found, each) for each in expected):
+                failures.append(found)
+
+    threads = [threading.Thread(target=call) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    try:
+        for number in range(100):
+            model.swap(sums.files[number % 2])
+    finally:
+        done.set()
+        for thread in threads:
+            thread.join()
+    assert failures == []
+    assert calls
+
+
+@on_accelerator
+@on_gpu
+@needs_compiler
+def test_a_dropped_model_leaves_nothing_on_the_device(device: str, sums: Sums) -> None:
+    x = sums.x.to(device)
+
+    def use() -> int:
+        model = load(sums.artifact, sums.files[0], engine="aoti", device=device)
+        model(x)
+        model.swap(sums.files[1])
+        del model
+        gc.collect()
+        torch.accelerator.synchronize()
+        return torch.cuda.memory_allocated()
+
+    use()  # what is allocated once
+    assert len({use() for _ in range(3)}) == 1
+
+
+@on_accelerator
+@on_gpu
+@needs_compiler
+def test_it_is_near_eager_on_the_same_device(device: str, tmp_path: Path) -> None:
+    mixtures = Mixtures(tmp_path)
+    artifact = compile_engines(mixtures.artifact, ["aoti"], device=device)
+    served = load(artifact, mixtures.files[0], engine="aoti", device=device)
+    for model, file in zip(mixtures.models, mixtures.files, strict=True):
+        served.swap(file)
+        there = deepcopy(model).to(device)
+        there.plain = there.plain.to(device)
+        for rows in SIZES:
+            given = moved(sample(rows), device)
+            with torch.no_grad():
+                expected = there(*deepcopy(given))
+            assert near(served(*given), moved(expected, device)), rows
+    on_cpu = load(artifact, mixtures.files[0], engine="aoti")  # both targets are in the artifact
+    assert on_cpu.engine == "aoti"
+
+
+@on_accelerator
+@on_gpu
+@needs_compiler
+def test_packages_for_another_gpu_are_refused(device: str, sums: Sums, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (99, 9))
+    with pytest.raises(Unsupported, match=r"was compiled for cuda-sm\d+; this GPU is cuda-sm999.*--device cuda"):
+        load(sums.artifact, sums.files[0], engine="aoti", device=device)
+
+
+@pytest.mark.cuda
+@on_gpu
+@needs_compiler
+@pytest.mark.skipif(torch.accelerator.device_count() < 2, reason="needs two GPUs")
+def test_a_second_gpu_runs_the_same_package(sums: Sums) -> None:
+    model = load(sums.artifact, sums.files[0], engine="aoti", device="cuda:1")
+    model.swap(sums.files[1])
+    found = model(sums.x.to("cuda:1"))
+    assert found.device == torch.device("cuda:1")
+    assert torch.equal(found.cpu(), sums.x + sums.weights[1])
+
+
+def test_what_was_compiled_for_the_processor_alone_is_refused_on_a_gpu(bare: Sums) -> None:
+    with pytest.raises(Unsupported, match=r"was not compiled for the engine 'aoti'.*--engine aoti --device cuda$"):
+        find_target(bare.artifact, gpu_target((9, 0)))
+
+
+def test_other_devices_are_refused(bare: Sums, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(Unsupported, match="the engine 'aoti' runs on the CPU and with CUDA; 'xpu:0' is neither"):
+        target_of(torch.device("xpu:0"))
+    monkeypatch.setattr(torch.version, "cuda", None)
+    with pytest.raises(Unsupported, match="'cuda:0' is neither here"):
+        target_of(torch.device("cuda:0"))
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available=False: None)
+    for refused in (
+        lambda: compile_engines(bare.artifact, ["aoti"], device="cuda"),
+        lambda: load(bare.artifact, bare.files[0], engine="aoti", device="cuda"),
+    ):
+        with pytest.raises(Unsupported, match=r"device 'cuda': this torch .* has no such device here; it has none"):
+            refused()
+    with pytest.raises(Unsupported, match="device='cuda': what is compiled for onnx is the same for all devices"):
+        compile_engines(bare.artifact, ["onnx"], device="cuda")
+
+
+def test_a_gpu_has_a_target_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, device.index))
+    assert [build_target(torch.device("cuda", index)) for index in (0, 1)] == ["cuda-sm90", "cuda-sm91"]
+    assert build_target(build_device("cpu")).startswith("cpu-")
+    assert package_file(gpu_target((12, 0)), "forward") == "engines/aoti/cuda-sm120/forward.pt2"
+
+
+def test_a_missing_toolkit_is_named() -> None:
+    said = RuntimeError(
+        "C++ compile error\nmodel.h:15:10: fatal error: cuda.h: No such file or directory\n   15 | #include"
+    )
+    explained = aoti_compiler._explained("method 'forward'", said)
+    assert "compiles for GPUs with the CUDA toolkit, and finds no cuda.h. Install" in str(explained)
+
+
+def test_auto_does_not_take_it_on_a_device(bare: Sums) -> None:
+    assert choose_engine("auto", bare.artifact, "cuda:0") == "torch"
