@@ -66,6 +66,8 @@ class Session:
 
     def prepare_added(self, where: str) -> None:
         """As `prepare`, where that was not done since the weights came."""
+        if self.bound.keys() <= self._prepared:
+            return  # a device is asked for nothing
         with self.arena.writing(join=True), self.arena.stream():
             for place, bound in list(self.bound.items()):
                 if place not in self._prepared:
@@ -86,6 +88,8 @@ class Session:
 
     def reset_state(self) -> None:
         """Put all state back to its initial values, in place."""
+        if not self.has_state:
+            return  # a device is asked for nothing
         with self.arena.stream():
             for bound in list(self.bound.values()):
                 bound.reset_state()

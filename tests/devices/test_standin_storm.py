@@ -189,6 +189,22 @@ def test_addresses_stay(residency: str, tiny: TinyArtifact, weight_file: WriteWe
     assert [session.arena.address for session in served.model._store._residency.sessions] == addresses
 
 
+def test_an_exchange_asks_the_device_for_nothing(
+    tiny: TinyArtifact, weight_file: WriteWeights, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device = StandIn(0)
+    served = Served(tiny, "double", "auto", device, None)
+    served.model.swap(weight_file(0))
+    with served.model.stage(weight_file(1)) as staged:
+        served.call()
+        device.drain()
+        for name in ("mark", "wait", "copy", "on", "finish"):
+            monkeypatch.delattr(StandIn, name)
+        staged.commit()
+        served.model.rollback()
+    assert served.model.generation == 2
+
+
 CASES = {
     "room on the device": (1 << 30, 1 << 30, "auto", "device", "bytes free"),
     "no room on the device": (1 << 20, 1 << 30, "auto", "pinned", "are left for calls"),

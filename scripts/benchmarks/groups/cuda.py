@@ -10,6 +10,7 @@ from itertools import cycle
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from threading import Event, Thread
+from zipfile import ZipFile
 
 import safetensors.torch
 import torch
@@ -41,7 +42,7 @@ def rows(settings: Settings) -> Iterator[Row]:
         raise SystemExit("scripts/bench cuda needs a GPU, and torch finds none here")
     device, errors = found.type, list[Exception]()
     with stored(settings.megabytes * 1_000_000) as large:
-        parts = [partial(part, large) for part in (_staging, _commits, _in_place, _calls, _whole)]
+        parts = [partial(part, large) for part in (_staging, _commits, _in_place, _calls, _whole, _constants)]
         for part in (_encoder, *parts):
             try:
                 yield from part(device, settings.rounds)
@@ -152,6 +153,58 @@ def _whole(stored: Stored, device: str, rounds: int) -> Iterator[Row]:
     for name in peers:
         yield compared(f"swap {stored.size}, double residency", "ms", millis["swap"], name, millis[name])
     _check(stored, model)
+
+
+def _constants(stored: Stored, device: str, rounds: int) -> Iterator[Row]:
+    """AOTInductor's ways to take new weights: over those that serve, or beside them and exchanged."""
+    if device != "cuda":
+        return
+    model, paths, first = _opened(stored, device), _paths(stored), stored.versions[0]
+    package = _compiled(stored, device)
+    with quiet():
+        loaded = torch._inductor.aoti_load_package(str(package))
+    with ZipFile(package) as archive:
+        (member,) = (name for name in archive.namelist() if name.endswith(".so"))
+        library = archive.extract(member, package.parent)
+    runner = torch._C._aoti.AOTIModelContainerRunnerCuda(library, 1, device)
+    names = {fqn: name for name, fqn in runner.get_constant_names_to_original_fqns().items()}
+    tokens = stored.tokens.to(device)
+
+    def load_constants() -> None:
+        loaded.load_constants(safetensors.torch.load_file(first.path, device=device), check_full_update=True)
+
+    def swap_constants() -> None:
+        tensors = safetensors.torch.load_file(first.path, device=device)
+        runner.update_constant_buffer({names[fqn]: tensor for fqn, tensor in tensors.items()}, True, True)
+        runner.swap_constant_buffer()
+
+    peers = {"AOTInductor, load_constants": load_constants, "AOTInductor, swap_constant_buffer": swap_constants}
+    for (name, work), call in zip(peers.items(), (loaded, lambda x: runner.run([x])[0]), strict=True):
+        work()
+        close(call(tokens).cpu(), first.expected, name)
+    measures = {"swap": lambda: _settled(lambda: model.swap(next(paths)))}
+    taken = in_turn(measures | {name: partial(_settled, work) for name, work in peers.items()}, rounds)
+    millis = {name: [second * 1e3 for second in values] for name, values in taken.items()}
+    for name in peers:
+        yield compared(f"swap {stored.size}, double residency", "ms", millis["swap"], name, millis[name])
+    _check(stored, model)
+
+
+def _compiled(stored: Stored, device: str) -> Path:
+    """A package of AOTInductor's without weights."""
+    with torch.device(device), torch.no_grad():
+        eager = Stack(stored.nbytes).eval()
+    with quiet(), torch.no_grad():
+        program = torch.export.export(eager, (stored.tokens.to(device),))
+        package = torch._inductor.aoti_compile_and_package(
+            program,
+            package_path=str(stored.pickled.with_name("compiled.pt2")),
+            inductor_configs={
+                "aot_inductor.package_constants_in_so": False,
+                "aot_inductor.embed_kernel_binary": True,
+            },
+        )
+    return Path(package)
 
 
 def _calls(stored: Stored, device: str, rounds: int) -> Iterator[Row]:
