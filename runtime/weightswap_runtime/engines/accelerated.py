@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from threading import RLock
 from typing import Any
@@ -22,6 +22,9 @@ from .captures import Captures, Recorder, Shapes
 from .graph_calls import Call
 from .shapes import samples
 from .torch import BoundTorch, TorchEngine, sparse
+
+_CPU = torch.device("cpu")
+Move = Callable[[torch.Tensor], torch.Tensor]
 
 
 class AcceleratedEngine(TorchEngine):
@@ -65,7 +68,7 @@ class AcceleratedEngine(TorchEngine):
         if isinstance(arena, DeviceArena):
             return super().bind(arena)
         assert self._host is not None
-        return OnHost(self._host.bind(arena), self.device)
+        return OnHost(self._host.bind(arena), self._placed, self._fetched)
 
     def _flat(self, arena: Arena, dtype: torch.dtype, count: int, offset: int) -> torch.Tensor:
         assert isinstance(arena, DeviceArena)
@@ -98,6 +101,21 @@ class AcceleratedEngine(TorchEngine):
 
     def _placed(self, value: torch.Tensor) -> torch.Tensor:
         return value.pin_memory().to(self.device, non_blocking=True)  # from other memory, the whole device would wait
+
+    def content(self, value: torch.Tensor) -> Content:  # type: ignore[override]
+        """What is in a tensor of the device, copied."""
+        return super().content(self._fetched(value))
+
+    def _fetched(self, value: torch.Tensor) -> torch.Tensor:
+        """A copy in page-locked memory, once the device is done; any memory where none can be locked."""
+        plain = value.detach().resolve_conj().resolve_neg()
+        try:
+            copy = torch.empty_like(plain, device=_CPU, pin_memory=True)
+        except RuntimeError:
+            return plain.cpu()
+        copy.copy_(plain, non_blocking=True)
+        self._accelerator.finish(self._accelerator.mark(self._accelerator.current()))
+        return copy
 
     def environment(self) -> Environment | None:  # type: ignore[override]
         """What decides the last bits of an output."""
@@ -214,20 +232,17 @@ class BoundAccelerated(BoundTorch):
 class OnHost:
     """Weights that wait in host memory, tried there: inputs come from the device, and outputs go to it."""
 
-    def __init__(self, bound: Bound, device: torch.device) -> None:
+    def __init__(self, bound: Bound, placed: Move, fetched: Move) -> None:
         self._bound = bound
-        self._device = device
+        self._placed = placed
+        self._fetched = fetched
         self.prepare = bound.prepare
         self.adopt = bound.adopt
         self.reset_state = bound.reset_state
 
     def run(self, method: str, inputs: list[Any]) -> list[Any]:
         """Flat inputs to flat outputs, both on the device."""
-        return [self._to(value, self._device) for value in self._bound.run(method, [self._to(x, _CPU) for x in inputs])]
-
-    @staticmethod
-    def _to(value: Any, device: torch.device) -> Any:
-        return value.to(device) if isinstance(value, torch.Tensor) else value
+        return _moved(self._placed, self._bound.run(method, _moved(self._fetched, inputs)))
 
     @property
     def has_prologue(self) -> bool:
@@ -238,4 +253,5 @@ class OnHost:
         return self._bound.has_state
 
 
-_CPU = torch.device("cpu")
+def _moved(move: Move, values: list[Any]) -> list[Any]:
+    return [move(value) if isinstance(value, torch.Tensor) else value for value in values]
