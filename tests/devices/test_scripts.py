@@ -12,7 +12,7 @@ import pytest
 import torch
 
 ROOT = Path(__file__).parents[2]
-SCRIPT = ROOT / "scripts" / "test_cuda"
+SCRIPT, EMULATED = ROOT / "scripts" / "test_cuda", ROOT / "scripts" / "test_emulated"
 FAKE = """#!/usr/bin/env bash
 case "$*" in
   *is_available*) exit 0 ;;
@@ -64,5 +64,27 @@ def test_a_step_without_its_packages_is_skipped_with_their_names(tmp_path: Path)
 
 def test_every_file_with_tests_for_a_gpu_is_run() -> None:
     asking = re.compile(r"^@(on_accelerator|on_every_device|pytest\.mark\.cuda)", re.MULTILINE)
-    found = [str(path.relative_to(ROOT)) for path in ROOT.glob("tests/**/*.py") if asking.search(path.read_text())]
-    assert sorted(found) == sorted(set(re.findall(r"tests/\S+\.py", SCRIPT.read_text())))
+    found = {str(path.relative_to(ROOT)) for path in ROOT.glob("tests/**/*.py") if asking.search(path.read_text())}
+    assert found == named_in(SCRIPT)
+    assert found - named_in(EMULATED) == {"tests/devices/test_onnx.py"}  # ONNX Runtime brings kernels of its own
+
+
+def named_in(script: Path) -> set[str]:
+    """The files with tests that a script names."""
+    return set(re.findall(r"tests/[\w/]+\.py", script.read_text())) - {"tests/emulator/sitecustomize.py"}
+
+
+def test_what_the_emulation_leaves_out_is_there() -> None:
+    left_out = re.findall(r'"(tests/\S+\.py)::(\w+)\[', EMULATED.read_text())
+    assert left_out
+    for file, name in left_out:
+        assert f"def {name}(" in (ROOT / file).read_text()
+
+
+@pytest.mark.skipif(torch.version.cuda is not None, reason="this is torch's CUDA build")
+def test_the_emulation_asks_for_the_cuda_build_of_torch() -> None:
+    command = [str(EMULATED)]
+    environment = os.environ | {"PYTHON": sys.executable}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 1
+    assert done.stderr.strip() == f"scripts/test_emulated needs the CUDA build of torch: this is {torch.__version__}"
