@@ -15,7 +15,7 @@ from torch import nn
 
 from weightswap_runtime import Artifact, __version__
 from weightswap_runtime.collector import collector_paused
-from weightswap_runtime.errors import ArtifactError, CaptureError, ExportError
+from weightswap_runtime.errors import ArtifactError, CaptureError, ExportError, WeightswapError
 from weightswap_runtime.files import new_folder
 from weightswap_runtime.goldens import GOLDENS_NAME, Tolerance
 from weightswap_runtime.header import header_length, pack_ranges, parse_header, render_header
@@ -105,8 +105,22 @@ def export(
             decode_manifest(encoded, str(path))
         except ArtifactError as error:
             raise CaptureError(f"the model cannot be described: {error}") from error
+        before = _compiled_for(path)
         _write(path, manifest, files, engines)
+    if lost := sorted(before - _compiled_for(path)):
+        text = f"{path}: what was there had been compiled for {', '.join(lost)}, and this has not"
+        warnings.warn(f"{text}; weightswap compile does it", stacklevel=_CALLER - 2)
     return Artifact.open(path)
+
+
+def _compiled_for(path: Path) -> set[str]:
+    """The engines, with what machines, that an artifact is compiled for; none where there is no artifact."""
+    try:
+        files = Artifact.open(path).manifest.files
+    except (WeightswapError, OSError):
+        return set()
+    parts = (name.split("/")[1:-1] for name in files if name.startswith("engines/"))
+    return {" for ".join(part) for part in parts}
 
 
 def _artifact(

@@ -162,9 +162,7 @@ def record_of(weights: WeightSet) -> Record | None:
 
     Raises GoldensError.
     """
-    header = weights.files[0].header
-    told = len(weights.files) == 1 and '"cases"' in header.metadata.get(METADATA_KEY, "")
-    return _record(header, weights.where) if told else None
+    return _record(weights.files[0].header, weights.where) if weights.holds_goldens else None
 
 
 def _read_beside(place: Place, check: Check | None) -> tuple[bytes | None, str]:

@@ -103,6 +103,8 @@ def plan(weights: WeightSet, manifest: Manifest, request: Request) -> Plan:
 
     Raises GraphMismatch, UnexpectedWeights, and WeightsMismatch with every problem.
     """
+    if weights.holds_goldens:
+        raise WeightsMismatch(weights.where, ["holds recorded calls, no weights"], "Give the weight file beside it.")
     wanted = part_of(manifest, request.only) if request.only else manifest
     stamp = weights.stamp
     # a stamp says that the names are FQNs; other files may have either

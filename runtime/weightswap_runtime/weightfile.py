@@ -123,6 +123,19 @@ def _read_header(source: ByteSource) -> Header:
     return parse_header(bytes(raw), source.size, source.where)
 
 
+class _Recorded(msgspec.Struct):
+    cases: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
+
+
+def holds_goldens(header: Header) -> bool:
+    """Whether a file holds recorded calls instead of weights."""
+    try:
+        record = msgspec.json.decode(header.metadata.get(METADATA_KEY, ""), type=_Recorded)
+    except (msgspec.MsgspecError, UnicodeError, RecursionError):
+        return False
+    return record.cases is not msgspec.UNSET
+
+
 def _read_stamp(header: Header, where: str) -> Stamp | None:
     text = header.metadata.get(METADATA_KEY)
     if text is None:
@@ -130,7 +143,7 @@ def _read_stamp(header: Header, where: str) -> Stamp | None:
     try:
         stamp = msgspec.json.decode(text, type=Stamp)
     except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
-        what = "they are those of goldens; give the weight file beside it" if '"cases"' in text else error
+        what = "they are those of goldens; give the weight file beside it" if holds_goldens(header) else error
         raise DamagedFile(f"{where}: its `{METADATA_KEY}` metadata are not those of a weight file ({what})") from error
     bad = [name for name, digest in stamp.digests.items() if not _DIGEST.fullmatch(digest)]
     if bad or stamp.digests.keys() != header.tensors.keys():

@@ -17,7 +17,7 @@ from .files import is_file
 from .manifest import CONSTANTS_NAME, MANIFEST_NAME
 from .places import Place, Url, as_place
 from .sources import Check, read_small
-from .weightfile import Stamp, WeightFile
+from .weightfile import Stamp, WeightFile, holds_goldens
 
 SINGLE_NAME = "model.safetensors"
 SUFFIX = ".safetensors"
@@ -53,6 +53,11 @@ class WeightSet(AbstractContextManager["WeightSet"]):
     def stamp(self) -> Stamp | None:
         """What weightswap has written about the tensors; files that belong to an index have none."""
         return self.files[0].stamp if len(self.files) == 1 else None
+
+    @property
+    def holds_goldens(self) -> bool:
+        """Whether these are recorded calls instead of weights."""
+        return len(self.files) == 1 and holds_goldens(self.files[0].header)
 
     def check_unchanged(self) -> None:
         """Raise WeightFileError if any file was written to since it was opened."""

@@ -20,11 +20,12 @@ from typer.testing import CliRunner
 
 from tests.models import Counter, Everything, Renamed
 from weightswap_exporter import MethodSpec, export, pack
-from weightswap_runtime import write_delta
+from weightswap_runtime import load, write_delta
 from weightswap_runtime.cli.inspect import inspect_command
 from weightswap_runtime.weightset import goldens_path
 
 EVIL = "<img src=x onerror=alert(1)>.\x1b[31m[red]"
+CASES = {"cases": "3"}
 Inspect = Callable[..., str]
 
 
@@ -230,6 +231,13 @@ def test_goldens_are_inspected_alone(inspect: Inspect) -> None:
     assert "Goldens: 1 recorded call" in seen
     assert rows(data, "What goes in, and what the eager model gave") == [[0, "forward", "F32[3, 4]", "F32[3, 2]"]]
     assert "goldens have no modules" in inspect(path, "--tree", status=2)
+
+
+def test_a_label_makes_no_goldens(inspect: Inspect, folder: Path) -> None:
+    weights = pack(folder / "v1.safetensors", folder / "layers.artifact", out=folder / "l.safetensors", labels=CASES)
+    document = json.loads(inspect(weights.path.name, "--json"))
+    assert (document["kind"], document["stamp"]["labels"]) == ("weight file", CASES)
+    assert load(folder / "layers.artifact", weights.path).weights_id == weights.weights_id
 
 
 def test_names_cannot_reach_a_terminal_or_a_browser(inspect: Inspect) -> None:

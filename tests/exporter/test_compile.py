@@ -110,6 +110,14 @@ def test_what_onnx_would_lose_is_refused(tmp_path: Path) -> None:
         export(Writer(), (torch.ones(2),), out=tmp_path / "a", engines=["onnx"])
 
 
+def test_an_export_over_a_compiled_artifact_says_what_is_gone(tmp_path: Path) -> None:
+    out, linear = tmp_path / "a", nn.Linear(2, 2)
+    export(linear, (torch.ones(1, 2),), out=out, engines=["onnx"])
+    with pytest.warns(UserWarning, match="had been compiled for onnx, and this has not; weightswap compile does it"):
+        export(linear, (torch.ones(1, 2),), out=out)
+    export(linear, (torch.ones(1, 2),), out=out)  # warnings are errors
+
+
 @pytest.mark.parametrize("engines", ["onnx", ["tensorrt"], ["onnx", 3], None, {"onnx"}])
 def test_engines_that_there_are_not(engines: Any, artifact: Artifact) -> None:
     with pytest.raises(Unsupported, match="expected a sequence of 'torch', 'aoti', 'onnx'"):
