@@ -79,6 +79,7 @@ class EngineBench(_Document, frozen=True):
 
     engine: str
     residency: ResidencyName
+    weights_id: str = ""
     load_seconds: float = 0.0
     calls: tuple[CallTimes, ...] = ()
     swaps: tuple[SwapTimes, ...] = ()
@@ -101,3 +102,8 @@ class BenchReport(_Document, frozen=True):
     engines: tuple[EngineBench, ...]
     left_out: dict[str, str]
     batch_dimension: str | None = None
+
+    @property
+    def weights_id(self) -> str:
+        """Of what was served; empty if every engine failed."""
+        return next((each.weights_id for each in self.engines if each.weights_id), "")

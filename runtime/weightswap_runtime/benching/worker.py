@@ -45,7 +45,13 @@ def measure(request: Request) -> EngineBench:
     swaps = tuple(_swap(model, request.weights) for _ in range(request.swaps))
     memory = Memory(before_load=before, after_load=after, peak_swapping=resident("VmHWM"))
     return EngineBench(
-        engine=model.engine, residency=request.residency, load_seconds=loaded, calls=calls, swaps=swaps, memory=memory
+        engine=model.engine,
+        residency=request.residency,
+        weights_id=model.weights_id or "",
+        load_seconds=loaded,
+        calls=calls,
+        swaps=swaps,
+        memory=memory,
     )
 
 

@@ -15,6 +15,7 @@ def bench_report(found: BenchReport) -> Report:
     """Calls as plots over the size of a batch and as a table, swaps on a time line, and memory."""
     failures = [f"{result.engine}, {result.residency}: {result.failed}" for result in found.engines if result.failed]
     facts = [("artifact", found.artifact), ("graph id", found.graph_id), ("weights", found.weights)]
+    facts.append(("weights id", found.weights_id or "unknown"))
     facts += [("machine", found.machine), *((f"left out: {engine}", why) for engine, why in found.left_out.items())]
     calls: tuple[Block, ...] = (*call_plots(found), Table(CALLS, tuple(call_rows(found.engines)), "Calls"))
     memory = Table(MEMORY, tuple(memory_rows(found.engines)))

@@ -17,7 +17,7 @@ from .wording import CALLS, MEMORY, SWAPS, Row, call_rows, memory_rows, swap_row
 def print_bench(found: BenchReport) -> None:
     """Tables of calls, swaps and memory; and what was not measured."""
     typer.echo(visible(f"artifact    {found.artifact}, graph id {found.graph_id[:12]}"))
-    typer.echo(visible(f"weights     {found.weights}"))
+    typer.echo(visible(f"weights     {found.weights}, weights id {found.weights_id[:12] or 'unknown'}"))
     typer.echo(f"machine     {found.machine}")
     _table(f"calls of {found.method}", CALLS, call_rows(found.engines))
     _table("swaps of the same file (medians)", SWAPS, swap_rows(found.engines))
