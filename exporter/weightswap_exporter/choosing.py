@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from weightswap_runtime.adapter import Match, Reading, Readings, resolve
+from weightswap_runtime.counted import counted
 from weightswap_runtime.errors import CheckpointError, WeightsMismatch, WeightswapError
 from weightswap_runtime.manifest import Manifest
 
@@ -71,7 +72,9 @@ def fullest_level(checkpoint: Checkpoint, chosen: str | None) -> Level:
     found = [level for level, count in zip(levels, counts, strict=True) if count == max(counts)]
     if len({_all_places(level) for level in found}) > 1:
         names = " and ".join(repr(level.path) if level.path else "its top level" for level in found)
-        text = f"{names} have {max(counts)} tensors each, with different values. Say which is meant {_LEVEL}."
+        text = (
+            f"{names} have {counted(max(counts), 'tensor')} each, with different values. Say which is meant {_LEVEL}."
+        )
         raise CheckpointError(f"{checkpoint.where}: {text}")
     return found[0]
 

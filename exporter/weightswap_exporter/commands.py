@@ -19,6 +19,7 @@ from weightswap_runtime.cli.output import (
     print_json,
     progress_bar,
 )
+from weightswap_runtime.counted import counted
 from weightswap_runtime.devices.opening import HOST
 
 export_command = typer.Typer(add_completion=False)
@@ -79,7 +80,7 @@ def export(
             typer.echo(f"method     {signature_text(name, method.signature)}")
         typer.echo(f"weights    {len(manifest.weights)} tensors, {human_bytes(manifest.total_bytes)}, left out")
         if recorded:
-            typer.echo(f"goldens    {recorded} case{'' if recorded == 1 else 's'}")
+            typer.echo(f"goldens    {counted(recorded, 'case')}")
 
 
 @compile_command.command(name="compile")
@@ -179,11 +180,11 @@ def pack(
         typer.echo(f"weight file {packed.path}, {human_bytes(packed.nbytes)}")
         typer.echo(f"weights id  {packed.weights_id}")
         if packed.goldens:
-            typer.echo(f"goldens     {packed.goldens} case{'' if packed.goldens == 1 else 's'}")
+            typer.echo(f"goldens     {counted(packed.goldens, 'case')}")
         if packed.level:
             typer.echo(f"found in    {packed.level}")
         for found, names in packed.cast.items():
-            typer.echo(f"cast        {len(names)} tensors from {found}")
+            typer.echo(f"cast        {counted(len(names), 'tensor')} from {found}")
         if packed.ignored:
             more = f" and {len(packed.ignored) - 10} more" if len(packed.ignored) > 10 else ""
             typer.echo(f"left out    {', '.join(packed.ignored[:10])}{more}")

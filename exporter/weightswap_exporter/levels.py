@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from weightswap_runtime.counted import counted
 from weightswap_runtime.dtypes import TORCH_NAMES
 from weightswap_runtime.errors import CheckpointError
 
@@ -130,7 +131,7 @@ def flat_levels(
 def listing(mappings: Mapping[str, Iterable[str]]) -> str:
     """`'model' (4 tensors), 'ema' (4 tensors)`."""
     counts = {path: len(list(names)) for path, names in mappings.items()}
-    texts = [f"{path!r}{'' if path else ', the top'} ({count} tensors)" for path, count in counts.items()]
+    texts = [f"{path!r}{'' if path else ', the top'} ({counted(count, 'tensor')})" for path, count in counts.items()]
     more = f" and {len(texts) - MOST_LISTED} more" if len(texts) > MOST_LISTED else ""
     return ", ".join(texts[:MOST_LISTED]) + more
 

@@ -18,6 +18,7 @@ from weightswap_runtime.cli.output import (
     print_json,
     print_table,
 )
+from weightswap_runtime.counted import counted
 from weightswap_runtime.wording import visible
 
 if TYPE_CHECKING:
@@ -140,8 +141,8 @@ def _print(found: Verification) -> None:
     for problem in problems[:_MOST_SHOWN]:
         typer.echo(visible(f"problem: {problem}"), err=True)
     if len(problems) > _MOST_SHOWN:
-        typer.echo(f"and {len(problems) - _MOST_SHOWN} more problems; --json has all", err=True)
-    count = f"{len(problems)} problem{'' if len(problems) == 1 else 's'}"
+        typer.echo(f"and {counted(len(problems) - _MOST_SHOWN, 'more problem')}; --json has all", err=True)
+    count = counted(len(problems), "problem")
     typer.echo(f"{'verified' if found.same else f'not verified, {count}'}, in {found.seconds:.1f} s")
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 
+from weightswap_runtime.counted import counted
 from weightswap_runtime.reports import (
     Block,
     Column,
@@ -53,7 +54,7 @@ def verification_report(found: Verification) -> Report:
         title="Verification",
         subtitle=f"{found.artifact} with {found.weights}",
         sections=tuple(_sections(found)),
-        verdict="verified" if found.same else f"{count} problem{'' if count == 1 else 's'}",
+        verdict="verified" if found.same else counted(count, "problem"),
         good=found.same,
     )
 

@@ -45,6 +45,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from .counted import counted
+
 MOST_PRINTED = 50
 
 
@@ -80,7 +82,7 @@ def _refusal(where: str, problems: Sequence[str], advice: str) -> str:
     lines = "\n".join(f"  - {problem}" for problem in problems[:MOST_PRINTED])
     if len(problems) > MOST_PRINTED:
         lines += f"\n  - and {len(problems) - MOST_PRINTED} more"
-    return f"{where}: refused, {len(problems)} problem(s)\n{lines}\n{advice}"
+    return f"{where}: refused, {counted(len(problems), 'problem')}\n{lines}\n{advice}"
 
 
 class AccessDenied(WeightFileError):

@@ -93,19 +93,19 @@ BAD: dict[str, tuple[Any, Any, type[Exception], str]] = {
         lambda: changed("norm.weight", torch.ones(3, dtype=torch.float64)),
         "bfloat16",
         WeightsMismatch,
-        "1 problem(s)\n  - norm.weight: expected F32[3], found F64[3]",
+        "1 problem\n  - norm.weight: expected F32[3], found F64[3]",
     ),
     "a whole number where the dtype is wanted": (
         lambda: changed("linear.bias", torch.ones(3, dtype=torch.int32)),
         "bfloat16",
         WeightsMismatch,
-        "1 problem(s)\n  - linear.bias: expected BF16[3], found I32[3]",
+        "1 problem\n  - linear.bias: expected BF16[3], found I32[3]",
     ),
     "another size": (
         lambda: changed("linear.bias", torch.ones(4)),
         "bfloat16",
         WeightsMismatch,
-        "1 problem(s)\n  - linear.bias: expected BF16[3], found BF16[4]",
+        "1 problem\n  - linear.bias: expected BF16[3], found BF16[4]",
     ),
     "ties that differ": (
         lambda: changed("tied.weight", torch.ones(3, 3)),

@@ -144,7 +144,7 @@ BAD: dict[str, tuple[Callable[[State], State], dict[str, Any], type[WeightswapEr
         lambda state: {"ema": state, "step": torch.ones(1)},
         {},
         WeightsMismatch,
-        "1 problem(s)\n  - the names of the graph are in 'ema', where no state dict is looked for: pass level='ema'\n"
+        "1 problem\n  - the names of the graph are in 'ema', where no state dict is looked for: pass level='ema'\n"
         "Pass it (--level)",
     ),
     "levels without tensors": (
@@ -170,13 +170,13 @@ BAD: dict[str, tuple[Callable[[State], State], dict[str, Any], type[WeightswapEr
         lambda state: prefixed("net.", state),
         {},
         WeightsMismatch,
-        "1 problem(s)\n  - its names are those of the graph after 'net.' (all its names begin so): pass prefix='net.'",
+        "1 problem\n  - its names are those of the graph after 'net.' (all its names begin so): pass prefix='net.'",
     ),
     "a common prefix of two parts below state_dict": (
         lambda state: {"state_dict": prefixed("module.net.", state), "epoch": 3},
         {},
         WeightsMismatch,
-        "the state dict, state_dict: refused, 1 problem(s)\n  - its names are those of the graph after 'module.net.'",
+        "the state dict, state_dict: refused, 1 problem\n  - its names are those of the graph after 'module.net.'",
     ),
     "a prefix of some": (
         lambda state: {"state_dict": prefixed("net.", state) | {"loss": torch.ones(2)}},
@@ -188,7 +188,7 @@ BAD: dict[str, tuple[Callable[[State], State], dict[str, Any], type[WeightswapEr
         lambda state: prefixed("a.net.", state),
         {"prefix": "a."},
         WeightsMismatch,
-        "the state dict, prefix 'a.': refused, 1 problem(s)\n  - its names are those of the graph after 'net.' "
+        "the state dict, prefix 'a.': refused, 1 problem\n  - its names are those of the graph after 'net.' "
         "(all its names begin so): pass prefix='a.net.'",
     ),
     "a prefix without its dot": (
@@ -201,7 +201,7 @@ BAD: dict[str, tuple[Callable[[State], State], dict[str, Any], type[WeightswapEr
         lambda state: {"ema": {"other": torch.ones(1)}, "model": state},
         {"level": "ema"},
         WeightsMismatch,
-        "the state dict, ema: refused, 5 problem(s)",
+        "the state dict, ema: refused, 5 problems",
     ),
 }
 
@@ -223,7 +223,7 @@ def test_a_refusal_names_the_way_out(
 
 FLAT_LEVELS = {  # a distributed checkpoint says itself which parts of a name were keys
     ".safetensors": "'', the top (5 tensors), 'app' (5 tensors), '",
-    "distributed": "'app' (1 tensors), 'app.model' (4 tensors). Give one",
+    "distributed": "'app' (1 tensor), 'app.model' (4 tensors). Give one",
 }
 
 

@@ -185,7 +185,7 @@ def test_an_error_that_nobody_asks_for_is_logged(
         while not caplog.messages and time.monotonic() < deadline:
             time.sleep(0.01)
     assert [message.splitlines()[0] for message in caplog.messages] == [
-        "step 9 was not published: WeightsMismatch: Linear: refused, 6 problem(s)"
+        "step 9 was not published: WeightsMismatch: Linear: refused, 6 problems"
     ]
 
 

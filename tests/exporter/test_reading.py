@@ -225,7 +225,7 @@ def test_two_levels_that_may_be_meant(tmp_path: Path) -> None:
     path = saved(tmp_path / "c.pt", {"model": state, "state_dict": {"w": torch.zeros(2)}})
     for arguments in ((inspect_command, path), (diff_command, path, path)):
         said = command(*arguments, status=1)
-        assert "'state_dict' and 'model' have 1 tensors each, with different values. Say which is meant" in said
+        assert "'state_dict' and 'model' have 1 tensor each, with different values. Say which is meant" in said
     same = saved(tmp_path / "d.pt", {"model": state, "state_dict": state})
     assert json.loads(command(inspect_command, same, "--json"))["level"] == "state_dict"
 

@@ -99,7 +99,7 @@ REFUSED: dict[str, tuple[Callable[[Path], Path], str]] = {
     "no tensors": (lambda path: saved(path / "c.pt", {"epoch": 3}), "c.pt: holds no tensors; give a state dict"),
     "weights where nobody looks": (
         lambda path: saved(path / "c.pt", {"net": {"w": torch.ones(1)}}),
-        "c.pt: holds no tensors where a state dict is looked for. It has 'net' (1 tensors): pass level='net' (--level)",
+        "c.pt: holds no tensors where a state dict is looked for. It has 'net' (1 tensor): pass level='net' (--level)",
     ),
     "a list": (lambda path: saved(path / "c.pt", [1]), "c.pt: holds a list, expected a state dict"),
     "a sparse tensor": (
@@ -180,7 +180,7 @@ def test_mappings_that_are_in_each_other(tmp_path: Path) -> None:
     path = saved(tmp_path / "c.pt", state)
     level = ".".join(["model"] * 8)
     said = command(inspect_command, path, status=1)
-    assert f"It has '{level}' (1 tensors), '{level.removesuffix('model')}again0' (1 tensors), " in said
+    assert f"It has '{level}' (1 tensor), '{level.removesuffix('model')}again0' (1 tensor), " in said
     document = json.loads(command(inspect_command, path, "--json", "--level", level))
     assert list(document["tensors"]) == ["w"]
 

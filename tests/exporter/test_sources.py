@@ -172,7 +172,7 @@ BAD: dict[str, tuple[Callable[[State, Path], object], type[WeightswapError], str
     "another size below model": (
         lambda state, path: saved(path / "c.pt", whole(small(state))),
         WeightsMismatch,
-        "c.pt, model: refused, 1 problem(s)\n  - layers.0.bias: expected F32[3], found F32[4]",
+        "c.pt, model: refused, 1 problem\n  - layers.0.bias: expected F32[3], found F32[4]",
     ),
     "another architecture below model": (
         lambda state, path: whole({"linear.weight": torch.zeros(2, 2)}),
@@ -182,7 +182,7 @@ BAD: dict[str, tuple[Callable[[State, Path], object], type[WeightswapError], str
     "more below model": (
         lambda state, path: whole({**tensors(state), "more": torch.zeros(1)}),
         WeightsMismatch,
-        "model: refused, 1 problem(s)\n  - more: unexpected",
+        "model: refused, 1 problem\n  - more: unexpected",
     ),
     "sparse below model": (
         lambda state, path: whole({**tensors(state), "layers.0.weight": torch.eye(3).to_sparse()}),

@@ -48,7 +48,7 @@ def test_every_problem_is_reported_with_near_misses(tiny: TinyArtifact) -> None:
         "wieght: unexpected (did you mean weight?)",
         "other: unexpected",
     }
-    assert "file: refused, 5 problem(s)" in str(refused.value)
+    assert "file: refused, 5 problems" in str(refused.value)
 
 
 def test_the_nearer_reading_is_reported(tiny: TinyArtifact) -> None:

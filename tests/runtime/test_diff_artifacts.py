@@ -87,7 +87,7 @@ def test_an_artifact_and_itself(artifacts: dict[str, Artifact]) -> None:
 def test_other_shapes_do_not_fit(artifacts: dict[str, Artifact]) -> None:
     diff = compare(artifacts, "wider")
     assert not diff.fits
-    assert diff.verdict == "Weight files of one do not fit the other: 6 problem(s)."
+    assert diff.verdict == "Weight files of one do not fit the other: 6 problems."
     assert "old weights, new graph: first.weight: expected F32[5, 3], found F32[4, 3]" in diff.misfits
     assert "new weights, old graph: first.weight: expected F32[4, 3], found F32[5, 3]" in diff.misfits
     assert [(row.kind, row.name) for row in diff.rows] == [

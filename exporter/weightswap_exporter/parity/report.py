@@ -7,6 +7,7 @@ from typing import Literal
 
 import msgspec
 
+from weightswap_runtime.counted import counted
 from weightswap_runtime.goldens import Tolerance
 from weightswap_runtime.measuring import Measure
 
@@ -143,14 +144,14 @@ class EngineParity(msgspec.Struct, frozen=True, kw_only=True):
         name = self.engine if self.device == "cpu" else f"{self.engine} on {self.device}"
         wrong = [case for case in self.cases if not case.same]
         if not wrong:
-            yield f"{name}: equal {self.compared_how}, {_count(len(self.cases), 'call')}"
+            yield f"{name}: equal {self.compared_how}, {counted(len(self.cases), 'call')}"
             yield from self.refusals
             return
-        yield f"{name}: {len(wrong)} of {_count(len(self.cases), 'call')} differ (compared {self.compared_how})"
+        yield f"{name}: {len(wrong)} of {counted(len(self.cases), 'call')} differ (compared {self.compared_how})"
         problems = [problem for case in wrong for problem in case.problems]
         yield from (f"  {problem}" for problem in problems[:_SHOWN])
         if len(problems) > _SHOWN:
-            yield f"  and {len(problems) - _SHOWN} more outputs"
+            yield f"  and {counted(len(problems) - _SHOWN, 'more output')}"
         if self.divergence:
             place, *more = self.divergence.text.splitlines()
             yield f"  first divergence: {place}"
@@ -201,10 +202,6 @@ class ParityReport(msgspec.Struct, frozen=True, kw_only=True):
         """What says less than it seems: calls that were left out, and outputs that are equal because both are NaN."""
         nan = list(dict.fromkeys(name for engine in self.engines for name in engine.nan))
         return [f"left out: {text}" for text in self.skipped] + ([f"NaN on both sides: {_some(nan)}"] if nan else [])
-
-
-def _count(count: int, what: str) -> str:
-    return f"{count} {what}{'' if count == 1 else 's'}"
 
 
 def _some(names: Sequence[str], most: int = 5) -> str:

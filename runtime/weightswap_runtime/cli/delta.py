@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from weightswap_runtime.counted import counted
 from weightswap_runtime.deltas import write_delta
 
 from .output import JsonOption, LabelOption, errors_as_exit, human_bytes, parse_labels, print_json, progress_bar
@@ -38,4 +39,4 @@ def delta(
         typer.echo(f"from        {written.base}")
         typer.echo(f"to          {written.weights_id}")
         typer.echo(f"changes     {human_bytes(written.nbytes)} of {human_bytes(written.total_bytes)} ({share:.2f} %)")
-        typer.echo(f"in          {len(written.changed)} tensors")
+        typer.echo(f"in          {counted(len(written.changed), 'tensor')}")

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+from weightswap_runtime.counted import counted
 from weightswap_runtime.errors import WeightswapError
 from weightswap_runtime.model import Model
 from weightswap_runtime.receipts import SwapReceipt
@@ -72,7 +73,7 @@ def swaps_report(model: Model, receipts: Sequence[SwapReceipt], refusal: str = "
         title="Swaps",
         subtitle=str(model.artifact.path),
         sections=(Section("Model", (Facts(facts), *notes)), Section("Swaps", swaps)),
-        verdict="refused" if refusal else f"{count} commit{'' if count == 1 else 's'}",
+        verdict="refused" if refusal else counted(count, "commit"),
         good=not refusal,
     )
 

@@ -11,6 +11,7 @@ import msgspec
 
 from weightswap_runtime.adapter import by_fqn
 from weightswap_runtime.artifact import Artifact
+from weightswap_runtime.counted import counted
 from weightswap_runtime.errors import ArtifactError
 from weightswap_runtime.graphs.archives import calls, check_records
 from weightswap_runtime.manifest import ADAPTER_NAME, CONSTANTS_NAME, Manifest, NamedTensor, Source
@@ -115,7 +116,7 @@ class ArtifactsDiff(_Document, frozen=True):
             return (
                 "Another graph, with the same weights: weight files of one fit the other with allow_other_graph=True."
             )
-        return f"Weight files of one do not fit the other: {len(self.misfits)} problem(s)."
+        return f"Weight files of one do not fit the other: {counted(len(self.misfits), 'problem')}."
 
     @property
     def level(self) -> Level:

@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 
 from weightswap_runtime.cli.output import human_bytes
+from weightswap_runtime.counted import counted
 from weightswap_runtime.diffing import SetInfo, TensorDiff, WeightsDiff
 from weightswap_runtime.diffing.report import LEVELS
 
@@ -63,5 +64,5 @@ def overall(diff: WeightsDiff) -> str:
         return "no value changed"
     change = "infinite" if math.isinf(found.rel_change) else f"{found.rel_change:.3g}"
     share = percent(found.changed / max(1, found.elements))
-    tensors = "1 tensor" if found.tensors == 1 else f"{found.tensors} tensors"
+    tensors = counted(found.tensors, "tensor")
     return f"{change} (relative, of {tensors} with other values); {share} of the elements"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+from weightswap_runtime.counted import counted
 from weightswap_runtime.dtypes import describe
 from weightswap_runtime.manifest import Adapter, Manifest, Method, NamedTensor
 from weightswap_runtime.reports import (
@@ -113,7 +114,7 @@ def _graph_section(subject: ArtifactSubject, method: str) -> Section:
     rows = tuple(operators.most_common())
     table = Table((Column("operator"), Column("calls", "number")), rows, "Operators")
     graph = ModuleGraph(module_nodes(found, subject.manifest), "Modules, in the order of their first call")
-    calls = f"{operators.total()} calls of {len(rows)} operators, by the module that makes them."
+    calls = f"{counted(operators.total(), 'call')} of {counted(len(rows), 'operator')}, by the module that makes them."
     return Section(f"Graph of {method}", (graph, table), calls)
 
 

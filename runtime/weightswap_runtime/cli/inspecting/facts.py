@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterator
 
 from weightswap_runtime.cli.output import human_bytes
+from weightswap_runtime.counted import counted
 from weightswap_runtime.goldens import Record
 from weightswap_runtime.manifest import Manifest, NamedTensor, Source
 from weightswap_runtime.tensorsets import TensorSet
@@ -102,7 +103,7 @@ def _stamp_facts(subject: WeightsSubject) -> Iterator[Fact]:
 
 def _cast_facts(subject: WeightsSubject) -> Iterator[Fact]:
     for dtype, names in ((subject.stamp.cast or {}) if subject.stamp else {}).items():
-        yield "cast", f"{len(names)} tensors from {dtype}: {', '.join(names)}"
+        yield "cast", f"{counted(len(names), 'tensor')} from {dtype}: {', '.join(names)}"
 
 
 def goldens_facts(subject: GoldensSubject) -> Iterator[Fact]:
@@ -121,7 +122,7 @@ def size_fact(count: int, nbytes: int) -> str:
 
 
 def _count(tensors: int) -> str:
-    return f"{tensors} tensor{'' if tensors == 1 else 's'}"
+    return counted(tensors, "tensor")
 
 
 def origin(tensor: NamedTensor, source: Source | None) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+from weightswap_runtime.counted import counted
 from weightswap_runtime.goldens import Record
 from weightswap_runtime.reports import Column, Facts, Report, Section, Table
 
@@ -29,7 +30,7 @@ def _told(subject: GoldensSubject, values: Iterable[str | int | None]) -> str:
 
 
 def _count(record: Record) -> str:
-    return f"{len(record.cases)} recorded call{'' if len(record.cases) == 1 else 's'}"
+    return counted(len(record.cases), "recorded call")
 
 
 def goldens_section(record: Record | None) -> Iterator[Section]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterable, Mapping
 
 from weightswap_runtime.cli.output import human_bytes
+from weightswap_runtime.counted import counted
 from weightswap_runtime.graphs.outline import Flow, Outline, outline
 from weightswap_runtime.graphs.schema import UnknownPart
 from weightswap_runtime.manifest import Manifest
@@ -87,7 +88,7 @@ class _Nodes:
 
     def _weights(self, path: str) -> str:
         count, size = self.weights.get(path, (0, 0))
-        return f"{count} weight{'' if count == 1 else 's'}, {human_bytes(size)}" if count else "no weights"
+        return f"{counted(count, 'weight')}, {human_bytes(size)}" if count else "no weights"
 
 
 def _flows(flows: Mapping[str, Flow], way: str) -> tuple[str, ...]:

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 import typer
 
 from weightswap_runtime.cli.output import human_bytes, print_table
+from weightswap_runtime.counted import counted
 from weightswap_runtime.dtypes import describe
 from weightswap_runtime.manifest import Manifest, NamedTensor
 from weightswap_runtime.wording import visible
@@ -98,9 +99,7 @@ def _print_goldens(subject: GoldensSubject) -> None:
         [str(number), case.method, _values(subject, case.inputs), _values(subject, case.outputs)]
         for number, case in enumerate(subject.record.cases)
     ]
-    print_table(
-        f"{len(rows)} recorded call{'' if len(rows) == 1 else 's'}", ["case", "method", "inputs", "outputs"], rows
-    )
+    print_table(counted(len(rows), "recorded call"), ["case", "method", "inputs", "outputs"], rows)
 
 
 def _values(subject: GoldensSubject, values: Iterable[str | int | None]) -> str:

@@ -10,6 +10,7 @@ from rich.text import Text
 from rich.tree import Tree
 
 from weightswap_runtime.cli.output import human_bytes
+from weightswap_runtime.counted import counted
 from weightswap_runtime.dtypes import describe
 from weightswap_runtime.errors import Unsupported
 from weightswap_runtime.modules import Branch, fingerprints, grow, runs, sizes_below, split_name
@@ -109,5 +110,5 @@ class _Planter:
     def _measures(self, branch: Branch, each: bool = False) -> Text:
         count = sum(1 for _ in branch.every_name())
         kind = self._kind(branch.path)
-        size = f"{count} tensor{'' if count == 1 else 's'}, {human_bytes(self.sums[branch])}{' each' if each else ''}"
+        size = f"{counted(count, 'tensor')}, {human_bytes(self.sums[branch])}{' each' if each else ''}"
         return Text.assemble((f"  {visible(kind)}" if kind else "", "green"), (f"  {size}", "not bold dim"))
