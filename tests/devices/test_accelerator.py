@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 from pathlib import Path
 from typing import Any
@@ -337,6 +338,37 @@ def test_after_a_call_that_cannot_be_captured_torch_is_in_order(
 
 @on_accelerator
 @on_cuda
+def test_calls_that_cannot_be_captured_leave_no_memory(device: str, tmp_path: Path) -> None:
+    x = torch.linspace(-1, 1, 16).reshape(2, 8)
+    picking = different(Picking, 0)
+    artifact = export(picking, methods={"pick": MethodSpec("pick", (x,))}, out=tmp_path / "a")
+    file = pack(picking, artifact, out=tmp_path / "v.safetensors").path
+
+    def reserved() -> int:
+        load(artifact, file, device=device, cuda_graphs="auto").pick(x.to(device))
+        gc.collect()
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+        return torch.cuda.memory_reserved()
+
+    reserved()  # what is allocated once
+    assert len({reserved() for _ in range(3)}) == 1
+
+
+@on_accelerator
+@on_cuda
+def test_autocast_of_a_caller_counts_with_captures_as_without(device: str, files: Files) -> None:
+    x = files.x.to(device)
+    plain, captured = (load(files.artifact, files.files[0], device=device, cuda_graphs=each) for each in (None, "auto"))
+    with torch.autocast(device, dtype=torch.bfloat16):
+        found = [model(x) for model in (plain, captured)]
+    assert equal(*found)
+    assert equal(plain(x), captured(x))
+    assert not equal(found[0].float(), captured(x))
+
+
+@on_accelerator
+@on_cuda
 def test_single_residency_with_host_staging_needs_little_more_than_the_weights(device: str, tmp_path: Path) -> None:
     linear = nn.Linear(8192, 8192)
     artifact = export(linear, (torch.zeros(1, 8192),), out=tmp_path / "a")
@@ -354,6 +386,7 @@ def test_single_residency_with_host_staging_needs_little_more_than_the_weights(d
 @on_cuda
 @pytest.mark.skipif(torch.accelerator.device_count() < 2, reason="needs two GPUs")
 def test_a_second_device_never_touches_the_first(files: Files) -> None:
+    gc.collect()  # what earlier tests have left
     first = load(files.artifact, files.files[0], device="cuda:0")
     before = torch.cuda.memory_allocated(0)
     second = load(files.artifact, files.files[1], device="cuda:1")

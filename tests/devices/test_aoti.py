@@ -125,6 +125,29 @@ def test_threads_in_streams_of_their_own_never_mix_sets(device: str, residency: 
 @on_accelerator
 @on_gpu
 @needs_compiler
+def test_a_thread_that_has_asked_cuda_for_nothing_may_call(device: str, sums: Sums) -> None:
+    model = load(sums.artifact, sums.files[0], engine="aoti", device=device)
+    x = sums.x.to(device)
+    model(x)
+    torch.accelerator.synchronize()
+    found: list[torch.Tensor] = []
+    gate = threading.Barrier(4)
+
+    def call() -> None:
+        gate.wait()  # at once, so that some load kernels
+        found.append(model(x))
+
+    threads = [threading.Thread(target=call) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [torch.equal(each.cpu(), sums.x + sums.weights[0]) for each in found] == [True] * 4
+
+
+@on_accelerator
+@on_gpu
+@needs_compiler
 def test_a_dropped_model_leaves_nothing_on_the_device(device: str, sums: Sums) -> None:
     x = sums.x.to(device)
 

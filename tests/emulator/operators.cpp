@@ -106,7 +106,12 @@ bool writes(const c10::FunctionSchema& schema) {
   return any;
 }
 
-bool sized_by_values(const std::string& name, const Values& arguments) {
+// Whether what an operator gives, or its size, depends on values: the host waits for them.
+bool waits(const c10::FunctionSchema& schema, const Values& arguments) {
+  for (auto& result : schema.returns())
+    if (!result.type()->isSubtypeOf(*c10::TensorType::get()) && result.type()->kind() != c10::TypeKind::ListType)
+      return true;
+  auto& name = schema.name();
   Tensors tensors;
   for (auto& argument : arguments) collect(argument, tensors);
   bool masked = std::any_of(tensors.begin() + !tensors.empty(), tensors.end(), [](auto& tensor) {
@@ -135,7 +140,7 @@ void write(const c10::OperatorHandle& op, Values arguments, cudaStream_t stream,
 
 void give(const c10::OperatorHandle& op, Values arguments, c10::Device device, cudaStream_t stream, Values& results) {
   Values sample;
-  if (sized_by_values(op.schema().name(), arguments)) {
+  if (waits(op.schema(), arguments)) {
     C10_CUDA_CHECK(cudaStreamSynchronize(stream));
     sample = computed(op, all(arguments, viewed));
   } else {

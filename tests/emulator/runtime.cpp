@@ -56,6 +56,7 @@ const bool kLog = getenv("EMULATED_LOG") != nullptr;
 std::mutex everything;
 std::condition_variable progress;
 thread_local int current_device = 0;
+thread_local bool has_context = false;  // the runtime gives a thread one, the driver expects it
 thread_local cudaError_t last_error = cudaSuccess;
 thread_local cudaStreamCaptureMode thread_mode = cudaStreamCaptureModeGlobal;
 
@@ -125,6 +126,7 @@ Stream* new_stream(int device, int priority) {
 }
 
 Stream* found(cudaStream_t handle) {
+  has_context = true;
   if (reinterpret_cast<uintptr_t>(handle) > 2) return reinterpret_cast<Stream*>(handle);
   Stream*& stream = defaults[current_device];
   if (!stream) stream = new_stream(current_device, 0);
@@ -214,6 +216,7 @@ API cudaError_t cudaGetDevice(int* device) { return *device = current_device, cu
 API cudaError_t cudaSetDevice(int device) {
   if (device < 0 || device >= kDevices) FAIL(cudaErrorInvalidDevice);
   current_device = device;
+  has_context = true;
   return cudaSuccess;
 }
 
@@ -322,6 +325,8 @@ auto holding(Map& map, const void* address) {
 }
 
 }  // namespace
+
+API bool emulated_context() { return has_context; }
 
 // How many larger copies had pageable memory at one end.
 API long emulated_pageable_copies() { return pageable; }

@@ -257,6 +257,29 @@ def test_memory_does_not_grow_with_swaps(mixtures: Mixtures, residency: Residenc
     assert int(done.stdout) < 2 << 20
 
 
+def test_an_interrupt_leaves_no_outputs_behind(mixtures: Mixtures, monkeypatch: pytest.MonkeyPatch) -> None:
+    served = opened(mixtures, mixtures.files[0])
+    inputs = sample(3)
+    expected = served(*deepcopy(inputs))
+    run, forget, forgotten = aoti_library.Library.run, aoti_library.Library.forget, list[int]()
+
+    def interrupted(self: aoti_library.Library, *arguments: object) -> None:
+        run(self, *arguments)
+        raise KeyboardInterrupt
+
+    def counted(self: aoti_library.Library, pointers: Any) -> None:
+        forgotten.extend(pointers)
+        forget(self, forgotten[-self.outputs :])
+
+    with monkeypatch.context() as patch:
+        patch.setattr(aoti_library.Library, "run", interrupted)
+        patch.setattr(aoti_library.Library, "forget", counted)
+        with pytest.raises(KeyboardInterrupt):
+            served(*deepcopy(inputs))
+    assert len(forgotten) == len(set(forgotten)) > 1
+    assert equal(served(*deepcopy(inputs)), expected)
+
+
 class Attention(nn.Module):
     """Machine code of it divides by the number of tokens."""
 

@@ -87,12 +87,16 @@ class CudaRecorder:
         That would keep all memory that was lent to a stream from ever being freed, refuse every other capture with this
         pool, and, in torch 2.11, every random number.
         """
-        with suppress(RuntimeError):
+        try:
             graph.capture_end()
-        _failed.append(graph)
-        with suppress(RuntimeError):  # the capture has ended in order, as where `function` raised an error of its own
-            torch._C._cuda_endAllocateToPool(self._accelerator.index, self._pool)
-            torch._C._cuda_releasePool(self._accelerator.index, self._pool)
+        except RuntimeError:
+            _failed.append(graph)
+            with suppress(RuntimeError):
+                torch._C._cuda_endAllocateToPool(self._accelerator.index, self._pool)
+            with suppress(RuntimeError):
+                torch._C._cuda_releasePool(self._accelerator.index, self._pool)
+        else:  # in order, as where `function` raised an error of its own
+            graph.reset()
         self._pool = torch.cuda.graph_pool_handle()
         with suppress(RuntimeError):
             self._capture_nothing()

@@ -166,8 +166,11 @@ class BoundAccelerated(BoundTorch):
             return self._run(method, inputs)
 
     def _run(self, method: str, inputs: list[Any]) -> list[Any]:
-        if self._captures is not None and (found := self._captures.replay(method, inputs)) is not None:
-            return found
+        # what a caller's autocast changes was not captured
+        if self._captures is not None and not torch.is_autocast_enabled(self._accelerator.torch.type):
+            found = self._captures.replay(method, inputs)
+            if found is not None:
+                return found
         return super().run(method, inputs)
 
     @contextmanager

@@ -10,9 +10,10 @@ import ctypes
 import os
 import tempfile
 import weakref
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
+from threading import local
 from typing import NamedTuple, NoReturn
 
 import torch
@@ -33,6 +34,7 @@ _FOLDED = "AOTInductorModelContainerGetConstantFromFolded"
 CPU = torch.device("cpu")
 
 _P = ctypes.c_void_p
+_STEAL = torch._C._aoti.alloc_tensors_by_stealing_from_void_ptrs
 _new_capsule = ctypes.pythonapi.PyCapsule_New
 _new_capsule.argtypes, _new_capsule.restype = (ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p), ctypes.py_object
 _pointer = ctypes.pythonapi.PyCapsule_GetPointer
@@ -92,16 +94,17 @@ class Library:
             entries = (_Entry * len(pointers))(*(_Entry(constant.name.encode(), pointer) for constant, pointer in rows))
             self._call(_BIND, handle, entries, ctypes.c_size_t(len(entries)), False, True)
         finally:
-            self._forget(pointers)
+            self.forget(pointers)
         bound, count = ctypes.POINTER(_Entry)(), ctypes.c_size_t()
         self._call(_BOUND, handle, ctypes.byref(bound), ctypes.byref(count), False)
         return [bound[index].handle for index in range(count.value)]
 
     def delete(self, handle: ctypes.c_void_p, made: Sequence[int]) -> None:
         """Delete a container, and what it would leave behind: its handles keep the memory of tensors."""
+        self.stream()  # whatever thread this is
         self._call(_DELETE, handle)
         if not self._forgets:
-            self._forget(made)
+            self.forget(made)
 
     def run(self, *arguments: object) -> None:
         """Run the graph. Raises RuntimeError with what it says."""
@@ -121,10 +124,11 @@ class Library:
         self._call(_DELETE, handle)
         deletes: bool = token._use_count() == before  # type: ignore[attr-defined]
         if not deletes:
-            self._forget(made)
+            self.forget(made)
         return deletes
 
-    def _forget(self, pointers: Sequence[int]) -> None:
+    def forget(self, pointers: Iterable[int]) -> None:
+        """Delete handles that nobody has taken over."""
         for pointer in pointers:
             self._calls.aoti_torch_delete_tensor_object(ctypes.c_void_p(pointer))
 
@@ -162,9 +166,26 @@ class Library:
 
 
 def _stream_of(device: torch.device) -> Callable[[], int | None]:
-    if device.type == "cpu":
-        return lambda: None
-    return partial(torch._C._cuda_getCurrentRawStream, device.index)
+    return (lambda: None) if device.type == "cpu" else _CurrentStream(device)
+
+
+class _CurrentStream:
+    """The handle of the calling thread's current stream on a GPU.
+
+    Machine code calls CUDA's driver, which needs a context in the thread. It gets one from the runtime, in the first
+    call of a thread; torch's own calls may have made none there.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._threads = local()
+
+    def __call__(self) -> int:
+        if not hasattr(self._threads, "known"):
+            torch.cuda.current_stream(self._device).query()
+            self._threads.known = True
+        handle: int = torch._C._cuda_getCurrentRawStream(self._device.index)
+        return handle
 
 
 def _load(raw: bytes) -> ctypes.CDLL:
@@ -193,9 +214,15 @@ class Container:
         """Raises RuntimeError for what goes wrong in the graph."""
         count = self._library.outputs
         given, found = (_P * len(inputs))(*_pointers(inputs)), (_P * count)()
-        self._library.run(self._handle, given, len(inputs), found, count, self._library.stream(), None)
-        capsules = [_new_capsule(pointer, None, None) for pointer in found]
-        outputs: list[torch.Tensor] = torch._C._aoti.alloc_tensors_by_stealing_from_void_ptrs(capsules)
+        outputs: list[torch.Tensor] = []
+        try:
+            self._library.run(self._handle, given, len(inputs), found, count, self._library.stream(), None)
+            capsules = [_new_capsule(pointer, None, None) for pointer in found]
+            # in one step, in which no interrupt comes: handles are taken over once
+            outputs.extend(chain.from_iterable(map(_STEAL, (capsules,))))
+        finally:
+            if not outputs:
+                self._library.forget(pointer for pointer in found if pointer)
         return outputs
 
 
