@@ -247,6 +247,11 @@ def lacks_memory(error: BaseException) -> bool:
     )
 
 
+def is_of_device(error: BaseException) -> bool:
+    """Whether torch raised an error for a device that reports one."""
+    return any(kind.__name__ == "AcceleratorError" for kind in type(error).__mro__)
+
+
 __all__ = [
     "AccessDenied",
     "ArtifactError",

@@ -8,7 +8,7 @@ from typing import Literal
 
 from .adapter import Keys
 from .artifact import Artifact
-from .devices.opening import StagingMode, open_memory
+from .devices.opening import HOST, StagingMode, device_name, open_memory
 from .engines import CudaGraphs, EngineName, choose_engine, open_engine
 from .errors import Unsupported
 from .events import Listener
@@ -47,7 +47,7 @@ def load(
     rollback is then possible in single residency, and in double residency also after a staging that was refused.
     `weights`, `keys`, `expect` and `verify` are those of `Model.stage`.
 
-    device: "cpu", or an accelerator of torch's such as "cuda" or "cuda:1", with the engine `torch` or `onnx`; inputs
+    device: "cpu", or an accelerator of torch's such as "cuda" or "cuda:1", as a text or a `torch.device`; inputs
     must be there, and outputs are, as torch's tensors. staging: where on an accelerator single residency stages:
     "device", "host", or "auto", on the device if there is room. cuda_graphs: sizes of calls that are captured once and
     replayed over all swaps, such as [{"batch": 1}], or "auto" for whatever comes. docs/cuda.md says more of all three.
@@ -73,23 +73,25 @@ def load(
 
         import_libraries(op_libraries)
     opened = artifact if isinstance(artifact, Artifact) else Artifact.open(artifact)
-    device = device if share is None else share.device
-    chosen = choose_engine(engine, opened, device)
+    place = device_name(device) if share is None or device != HOST else share.device
+    if share is not None and place != share.device:
+        raise Unsupported(f"device={device!r}: the model to share with is on {share.device!r}")
+    chosen = choose_engine(engine, opened, place)
     opened = opened.row_major() if chosen == "onnx" else opened
     if share is None:
-        store = Store(opened.manifest.weights, residency, keep_previous, open_memory(device, staging))
+        store = Store(opened.manifest.weights, residency, keep_previous, open_memory(place, staging))
     else:
         store = share._store
     runs = open_engine(
         chosen,
         opened,
-        device,
+        place,
         threads=threads,
         prologue=prologue,
         on_host=store.stages_on_host,
         cuda_graphs=cuda_graphs,
     )
-    model = Model(opened, store, device=device, engine=runs)
+    model = Model(opened, store, device=place, engine=runs)
     if on_event is not None:
         model.listen(on_event)
     if weights is not None:

@@ -19,7 +19,7 @@ from .artifact import Artifact
 from .candidates import Candidate, Committed
 from .deltafile import DeltaStamp, delta_stamp
 from .engines import Engine
-from .errors import BaseMismatch, ModelFailed, OutOfMemory, StagingBusy, Unsupported
+from .errors import BaseMismatch, DeviceError, ModelFailed, OutOfMemory, StagingBusy, Unsupported, is_of_device
 from .events import Event, EventKind, Events
 from .forks import renew_in_children
 from .gate import POLL_SECONDS, Claim, ClaimReference, Gate, Version
@@ -192,6 +192,10 @@ class Store:
                 return self._stage(member, weights, request, timeout, job)
         except MemoryError as error:
             raise OutOfMemory(f"{printable(request.path)}: no memory to stage it in ({error})") from error
+        except RuntimeError as error:
+            if not is_of_device(error):
+                raise
+            raise DeviceError(f"{printable(request.path)}: {error}") from error
         finally:
             self.job = None
 

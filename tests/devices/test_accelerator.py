@@ -16,7 +16,8 @@ from tests.accelerators import ACCELERATOR, on_accelerator, on_every_device, use
 from tests.setups import different, equal
 from tests.tiny import TinyArtifact, WriteWeights, X
 from weightswap_exporter import MethodSpec, export, pack
-from weightswap_runtime import Artifact, InputMismatch, Model, OutOfMemory, load, write_delta
+from weightswap_runtime import Artifact, InputMismatch, Model, OutOfMemory, Unsupported, load, write_delta
+from weightswap_runtime.devices.accelerator import KEPT, open_accelerator
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*fallback.*:UserWarning")
 
@@ -161,7 +162,7 @@ def test_inputs_elsewhere_are_refused(device: str, files: Files) -> None:
     model = load(files.artifact, files.files[0], device=device)
     with pytest.raises(InputMismatch, match=rf"expected a tensor on {device}:0, got one on cpu: move it with .to\("):
         model(files.x)
-    assert model.device == device
+    assert model.device == f"{device}:0"
 
 
 @on_accelerator
@@ -204,7 +205,7 @@ def test_models_share_weights(device: str, residency: str, files: Files) -> None
     first = load(files.artifact, files.files[0], device=device, residency=residency)  # type: ignore[arg-type]
     second = load(files.artifact, share=first, staging="device")  # which the first has said already
     assert files.correct(second, 0)
-    assert second.device == device
+    assert second.device == first.device
     second.swap(files.files[1])
     assert files.correct(first, 1)
     assert files.correct(second, 1)
@@ -394,3 +395,41 @@ def test_a_second_device_never_touches_the_first(files: Files) -> None:
     assert torch.equal(second(files.x.to("cuda:1")).cpu(), files.eager(2, "cuda:1"))
     assert torch.cuda.memory_allocated(0) == before
     assert files.correct(first, 0)
+
+
+@on_accelerator
+def test_devices_have_one_name(device: str, files: Files) -> None:
+    for given in (device, torch.device(device), f"{device}:0"):
+        model = load(files.artifact, files.files[0], device=given)  # type: ignore[arg-type]
+        assert model.device == f"{device}:0"
+    sharing = load(files.artifact, share=model, device=device)
+    assert files.correct(sharing, 0)
+    with pytest.raises(Unsupported, match="there are"):
+        load(files.artifact, files.files[0], device=f"{device}:255")
+
+
+@pytest.mark.cuda
+@on_cuda
+@pytest.mark.skipif(torch.accelerator.device_count() < 2, reason="needs two GPUs")
+def test_a_shared_model_stays_where_it_is(files: Files) -> None:
+    model = load(files.artifact, files.files[0], device="cuda")
+    with torch.cuda.device(1):
+        sharing = load(files.artifact, share=model)
+        assert sharing.device == "cuda:0"
+        with pytest.raises(Unsupported, match="device='cuda': the model to share with is on 'cuda:0'"):
+            load(files.artifact, share=model, device="cuda")
+    assert files.correct(sharing, 0)
+
+
+@on_accelerator
+@on_cuda
+def test_page_locked_memory_of_dropped_models_is_bounded(device: str, tmp_path: Path) -> None:
+    accelerator = open_accelerator(device)
+    for mebibytes in range(65, 65 + KEPT + 3):
+        buffer = accelerator.lock(mebibytes << 20)
+        del buffer
+        assert len(accelerator._locked) <= KEPT + 1
+    kept = [tensor.numel() for tensor in accelerator._locked]
+    again = accelerator.lock(kept[0])
+    assert again.nbytes == kept[0]
+    assert len(accelerator._locked) == len(kept) - 1

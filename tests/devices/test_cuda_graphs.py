@@ -76,6 +76,9 @@ class Graph:
 
     def replay(self) -> None: ...
 
+    def reset(self) -> None:
+        self.cuda.release(0, self.pool)
+
 
 class Accelerator(StandIn):
     """A stand-in that says it is CUDA's."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -77,6 +78,11 @@ def test_sizes_that_no_method_has_are_refused(wanted: Any, tiny: TinyArtifact) -
 def test_what_is_no_list_of_sizes_is_refused(tiny: TinyArtifact) -> None:
     with pytest.raises(Unsupported, match=r'expected "auto", or a list of sizes such as \[\{"batch": 1\}\]'):
         found("all", Artifact.open(tiny.path))
+    for each in (3, None, {"batch": 1.5}, {"batch": "1"}, "4", ["4"]):
+        with pytest.raises(Unsupported, match="is neither sizes by name"):
+            found([each], Artifact.open(tiny.path))
+    with pytest.raises(Unsupported, match="cuda_graphs=5: expected"):
+        found(5, Artifact.open(tiny.path))
     with pytest.raises(Unsupported, match="cuda_graphs with the engine 'torch' on 'cpu'"):
         load(tiny.path, cuda_graphs="auto")
 
@@ -88,6 +94,10 @@ def test_where_there_is_no_accelerator_it_is_said(tiny: TinyArtifact, monkeypatc
             load(tiny.path, device=name)
     with pytest.raises(Unsupported, match="torch knows no such device"):
         load(tiny.path, device="nowhere")
+    for wrong in (None, 3, np.dtype("f4")):
+        with pytest.raises(Unsupported, match='expected a text such as "cpu", "cuda" or "cuda:1"'):
+            load(tiny.path, device=wrong)
+    assert load(tiny.path, device=torch.device("cpu")).device == "cpu"  # type: ignore[arg-type]
     with pytest.raises(Unsupported, match='staging="device" is for accelerators'):
         load(tiny.path, staging="device")
     with pytest.raises(Unsupported, match="staging='gpu': expected 'auto', 'device', 'host'"):

@@ -273,6 +273,24 @@ def test_an_error_of_the_device_while_staging_is_a_refused_swap(
     assert served.model.swap(weight_file(1)).generation == 1
 
 
+def test_what_torch_raises_for_the_device_is_a_refused_swap(
+    residency: str, tiny: TinyArtifact, weight_file: WriteWeights, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class AcceleratorError(RuntimeError):
+        pass
+
+    def refuse(*_: object) -> None:
+        raise AcceleratorError("operation not permitted when stream is capturing")
+
+    served = Served(tiny, residency, "device", StandIn(0), None)
+    served.model.swap(weight_file(0))
+    with monkeypatch.context() as patch:
+        patch.setattr(StandIn, "copy", refuse)
+        with pytest.raises(DeviceError, match=r"v1\.safetensors: operation not permitted when"):
+            served.model.swap(weight_file(1))
+    assert served.model.swap(weight_file(1)).generation == 1
+
+
 @pytest.mark.parametrize("when", ["asked for", "done"])
 def test_a_device_that_fails_in_a_commit_in_place_leaves_a_model_that_a_swap_revives(
     when: str, tiny: TinyArtifact, weight_file: WriteWeights, monkeypatch: pytest.MonkeyPatch

@@ -24,6 +24,7 @@ except ImportError as error:
 _LOW, _HIGH, _APART = 0, -1, -2  # priorities; torch hands the streams of each out in turn, also to others
 NAP = 0.0001  # seconds
 LARGE = 64 << 20  # bytes
+KEPT = 3  # large pieces of page-locked memory that nobody uses, beside the one that is locked next
 SPARE = 4  # buffers whose bytes are on their way, beside those that threads fill
 
 
@@ -51,7 +52,8 @@ class Accelerator:
         self.staging = torch.Stream(device, priority=_LOW)
         self.commits = torch.Stream(device, priority=_HIGH)
         self.captures = self.stream_apart()
-        self._locked: dict[int, list[torch.Tensor]] = {}
+        self._locked: list[torch.Tensor] = []  # what was dropped, the latest last
+        self._locking = Lock()
         raw = getattr(torch._C, f"_{device.type}_getCurrentRawStream", None)
         self._raw = raw if device.type == "cuda" else None
 
@@ -92,17 +94,34 @@ class Accelerator:
             raise MemoryError(str(error).split("\n")[0]) from error
 
     def _registered(self, nbytes: int) -> TorchBuffer:
-        """Memory of this process that CUDA was told to lock. It takes seconds, so that what was dropped is kept."""
-        waiting = self._locked.setdefault(nbytes, [])
-        try:
-            tensor = waiting.pop()
-        except IndexError:
-            tensor = self._register(torch.frombuffer(allocate(nbytes), dtype=torch.uint8))
+        """Memory of this process that CUDA was told to lock.
+
+        It takes seconds, so that a few that were dropped are kept for others of the same size.
+        """
         for stream in (self.staging, self.commits):  # what was dropped may still be copied from
             self.finish(self.mark(stream))
+        with self._locking:
+            place = next((place for place, kept in enumerate(self._locked) if kept.numel() == nbytes), None)
+            if place is None:
+                self._unlock(len(self._locked) - KEPT)
+            tensor = self._locked_anew(nbytes) if place is None else self._locked.pop(place)
         buffer = TorchBuffer(tensor)
-        weakref.finalize(buffer, waiting.append, tensor).atexit = False
+        weakref.finalize(buffer, self._locked.append, tensor).atexit = False
         return buffer
+
+    def _locked_anew(self, nbytes: int) -> torch.Tensor:
+        try:
+            return self._register(torch.frombuffer(allocate(nbytes), dtype=torch.uint8))
+        except MemoryError:
+            if not self._locked:
+                raise
+        self._unlock(len(self._locked))
+        return self._register(torch.frombuffer(allocate(nbytes), dtype=torch.uint8))
+
+    def _unlock(self, count: int) -> None:
+        """Let go of those that were dropped first."""
+        for _ in range(count):
+            torch.cuda.cudart().cudaHostUnregister(self._locked.pop(0).data_ptr())  # type: ignore[no-untyped-call]
 
     def _register(self, tensor: torch.Tensor) -> torch.Tensor:
         runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
@@ -187,6 +206,9 @@ def open_accelerator(name: str) -> Accelerator:
         here = "none" if current is None else repr(current.type)
         raise Unsupported(f"device {name!r}: this torch ({torch.__version__}) has no such device here; it has {here}")
     count = torch.accelerator.device_count()
+    said = name.partition(":")[2]
+    if said and int(said) != device.index:  # torch keeps eight bits of it
+        raise Unsupported(f"device {name!r}: there are {count}, counted from 0")
     index = torch.accelerator.current_device_index() if device.index is None else device.index
     if index >= count:
         raise Unsupported(f"device {name!r}: there are {count}, counted from 0")

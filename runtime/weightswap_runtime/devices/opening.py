@@ -11,6 +11,18 @@ StagingMode = Literal["auto", "device", "host"]
 HOST = "cpu"
 
 
+def device_name(device: object) -> str:
+    """The device as a text with its number, such as "cuda:0" for "cuda". Raises Unsupported, and MissingExtra."""
+    is_torch = (type(device).__module__, type(device).__name__) == ("torch", "device")
+    if not isinstance(device, str) and not is_torch:
+        raise Unsupported(f'device={device!r}: expected a text such as "cpu", "cuda" or "cuda:1"')
+    if str(device) == HOST:
+        return HOST
+    from .accelerator import open_accelerator  # needs torch
+
+    return open_accelerator(str(device)).name
+
+
 def open_memory(device: str, staging: str) -> Memory:
     """`staging` says where single residency stages on a device. Raises Unsupported, and MissingExtra without torch."""
     if staging not in get_args(StagingMode):

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from functools import cached_property
+
 import torch
 
+from weightswap_runtime.arena import Arena
 from weightswap_runtime.artifact import Artifact
+from weightswap_runtime.devices.arena import DeviceArena
 from weightswap_runtime.errors import Unsupported
 
+from . import Bound
 from .accelerated import AcceleratedEngine
 from .aoti import AotiEngine
 from .aoti_names import BESIDE_GPUS, gpu_target, machine_name, machine_targets
@@ -14,7 +19,25 @@ from .aoti_package import find_target
 
 
 class AotiAcceleratedEngine(AotiEngine, AcceleratedEngine):
-    """The packages of one artifact for this GPU. Weights that wait on the host are tried with the graphs."""
+    """The packages of one artifact for this GPU. Weights that wait for their commit are tried with the graphs.
+
+    Machine code would load its kernels for each staging, and take them away in the commit, for which calls may wait.
+    """
+
+    def __init__(self, artifact: Artifact, device: str, *, on_host: bool = False) -> None:
+        """As for AcceleratedEngine."""
+        super().__init__(artifact, device, on_host=on_host)
+        self._artifact = artifact
+
+    def bind(self, arena: Arena) -> Bound:
+        """Machine code for the arenas that serve calls."""
+        if isinstance(arena, DeviceArena) and not arena.serves:
+            return self._tried.bind(arena)
+        return super().bind(arena)
+
+    @cached_property
+    def _tried(self) -> AcceleratedEngine:
+        return AcceleratedEngine(self._artifact, str(self.device), prologue=False)
 
     def _target(self, artifact: Artifact) -> str:
         return find_target(artifact, target_of(self.device))

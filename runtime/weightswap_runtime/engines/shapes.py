@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -25,9 +25,10 @@ def samples(wanted: CudaGraphs, manifest: Manifest, device: torch.device) -> Ite
     """
     if wanted == AUTO:
         return
-    if isinstance(wanted, str | Mapping):
+    if isinstance(wanted, str | Mapping) or not isinstance(wanted, Iterable):
         raise Unsupported(f'cuda_graphs={wanted!r}: expected "auto", or a list of sizes such as [{{"batch": 1}}]')
     for each in wanted:
+        _check(each)
         found = [
             (name, inputs)
             for name, method in manifest.methods.items()
@@ -37,6 +38,12 @@ def samples(wanted: CudaGraphs, manifest: Manifest, device: torch.device) -> Ite
             has = "; ".join(f"{name} has {_described(method.signature)}" for name, method in manifest.methods.items())
             raise Unsupported(f"cuda_graphs: no method can be called with {each!r}: {has}")
         yield from found
+
+
+def _check(wanted: Any) -> None:
+    numbers = wanted.values() if isinstance(wanted, Mapping) else wanted
+    if isinstance(wanted, str) or not isinstance(numbers, Iterable) or not all(type(each) is int for each in numbers):
+        raise Unsupported(f'cuda_graphs: {wanted!r} is neither sizes by name, such as {{"batch": 1}}, nor a shape')
 
 
 def _sample(wanted: Any, signature: Signature, device: torch.device) -> list[Any] | None:
