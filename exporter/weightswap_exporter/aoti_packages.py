@@ -10,8 +10,7 @@ import torch
 from torch.export import ExportedProgram
 
 from weightswap_runtime import Artifact
-from weightswap_runtime.devices.accelerator import open_accelerator
-from weightswap_runtime.devices.opening import HOST
+from weightswap_runtime.devices.opening import device_name
 from weightswap_runtime.dtypes import TORCH_NAMES
 from weightswap_runtime.engines.aoti_accelerated import target_of
 from weightswap_runtime.engines.aoti_library import Library
@@ -36,7 +35,7 @@ _FORMAT = {"archive_format": b"pt2", "archive_version": b"0", "byteorder": b"lit
 
 def build_device(name: str) -> torch.device:
     """The device called `name`, which is here. Raises Unsupported."""
-    return torch.device(name) if name == HOST else open_accelerator(name).torch
+    return torch.device(device_name(name))
 
 
 def build_target(device: torch.device) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import threading
 from pathlib import Path
@@ -422,8 +423,27 @@ def test_a_shared_model_stays_where_it_is(files: Files) -> None:
 
 
 @on_accelerator
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "emulated_pageable_copies"), reason="the emulation counts them")
+@pytest.mark.parametrize("staging", STAGINGS)
+def test_nothing_goes_through_pageable_memory(device: str, staging: str, residency: str, tmp_path: Path) -> None:
+    x = torch.linspace(-1, 1, 2048).reshape(4, 512)  # smaller copies are not counted
+    models = [different(lambda: nn.Linear(512, 512), seed) for seed in range(2)]
+    artifact = export(models[0], (x,), out=tmp_path / "a")
+    goldens: Options = {"goldens": [((x,), {})], "tolerance": (1e-4, 1e-5)}
+    files = [pack(each, artifact, out=tmp_path / f"v{n}.safetensors", **goldens).path for n, each in enumerate(models)]
+    before = ctypes.CDLL(None).emulated_pageable_copies()
+    options: Options = {"residency": residency, "staging": staging, "keep_previous": "host"}
+    model = load(artifact, files[0], device=device, **options)
+    assert model.swap(files[1]).verified == "goldens"
+    model.swap(write_delta(files[1], files[0], tmp_path / "d.safetensors").path)
+    model.swap(files[1], only="*")
+    model.rollback()
+    assert ctypes.CDLL(None).emulated_pageable_copies() == before
+
+
+@on_accelerator
 @on_cuda
-def test_page_locked_memory_of_dropped_models_is_bounded(device: str, tmp_path: Path) -> None:
+def test_page_locked_memory_of_dropped_models_is_bounded(device: str) -> None:
     accelerator = open_accelerator(device)
     for mebibytes in range(65, 65 + KEPT + 3):
         buffer = accelerator.lock(mebibytes << 20)

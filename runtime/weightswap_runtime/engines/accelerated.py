@@ -100,7 +100,12 @@ class AcceleratedEngine(TorchEngine):
         return self._placed(super().tensor(content))
 
     def _placed(self, value: torch.Tensor) -> torch.Tensor:
-        return value.pin_memory().to(self.device, non_blocking=True)  # from other memory, the whole device would wait
+        """A copy on the device, through page-locked memory: from other memory, the whole device would wait."""
+        try:
+            value = value.pin_memory()
+        except RuntimeError:  # none can be locked
+            return value.to(self.device)
+        return value.to(self.device, non_blocking=True)
 
     def content(self, value: torch.Tensor) -> Content:  # type: ignore[override]
         """What is in a tensor of the device, copied."""
