@@ -52,7 +52,9 @@ def program_archive(program: ExportedProgram) -> bytes:
         try:
             torch.export.save(program, saved)
         except Exception as error:
-            raise CaptureError(f"torch {torch.__version__} cannot write the graph it has captured: {error}") from error
+            raise CaptureError(
+                *f"torch {torch.__version__} cannot write the graph it has captured: {error}".splitlines()
+            ) from error
     archive = _rewrite(saved)
     _check_readable(archive, plain=is_plain(program))
     return archive
@@ -65,7 +67,9 @@ def _check_readable(archive: bytes, *, plain: bool) -> None:
         if not plain:
             torch.export.load(io.BytesIO(archive))
     except Exception as error:
-        raise CaptureError(f"torch {torch.__version__} cannot read the graph it has captured: {error}") from error
+        raise CaptureError(
+            *f"torch {torch.__version__} cannot read the graph it has captured: {error}".splitlines()
+        ) from error
 
 
 def _use_plain_containers(program: ExportedProgram, signature: Signature) -> None:

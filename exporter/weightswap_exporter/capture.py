@@ -59,7 +59,8 @@ def capture(model: nn.Module, name: str, spec: MethodSpec) -> Captured:
                 mutated = mutated_buffers(program)
     except Exception as error:
         reason = str(error).partition("\n\nThe error above occurred")[0]
-        raise CaptureError(f"method {name!r}: torch.export cannot capture it: {reason}{_advice(reason)}") from error
+        text = f"method {name!r}: torch.export cannot capture it: {reason}{_advice(reason)}"
+        raise CaptureError(*text.splitlines()) from error
     return Captured(program, inspect.signature(root.forward), spec.dynamic_shapes, mutated)
 
 

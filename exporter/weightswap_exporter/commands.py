@@ -18,6 +18,7 @@ from weightswap_runtime.cli.output import (
     parse_labels,
     print_json,
     progress_bar,
+    say,
 )
 from weightswap_runtime.counted import counted
 from weightswap_runtime.devices.opening import HOST
@@ -65,7 +66,7 @@ def export(
             artifact = export_recipe(recipe, out=out, skeleton=skeleton, goldens=not no_goldens, engines=engine or ())
         said = [str(warning.message) for warning in caught if issubclass(warning.category, UserWarning)]
         for message in said:
-            typer.echo(f"warning: {message}", err=True)
+            say(f"warning: {message}", err=True)
         manifest = artifact.manifest
         goldens = artifact_goldens(artifact)
         recorded = len(goldens.cases) if goldens else 0
@@ -74,13 +75,13 @@ def export(
             counts = {"weights": len(manifest.weights), "weights_bytes": manifest.total_bytes, "goldens": recorded}
             print_json(document | counts | {"warnings": said})
             return
-        typer.echo(f"artifact   {artifact.path}")
-        typer.echo(f"graph id   {artifact.graph_id}")
+        say(f"artifact   {artifact.path}")
+        say(f"graph id   {artifact.graph_id}")
         for name, method in manifest.methods.items():
-            typer.echo(f"method     {signature_text(name, method.signature)}")
-        typer.echo(f"weights    {len(manifest.weights)} tensors, {human_bytes(manifest.total_bytes)}, left out")
+            say(f"method     {signature_text(name, method.signature)}")
+        say(f"weights    {len(manifest.weights)} tensors, {human_bytes(manifest.total_bytes)}, left out")
         if recorded:
-            typer.echo(f"goldens    {counted(recorded, 'case')}")
+            say(f"goldens    {counted(recorded, 'case')}")
 
 
 @compile_command.command(name="compile")
@@ -113,7 +114,7 @@ def compile_artifact(
             return
         for name in added:
             size = human_bytes((made.path / name).stat().st_size)
-            typer.echo(f"{'replaced' if name in before else 'added'}  {name}, {size}")
+            say(f"{'replaced' if name in before else 'added'}  {name}, {size}")
 
 
 @pack_command.command()
@@ -159,7 +160,7 @@ def pack(
         from weightswap_exporter import pack as pack_checkpoint
 
         built = _built(recipe, goldens=not no_goldens) if recipe is not None else {}
-        with progress_bar(f"packing {source.name}") as progress:
+        with progress_bar("packing") as progress:
             packed = pack_checkpoint(
                 source,
                 artifact,
@@ -177,17 +178,17 @@ def pack(
         if as_json:
             print_json(packed)
             return
-        typer.echo(f"weight file {packed.path}, {human_bytes(packed.nbytes)}")
-        typer.echo(f"weights id  {packed.weights_id}")
+        say(f"weight file {packed.path}, {human_bytes(packed.nbytes)}")
+        say(f"weights id  {packed.weights_id}")
         if packed.goldens:
-            typer.echo(f"goldens     {counted(packed.goldens, 'case')}")
+            say(f"goldens     {counted(packed.goldens, 'case')}")
         if packed.level:
-            typer.echo(f"found in    {packed.level}")
+            say(f"found in    {packed.level}")
         for found, names in packed.cast.items():
-            typer.echo(f"cast        {counted(len(names), 'tensor')} from {found}")
+            say(f"cast        {counted(len(names), 'tensor')} from {found}")
         if packed.ignored:
             more = f" and {len(packed.ignored) - 10} more" if len(packed.ignored) > 10 else ""
-            typer.echo(f"left out    {', '.join(packed.ignored[:10])}{more}")
+            say(f"left out    {', '.join(packed.ignored[:10])}{more}")
 
 
 def _built(recipe: str, *, goldens: bool) -> dict[str, Any]:

@@ -114,6 +114,6 @@ def _write(model: onnx.ModelProto, path: Path) -> None:
             file.flush()
             onnx.checker.check_model(file.name, full_check=True)
     except onnx.checker.ValidationError as error:
-        raise ExportError(f"{path}: the ONNX checker refuses it: {error}") from error
+        raise ExportError(*f"{path}: the ONNX checker refuses it: {error}".splitlines()) from error
     except OSError as error:
         raise ExportError(f"{path}: cannot be written ({error})") from error

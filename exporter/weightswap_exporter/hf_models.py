@@ -126,7 +126,9 @@ def _build(directory: Path, hollow: bool) -> nn.Module:
         except CaptureError:
             raise
         except Exception as error:
-            raise RecipeError(f"{directory}: the model cannot be built from {CONFIG_NAME}: {error}") from error
+            raise RecipeError(
+                *f"{directory}: the model cannot be built from {CONFIG_NAME}: {error}".splitlines()
+            ) from error
     return model.eval()
 
 
@@ -153,7 +155,7 @@ def _parse(directory: Path, named: Mapping[str, Any]) -> Any:
     try:
         return AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
     except Exception as error:
-        raise RecipeError(f"{directory / CONFIG_NAME}: transformers cannot use it: {error}") from error
+        raise RecipeError(*f"{directory / CONFIG_NAME}: transformers cannot use it: {error}".splitlines()) from error
 
 
 def _maker(directory: Path, named: Mapping[str, Any]) -> Callable[..., Any]:

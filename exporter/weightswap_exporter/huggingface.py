@@ -82,7 +82,8 @@ def load(model: nn.Module, checkpoint: Mapping[str, torch.Tensor]) -> None:
         owner.tie_weights(missing_keys=found.missing_keys, recompute_mapping=False)
         owner._adjust_missing_and_unexpected_keys(found)
     if problems := list(_problems(found)):
-        raise CheckpointError(f"{type(model).__qualname__}: cannot load the checkpoint\n  - " + "\n  - ".join(problems))
+        head = f"{type(model).__qualname__}: cannot load the checkpoint"
+        raise CheckpointError(head, *(f"  - {problem}" for problem in problems))
 
 
 def _check_plain(model: Any) -> None:

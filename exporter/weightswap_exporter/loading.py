@@ -42,7 +42,7 @@ def load_into(model: nn.Module, source: Source, load: Load | None, choice: Choic
     with open_checkpoint(source, choice) as checkpoint:
         level = _load(model, checkpoint, load)
         if problems := list(dict.fromkeys(level.damage())):
-            raise CheckpointError("\n".join(problems[:MOST_PRINTED]))
+            raise CheckpointError(*problems[:MOST_PRINTED])
         checkpoint.check_unchanged()
     yield from_module(model, f"{checkpoint.where}, loaded into {type(model).__qualname__}")
 
@@ -79,7 +79,7 @@ def _load(model: nn.Module, checkpoint: Checkpoint, load: Load | None) -> Level:
     others = [failure for failure in failures if load is not None and failure is not nearest]
     texts = [f"{checkpoint.where}: {name}{_of(nearest.level)} failed: {nearest.full}"]
     texts += [f"{name}{_of(failure.level) or ' of the whole'} failed, too: {failure.short}" for failure in others]
-    raise CheckpointError("\n".join(texts)) from nearest.error
+    raise CheckpointError(*(line for text in texts for line in text.splitlines())) from nearest.error
 
 
 def _of(level: Level) -> str:

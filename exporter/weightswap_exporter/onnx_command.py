@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from weightswap_runtime.cli.output import JsonOption, errors_as_exit, human_bytes, print_json
+from weightswap_runtime.cli.output import JsonOption, errors_as_exit, human_bytes, print_json, say
 
 export_onnx_command = typer.Typer(add_completion=False)
 
@@ -33,4 +33,4 @@ def export_onnx(
         if as_json:
             print_json({"path": path, "bytes": size})
             return
-        typer.echo(f"ONNX model  {path}, {human_bytes(size)}, with its weights in {weights}")
+        say(f"ONNX model  {path}, {human_bytes(size)}, with its weights in {weights}")

@@ -59,7 +59,9 @@ def onnx_graph(artifact: Artifact, name: str) -> bytes:
     try:
         onnx.checker.check_model(model, full_check=True)
     except Exception as error:
-        raise CaptureError(f"{where}: torch {torch.__version__} writes a bad ONNX graph for it: {error}") from error
+        raise CaptureError(
+            *f"{where}: torch {torch.__version__} writes a bad ONNX graph for it: {error}".splitlines()
+        ) from error
     return bytes(model.SerializeToString(deterministic=True))
 
 

@@ -219,8 +219,8 @@ class _Weights:
         names |= {name for keys in self._match.computed.values() for name in keys.values()}
         found = (text for name in sorted(names) for text in self._tensors[name].problems())
         if problems := list(dict.fromkeys(found)):  # several tensors may be in one file
-            more = f"\nand {len(problems) - MOST_PRINTED} more" if len(problems) > MOST_PRINTED else ""
-            raise CheckpointError("\n".join(problems[:MOST_PRINTED]) + more)
+            more = [f"and {len(problems) - MOST_PRINTED} more"] if len(problems) > MOST_PRINTED else []
+            raise CheckpointError(*problems[:MOST_PRINTED], *more)
         ties = [
             f"{' and '.join(self._match.found[row.name])} are one tensor in the graph, the checkpoint has different "
             "values for them"

@@ -107,7 +107,7 @@ def open_pickled(path: Path, files: Files) -> Iterator[Pickled]:
         tree = _load(path, mmap=True)
         mapped = tuple(_mapped(storages))
         if not mapped and (problems := storages.all_problems()):
-            raise CheckpointError("\n".join(problems))
+            raise CheckpointError(*problems)
         yield Pickled(tree, mapped)
 
 
@@ -147,7 +147,7 @@ def _mapped(storages: Storages) -> Iterator[_Mapped]:
         return
     inode = str(os.fstat(storages.fd).st_ino)
     name = os.path.realpath(storages.path)  # some file systems show another inode there
-    for line in _MAPS.read_text(errors="surrogateescape").rstrip("\n").split("\n"):
+    for line in os.fsdecode(_MAPS.read_bytes()).rstrip("\n").split("\n"):
         addresses, _, offset, _, *file = line.split(maxsplit=5)
         if file[0] == inode or file[1:] == [name]:
             start, end = (int(address, 16) for address in addresses.split("-"))

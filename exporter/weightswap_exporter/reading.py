@@ -74,5 +74,5 @@ def _check(checkpoint: Checkpoint, level: Level, names: Collection[str]) -> None
 def _refuse(problems: Collection[str]) -> None:
     """Raise CheckpointError with problems, if there are any; several tensors may be in one file."""
     if found := list(dict.fromkeys(problems)):
-        more = f"\nand {len(found) - MOST_PRINTED} more" if len(found) > MOST_PRINTED else ""
-        raise CheckpointError("\n".join(found[:MOST_PRINTED]) + more)
+        more = [f"and {len(found) - MOST_PRINTED} more"] if len(found) > MOST_PRINTED else []
+        raise CheckpointError(*found[:MOST_PRINTED], *more)

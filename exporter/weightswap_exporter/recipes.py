@@ -84,7 +84,7 @@ def _run(recipe: str, function: Callable[[], Any]) -> Any:
     except Exception as error:
         frame = traceback.extract_tb(error.__traceback__)[-1]
         where = "" if frame.filename.startswith("<") else f" ({Path(frame.filename).name}, line {frame.lineno})"
-        raise RecipeError(f"{recipe}: raised {type(error).__name__}: {error}{where}") from error
+        raise RecipeError(*f"{recipe}: raised {type(error).__name__}: {error}{where}".splitlines()) from error
 
 
 def _import(place: str) -> ModuleType:

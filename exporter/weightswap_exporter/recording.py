@@ -59,8 +59,8 @@ def record_adapter(
     except Untraceable as error:
         if not own and not error.wants_values:
             raise CaptureError(
-                f"a checkpoint like the given one does not load into the model: {error}\n"
-                "export(checkpoint=...) says what checkpoints look like; without it they are like model.state_dict()"
+                *f"a checkpoint like the given one does not load into the model: {error}".splitlines(),
+                "export(checkpoint=...) says what checkpoints look like; without it they are like model.state_dict()",
             ) from error
         sources = tuple(Source(weight=weight.name, keys=()) for weight in tables.weights)
         reason = f"how a checkpoint becomes weights cannot be recorded: {error}"

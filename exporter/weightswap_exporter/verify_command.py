@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 
 from weightswap_runtime.cli.output import (
     HtmlOption,
@@ -17,9 +18,10 @@ from weightswap_runtime.cli.output import (
     errors_as_exit,
     print_json,
     print_table,
+    say,
 )
 from weightswap_runtime.counted import counted
-from weightswap_runtime.wording import visible
+from weightswap_runtime.visible import visible
 
 if TYPE_CHECKING:
     from weightswap_runtime.goldens import Tolerance
@@ -112,12 +114,12 @@ def _status() -> Iterator[Callable[[str], object]]:
         yield lambda _: None
         return
     with console.status("opening the artifact") as status:
-        yield status.update
+        yield lambda text: status.update(escape(visible(text)))
 
 
 def _print(found: Verification) -> None:
-    typer.echo(f"artifact    {found.artifact}, graph id {found.graph_id[:12]}")
-    typer.echo(f"weights     {found.weights}, weights id {found.weights_id[:12]}")
+    say(f"artifact    {found.artifact}, graph id {found.graph_id[:12]}")
+    say(f"weights     {found.weights}, weights id {found.weights_id[:12]}")
     print_table("recorded calls", ["engine", "result"], [[each.engine, _recorded(each)] for each in found.goldens])
     if found.parity:
         _print_parity(found.parity)
@@ -136,14 +138,14 @@ def _print(found: Verification) -> None:
         title = f"swap from {found.before}, against a model loaded with the weights"
         print_table(title, ["engine", "residency", "calls", "result", "staged", "paused"], rows)
     for note in found.notes:
-        typer.echo(visible(f"note: {note}"))
+        say(f"note: {note}")
     problems = found.problems
     for problem in problems[:_MOST_SHOWN]:
-        typer.echo(visible(f"problem: {problem}"), err=True)
+        say(f"problem: {problem}", err=True)
     if len(problems) > _MOST_SHOWN:
-        typer.echo(f"and {counted(len(problems) - _MOST_SHOWN, 'more problem')}; --json has all", err=True)
+        say(f"and {counted(len(problems) - _MOST_SHOWN, 'more problem')}; --json has all", err=True)
     count = counted(len(problems), "problem")
-    typer.echo(f"{'verified' if found.same else f'not verified, {count}'}, in {found.seconds:.1f} s")
+    say(f"{'verified' if found.same else f'not verified, {count}'}, in {found.seconds:.1f} s")
 
 
 def _recorded(check: GoldensCheck) -> str:
@@ -162,12 +164,13 @@ def _print_parity(report: ParityReport) -> None:
     print_table(f"calls, against {report.reference}", columns, [_parity_row(each) for each in report.engines])
     for engine in report.engines:
         if engine.divergence:
-            lines = [visible(line) for line in engine.divergence.text.splitlines()]
-            typer.echo(f"{engine.engine}, first divergence: " + "\n  ".join(lines))
+            first, *others = engine.divergence.text.split("\n")
+            for line in (f"{engine.engine}, first divergence: {first}", *(f"  {line}" for line in others)):
+                say(line)
         if engine.note:
-            typer.echo(visible(f"{engine.engine}: {engine.note}"))
+            say(f"{engine.engine}: {engine.note}")
     if report.other_values:
-        typer.echo(visible(f"the model has other values for {', '.join(report.other_values[:_MOST_SHOWN])}"))
+        say(f"the model has other values for {', '.join(report.other_values[:_MOST_SHOWN])}")
 
 
 def _parity_row(engine: EngineParity) -> list[str]:

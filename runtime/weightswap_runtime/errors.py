@@ -46,12 +46,31 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from .counted import counted
+from .visible import brief
 
 MOST_PRINTED = 50
+MOST_OF_A_PROBLEM = 1000  # letters
 
 
 class WeightswapError(Exception):
-    """The root of the family: catch this to catch them all."""
+    """The root of the family: catch this to catch them all.
+
+    Each argument is one line of the text: what it quotes can neither add lines nor steer a terminal, and is cut short
+    where it is very long. Copies, also those of `pickle` in other processes, have the text, the fields and the notes.
+    """
+
+    def __init__(self, *lines: object) -> None:
+        super().__init__("\n".join(brief(str(line)) for line in lines))
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return _copied, (type(self), self.args), self.__dict__
+
+
+def _copied(kind: type[WeightswapError], args: tuple[object, ...]) -> WeightswapError:
+    """An error as it was, past the arguments that its class takes."""
+    error = kind.__new__(kind)
+    super(WeightswapError, error).__init__(*args)
+    return error
 
 
 class ArtifactError(WeightswapError):
@@ -78,11 +97,16 @@ class TruncatedFile(DamagedFile):
     """The file is shorter than its header says: it was cut off, or is still being copied."""
 
 
-def _refusal(where: str, problems: Sequence[str], advice: str) -> str:
-    lines = "\n".join(f"  - {problem}" for problem in problems[:MOST_PRINTED])
+def _refusal(where: str, problems: Sequence[str], advice: str) -> list[str]:
+    """The lines of an error that lists everything found."""
+    lines = [f"  - {problem}" for problem in problems[:MOST_PRINTED]]
     if len(problems) > MOST_PRINTED:
-        lines += f"\n  - and {len(problems) - MOST_PRINTED} more"
-    return f"{where}: refused, {counted(len(problems), 'problem')}\n{lines}\n{advice}"
+        lines.append(f"  - and {len(problems) - MOST_PRINTED} more")
+    return [f"{where}: refused, {counted(len(problems), 'problem')}", *lines, advice]
+
+
+def _sentences(problems: Sequence[str]) -> tuple[str, ...]:
+    return tuple(brief(problem, MOST_OF_A_PROBLEM) for problem in problems)
 
 
 class AccessDenied(WeightFileError):
@@ -93,9 +117,9 @@ class _Problems(SwapError):
     """A refusal that lists everything found. `problems` holds one sentence each."""
 
     def __init__(self, where: str, problems: Sequence[str], advice: str) -> None:
-        self.where = where
-        self.problems = tuple(problems)
-        super().__init__(_refusal(where, self.problems, advice))
+        self.where = brief(where)
+        self.problems = _sentences(problems)
+        super().__init__(*_refusal(where, self.problems, advice))
 
 
 class WeightsMismatch(_Problems):
@@ -170,8 +194,8 @@ class InputMismatch(CallError, TypeError):
     """The inputs do not fit the method's signature. `problems` holds one sentence each."""
 
     def __init__(self, method: str, problems: Sequence[str]) -> None:
-        self.method = method
-        self.problems = tuple(problems)
+        self.method = brief(method)
+        self.problems = _sentences(problems)
         super().__init__(f"{method}: " + "; ".join(self.problems))
 
 
@@ -195,7 +219,7 @@ class MissingExtra(WeightswapError, ImportError):
     """An optional dependency is not installed."""
 
     def __init__(self, feature: str, extra: str) -> None:
-        self.extra = extra
+        self.extra = brief(extra)
         super().__init__(f"{feature} needs the extra `{extra}`: pip install 'weightswap[{extra}]'")
 
 
@@ -219,17 +243,17 @@ class RecordingError(ExportError):
     """Goldens cannot be recorded with the eager model. `problems` holds one sentence each."""
 
     def __init__(self, problems: Sequence[str], advice: str) -> None:
-        self.problems = tuple(problems)
-        self.advice = advice
-        super().__init__(_refusal("goldens", self.problems, advice))
+        self.problems = _sentences(problems)
+        self.advice = brief(advice)
+        super().__init__(*_refusal("goldens", self.problems, advice))
 
 
 class ParityError(ExportError):
     """Executions cannot be compared, so that nothing is known of their outputs. `problems` holds one sentence each."""
 
     def __init__(self, problems: Sequence[str], advice: str) -> None:
-        self.problems = tuple(problems)
-        super().__init__(_refusal("parity", self.problems, advice))
+        self.problems = _sentences(problems)
+        super().__init__(*_refusal("parity", self.problems, advice))
 
 
 class PublishTimeout(ExportError, TimeoutError):
@@ -238,6 +262,11 @@ class PublishTimeout(ExportError, TimeoutError):
 
 class RecipeError(ExportError):
     """The recipe cannot be loaded, or does not return what `export()` takes."""
+
+
+def text_of(error: BaseException) -> str:
+    """What an error says, with nothing in it that a log or a terminal would obey."""
+    return str(error) if isinstance(error, WeightswapError) else brief(str(error))
 
 
 def lacks_memory(error: BaseException) -> bool:

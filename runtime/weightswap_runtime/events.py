@@ -8,9 +8,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
+from .errors import text_of
 from .hooks import Hooks, Stop
 from .receipts import SwapReceipt
 from .staging import Kind
+from .visible import visible
 
 EventKind = Literal[
     "staging",
@@ -83,18 +85,12 @@ class Event:
     seconds_verified: float = 0.0
 
     def __str__(self) -> str:
-        who = f" for {self.by}" if self.by else ""
+        who = f" for {visible(self.by)}" if self.by else ""
         what = f", weights {self.weights_id[:12]}" if self.weights_id else ""
         generation = f", generation {self.receipt.generation}" if self.receipt else ""
         where = f" while {self.phase}" if self.phase else ""
-        why = f": {type(self.error).__name__}: {self.error}" if self.error else ""
-        source = legible(self.source)
-        return f"{self.kind}{who}{where}: {source}{what}{generation}{why.replace(self.source, source)}"
-
-
-def legible(text: str) -> str:
-    """A name as it is, or quoted, with escapes, where it has line ends or other letters that cannot be printed."""
-    return text if text.isprintable() else repr(text)
+        why = f": {type(self.error).__name__}: {text_of(self.error)}" if self.error else ""
+        return f"{self.kind}{who}{where}: {visible(self.source)}{what}{generation}{why}"
 
 
 Listener = Callable[[Event], object]

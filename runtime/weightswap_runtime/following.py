@@ -24,7 +24,6 @@ from .errors import (
     WeightFileError,
     WeightswapError,
 )
-from .events import legible
 from .glances import Glance, glance, without_traceback
 from .places import printable
 
@@ -233,9 +232,7 @@ class Follower:
                 file.waits = None
             elif file.waits is None:
                 where = printable(file.entry.path)
-                file.waits = BaseMismatch(
-                    f"{legible(where)}: a delta from the weights {base[:12]}, which are not served yet"
-                )
+                file.waits = BaseMismatch(f"{where}: a delta from the weights {base[:12]}, which are not served yet")
                 target.tell("waiting", where, file.waits)
 
     def _failed(self, file: _File, error: Exception, target: Target) -> None:
@@ -264,9 +261,7 @@ class Follower:
     def _pass_over(self, file: _File, target: Target) -> None:
         assert self._mark is not None
         where, later = printable(file.entry.path), self._mark.entry.name
-        error = Superseded(
-            f"{legible(where)}: passed over, as {legible(later)} comes later and was taken{_why_not_before(file)}"
-        )
+        error = Superseded(f"{where}: passed over, as {later} comes later and was taken{_why_not_before(file)}")
         file.over, file.error = True, error
         target.tell("skipped", where, error)
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from .directory import open_directory
 from .errors import StageCancelled, Superseded, Unsupported
-from .events import Event, Listener, legible
+from .events import Event, Listener
 from .following import Follower, Start, Told
 from .glances import without_traceback
 from .job import Job
@@ -204,7 +204,7 @@ class _Target:
     def _wants(self, path: str | Path, weights_id: str) -> bool:
         """Whether these weights are not served yet: others may have put them in. Raises Superseded."""
         if receipt := self._rollback_of(weights_id):
-            where, by = legible(printable(path)), f" by {receipt.by}" if receipt.by else ""
+            where, by = printable(path), f" by {receipt.by}" if receipt.by else ""
             raise Superseded(
                 f"{where}: its weights {weights_id[:12]} were served, and rolled back{by} (generation "
                 f"{receipt.generation}). Write other weights, or swap these by hand."

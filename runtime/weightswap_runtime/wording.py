@@ -10,13 +10,6 @@ from .signature import Dict, Dimension, Integer, Items, Literal, Node, Signature
 _PLAIN = {"BOOL": "truth value", "BF16": "bfloat16 number", "C64": "64-bit complex number"}
 
 
-def visible(text: str) -> str:
-    """The text with everything that a reader could not see, or that a terminal or a page would obey, spelled out."""
-    if text.isprintable():
-        return text
-    return "".join(letter if letter.isprintable() or letter == "\n" else repr(letter)[1:-1] for letter in text)
-
-
 def signature_text(name: str, signature: Signature) -> str:
     """`forward(x: F32[batch, 1, 8, 8]) -> F32[batch, 10], batch in 0..256`."""
     parameters = [f"{parameter}: {node_text(node)}" for parameter, node in signature.args]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.metadata import EntryPoint, entry_points
 from io import TextIOWrapper
 from typing import Annotated, Any
@@ -32,14 +34,26 @@ class Commands(TyperGroup):
         command.name = cmd_name
         return command
 
+    def make_context(self, *args: Any, **kwargs: Any) -> Any:
+        with _readers_may_leave():
+            return super().make_context(*args, **kwargs)
+
     def invoke(self, ctx: Any) -> Any:
+        with _readers_may_leave():
+            return super().invoke(ctx)
+
+
+@contextmanager
+def _readers_may_leave() -> Iterator[None]:
+    """End the program where whoever reads its output has enough, as `| head` has."""
+    try:
         try:
-            done = super().invoke(ctx)
+            yield
+        finally:
             sys.stdout.flush()
-        except BrokenPipeError:  # whoever reads has enough
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            raise typer.Exit(_AS_BY_SIGPIPE) from None
-        return done
+    except BrokenPipeError:
+        _read_by_nobody(1)
+        raise typer.Exit(_AS_BY_SIGPIPE) from None
 
 
 def _offered() -> dict[str, EntryPoint]:
@@ -71,7 +85,27 @@ def _root(
 ) -> None: ...
 
 
+def _read_by_nobody(number: int) -> None:
+    opened = os.open(os.devnull, os.O_RDWR)
+    if opened != number:
+        os.dup2(opened, number)
+        os.close(opened)
+
+
+def _open_closed_streams() -> None:
+    """Put a null device where a standard stream is closed: nothing else could be written, or it took the next file."""
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        try:
+            os.fstat(number)
+        except OSError:
+            _read_by_nobody(number)
+        if getattr(sys, name) is None:
+            setattr(sys, name, os.fdopen(number, "w" if number else "r"))
+
+
 def main() -> None:
+    """The program; it ends the process. A closed standard stream is read and written as if it were /dev/null."""
+    _open_closed_streams()
     if isinstance(sys.stdout, TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # names of files may be bytes that are no text
     app()

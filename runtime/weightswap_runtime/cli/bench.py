@@ -13,7 +13,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress
 
 from weightswap_runtime.benching import BenchReport, bench
 
-from .output import HtmlOption, JsonOption, OpLibraryOption, errors_as_exit, print_json
+from .output import HtmlOption, JsonOption, OpLibraryOption, errors_as_exit, print_json, say
 
 MOST_SECONDS = 86400.0
 bench_command = typer.Typer(add_completion=False)
@@ -114,4 +114,4 @@ def _show(found: BenchReport, html: Path | None, as_json: bool) -> None:
 
     print_bench(found)
     if html:
-        typer.echo(f"report      {html}")
+        say(f"report      {html}")

@@ -9,7 +9,7 @@ import typer
 from weightswap_runtime.counted import counted
 from weightswap_runtime.deltas import write_delta
 
-from .output import JsonOption, LabelOption, errors_as_exit, human_bytes, parse_labels, print_json, progress_bar
+from .output import JsonOption, LabelOption, errors_as_exit, human_bytes, parse_labels, print_json, progress_bar, say
 
 delta_command = typer.Typer(add_completion=False)
 
@@ -35,8 +35,8 @@ def delta(
             print_json(written)
             return
         share = 100 * written.nbytes / max(1, written.total_bytes)
-        typer.echo(f"delta file  {written.path}")
-        typer.echo(f"from        {written.base}")
-        typer.echo(f"to          {written.weights_id}")
-        typer.echo(f"changes     {human_bytes(written.nbytes)} of {human_bytes(written.total_bytes)} ({share:.2f} %)")
-        typer.echo(f"in          {counted(len(written.changed), 'tensor')}")
+        say(f"delta file  {written.path}")
+        say(f"from        {written.base}")
+        say(f"to          {written.weights_id}")
+        say(f"changes     {human_bytes(written.nbytes)} of {human_bytes(written.total_bytes)} ({share:.2f} %)")
+        say(f"in          {counted(len(written.changed), 'tensor')}")

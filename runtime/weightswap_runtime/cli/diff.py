@@ -14,7 +14,7 @@ from weightswap_runtime.files import is_file
 from weightswap_runtime.manifest import MANIFEST_NAME
 from weightswap_runtime.places import is_url
 
-from .output import HtmlOption, JsonOption, errors_as_exit, print_json, progress_bar
+from .output import HtmlOption, JsonOption, errors_as_exit, print_json, progress_bar, say
 from .swap import KeysOption, as_keys
 
 diff_command = typer.Typer(add_completion=False)
@@ -133,4 +133,4 @@ def _fields(document: msgspec.Struct) -> dict[str, Any]:
 
 def _say_where(html: Path | None) -> None:
     if html:
-        typer.echo(f"report      {html}")
+        say(f"report      {html}")

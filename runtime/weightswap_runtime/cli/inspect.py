@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from .inspecting.subjects import Subject, open_subject
-from .output import HtmlOption, JsonOption, LevelOption, errors_as_exit, print_json, table_console
+from .output import HtmlOption, JsonOption, LevelOption, errors_as_exit, print_json, say, table_console
 
 inspect_command = typer.Typer(add_completion=False)
 
@@ -54,7 +54,7 @@ def _print(subject: Subject, tree: bool, as_json: bool, html: Path | None) -> No
 
         print_tree(subject, table_console())
     elif html:
-        typer.echo(f"report     {html}")
+        say(f"report     {html}")
     else:
         from .inspecting.text import print_text
 

@@ -18,7 +18,7 @@ from rich.table import Table
 from weightswap_runtime.engines import EngineName
 from weightswap_runtime.errors import MissingExtra, RecipeError, Unsupported, WeightswapError
 from weightswap_runtime.files import check_writable, is_file
-from weightswap_runtime.wording import visible
+from weightswap_runtime.visible import visible
 
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of text.")]
 LabelOption = Annotated[list[str] | None, typer.Option(help="name=text, kept in the file; may be repeated.")]
@@ -32,12 +32,13 @@ def _writable(path: Path | None) -> Path | None:
     """Refuse a report's path before the work that the report would be about."""
     if path is None:
         return None
+    where = visible(str(path))
     try:
         check_writable(path)
     except OSError as error:
-        raise typer.BadParameter(f"{path} cannot be written: {error.strerror}") from error
+        raise typer.BadParameter(f"{where} cannot be written: {error.strerror}") from error
     if is_file(path) and not _is_page(path):
-        raise typer.BadParameter(f"{path} is there and is no report, and would be lost; name another file")
+        raise typer.BadParameter(f"{where} is there and is no report, and would be lost; name another file")
     return path
 
 
@@ -70,6 +71,11 @@ def _label(text: str) -> tuple[str, str]:
     if not equals or not name:
         raise typer.BadParameter(f"{text!r} is not name=text")
     return name, value
+
+
+def say(line: str, err: bool = False) -> None:
+    """One line for people, on standard output or standard error; what a terminal would obey is spelled out."""
+    typer.echo(visible(line), err=err)
 
 
 def print_json(document: Any) -> None:
@@ -106,7 +112,7 @@ def errors_as_exit(as_json: bool, more: Mapping[str, Any] | None = None) -> Iter
     try:
         yield
     except WeightswapError as error:
-        typer.echo(visible(f"{type(error).__name__}: {error}"), err=True)
+        typer.echo(f"{type(error).__name__}: {error}", err=True)
         if as_json:
             problems = getattr(error, "problems", ())
             document = {"error": type(error).__name__, "message": str(error), "problems": problems}
@@ -115,7 +121,7 @@ def errors_as_exit(as_json: bool, more: Mapping[str, Any] | None = None) -> Iter
     except BrokenPipeError:
         raise
     except OSError as error:
-        typer.echo(visible(f"{type(error).__name__}: {error}"), err=True)
+        say(f"{type(error).__name__}: {error}", err=True)
         raise typer.Exit(1) from error
 
 
@@ -131,7 +137,7 @@ def table_console() -> Console:
 
 def print_table(title: str, columns: list[str], rows: list[list[str]]) -> None:
     """A table as wide as `table_console` is; what a terminal would obey is spelled out."""
-    table = Table(title=title, title_justify="left")
+    table = Table(title=escape(visible(title)), title_justify="left")
     for column in columns:
         table.add_column(column, overflow="fold")
     for row in rows:

@@ -19,8 +19,18 @@ from weightswap_runtime.loading import load
 from weightswap_runtime.model import Model, engine_of
 from weightswap_runtime.signature import flatten, leaves
 from weightswap_runtime.tensorfiles import describe_value, read_tensors, write_tensors
+from weightswap_runtime.visible import visible
 
-from .output import DeviceOption, EngineOption, JsonOption, OpLibraryOption, errors_as_exit, print_json, print_table
+from .output import (
+    DeviceOption,
+    EngineOption,
+    JsonOption,
+    OpLibraryOption,
+    errors_as_exit,
+    print_json,
+    print_table,
+    say,
+)
 from .swap import KeysOption, as_keys
 
 run_command = typer.Typer(add_completion=False)
@@ -54,7 +64,7 @@ def run(
         model = load(artifact, weights, engine=engine, device=device, keys=as_keys(keys), op_libraries=op_library or ())
         name = method or model.default_method
         if name not in model.signatures:
-            raise typer.BadParameter(f"{name!r} is not a method; there are {', '.join(model.signatures)}")
+            raise typer.BadParameter(f"{name!r} is not a method; there are {visible(', '.join(model.signatures))}")
         call = model.method(name)
         signature = model.signatures[name]
         opened = engine_of(model)
@@ -78,7 +88,7 @@ def _called(name: str, call: Callable[..., Any], args: list[Any], kwargs: dict[s
     except WeightswapError:
         raise
     except Exception as error:  # an operator's own, such as an index out of range
-        typer.echo(f"{name}: the graph raised {type(error).__name__}: {error}", err=True)
+        say(f"{name}: the graph raised {type(error).__name__}: {error}", err=True)
         raise typer.Exit(1) from error
 
 
@@ -98,6 +108,6 @@ def _report(model: Model, method: str, named: dict[str, Any], seconds: float, as
         }
         print_json(document | {"seconds": seconds, "outputs": described})
         return
-    typer.echo(f"weights id {model.weights_id}")
+    say(f"weights id {model.weights_id}")
     title = f"{method}: {seconds * 1e3:.2f} ms"
     print_table(title, ["output", "value"], [[key, str(text)] for key, text in described.items()])

@@ -24,6 +24,7 @@ from .output import (
     errors_as_exit,
     human_bytes,
     print_json,
+    say,
 )
 from .swap_report import reported
 from .watching import StartChoice, print_event, print_event_as_json, watch_until_interrupt
@@ -150,16 +151,16 @@ class _Options(NamedTuple):
 
 
 def _print(receipt: SwapReceipt) -> None:
-    typer.echo(f"generation  {receipt.generation}: {receipt.source}")
-    typer.echo(f"weights id  {receipt.weights_id}")
+    say(f"generation  {receipt.generation}: {receipt.source}")
+    say(f"weights id  {receipt.weights_id}")
     rate = receipt.bytes_read / max(receipt.seconds_staged, 1e-9)
     size, speed = human_bytes(receipt.bytes_read), human_bytes(int(rate))
-    typer.echo(f"staged      {size} in {receipt.seconds_staged:.3f} s ({speed}/s)")
+    say(f"staged      {size} in {receipt.seconds_staged:.3f} s ({speed}/s)")
     if receipt.verified != "none":
-        typer.echo(f"verified    {_VERIFIED[receipt.verified]}, in {receipt.seconds_verified:.3f} s")
-    typer.echo(f"paused      {receipt.seconds_paused * 1e6:.1f} us")
+        say(f"verified    {_VERIFIED[receipt.verified]}, in {receipt.seconds_verified:.3f} s")
+    say(f"paused      {receipt.seconds_paused * 1e6:.1f} us")
     if receipt.ignored:
-        typer.echo(f"left out    {', '.join(receipt.ignored)}")
+        say(f"left out    {', '.join(receipt.ignored)}")
 
 
 _VERIFIED = {"goldens": "recorded outputs are reproduced", "finite": "outputs of recorded calls are finite"}

@@ -11,9 +11,8 @@ import typer
 
 from weightswap_runtime.events import Event
 from weightswap_runtime.watching import Watcher
-from weightswap_runtime.wording import visible
 
-from .output import encode_json
+from .output import encode_json, say
 
 POLL_SECONDS = 0.2  # how soon it is noticed that the watching has ended by itself
 
@@ -28,7 +27,7 @@ class StartChoice(StrEnum):
 
 def print_event(event: Event) -> None:
     """An event as one line of text; what a terminal would obey, in the names of a file's tensors, is escaped."""
-    typer.echo(visible(" ".join(str(event).split())))
+    say(" ".join(str(event).split()))
 
 
 def print_event_as_json(event: Event) -> None:

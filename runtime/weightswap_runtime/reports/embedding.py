@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from weightswap_runtime.wording import visible
+from weightswap_runtime.visible import visible_lines
 
 MOST_EXACT = 2**53  # a browser's numbers are float64
 _UNSAFE = {ord(letter): f"\\u{ord(letter):04x}" for letter in "<>&\u2028\u2029"}
@@ -17,7 +17,7 @@ _UNSAFE = {ord(letter): f"\\u{ord(letter):04x}" for letter in "<>&\u2028\u2029"}
 
 def markup(text: str) -> str:
     """The text as HTML, fit for elements and quoted attributes."""
-    return html.escape(visible(text))
+    return html.escape(visible_lines(text))
 
 
 def embedded_json(value: Any) -> str:
@@ -32,7 +32,7 @@ def embedded_json(value: Any) -> str:
 def _exact(value: Any) -> Any:
     match value:
         case str():
-            return visible(value)
+            return visible_lines(value)
         case dict():
             return {key: _exact(item) for key, item in value.items()}
         case list() | tuple():

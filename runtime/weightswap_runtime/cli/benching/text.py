@@ -4,29 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import typer
-
 from weightswap_runtime.benching import BenchReport
-from weightswap_runtime.cli.output import human_bytes, print_table
+from weightswap_runtime.cli.output import human_bytes, print_table, say
 from weightswap_runtime.reports import Cell, Column
-from weightswap_runtime.wording import visible
 
 from .wording import CALLS, MEMORY, SWAPS, Row, call_rows, memory_rows, swap_rows
 
 
 def print_bench(found: BenchReport) -> None:
     """Tables of calls, swaps and memory; and what was not measured."""
-    typer.echo(visible(f"artifact    {found.artifact}, graph id {found.graph_id[:12]}"))
-    typer.echo(visible(f"weights     {found.weights}, weights id {found.weights_id[:12] or 'unknown'}"))
-    typer.echo(f"machine     {found.machine}")
+    say(f"artifact    {found.artifact}, graph id {found.graph_id[:12]}")
+    say(f"weights     {found.weights}, weights id {found.weights_id[:12] or 'unknown'}")
+    say(f"machine     {found.machine}")
     _table(f"calls of {found.method}", CALLS, call_rows(found.engines))
     _table("swaps of the same file (medians)", SWAPS, swap_rows(found.engines))
     _table("resident memory", MEMORY, memory_rows(found.engines))
     for engine, reason in found.left_out.items():
-        typer.echo(visible(f"left out    {engine}: {reason}"))
+        say(f"left out    {engine}: {reason}")
     for result in found.engines:
         if result.failed:
-            typer.echo(visible(f"failed      {result.engine}, {result.residency}: {result.failed}"))
+            say(f"failed      {result.engine}, {result.residency}: {result.failed}")
 
 
 def _table(title: str, columns: Sequence[Column], rows: Sequence[Row]) -> None:

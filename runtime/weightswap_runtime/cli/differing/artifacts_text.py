@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import typer
-
-from weightswap_runtime.cli.output import print_table
+from weightswap_runtime.cli.output import print_table, say
 from weightswap_runtime.diffing import ArtifactsDiff
 from weightswap_runtime.diffing.artifacts import MethodDiff, RowDiff, SourceDiff
 from weightswap_runtime.diffing.report import TensorType
 from weightswap_runtime.dtypes import describe
 from weightswap_runtime.signature import Signature
-from weightswap_runtime.wording import signature_text, visible
+from weightswap_runtime.wording import signature_text
 
 from .weights_text import COLUMNS, tensor_cells
 
@@ -18,35 +16,35 @@ from .weights_text import COLUMNS, tensor_cells
 def print_artifacts(diff: ArtifactsDiff) -> None:
     """The verdict, and everything that is different."""
     for title, info in (("before", diff.before), ("after", diff.after)):
-        typer.echo(visible(f"{title:<12}{info.where}, graph id {info.graph_id[:12]}, torch {info.torch}"))
-    typer.echo(f"verdict     {diff.verdict}")
+        say(f"{title:<12}{info.where}, graph id {info.graph_id[:12]}, torch {info.torch}")
+    say(f"verdict     {diff.verdict}")
     for problem in diff.misfits:
-        typer.echo(visible(f"misfit      {problem}"))
+        say(f"misfit      {problem}")
     for method in diff.methods:
         _print_method(method)
     _table("tables", ["table", "name", "before", "after"], [row_cells(row) for row in diff.rows])
     _table("constants and initial state", COLUMNS, [tensor_cells(tensor) for tensor in diff.constants])
     _table("checkpoints", ["weight", "came from", "comes from"], [source_cells(source) for source in diff.sources])
     if diff.transforms_changed:
-        typer.echo("adapter     the graph that computes weights from a checkpoint is another one")
+        say("adapter     the graph that computes weights from a checkpoint is another one")
     for engine, what in diff.engines.items():
-        typer.echo(visible(f"engine      {engine}: {what}"))
+        say(f"engine      {engine}: {what}")
 
 
 def _print_method(method: MethodDiff) -> None:
     for title, signature in (("before", method.before), ("after", method.after)):
         if not method.same_signature:
-            typer.echo(visible(f"{title:<12}{signature_words(method.name, signature)}"))
+            say(f"{title:<12}{signature_words(method.name, signature)}")
     rows = [[count.name, str(count.before), str(count.after)] for count in method.operators]
     same = "the same operators, in another graph" if not method.same_graph and not rows else ""
     if same:
-        typer.echo(visible(f"method      {method.name}: {same}"))
+        say(f"method      {method.name}: {same}")
     _table(f"{method.name}: calls of operators", ["operator", "before", "after"], rows)
 
 
 def _table(title: str, columns: list[str], rows: list[list[str]]) -> None:
     if rows:
-        print_table(visible(title), columns, rows)
+        print_table(title, columns, rows)
 
 
 def signature_words(name: str, signature: Signature | None) -> str:

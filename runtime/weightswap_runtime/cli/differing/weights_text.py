@@ -4,11 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-import typer
-
-from weightswap_runtime.cli.output import print_table
+from weightswap_runtime.cli.output import print_table, say
 from weightswap_runtime.diffing import SetInfo, TensorDiff, WeightsDiff
-from weightswap_runtime.wording import visible
 
 from .wording import condition_words, overall, percent, place, set_facts, short, verdict
 
@@ -28,7 +25,7 @@ def print_weights(diff: WeightsDiff, most: int | None) -> None:
     if shown:
         print_table(_title(len(shown), len(diff.tensors)), COLUMNS, [tensor_cells(tensor) for tensor in shown])
     if len(shown) < len(differing):
-        typer.echo(f"{len(differing) - len(shown)} more differ; --all shows them")
+        say(f"{len(differing) - len(shown)} more differ; --all shows them")
 
 
 def print_failures(failures: Mapping[str, tuple[str, ...]]) -> None:
@@ -48,7 +45,7 @@ def _print_set(title: str, info: SetInfo) -> None:
 
 
 def _say(title: str, text: str) -> None:
-    typer.echo(f"{title:<12}{visible(text)}")
+    say(f"{title:<12}{text}")
 
 
 def _title(shown: int, count: int) -> str:

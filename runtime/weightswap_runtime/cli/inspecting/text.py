@@ -4,13 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-import typer
-
-from weightswap_runtime.cli.output import human_bytes, print_table
+from weightswap_runtime.cli.output import human_bytes, print_table, say
 from weightswap_runtime.counted import counted
 from weightswap_runtime.dtypes import describe
 from weightswap_runtime.manifest import Manifest, NamedTensor
-from weightswap_runtime.wording import visible
 
 from .facts import Fact, artifact_facts, goldens_facts, origin, size_fact, weights_facts
 from .subjects import ArtifactSubject, GoldensSubject, Subject, WeightsSubject
@@ -30,7 +27,7 @@ def print_text(subject: Subject) -> None:
 def print_facts(facts: Iterable[Fact]) -> None:
     """One line for each, the texts below each other."""
     for name, text in facts:
-        typer.echo(visible(f"{name:<10} {text}").replace("\n", "\\n"))
+        say(f"{name:<10} {text}")
 
 
 def _print_artifact(subject: ArtifactSubject) -> None:
@@ -45,12 +42,12 @@ def _print_artifact(subject: ArtifactSubject) -> None:
     _print_keys("checkpoint keys that are left out", adapter.ignored)
     _print_keys("checkpoint keys that must be there, though no weight is made of them", adapter.needed)
     if adapter.untraceable:
-        typer.echo(visible(f"checkpoints have to be packed, as loading could not be recorded: {adapter.untraceable}"))
+        say(f"checkpoints have to be packed, as loading could not be recorded: {adapter.untraceable}")
 
 
 def _print_keys(title: str, keys: Sequence[str]) -> None:
     if keys:
-        typer.echo(visible(f"{title}: {', '.join(keys)}"))
+        say(f"{title}: {', '.join(keys)}")
 
 
 def _print_tensors(title: str, tensors: tuple[NamedTensor, ...], manifest: Manifest) -> None:

@@ -14,7 +14,7 @@ from weightswap_runtime.counted import counted
 from weightswap_runtime.dtypes import describe
 from weightswap_runtime.errors import Unsupported
 from weightswap_runtime.modules import Branch, fingerprints, grow, runs, sizes_below, split_name
-from weightswap_runtime.wording import visible
+from weightswap_runtime.visible import visible
 
 from .outlines import module_kinds
 from .subjects import ArtifactSubject, GoldensSubject, Subject, WeightsSubject

@@ -1,0 +1,153 @@
+"""Every error of the family: its copies, also in other processes, and what its text may hold."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import multiprocessing
+import pickle
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+from typing import Any, get_type_hints
+
+import pytest
+import safetensors.torch
+import torch
+
+from tests.tiny import TinyArtifact
+from weightswap_runtime import Event, WeightsMismatch, WeightswapError, errors, load
+from weightswap_runtime.visible import MOST_SHOWN, brief, visible
+
+EVIL = "layer\n  - forged: all is well\r\x1b[31m\x9b2J\u202e\udcff"
+COPIES: tuple[Callable[[Any], Any], ...] = (
+    *(lambda error, protocol=protocol: pickle.loads(pickle.dumps(error, protocol)) for protocol in range(6)),
+    copy.copy,
+    copy.deepcopy,
+)
+
+
+def family(kind: type[WeightswapError] = WeightswapError) -> Iterator[type[WeightswapError]]:
+    """All classes, whoever defines them."""
+    yield kind
+    for each in kind.__subclasses__():
+        yield from family(each)
+
+
+FAMILY = sorted(set(family()), key=lambda kind: kind.__qualname__)
+
+
+def example(kind: type[WeightswapError], text: str = "a text") -> WeightswapError:
+    """An error of a class, made as its own code makes it: with a text, or problems, for each argument."""
+    kinds = get_type_hints(kind.__init__)
+    parameters = list(inspect.signature(kind).parameters.values())
+    if parameters[0].kind is parameters[0].VAR_POSITIONAL:
+        return kind(text)
+    samples: dict[Any, Any] = {str: text, Sequence[str]: [text, f"{text} again"]}
+    return kind(*(samples[kinds[parameter.name]] for parameter in parameters))
+
+
+def raised(kind: type[WeightswapError]) -> WeightswapError:
+    """As it is caught: with a cause, a traceback, a field of its own and notes."""
+    try:
+        try:
+            raise OSError(5, "the cause")
+        except OSError as cause:
+            raise example(kind) from cause
+    except WeightswapError as error:
+        error.add_note("a note")
+        error.shard = {"of": 3}  # type: ignore[attr-defined]
+        return error
+
+
+def same(one: BaseException, other: BaseException) -> bool:
+    return (type(one), str(one), one.args, vars(one)) == (type(other), str(other), other.args, vars(other))
+
+
+def test_the_walk_meets_the_whole_family() -> None:
+    assert {kind.__name__ for kind in FAMILY} >= set(errors.__all__)
+
+
+@pytest.mark.parametrize("kind", FAMILY)
+def test_copies_have_the_text_the_fields_and_the_notes(kind: type[WeightswapError]) -> None:
+    error = raised(kind)
+    assert vars(error).keys() >= {"shard", "__notes__"}
+    for copied in COPIES:
+        twice = copied(copied(error))
+        assert same(twice, error)
+        assert getattr(twice, "msg", str(error)) == str(error)  # of an ImportError
+        with pytest.raises(kind, match=r"a text"):
+            raise twice
+
+
+def test_every_error_crosses_the_border_of_a_process() -> None:
+    context = multiprocessing.get_context("forkserver")
+    with ProcessPoolExecutor(1, mp_context=context) as executor:
+        for kind in FAMILY:
+            found = executor.submit(fail, kind).exception(timeout=60)
+            assert found is not None
+            assert same(found, raised(kind))
+            assert "the cause" in str(found.__cause__)  # the other process's traceback
+    with context.Pool(1) as pool:
+        for kind in FAMILY:
+            with pytest.raises(kind) as caught:
+                pool.apply_async(fail, (kind,)).get(timeout=60)
+            assert same(caught.value, raised(kind))
+
+
+def fail(kind: type[WeightswapError]) -> None:
+    raise raised(kind)
+
+
+def test_the_error_of_a_swap_crosses_a_border(tiny: TinyArtifact, tmp_path: Path) -> None:
+    safetensors.torch.save_file({"odd": torch.ones(1)}, tmp_path / "odd.safetensors")
+    with pytest.raises(WeightsMismatch) as caught:
+        load(tiny.path, tmp_path / "odd.safetensors")
+    twice = pickle.loads(pickle.dumps(caught.value))
+    assert same(twice, caught.value)
+    assert twice.problems == caught.value.problems != ()
+
+
+@pytest.mark.parametrize("kind", FAMILY)
+def test_what_an_error_quotes_adds_no_lines_and_steers_no_terminal(kind: type[WeightswapError]) -> None:
+    error, plain = example(kind, EVIL), example(kind)
+    assert str(error).replace("\n", "").isprintable()
+    assert len(str(error).split("\n")) == len(str(plain).split("\n"))
+    assert str(error) == str(plain).replace("a text", visible(EVIL))
+    assert all(problem.isprintable() for problem in getattr(error, "problems", ()))
+
+
+@pytest.mark.parametrize("kind", FAMILY)
+@pytest.mark.parametrize("letter", ["n", "\x1b"])
+def test_a_huge_name_gives_a_short_error(kind: type[WeightswapError], letter: str) -> None:
+    error = example(kind, f"begin {letter * 200_000} end")
+    assert len(str(error)) < 10_000
+    assert "begin " in str(error)
+    assert " end" in str(error)
+    assert all(len(problem) <= errors.MOST_OF_A_PROBLEM for problem in getattr(error, "problems", ()))
+    assert len(pickle.dumps(error)) < 50_000
+
+
+@pytest.mark.parametrize("length", [MOST_SHOWN, MOST_SHOWN + 1, 10 * MOST_SHOWN])
+def test_brief_texts_have_both_ends(length: int) -> None:
+    text = f"<{'x' * (length - 2)}>"
+    shown = brief(text)
+    assert (shown == text) == (length <= MOST_SHOWN)
+    assert len(shown) <= MOST_SHOWN
+    assert shown[0] + shown[-1] == "<>"
+    assert brief(shown) == shown
+
+
+def test_a_weight_file_with_a_huge_name_is_refused_in_short(tiny: TinyArtifact, tmp_path: Path) -> None:
+    names = ["a" * 3_000_000, "b\x1b[2J\n" * 500_000]
+    safetensors.torch.save_file({name: torch.ones(1) for name in names}, tmp_path / "huge.safetensors")
+    with pytest.raises(WeightsMismatch) as caught:
+        load(tiny.path, tmp_path / "huge.safetensors")
+    assert len(str(caught.value)) + sum(map(len, caught.value.problems)) < 20_000
+    assert str(caught.value).replace("\n", "").isprintable()
+
+
+def test_an_event_is_one_line_whatever_it_is_of() -> None:
+    event = Event("refused", EVIL, EVIL, "0" * 64, error=ValueError(EVIL))
+    assert str(event) == f"refused for {visible(EVIL)}: {visible(EVIL)}: ValueError: {visible(EVIL)}"
+    assert str(event).isprintable()
