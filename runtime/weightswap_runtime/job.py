@@ -5,8 +5,10 @@ from __future__ import annotations
 import math
 import threading
 import time
+from collections.abc import Iterator
 from typing import NamedTuple
 
+from .ending import is_lost
 from .errors import StageCancelled, Unsupported
 from .forks import renew_in_children
 
@@ -25,7 +27,7 @@ class Progress(NamedTuple):
 class Job:
     """Shared by the threads that work on one staging. `rate_limit` in bytes per second; None: as fast as it goes.
 
-    The threads call `advance` after each piece of work, at most a few milliseconds apart.
+    The threads do all their reading and copying in `steps`, and what else they do in pieces of a few milliseconds.
     """
 
     def __init__(self, rate_limit: float | None = None) -> None:
@@ -37,13 +39,13 @@ class Job:
         self._cancelled = False
         self.abandoned = False  # by a listener, in the staging's own thread
         self._progress = Progress("waiting", 0, 0)
-        self._free_at = time.monotonic()
+        self._free_at = 0.0  # when the next piece may begin
 
     def renew(self) -> None:
         self._lock = threading.Lock()
 
     def unit(self, wanted: int) -> int:
-        """How many bytes to do at once where `wanted` suits the file: less, if those would be too much of a burst."""
+        """How many bytes to move at once where `wanted` suits the file: fewer, if those were too much of a burst."""
         return wanted if self.rate_limit is None else min(wanted, max(1, int(self.rate_limit * LONGEST_BURST)))
 
     @property
@@ -65,27 +67,38 @@ class Job:
         with self._lock:
             self._progress = self._progress._replace(phase=phase)
 
-    def advance(self, nbytes: int) -> None:
-        """Count bytes as done, and sleep where that was faster than is allowed. Raises StageCancelled."""
-        now = time.monotonic()
-        with self._lock:
-            phase, done, total = self._progress
-            self._progress = Progress(phase, done + nbytes, total)
-            if self.rate_limit is not None:
-                # what was not used before is lost: a staging that was slow does not make up for it in a burst
-                self._free_at = max(self._free_at, now) + nbytes / self.rate_limit
+    def steps(self, begin: int, end: int) -> Iterator[tuple[int, int]]:
+        """Bytes `begin` to `end` in small pieces, each as soon as the rate allows it, and then counted as done.
+
+        Raises StageCancelled.
+        """
+        step = self.unit(max(1, end - begin))
+        for start in range(begin, end, step):
+            stop = min(start + step, end)
+            self._wait_for_turn(stop - start)
+            yield start, stop
+            with self._lock:
+                phase, done, total = self._progress
+                self._progress = Progress(phase, done + stop - start, total)
         self.check()
-        while (left := self._free_at - time.monotonic()) > 0 and self.rate_limit is not None:
+
+    def _wait_for_turn(self, nbytes: int) -> None:
+        self.check()
+        if self.rate_limit is None:
+            return
+        with self._lock:
+            # what was not used before is lost: a staging that was slow does not make up for it in a burst
+            turn = max(self._free_at, time.monotonic())
+            self._free_at = turn + nbytes / self.rate_limit
+        while (left := turn - time.monotonic()) > 0:
             time.sleep(min(left, LONGEST_NAP))
             self.check()
 
     def check(self) -> None:
-        """Raise StageCancelled if the staging was cancelled, or the interpreter is ending."""
+        """Raise StageCancelled if the staging was cancelled, or the interpreter ends without this thread."""
         if self._cancelled:
             raise StageCancelled("the staging was cancelled; nothing was changed")
-        main = threading.main_thread()
-        # the main thread does not ask: an interrupt within is_alive() would make it say no ever after
-        if threading.get_ident() != main.ident and not main.is_alive():
+        if is_lost():
             raise StageCancelled("the interpreter is ending")
 
     def cancel(self) -> None:

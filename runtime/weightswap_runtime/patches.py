@@ -62,10 +62,10 @@ class HostPatch(Patch):
         job.begin("copying", self.nbytes)
 
         def write(span: Span) -> None:
-            arena.write(span.offset, span.data)
-            job.advance(len(span.data))
+            for start, stop in job.steps(0, len(span.data)):
+                arena.write(span.offset + start, span.data[start:stop])
 
-        workers.run_all(write, _in_chunks(self.spans, max(BLOCK, job.unit(COPY_CHUNK))))
+        workers.run_all(write, _in_chunks(self.spans, COPY_CHUNK))
 
     def undo(self, arena: Arena) -> HostPatch:
         """What lies in the arena where this would be written, copied. Raises MemoryError."""
@@ -113,11 +113,14 @@ def differing(arena: Arena, one: Mapping[str, Blocks], other: Mapping[str, Block
 def copy_stretches(target: Arena, source: Arena, stretches: Sequence[Stretch], workers: Workers, job: Job) -> None:
     """Copy parts of an arena to the same places of another. Raises StageCancelled, with the copy half done."""
     job.begin("copying", sum(end - begin for begin, end in stretches))
-    step = max(BLOCK, job.unit(COPY_CHUNK))
-    parts = [Stretch(start, min(start + step, end)) for begin, end in stretches for start in range(begin, end, step)]
+    parts = [
+        Stretch(start, min(start + COPY_CHUNK, end))
+        for begin, end in stretches
+        for start in range(begin, end, COPY_CHUNK)
+    ]
 
     def copy(stretch: Stretch) -> None:
-        target.copy_part(source, stretch.begin, stretch.end)
-        job.advance(stretch.end - stretch.begin)
+        for start, stop in job.steps(stretch.begin, stretch.end):
+            target.copy_part(source, start, stop)
 
     workers.run_all(copy, parts)

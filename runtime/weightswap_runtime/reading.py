@@ -179,15 +179,23 @@ def _reader(job: Job) -> Callable[[Sequence[list[Part]]], None]:
         with room.room([part.slot for read in reads for part in read]) as memory:
             waiting = iter(memory)
             for read in reads:
-                job.check()
                 piece, start, _ = read[0]
                 targets = [next(waiting) for _ in read]
-                piece.source.read_into(targets, piece.begin + start)
+                for low, high in job.steps(0, sum(map(len, targets))):
+                    piece.source.read_into(_between(targets, low, high), piece.begin + start + low)
                 for part, target in zip(read, targets, strict=True):
                     _hash(part, target)
-        job.advance(sum(map(len, memory)))
 
     return work
+
+
+def _between(buffers: list[memoryview], low: int, high: int) -> list[memoryview]:
+    """The parts of neighbouring buffers that are bytes `low` to `high` of the whole."""
+    found = []
+    for buffer in buffers:
+        found += [buffer[max(0, low) : high]] if low < len(buffer) and high > 0 else []
+        low, high = low - len(buffer), high - len(buffer)
+    return found
 
 
 def _hash(part: Part, target: memoryview) -> None:

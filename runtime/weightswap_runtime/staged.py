@@ -13,6 +13,7 @@ from queue import Empty, SimpleQueue
 from typing import Any
 
 from .candidates import Candidate
+from .ending import Background
 from .errors import OutOfMemory, StageCancelled, StageClosed, StageTimeout, StagingBusy
 from .forks import renew_in_children
 from .gate import POLL_SECONDS, Claim, Gate
@@ -88,7 +89,7 @@ class Staging:
         self._bell.put(None)
 
     def start(self) -> None:
-        """Do the work in a thread of its own, which the end of the interpreter does not wait for."""
+        """Do the work in a thread of its own, which the end of the interpreter cancels."""
 
         def run() -> None:
             try:
@@ -101,7 +102,7 @@ class Staging:
             finally:
                 self._end()
 
-        thread = threading.Thread(target=run, name="weightswap-staging", daemon=True)
+        thread = Background(run, "weightswap-staging", self.job.cancel)
         try:
             thread.start()
         except RuntimeError as error:

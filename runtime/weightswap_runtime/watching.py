@@ -14,6 +14,7 @@ from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, NamedTuple
 
 from .directory import open_directory
+from .ending import Background
 from .errors import StageCancelled, Superseded, Unsupported
 from .events import Event, Listener
 from .following import Follower, Start, Told
@@ -60,7 +61,7 @@ class Watcher(AbstractContextManager["Watcher"]):
         self.directory = printable(directory)
         self._follower = Follower(self.directory, open_directory(directory), interval, start)
         self._loop = _Loop(model, self._follower, interval, callback, options)
-        self._thread = threading.Thread(target=self._loop.run, name="weightswap-watching", daemon=True)
+        self._thread = Background(self._loop.run, "weightswap-watching", self._loop.stop)
         self._thread.start()
 
     @property

@@ -48,10 +48,11 @@ class DevicePatch(Patch):
             arena.write(offset, self._region.fetch(begin, nbytes))
 
     def lay_over(self, arena: Arena, workers: Workers, job: Job) -> None:
-        """As `write_to`. Raises StageCancelled before it begins."""
+        """As `write_to`, at the job's pace. Raises StageCancelled, with the copy half done."""
         job.begin("copying", self.nbytes)
-        self.write_to(arena, workers)
-        job.advance(self.nbytes)
+        for offset, begin, nbytes in self._runs:
+            for start, stop in job.steps(0, nbytes):
+                DevicePatch(self._region, [Run(offset + start, begin + start, stop - start)]).write_to(arena, workers)
 
     def undo(self, arena: Arena) -> DevicePatch:
         """What lies in the arena where this would be written, on the device. Raises MemoryError."""
