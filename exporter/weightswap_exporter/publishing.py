@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from weightswap_runtime import Artifact
-from weightswap_runtime.errors import CheckpointError, PublishTimeout
+from weightswap_runtime.errors import CheckpointError, PublishTimeout, text_of
 from weightswap_runtime.files import remove_abandoned
 from weightswap_runtime.places import check_writable
 from weightswap_runtime.weightfile import Stamp
@@ -177,7 +177,7 @@ class _Outcome:
             error = self._error if self._left and not self._asked else None
             self._asked = self._asked or error is not None
         if error is not None:
-            _log.error("step %d was not published: %s: %s", self._step, type(error).__name__, error)
+            _log.error("step %d was not published: %s: %s", self._step, type(error).__name__, text_of(error))
 
 
 class _Writer:

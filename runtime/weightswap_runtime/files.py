@@ -1,4 +1,7 @@
-"""Files and folders that appear whole or not at all."""
+"""Files and folders that appear whole or not at all.
+
+A link stays, and what it points to is replaced. Nothing takes the place of a device, a pipe or a socket.
+"""
 
 from __future__ import annotations
 
@@ -8,10 +11,22 @@ import glob
 import os
 import secrets
 import shutil
+import stat
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
+
+from .errors import Unsupported
+
+_SPECIAL = {
+    stat.S_IFIFO: "a named pipe",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+    stat.S_IFSOCK: "a socket",
+}
+_NOT_FOR_FOLDERS = (errno.EINVAL, errno.ENOTSUP)
 
 
 def is_file(path: Path) -> bool:
@@ -20,6 +35,26 @@ def is_file(path: Path) -> bool:
         return path.is_file()
     except (OSError, ValueError):
         return False
+
+
+def check_replaceable(path: Path) -> None:
+    """Raise Unsupported where there is what no file may take the place of, and OSError where that cannot be told."""
+    if kind := _SPECIAL.get(_kind(path)):
+        raise Unsupported(f"{path}: is {kind}, and no file takes its place; name a file")
+
+
+def _kind(path: Path) -> int:
+    """What there is, or what a link points to; 0 for nothing."""
+    try:
+        return stat.S_IFMT(path.stat().st_mode)
+    except FileNotFoundError:
+        return 0
+
+
+def _followed(path: Path) -> Path:
+    """What a link points to. Raises what `check_replaceable` does."""
+    check_replaceable(path)
+    return Path(os.path.realpath(path)) if path.is_symlink() else path
 
 
 def _sibling(path: Path, kind: str) -> Path:
@@ -34,6 +69,16 @@ def _sync(path: Path) -> None:
         os.close(fd)
 
 
+def _sync_names(folder: Path) -> None:
+    """Have the names in a folder on disk. They are there already: that they are not safe yet is a warning."""
+    try:
+        _sync(folder)
+    except OSError as error:
+        if error.errno not in _NOT_FOR_FOLDERS:
+            text = f"{folder}: written, but after a power failure it may not be there ({error.strerror})"
+            warnings.warn(text, RuntimeWarning, stacklevel=2)
+
+
 @contextmanager
 def new_file(path: Path, rename: Callable[[], Path] | None = None) -> Iterator[BinaryIO]:
     """Write a file that takes the place of `path` when the block ends without an error.
@@ -41,25 +86,43 @@ def new_file(path: Path, rename: Callable[[], Path] | None = None) -> Iterator[B
     A reader sees the old file or the new one. The bytes are on disk before the name is. `rename` is called at the end
     of the block and gives another path in the same folder. While the block runs, the temporary file is locked.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary, file = _new_temporary(path)
+    place = _followed(path)
+    place.parent.mkdir(parents=True, exist_ok=True)
+    temporary, file = _new_temporary(place)
     try:
         with file:
             yield file
             file.flush()
             os.fsync(file.fileno())
-            temporary.replace(rename() if rename else path)
-        _sync(path.parent)
+            place = _followed(rename() if rename else path)
+            temporary.replace(place)
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
+    _sync_names(place.parent)
 
 
-def check_writable(path: Path) -> None:
-    """Raise OSError where `new_file` could not write a file now; its folder has to be there."""
-    if path.is_dir():
+@contextmanager
+def new_report(path: Path) -> Iterator[BinaryIO]:
+    """As `new_file`; but a pipe, or a device that takes bytes in a row, is written to."""
+    with os.fdopen(os.open(path, os.O_WRONLY), "wb") if _is_stream(path) else new_file(path) as file:
+        yield file
+
+
+def _is_stream(path: Path) -> bool:
+    return _kind(path) in (stat.S_IFIFO, stat.S_IFCHR)
+
+
+def check_reportable(path: Path) -> None:
+    """Raise OSError or Unsupported where `new_report` could not write now; its folder has to be there."""
+    if _is_stream(path):
+        if not os.access(path, os.W_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        return
+    place = _followed(path)
+    if place.is_dir():
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
-    temporary, file = _new_temporary(path)
+    temporary, file = _new_temporary(place)
     with file:
         temporary.unlink()
 
@@ -73,6 +136,7 @@ def companion(path: Path) -> Iterator[Callable[[bytes | None], None]]:
     replaced: list[bytes | None] = []
 
     def put(content: bytes | None) -> None:
+        check_replaceable(path)
         old = path.read_bytes() if path.exists() else None
         _replace(path, content)
         replaced.append(old)
@@ -124,10 +188,13 @@ def remove_abandoned(folder: Path, prefix: str) -> list[Path]:
     """
     removed = []
     for path in folder.glob(f".{glob.escape(prefix)}*.tmp-{'[0-9a-f]' * 8}"):
-        with suppress(OSError), path.open("rb") as file:
-            if _lock(file, wait=False):
-                path.unlink()
-                removed.append(path)
+        with suppress(OSError):
+            if path.is_symlink() or not path.is_file():
+                continue
+            with path.open("rb") as file:
+                if _lock(file, wait=False):
+                    path.unlink()
+                    removed.append(path)
     return removed
 
 
@@ -135,6 +202,7 @@ def _put_in_place(folder: Path, path: Path) -> None:
     """Rename `folder` to `path`; what is there is moved aside, and back if that fails. Another may do the same."""
     for last in (False, False, False, True):
         old = _sibling(path, "old")
+        check_replaceable(path)
         try:
             if path.exists():
                 path.rename(old)
@@ -156,6 +224,7 @@ def new_folder(path: Path) -> Iterator[Path]:
 
     A folder cannot be replaced in one system call: an old one is moved aside first and removed afterwards.
     """
+    path = _followed(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = _sibling(path, "tmp")
     temporary.mkdir()
@@ -164,7 +233,7 @@ def new_folder(path: Path) -> Iterator[Path]:
         for written in (*temporary.rglob("*"), temporary):
             _sync(written)
         _put_in_place(temporary, path)
-        _sync(path.parent)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
+    _sync_names(path.parent)

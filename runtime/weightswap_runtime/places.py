@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import re
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import quote, unquote
 
 from .errors import Unsupported, WeightFileError
+from .files import check_replaceable
 
 HIDDEN = "***"
 _PUBLIC = ("versionId", "generation")
@@ -75,9 +77,12 @@ Place = Path | Url
 
 
 def check_writable(path: object) -> None:
-    """Raise Unsupported for a URL: files are written to local folders alone."""
+    """Raise Unsupported for a URL, as files are written to local folders alone, and for devices, pipes and sockets."""
     if is_url(path):
         raise Unsupported(f"{printable(path)}: files are written locally; write it here, then copy it there")
+    if isinstance(path, str | os.PathLike):
+        with suppress(OSError, ValueError):  # which whoever writes will meet
+            check_replaceable(Path(path))
 
 
 def is_url(path: object) -> bool:

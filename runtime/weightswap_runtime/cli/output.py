@@ -17,7 +17,7 @@ from rich.table import Table
 
 from weightswap_runtime.engines import EngineName
 from weightswap_runtime.errors import MissingExtra, RecipeError, Unsupported, WeightswapError
-from weightswap_runtime.files import check_writable, is_file
+from weightswap_runtime.files import check_reportable, is_file
 from weightswap_runtime.visible import visible
 
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of text.")]
@@ -34,7 +34,9 @@ def _writable(path: Path | None) -> Path | None:
         return None
     where = visible(str(path))
     try:
-        check_writable(path)
+        check_reportable(path)
+    except Unsupported as error:
+        raise typer.BadParameter(str(error)) from error
     except OSError as error:
         raise typer.BadParameter(f"{where} cannot be written: {error.strerror}") from error
     if is_file(path) and not _is_page(path):

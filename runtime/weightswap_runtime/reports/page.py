@@ -9,7 +9,7 @@ from importlib.resources import files
 from itertools import count
 from pathlib import Path
 
-from weightswap_runtime.files import new_file
+from weightswap_runtime.files import new_report
 
 from .blocks import CHARTS, Block, Facts, Note, Report, Section
 from .embedding import embedded_json, markup
@@ -27,8 +27,11 @@ START_SCRIPT = "start.js"
 
 
 def write_report(path: str | os.PathLike[str], report: Report) -> None:
-    """Write the report as an HTML file, which appears whole or not at all. Raises OSError."""
-    with new_file(Path(path)) as file:
+    """Write the report as an HTML file, which appears whole or not at all. A pipe or a device is written to.
+
+    Raises OSError, and Unsupported for what cannot be written to in a row.
+    """
+    with new_report(Path(path)) as file:
         file.write(render(report).encode())
 
 
