@@ -91,6 +91,10 @@ class Arena(Room, Protocol):
         """Wait until all that was written is there. Raises what the device reports."""
         ...
 
+    def reserve(self, source: object) -> None:
+        """Have ready what writing `source`, an arena or a patch, in a commit takes. Raises OutOfMemory."""
+        ...
+
 
 class HostArena:
     """Anonymous, page-aligned memory of this process; it maps no file, and a forked child gets a copy of its own.
@@ -105,10 +109,7 @@ class HostArena:
         try:
             self.memory = _map(max(layout.nbytes, mmap.PAGESIZE))
         except (OSError, ValueError, OverflowError) as error:
-            raise OutOfMemory(
-                f"an arena of {layout.nbytes} bytes cannot be allocated ({error}). "
-                'Free memory, or load with residency="single", which holds one set of weights instead of two.'
-            ) from error
+            raise OutOfMemory(f"a set of weights of {layout.nbytes} bytes cannot be allocated ({error}).") from error
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self.memory))
 
     def view(self, name: str) -> memoryview:
@@ -157,6 +158,9 @@ class HostArena:
 
     def settle(self) -> None:
         """Nothing to wait for."""
+
+    def reserve(self, source: object) -> None:
+        """Nothing to have ready."""
 
 
 class Scratch:

@@ -11,7 +11,7 @@ from .errors import NothingToRollBack
 from .gate import Gate, Version
 from .identity import Identity
 from .job import Job
-from .memory import Memory
+from .memory import FOR_PREVIOUS, FOR_TWO, Memory, advising
 from .patches import HostPatch, Stretch, copy_stretches, differing
 from .session import Session
 from .staging import Contents
@@ -38,10 +38,12 @@ class Double:
     ) -> None:
         self._gate = gate
         self._workers = workers
-        self.sessions = (new_session(memory.arena(layout)), new_session(memory.arena(layout)))
+        with advising(FOR_TWO):
+            self.sessions = (new_session(memory.arena(layout)), new_session(memory.arena(layout)))
         self._resident: dict[Session, Version[Session]] = {}  # what lies whole in each session, and was served
         self._content: dict[Session, Mapping[str, Blocks]] = {}  # what lies whole in each session
-        self._saved = memory.kept(layout) if keep else None
+        with advising(FOR_PREVIOUS):
+            self._saved = memory.kept(layout) if keep else None
         self._displaced: Version[Session] | None = None  # what lies in `_saved`
 
     def stage(self, fill: Fill, timeout: float | None, job: Job) -> Candidate:

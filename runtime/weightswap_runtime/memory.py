@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import NamedTuple, Protocol
 
 from .arena import Arena, ArenaLayout, HostArena
+from .errors import OutOfMemory
 from .patches import HostPatch, Patch
 
 
@@ -13,6 +16,15 @@ class StagedIn(NamedTuple):
 
     kind: str
     reason: str
+
+
+@contextmanager
+def advising(text: str) -> Iterator[None]:
+    """A block whose OutOfMemory says what to do about it."""
+    try:
+        yield
+    except OutOfMemory as error:
+        raise OutOfMemory(f"{error} {text}") from error
 
 
 class Memory(Protocol):
@@ -40,6 +52,10 @@ class Memory(Protocol):
         ...
 
 
+FOR_TWO = 'Free memory, or load with residency="single", which holds one set of weights instead of two.'
+FOR_ONE = "Free memory: it serves from one set, and holds no other."
+FOR_STAGING = "Free memory, or swap a delta or a part (only=...), which takes memory for what changes alone."
+FOR_PREVIOUS = "Free memory, or load without keep_previous, which takes it for the previous weights."
 IN_PLACE = StagedIn("in place", "the arena itself serves after the commit")
 ON_THE_HOST = StagedIn("host", "the weights serve there")
 

@@ -74,6 +74,27 @@ class Session:
                     prepare(bound, where)
                     self._prepared.add(place)
 
+    def keep_prologue(self) -> Callable[[], None]:
+        """Copy what was computed from weights; the function that is returned puts it back, and needs no memory.
+
+        Raises OutOfMemory.
+        """
+        try:
+            with self.arena.writing(join=True), self.arena.stream():
+                kept = [bound.keep() for bound in list(self.bound.values()) if bound.has_prologue]
+        except Exception as error:
+            if lacks_memory(error):
+                raise OutOfMemory(f"no memory to keep what was computed from the weights ({error})") from error
+            raise
+
+        def put_back() -> None:
+            with self.arena.writing(join=True), self.arena.stream():
+                for put in kept:
+                    put()
+            self._prepared.update(self.bound)
+
+        return put_back
+
     def settle(self, where: str) -> None:
         """Wait until what came from `where` is in the arena. Raises DeviceError."""
         try:

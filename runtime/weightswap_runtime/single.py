@@ -11,7 +11,7 @@ from .candidates import Candidate, Committed, Fill, NewSession, next_generation
 from .errors import ModelFailed, NothingToRollBack, OutOfMemory, SwapError, WeightsMismatch
 from .gate import Gate, Version
 from .job import Job
-from .memory import IN_PLACE, Memory, StagedIn
+from .memory import FOR_ONE, FOR_PREVIOUS, FOR_STAGING, IN_PLACE, Memory, StagedIn, advising
 from .patches import HostPatch, Patch, Stretch, copy_stretches
 from .session import Session
 from .staging import Contents
@@ -22,6 +22,14 @@ class _Kept(NamedTuple):
     """The weights before the last commit: whole, or as the patch that leads back to them."""
 
     content: Arena | Patch
+    version: Version[Session]
+
+
+class _Undo(NamedTuple):
+    """What takes a commit back, and needs no memory: the weights, what was computed from them, and their version."""
+
+    content: Arena | Patch
+    put_back: Callable[[], None]
     version: Version[Session]
 
 
@@ -55,7 +63,8 @@ class Single:
         self._gate = gate
         self._workers = workers
         self._keep = keep
-        self._live = new_session(memory.arena(layout))
+        with advising(FOR_ONE):
+            self._live = new_session(memory.arena(layout))
         self._previous: _Kept | None = None
 
     @property
@@ -70,8 +79,9 @@ class Single:
 
     def _target(self, timeout: float | None, job: Job) -> tuple[Session, StagedIn]:
         if self._gate.current is not None:
-            arena, staged_in = self._memory.staging(self._layout)
-            return self._new_session(arena), staged_in
+            with advising(FOR_STAGING):
+                arena, staged_in = self._memory.staging(self._layout)
+                return self._new_session(arena), staged_in
         self._gate.wait_idle(self._live, timeout, job.check)  # a trial call of an earlier staging may still run
         return self._live, IN_PLACE
 
@@ -122,10 +132,9 @@ class Single:
         tried: Session | None = None,
     ) -> Committed:
         """`tried`: the session of `source`, which has computed what depends on the weights alone."""
+        self._live.arena.reserve(source)
         kept = self._snapshot(source)
-        undo = None
-        if isinstance(source, Patch) and self._live.has_prologue:
-            undo = self._changed(source, source.undo)
+        undo = self._undo(source, kept, tried)
         start = time.perf_counter()
         with self._gate.hold(self._live, timeout):
             before, self._previous = self._previous, kept
@@ -133,9 +142,27 @@ class Single:
                 interrupt = self._copy(source, version, undo, tried)
             except _Refused as refused:
                 self._previous = before
+                self._settle()
                 raise refused.interrupt or refused.reason from refused.interrupt and refused.reason
         self._settle()
         return Committed(version, time.perf_counter() - start, nbytes, interrupt)
+
+    def _undo(self, source: Arena | Patch, kept: _Kept | None, tried: Session | None) -> _Undo | None:
+        """How to take the commit back where something is computed from weights. Raises OutOfMemory.
+
+        None where that needs no memory, or cannot be done: a set that replaces one that nobody keeps.
+        """
+        current = self._gate.current
+        copied = tried is not None and type(tried.arena) is type(self._live.arena)  # instead of computed
+        if copied or not self._live.has_prologue or current is None or self._gate.failure is not None:
+            return None
+        if isinstance(source, Patch):
+            content: Arena | Patch = self._changed(source, source.undo)
+        elif kept is not None:
+            content = kept.content
+        else:
+            return None
+        return _Undo(content, self._live.keep_prologue(), current)
 
     def _settle(self) -> None:
         """Wait for the device, while calls go on: then the weights are there, and their source may be dropped."""
@@ -146,7 +173,7 @@ class Single:
             raise ModelFailed(f"the device did not complete the commit ({type(error).__name__}: {error})") from error
 
     def _copy(
-        self, source: Arena | Patch, version: Version[Session], undo: Patch | None, tried: Session | None
+        self, source: Arena | Patch, version: Version[Session], undo: _Undo | None, tried: Session | None
     ) -> BaseException | None:
         """Copy, and make the version current. An interrupt does not end it half-way; it is returned at the end.
 
@@ -175,7 +202,7 @@ class Single:
             except BaseException as error:
                 interrupt = error.with_traceback(None)  # else its frames would live on, and what they hold
 
-    def _prepare(self, version: Version[Session], undo: Patch | None, tried: Session | None) -> None:
+    def _prepare(self, version: Version[Session], undo: _Undo | None, tried: Session | None) -> None:
         """Have what depends on the new weights alone: it is copied, or computed."""
         where = f"the weights {version.weights_id[:12]}"
         try:
@@ -184,12 +211,11 @@ class Single:
             else:
                 self._live.adopt(tried, where)
         except (WeightsMismatch, OutOfMemory) as error:
-            current = self._gate.current
-            if undo is None or current is None:
+            if undo is None:
                 raise
-            undo.write_to(self._live.arena, self._workers)
-            self._live.prepare("the previous weights")
-            self._gate.exchange(current)
+            undo.content.write_to(self._live.arena, self._workers)
+            undo.put_back()
+            self._gate.exchange(undo.version)
             raise _Refused(error) from None
 
     def _snapshot(self, source: Arena | Patch) -> _Kept | None:
@@ -208,7 +234,8 @@ class Single:
     def _saved(self, source: Arena | Patch) -> Arena | Patch:
         """The live weights, where `source` is about to be written, for a rollback."""
         if not isinstance(source, Patch):
-            arena = self._memory.kept(self._layout)
+            with advising(FOR_PREVIOUS):
+                arena = self._memory.kept(self._layout)
             self._live.arena.write_to(arena, self._workers)
             return arena
         return self._changed(source, source.saved)

@@ -57,6 +57,15 @@ def check_same_weights(weights: tuple[NamedTensor, ...], artifact: Artifact) -> 
         )
 
 
+@contextmanager
+def _memory_errors(where: str) -> Iterator[None]:
+    """A block whose MemoryErrors have a name."""
+    try:
+        yield
+    except MemoryError as error:
+        raise OutOfMemory(f"{where}: no memory for it ({error})") from error
+
+
 class Store:
     """Arenas, their sessions, and the gate before them. Several models may share one."""
 
@@ -188,10 +197,8 @@ class Store:
         """Read and verify what is requested, beside the weights that serve. The caller has a claim."""
         self.job = job
         try:
-            with open_weights(request.path, job.check) as weights:
+            with _memory_errors(printable(request.path)), open_weights(request.path, job.check) as weights:
                 return self._stage(member, weights, request, timeout, job)
-        except MemoryError as error:
-            raise OutOfMemory(f"{printable(request.path)}: no memory to stage it in ({error})") from error
         except RuntimeError as error:
             if not is_of_device(error):
                 raise
@@ -284,7 +291,8 @@ class Store:
         """Tell of what ends a commit or a rollback."""
         start = time.perf_counter()
         try:
-            yield
+            with _memory_errors(source):
+                yield
         except Exception as error:
             kind: EventKind = "failed" if isinstance(error, ModelFailed) else "refused"
             tell = partial(Event, kind, source, by, member.artifact.graph_id, operation=operation, phase="committing")

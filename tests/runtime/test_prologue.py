@@ -26,6 +26,7 @@ from weightswap_runtime import (
     load,
     write_delta,
 )
+from weightswap_runtime.engines.graph_calls import GraphCall
 from weightswap_runtime.engines.torch import BoundTorch
 
 X = torch.linspace(-1, 1, 12).reshape(3, 4)
@@ -281,6 +282,92 @@ def test_no_memory_for_it_in_a_commit_of_a_patch_is_a_refused_swap(
         model.swap(singular.good, only="*")
     assert (model.generation, model.failed) == (0, False)
     assert torch.equal(model(X), X)
+
+
+def without_memory(monkeypatch: pytest.MonkeyPatch, places: set[int]) -> list[int]:
+    """The computations with these numbers, of those from now on, lack memory. Returns what was begun."""
+    original: Any = GraphCall.prepare
+    begun: list[int] = []
+
+    def prepare(call: GraphCall) -> None:
+        begun.append(len(begun))
+        if begun[-1] in places:
+            raise MemoryError("no bytes")
+        original(call)
+
+    monkeypatch.setattr(GraphCall, "prepare", prepare)
+    return begun
+
+
+def there(model: Model, files: Files) -> None:
+    model.swap(files.full[2])
+
+
+def by_a_delta(model: Model, files: Files) -> None:
+    model.swap(files.delta)
+
+
+@pytest.mark.parametrize("lacks", [{0}, {1}, {0, 1, 2, 3}, {1, 2, 3}])
+@pytest.mark.parametrize("way", [there, by_a_delta])
+def test_a_rollback_that_lacks_memory_for_it_changes_nothing(
+    lacks: set[int],
+    way: Callable[[Model, Files], None],
+    files: Files,
+    residency: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Also where taking it back would lack memory, too: nothing is computed for that."""
+    model = load(files.artifact, files.full[1], residency=residency, keep_previous="host")  # type: ignore[arg-type]
+    way(model, files)
+    addresses = [value.data_ptr() for value in hoisted(model)]
+    with monkeypatch.context() as patch:
+        begun = without_memory(patch, lacks)
+        for generation in (1, 1):
+            if residency == "double" and not begun:  # an exchange, which computes nothing
+                model.rollback()
+                assert files.correct(model, 1)
+                return
+            with pytest.raises(OutOfMemory, match="no bytes"):
+                model.rollback()
+            begun.clear()
+            assert (model.generation, model.failed) == (generation, False)
+            assert files.correct(model, 2)
+    assert [value.data_ptr() for value in hoisted(model)] == addresses
+    model.rollback()
+    assert files.correct(model, 1)
+    model.rollback()
+    assert files.correct(model, 2)
+
+
+@pytest.mark.parametrize("way", ["delta", "part"])
+def test_a_commit_of_a_patch_that_lacks_memory_for_it_takes_nothing_more_to_be_taken_back(
+    way: str, files: Files, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = load(files.artifact, files.full[1], residency="single")
+    with monkeypatch.context() as patch:
+        without_memory(patch, {1, 2, 3, 4, 5})
+        with pytest.raises(OutOfMemory, match="no bytes"):
+            SWAPS[way](model, files)
+    assert (model.generation, model.failed) == (0, False)
+    assert files.correct(model, 1)
+    SWAPS[way](model, files)
+    assert files.correct(model, 2)
+
+
+def test_no_memory_to_keep_it_is_a_refused_rollback(files: Files, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = load(files.artifact, files.full[1], residency="single", keep_previous="host")
+    model.swap(files.full[2])
+
+    def lacks(_: BoundTorch) -> None:
+        raise RuntimeError("can't allocate memory: no bytes")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(BoundTorch, "keep", lacks)
+        with pytest.raises(OutOfMemory, match="to keep what was computed from the weights"):
+            model.rollback()
+    assert files.correct(model, 2)
+    model.rollback()
+    assert files.correct(model, 1)
 
 
 class Unruly(nn.Module):

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import mmap
 import os
+import re
 import shutil
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import safetensors.torch
@@ -23,6 +26,7 @@ from weightswap_runtime import (
     SwapError,
     WeightFileError,
     WeightsMismatch,
+    arena,
     load,
 )
 
@@ -274,8 +278,66 @@ def test_no_memory_to_stage_into_is_a_refused_swap(
 
     with monkeypatch.context() as patch:
         patch.setattr("weightswap_runtime.arena.mmap.mmap", failing)
-        with pytest.raises(OutOfMemory, match=r"an arena of \d+ bytes cannot be allocated"):
+        with pytest.raises(OutOfMemory, match=r"a set of weights of \d+ bytes cannot be allocated"):
             model.swap(weight_file(1))
     assert serves(model, 0)
     model.swap(weight_file(1))
     assert serves(model, 1)
+
+
+class Maps:
+    """Memory for so many more sets of weights."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.left = 100
+        original = arena._map
+
+        def limited(nbytes: int) -> mmap.mmap:
+            self.left -= 1
+            if self.left < 0:
+                raise OSError("Cannot allocate memory")
+            return original(nbytes)
+
+        monkeypatch.setattr(arena, "_map", limited)
+
+
+@pytest.mark.parametrize(
+    ("residency", "keep", "left", "advice"),
+    [
+        ("double", None, 1, 'residency="single"'),
+        ("double", "host", 2, "without keep_previous"),
+        ("single", None, 0, "it serves from one set, and holds no other"),
+    ],
+)
+def test_advice_fits_what_lacks_memory_while_loading(
+    residency: Any, keep: Any, left: int, advice: str, tiny: TinyArtifact, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Maps(monkeypatch).left = left
+    with pytest.raises(OutOfMemory, match=re.escape(advice)) as caught:
+        load(tiny.path, residency=residency, keep_previous=keep)
+    assert ('residency="single"' in str(caught.value)) == (residency == "double" and keep is None)
+
+
+@pytest.mark.parametrize(("keep", "left", "advice"), [("host", 1, "without keep_previous"), (None, 0, "swap a delta")])
+def test_advice_in_single_residency_is_not_single_residency(
+    keep: Any, left: int, advice: str, tiny: TinyArtifact, weight_file: WriteWeights, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = load(tiny.path, weight_file(0), residency="single", keep_previous=keep)
+    maps = Maps(monkeypatch)
+    maps.left = left
+    with pytest.raises(OutOfMemory, match=advice) as caught:
+        model.swap(weight_file(1))
+    assert "residency" not in str(caught.value)
+    assert serves(model, 0)
+    assert not model.failed
+    maps.left = 100
+    model.swap(weight_file(1))
+    if keep:
+        maps.left = 0
+        with pytest.raises(OutOfMemory, match=advice):
+            model.rollback()
+        assert serves(model, 1)
+        assert not model.failed
+        maps.left = 100
+        model.rollback()
+        assert serves(model, 0)

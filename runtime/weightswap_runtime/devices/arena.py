@@ -7,6 +7,8 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import NamedTuple
 
 from weightswap_runtime.arena import Arena, ArenaLayout, HostArena, Slot, allocate
+from weightswap_runtime.errors import OutOfMemory
+from weightswap_runtime.patches import HostPatch
 from weightswap_runtime.weightfile import ALIGNMENT
 from weightswap_runtime.workers import Workers
 
@@ -187,6 +189,15 @@ class Region:
     def beside(self, nbytes: int) -> Region:
         """Other memory of the same device. Raises MemoryError."""
         return Region(self.device, nbytes, self._ring)
+
+    def reserve(self, source: object) -> None:
+        """Have the page-locked memory through which other memory of the host goes. Raises OutOfMemory."""
+        if type(source) in (HostArena, HostPatch):
+            try:
+                with self._ring.urgent.take(self.device.commits):
+                    pass
+            except MemoryError as error:
+                raise OutOfMemory(f"no memory can be page-locked for the commit ({error})") from error
 
     def settle(self) -> None:
         """Keep the host waiting until all that was written is there. Raises what the device reports."""

@@ -41,7 +41,7 @@ class DeviceMemory:
         try:
             return DeviceArena(self._device, layout, self._ring, serves=True)
         except MemoryError as error:
-            raise self._no_memory(layout.nbytes, 'Load with residency="single", which holds one set.') from error
+            raise self._no_memory(layout.nbytes, "") from error
 
     def staging(self, layout: ArenaLayout) -> tuple[Arena, StagedIn]:
         """On the device if that is wanted and has room, else in page-locked memory, else in any. Raises OutOfMemory."""
@@ -91,5 +91,5 @@ class DeviceMemory:
 
     def _no_memory(self, nbytes: int, advice: str) -> OutOfMemory:
         return OutOfMemory(
-            f"{self._device.name}: {nbytes} bytes are needed, {self._device.free_bytes()} are free. {advice}"
+            f"{self._device.name}: {nbytes} bytes are needed, {self._device.free_bytes()} are free. {advice}".rstrip()
         )

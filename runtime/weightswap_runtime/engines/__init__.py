@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from importlib import import_module
 from importlib.util import find_spec
@@ -45,6 +45,10 @@ class Bound(Protocol):
 
         Needs no memory. False, with nothing done, where that is not possible.
         """
+        ...
+
+    def keep(self) -> Callable[[], None]:
+        """Copy what `prepare` has computed. The function that is returned puts it back, and needs no memory."""
         ...
 
     @property

@@ -246,6 +246,7 @@ class OnHost:
         self._fetched = fetched
         self.prepare = bound.prepare
         self.adopt = bound.adopt
+        self.keep = bound.keep
         self.reset_state = bound.reset_state
 
     def run(self, method: str, inputs: list[Any]) -> list[Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -188,6 +188,10 @@ class BoundOnnx(Stateful):
     def adopt(self, other: Bound) -> bool:
         """There is nothing to copy."""
         return True
+
+    def keep(self) -> Callable[[], None]:
+        """There is nothing to keep."""
+        return lambda: None
 
     def renew(self) -> None:
         """After a fork: bindings are made again, and half a call's state is undone."""

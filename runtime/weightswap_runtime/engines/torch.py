@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ParamSpec, TypeVar
 
@@ -229,6 +229,24 @@ class BoundTorch(Stateful):
                 overwrite(old, new)
         return True
 
+    @plainly()
+    def keep(self) -> Callable[[], None]:
+        """Copy what was computed from weights; the function that is returned puts it back."""
+        kept = [(value, _copied(value.untyped_storage())) for value in self._computed()]
+
+        def put_back() -> None:
+            for value, storage in kept:
+                value.untyped_storage().copy_(storage)
+
+        return put_back
+
+    def _computed(self) -> Iterator[torch.Tensor]:
+        """What was computed from weights, but for views of them."""
+        for call in self._calls.values():
+            for value in call.hoisted:
+                if not self._first <= value.untyped_storage().data_ptr() < self._last:
+                    yield value
+
     @_without_gradients
     def _reset(self) -> None:
         for live, value in self._state:
@@ -241,6 +259,11 @@ class BoundTorch(Stateful):
         if self._first <= pointer < self._last or pointer in self._owned:
             return value.clone()
         return value if value.grad_fn is None else value.detach()
+
+
+def _copied(storage: torch.UntypedStorage) -> torch.UntypedStorage:
+    copy: torch.UntypedStorage = storage.clone()  # type: ignore[no-untyped-call]
+    return copy
 
 
 def sparse(value: torch.Tensor) -> str | None:
