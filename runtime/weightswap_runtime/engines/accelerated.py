@@ -18,6 +18,7 @@ from weightswap_runtime.goldens import Environment
 from weightswap_runtime.plainly import plainly
 
 from . import AUTO, Bound, CudaGraphs
+from .callers import check_plain
 from .captures import Captures, Recorder, Shapes
 from .graph_calls import Call
 from .shapes import samples
@@ -163,6 +164,7 @@ class BoundAccelerated(BoundTorch):
 
     def run(self, method: str, inputs: list[Any]) -> list[Any]:
         """Flat inputs to flat outputs, in the thread's current stream."""
+        check_plain(method, inputs)  # before anything is replayed, or given to another stream
         self._arena.use()
         self._lend()
         if not self._calls[method].stateful:

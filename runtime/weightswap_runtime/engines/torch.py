@@ -25,6 +25,7 @@ from weightswap_runtime.plainly import plainly
 from weightswap_runtime.tensors import as_tensor, tensor_content, torch_dtype
 
 from . import Bound
+from .callers import check_plain
 from .graph_calls import Call, GraphCall, Tensors, layout_of, load_graph, overwrite
 from .stateful import Stateful
 
@@ -195,6 +196,7 @@ class BoundTorch(Stateful):
     @_without_gradients
     def run(self, method: str, inputs: list[Any]) -> list[Any]:
         """Flat inputs to flat outputs; an output that is a view of a weight, state or constant comes as a copy."""
+        check_plain(method, inputs)
         call = self._calls[method]
         with self._state_lock if call.stateful else _NOTHING, _past_autograd() if call.past_autograd else _NOTHING:
             return [self._detach(value) for value in call(inputs)]

@@ -1,0 +1,30 @@
+"""Calls in the middle of what differentiates or vectorises functions: a graph would lose that, so they are refused."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.autograd import forward_ad
+
+from weightswap_runtime.errors import InputMismatch
+
+_innermost = torch._C._functorch.peek_interpreter_stack
+_NO_TRANSFORMATION = (
+    "cannot be called within torch.func's transformations: within vmap give it the whole batch at once; for grad, vjp, "
+    "jvp and their like its outputs have no derivatives"
+)
+_NO_DUAL = "cannot be called on dual tensors, as its outputs have no tangents; give it the primal part"
+
+
+def check_plain(method: str, inputs: Sequence[Any]) -> None:
+    """Raise InputMismatch within torch.func's transformations, and for dual tensors. Takes 0.1 us."""
+    if _innermost() is not None:
+        raise InputMismatch(method, [_NO_TRANSFORMATION])
+    if forward_ad._current_level >= 0 and any(map(_is_dual, inputs)):
+        raise InputMismatch(method, [_NO_DUAL])
+
+
+def _is_dual(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and forward_ad.unpack_dual(value).tangent is not None  # type: ignore[no-untyped-call]
