@@ -30,6 +30,7 @@ WeightswapError
 |   |-- NoWeights              nothing has been swapped in yet
 |   `-- PinReleased            the session was used after its `with` block
 |-- ModelFailed                an in-place commit broke off; swap or roll back to revive
+|-- ModelClosed                the model was closed
 |-- MissingExtra               an optional dependency is not installed
 |-- Unsupported                valid, but not something this version can do
 `-- ExportError                raised on the build side
@@ -211,6 +212,13 @@ class ModelFailed(WeightswapError):
     """An in-place commit broke off half-way; the model serves again after a swap or a rollback."""
 
 
+class ModelClosed(WeightswapError):
+    """The model was closed; it serves nobody any more."""
+
+    def __init__(self, *lines: object) -> None:
+        super().__init__(*(lines or ("the model was closed; load() it again to call it or to swap weights",)))
+
+
 class PinReleased(CallError):
     """A pinned session was used after its `with` block ended."""
 
@@ -299,6 +307,7 @@ __all__ = [
     "InputMismatch",
     "LeaseTimeout",
     "MissingExtra",
+    "ModelClosed",
     "ModelFailed",
     "NoWeights",
     "NothingToRollBack",

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from threading import Condition, RLock, local
 from typing import Generic, Protocol, TypeVar
 
-from .errors import LeaseTimeout, ModelFailed, NoWeights
+from .errors import LeaseTimeout, ModelClosed, ModelFailed, NoWeights
 from .forks import renew_in_children
 from .identity import Identity
 
@@ -125,6 +125,7 @@ class Gate(Generic[S]):
         self._current: Version[S] | None = None
         self._holder: ClaimReference | None = None
         self._failure: str | None = None
+        self._closed = False
 
     def renew(self) -> None:
         """Make the lock, which another thread may have held when this process was forked."""
@@ -155,6 +156,8 @@ class Gate(Generic[S]):
                 raise ModelFailed(f"an in-place commit broke off ({self._failure}); swap or roll back to serve again")
             version = self._current
             if version is None:
+                if self._closed:
+                    raise ModelClosed
                 raise NoWeights("the model was loaded without weights; call model.swap(path) first")
             version.session.leases[id(lease)] = weakref.ref(lease)
         return version
@@ -220,6 +223,13 @@ class Gate(Generic[S]):
                 return False
             self._changed.wait(POLL_SECONDS)
         return True
+
+    def close(self) -> None:
+        """Refuse every call from now on, and forget what is served; who has a lease still has it."""
+        with self._lock:
+            self._closed = True
+            self._current = self._failure = None
+            self._changed.notify_all()
 
     def fail(self, reason: str) -> None:
         """Refuse every call until the next `exchange`."""

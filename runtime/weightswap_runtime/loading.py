@@ -68,6 +68,8 @@ def load(
     """
     if share is not None and not isinstance(share, Model):
         raise Unsupported(f"share={share!r}: expected a model, as load() returns it")
+    if share is not None:
+        share._check_open()
     if op_libraries:
         from .graphs.libraries import import_libraries  # needs torch
 

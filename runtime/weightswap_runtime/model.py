@@ -7,6 +7,8 @@ import os
 import time
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from copy import copy
 from functools import partial
 from typing import Any, Literal
 
@@ -14,10 +16,10 @@ from .adapter import Keys
 from .artifact import Artifact
 from .candidates import Candidate
 from .engines import Engine
-from .errors import StageCancelled, StagingBusy, Unsupported
+from .errors import ModelClosed, StageCancelled, StagingBusy, Unsupported
 from .events import Event, EventKind, Listener
 from .following import Start
-from .gate import Claim
+from .gate import Claim, Gate
 from .goldens import Mode
 from .hooks import Stop
 from .job import Job, Progress
@@ -55,8 +57,11 @@ def _described(contents: Contents) -> dict[str, Any]:
     }
 
 
-class Model(Caller):
-    """A graph with replaceable weights. Every method may be called from any thread. Made by `load()`."""
+class Model(Caller, AbstractContextManager["Model"]):
+    """A graph with replaceable weights. Every method may be called from any thread. Made by `load()`.
+
+    Leaving its `with` block closes it.
+    """
 
     def __init__(self, artifact: Artifact, store: Store, *, device: str, engine: Engine) -> None:
         self.artifact = artifact
@@ -67,8 +72,39 @@ class Model(Caller):
         self._member = store.join(artifact, engine)
         super().__init__(Methods(artifact.manifest, engine, self._member.place))
         self._place = self._member.place
+        self._stagings: weakref.WeakSet[Staged] = weakref.WeakSet()
+        self._watchers: list[Watcher] = []
         # pins and stagings have the methods, too
         weakref.finalize(self._methods, store.leave, self._place).atexit = False
+
+    def close(self) -> None:
+        """End watching, cancel stagings that are open, and refuse calls, swaps and pins from now on: ModelClosed.
+
+        Calls and pins that have begun go on; the memory of both arenas is let go with the last of them, or with the
+        last model that shares it. A second time it does nothing. From a callback of its own watcher, or a listener of
+        its own staging, it does not wait for them to end.
+        """
+        if self._closed:
+            return
+        self._gate = Gate()
+        self._gate.close()
+        for watcher in self._watchers:
+            watcher.stop()
+        for staged in list(self._stagings):
+            staged.cancel()
+        self._store.close(self._place)
+        self._methods = copy(self._methods)  # pins have the original, with which the graphs go
+
+    @property
+    def _closed(self) -> bool:
+        return self._gate is not self._store.gate
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ModelClosed
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     @property
     def graph_id(self) -> str:
@@ -175,6 +211,7 @@ class Model(Caller):
 
     def _prepare(self, request: Request, job: Job, by: str, busy: Busy, timeout: float | None) -> Staged:
         """A staging that has not begun. Raises StagingBusy if it is not to wait for another."""
+        self._check_open()
         ticket = Claim()
         claim = partial(self._store.claim, ticket, _seconds(timeout) if busy == "wait" else None)
         if busy == "refuse":
@@ -184,7 +221,11 @@ class Model(Caller):
                 self._tell("refused", request, by, error=error, phase=job.progress.phase)
                 raise
         staging = Staging(partial(self._work, request, by, timeout, claim), job, ticket)
-        return Staged(self._methods, self._gate, staging, partial(self._commit, by), partial(self._discarded, by))
+        staged = Staged(self._methods, self._gate, staging, partial(self._commit, by), partial(self._discarded, by))
+        self._stagings.add(staged)
+        if self._closed:  # meanwhile
+            staged.cancel_soon()
+        return staged
 
     def _tell(self, kind: EventKind, request: Request, by: str, **more: Any) -> None:
         operation: Kind | None = "partial" if request.only else None
@@ -238,6 +279,7 @@ class Model(Caller):
 
         Raises NothingToRollBack, StagingBusy, LeaseTimeout, ModelFailed.
         """
+        self._check_open()
         _check_busy(busy)
         wait = _seconds(timeout) if busy == "wait" else None
         return self._store.rollback(self._member, by, wait, timeout)
@@ -287,14 +329,18 @@ class Model(Caller):
 
         Raises Unsupported and MissingExtra; nothing afterwards.
         """
+        self._check_open()
         request = Request("", keys, patterns(only) if only is not None else (), None, allow_other_graph, verify)
-        return Watcher(self, directory, interval, start, callback, Options(request, by, rate_limit, timeout))
+        watcher = Watcher(self, directory, interval, start, callback, Options(request, by, rate_limit, timeout))
+        self._watchers = [*(each for each in self._watchers if each.alive), watcher]
+        return watcher
 
     def pin(self) -> Pinned:
         """`with model.pin() as session:` makes several calls on one version, whatever is committed meanwhile.
 
         In single residency a commit waits until the block ends; in double residency the next staging does.
         """
+        self._check_open()
         return Pinned(self._methods, self._gate)
 
     def _work(
@@ -328,15 +374,19 @@ class Model(Caller):
         self._store.events.emit(Event("discarded", contents.source, by, self.graph_id, **_described(contents)))
 
     def _run(self, name: str, flat: list[Any]) -> list[Any]:
-        lease = Claim()
+        lease, gate = Claim(), self._gate
         session = None
         try:
-            session = self._gate.acquire(lease).session
-            return session.bound[self._place].run(name, flat)
+            session = gate.acquire(lease).session
+            try:
+                bound = session.bound[self._place]
+            except KeyError:
+                raise ModelClosed from None
+            return bound.run(name, flat)
         finally:
             lease.end()
             if session is not None:
-                self._gate.release(session, lease)
+                gate.release(session, lease)
 
     def __repr__(self) -> str:
         return (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from threading import RLock
 from typing import Any
 
@@ -36,7 +37,10 @@ class Pinned(Caller, AbstractContextManager["Pinned"]):
     def __exit__(self, *_: object) -> None:
         with self._open:
             self._lease.end()
-        self._gate.release(self._pinned().session, self._lease)
+            version = self._pinned()
+            self._version = replace(version, session=None)  # type: ignore[arg-type]  # so that its memory may go
+        if version.session is not None:
+            self._gate.release(version.session, self._lease)
 
     @property
     def weights_id(self) -> str:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Literal, Protocol, get_args
+from typing import Literal, NoReturn, Protocol, get_args
 
 from .arena import ArenaLayout
 from .candidates import Candidate, Committed, Fill, NewSession
 from .double import Double
-from .errors import Unsupported
+from .errors import ModelClosed, Unsupported
 from .gate import Gate
 from .job import Job
 from .memory import Memory
@@ -44,6 +44,20 @@ class Residency(Protocol):
     def rollback(self, timeout: float | None) -> Committed:
         """Raises NothingToRollBack."""
         ...
+
+
+class Ended:
+    """What is left of a residency whose models were all closed: no memory."""
+
+    sessions: tuple[Session, ...] = ()
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def _refuse(self, *_: object, **__: object) -> NoReturn:
+        raise ModelClosed
+
+    stage = stage_patch = commit = rollback = _refuse
 
 
 def open_residency(

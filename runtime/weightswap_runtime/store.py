@@ -29,7 +29,7 @@ from .manifest import NamedTensor
 from .memory import Memory
 from .places import printable
 from .receipts import SwapReceipt
-from .residency import open_residency
+from .residency import Ended, Residency, open_residency
 from .session import Session, bind, prepare
 from .sources import Check
 from .staging import Contents, Kind, Request, plan, stage_full
@@ -85,7 +85,8 @@ class Store:
         self._staging: ClaimReference | None = None
         self.stages_on_host = memory.stages_on_host and residency == "single"
         layout = ArenaLayout(weights)
-        self._residency = open_residency(
+        self._open: set[int] = set()  # the places of models that were not closed
+        self._residency: Residency = open_residency(
             residency, keep_previous, self._new_session, memory, layout, self.gate, self._workers
         )
 
@@ -123,10 +124,20 @@ class Store:
             for session, each in zip(sessions, bound, strict=True):
                 session.add(member.place, each, prepared=session is live)
             self._members[member.place] = member
+            self._open.add(member.place)
         return member
+
+    def close(self, place: int) -> None:
+        """A model has closed. With the last one all memory is let go, as soon as no lease holds it."""
+        with self._opening:
+            self._open.discard(place)
+            if not self._open:
+                self.gate.close()
+                self._residency = Ended(self._residency.name)
 
     def leave(self, place: int) -> None:
         """What no model, pin or staging can call any more goes: its graphs, its state, its goldens."""
+        self._open.discard(place)
         self._members.pop(place, None)
         self._transforms.pop(place, None)
         for session in self._residency.sessions:
