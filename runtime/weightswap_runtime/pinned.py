@@ -60,13 +60,14 @@ class Pinned(Caller, AbstractContextManager["Pinned"]):
         return self._version
 
     def _run(self, name: str, flat: list[Any]) -> list[Any]:
-        session = self._pinned().session
+        session: Session | None = self._pinned().session
         lease = Claim()
         try:
             with self._open:
-                if not self._lease.holds:
+                if session is None or not self._lease.holds:
                     raise PinReleased("the `with model.pin()` block has ended; pin again")
                 self._gate.acquire_session(session, lease)
             return session.bound[self._methods.place].run(name, flat)
         finally:
-            self._gate.release(session, lease)
+            if session is not None:
+                self._gate.release(session, lease)
