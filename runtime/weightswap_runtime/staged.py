@@ -13,7 +13,7 @@ from queue import Empty, SimpleQueue
 from typing import Any
 
 from .candidates import Candidate
-from .ending import Background
+from .ending import Background, stop_at_end
 from .errors import OutOfMemory, StageCancelled, StageClosed, StageTimeout, StagingBusy
 from .forks import renew_in_children
 from .gate import POLL_SECONDS, Claim, Gate
@@ -46,8 +46,16 @@ class Staging:
         """Whether the calling thread does the work."""
         return self._thread == threading.get_ident()
 
+    def is_alive(self) -> bool:
+        return not self.over
+
+    def stop(self) -> None:
+        """Let it end soon."""
+        self.job.cancel()
+
     def run(self) -> None:
         """Do the work. Raises what it raises."""
+        stop_at_end(self)
         self._thread = threading.get_ident()
         try:
             self._do()
@@ -102,7 +110,7 @@ class Staging:
             finally:
                 self._end()
 
-        thread = Background(run, "weightswap-staging", self.job.cancel)
+        thread = Background(run, "weightswap-staging", self.stop)
         try:
             thread.start()
         except RuntimeError as error:
