@@ -18,8 +18,8 @@ from torch.export import Dim
 from torch.torch_version import TorchVersion
 
 from tests.models import Counter, Everything, Nested, Renamed, Views
-from weightswap_exporter import MethodSpec, capture, export
-from weightswap_runtime import Artifact, CaptureError, ExportError, Unsupported
+from weightswap_exporter import MethodSpec, capture, export, pack
+from weightswap_runtime import Artifact, CaptureError, ExportError, Unsupported, load
 from weightswap_runtime.wording import signature_text
 
 IMAGE = torch.zeros(2, 1, 5, 5)
@@ -255,7 +255,7 @@ def test_weights_that_share_memory_are_named(tmp_path: Path) -> None:
 
 
 class Unreadable(nn.Module):
-    """torch 2.13 writes this and cannot read it."""
+    """torch 2.13 writes this and cannot read it; the runtime can."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -296,6 +296,16 @@ class Complex(nn.Module):
         return x * self.weight.real
 
 
+def test_a_graph_that_torch_cannot_read_is_served(tmp_path: Path) -> None:
+    eager = Unreadable().eval()
+    pack(eager, export(eager, (torch.ones(3),), out=tmp_path / "a"), out=tmp_path / "w.safetensors")
+    model = load(tmp_path / "a", tmp_path / "w.safetensors")
+    for step in range(3):
+        x = torch.full((3,), 1.0 + step)
+        with torch.no_grad():
+            assert torch.equal(model(x), eager(x))
+
+
 REFUSED: dict[str, tuple[nn.Module, str]] = {
     "data-dependent control flow": (Data(), "torch.export cannot capture it"),
     "a changed parameter": (ChangesWeight(), r"a call changes the parameter\(s\) weight"),
@@ -306,7 +316,6 @@ REFUSED: dict[str, tuple[nn.Module, str]] = {
         Unwritable(),
         "cannot (write the graph|capture it)",
     ),
-    "a graph that torch cannot read": (Unreadable(), "cannot read the graph it has captured"),
     "overlapping elements": (Expanded(), "weight: its elements overlap"),
     "a dtype without a name": (Complex(), "weight: torch.complex128 has no place in the safetensors format"),
 }
