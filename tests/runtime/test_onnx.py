@@ -19,6 +19,7 @@ from onnx import TensorProto, helper
 from torch import nn
 from torch.export import Dim
 
+from tests.forged import replace_file
 from tests.forks import in_a_child
 from tests.models import Counter, Everything, Nested
 from weightswap_exporter import MethodSpec, compile_engines, export, pack
@@ -447,3 +448,19 @@ def test_a_call_keeps_neither_its_inputs_nor_its_outputs(scaled: Model) -> None:
 
 def test_opening_tells_the_engine_s_name(scaled: Model) -> None:
     assert scaled.engine == OnnxEngine.name == "onnx"
+
+
+def test_a_graph_reads_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    served(Scaled(), (torch.ones(2, 3),), tmp_path)
+    (tmp_path / "secret").write_bytes(bytes(12))
+    graph = onnx.load(tmp_path / "a" / FILE)
+    outside = TensorProto(name="extra", data_type=TensorProto.FLOAT, dims=[3], data_location=TensorProto.EXTERNAL)
+    for key, value in (("location", "secret"), ("offset", "0"), ("length", "12")):
+        outside.external_data.add(key=key, value=value)
+    graph.graph.initializer.append(outside)
+    graph.graph.node[0].input[list(graph.graph.node[0].input).index("weight")] = "extra"
+    replace_file(tmp_path / "a", FILE, graph.SerializeToString())
+    for folder in (tmp_path, tmp_path / "a"):
+        monkeypatch.chdir(folder)
+        with pytest.raises(ArtifactError, match="External data path"):
+            load(tmp_path / "a", engine="onnx")

@@ -21,6 +21,7 @@ except ImportError as error:
 
 _CPU = "CPUExecutionProvider"
 _SILENT = 4
+_FILES = "session.model_external_initializers_file_folder_path"
 _LOST: list[Any] = []  # sessions of a parent process; to end one would wait for its threads
 
 
@@ -82,6 +83,7 @@ class OnnxGraph:
         options = onnxruntime.SessionOptions()
         options.log_severity_level = _SILENT  # what it says, its errors say too
         options.intra_op_num_threads = self._threads or 0
+        options.add_session_config_entry(_FILES, self._where)  # nothing lies below a file, so that it can read none
         wanted, here = self._provider.name, onnxruntime.__version__
         try:
             session = onnxruntime.InferenceSession(
