@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 
 MOST_CHARACTERS = 10_000
@@ -23,6 +24,7 @@ _POWERS = {"Pow", "PowByNatural", "LShift"}  # of floats no power is large
 _PLAIN = (ast.operator, ast.unaryop, ast.boolop, ast.cmpop, ast.expr_context, ast.Compare, ast.BoolOp, ast.Tuple)
 
 
+@functools.cache
 def is_size(text: str) -> bool:
     """Whether a text is arithmetic over torch's symbols and functions, and so harmless to evaluate."""
     if len(text) > MOST_CHARACTERS:

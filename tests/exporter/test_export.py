@@ -354,3 +354,44 @@ def test_what_an_older_torch_cannot_prove_comes_with_advice(monkeypatch: pytest.
     assert capture._advice("Constraints violated (length)! n <= 5") == ""
     monkeypatch.setattr(torch, "__version__", TorchVersion("2.13.0"))
     assert capture._advice(said) == ""
+
+
+class Upsampled(nn.Module):
+    """A write in place, for which mutations are looked for, before an operator that asks for its input's sizes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(2, 2, 3, padding=1)
+        self.act = nn.ReLU(inplace=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.interpolate(self.act(self.conv(x)), scale_factor=2.0)
+
+
+DIMS = {"named": Dim("batch", max=32), "dynamic": Dim.DYNAMIC, "bounded": Dim.DYNAMIC(max=32), "auto": Dim.AUTO}
+
+
+@pytest.mark.parametrize("dim", DIMS.values(), ids=DIMS)
+def test_a_dynamic_dimension_stays_dynamic(dim: Any, tmp_path: Path) -> None:
+    eager = Upsampled().eval()
+    artifact = export(eager, (torch.ones(2, 2, 4, 4),), out=tmp_path / "a", dynamic_shapes={"x": {0: dim}})
+    model = load(artifact, pack(eager, artifact, out=tmp_path / "w.safetensors").path)
+    x = torch.randn(5, 2, 4, 4)
+    with torch.no_grad():
+        assert torch.equal(model(x), eager(x))
+
+
+def test_a_dynamic_dimension_that_became_fixed_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fix(program: torch.export.ExportedProgram) -> frozenset[str]:
+        for node in program.graph.find_nodes(op="placeholder"):
+            list(map(int, node.meta["val"].shape))
+        return frozenset()
+
+    monkeypatch.setattr(capture, "mutated_buffers", fix)
+    for name, dim in DIMS.items():
+        arguments = {"out": tmp_path / name, "dynamic_shapes": {"x": {0: dim}}}
+        if name == "auto":
+            assert export(Upsampled().eval(), (torch.ones(2, 2, 4, 4),), **arguments).path.is_dir()
+            continue
+        with pytest.raises(CaptureError, match="x: dimension 0 was to be dynamic, and the capture has fixed it at 2"):
+            export(Upsampled().eval(), (torch.ones(2, 2, 4, 4),), **arguments)
