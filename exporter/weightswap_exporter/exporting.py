@@ -45,7 +45,7 @@ from .examples import example_checkpoint
 from .goldens import check_has_values, record, weights_identity
 from .recording import Recorded, record_adapter
 from .tables import Tables, classify, overlapping
-from .tensors import named_tensors, unwrapped
+from .tensors import check_plain, named_tensors, unwrapped
 from .tracing import Checkpoint, Load
 
 _CALLER = 4  # warnings are attributed to the code that calls export()
@@ -84,12 +84,14 @@ def export(
     library transformers is captured without its key-value cache, and has a `load` and a `checkpoint` of its own.
 
     The folder appears whole or not at all; an artifact that is there already is replaced. The same model gives the
-    same bytes. Raises CaptureError, ExportError, and RecordingError for goldens that cannot be recorded.
+    same bytes. Raises CaptureError, ExportError, Unsupported for quantised and sharded tensors, and RecordingError for
+    goldens that cannot be recorded.
     """
     check_engines(engines)
     check_writable(out)
     path = _check_out(Path(out))
     model = unwrapped(model)
+    check_plain(model)
     example = None if checkpoint is None else example_checkpoint(checkpoint)
     specs = _specs(args, kwargs, dynamic_shapes, methods)
     wanted = wanted_goldens(goldens, tolerance, list(specs))

@@ -192,7 +192,7 @@ BAD: dict[str, tuple[Callable[[State, Path], object], type[WeightswapError], str
     "a tensor that is no plain one": (
         lambda state, path: {**state, "layers.0.weight": TwoTensor(torch.zeros(3, 3), torch.zeros(3, 3))},
         CheckpointError,
-        "layers.0.weight: is a TwoTensor, not a plain tensor; gather a sharded one (full_tensor())",
+        "layers.0.weight: is a TwoTensor, not a plain tensor; give floats",
     ),
     "two keys for one weight": (
         lambda state, path: saved_safetensors(path / "c.safetensors", fighting(state)),
