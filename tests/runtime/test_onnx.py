@@ -24,6 +24,7 @@ from tests.forks import in_a_child
 from tests.models import Counter, Everything, Nested
 from weightswap_exporter import MethodSpec, compile_engines, export, pack
 from weightswap_exporter.compiling import with_files
+from weightswap_exporter.parity import compare
 from weightswap_runtime import Artifact, ArtifactError, InputMismatch, MissingExtra, Model, Unsupported, load
 from weightswap_runtime.engines import choose_engine
 from weightswap_runtime.engines.onnx import OnnxEngine
@@ -109,7 +110,39 @@ def test_other_inputs_are_refused(scaled: Model, wrong: Any, message: str) -> No
 
 
 def test_no_rows_at_all(scaled: Model) -> None:
-    assert scaled(X[:0])[0].shape == (0, 3)
+    """ONNX Runtime could here, and ends the process where an LSTM is."""
+    with pytest.raises(InputMismatch, match="x: is empty, which the engine onnx does not take; engine 'torch' does"):
+        scaled(X[:0])
+    np.testing.assert_array_equal(scaled(X)[0], X * TRIPLE)
+
+
+class Recurrent(nn.Module):
+    """ONNX Runtime aborts the process at an empty batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rnn = nn.LSTM(3, 2, batch_first=True)
+
+    def forward(self, x: torch.Tensor, fixed: torch.Tensor) -> tuple[torch.Tensor, int]:
+        return self.rnn(x)[0] + fixed.sum(), x.shape[0]
+
+
+@pytest.mark.parametrize("engine", ["torch", "onnx"])
+def test_an_empty_batch_ends_no_process(engine: str, tmp_path: Path) -> None:
+    """Neither in a call nor in a verification; what is empty by the signature is taken."""
+    eager = Recurrent().eval()
+    args = torch.ones(2, 5, 3), torch.ones(0)
+    dynamic = {"x": {0: Dim("batch", max=8)}, "fixed": None}
+    model = served(eager, args, tmp_path, dynamic_shapes=dynamic)
+    for size in (1, 3):
+        np.testing.assert_allclose(
+            model(np.ones((size, 5, 3), np.float32), np.ones(0, np.float32))[0],
+            eager(torch.ones(size, 5, 3), torch.ones(0))[0].detach(),
+            rtol=1e-5,
+        )
+    report = compare(eager, tmp_path / "a", tmp_path / "v.safetensors", engines=[engine])
+    assert report.same
+    assert any(case.refused for found in report.engines for case in found.cases) == (engine == "onnx")
 
 
 def test_outputs_outlive_the_model(tmp_path: Path) -> None:
