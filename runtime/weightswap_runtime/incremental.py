@@ -79,7 +79,7 @@ def stage_delta(
     check_delta(stamp, live, manifest, weights.where, request)
     start = time.perf_counter()
     parts = _read_parts(weights, stamp, workers, job)
-    weights.check_unchanged()
+    weights.check_unchanged(proven=True)
     staged = time.perf_counter()
     job.begin("verifying")
     spans, digests = overlay(parts, live.session.arena, live.identity.digests, workers, job)

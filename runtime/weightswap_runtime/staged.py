@@ -16,6 +16,7 @@ from .candidates import Candidate
 from .errors import OutOfMemory, StageCancelled, StageClosed, StageTimeout, StagingBusy
 from .forks import renew_in_children
 from .gate import POLL_SECONDS, Claim, Gate
+from .identity import Identity
 from .job import Job, Progress
 from .receipts import SwapReceipt
 from .session import Caller, Methods, Session
@@ -201,8 +202,12 @@ class Staged(Caller, AbstractContextManager["Staged"]):
                 self._discarded(self._contents)
 
     @property
+    def identity(self) -> Identity:
+        return self._contents.identity
+
+    @property
     def weights_id(self) -> str:
-        return self._contents.identity.weights_id
+        return self.identity.weights_id
 
     @property
     def labels(self) -> dict[str, str]:

@@ -103,9 +103,9 @@ class WeightFile(AbstractContextManager["WeightFile"]):
     def tensors(self) -> dict[str, FileTensor]:
         return self.header.tensors
 
-    def check_unchanged(self) -> None:
-        """Raise WeightFileError if the file was written to or truncated since it was opened."""
-        self.source.check_unchanged()
+    def check_unchanged(self, *, proven: bool = False) -> None:
+        """Raise WeightFileError if the file was written to or truncated since it was opened; see `ByteSource`."""
+        self.source.check_unchanged(proven=proven)
 
     def close(self) -> None:
         self.source.close()
