@@ -18,6 +18,7 @@ from .forks import renew_in_children
 from .gate import POLL_SECONDS, Claim, Gate
 from .identity import Identity
 from .job import Job, Progress
+from .nonfinite import Nonfinite
 from .receipts import SwapReceipt
 from .session import Caller, Methods, Session
 from .staging import Contents
@@ -217,6 +218,11 @@ class Staged(Caller, AbstractContextManager["Staged"]):
     def verified(self) -> str:
         """How the weights were tried: "goldens", "finite" or "none", as in `SwapReceipt`."""
         return self._contents.verified
+
+    @property
+    def nonfinite(self) -> dict[str, Nonfinite]:
+        """The weights that have NaN or infinities which those that are served have not, as in `SwapReceipt`."""
+        return dict(self._contents.nonfinite)
 
     @property
     def _contents(self) -> Contents:
