@@ -69,9 +69,11 @@ def export(
         manifest = artifact.manifest
         goldens = artifact_goldens(artifact)
         recorded = len(goldens.cases) if goldens else 0
+        alone = goldens is not None and not goldens.record.has_outputs
         if as_json:
             document = {"path": artifact.path, "graph_id": artifact.graph_id, "methods": artifact.methods}
-            counts = {"weights": len(manifest.weights), "weights_bytes": manifest.total_bytes, "goldens": recorded}
+            counts = {"weights": len(manifest.weights), "weights_bytes": manifest.total_bytes}
+            counts |= {"goldens": 0 if alone else recorded, "inputs": recorded if alone else 0}
             print_json(document | counts | {"warnings": said})
             return
         typer.echo(f"artifact   {artifact.path}")
@@ -80,7 +82,7 @@ def export(
             typer.echo(f"method     {signature_text(name, method.signature)}")
         typer.echo(f"weights    {len(manifest.weights)} tensors, {human_bytes(manifest.total_bytes)}, left out")
         if recorded:
-            typer.echo(f"goldens    {counted(recorded, 'case')}")
+            typer.echo(f"{'inputs ' if alone else 'goldens'}    {counted(recorded, 'case')}")
 
 
 @compile_command.command(name="compile")
