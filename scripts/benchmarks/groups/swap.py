@@ -94,7 +94,7 @@ def _looking(stored: Stored, model: Model, rounds: int) -> Iterator[Row]:
 
     taken = in_turn({"stage": stage, "blind": blind}, rounds)
     rate = {name: [stored.nbytes / second / 1e9 for second in values] for name, values in taken.items()}
-    what = f"stage {stored.size}, looking for NaN"
+    what = f"looking for NaN while {stored.size} are staged"
     yield compared(what, "GB/s", rate["stage"], "without looking", rate["blind"], NEARLY_FREE)
 
 
