@@ -16,11 +16,12 @@ import torch
 from torch.export import ExportedProgram
 from torch.utils import _pytree as pytree
 
-from weightswap_runtime.errors import CaptureError
-from weightswap_runtime.graphs.archives import check_archive
+from weightswap_runtime.errors import ArtifactError, CaptureError
+from weightswap_runtime.graphs.compiling import compile_graph
+from weightswap_runtime.graphs.opening import checked, read_graph
 from weightswap_runtime.signature import Node, Signature, leaves, unflatten
 
-from .mutations import is_plain
+from .programs import checked_archive
 
 _KEPT_METADATA = frozenset({"nn_module_stack"})
 _DROPPED = (".data/serialization_id",)
@@ -56,20 +57,20 @@ def program_archive(program: ExportedProgram) -> bytes:
                 *f"torch {torch.__version__} cannot write the graph it has captured: {error}".splitlines()
             ) from error
     archive = _rewrite(saved)
-    _check_readable(archive, plain=is_plain(program))
+    _check_readable(archive)
     return archive
 
 
-def _check_readable(archive: bytes, *, plain: bool) -> None:
-    """torch writes some programs that it cannot read; reading takes as long as capturing, so `plain` ones are not."""
+def _check_readable(archive: bytes) -> None:
+    """torch writes some graphs that servers and compilers do not take: better to hear of it here."""
+    where = "the captured graph"
     try:
-        check_archive(archive, "the captured graph")
-        if not plain:
-            torch.export.load(io.BytesIO(archive))
-    except Exception as error:
-        raise CaptureError(
-            *f"torch {torch.__version__} cannot read the graph it has captured: {error}".splitlines()
-        ) from error
+        checked_archive(archive, where)
+        graph = read_graph(archive, where)
+        checked(archive, where, lambda: compile_graph(graph, torch.device("cpu")))
+    except ArtifactError as error:
+        reason = str(error).removeprefix(f"{where}: ").partition(" Export the artifact again")[0]
+        raise CaptureError(f"the captured graph cannot be served: {reason}") from error
 
 
 def _use_plain_containers(program: ExportedProgram, signature: Signature) -> None:

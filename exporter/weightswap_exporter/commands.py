@@ -70,9 +70,11 @@ def export(
         manifest = artifact.manifest
         goldens = artifact_goldens(artifact)
         recorded = len(goldens.cases) if goldens else 0
+        alone = goldens is not None and not goldens.record.has_outputs
         if as_json:
             document = {"path": artifact.path, "graph_id": artifact.graph_id, "methods": artifact.methods}
-            counts = {"weights": len(manifest.weights), "weights_bytes": manifest.total_bytes, "goldens": recorded}
+            counts = {"weights": len(manifest.weights), "weights_bytes": manifest.total_bytes}
+            counts |= {"goldens": 0 if alone else recorded, "inputs": recorded if alone else 0}
             print_json(document | counts | {"warnings": said})
             return
         say(f"artifact   {artifact.path}")
@@ -81,7 +83,7 @@ def export(
             say(f"method     {signature_text(name, method.signature)}")
         say(f"weights    {len(manifest.weights)} tensors, {human_bytes(manifest.total_bytes)}, left out")
         if recorded:
-            say(f"goldens    {counted(recorded, 'case')}")
+            say(f"{'inputs ' if alone else 'goldens'}    {counted(recorded, 'case')}")
 
 
 @compile_command.command(name="compile")

@@ -187,7 +187,7 @@ def _symbols(expression: Any) -> list[sympy.Symbol]:
 def _dim_names(
     captured: Captured, parameters: list[tuple[str, pytree.TreeSpec]], values: list[Any]
 ) -> dict[sympy.Symbol, str]:
-    """The names that the user gave to dimensions in `dynamic_shapes`."""
+    """The names that the user gave to dimensions in `dynamic_shapes`. Raises CaptureError where one became fixed."""
     given = captured.dynamic_shapes
     if not isinstance(given, Mapping):
         given = dict(zip((name for name, _ in parameters), given or (), strict=False))
@@ -196,7 +196,7 @@ def _dim_names(
     for name, spec in parameters:
         wanted = given.get(name)
         for value, shape in zip([next(flat) for _ in range(spec.num_leaves)], _per_leaf(spec, wanted), strict=True):
-            for symbol, dim in _named_sizes(value, shape):
+            for symbol, dim in _named_sizes(value, shape, name):
                 names.setdefault(symbol, dim)
     return names
 
@@ -208,11 +208,18 @@ def _per_leaf(spec: pytree.TreeSpec, shapes: Any) -> list[Any]:
         return [None] * spec.num_leaves
 
 
-def _named_sizes(value: Any, shape: Any) -> Iterator[tuple[sympy.Symbol, str]]:
+def _named_sizes(value: Any, shape: Any, name: str) -> Iterator[tuple[sympy.Symbol, str]]:
     if not isinstance(value, torch.Tensor):
         return
     axes = shape.items() if isinstance(shape, Mapping) else enumerate(shape or ())
     for axis, dim in axes:
         size: Any = value.shape[axis]
+        if _is_dynamic(dim) and not (isinstance(size, torch.SymInt) and size.node.expr.free_symbols):
+            raise CaptureError(f"{name}: dimension {axis} was to be dynamic, and the capture has fixed it at {size}")
         if type(dim) is Dim and isinstance(size, torch.SymInt) and isinstance(size.node.expr, sympy.Symbol):
             yield size.node.expr, dim.__name__
+
+
+def _is_dynamic(dim: Any) -> bool:
+    """Whether a dimension was asked for that must stay dynamic: a named or derived one, or `Dim.DYNAMIC`."""
+    return isinstance(dim, Dim) or getattr(dim, "type", None) == Dim.DYNAMIC.type

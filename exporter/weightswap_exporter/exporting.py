@@ -17,7 +17,7 @@ from weightswap_runtime import Artifact, __version__
 from weightswap_runtime.collector import collector_paused
 from weightswap_runtime.errors import ArtifactError, CaptureError, ExportError, WeightswapError
 from weightswap_runtime.files import new_folder
-from weightswap_runtime.goldens import GOLDENS_NAME, Tolerance
+from weightswap_runtime.goldens import GOLDENS_NAME, INPUTS_NAME, Tolerance
 from weightswap_runtime.header import header_length, pack_ranges, parse_header, render_header
 from weightswap_runtime.manifest import (
     CONSTANTS_NAME,
@@ -42,10 +42,10 @@ from .capture import Captured, MethodSpec, capture, training_operators
 from .compiling import check_engines, engine_files, try_engines, with_files, write_files
 from .describe import describe_method
 from .examples import example_checkpoint
-from .goldens import check_has_values, record, weights_identity
+from .goldens import is_skeleton, record, record_inputs, weights_identity
 from .recording import Recorded, record_adapter
 from .tables import Tables, classify, overlapping
-from .tensors import named_tensors, unwrapped
+from .tensors import check_plain, named_tensors, unwrapped
 from .tracing import Checkpoint, Load
 
 _CALLER = 4  # warnings are attributed to the code that calls export()
@@ -75,8 +75,9 @@ def export(
     by key, or the path of one; its values are not used.
     goldens: calls to record with the eager model, whose outputs a server's must equal: a list of `(args, kwargs)` or of
     tuples of args for `forward` or the only method, or a dict of such lists by method (a tuple of a tuple and a dict
-    is `(args, kwargs)`). The model must have weights: a skeleton is refused. It is called in its mode, under
-    `torch.no_grad()`, with row-major copies of the inputs and from the initial state, and is left as it was.
+    is `(args, kwargs)`). The model is called in its mode, under `torch.no_grad()`, with row-major copies of the inputs
+    and from the initial state, and is left as it was. Of a skeleton, which cannot be called, the inputs alone are
+    recorded: a server tries whether every set of weights gives finite outputs to them.
     tolerance: `(rtol, atol)` for them; without it they are exact on the same kind of machine.
     engines: what the graphs are also compiled for, as `compile_engines` does it later.
 
@@ -84,22 +85,23 @@ def export(
     library transformers is captured without its key-value cache, and has a `load` and a `checkpoint` of its own.
 
     The folder appears whole or not at all; an artifact that is there already is replaced. The same model gives the
-    same bytes. Raises CaptureError, ExportError, and RecordingError for goldens that cannot be recorded.
+    same bytes. Raises CaptureError, ExportError, Unsupported for quantised and sharded tensors, and RecordingError for
+    goldens that cannot be recorded.
     """
     check_engines(engines)
     check_writable(out)
     path = _check_out(Path(out))
     model = unwrapped(model)
+    check_plain(model)
     example = None if checkpoint is None else example_checkpoint(checkpoint)
     specs = _specs(args, kwargs, dynamic_shapes, methods)
     wanted = wanted_goldens(goldens, tolerance, list(specs))
-    if wanted:
-        check_has_values(model)
     with collector_paused():
         manifest, files = _artifact(model, specs, load, example)
         if wanted:
-            files[GOLDENS_NAME] = _goldens(model, wanted, specs, manifest, files[CONSTANTS_NAME])
-            manifest = with_files(manifest, {GOLDENS_NAME: files[GOLDENS_NAME]})
+            recorded = _recorded(model, wanted, specs, manifest, files[CONSTANTS_NAME])
+            files |= recorded
+            manifest = with_files(manifest, recorded)
         encoded = encode_manifest(manifest)
         try:
             decode_manifest(encoded, str(path))
@@ -216,15 +218,18 @@ def _constants(tables: Tables) -> bytes:
     return b"".join([header, *(bytes(tensor_bytes(tables.values[row.name])) for row in order)])
 
 
-def _goldens(
+def _recorded(
     model: nn.Module, wanted: Wanted, specs: Mapping[str, MethodSpec], manifest: Manifest, constants: bytes
-) -> bytes:
-    """The bytes of `goldens.safetensors`."""
+) -> dict[str, bytes]:
+    """The file with what was recorded: goldens, or of a skeleton the inputs alone."""
+    if is_skeleton(model):
+        return {INPUTS_NAME: record_inputs(wanted, manifest).encode(None)}
     length = header_length(constants[:8], len(constants), CONSTANTS_NAME)
     header = parse_header(constants[8 : 8 + length], len(constants), CONSTANTS_NAME)
     values = header, memoryview(constants)[header.data_start :]
     functions = {name: spec.fn_name for name, spec in specs.items()}
-    return record(model, wanted, manifest, values, functions).encode(weights_identity(model, manifest))
+    recording = record(model, wanted, manifest, values, functions)
+    return {GOLDENS_NAME: recording.encode(weights_identity(model, manifest))}
 
 
 def _write(path: Path, manifest: Manifest, files: dict[str, bytes], engines: Sequence[str]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -34,16 +34,16 @@ from .values import content_of, dtype_of, pieces
 
 
 class Recording(NamedTuple):
-    """Recorded cases, to be written when the weights id is known."""
+    """Recorded cases, to be written when the weights id is known. Inputs alone have no environment."""
 
     graph_id: str
-    environment: Environment
+    environment: Environment | None
     tolerance: Tolerance | None
     cases: list[Case]
     tensors: dict[str, Content]
 
-    def encode(self, weights_id: str) -> bytes:
-        """The bytes of the goldens file for these weights."""
+    def encode(self, weights_id: str | None) -> bytes:
+        """The bytes of the goldens file for these weights; None: of inputs alone."""
         return encode_goldens(
             self.cases,
             self.tensors,
@@ -52,6 +52,25 @@ class Recording(NamedTuple):
             environment=self.environment,
             tolerance=self.tolerance,
         )
+
+
+def is_skeleton(model: nn.Module) -> bool:
+    """Whether the model cannot be called, as it has tensors without values."""
+    return any(map(is_fake, named_tensors(model).values()))
+
+
+def record_inputs(wanted: Wanted, manifest: Manifest) -> Recording:
+    """Keep the inputs alone, for a model that cannot be called.
+
+    A tolerance says nothing here. Raises RecordingError with every problem: inputs that a server would refuse, or that
+    have no values.
+    """
+    recorder = _Recorder(manifest)
+    for call, flat in zip(wanted.calls, checked_inputs(wanted.calls, manifest), strict=True):
+        recorder.keep(call, flat, ())
+    if recorder.problems:
+        raise RecordingError(recorder.problems, "Make the inputs outside skeleton().")
+    return Recording(manifest.graph_id, None, None, recorder.cases, recorder.tensors)
 
 
 def check_has_values(model: nn.Module) -> None:
@@ -121,13 +140,15 @@ class _Recorder:
         else:
             found, outputs = list(_output_problems(wanted, first, second)), first.values
         self.problems += [f"case {number}, {call.method}{text}" for text in found]
-        self.cases.append(
-            Case(
-                method=call.method,
-                inputs=self._values(f"{number}.input", flat, input_leaves(signature)),
-                outputs=() if found else self._values(f"{number}.output", outputs, wanted),
-            )
-        )
+        self.keep(call, flat, () if found else self._values(f"{number}.output", outputs, wanted))
+
+    def keep(self, call: Call, flat: list[Any], outputs: tuple[Value, ...]) -> None:
+        """Keep a call as the next case."""
+        number, wanted = len(self.cases), input_leaves(self._manifest.methods[call.method].signature)
+        hollow = [leaf.name for leaf, value in zip(wanted, flat, strict=True) if _is_hollow(value)]
+        self.problems += [f"case {number}, {call.method}, {name}: has no values" for name in hollow]
+        inputs = () if hollow else self._values(f"{number}.input", flat, wanted)
+        self.cases.append(Case(method=call.method, inputs=inputs, outputs=outputs))
 
     def _values(self, prefix: str, values: list[Any], wanted: list[Leaf]) -> tuple[Value, ...]:
         return tuple(
@@ -140,6 +161,10 @@ class _Recorder:
             return int(value) if isinstance(leaf, Integer) else None
         self.tensors[name] = content_of(value)
         return name
+
+
+def _is_hollow(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and is_fake(value)
 
 
 def _model_problems(model: nn.Module, manifest: Manifest, values: Mapping[str, torch.Tensor]) -> Iterator[str]:
@@ -226,16 +251,19 @@ def weights_identity(model: nn.Module, manifest: Manifest) -> str:
 
 
 @contextmanager
-def goldens_first(path: Path, recording: Recording | None) -> Iterator[Callable[[Stamp], Path]]:
-    """What `write_weight_file` is to call as `rename`: the goldens beside `path` are replaced just before the file is.
+def goldens_first(place: Callable[[Stamp], Path], recording: Recording | None) -> Iterator[Callable[[Stamp], Path]]:
+    """What `write_weight_file` is to call as `rename`: the goldens beside the file are replaced just before it is.
 
-    Whoever watches the folder may take the weight file as soon as it is there, and must not find other goldens. Without
-    a recording, goldens that are there are removed. If the weight file does not follow, the old ones are put back; a
-    process that is killed in between leaves new goldens beside old weights, which are refused by name.
+    place: the file's path, from its stamp. Whoever watches the folder may take the weight file as soon as it is there,
+    and must not find other goldens. Without a recording, goldens that are there are removed. If the weight file does
+    not follow, the old ones are put back; a process that is killed in between leaves new goldens beside old weights,
+    which are refused by name.
     """
-    with companion(goldens_path(path)) as put:
+    with ExitStack() as stack:
 
         def rename(stamp: Stamp) -> Path:
+            path = place(stamp)
+            put = stack.enter_context(companion(goldens_path(path)))
             put(recording.encode(stamp.weights_id) if recording else None)
             return path
 

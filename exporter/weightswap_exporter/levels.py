@@ -7,13 +7,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from weightswap_runtime.counted import counted
 from weightswap_runtime.dtypes import TORCH_NAMES
 from weightswap_runtime.errors import CheckpointError
 
-from .tensors import is_fake
+from .tensors import is_fake, kind_of
 from .values import Values
 
 WRAPPERS = ("state_dict", "model", "model_state_dict", "module")
@@ -255,11 +254,10 @@ def _problems(key: object, tensor: Any) -> Iterator[str]:
         yield f"has the key {key!r}; the keys of a state dict are texts"
     elif is_fake(tensor):
         yield f"{key}: {NO_VALUES}"
-    elif is_traceable_wrapper_subclass(tensor):
-        yield (
-            f"{key}: is a {type(tensor).__qualname__}, not a plain tensor; gather a sharded one (full_tensor()), or "
-            "save it with torch.distributed.checkpoint"
-        )
+    elif kind := kind_of(tensor):
+        sharded = hasattr(tensor, "full_tensor")
+        advice = "gather it (full_tensor()), or save it with torch.distributed.checkpoint" if sharded else "give floats"
+        yield f"{key}: is a {kind}, not a plain tensor; {advice}"
     elif tensor.layout is not torch.strided or str(tensor.dtype).removeprefix("torch.") not in TORCH_NAMES:
         yield f"{key}: {tensor.dtype} {tensor.layout} cannot be written as safetensors"
 

@@ -55,7 +55,10 @@ def _written_in_a_run(program: ExportedProgram) -> set[str]:
         if spec.kind is InputKind.BUFFER
     }
     before = {name: value._version for name, value in kept.items()}
-    with detect_fake_mode(inputs) or nullcontext(), torch.no_grad():
+    mode = detect_fake_mode(inputs)
+    # operators that ask for a size in this run must not fix it in the program
+    sizes = mode.shape_env.suppress_guards() if mode is not None and mode.shape_env is not None else nullcontext()
+    with mode or nullcontext(), sizes, torch.no_grad():
         Interpreter(program.graph_module).run(*inputs)
     return {name for name, value in kept.items() if value._version != before[name]}
 

@@ -111,14 +111,14 @@ def pack(
         raise CheckpointError("`load` says how to load a checkpoint into `model`; give `model` too")
     check_writable(out)
     place = _check_place(Path(out))
-    record_from = _recorder(model if model is not None else source, opened, goldens, tolerance)
+    record_from = recorder(model if model is not None else source, opened, goldens, tolerance)
     if isinstance(source, str | os.PathLike):
         _check_other(place, [Path(source)])
     choice = Choice(level, prefix)
     opening = open_checkpoint(source, choice) if model is None else load_into(model, source, load, choice)
     with opening as checkpoint:
         recording = record_from()
-        with goldens_first(place, recording) as rename:
+        with goldens_first(lambda _: place, recording) as rename:
             packed = pack_checkpoint(
                 checkpoint, opened, place, labels=labels, dtype=dtype, progress=progress, rename=rename
             )
@@ -137,7 +137,7 @@ def _check_other(out: Path, files: Iterable[Path | None]) -> None:
         raise CheckpointError(f"{out}: the weight file would take the place of the checkpoint; name another")
 
 
-def _recorder(
+def recorder(
     model: object, artifact: Artifact, goldens: Requested | None, tolerance: Tolerance | None
 ) -> Callable[[], Recording | None]:
     """What records the goldens once the model has its weights. Raises CheckpointError and RecordingError."""

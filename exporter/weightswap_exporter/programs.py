@@ -1,17 +1,90 @@
-"""An artifact's graphs as torch's programs, for compilers."""
+"""An artifact's graphs as torch's programs, for compilers and for parity. A server never makes one."""
 
 from __future__ import annotations
+
+import io
+import json
+import zipfile
+from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch._subclasses import FakeTensor
 from torch.export import ExportedProgram
+from torch.fx import GraphModule
+from torch.utils import _pytree as pytree
 
 from weightswap_runtime import Artifact
-from weightswap_runtime.graphs.programs import open_program, retarget
+from weightswap_runtime.errors import ArtifactError
+from weightswap_runtime.graphs.archives import check_records
+from weightswap_runtime.graphs.opening import open_graph
 from weightswap_runtime.manifest import NamedTensor
 from weightswap_runtime.tensors import as_tensor
 
+from .documents import program_problems, tensor_problems
+
 CPU = torch.device("cpu")
+_AUTOCAST = torch.ops.higher_order.wrap_with_autocast
+
+
+def open_program(artifact: Artifact, name: str) -> ExportedProgram:
+    """The program in the artifact's file `name`, whose every text was looked at before torch. Raises ArtifactError."""
+    open_graph(artifact, name, CPU)
+    raw, where = artifact.read(name), str(artifact.path / name)
+    try:
+        return torch.export.load(io.BytesIO(checked_archive(raw, where)))
+    except ArtifactError:
+        raise
+    except Exception as error:
+        raise ArtifactError(
+            f"{where}: torch {torch.__version__} cannot open the graph that torch "
+            f"{artifact.manifest.producer.torch} wrote ({error}). Install that torch, or export again."
+        ) from error
+
+
+def checked_archive(raw: bytes, where: str) -> bytes:
+    """The same archive, written again from what was checked. Its guards, which torch would run, are left out.
+
+    Raises ArtifactError for a document in which something has no place.
+    """
+    check_records(raw, where)
+    problems: dict[str, None] = {}
+    written = io.BytesIO()
+    with zipfile.ZipFile(io.BytesIO(raw)) as source, zipfile.ZipFile(written, "w") as target:
+        for name in source.namelist():
+            content = source.read(name)
+            if name.endswith(".json"):
+                document = json.loads(content)
+                problems |= dict.fromkeys(_problems(name, document))
+                content = json.dumps(document).encode()
+            target.writestr(name, content)
+    if problems:
+        more = f"; and {len(problems) - 5} more" if len(problems) > 5 else ""
+        raise ArtifactError(f"{where}: {'; '.join(list(problems)[:5])}{more}. Export the artifact again.")
+    return written.getvalue()
+
+
+def _problems(name: str, document: Any) -> Iterator[str]:
+    if not name.endswith("/models/model.json"):
+        return tensor_problems(document)
+    document.pop("guards_code", None)
+    return program_problems(document)
+
+
+def retarget(program: ExportedProgram, device: torch.device) -> None:
+    """Let a program run on a device: each device in it becomes that one. `torch.export.passes` overlooks some."""
+
+    def moved(value: Any) -> Any:
+        return device if isinstance(value, torch.device) else value
+
+    for module in program.graph_module.modules():
+        if not isinstance(module, GraphModule):
+            continue
+        for node in module.graph.nodes:
+            node.args, node.kwargs = pytree.tree_map(moved, (node.args, node.kwargs))
+            if node.target is _AUTOCAST and node.args[0] == "cpu":
+                node.args = (device.type, *node.args[1:])
+        module.recompile()
 
 
 def method_program(artifact: Artifact, name: str, device: torch.device = CPU) -> ExportedProgram:

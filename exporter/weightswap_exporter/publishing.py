@@ -7,8 +7,11 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -16,14 +19,17 @@ from torch import nn
 from weightswap_runtime import Artifact
 from weightswap_runtime.errors import CheckpointError, PublishTimeout, text_of
 from weightswap_runtime.files import remove_abandoned
+from weightswap_runtime.goldens import Tolerance
 from weightswap_runtime.places import check_writable
 from weightswap_runtime.weightfile import Stamp
 from weightswap_runtime.workers import forget_frames
 
+from .calls import Requested
 from .casting import requested
 from .checkpoints import Checkpoint, from_module
+from .goldens import Recording, goldens_first
 from .levels import nested_levels
-from .packing import Packed, pack_checkpoint
+from .packing import Packed, pack_checkpoint, recorder
 from .tensors import TieKey, tie_key
 from .values import values_of
 
@@ -67,6 +73,8 @@ def publish(
     step: int,
     labels: Mapping[str, str] | None = None,
     dtype: torch.dtype | str | None = None,
+    goldens: Requested | None = None,
+    tolerance: Tolerance | None = None,
 ) -> Publication:
     """Write a live model's weights into a directory, in the background; the training may go on at once.
 
@@ -76,15 +84,17 @@ def publish(
     step. Of two files of one step, which only a training that went back writes, the newer is the one written later:
     the modification time tells.
 
-    step: 0 to 999,999,999; it becomes the label `step`, beside `labels`. dtype: as in `pack()`.
+    step: 0 to 999,999,999; it becomes the label `step`, beside `labels`. dtype: as in `pack()`. goldens, tolerance: as
+    in `pack()`, recorded with this model, in the mode that it is in, before this returns: it must be on the CPU, and as
+    it was exported (`model.eval()`). They lie beside the file before that appears.
 
     At most one copy in a process waits or is being written: a further call waits until that one is written, from
     whichever thread it comes. Files therefore appear in the order in which their weights were copied. The end of the
     interpreter waits for a running write; a killed process leaves only a hidden temporary file, which a later call
     for the same directory removes.
 
-    Raises CheckpointError and ArtifactError at once for arguments that cannot be right; other errors are those of
-    `Publication.wait()`.
+    Raises CheckpointError and ArtifactError at once for arguments that cannot be right, and RecordingError for goldens
+    that cannot be recorded; other errors are those of `Publication.wait()`.
     """
     if type(step) is not int or not 0 <= step < 10**STEP_DIGITS:
         raise CheckpointError(f"step: expected a whole number from 0 to {10**STEP_DIGITS - 1}, got {step!r}")
@@ -98,13 +108,21 @@ def publish(
     check_writable(directory)
     opened = artifact if isinstance(artifact, Artifact) else Artifact.open(artifact)
     requested(dtype, opened.manifest)
+    record_from = recorder(model, opened, goldens, tolerance)
     publication = Publication(step)
     _writer.begin(
         publication._outcome,
-        partial(_snapshot, model),
+        lambda: _Snapshot(_snapshot(model), record_from()),
         partial(_write, directory=Path(directory), artifact=opened, step=step, labels=given, dtype=dtype),
     )
     return publication
+
+
+class _Snapshot(NamedTuple):
+    """What a model was: nothing of it refers to the model."""
+
+    checkpoint: Checkpoint
+    recording: Recording | None
 
 
 def _snapshot(model: nn.Module) -> Checkpoint:
@@ -125,7 +143,7 @@ def _snapshot(model: nn.Module) -> Checkpoint:
 
 
 def _write(
-    checkpoint: Checkpoint,
+    snapshot: _Snapshot,
     *,
     directory: Path,
     artifact: Artifact,
@@ -133,14 +151,18 @@ def _write(
     labels: Mapping[str, str],
     dtype: torch.dtype | str | None,
 ) -> Packed:
-    def rename(stamp: Stamp) -> Path:
+    def place(stamp: Stamp) -> Path:
         return directory / f"{stem}-{stamp.weights_id[:ID_LETTERS]}.safetensors"
 
     stem = f"{_PREFIX}{step:0{STEP_DIGITS}d}"
     remove_abandoned(directory, _PREFIX)
     labels = {**labels, "step": str(step)}
     out = directory / f"{stem}.safetensors"
-    return pack_checkpoint(checkpoint, artifact, out, labels=labels, dtype=dtype, rename=rename)
+    checkpoint, recording = snapshot
+    # goldens of the same weights, which the name tells, stay
+    with goldens_first(place, recording) if recording else nullcontext(place) as rename:
+        packed = pack_checkpoint(checkpoint, artifact, out, labels=labels, dtype=dtype, rename=rename)
+    return replace(packed, goldens=len(recording.cases) if recording else 0)
 
 
 class _Outcome:
@@ -186,9 +208,7 @@ class _Writer:
     def __init__(self) -> None:
         self._free = threading.Lock()
 
-    def begin(
-        self, outcome: _Outcome, snapshot: Callable[[], Checkpoint], write: Callable[[Checkpoint], Packed]
-    ) -> None:
+    def begin(self, outcome: _Outcome, snapshot: Callable[[], _Snapshot], write: Callable[[_Snapshot], Packed]) -> None:
         """Wait for the write before, take the snapshot, and start to write it."""
         self._free.acquire()
         try:
@@ -198,7 +218,7 @@ class _Writer:
             self._free.release()
             raise
 
-    def _run(self, outcome: _Outcome, held: list[Checkpoint], write: Callable[[Checkpoint], Packed]) -> None:
+    def _run(self, outcome: _Outcome, held: list[_Snapshot], write: Callable[[_Snapshot], Packed]) -> None:
         packed = error = None
         try:
             packed = write(held.pop())

@@ -22,6 +22,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from weightswap_runtime.errors import CaptureError
 
 from .blame import first_line, place_of, wants_values
+from .tensors import kind_of
 
 _patching = threading.Lock()
 
@@ -106,6 +107,11 @@ class _Builder:
         return register_parameter
 
     def _fake(self, param: nn.Parameter) -> nn.Parameter:
+        if kind := kind_of(param):
+            raise CaptureError(
+                f"{self.last}: is a {kind}, which a skeleton cannot hold: it would become plain {param.dtype}. "
+                "Quantise or shard the model outside skeleton()."
+            )
         if is_lazy(param):
             raise CaptureError(f"{self.last}: a lazy parameter has no shape yet; give the layer its sizes")
         made = self._made.get(param)

@@ -17,6 +17,7 @@ from typing import NamedTuple
 import torch
 
 from weightswap_runtime.errors import CheckpointError
+from weightswap_runtime.sources import outwait_clock
 
 
 class Stored(NamedTuple):
@@ -91,7 +92,7 @@ class Files:
     """Files that are opened for one tensor at a time, so that a checkpoint of any number of files can be read."""
 
     def __init__(self) -> None:
-        self._seen: dict[Path, tuple[int, int, int]] = {}
+        self._seen: dict[Path, tuple[int, ...]] = {}
 
     @contextmanager
     def open(self, path: Path) -> Iterator[int]:
@@ -102,6 +103,8 @@ class Files:
         except (OSError, ValueError) as error:
             raise CheckpointError(f"{path}: cannot be opened ({getattr(error, 'strerror', error)})") from error
         try:
+            if path not in self._seen:
+                outwait_clock(os.fstat(fd).st_ctime_ns)
             self._compare(path, os.fstat(fd))
             yield fd
         finally:
@@ -116,9 +119,12 @@ class Files:
     def _compare(self, path: Path, status: os.stat_result) -> None:
         if not stat.S_ISREG(status.st_mode):
             raise CheckpointError(f"{path}: cannot be read (not a regular file)")
-        seen = (status.st_ino, status.st_size, status.st_mtime_ns)
+        # ctime, as mtime can be set back; it changes with names and modes, too
+        seen = (status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
         if self._seen.setdefault(path, seen) != seen:
-            raise CheckpointError(f"{path}: was written to or replaced while it was read. Try it again.")
+            raise CheckpointError(
+                f"{path}: was written to or replaced while it was read, or got other names. Try it again."
+            )
 
 
 class Window(io.RawIOBase):

@@ -7,9 +7,10 @@ import sys
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from weightswap_runtime.dtypes import TORCH_NAMES
-from weightswap_runtime.errors import CaptureError
+from weightswap_runtime.errors import CaptureError, Unsupported
 
 TieKey = tuple[object, ...]
 
@@ -31,6 +32,23 @@ def named_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     tensors |= dict(model.named_parameters(remove_duplicate=False))
     tensors |= dict(model.named_buffers(remove_duplicate=False))
     return tensors
+
+
+def kind_of(tensor: torch.Tensor) -> str | None:
+    """The class of a tensor that is made of others, such as a quantised or a sharded one; None for a plain tensor."""
+    composed: bool = is_traceable_wrapper_subclass(tensor)
+    return type(tensor.detach()).__qualname__ if composed else None
+
+
+def check_plain(model: nn.Module) -> None:
+    """Raise Unsupported for parameters and buffers that are made of other tensors."""
+    found = [f"{name} is a {kind}" for name, tensor in named_tensors(model).items() if (kind := kind_of(tensor))]
+    if found:
+        more = f", and {len(found) - 5} more" if len(found) > 5 else ""
+        raise Unsupported(
+            f"{', '.join(found[:5])}{more}: tensors that are made of others cannot be exported. Export the model "
+            "before it is quantised or sharded."
+        )
 
 
 def persistent_buffers(model: nn.Module) -> set[str]:

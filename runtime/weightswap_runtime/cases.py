@@ -32,10 +32,12 @@ class Case(Document, frozen=True):
     outputs: tuple[Value, ...]
 
 
-def case_problems(case: Case, signature: Signature, tensors: Mapping[str, FileTensor]) -> list[str]:
+def case_problems(
+    case: Case, signature: Signature, tensors: Mapping[str, FileTensor], has_outputs: bool = True
+) -> list[str]:
     """What keeps a case from being a call of the method. `tensors` are those of its file."""
     inputs = input_leaves(signature)
-    outputs = leaves(signature.output)
+    outputs = leaves(signature.output) if has_outputs else []
     problems = [
         *_value_problems("inputs", inputs, case.inputs, tensors),
         *_value_problems("outputs", outputs, case.outputs, tensors),

@@ -63,16 +63,19 @@ def index_of(position: int, shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(int(part) for part in np.unravel_index(position, shape))
 
 
-def not_finite(recorded: Content, found: Content) -> str | None:
-    """Where `found` is not finite although `recorded` is, in words; None where it is.
+def not_finite(recorded: Content | None, found: Content) -> str | None:
+    """Where `found` is not finite although `recorded`, if there is any, is, in words; None where it is.
 
     An output of another shape than the recorded one, which depends on the weights, must be finite throughout if
     `recorded` is.
     """
     if not has_fractions(found.dtype):
         return None
-    values, expected = widened(found), np.isfinite(widened(recorded))
-    wrong = ~np.isfinite(values) & (expected if recorded.shape == found.shape else expected.all())
+    values = widened(found)
+    wrong: NDArray[np.bool_] = ~np.isfinite(values)
+    if recorded is not None:
+        expected = np.isfinite(widened(recorded))
+        wrong &= expected if recorded.shape == found.shape else expected.all()
     count = int(wrong.sum())
     if not count:
         return None

@@ -7,10 +7,11 @@ from collections.abc import Mapping
 import torch
 
 from .arena import Arena
-from .digests import Blocks, block_digests
+from .digests import block_digests
 from .errors import OutOfMemory, WeightsMismatch, WeightswapError, lacks_memory
 from .job import Job
-from .reading import lay, read_scratch
+from .nonfinite import count_nonfinite
+from .reading import Found, lay, read_scratch
 from .tensors import as_tensor, tensor_bytes
 from .transforms import Transforms
 from .weightset import WeightSet
@@ -24,14 +25,14 @@ def compute_weights(
     workers: Workers,
     transforms: Transforms,
     job: Job,
-) -> dict[str, Blocks]:
-    """Compute each weight of `computed` into the arena; returns the digests of their blocks by weight.
+) -> Found:
+    """Compute each weight of `computed` into the arena; returns what was found, by weight.
 
     One weight and what it is computed from are held beside the arena. Raises WeightFileError, WeightsMismatch,
     OutOfMemory, StageCancelled and ArtifactError; the arena's content is then undefined.
     """
     names = {key: name for keys in computed.values() for key, name in keys.items()}
-    digests: dict[str, Blocks] = {}
+    found = Found({}, {})
 
     def read(key: str) -> torch.Tensor:
         stored = weights.tensors[names[key]]
@@ -41,8 +42,11 @@ def compute_weights(
     try:
         for name, value in transforms.compute(list(computed), read):
             rows = tensor_bytes(value)
-            digests[name] = block_digests(rows)
-            lay(arena, arena.layout.weights[name], rows, job)
+            weight = arena.layout.weights[name]
+            found.digests[name] = block_digests(rows)
+            if nonfinite := count_nonfinite(weight.dtype, rows):
+                found.nonfinite[name] = nonfinite
+            lay(arena, weight, rows, job)
     except (WeightswapError, MemoryError):
         raise
     except Exception as error:
@@ -54,4 +58,4 @@ def compute_weights(
             "Load the checkpoint into the model on the build side and pack the model.",
         ) from error
     weights.check_unchanged()
-    return digests
+    return found

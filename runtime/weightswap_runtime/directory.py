@@ -28,14 +28,16 @@ UNKNOWN = None  # the fingerprint of a file of which nothing but the name could 
 class Entry(NamedTuple):
     """A weight file. `path` is what a swap takes; `modified` in seconds since the epoch, 0 where that is not known.
 
-    Files with equal fingerprints have the same content, as far as a listing can tell, and so have the goldens beside
-    them; UNKNOWN says nothing.
+    Files with equal fingerprints and equal `changed` have the same content, as far as a listing can tell, and so have
+    the goldens beside them; UNKNOWN says nothing. `changed`, a local file's ctime, alone differs after a write that set
+    the time of modification back, and after a change of the file's mode or names.
     """
 
     name: str
     path: str | Path
     fingerprint: Hashable
     modified: float
+    changed: Hashable = None
 
 
 Listing = Callable[[], list[Entry]]
@@ -66,15 +68,17 @@ def with_goldens(found: Iterable[Entry]) -> list[Entry]:
     weights, goldens = [], {}
     for entry in found:
         if entry.name.endswith(GOLDENS_SUFFIX):
-            goldens[entry.name.removesuffix(GOLDENS_SUFFIX)] = entry.fingerprint
+            goldens[entry.name.removesuffix(GOLDENS_SUFFIX)] = entry
         else:
             weights.append(entry)
     return [_with(entry, goldens.get(entry.name.removesuffix(SUFFIX))) for entry in weights]
 
 
-def _with(entry: Entry, goldens: Hashable) -> Entry:
-    known = entry.fingerprint is not UNKNOWN and goldens is not None
-    return entry._replace(fingerprint=(entry.fingerprint, goldens)) if known else entry
+def _with(entry: Entry, goldens: Entry | None) -> Entry:
+    if goldens is None or UNKNOWN in (entry.fingerprint, goldens.fingerprint):
+        return entry
+    changed = None if entry.changed is None else (entry.changed, goldens.changed)
+    return entry._replace(fingerprint=(entry.fingerprint, goldens.fingerprint), changed=changed)
 
 
 def order(entry: Entry) -> tuple[Any, ...]:
@@ -103,7 +107,8 @@ def _local(directory: Path, file: os.DirEntry[str]) -> Entry | None:
     except OSError:
         return Entry(file.name, directory / file.name, UNKNOWN, 0.0)
     fingerprint = (status.st_size, status.st_mtime_ns, status.st_ino)
-    return Entry(file.name, directory / file.name, fingerprint, status.st_mtime) if regular else None
+    path = directory / file.name
+    return Entry(file.name, path, fingerprint, status.st_mtime, status.st_ctime_ns) if regular else None
 
 
 def _check_protocol(url: str) -> None:
@@ -180,7 +185,8 @@ def _remote(found: Iterable[Mapping[str, Any]], url_of: Callable[[str], str]) ->
 def _entry(name: str, url: str, info: Mapping[str, Any]) -> Entry:
     modified = _first(info, _TIMES)
     fingerprint = (info.get("size"), _first(info, _VERSIONS), str(modified))
-    return Entry(name, url, fingerprint, _seconds(modified))
+    # fsspec calls a local file's ctime so
+    return Entry(name, url, fingerprint, _seconds(modified), info.get("created") if "ino" in info else None)
 
 
 def _first(info: Mapping[str, Any], keys: Iterable[str]) -> Any:

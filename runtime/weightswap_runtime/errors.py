@@ -14,6 +14,7 @@ WeightswapError
 |   |-- BaseMismatch           a delta or a part is for other weights than those that are served
 |   |-- UnexpectedWeights      another weights id than was asked for
 |   |-- GoldensError           the goldens are damaged, or were recorded for something else
+|   |-- NonFiniteWeights       it has NaN or infinities where the served weights have none
 |   |-- GoldenMismatch         the staged weights do not give the outputs that were recorded
 |   |-- OutOfMemory            no memory to stage into
 |   |-- DeviceError            the device reports an error while weights are staged
@@ -149,6 +150,10 @@ class GoldensError(SwapError):
 
 class GoldenMismatch(_Problems):
     """The staged weights do not give the outputs that the eager model gave, or give values that are not finite."""
+
+
+class NonFiniteWeights(_Problems):
+    """Weights have NaN or infinities where those that are served have none, and this is not allowed."""
 
 
 class OutOfMemory(SwapError):
@@ -310,6 +315,7 @@ __all__ = [
     "ModelClosed",
     "ModelFailed",
     "NoWeights",
+    "NonFiniteWeights",
     "NothingToRollBack",
     "OutOfMemory",
     "ParityError",

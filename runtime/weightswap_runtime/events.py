@@ -10,6 +10,7 @@ from typing import Literal
 
 from .errors import text_of
 from .hooks import Hooks, Stop
+from .nonfinite import Nonfinite
 from .receipts import SwapReceipt
 from .staging import Kind
 from .visible import visible
@@ -46,8 +47,8 @@ class Event:
     as its `error` keeps alive what it came through:
 
     staging: reading has begun.
-    staged: verified, and not yet served. `weights_id` and `labels` say what; `seconds_staged` and `seconds_verified`
-      are those of `SwapReceipt`; `nbytes` were read.
+    staged: verified, and not yet served. `weights_id` and `labels` say what; `seconds_staged`, `seconds_verified` and
+      `nonfinite` are those of `SwapReceipt`; `nbytes` were read.
     refused: `error` says why, `phase` how far it was; what is served is as it was. phase: "waiting" for another staging
       (there was no "staging" then), "opening", "reading", "copying", "verifying"; or "committing": calls or pins kept a
       commit or a rollback from its memory, or nothing was kept to roll back to, and a staging is still staged.
@@ -83,14 +84,16 @@ class Event:
     labels: Mapping[str, str] = field(default_factory=dict)
     seconds_staged: float = 0.0
     seconds_verified: float = 0.0
+    nonfinite: Mapping[str, Nonfinite] = field(default_factory=dict)
 
     def __str__(self) -> str:
         who = f" for {visible(self.by)}" if self.by else ""
         what = f", weights {self.weights_id[:12]}" if self.weights_id else ""
         generation = f", generation {self.receipt.generation}" if self.receipt else ""
+        odd = f", not finite: {visible(', '.join(self.nonfinite))}" if self.nonfinite else ""
         where = f" while {self.phase}" if self.phase else ""
         why = f": {type(self.error).__name__}: {text_of(self.error)}" if self.error else ""
-        return f"{self.kind}{who}{where}: {visible(self.source)}{what}{generation}{why}"
+        return f"{self.kind}{who}{where}: {visible(self.source)}{what}{generation}{odd}{why}"
 
 
 Listener = Callable[[Event], object]
@@ -106,7 +109,7 @@ class Events:
         return self._listeners.add(listener)
 
     def emit(self, event: Event) -> None:
-        level = _LEVELS.get(event.kind, logging.INFO)
+        level = logging.WARNING if event.nonfinite else _LEVELS.get(event.kind, logging.INFO)
         if _log.isEnabledFor(level):
             # as text: a record that is kept must not keep the error, and through its frames the staging
             _log.log(level, "%s", str(event))

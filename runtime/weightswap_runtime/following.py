@@ -14,6 +14,9 @@ from .directory import UNKNOWN, Entry, Listing, order
 from .errors import (
     BaseMismatch,
     DamagedFile,
+    DigestMismatch,
+    GoldenMismatch,
+    GoldensError,
     LeaseTimeout,
     ModelFailed,
     OutOfMemory,
@@ -32,6 +35,8 @@ Told = Literal["skipped", "unreachable", "waiting"]
 LONGEST_DELAY = 300.0
 MOST_REMEMBERED = 10_000  # files that have gone
 PATIENCE = 60.0  # seconds without a change after which a file that is cut off counts as damaged
+# what other bytes under the same header can mend
+_MENDABLE = (DamagedFile, DigestMismatch, GoldenMismatch, GoldensError)
 _TRANSIENT = (BaseMismatch, LeaseTimeout, ModelFailed, OutOfMemory, StagingBusy, WeightFileError)
 
 
@@ -46,10 +51,11 @@ class Target(Protocol):
         """Whether exactly these weights are served now."""
         ...
 
-    def swap(self, path: str | Path, weights_id: str | None) -> None:
+    def swap(self, path: str | Path, weights_id: str | None, known: str | None = None) -> str | None:
         """Serve a file; `weights_id` is what its header says it is.
 
-        Raises what `Model.swap` raises, and StageCancelled as `check` does.
+        Returns an id of its content, if that was read; a content with the id `known` is not served. Raises what
+        `Model.swap` raises, and StageCancelled as `check` does.
         """
         ...
 
@@ -60,7 +66,8 @@ class Target(Protocol):
 class _File:
     """A file as it was found; another fingerprint makes it another one.
 
-    `over`: taken, skipped or passed over. `waits`: why a delta cannot be taken yet.
+    `over`: taken, skipped or passed over. `waits`: why a delta cannot be taken yet. `doubted`: only its ctime has
+    changed since it was looked into. `content`: the id of what was taken from it.
     """
 
     entry: Entry
@@ -72,6 +79,8 @@ class _File:
     glance: Glance | None = None
     error: BaseException | None = None
     waits: BaseException | None = None
+    doubted: bool = False
+    content: str | None = None
     key: tuple[Any, ...] = field(init=False)  # where it comes among the others
 
     def __post_init__(self) -> None:
@@ -88,7 +97,7 @@ class Follower:
     A file is taken when it is complete. It never goes back: of files that could be taken, those that come before one
     that was taken are passed over. Failures that another try may mend are retried after `interval`, then after twice
     as long, and so on up to five minutes; a file with any other is skipped until it changes. What became of a file is
-    still known when it has gone and is back.
+    still known when it has gone and is back, or has another mode or more names than before.
     """
 
     def __init__(
@@ -167,6 +176,8 @@ class Follower:
             return file
         if file is None or file.entry.fingerprint != entry.fingerprint:
             file = self._gone.pop((entry.name, entry.fingerprint), None) or _File(entry, self._clock())
+        if file.entry.changed != entry.changed:
+            file.entry, file.since, file.looks, file.retry_at, file.doubted = entry, self._clock(), 0, 0.0, True
         file.looks += 1
         return file
 
@@ -180,20 +191,27 @@ class Follower:
     def _take(self, target: Target) -> None:
         if self._old:
             self._take_newest(target)
-        for file in self._pending():
+        for file in self._due():
             if file.entry.name not in (self._old or ()):
                 self._step(file, target)
 
     def _take_newest(self, target: Target) -> None:
-        for file in reversed(self._pending()):
+        for file in reversed(self._due()):
             if self._old and file.entry.name in self._old:
                 self._step(file, target)
 
     def _pending(self) -> list[_File]:
-        return sorted((file for file in self._files.values() if not file.over), key=attrgetter("key"))
+        return [file for file in self._due() if not file.over]
+
+    def _due(self) -> list[_File]:
+        return sorted((file for file in self._files.values() if not file.over or file.doubted), key=attrgetter("key"))
 
     def _step(self, file: _File, target: Target) -> None:
         target.check()
+        if file.doubted:
+            self._look_into(file, target)
+        if file.over:
+            return
         if self._is_past(file):
             self._pass_over(file, target)
         elif self._clock() >= file.retry_at:
@@ -202,6 +220,24 @@ class Follower:
                 self._taken(file, target)
             elif self._is_ready(file, file.glance, target):
                 self._try(file, file.glance.weights_id, target)
+
+    def _look_into(self, file: _File, target: Target) -> None:
+        """Of a file of which only ctime has changed, find out whether it may hold something else than before.
+
+        A new mode or a new name is no reason to take, or to tell of, a file again.
+        """
+        if file.over and self._is_past(file):
+            file.doubted = False  # whatever it holds
+            return
+        before, found = file.glance, glance(file.entry.path, target.check)
+        file.glance, file.doubted = found, False
+        same = before is not None and found.weights_id is not None and found[:2] == before[:2]
+        if not same:
+            file.waits = None
+        if same or (before is None and file.error is None):  # nobody knows what a file held that was never opened
+            file.over = file.over and not isinstance(file.error, _MENDABLE)
+        else:
+            file.over = False
 
     def _is_past(self, file: _File) -> bool:
         mark = self._mark
@@ -217,7 +253,7 @@ class Follower:
 
     def _try(self, file: _File, weights_id: str | None, target: Target) -> None:
         try:
-            target.swap(file.entry.path, weights_id)
+            file.content = target.swap(file.entry.path, weights_id, file.content)
         except StageCancelled:
             raise
         except Exception as error:
@@ -236,10 +272,11 @@ class Follower:
                 target.tell("waiting", where, file.waits)
 
     def _failed(self, file: _File, error: Exception, target: Target) -> None:
-        self.last_error = file.error = without_traceback(error)
+        before, self.last_error, file.error = file.error, without_traceback(error), error
         if not is_transient(error):
             file.over = True
-            target.tell("skipped", printable(file.entry.path), error)
+            if str(before) != str(error):
+                target.tell("skipped", printable(file.entry.path), error)
             return
         file.attempts += 1
         file.retry_at = self._clock() + self._delay(file.attempts)

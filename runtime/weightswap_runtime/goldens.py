@@ -1,5 +1,7 @@
 """Goldens: recorded inputs with the eager model's outputs for one weights id, as a safetensors file.
 
+Where there were no weights to call the model with, an artifact has inputs alone, in the same format.
+
 Reading and checking the file needs no torch; `verifying` runs it.
 """
 
@@ -28,6 +30,7 @@ from .weightfile import METADATA_KEY, TensorRow, canonical_order
 from .weightset import WeightSet, goldens_path, goldens_url
 
 GOLDENS_NAME = "goldens.safetensors"
+INPUTS_NAME = "inputs.safetensors"  # runtimes that do not know it leave it alone
 FORMAT_VERSION = 1
 MOST_REMOTE_BYTES = 4 << 30
 _HEX = re.compile(r"[0-9a-f]{64}")
@@ -55,16 +58,20 @@ class Environment(Document, frozen=True):
 class Record(Document, frozen=True):
     """What `__metadata__` says. `tolerance` is (rtol, atol); None: exact where `environment` is that of the server.
 
-    `digests` are those of the tensors, by name.
+    `digests` are those of the tensors, by name. Inputs alone are of no weights, and no environment.
     """
 
     format_version: int
     graph_id: str
-    weights_id: str
-    environment: Environment
+    weights_id: str | None
+    environment: Environment | None
     tolerance: Tolerance | None
     cases: tuple[Case, ...]
     digests: dict[str, str]
+
+    @property
+    def has_outputs(self) -> bool:
+        return self.weights_id is not None
 
 
 class Goldens(NamedTuple):
@@ -82,7 +89,7 @@ class Goldens(NamedTuple):
     same_graph: bool
 
     @property
-    def weights_id(self) -> str:
+    def weights_id(self) -> str | None:
         return self.record.weights_id
 
     @property
@@ -105,11 +112,11 @@ def encode_goldens(
     tensors: Mapping[str, Content],
     *,
     graph_id: str,
-    weights_id: str,
-    environment: Environment,
+    weights_id: str | None,
+    environment: Environment | None,
     tolerance: Tolerance | None,
 ) -> bytes:
-    """The bytes of a goldens file, in the canonical layout of weight files."""
+    """The bytes of a goldens file, in the canonical layout of weight files. weights_id: None for inputs alone."""
     order = canonical_order(TensorRow(name, tensor.dtype, tensor.shape) for name, tensor in tensors.items())
     record = Record(
         format_version=FORMAT_VERSION,
@@ -188,11 +195,15 @@ def goldens_behind(weights: Url, check: Check | None = None) -> bytes | None:
 
 
 def artifact_goldens(artifact: Artifact) -> Goldens | None:
-    """The goldens in an artifact; None if there are none. Raises ArtifactError, WeightFileError and GoldensError."""
-    if GOLDENS_NAME not in artifact.manifest.files:
+    """The goldens in an artifact, or inputs alone; None if there are neither.
+
+    Raises ArtifactError, WeightFileError and GoldensError.
+    """
+    name = next((name for name in (GOLDENS_NAME, INPUTS_NAME) if name in artifact.manifest.files), None)
+    if name is None:
         return None
-    raw = artifact.read(GOLDENS_NAME)
-    where = str(artifact.path / GOLDENS_NAME)
+    raw = artifact.read(name)
+    where = str(artifact.path / name)
     return _decode(raw, where, artifact.manifest, bundled=True, allow_other_graph=False)
 
 
@@ -265,6 +276,8 @@ def _record_problems(goldens: Goldens, manifest: Manifest) -> Iterator[str]:
     tolerance = goldens.record.tolerance or ()
     if not all(math.isfinite(part) and part >= 0 for part in tolerance):
         yield f"the tolerance {tolerance} is not two finite numbers from 0"
+    if (goldens.record.environment is None) is goldens.record.has_outputs:
+        yield "it has a weights id without an environment, or an environment without a weights id"
     if not goldens.cases:
         yield "it has no cases"
     for number, case in enumerate(goldens.cases):
@@ -273,5 +286,5 @@ def _record_problems(goldens: Goldens, manifest: Manifest) -> Iterator[str]:
             known = ", ".join(manifest.methods)
             yield f"case {number}: the method {case.method!r} is not among those of the artifact ({known})"
         else:
-            found = case_problems(case, method.signature, goldens.tensors)
+            found = case_problems(case, method.signature, goldens.tensors, goldens.record.has_outputs)
             yield from (f"case {number}, {case.method}: {problem}" for problem in found)

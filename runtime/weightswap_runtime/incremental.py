@@ -20,7 +20,7 @@ from .overlay import Parts, overlay
 from .patches import HostPatch, Span
 from .reading import read_scratch
 from .session import Session
-from .staging import Contents, OpenTransforms, Plan, Request, check_expected, check_graph, fill
+from .staging import Contents, OpenTransforms, Plan, Request, check_expected, check_finite, check_graph, fill
 from .weightset import WeightSet
 from .workers import Workers
 
@@ -45,21 +45,24 @@ def stage_part(
     part = HostArena(ArenaLayout(plan.manifest.weights))
     filled = fill(plan, part, workers, job, open_transforms)
     start = time.perf_counter()
-    digests = {**live.identity.digests, **filled.digests}
-    identity = identify(manifest.weights, digests, live.labels)  # most of it is still what they say
+    read, served = filled.found, live.identity
+    kept = {name: counts for name, counts in served.nonfinite.items() if name not in read.digests}
+    # most of it is still what the labels say
+    identity = identify(manifest.weights, {**served.digests, **read.digests}, live.labels, kept | read.nonfinite)
     check_expected(identity.weights_id, plan.weights.where, request)
     slots = live.session.arena.layout.slots
     contents = Contents(
         identity=identity,
         kind="partial",
         source=plan.weights.where,
+        nonfinite=check_finite(manifest, identity, served, plan.weights.where, request),
         only=request.only,
         ignored=(),
         bytes_read=plan.nbytes,
         seconds_staged=filled.seconds_read,
         seconds_verified=filled.seconds_verified + time.perf_counter() - start,
     )
-    return Change(contents, HostPatch(Span(slots[name].offset, part.view(name)) for name in filled.digests))
+    return Change(contents, HostPatch(Span(slots[name].offset, part.view(name)) for name in read.digests))
 
 
 def stage_delta(
@@ -79,11 +82,12 @@ def stage_delta(
     check_delta(stamp, live, manifest, weights.where, request)
     start = time.perf_counter()
     parts = _read_parts(weights, stamp, workers, job)
-    weights.check_unchanged()
+    weights.check_unchanged(proven=True)
     staged = time.perf_counter()
     job.begin("verifying")
-    spans, digests = overlay(parts, live.session.arena, live.identity.digests, workers, job)
-    identity = identify(manifest.weights, {**live.identity.digests, **digests}, stamp.labels)
+    served = live.identity
+    laid = overlay(parts, live.session.arena, served, workers, job)
+    identity = identify(manifest.weights, {**served.digests, **laid.digests}, stamp.labels, laid.nonfinite)
     if identity.weights_id != stamp.weights_id:
         text = f"leads to the weights {identity.weights_id[:12]}, not to {stamp.weights_id[:12]} as it says"
         raise DigestMismatch(weights.where, [text], "Write the delta again, or copy it again.")
@@ -91,12 +95,13 @@ def stage_delta(
         identity=identity,
         kind="delta",
         source=weights.where,
+        nonfinite=check_finite(manifest, identity, served, weights.where, request),
         ignored=(),
         bytes_read=sum(tensor.nbytes for tensor in weights.tensors.values()),
         seconds_staged=staged - start,
         seconds_verified=time.perf_counter() - staged,
     )
-    return Change(contents, HostPatch(spans))
+    return Change(contents, HostPatch(laid.spans))
 
 
 def check_delta(stamp: DeltaStamp, live: Version[Session], manifest: Manifest, where: str, request: Request) -> None:
@@ -127,7 +132,7 @@ def _read_parts(weights: WeightSet, stamp: DeltaStamp, workers: Workers, job: Jo
     names = list(weights.tensors)
     job.begin("reading", sum(tensor.nbytes for tensor in weights.tensors.values()))
     scratch, blocks = read_scratch(weights, names, workers, job)
-    found = dict(zip(names, map(tensor_digest, blocks), strict=True))
+    found = {name: tensor_digest(blocks.digests[name]) for name in names}
     read = {name: scratch.part(index) for index, name in enumerate(names)}
     wrong = [
         f"{name}: the file records the digest {stamp.digests[name][:12]}, its bytes have {digest[:12]}"

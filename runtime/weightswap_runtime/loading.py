@@ -27,6 +27,7 @@ def load(
     keys: Keys | None = None,
     expect: str | None = None,
     verify: Mode = "goldens",
+    allow_nonfinite: bool | str | Sequence[str] | None = None,
     device: str = "cpu",
     engine: EngineName = "torch",
     threads: int | None = None,
@@ -45,7 +46,7 @@ def load(
     place of the previous weights. "single" holds one: a commit copies in place while calls are held, staging needs a
     second set's memory only meanwhile, and nothing is kept for a rollback. keep_previous="host" keeps one set more: a
     rollback is then possible in single residency, and in double residency also after a staging that was refused.
-    `weights`, `keys`, `expect` and `verify` are those of `Model.stage`.
+    `weights`, `keys`, `expect`, `verify` and `allow_nonfinite` are those of `Model.stage`.
 
     device: "cpu", or an accelerator of torch's such as "cuda" or "cuda:1", as a text or a `torch.device`; inputs
     must be there, and outputs are, as torch's tensors. staging: where on an accelerator single residency stages:
@@ -97,5 +98,5 @@ def load(
     if on_event is not None:
         model.listen(on_event)
     if weights is not None:
-        model.swap(weights, keys=keys, expect=expect, verify=verify)
+        model.swap(weights, keys=keys, expect=expect, verify=verify, allow_nonfinite=allow_nonfinite)
     return model

@@ -23,6 +23,7 @@ from .gate import Claim, Gate
 from .goldens import Mode
 from .hooks import Stop
 from .job import Job, Progress
+from .nonfinite import as_allowed
 from .pinned import Pinned
 from .places import printable
 from .receipts import SwapReceipt
@@ -54,6 +55,7 @@ def _described(contents: Contents) -> dict[str, Any]:
         "operation": contents.kind,
         "seconds_staged": contents.seconds_staged,
         "seconds_verified": contents.seconds_verified,
+        "nonfinite": dict(contents.nonfinite),
     }
 
 
@@ -169,6 +171,7 @@ class Model(Caller, AbstractContextManager["Model"]):
         expect: str | None = None,
         allow_other_graph: bool = False,
         verify: Mode = "goldens",
+        allow_nonfinite: bool | str | Sequence[str] | None = None,
         by: str = "",
         background: bool = False,
         rate_limit: float | None = None,
@@ -190,6 +193,9 @@ class Model(Caller, AbstractContextManager["Model"]):
         verify: "goldens": where outputs of the eager model were recorded for these weights (`pack(..., goldens=...)`),
           the staged weights must reproduce them; outputs on recorded inputs must be finite. "finite": the latter
           alone. "off": nothing is tried.
+        allow_nonfinite: False refuses weights that have NaN or infinities where those that are served have none (where
+          nothing is served: NaN anywhere, infinities in weights that require a gradient); patterns of FQNs refuse them
+          but in these weights. None and True let them in; `SwapReceipt.nonfinite` and `Staged.nonfinite` say which.
         by: who asks, for receipts and events.
         background: return at once; see `Staged` for `progress`, `wait()` and `cancel()`.
         rate_limit: read and copy at most so many bytes per second, so that calls are not starved.
@@ -198,12 +204,13 @@ class Model(Caller, AbstractContextManager["Model"]):
           residency the previous weights give way.
 
         Raises WeightFileError, WeightsMismatch, GraphMismatch, DigestMismatch, BaseMismatch, UnexpectedWeights,
-        GoldensError, GoldenMismatch, OutOfMemory, StagingBusy, LeaseTimeout, Unsupported, and ArtifactError or
-        MissingExtra where the adapter's graph cannot be opened; with `background`, `Staged.wait()` and
-        `Staged.commit()` raise what comes after the start.
+        NonFiniteWeights, GoldensError, GoldenMismatch, OutOfMemory, StagingBusy, LeaseTimeout, Unsupported, and
+        ArtifactError or MissingExtra where the adapter's graph cannot be opened; with `background`, `Staged.wait()`
+        and `Staged.commit()` raise what comes after the start.
         """
         chosen = patterns(only) if only is not None else ()
-        request = Request(path, keys, chosen, expect, allow_other_graph, verify)
+        allowed = as_allowed(allow_nonfinite, self.artifact.manifest)
+        request = Request(path, keys, chosen, expect, allow_other_graph, verify, allowed)
         request.check()
         _check_busy(busy)
         staged = self._prepare(request, Job(rate_limit), by, busy, timeout)
@@ -242,6 +249,7 @@ class Model(Caller, AbstractContextManager["Model"]):
         expect: str | None = None,
         allow_other_graph: bool = False,
         verify: Mode = "goldens",
+        allow_nonfinite: bool | str | Sequence[str] | None = None,
         by: str = "",
         rate_limit: float | None = None,
         busy: Busy = "refuse",
@@ -263,6 +271,7 @@ class Model(Caller, AbstractContextManager["Model"]):
                 expect=expect,
                 allow_other_graph=allow_other_graph,
                 verify=verify,
+                allow_nonfinite=allow_nonfinite,
                 by=by,
                 rate_limit=rate_limit,
                 busy=busy,
@@ -295,6 +304,7 @@ class Model(Caller, AbstractContextManager["Model"]):
         keys: Keys | None = None,
         allow_other_graph: bool = False,
         verify: Mode = "goldens",
+        allow_nonfinite: bool | str | Sequence[str] = False,
         by: str = "watch",
         rate_limit: float | None = None,
         timeout: float | None = LEASE_TIMEOUT,
@@ -312,6 +322,8 @@ class Model(Caller, AbstractContextManager["Model"]):
         callback: told what the watching does, in its thread, as are all that `listen`: the events of each swap, and
           "skipped", "waiting" and "unreachable". What it raises is logged.
         only: as in `swap`; something must be served already.
+        allow_nonfinite: True, or patterns of FQNs, for weights that may have NaN or infinities where those that are
+          served have none. Other files with such weights are skipped.
         The other arguments are those of `swap`; another staging of the model is waited for.
 
         Files that are renamed into place are taken at the next look. One that is shorter than its header says is waited
@@ -330,7 +342,9 @@ class Model(Caller, AbstractContextManager["Model"]):
         Raises Unsupported and MissingExtra; nothing afterwards.
         """
         self._check_open()
-        request = Request("", keys, patterns(only) if only is not None else (), None, allow_other_graph, verify)
+        allowed = as_allowed(allow_nonfinite, self.artifact.manifest)
+        chosen = patterns(only) if only is not None else ()
+        request = Request("", keys, chosen, None, allow_other_graph, verify, allowed)
         watcher = Watcher(self, directory, interval, start, callback, Options(request, by, rate_limit, timeout))
         self._watchers = [*(each for each in self._watchers if each.alive), watcher]
         return watcher

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import reduce
 from typing import NamedTuple
 
 import numpy as np
@@ -11,8 +12,10 @@ from blake3 import blake3
 
 from .arena import Arena, allocate
 from .digests import BLOCK, Blocks
+from .identity import Identity
 from .job import Job
 from .manifest import NamedTensor
+from .nonfinite import Counts, count_nonfinite, element_bytes
 from .patches import Span
 from .reading import read_rows, write_rows
 from .workers import Workers
@@ -64,43 +67,81 @@ class Parts(NamedTuple):
             yield inner - low, self.data[place + inner - begin : place + outer - begin]
 
 
-def overlay(
-    parts: Mapping[str, Parts], arena: Arena, digests: Mapping[str, Blocks], workers: Workers, job: Job
-) -> tuple[tuple[Span, ...], dict[str, Blocks]]:
-    """Spans for an arena's blocks with the parts laid over them, and the new digests of the weights' blocks.
+class Laid(NamedTuple):
+    """An arena's blocks with parts laid over them: spans, the changed weights' digests, and what is not finite then.
+
+    `nonfinite` is that of all weights.
+    """
+
+    spans: tuple[Span, ...]
+    digests: dict[str, Blocks]
+    nonfinite: dict[str, Counts]
+
+
+class _Changing(NamedTuple):
+    """A weight that changes: its new digests, and by how much the numbers of what is not finite change.
+
+    was_finite: so that there is nothing to count in what is replaced.
+    """
+
+    weight: NamedTensor
+    was_finite: bool
+    digests: list[bytes]
+    changes: list[Counts]
+
+    def replace(self, old: memoryview, new: memoryview) -> None:
+        """Count what goes and what comes: whole elements."""
+        gone = None if self.was_finite else count_nonfinite(self.weight.dtype, old)
+        come = count_nonfinite(self.weight.dtype, new)
+        if gone or come:
+            self.changes.append(Counts(0, 0).plus(come).plus(gone, -1))
+
+
+def overlay(parts: Mapping[str, Parts], arena: Arena, served: Identity, workers: Workers, job: Job) -> Laid:
+    """Lay parts over copies of what an arena has, which are the weights `served`.
 
     The arena is only read. Raises MemoryError and StageCancelled.
     """
     spans: list[Span] = []
-    changed = {name: list(digests[name]) for name in parts}
+    changing: dict[str, _Changing] = {}
     tasks: list[Callable[[], None]] = []
     for name, part in parts.items():
-        if arena.layout.weights[name].stride is None:
-            tasks += _by_block(name, part, arena, changed[name], spans)
+        weight = arena.layout.weights[name]
+        changing[name] = _Changing(weight, name not in served.nonfinite, list(served.digests[name]), [])
+        if weight.stride is None:
+            tasks += _by_block(changing[name], part, arena, spans)
         else:
-            tasks.append(_relaid(name, part, arena, changed[name], spans, job))
+            tasks.append(_relaid(changing[name], part, arena, spans, job))
 
     def work(task: Callable[[], None]) -> None:
         task()
         job.check()
 
     workers.run_all(work, tasks)
-    return tuple(spans), {name: tuple(blocks) for name, blocks in changed.items()}
+    nonfinite = dict(served.nonfinite)
+    for name, each in changing.items():
+        nonfinite[name] = reduce(Counts.plus, each.changes, nonfinite.get(name, Counts(0, 0)))
+    return Laid(
+        tuple(spans),
+        {name: tuple(each.digests) for name, each in changing.items()},
+        {name: counts for name, counts in nonfinite.items() if any(counts)},
+    )
 
 
-def _by_block(
-    name: str, part: Parts, arena: Arena, digests: list[bytes], spans: list[Span]
-) -> Iterator[Callable[[], None]]:
-    offset, size = arena.layout.slots[name]
+def _by_block(changing: _Changing, part: Parts, arena: Arena, spans: list[Span]) -> Iterator[Callable[[], None]]:
+    offset, size = arena.layout.slots[changing.weight.name]
+    whole = element_bytes(changing.weight.dtype) or 1
     for index in part.blocks():
         low, high = index * BLOCK, min((index + 1) * BLOCK, size)
 
         def work(index: int = index, low: int = low, high: int = high) -> None:
             block = arena.fetch(offset + low, high - low)
             pieces = list(part.within(low, low + len(block)))
-            digests[index] = _digest(pieces, block)
-            if len(pieces) > MOST_PIECES:
+            changing.digests[index] = _digest(pieces, block)
+            if len(pieces) > MOST_PIECES or any(place % whole or len(data) % whole for place, data in pieces):
                 pieces = [(0, _merged(pieces, block))]
+            for place, data in pieces:
+                changing.replace(block[place : place + len(data)], data)
             spans.extend(Span(offset + low + place, data) for place, data in pieces)
 
         yield work
@@ -128,20 +169,21 @@ def _lay(pieces: Pieces, content: memoryview) -> None:
         content[place : place + len(data)] = data
 
 
-def _relaid(
-    name: str, part: Parts, arena: Arena, digests: list[bytes], spans: list[Span], job: Job
-) -> Callable[[], None]:
+def _relaid(changing: _Changing, part: Parts, arena: Arena, spans: list[Span], job: Job) -> Callable[[], None]:
     """A weight whose dimensions the arena keeps in another order: as a whole."""
-    weight: NamedTensor = arena.layout.weights[name]
+    weight = changing.weight
+    slot = arena.layout.slots[weight.name]
 
     def work() -> None:
-        rows = read_rows(weight, arena.fetch(*arena.layout.slots[name]), job)
+        kept = arena.fetch(*slot)
+        rows = read_rows(weight, kept, job)
         _lay(part.within(0, len(rows)), rows)
         for index in part.blocks():
             job.check()
-            digests[index] = blake3(rows[index * BLOCK : (index + 1) * BLOCK]).digest()
+            changing.digests[index] = blake3(rows[index * BLOCK : (index + 1) * BLOCK]).digest()
+        changing.replace(kept, rows)
         content = memoryview(allocate(len(rows)))
         write_rows(weight, rows, content, job)
-        spans.append(Span(arena.layout.slots[name].offset, content))
+        spans.append(Span(slot.offset, content))
 
     return work

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import reduce
 from typing import NamedTuple
 
 import numpy as np
@@ -12,6 +13,7 @@ from .arena import Arena, Room, Scratch, Slot, allocate
 from .digests import BLOCK, Blocks, block_count
 from .job import Job
 from .manifest import NamedTensor
+from .nonfinite import Counts, count_nonfinite
 from .sources import MOST_BUFFERS, ByteSource
 from .weightset import WeightSet
 from .workers import Workers
@@ -27,14 +29,39 @@ Scratched = tuple[NamedTensor | None, str]
 
 
 class Piece(NamedTuple):
-    """A tensor of a file, and the slot that it goes to. `begin` counts from the file's start."""
+    """A tensor of a file, and the slot that it goes to. `begin` counts from the file's start.
+
+    `nonfinite` gets an entry for each block that is not finite throughout.
+    """
 
     key: str
+    dtype: str
     source: ByteSource
     begin: int
     room: Room
     slot: Slot
     digests: list[bytes]
+    nonfinite: list[Counts]
+
+
+class Found(NamedTuple):
+    """What was found in tensors that were read, by name in the set: their blocks' digests, and what is not finite."""
+
+    digests: dict[str, Blocks]
+    nonfinite: dict[str, Counts]
+
+    @classmethod
+    def of(cls, pieces: Iterable[Piece]) -> Found:
+        found = cls({}, {})
+        for piece in pieces:
+            found.digests[piece.key] = tuple(piece.digests)
+            if piece.nonfinite:
+                found.nonfinite[piece.key] = reduce(Counts.plus, piece.nonfinite)
+        return found
+
+    def add(self, other: Found) -> None:
+        self.digests.update(other.digests)
+        self.nonfinite.update(other.nonfinite)
 
 
 class Part(NamedTuple):
@@ -51,8 +78,8 @@ class Part(NamedTuple):
 
 def read_tensors(
     weights: WeightSet, found: Mapping[str, tuple[str, ...]], arena: Arena, workers: Workers, job: Job
-) -> dict[str, Blocks]:
-    """Read each weight from its first name in `found` into the arena; returns the blocks' digests by name in the set.
+) -> Found:
+    """Read each weight from its first name in `found` into the arena; returns what was found, by name in the set.
 
     Further names of a tied weight are read too, into scratch memory, for their digests. Raises StageCancelled, and
     WeightFileError for a file that ends early, that cannot be read, or that was written to meanwhile; the arena's
@@ -64,13 +91,13 @@ def read_tensors(
         new_piece(weights, keys[0], arena, slots[name]) for name, keys in found.items() if rows[name].stride is None
     ]
     read_pieces(plain, workers, job)
-    digests = {piece.key: tuple(piece.digests) for piece in plain}
+    read = Found.of(plain)
     others: list[Scratched] = [(rows[name], keys[0]) for name, keys in found.items() if rows[name].stride is not None]
     others += [(None, key) for keys in found.values() for key in keys[1:]]
     for batch in _batches(weights, others):
-        digests |= _read_batch(weights, batch, arena, workers, job)
-    weights.check_unchanged()
-    return digests
+        read.add(_read_batch(weights, batch, arena, workers, job))
+    weights.check_unchanged(proven=weights.stamp is not None)
+    return read
 
 
 def _batches(weights: WeightSet, items: Iterable[Scratched]) -> Iterator[list[Scratched]]:
@@ -88,39 +115,36 @@ def _batches(weights: WeightSet, items: Iterable[Scratched]) -> Iterator[list[Sc
         yield batch
 
 
-def _read_batch(
-    weights: WeightSet, batch: Sequence[Scratched], arena: Arena, workers: Workers, job: Job
-) -> dict[str, Blocks]:
+def _read_batch(weights: WeightSet, batch: Sequence[Scratched], arena: Arena, workers: Workers, job: Job) -> Found:
     """Read tensors into memory of their own, and from there into the arena."""
     keys = [key for _, key in batch]
-    scratch, digests = read_scratch(weights, keys, workers, job)
+    scratch, found = read_scratch(weights, keys, workers, job)
     for index, (weight, _) in enumerate(batch):
         if weight is not None:
             lay(arena, weight, scratch.part(index), job)
-    return dict(zip(keys, map(tuple, digests), strict=True))
+    return found
 
 
-def read_scratch(
-    weights: WeightSet, keys: Sequence[str], workers: Workers, job: Job
-) -> tuple[Scratch, list[list[bytes]]]:
-    """Read tensors into memory of their own; returns it with the digests of each one's blocks.
+def read_scratch(weights: WeightSet, keys: Sequence[str], workers: Workers, job: Job) -> tuple[Scratch, Found]:
+    """Read tensors into memory of their own; returns it with what was found.
 
     Raises WeightFileError, StageCancelled and MemoryError.
     """
     scratch = Scratch([weights.tensors[key].nbytes for key in keys])
     pieces = [new_piece(weights, key, scratch, slot) for key, slot in zip(keys, scratch.slots, strict=True)]
     read_pieces(pieces, workers, job)
-    return scratch, [piece.digests for piece in pieces]
+    return scratch, Found.of(pieces)
 
 
 def new_piece(weights: WeightSet, key: str, room: Room, slot: Slot) -> Piece:
     """Where one tensor is in its file, and where it goes; both have the same size."""
     stored = weights.tensors[key]
-    return Piece(key, stored.file.source, stored.offset, room, slot, [_BLANK] * block_count(stored.nbytes))
+    blanks = [_BLANK] * block_count(stored.nbytes)
+    return Piece(key, stored.dtype, stored.file.source, stored.offset, room, slot, blanks, [])
 
 
 def read_pieces(pieces: Iterable[Piece], workers: Workers, job: Job) -> None:
-    """Fill every piece's slot and its list of digests."""
+    """Fill every piece's slot, its list of digests, and that of what is not finite."""
     ordered = sorted(pieces, key=lambda piece: (id(piece.source), piece.begin))
     reads = list(_reads((part for piece in ordered for part in _parts(piece, _unit(piece, job))), job))
     workers.run_all(_reader(job), _groups(reads))
@@ -201,7 +225,10 @@ def _between(buffers: list[memoryview], low: int, high: int) -> list[memoryview]
 def _hash(part: Part, target: memoryview) -> None:
     first = part.start // BLOCK
     for index, start in enumerate(range(0, max(1, len(target)), BLOCK), first):
-        part.piece.digests[index] = blake3(target[start : start + BLOCK]).digest()
+        block = target[start : start + BLOCK]
+        part.piece.digests[index] = blake3(block).digest()
+        if found := count_nonfinite(part.piece.dtype, block):  # while it is in the cache
+            part.piece.nonfinite.append(found)
 
 
 def lay(arena: Arena, weight: NamedTensor, rows: memoryview, job: Job) -> None:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from .memory import StagedIn
+from .nonfinite import Nonfinite
 from .staging import Kind
 
 
@@ -19,7 +20,8 @@ class SwapReceipt:
     committed_at: seconds since the epoch. bytes_read: from the source; bytes_copied: within the pause.
     seconds_staged: reading and hashing; seconds_verified: comparing, and running the goldens. verified: "goldens" if
     recorded outputs were reproduced, "finite" if outputs on recorded inputs were finite, "none" if there was nothing to
-    try.
+    try. nonfinite: the weights that have NaN or infinities which those that were served before had not (before the
+    first ones: all with NaN, and those with infinities that require a gradient).
     """
 
     generation: int
@@ -41,3 +43,4 @@ class SwapReceipt:
     seconds_verified: float
     seconds_paused: float
     committed_at: float
+    nonfinite: dict[str, Nonfinite] = field(default_factory=dict)

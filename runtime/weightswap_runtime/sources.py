@@ -16,6 +16,10 @@ from .places import Url, as_place
 CLOCK_TICK_NS = 20_000_000  # the kernel stamps files by a clock of up to 10 ms
 MOST_BUFFERS = 512  # below the kernel's IOV_MAX of 1024
 _REPLACE = "Replace files (os.replace), never rewrite them."
+_UNPROVEN = (
+    "which cannot be told from a write where no digests are compared. Try again, and let nobody make or remove names "
+    "of it meanwhile; a server takes a packed file all the same."
+)
 Check = Callable[[], None]
 
 
@@ -49,8 +53,11 @@ class ByteSource(Protocol):
         """
         ...
 
-    def check_unchanged(self) -> None:
-        """Raise WeightFileError if what the name stood for was written to since it was opened."""
+    def check_unchanged(self, *, proven: bool = False) -> None:
+        """Raise WeightFileError if what the name stood for was written to since it was opened, or may have been.
+
+        proven: digests prove the content, so that what else may have changed the file (its names, its mode) is fine.
+        """
         ...
 
     def close(self) -> None: ...
@@ -108,6 +115,17 @@ class _Fingerprint(NamedTuple):
     links: int
 
 
+def outwait_clock(changed: int) -> bool:
+    """Wait until a later write would give a file another ctime than `changed`, in nanoseconds. Whether that took time.
+
+    mtime says nothing: it is what a writer wants it to be. A ctime in the future is that of another clock.
+    """
+    if time.time_ns() - changed >= CLOCK_TICK_NS:
+        return False
+    time.sleep(CLOCK_TICK_NS / 1e9)
+    return True
+
+
 class LocalFile:
     """A regular file. It stays readable when its name is replaced."""
 
@@ -156,17 +174,17 @@ class LocalFile:
 
     def settle(self) -> None:
         """Let a file that was just written grow older than the clock that stamps it, so that a later write shows."""
-        age = time.time_ns() - max(self._identity.modified, self._identity.changed)
-        if 0 <= age < CLOCK_TICK_NS:
-            time.sleep(CLOCK_TICK_NS / 1e9)
+        if outwait_clock(self._identity.changed):
             self.check_unchanged()
 
-    def check_unchanged(self) -> None:
+    def check_unchanged(self, *, proven: bool = False) -> None:
         before, now = self._identity, self._fingerprint()
-        # replacing a file takes one name from the old one, which changes its ctime and nothing else
-        replaced = now.links != before.links
-        if now[:2] != before[:2] or (now.changed != before.changed and not replaced):
+        if now[:2] != before[:2]:
             raise WeightFileError(f"{self.where}: the file was written to while it was read. {_REPLACE}")
+        # a write shows in ctime even where mtime is set back; so do other names, which excuse nothing
+        if not proven and now != before:
+            names = f"from {before.links} to {now.links} names" if now.links != before.links else "its mode, or more"
+            raise WeightFileError(f"{self.where}: was changed while it was read ({names}), {_UNPROVEN}")
 
     def close(self) -> None:
         fd, self.fd = self.fd, -1

@@ -17,7 +17,9 @@ from .ending import Background, stop_at_end
 from .errors import OutOfMemory, StageCancelled, StageClosed, StageTimeout, StagingBusy
 from .forks import renew_in_children
 from .gate import POLL_SECONDS, Claim, Gate
+from .identity import Identity
 from .job import Job, Progress
+from .nonfinite import Nonfinite
 from .receipts import SwapReceipt
 from .session import Caller, Methods, Session
 from .staging import Contents
@@ -214,8 +216,12 @@ class Staged(Caller, AbstractContextManager["Staged"]):
                 self._discarded(self._contents)
 
     @property
+    def identity(self) -> Identity:
+        return self._contents.identity
+
+    @property
     def weights_id(self) -> str:
-        return self._contents.identity.weights_id
+        return self.identity.weights_id
 
     @property
     def labels(self) -> dict[str, str]:
@@ -225,6 +231,11 @@ class Staged(Caller, AbstractContextManager["Staged"]):
     def verified(self) -> str:
         """How the weights were tried: "goldens", "finite" or "none", as in `SwapReceipt`."""
         return self._contents.verified
+
+    @property
+    def nonfinite(self) -> dict[str, Nonfinite]:
+        """The weights that have NaN or infinities which those that are served have not, as in `SwapReceipt`."""
+        return dict(self._contents.nonfinite)
 
     @property
     def _contents(self) -> Contents:

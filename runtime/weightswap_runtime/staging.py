@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from .adapter import KEYS, NAMES, UNAMBIGUOUS, Keys, Match, Readings, resolve
@@ -23,7 +24,8 @@ from .identity import Identity, identify
 from .job import Job
 from .manifest import Manifest
 from .memory import IN_PLACE, StagedIn
-from .reading import read_tensors
+from .nonfinite import Allowed, Nonfinite, newly_nonfinite, refuse_nonfinite
+from .reading import Found, read_tensors
 from .selection import part_of
 from .weightfile import Stamp
 from .weightset import WeightSet
@@ -39,7 +41,11 @@ _WEIGHTS_ID = re.compile(r"[0-9a-f]{64}")
 
 
 class Request(NamedTuple):
-    """What a caller wants staged. `only` are patterns of FQNs; empty: everything."""
+    """What a caller wants staged. `only` are patterns of FQNs; empty: everything.
+
+    `allow_nonfinite`: the weights that may have values that are not finite where the served ones have none: all, none,
+    or some; None: all, but whoever swaps does not say so.
+    """
 
     path: str | os.PathLike[str]
     keys: Keys | None = None
@@ -47,6 +53,7 @@ class Request(NamedTuple):
     expect: str | None = None
     allow_other_graph: bool = False
     verify: Mode = "goldens"
+    allow_nonfinite: Allowed = None
 
     def check(self) -> None:
         """Raise Unsupported for what cannot be meant."""
@@ -58,7 +65,10 @@ class Request(NamedTuple):
 
 
 class Contents(NamedTuple):
-    """What was staged. Times in seconds: reading and hashing, then comparing. `verified`: how goldens were."""
+    """What was staged. Times in seconds: reading and hashing, then comparing. `verified`: how goldens were.
+
+    `nonfinite`: the weights that have NaN or infinities which those that are served have not.
+    """
 
     identity: Identity
     kind: Kind
@@ -70,6 +80,7 @@ class Contents(NamedTuple):
     verified: str = "none"
     only: tuple[str, ...] = ()
     staged_in: StagedIn = IN_PLACE
+    nonfinite: Mapping[str, Nonfinite] = MappingProxyType({})
 
     def placed(self, staged_in: StagedIn) -> Contents:
         """The same, in memory from which it is copied to where it serves."""
@@ -132,10 +143,19 @@ def check_expected(found: str, where: str, request: Request) -> None:
         raise UnexpectedWeights(f"{where}: gives the weights {found[:12]}, expected {request.expect[:12]}")
 
 
-class Filled(NamedTuple):
-    """What was read into an arena: the digests of its weights' blocks, and how long it took in seconds."""
+def check_finite(
+    manifest: Manifest, identity: Identity, served: Identity | None, where: str, request: Request
+) -> Mapping[str, Nonfinite]:
+    """What is not finite, and is in the weights that are served. Raises NonFiniteWeights if it is not allowed."""
+    found = newly_nonfinite(manifest.weights, identity.nonfinite, served.nonfinite if served else None)
+    refuse_nonfinite(found, request.allow_nonfinite, where)
+    return found
 
-    digests: dict[str, Blocks]
+
+class Filled(NamedTuple):
+    """What was read into an arena, by weight, and how long it took in seconds."""
+
+    found: Found
     seconds_read: float
     seconds_verified: float
 
@@ -150,22 +170,38 @@ def fill(plan: Plan, arena: Arena, workers: Workers, job: Job, open_transforms: 
     start = time.perf_counter()
     job.begin("reading", plan.nbytes)
     read = read_tensors(weights, match.found, arena, workers, job)
-    computed = _compute(plan, arena, workers, job, open_transforms()) if match.computed else {}
+    found = _compute(plan, arena, workers, job, open_transforms()) if match.computed else Found({}, {})
     done = time.perf_counter()
     job.begin("verifying")
-    _verify(weights, match, read)
-    digests = computed | {name: read[keys[0]] for name, keys in match.found.items()}
-    return Filled(digests, done - start, time.perf_counter() - done)
+    _verify(weights, match, read.digests)
+    found.add(_by_weight(read, match))
+    return Filled(found, done - start, time.perf_counter() - done)
+
+
+def _by_weight(read: Found, match: Match) -> Found:
+    first = {name: keys[0] for name, keys in match.found.items()}
+    nonfinite = {name: read.nonfinite[key] for name, key in first.items() if key in read.nonfinite}
+    return Found({name: read.digests[key] for name, key in first.items()}, nonfinite)
 
 
 def stage_full(
-    plan: Plan, arena: Arena, workers: Workers, job: Job, open_transforms: OpenTransforms, request: Request
+    plan: Plan,
+    arena: Arena,
+    workers: Workers,
+    job: Job,
+    open_transforms: OpenTransforms,
+    request: Request,
+    served: Identity | None,
 ) -> Contents:
-    """Read a full set into an arena, and verify it: digests, ties, weights id. Raises what `fill` does."""
+    """Read a full set into an arena, and verify it: digests, ties, weights id, and values that are not finite.
+
+    served: what it is to replace. Raises what `fill` does, UnexpectedWeights and NonFiniteWeights.
+    """
     filled = fill(plan, arena, workers, job, open_transforms)
     start = time.perf_counter()
     stamp, where = plan.weights.stamp, plan.weights.where
-    identity = identify(plan.manifest.weights, filled.digests, stamp.labels if stamp else {})
+    labels = stamp.labels if stamp else {}
+    identity = identify(plan.manifest.weights, filled.found.digests, labels, filled.found.nonfinite)
     if stamp and stamp.graph_id == plan.manifest.graph_id and stamp.weights_id != identity.weights_id:
         text = f"the file records the weights id {stamp.weights_id[:12]}, its tensors have {identity.weights_id[:12]}"
         raise DigestMismatch(where, [text], DAMAGED)
@@ -174,6 +210,7 @@ def stage_full(
         identity=identity,
         kind="full",
         source=where,
+        nonfinite=check_finite(plan.manifest, identity, served, where, request),
         ignored=plan.match.ignored,
         bytes_read=plan.nbytes,
         seconds_staged=filled.seconds_read,
@@ -181,7 +218,7 @@ def stage_full(
     )
 
 
-def _compute(plan: Plan, arena: Arena, workers: Workers, job: Job, transforms: Transforms) -> dict[str, Blocks]:
+def _compute(plan: Plan, arena: Arena, workers: Workers, job: Job, transforms: Transforms) -> Found:
     from .computing import compute_weights  # needs torch
 
     return compute_weights(plan.weights, plan.match.computed, arena, workers, transforms, job)

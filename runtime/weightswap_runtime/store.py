@@ -27,6 +27,7 @@ from .incremental import stage_delta, stage_part
 from .job import Job
 from .manifest import NamedTensor
 from .memory import Memory
+from .nonfinite import newly_nonfinite
 from .places import printable
 from .receipts import SwapReceipt
 from .residency import Ended, Residency, open_residency
@@ -257,8 +258,9 @@ class Store:
             live = self._live(weights.where)
             change = stage_part(opened, live, manifest, self._workers, job, transforms, request)
             return self._residency.stage_patch(change.patch, change.contents, timeout, job)
+        served = self.gate.current.identity if self.gate.current else None
         return self._residency.stage(
-            lambda arena: stage_full(opened, arena, self._workers, job, transforms, request), timeout, job
+            lambda arena: stage_full(opened, arena, self._workers, job, transforms, request, served), timeout, job
         )
 
     def _live(self, where: str) -> Version[Session]:
@@ -288,9 +290,11 @@ class Store:
 
     def rollback(self, member: Member, by: str, wait: float | None, timeout: float | None) -> SwapReceipt:
         with self._refusals(member, by, "rollback", "rollback"), self.claimed(wait):
-            before = self._current_id
+            before, old = self._current_id, self.gate.current
             committed = self._residency.rollback(timeout)
-            contents = Contents(committed.version.identity, "rollback", "rollback")
+            identity, left = committed.version.identity, old.identity.nonfinite if old else None
+            found = newly_nonfinite(self._weights, identity.nonfinite, left)
+            contents = Contents(identity, "rollback", "rollback", nonfinite=found)
             return self._receipt(member, committed, before, contents, by)
 
     @property
@@ -335,11 +339,12 @@ class Store:
             seconds_verified=contents.seconds_verified,
             seconds_paused=committed.seconds_paused,
             committed_at=time.time(),
+            nonfinite=dict(contents.nonfinite),
         )
         self.history.append(receipt)
         kind: EventKind = "rolled back" if contents.kind == "rollback" else "committed"
         tell = partial(Event, kind, receipt.source, by, receipt.graph_id, receipt.weights_id, receipt=receipt)
-        self.events.emit(tell(operation=receipt.kind, labels=receipt.labels))
+        self.events.emit(tell(operation=receipt.kind, labels=receipt.labels, nonfinite=receipt.nonfinite))
         if committed.interrupt is not None:
             raise committed.interrupt
         return receipt

@@ -2,28 +2,37 @@
 
 from __future__ import annotations
 
-import operator
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from .artifact import Artifact
 from .dtypes import TORCH_NAMES, describe
 from .errors import ArtifactError, MissingExtra
-from .manifest import ADAPTER_CONSTANTS_NAME, ADAPTER_NAME, AdapterInput, NamedTensor
+from .manifest import ADAPTER_CONSTANTS_NAME, ADAPTER_NAME, NamedTensor
 
 try:
     import torch
 except ImportError as error:
     raise MissingExtra("a checkpoint from which weights have to be computed", "torch") from error
 
-from torch.fx import Node, map_arg
-
-from .graphs.programs import open_program
+from .graphs.compiling import compile_graph
+from .graphs.opening import checked, read_graph
+from .graphs.operators import ForeignFunction, find_operator
+from .graphs.schema import Graph, Node, argument_names
 from .plainly import plainly
 from .tensors import as_tensor
 
 Read = Callable[[str], torch.Tensor]
+CPU = torch.device("cpu")
+
+
+class Transform(NamedTuple):
+    """One weight as a function of some inputs of the adapter's graph. `needs` are their positions, then its calls'."""
+
+    row: NamedTensor
+    call: Callable[..., Any]
+    inputs: tuple[int, ...]
+    needs: tuple[int, ...]
 
 
 class Transforms:
@@ -34,26 +43,17 @@ class Transforms:
         self._where = str(artifact.path / ADAPTER_NAME)
         adapter = artifact.manifest.adapter
         rows = {weight.name: weight for weight in artifact.manifest.weights}
-        *body, last = open_program(artifact, ADAPTER_NAME).graph.nodes
-        self._order = {node: position for position, node in enumerate(body)}
-        places = [node for node in body if node.op == "placeholder"]
-        outputs: Any = last.args[0]
         computed = [source for source in adapter.sources if source.transform is not None]
-        if len(places) != len(adapter.inputs) or len(outputs) != len(computed):
+        raw = artifact.read(ADAPTER_NAME)
+        graph = read_graph(raw, self._where)
+        if len(graph.inputs) != len(adapter.inputs) or len(graph.outputs) != len(computed):
             raise ArtifactError(f"{self._where}: its inputs and outputs are not those of the adapter in the manifest")
-        for node in body:
-            self._check(node)
-        self._inputs: dict[Node, AdapterInput] = dict(zip(places, adapter.inputs, strict=True))
-        self._outputs: dict[str, tuple[NamedTensor, Node]] = {
-            source.weight: (rows[source.weight], outputs[source.transform]) for source in computed
+        self._inputs = adapter.inputs
+        parts = checked(raw, self._where, lambda: _parts(graph))
+        self._transforms = {
+            source.weight: Transform(rows[source.weight], *parts[source.transform or 0]) for source in computed
         }
         self._constants = _constants(artifact)
-
-    def _check(self, node: Node) -> None:
-        schema = getattr(node.target, "_schema", None)
-        known = node.op == "placeholder" or node.target is operator.getitem or schema is not None
-        if not known or (schema is not None and schema.is_mutable):
-            raise ArtifactError(f"{self._where}: {node.op} {node.target} has no place in an adapter. Export again.")
 
     def compute(self, weights: Sequence[str], read: Read) -> Iterator[tuple[str, torch.Tensor]]:
         """Compute weights, in an order in which neighbours share inputs.
@@ -63,55 +63,75 @@ class Transforms:
 
         Raises ArtifactError, and what `read` and the operators raise.
         """
-        needs = {weight: self._needs(self._outputs[weight][1]) for weight in weights}
-        order = sorted(weights, key=lambda weight: [self._order[node] for node in needs[weight]])
-        held: dict[Node, torch.Tensor] = {}
+        order = sorted(weights, key=lambda weight: self._transforms[weight].needs)
+        held: dict[int, torch.Tensor] = {}
         for weight, following in zip(order, [*order[1:], None], strict=True):
-            value = self._run(needs[weight], self._outputs[weight][1], held, read)
-            self._check_result(weight, value)
+            transform = self._transforms[weight]
+            value = self._run(transform, held, read)
+            self._check_result(transform.row, value)
             yield weight, value
-            wanted = needs[following] if following else []
-            held = {node: held[node] for node in wanted if node in held}
+            wanted = self._transforms[following].inputs if following else ()
+            held = {place: held[place] for place in wanted if place in held}
 
-    def _needs(self, output: Node) -> list[Node]:
-        """The node and all that it is computed from, in order of execution."""
-        found = {output}
-        open_nodes = [output]
-        while open_nodes:
-            new = set(open_nodes.pop().all_input_nodes) - found
-            found |= new
-            open_nodes += new
-        return sorted(found, key=self._order.__getitem__)
-
-    def _run(self, nodes: list[Node], output: Node, held: dict[Node, torch.Tensor], read: Read) -> torch.Tensor:
-        uses = Counter(argument for node in nodes for argument in node.all_input_nodes)
-        values: dict[Node, Any] = {}
+    def _run(self, transform: Transform, held: dict[int, torch.Tensor], read: Read) -> torch.Tensor:
+        for place in transform.inputs:
+            if place not in held:
+                item = self._inputs[place]
+                held[place] = read(item.name) if item.kind == "key" else self._constants[item.name]
         with plainly():
-            for node in nodes:
-                if node.op == "placeholder":
-                    values[node] = held[node] = held[node] if node in held else self._input(node, read)
-                    continue
-                args, kwargs = map_arg((node.args, node.kwargs), values.__getitem__)
-                values[node] = node.target(*args, **kwargs)  # type: ignore[operator]
-                for argument in node.all_input_nodes:
-                    uses[argument] -= 1
-                    if not uses[argument]:
-                        del values[argument]
-        result: torch.Tensor = values[output]
+            (value,) = transform.call(*(held[place] for place in transform.inputs))
+        result: torch.Tensor = value
         return result
 
-    def _input(self, node: Node, read: Read) -> torch.Tensor:
-        item = self._inputs[node]
-        return read(item.name) if item.kind == "key" else self._constants[item.name]
-
-    def _check_result(self, weight: str, value: torch.Tensor) -> None:
-        row = self._outputs[weight][0]
+    def _check_result(self, row: NamedTensor, value: torch.Tensor) -> None:
         found = TORCH_NAMES.get(str(value.dtype).removeprefix("torch.")), tuple(value.shape)
         if found != (row.dtype, row.shape):
             raise ArtifactError(
-                f"{self._where}: computes {found[0]}{list(found[1])} for {weight}, expected "
+                f"{self._where}: computes {found[0]}{list(found[1])} for {row.name}, expected "
                 f"{describe(row.dtype, row.shape)}. Export again."
             )
+
+
+def _parts(graph: Graph) -> list[tuple[Callable[..., Any], tuple[int, ...], tuple[int, ...]]]:
+    """By output of a graph: its part that gives it, the inputs that this takes, and the positions of all it needs."""
+    for node in graph.nodes:
+        operator = find_operator(node.target)
+        if operator.mutable or operator.higher_order:
+            raise ForeignFunction(f"a call of {node.target!r:.80} in an adapter")
+    made = {name: place for place, item in enumerate(graph.inputs) for name in argument_names(item)}
+    count = len(graph.inputs)
+    made |= {
+        name: place
+        for place, node in enumerate(graph.nodes, count)
+        for item in node.outputs
+        for name in argument_names(item)
+    }
+    uses = {place: _uses(node, made) for place, node in enumerate(graph.nodes, count)}
+    found = []
+    for output in graph.outputs:
+        needs = _needed([made[name] for name in argument_names(output) if name in made], uses)
+        inputs = tuple(place for place in needs if place < count)
+        part = Graph(
+            inputs=tuple(graph.inputs[place] for place in inputs),
+            outputs=(output,),
+            nodes=tuple(graph.nodes[place - count] for place in needs[len(inputs) :]),
+        )
+        found.append((compile_graph(part, CPU).call, inputs, needs))
+    return found
+
+
+def _uses(node: Node, made: Mapping[str, int]) -> set[int]:
+    return {made[name] for item in node.inputs for name in argument_names(item.arg) if name in made}
+
+
+def _needed(places: Sequence[int], uses: Mapping[int, set[int]]) -> tuple[int, ...]:
+    """The places and all that they are computed from, in order."""
+    found, waiting = set(places), list(places)
+    while waiting:
+        new = uses.get(waiting.pop(), set()) - found
+        found |= new
+        waiting += new
+    return tuple(sorted(found))
 
 
 def _constants(artifact: Artifact) -> Mapping[str, torch.Tensor]:

@@ -13,7 +13,7 @@ from .engines import Bound, Engine
 from .errors import GoldenMismatch, GoldensError, OutOfMemory, Unsupported, WeightswapError, lacks_memory
 from .goldens import Environment, Goldens, Mode, Tolerance, check_mode
 from .manifest import Manifest
-from .signature import Integer, Leaf, leaves
+from .signature import Integer, Leaf, Tensor, leaves
 
 OTHER_KERNELS = 10  # times the tolerances: another device or other kernels sum in another order
 _Compare = Callable[[Content, Content], str | None]
@@ -36,9 +36,9 @@ def verify(
     one, bit for bit where the engine's environment is that of the recording, else within the tolerances of
     torch.testing for their dtype, or ten times those on another kind of device or with other kernels. Bit for bit, NaN
     equals NaN and 0.0 is not -0.0. Integers are always exact.
-    mode "finite": outputs are finite wherever the recorded ones are. An artifact's own goldens of other weights are
-    checked in this mode, and so are goldens of another graph. mode "off": nothing is run. check: called before each
-    case; what it raises ends the verification.
+    mode "finite": outputs are finite wherever the recorded ones are; to inputs alone, throughout. An artifact's own
+    goldens of other weights are checked in this mode, and so are goldens of another graph. mode "off": nothing is run.
+    check: called before each case; what it raises ends the verification.
 
     Returns the mode in which it was done. Raises GoldenMismatch with the worst element of every output that is wrong,
     GoldensError for a file of other weights, Unsupported for another mode; whatever `check` raises.
@@ -74,17 +74,19 @@ _ADVICE: dict[Mode, str] = {
 
 def _comparison(goldens: Goldens, weights_id: str, mode: Mode, here: Environment | None) -> _Compare | None:
     """How outputs are compared with the recorded ones; None where they only have to be finite."""
-    if mode == "finite" or not goldens.same_graph or (goldens.bundled and goldens.weights_id != weights_id):
+    if mode == "finite" or not goldens.same_graph or goldens.weights_id is None:
         return None
     if goldens.weights_id != weights_id:
+        if goldens.bundled:
+            return None
         raise GoldensError(
             f"{goldens.where}: recorded for other weights: {goldens.weights_id[:12]}, those beside it are "
             f"{weights_id[:12]}. Record the goldens again with pack(..., goldens=...), or remove the file."
         )
-    stated = goldens.record.tolerance
-    if stated is None and goldens.record.environment == here:
+    stated, there = goldens.record.tolerance, goldens.record.environment
+    if stated is None and there == here:
         return lambda expected, found: difference(expected, found, None)
-    factor = 1 if here and here.device == goldens.record.environment.device else OTHER_KERNELS
+    factor = 1 if here and there and here.device == there.device else OTHER_KERNELS
     return lambda expected, found: difference(expected, found, stated or default_tolerance(expected.dtype, factor))
 
 
@@ -106,6 +108,11 @@ def _case_problems(
             raise OutOfMemory(f"{goldens.where}: no memory for a trial call ({error})") from error
         yield f": the graph raised {type(error).__name__}: {error}"
         return
+    if not goldens.record.has_outputs:
+        tensors = ((leaf, value) for leaf, value in zip(outputs, found, strict=True) if isinstance(leaf, Tensor))
+        problems = ((leaf, _tensor_problem(engine, None, value, not_finite)) for leaf, value in tensors)
+        yield from (f", {leaf.name}{text}" for leaf, text in problems if text)
+        return
     for leaf, recorded, value in zip(outputs, case.outputs, found, strict=True):
         if isinstance(recorded, str):
             text = _tensor_problem(engine, goldens.content(recorded), value, compare or not_finite)
@@ -116,11 +123,13 @@ def _case_problems(
             yield f", {leaf.name}{text}"
 
 
-def _tensor_problem(engine: Engine, recorded: Content, value: Any, compare: _Compare) -> str | None:
+def _tensor_problem(
+    engine: Engine, recorded: Content | None, value: Any, compare: Callable[[Any, Content], str | None]
+) -> str | None:
     try:
         found = engine.content(value)
     except Unsupported as error:  # no file has such a dtype
-        return f": expected {describe(recorded.dtype, recorded.shape)}, but {error}"
+        return f": expected {describe(recorded.dtype, recorded.shape)}, but {error}" if recorded else None
     return compare(recorded, found)
 
 

@@ -19,9 +19,12 @@ from .errors import StageCancelled, Superseded, Unsupported
 from .events import Event, Listener
 from .following import Follower, Start, Told
 from .glances import without_traceback
+from .identity import identify
 from .job import Job
 from .places import printable
 from .receipts import SwapReceipt
+from .selection import part_of
+from .staged import Staged
 from .staging import Request
 
 if TYPE_CHECKING:
@@ -190,17 +193,26 @@ class _Target:
     def serves(self, weights_id: str) -> bool:
         return self._model.weights_id == weights_id and not self._model.failed
 
-    def swap(self, path: str | Path, weights_id: str | None) -> None:
+    def swap(self, path: str | Path, weights_id: str | None, known: str | None = None) -> str | None:
         request, by, rate_limit, timeout = self._loop.options
         with self._model._store.turn(self.check), self._job(Job(rate_limit)) as job:
             # of a part, only the staging tells which weights it leads to
             if weights_id is not None and not request.only and not self._wants(path, weights_id):
-                return
+                return known
             staged = self._model._prepare(request._replace(path=path), job, by, "wait", timeout)
             with staged.run():
                 job.check()
-                if self._wants(path, staged.weights_id):
+                content = self._content(staged)
+                if content != known and self._wants(path, staged.weights_id):
                     staged.commit(timeout=timeout)
+                return content
+
+    def _content(self, staged: Staged) -> str:
+        """The weights id, or of a part what would be that if there were nothing else."""
+        manifest, identity = self._model.artifact.manifest, staged.identity
+        if not (only := self._loop.options.request.only):
+            return identity.weights_id
+        return identify(part_of(manifest, only).weights, identity.digests, {}).weights_id
 
     def _wants(self, path: str | Path, weights_id: str) -> bool:
         """Whether these weights are not served yet: others may have put them in. Raises Superseded."""

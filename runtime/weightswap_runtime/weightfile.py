@@ -103,9 +103,9 @@ class WeightFile(AbstractContextManager["WeightFile"]):
     def tensors(self) -> dict[str, FileTensor]:
         return self.header.tensors
 
-    def check_unchanged(self) -> None:
-        """Raise WeightFileError if the file was written to or truncated since it was opened."""
-        self.source.check_unchanged()
+    def check_unchanged(self, *, proven: bool = False) -> None:
+        """Raise WeightFileError if the file was written to or truncated since it was opened; see `ByteSource`."""
+        self.source.check_unchanged(proven=proven)
 
     def close(self) -> None:
         self.source.close()
@@ -143,8 +143,9 @@ def _read_stamp(header: Header, where: str) -> Stamp | None:
     try:
         stamp = msgspec.json.decode(text, type=Stamp)
     except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
-        what = "they are those of goldens; give the weight file beside it" if holds_goldens(header) else error
-        raise DamagedFile(f"{where}: its `{METADATA_KEY}` metadata are not those of a weight file ({what})") from error
+        if holds_goldens(header):  # of no weights
+            return None
+        raise DamagedFile(f"{where}: its `{METADATA_KEY}` metadata are not those of a weight file ({error})") from error
     bad = [name for name, digest in stamp.digests.items() if not _DIGEST.fullmatch(digest)]
     if bad or stamp.digests.keys() != header.tensors.keys():
         odd = sorted(bad or stamp.digests.keys() ^ header.tensors.keys())[:5]

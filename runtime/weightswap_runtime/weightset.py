@@ -59,10 +59,13 @@ class WeightSet(AbstractContextManager["WeightSet"]):
         """Whether these are recorded calls instead of weights."""
         return len(self.files) == 1 and holds_goldens(self.files[0].header)
 
-    def check_unchanged(self) -> None:
-        """Raise WeightFileError if any file was written to since it was opened."""
+    def check_unchanged(self, *, proven: bool = False) -> None:
+        """Raise WeightFileError if any file was written to since it was opened, or may have been.
+
+        proven: all that was read has digests in the file, which the caller compares.
+        """
         for file in self.files:
-            file.check_unchanged()
+            file.check_unchanged(proven=proven)
 
     def close(self) -> None:
         for file in self.files:

@@ -19,7 +19,7 @@ from tests.accelerators import ACCELERATOR, moved, on_accelerator, use_own_strea
 from tests.models import Counter, Everything, Nested
 from tests.setups import different
 from weightswap_exporter import MethodSpec, compile_engines, export, pack
-from weightswap_runtime import Artifact, Model, Unsupported, engines, load
+from weightswap_runtime import Artifact, InputMismatch, Model, Unsupported, engines, load
 from weightswap_runtime.engines import choose_engine, onnx_accelerated, open_engine
 from weightswap_runtime.engines import torch as torch_engine
 from weightswap_runtime.engines.onnx_accelerated import OnnxCall, Place
@@ -153,6 +153,10 @@ def test_dtypes_sizes_and_inputs_in_any_order(device: str, rows: int, tmp_path: 
     model = Kinds()
     found = served(model, (torch.ones(2, 3), torch.ones(2, 3) > 0, 4), tmp_path, device, dynamic_shapes=SHAPES)
     x, mask = torch.randn(3, rows).t(), (torch.randn(rows, 6) > 0)[:, ::2]
+    if not rows:
+        with pytest.raises(InputMismatch, match="x: is empty"):
+            found(x.to(device), mask.to(device), 7)
+        return
     values = found(x.to(device), mask.to(device), 7)
     with torch.no_grad():
         expected = model(x, mask, 7)

@@ -5,13 +5,17 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable, Iterator
+from copy import deepcopy
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import pytest
 import torch
+from torch import nn
 
+from tests.setups import equal
 from tests.varied import Origin, RichFiles, X, live_bytes, small_blocks
+from weightswap_exporter import export, pack
 from weightswap_runtime import Model, UnexpectedWeights, load
 
 SETS = 3
@@ -213,3 +217,41 @@ def expect(model: Model, files: RichFiles, origin: Origin) -> None:
     assert torch.equal(model(X), files.eager(origin))
     assert live_bytes(model) == files.arena_bytes(origin)
     assert model.weights_id == files.weights_id(origin)
+
+
+class Observed(nn.Module):
+    """An observer of quantisation-aware training: its least and largest values are empty until the first call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+        self.register_buffer("least", torch.tensor([]))
+        self.register_buffer("most", torch.tensor([]))
+        self.register_buffer("scale", torch.ones(3))
+        self.register_buffer("zero", torch.zeros(3, dtype=torch.int32))
+        self.register_buffer("on", torch.ones(1, dtype=torch.int64))
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        observed = self.least, self.most, self.scale, self.zero
+        y = torch.fused_moving_avg_obs_fake_quant(x.t(), self.on, self.on, *observed, 0.01, 0, 255, 0, True)
+        return self.linear(y.t()), self.least
+
+
+@torch.no_grad()
+def test_state_that_a_call_resizes_starts_again(residency: Any, tmp_path: Path) -> None:
+    models = []
+    for seed in range(2):
+        torch.manual_seed(seed)
+        models.append(Observed().eval())
+    artifact = export(models[0], (torch.ones(2, 3),), out=tmp_path / "a")
+    files = [pack(model, artifact, out=tmp_path / f"v{seed}.safetensors").path for seed, model in enumerate(models)]
+    served = load(artifact, files[0], residency=residency)
+    x = torch.randn(2, 3)
+    for turn in range(4):
+        eager = deepcopy(models[turn % 2])
+        first = served(x)
+        seen = first[1].clone()
+        assert equal(list(first), list(eager(x)))
+        assert equal(list(served(x * 2)), list(eager(x * 2)))
+        assert torch.equal(first[1], seen)  # an output of its own, not the state
+        served.swap(files[(turn + 1) % 2])

@@ -18,8 +18,8 @@ from torch.export import Dim
 from torch.torch_version import TorchVersion
 
 from tests.models import Counter, Everything, Nested, Renamed, Views
-from weightswap_exporter import MethodSpec, capture, export
-from weightswap_runtime import Artifact, CaptureError, ExportError, Unsupported
+from weightswap_exporter import MethodSpec, capture, export, pack
+from weightswap_runtime import Artifact, CaptureError, ExportError, Unsupported, load
 from weightswap_runtime.wording import signature_text
 
 IMAGE = torch.zeros(2, 1, 5, 5)
@@ -255,7 +255,7 @@ def test_weights_that_share_memory_are_named(tmp_path: Path) -> None:
 
 
 class Unreadable(nn.Module):
-    """torch 2.13 writes this and cannot read it."""
+    """torch 2.13 writes this and cannot read it; the runtime can."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -296,6 +296,16 @@ class Complex(nn.Module):
         return x * self.weight.real
 
 
+def test_a_graph_that_torch_cannot_read_is_served(tmp_path: Path) -> None:
+    eager = Unreadable().eval()
+    pack(eager, export(eager, (torch.ones(3),), out=tmp_path / "a"), out=tmp_path / "w.safetensors")
+    model = load(tmp_path / "a", tmp_path / "w.safetensors")
+    for step in range(3):
+        x = torch.full((3,), 1.0 + step)
+        with torch.no_grad():
+            assert torch.equal(model(x), eager(x))
+
+
 REFUSED: dict[str, tuple[nn.Module, str]] = {
     "data-dependent control flow": (Data(), "torch.export cannot capture it"),
     "a changed parameter": (ChangesWeight(), r"a call changes the parameter\(s\) weight"),
@@ -306,7 +316,6 @@ REFUSED: dict[str, tuple[nn.Module, str]] = {
         Unwritable(),
         "cannot (write the graph|capture it)",
     ),
-    "a graph that torch cannot read": (Unreadable(), "cannot read the graph it has captured"),
     "overlapping elements": (Expanded(), "weight: its elements overlap"),
     "a dtype without a name": (Complex(), "weight: torch.complex128 has no place in the safetensors format"),
 }
@@ -345,3 +354,44 @@ def test_what_an_older_torch_cannot_prove_comes_with_advice(monkeypatch: pytest.
     assert capture._advice("Constraints violated (length)! n <= 5") == ""
     monkeypatch.setattr(torch, "__version__", TorchVersion("2.13.0"))
     assert capture._advice(said) == ""
+
+
+class Upsampled(nn.Module):
+    """A write in place, for which mutations are looked for, before an operator that asks for its input's sizes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(2, 2, 3, padding=1)
+        self.act = nn.ReLU(inplace=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.interpolate(self.act(self.conv(x)), scale_factor=2.0)
+
+
+DIMS = {"named": Dim("batch", max=32), "dynamic": Dim.DYNAMIC, "bounded": Dim.DYNAMIC(max=32), "auto": Dim.AUTO}
+
+
+@pytest.mark.parametrize("dim", DIMS.values(), ids=DIMS)
+def test_a_dynamic_dimension_stays_dynamic(dim: Any, tmp_path: Path) -> None:
+    eager = Upsampled().eval()
+    artifact = export(eager, (torch.ones(2, 2, 4, 4),), out=tmp_path / "a", dynamic_shapes={"x": {0: dim}})
+    model = load(artifact, pack(eager, artifact, out=tmp_path / "w.safetensors").path)
+    x = torch.randn(5, 2, 4, 4)
+    with torch.no_grad():
+        assert torch.equal(model(x), eager(x))
+
+
+def test_a_dynamic_dimension_that_became_fixed_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fix(program: torch.export.ExportedProgram) -> frozenset[str]:
+        for node in program.graph.find_nodes(op="placeholder"):
+            list(map(int, node.meta["val"].shape))
+        return frozenset()
+
+    monkeypatch.setattr(capture, "mutated_buffers", fix)
+    for name, dim in DIMS.items():
+        arguments = {"out": tmp_path / name, "dynamic_shapes": {"x": {0: dim}}}
+        if name == "auto":
+            assert export(Upsampled().eval(), (torch.ones(2, 2, 4, 4),), **arguments).path.is_dir()
+            continue
+        with pytest.raises(CaptureError, match="x: dimension 0 was to be dynamic, and the capture has fixed it at 2"):
+            export(Upsampled().eval(), (torch.ones(2, 2, 4, 4),), **arguments)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tests.goldens import LINEAR, ROWS, SETTINGS, everything_in, recorded, same
 from weightswap_exporter import export, pack, skeleton
@@ -123,11 +124,33 @@ def test_wrong_requests_are_refused_by_export_and_by_pack(options: Any, says: st
     assert [path.name for path in tmp_path.iterdir()] == ["m.artifact"]
 
 
-def test_a_skeleton_is_refused_before_it_is_captured(tmp_path: Path) -> None:
+def test_a_skeleton_cannot_be_recorded_with_weights(tmp_path: Path) -> None:
     with skeleton():
         model = nn.Linear(3, 2).eval()
+    artifact = export(model, (ROWS,), out=tmp_path / "m.artifact")
+    real = pack(nn.Linear(3, 2), artifact, out=tmp_path / "v1.safetensors").path
     with pytest.raises(ExportError, match=r"2 tensors of the model have no values, the first is weight(.|\n)*outside"):
-        export(model, (ROWS,), out=tmp_path / "m.artifact", goldens=[(ROWS,)])
+        pack(real, artifact, out=tmp_path / "v2.safetensors", model=model, goldens=[(ROWS,)])
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"goldens": [(torch.zeros(2, 7),)]}, "case 0, forward: input"),
+        ({"goldens": [(torch.zeros(2, 3, device="meta"),)]}, "got one on meta"),
+        (
+            {"goldens": [(FakeTensorMode().from_tensor(torch.zeros(2, 3)),)]},
+            "input: has no values\nMake the inputs outside",
+        ),
+    ],
+)
+def test_inputs_of_a_skeleton_that_are_none(options: Any, says: str, tmp_path: Path) -> None:
+    with skeleton():
+        model = nn.Linear(3, 2).eval()
+    with pytest.raises(RecordingError) as refused:
+        export(model, (ROWS,), out=tmp_path / "m.artifact", **options)
+    assert says in str(refused.value)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_model_that_trains_is_refused_and_its_statistics_are_put_back(tmp_path: Path) -> None:

@@ -15,11 +15,12 @@ import safetensors.torch
 import torch
 from torch import nn
 from torch.nn.utils import parametrizations
+from torch.testing._internal.two_tensor import TwoTensor
 
 from tests.models import Everything
 from weightswap_exporter import export, pack, skeleton
 from weightswap_exporter.tensors import is_fake
-from weightswap_runtime import CaptureError, CheckpointError, load
+from weightswap_runtime import CaptureError, CheckpointError, Unsupported, load
 
 
 class Zoo(nn.Module):
@@ -230,3 +231,24 @@ def test_constants_computed_from_parameters_are_named(tmp_path: Path) -> None:
         model = Derived().eval()
     with pytest.raises(CaptureError, match="norm: constants and state go into the artifact"):
         export(model, (torch.zeros(3),), out=tmp_path / "a.artifact")
+
+
+def quantised(linear: nn.Linear) -> nn.Linear:
+    """As quantisers do it: the parameter becomes one of a class that is made of others."""
+    half = linear.weight.detach()
+    linear.weight = nn.Parameter(TwoTensor(half, half), requires_grad=False)
+    return linear
+
+
+def test_a_skeleton_does_not_take_quantisation_away_silently() -> None:
+    with (
+        pytest.raises(CaptureError, match=r"Linear.weight: is a TwoTensor, which a skeleton cannot hold"),
+        skeleton(),
+    ):
+        quantised(nn.Linear(3, 3))
+
+
+def test_tensors_that_are_made_of_others_are_refused_by_name(tmp_path: Path) -> None:
+    with pytest.raises(Unsupported, match=r"^0.weight is a TwoTensor: tensors that are made of others cannot be"):
+        export(nn.Sequential(quantised(nn.Linear(3, 3))), (torch.ones(1, 3),), out=tmp_path / "a")
+    assert not (tmp_path / "a").exists()

@@ -22,6 +22,7 @@ from tests.checkpoints import (
     saved_shards,
     tensors,
 )
+from tests.desk import in_place
 from tests.models import Renamed
 from weightswap_exporter import export, pack
 from weightswap_runtime import Artifact, CheckpointError, WeightFileError, WeightsMismatch, WeightswapError
@@ -192,7 +193,7 @@ BAD: dict[str, tuple[Callable[[State, Path], object], type[WeightswapError], str
     "a tensor that is no plain one": (
         lambda state, path: {**state, "layers.0.weight": TwoTensor(torch.zeros(3, 3), torch.zeros(3, 3))},
         CheckpointError,
-        "layers.0.weight: is a TwoTensor, not a plain tensor; gather a sharded one (full_tensor())",
+        "layers.0.weight: is a TwoTensor, not a plain tensor; give floats",
     ),
     "two keys for one weight": (
         lambda state, path: saved_safetensors(path / "c.safetensors", fighting(state)),
@@ -369,6 +370,20 @@ def test_a_checkpoint_that_changes_while_it_is_packed_is_refused(renamed: Artifa
     with pytest.raises(CheckpointError, match=r"c\.pt: was written to or replaced while it was read"):
         pack(path, renamed, out=tmp_path / "v.safetensors", progress=overwrite)
     assert not list(tmp_path.glob("*v.safetensors*"))
+
+
+def test_a_checkpoint_that_is_rewritten_in_disguise_while_it_is_packed_is_refused(
+    renamed: Artifact, tmp_path: Path
+) -> None:
+    """Its size, inode and time of modification are as before."""
+    path = saved(tmp_path / "c.pt", Renamed().state_dict())
+    other = saved(tmp_path / "d.pt", Renamed().state_dict()).read_bytes().replace(b"d/", b"c/")
+
+    def overwrite(done: int, total: int) -> None:
+        in_place(path, other)
+
+    with pytest.raises(CheckpointError, match="while it was read"):
+        pack(path, renamed, out=tmp_path / "v.safetensors", progress=overwrite)
 
 
 @pytest.mark.parametrize("form", ["file", "shard", "model"])

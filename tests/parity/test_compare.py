@@ -44,9 +44,14 @@ def test_generated_calls_reach_the_ends_of_the_ranges(artifact: Artifact) -> Non
     assert {output.name for case in report.engines[0].cases for output in case.outputs} == {"left", "right"}
     measures = [output.measure for case in report.engines[1].cases for output in case.outputs]
     assert any(measure and 0 < measure.max_abs < 1e-5 for measure in measures)  # onnx does compute it by itself
-    assert report.text.splitlines()[1:] == [
+    torch, onnx, *refused = report.text.splitlines()[1:]
+    assert (torch, onnx) == (
         "torch: equal bit for bit, 6 calls",
         "onnx: equal within the tolerances of the dtypes, 6 calls",
+    )
+    assert [line.partition(": InputMismatch")[0] for line in refused] == [
+        "onnx takes no such call: forward, random with batch=0, length=1",
+        "onnx takes no such call: forward, random with batch=1, length=0",
     ]
 
 
@@ -306,7 +311,7 @@ def test_an_engine_that_takes_no_empty_inputs_is_named_but_not_blamed(
     run = EngineSide.run
 
     def refusing(self: EngineSide, given: Given) -> list[Any]:
-        if given.is_empty:
+        if any(isinstance(value, torch.Tensor) and not value.numel() for value in given.flat):
             raise RuntimeError("a size of 0")
         return run(self, given)
 
@@ -316,6 +321,14 @@ def test_an_engine_that_takes_no_empty_inputs_is_named_but_not_blamed(
     assert "onnx takes no such call: forward, random with batch=0, length=1: RuntimeError: a size of 0" in report.text
     asked = compare(tied(), artifact, engines=["onnx"], cases=[(IDS[:0],)], locate=False)
     assert asked.engines[0].cases[0].error == "RuntimeError: a size of 0"
+
+
+def test_a_call_that_an_engine_refuses_is_a_mismatch_unless_it_was_generated(artifact: Artifact) -> None:
+    asked = compare(tied(), artifact, engines=["torch", "onnx"], cases=[(IDS[:0],)], locate=False)
+    torch_engine, onnx = asked.engines
+    assert torch_engine.same
+    assert not onnx.same
+    assert "ids: is empty, which the engine onnx does not take" in onnx.cases[0].error
 
 
 class Named(nn.Module):

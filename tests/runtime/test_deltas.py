@@ -38,6 +38,7 @@ from weightswap_runtime.identity import identify
 from weightswap_runtime.incremental import stage_delta
 from weightswap_runtime.job import Job
 from weightswap_runtime.manifest import NamedTensor
+from weightswap_runtime.nonfinite import Counts
 from weightswap_runtime.reading import write_rows
 from weightswap_runtime.staging import Request
 from weightswap_runtime.weightfile import TensorRow, canonical_order, write_weight_file
@@ -193,7 +194,8 @@ def test_any_change_arrives(data: st.DataObject, tmp_path_factory: pytest.TempPa
         folder = tmp_path_factory.mktemp("delta")
         random = np.random.default_rng(data.draw(st.integers(0, 99)))
         weights = data.draw(st.lists(_weights(), min_size=1, max_size=4, unique_by=lambda weight: weight.name))
-        old = {w.name: random.integers(0, 256, w.nbytes, dtype=np.uint8) for w in weights}
+        some = np.array([0, 1, 0x7F, 0x80, 0xC0, 0xFF], np.uint8)  # values that are often not finite
+        old = {w.name: random.choice(some, w.nbytes) for w in weights}
         new = {name: value.copy() for name, value in old.items()}
         for name, value in new.items():
             for _ in range(data.draw(st.integers(0, 4)) if value.size else 0):
@@ -202,7 +204,7 @@ def test_any_change_arrives(data: st.DataObject, tmp_path_factory: pytest.TempPa
         files = [_save_bytes(folder / f"{i}.safetensors", weights, values) for i, values in enumerate((old, new))]
         written = write_delta(*files, folder / "d.safetensors").path
         arena = _arena(weights, old)
-        identity = identify(weights, {n: block_digests(v.data) for n, v in old.items()}, {})
+        identity = identify(weights, {n: block_digests(v.data) for n, v in old.items()}, {}, _nonfinite(old))
         version: Version[Any] = Version(SimpleNamespace(arena=arena, leases={}), 0, identity)
         with open_weights(written) as opened:
             stamp = delta_stamp(opened)
@@ -214,8 +216,15 @@ def test_any_change_arrives(data: st.DataObject, tmp_path_factory: pytest.TempPa
         assert _contents(arena) == _contents(_arena(weights, new))
         wanted = identify(weights, {n: block_digests(v.data) for n, v in new.items()}, {})
         assert change.contents.identity.digests == wanted.digests
+        assert change.contents.identity.nonfinite == _nonfinite(new)
         undo.write_to(arena, Workers(2))
         assert _contents(arena) == _contents(_arena(weights, old))
+
+
+def _nonfinite(values: dict[str, np.ndarray]) -> dict[str, Counts]:
+    floats = {name: value.view(np.float32) for name, value in values.items()}
+    found = {name: Counts(int(np.isnan(v).sum()), int(np.isinf(v).sum())) for name, v in floats.items()}
+    return {name: counts for name, counts in found.items() if any(counts)}
 
 
 @st.composite

@@ -7,6 +7,7 @@ import random
 import re
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from urllib.parse import quote, unquote
@@ -14,10 +15,12 @@ from urllib.parse import quote, unquote
 import fsspec
 import pytest
 
+from tests.desk import in_place
 from tests.servers import Asked, Content, Handler, WebServer
 from weightswap_runtime import MissingExtra, Unsupported, WeightFileError
 from weightswap_runtime.directory import UNKNOWN, Entry, open_directory, order
 from weightswap_runtime.places import printable
+from weightswap_runtime.sources import CLOCK_TICK_NS
 
 IN_ORDER = [
     "best.safetensors",
@@ -121,10 +124,24 @@ def test_a_fingerprint_changes_with_the_file(change: Callable[[Path], None], tmp
     before = listing()
     path.chmod(0o600)
     (tmp_path / "name").hardlink_to(path)
-    assert listing() == before
+    assert listing()[0]._replace(changed=before[0].changed) == before[0]
     change(path)
     assert [each.name for each in listing()] == ["v1.safetensors"]
     assert listing()[0].fingerprint != before[0].fingerprint
+
+
+@pytest.mark.parametrize("url", [False, True], ids=["path", "url"])
+@pytest.mark.parametrize("written", ["v1.safetensors", "v1.goldens.safetensors"])
+def test_a_rewrite_that_sets_the_time_back_shows(written: str, url: bool, tmp_path: Path) -> None:
+    for name in ("v1.safetensors", "v1.goldens.safetensors"):
+        (tmp_path / name).write_bytes(b"one")
+    listing = open_directory(f"file://{tmp_path}" if url else tmp_path)
+    before = listing()
+    time.sleep(2 * CLOCK_TICK_NS / 1e9)
+    in_place(tmp_path / written, b"two")
+    (after,) = listing()
+    assert after.fingerprint == before[0].fingerprint
+    assert after.changed != before[0].changed
 
 
 @pytest.mark.parametrize("where", ["nowhere", "file", "a\0b"])

@@ -248,7 +248,7 @@ def test_a_file_is_opened_only_when_it_is_new(start: Start, desk: Desk, monkeypa
         return original(path, check)
 
     monkeypatch.setattr(glances, "open_weights", count)
-    monkeypatch.setattr(desk, "swap", lambda path, _: desk.taken.append(Path(path).stem))
+    monkeypatch.setattr(desk, "swap", lambda path, *_: desk.taken.append(Path(path).stem))
     desk.follow(start)
     for _ in range(3):
         desk.look()

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import io
 import json
-import logging
 import random
-import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -16,13 +13,13 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from tests.graphs import CPU, Document, Whole, compiled, documented, numbers, parts
-from weightswap_exporter import export
+from tests.forged import with_document
+from tests.graphs import CPU, Document, Whole, archived, compiled, documented, numbers, parts
 from weightswap_runtime import ArtifactError
 from weightswap_runtime.graphs import opening
 from weightswap_runtime.graphs.compiling import DamagedGraph
 from weightswap_runtime.graphs.operators import ForeignFunction, MissingOperator
-from weightswap_runtime.graphs.schema import UnknownPart, read_program
+from weightswap_runtime.graphs.schema import UnknownPart
 
 
 class Opened(NamedTuple):
@@ -38,14 +35,7 @@ class Opened(NamedTuple):
 
 def changed(raw: bytes, change: Callable[[Document], object]) -> Opened:
     """The archive with its document changed."""
-    written = io.BytesIO()
-    document = documented(raw)
-    change(document)
-    with zipfile.ZipFile(io.BytesIO(raw)) as source, zipfile.ZipFile(written, "w") as target:
-        for name in source.namelist():
-            content = json.dumps(document).encode() if name.endswith("models/model.json") else source.read(name)
-            target.writestr(name, content)
-    return Opened(written.getvalue())
+    return Opened(with_document(raw, change))
 
 
 def nodes(document: Document) -> list[Document]:
@@ -114,25 +104,68 @@ def test_names_and_texts_never_become_source(small: Path) -> None:
         ours.call(numbers(4, 3))
 
 
+@torch.no_grad()
+def test_what_is_not_known_is_refused_with_its_name(small: Path) -> None:
+    raw = (small / "graphs/forward.pt2").read_bytes()
+    for target, says in (
+        (
+            "torch.ops.higher_order.out_dtype",
+            "has the operator 'torch.ops.higher_order.out_dtype', which weightswap does",
+        ),
+        ("torch._functorch.predispatch._make_dual", "has the function 'torch._functorch.predispatch._make_dual'"),
+        ("torch._functorch.predispatch.torch.ops.aten.from_file.default", "which weightswap does not run"),
+        ("torch.ops.aten.save.default", r"needs torch.ops.aten.save.default, which torch .* lacks"),
+        ("torch.ops.aten.add_scalar.default", r"needs torch.ops.aten.add_scalar.default, which torch .* lacks"),
+        ("torch.ops.aten._print.default", "changes the process and no tensor"),
+    ):
+        with pytest.raises(ArtifactError, match=says):
+            opening.open_graph(
+                changed(raw, lambda document, to=target: nodes(document)[-1].update(target=to)), "x", CPU
+            )  # type: ignore[arg-type, misc]
+
+
 @pytest.mark.skipif(torch.__version__ < (2, 13), reason="older torch may not be able to write such a graph")
 @torch.no_grad()
-def test_what_is_not_known_is_left_to_torch_and_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    def rows(x: torch.Tensor) -> torch.Tensor:
-        return torch.vmap(lambda row: row.sin() + 1)(x)
+def test_an_error_within_a_vmap_ends_the_vmap() -> None:
+    def rows(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return torch.vmap(lambda row: row.sin() + y)(x)
 
-    artifact = export(Whole(rows), (numbers(4, 3),), out=tmp_path / "rows.artifact")
-    with caplog.at_level(logging.INFO, "weightswap.graphs"):
-        opened = opening.open_graph(artifact, "graphs/forward.pt2", CPU)
-    assert "has the function 'torch._functorch.predispatch" in caplog.text
-    assert "so torch.export.load opens it, which takes longer" in caplog.text
-    assert (opened.inputs, opened.outputs, opened.past_autograd) == (1, 1, False)
-    assert torch.equal(opened.call(numbers(4, 3))[0], rows(numbers(4, 3)))
+    ours = compiled(archived(torch.export.export(Whole(rows), (numbers(4, 3), numbers(3)))))
+    assert not ours.past_autograd
+    for _ in range(2):
+        assert torch.equal(ours.call(numbers(4, 3), numbers(3))[0], rows(numbers(4, 3), numbers(3)))
+        with pytest.raises(RuntimeError):
+            ours.call(numbers(4, 3), numbers(2))
+        assert torch._C._functorch.get_dynamic_layer_stack_depth() == 0
 
 
-def test_another_major_version_of_the_schema_is_left_to_torch(small: Path) -> None:
+@torch.library.custom_op("weightswap_tests::noted", mutates_args=())
+def noted(x: torch.Tensor, mode: str = "plain") -> torch.Tensor:
+    """An operator of somebody's, which could do with a text whatever it likes."""
+    return x.clone()
+
+
+noted.register_fake(lambda x, mode="plain": torch.empty_like(x))
+
+
+def test_operators_of_other_packages_get_no_texts() -> None:
+    def named(x: torch.Tensor) -> torch.Tensor:
+        return torch.ops.weightswap_tests.noted(x, "a/path")
+
+    def plain(x: torch.Tensor) -> torch.Tensor:
+        return torch.ops.weightswap_tests.noted(x)
+
+    with pytest.raises(ForeignFunction, match="with a text, which could be the name of a file"):
+        compiled(archived(torch.export.export(Whole(named), (numbers(3),))))
+    assert torch.equal(
+        compiled(archived(torch.export.export(Whole(plain), (numbers(3),)))).call(numbers(3))[0], numbers(3)
+    )
+
+
+def test_another_major_version_of_the_schema_is_refused(small: Path) -> None:
     raw = (small / "graphs/forward.pt2").read_bytes()
-    with pytest.raises(UnknownPart, match="schema version 9"):
-        read_program(changed(raw, lambda document: document["schema_version"].update(major=9)).raw)
+    with pytest.raises(ArtifactError, match="has schema version 9, which weightswap does not run"):
+        opening.open_graph(changed(raw, lambda document: document["schema_version"].update(major=9)), "x", CPU)  # type: ignore[arg-type]
 
 
 ODD = [None, True, -1, 2**70, 1e400, "", "x", PLANTED, [], {}, [[]], {"as_none": True}, {"as_tensor": {"name": "x"}}]

@@ -19,10 +19,12 @@ from onnx import TensorProto, helper
 from torch import nn
 from torch.export import Dim
 
+from tests.forged import replace_file
 from tests.forks import in_a_child
 from tests.models import Counter, Everything, Nested
 from weightswap_exporter import MethodSpec, compile_engines, export, pack
 from weightswap_exporter.compiling import with_files
+from weightswap_exporter.parity import compare
 from weightswap_runtime import Artifact, ArtifactError, InputMismatch, MissingExtra, Model, Unsupported, load
 from weightswap_runtime.engines import choose_engine
 from weightswap_runtime.engines.onnx import OnnxEngine
@@ -108,7 +110,39 @@ def test_other_inputs_are_refused(scaled: Model, wrong: Any, message: str) -> No
 
 
 def test_no_rows_at_all(scaled: Model) -> None:
-    assert scaled(X[:0])[0].shape == (0, 3)
+    """ONNX Runtime could here, and ends the process where an LSTM is."""
+    with pytest.raises(InputMismatch, match="x: is empty, which the engine onnx does not take; engine 'torch' does"):
+        scaled(X[:0])
+    np.testing.assert_array_equal(scaled(X)[0], X * TRIPLE)
+
+
+class Recurrent(nn.Module):
+    """ONNX Runtime aborts the process at an empty batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rnn = nn.LSTM(3, 2, batch_first=True)
+
+    def forward(self, x: torch.Tensor, fixed: torch.Tensor) -> tuple[torch.Tensor, int]:
+        return self.rnn(x)[0] + fixed.sum(), x.shape[0]
+
+
+@pytest.mark.parametrize("engine", ["torch", "onnx"])
+def test_an_empty_batch_ends_no_process(engine: str, tmp_path: Path) -> None:
+    """Neither in a call nor in a verification; what is empty by the signature is taken."""
+    eager = Recurrent().eval()
+    args = torch.ones(2, 5, 3), torch.ones(0)
+    dynamic = {"x": {0: Dim("batch", max=8)}, "fixed": None}
+    model = served(eager, args, tmp_path, dynamic_shapes=dynamic)
+    for size in (1, 3):
+        np.testing.assert_allclose(
+            model(np.ones((size, 5, 3), np.float32), np.ones(0, np.float32))[0],
+            eager(torch.ones(size, 5, 3), torch.ones(0))[0].detach(),
+            rtol=1e-5,
+        )
+    report = compare(eager, tmp_path / "a", tmp_path / "v.safetensors", engines=[engine])
+    assert report.same
+    assert any(case.refused for found in report.engines for case in found.cases) == (engine == "onnx")
 
 
 def test_outputs_outlive_the_model(tmp_path: Path) -> None:
@@ -447,3 +481,19 @@ def test_a_call_keeps_neither_its_inputs_nor_its_outputs(scaled: Model) -> None:
 
 def test_opening_tells_the_engine_s_name(scaled: Model) -> None:
     assert scaled.engine == OnnxEngine.name == "onnx"
+
+
+def test_a_graph_reads_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    served(Scaled(), (torch.ones(2, 3),), tmp_path)
+    (tmp_path / "secret").write_bytes(bytes(12))
+    graph = onnx.load(tmp_path / "a" / FILE)
+    outside = TensorProto(name="extra", data_type=TensorProto.FLOAT, dims=[3], data_location=TensorProto.EXTERNAL)
+    for key, value in (("location", "secret"), ("offset", "0"), ("length", "12")):
+        outside.external_data.add(key=key, value=value)
+    graph.graph.initializer.append(outside)
+    graph.graph.node[0].input[list(graph.graph.node[0].input).index("weight")] = "extra"
+    replace_file(tmp_path / "a", FILE, graph.SerializeToString())
+    for folder in (tmp_path, tmp_path / "a"):
+        monkeypatch.chdir(folder)
+        with pytest.raises(ArtifactError, match="External data path"):
+            load(tmp_path / "a", engine="onnx")

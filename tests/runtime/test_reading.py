@@ -48,7 +48,7 @@ def test_every_byte_arrives_with_its_digest(round_: int, tmp_path: Path) -> None
         found = reading.read_tensors(opened, {name: (name,) for name in values}, arena, WORKERS, Job())
     for name, value in values.items():
         assert bytes(arena.view(name)) == value.tobytes()
-        assert list(found[name]) == [blake3(block).digest() for block in blocks_of(value.tobytes())]
+        assert list(found.digests[name]) == [blake3(block).digest() for block in blocks_of(value.tobytes())]
         assert arena.layout.slots[name].offset % 256 == 0
 
 
@@ -59,7 +59,7 @@ def test_tied_tensors_are_all_read_for_their_digests(tmp_path: Path) -> None:
     with open_weights(path) as opened:
         found = reading.read_tensors(opened, {"w": ("a", "b")}, arena, WORKERS, Job())
     assert bytes(arena.view("w")) == np.ones(4).tobytes()
-    assert found["b"] == (blake3(bytes(32)).digest(),)
+    assert found.digests["b"] == (blake3(bytes(32)).digest(),)
 
 
 @given(st.permutations(range(4)), st.tuples(*[st.integers(1, 4)] * 4), st.sampled_from(["u1", "u2", "f4", "c8"]))
@@ -76,7 +76,7 @@ def test_tensors_are_laid_out_in_the_order_that_the_model_keeps_them(
     with open_weights(path) as opened:
         found = reading.read_tensors(opened, {"w": ("w",)}, arena, WORKERS, Job())
     assert bytes(arena.view("w")) == np.ascontiguousarray(logical.transpose(order)).tobytes()
-    assert found["w"] == (blake3(logical.tobytes()).digest(),)
+    assert found.digests["w"] == (blake3(logical.tobytes()).digest(),)
 
 
 def test_an_arena_is_copied_whole(monkeypatch: pytest.MonkeyPatch) -> None:

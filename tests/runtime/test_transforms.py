@@ -266,10 +266,10 @@ class Branch(Sum):
 
 
 BAD_ADAPTERS = {
-    "it changes an input": (InPlace(), "call_function aten.add_.Tensor has no place in an adapter"),
+    "it changes an input": (InPlace(), "has a call of 'torch.ops.aten.add_.Tensor' in an adapter"),
     "it gives another shape": (Narrow(), "computes F32[2, 5] for weight, expected F32[3, 5]"),
     "it gives too little": (Two(), "its inputs and outputs are not those of the adapter"),
-    "it has a region of its own": (Branch(), "has no place in an adapter"),
+    "it has a region of its own": (Branch(), "has a call of 'torch.ops.higher_order.wrap"),
 }
 
 

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import os
+import time
 from pathlib import Path
 from typing import Any
+
+import pytest
+import safetensors.torch
 
 from tests.tiny import TinyArtifact, serves
 from tests.watched import SOON, Directory, eventually, mark
@@ -15,6 +19,7 @@ from weightswap_runtime import (
     Watcher,
     load,
 )
+from weightswap_runtime.sources import CLOCK_TICK_NS
 
 
 def test_a_part_of_weights_that_were_rolled_back_gives_others(
@@ -90,6 +95,25 @@ def test_a_rollback_before_the_watching_began_says_nothing(tiny: TinyArtifact, d
     model.rollback()
     with model.watch(directory.path, SOON):
         assert eventually(lambda: serves(model, 2))
+
+
+@pytest.mark.parametrize("only", [None, "b*"])
+def test_a_file_without_digests_is_not_put_in_again_for_another_mode(
+    only: str | None, tiny: TinyArtifact, directory: Directory, tmp_path: Path
+) -> None:
+    model = load(tiny.path, tiny.write(tmp_path / "v0.safetensors", tiny.values(0)))
+    path = directory.path / "v1.safetensors"
+    with model.watch(directory.path, SOON, start="all", only=only) as watcher:
+        safetensors.torch.save_file(tiny.values(1), path.with_suffix(".new"))
+        path.with_suffix(".new").rename(path)
+        assert eventually(lambda: model.generation == 1)
+        model.swap(tiny.write(tmp_path / "v2.safetensors", tiny.values(2)))
+        looks = watcher._follower._files[path.name].looks
+        time.sleep(2 * CLOCK_TICK_NS / 1e9)
+        path.chmod(0o640)
+        assert eventually(lambda: watcher._follower._files[path.name].looks < looks)
+        assert eventually(lambda: not watcher._follower._pending() and not watcher._follower._due())
+        assert (model.generation, serves(model, 2), watcher.skipped) == (2, True, {})
 
 
 def test_a_file_without_digests_is_not_put_back_after_a_rollback(tiny: TinyArtifact, directory: Directory) -> None:

@@ -13,6 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
 from weightswap_exporter import export
+from weightswap_exporter.programs import open_program, retarget
 from weightswap_runtime import Artifact
 from weightswap_runtime.graphs import opening
 from weightswap_runtime.graphs.compiling import Compiled
@@ -102,6 +103,14 @@ class Placed(nn.Module):
         return {"y": y, "z": z.masked_fill(~mask[:3], 0.0).to(x.device, torch.float64), "noise": noise}
 
 
+def retargeted(artifact: Artifact, name: str) -> Compiled:
+    """A graph as compilers have it."""
+    program = open_program(artifact, name)
+    retarget(program, GPU)
+    places = sum(node.op == "placeholder" for node in program.graph.nodes)
+    return Compiled(program.graph_module.forward, places, len(program.graph.output_node().args[0]), False)
+
+
 @pytest.mark.filterwarnings("ignore:CUDA is not available:UserWarning")
 @pytest.mark.parametrize("way", ["reader", "torch"])
 def test_every_device_of_a_graph_is_another(way: str, tmp_path: Path) -> None:
@@ -109,7 +118,7 @@ def test_every_device_of_a_graph_is_another(way: str, tmp_path: Path) -> None:
     cast = way == "reader"  # torch's own program checks the dtypes, and does not cast without a GPU
     artifact = export(Placed(cast).eval(), (x,), out=tmp_path / "a")
     name = artifact.manifest.methods["forward"].graph
-    opened = opening.open_graph(artifact, name, GPU) if way == "reader" else opening._by_torch(artifact, name, GPU)
+    opened = opening.open_graph(artifact, name, GPU) if way == "reader" else retargeted(artifact, name)
     assert devices(artifact, {"x": x}, opened) == {GPU}
 
 

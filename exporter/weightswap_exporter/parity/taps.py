@@ -18,9 +18,9 @@ from torch.fx import Node
 
 from weightswap_exporter.archive import graph_archive
 from weightswap_exporter.compiling import compile_engines
+from weightswap_exporter.programs import open_program
 from weightswap_runtime import Artifact
 from weightswap_runtime.dtypes import TORCH_NAMES
-from weightswap_runtime.graphs.programs import open_program
 from weightswap_runtime.manifest import (
     ADAPTER_CONSTANTS_NAME,
     ADAPTER_NAME,

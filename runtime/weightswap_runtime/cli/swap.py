@@ -91,6 +91,16 @@ def swap(
     verify: Annotated[
         VerifyChoice, typer.Option(help="Try weights with recorded calls, for finite outputs alone, or not at all.")
     ] = VerifyChoice.GOLDENS,
+    allow_nonfinite: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Refuse files that bring NaN or infinities to weights that were finite, but for weights of this name, "
+            "as `*.mask`; `*` takes all. May be repeated. Without it, only --watch refuses them."
+        ),
+    ] = None,
+    refuse_nonfinite: Annotated[
+        bool, typer.Option("--refuse-nonfinite", help="Refuse such files also without --watch.")
+    ] = False,
     only: Annotated[
         list[str] | None,
         typer.Option(
@@ -126,7 +136,8 @@ def swap(
             on_event=listener,
             op_libraries=op_library or (),
         )
-        options = _Options(as_keys(keys), allow_other_graph, verify.value, rate_limit)
+        allowed = allow_nonfinite or (False if refuse_nonfinite else None)
+        options = _Options(as_keys(keys), allow_other_graph, verify.value, rate_limit, allowed)
         with reported(html, model):
             for place, path in enumerate(checkpoints or (), start=1):
                 part = only if place > 1 else None
@@ -135,7 +146,8 @@ def swap(
                 if not as_json and watch is None:
                     _print(receipts[-1])
             if watch is not None:
-                more = {"start": start.value, "only": only, **options._asdict()}
+                allowed = options.allow_nonfinite or False
+                more = {"start": start.value, "only": only, **options._asdict(), "allow_nonfinite": allowed}
                 watch_until_interrupt(partial(model.watch, watch, interval, **more))
         if as_json and watch is None:
             print_json(document)
@@ -148,6 +160,7 @@ class _Options(NamedTuple):
     allow_other_graph: bool
     verify: Mode
     rate_limit: float | None
+    allow_nonfinite: bool | list[str] | None
 
 
 def _print(receipt: SwapReceipt) -> None:
@@ -159,6 +172,8 @@ def _print(receipt: SwapReceipt) -> None:
     if receipt.verified != "none":
         say(f"verified    {_VERIFIED[receipt.verified]}, in {receipt.seconds_verified:.3f} s")
     say(f"paused      {receipt.seconds_paused * 1e6:.1f} us")
+    for name, found in receipt.nonfinite.items():
+        say(f"warning     {name} is not finite: {found}")
     if receipt.ignored:
         say(f"left out    {', '.join(receipt.ignored)}")
 

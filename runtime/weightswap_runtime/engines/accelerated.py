@@ -22,7 +22,7 @@ from .callers import check_plain
 from .captures import Captures, Recorder, Shapes
 from .graph_calls import Call
 from .shapes import samples
-from .torch import BoundTorch, TorchEngine, sparse
+from .torch import BoundTorch, TorchEngine, put_state, sparse
 
 _CPU = torch.device("cpu")
 Move = Callable[[torch.Tensor], torch.Tensor]
@@ -189,7 +189,7 @@ class BoundAccelerated(BoundTorch):
                 yield
             finally:
                 for (live, _), value in zip(self._state, before, strict=True):
-                    live.copy_(value)
+                    put_state(live, value)
 
     def _lend(self) -> None:
         """Let this stream use what is not in the arena: constants, state, and what was computed from weights."""

@@ -129,6 +129,7 @@ class _Call:
 
     def __call__(self, inputs: list[Any]) -> list[Any]:
         """Flat inputs to flat outputs; the state is changed."""
+        self._graph.check_sizes(inputs)
         try:
             binding = self._pool.pop()
         except IndexError:

@@ -104,6 +104,7 @@ class OnnxCall:
 
     def __call__(self, inputs: list[Any]) -> list[Any]:
         """Flat inputs to flat outputs; the state is changed."""
+        self._graph.check_sizes(inputs)
         given = [_in_order(value) if isinstance(value, torch.Tensor) else value for value in inputs]
         try:
             binding = self._pool.pop()

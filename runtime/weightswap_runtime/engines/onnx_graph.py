@@ -6,10 +6,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from weightswap_runtime.artifact import Artifact
-from weightswap_runtime.errors import ArtifactError, MissingExtra, Unsupported
+from weightswap_runtime.errors import ArtifactError, InputMismatch, MissingExtra, Unsupported
 from weightswap_runtime.forks import renew_in_children
 from weightswap_runtime.manifest import NamedTensor
-from weightswap_runtime.signature import leaves
+from weightswap_runtime.signature import Tensor, leaves
 
 from .onnx_elements import element_of
 from .onnx_names import dtype_of, graph_file, onnx_names, output_dtypes
@@ -21,6 +21,7 @@ except ImportError as error:
 
 _CPU = "CPUExecutionProvider"
 _SILENT = 4
+_FILES = "session.model_external_initializers_file_folder_path"
 _LOST: list[Any] = []  # sessions of a parent process; to end one would wait for its threads
 
 
@@ -53,6 +54,12 @@ class OnnxGraph:
         self.names = onnx_names(manifest, manifest.methods[method])
         self.inputs = [leaf for _, node in (*signature.args, *signature.kwargs) for leaf in leaves(node)]
         self.outputs = leaves(signature.output)
+        self._method = method
+        self._dynamic = [
+            (place, leaf.name)
+            for place, leaf in enumerate(self.inputs)
+            if isinstance(leaf, Tensor) and any(isinstance(size, str) for size in leaf.shape)
+        ]
         found = {item.name: item for item in self.session.get_inputs()}
         self.tensors = tuple(name for name in self.names.tensors if name in found)
         given = self.session.get_outputs()
@@ -65,6 +72,18 @@ class OnnxGraph:
         if problems:
             raise ArtifactError(f"{self._where}: is not the graph of {method!r}: {'; '.join(problems[:5])}")
         renew_in_children(self)
+
+    def check_sizes(self, inputs: Sequence[Any]) -> None:
+        """Raise InputMismatch for flat inputs of which one is empty along a dynamic dimension.
+
+        Some of ONNX Runtime's operators (LSTM, rotary embeddings) end the process there.
+        """
+        empty = [name for place, name in self._dynamic if 0 in inputs[place].shape]
+        if empty:
+            raise InputMismatch(
+                self._method,
+                [f"{name}: is empty, which the engine onnx does not take; engine 'torch' does" for name in empty],
+            )
 
     @property
     def session(self) -> Any:
@@ -82,6 +101,7 @@ class OnnxGraph:
         options = onnxruntime.SessionOptions()
         options.log_severity_level = _SILENT  # what it says, its errors say too
         options.intra_op_num_threads = self._threads or 0
+        options.add_session_config_entry(_FILES, self._where)  # nothing lies below a file, so that it can read none
         wanted, here = self._provider.name, onnxruntime.__version__
         try:
             session = onnxruntime.InferenceSession(

@@ -199,7 +199,10 @@ class BoundTorch(Stateful):
         check_plain(method, inputs)
         call = self._calls[method]
         with self._state_lock if call.stateful else _NOTHING, _past_autograd() if call.past_autograd else _NOTHING:
-            return [self._detach(value) for value in call(inputs)]
+            outputs = call(inputs)
+            if call.stateful:  # which the call may have resized, and so moved
+                self._owned.update(live.untyped_storage().data_ptr() for live, _ in self._state)
+            return [self._detach(value) for value in outputs]
 
     @property
     def has_prologue(self) -> bool:
@@ -252,7 +255,7 @@ class BoundTorch(Stateful):
     @_without_gradients
     def _reset(self) -> None:
         for live, value in self._state:
-            live.copy_(value)
+            put_state(live, value)
 
     def _detach(self, value: Any) -> Any:
         if not isinstance(value, torch.Tensor):
@@ -266,6 +269,14 @@ class BoundTorch(Stateful):
 def _copied(storage: torch.UntypedStorage) -> torch.UntypedStorage:
     copy: torch.UntypedStorage = storage.clone()  # type: ignore[no-untyped-call]
     return copy
+
+
+def put_state(live: torch.Tensor, value: torch.Tensor) -> None:
+    """Give a state a value, in its memory; in other memory if a call has resized it."""
+    if live.shape == value.shape:
+        live.copy_(value)
+    else:
+        live.set_(value.clone(memory_format=torch.preserve_format))  # type: ignore[call-overload]
 
 
 def sparse(value: torch.Tensor) -> str | None:

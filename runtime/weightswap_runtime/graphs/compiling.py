@@ -13,7 +13,7 @@ import torch
 
 from .lines import Line, body, split
 from .literals import CONSTANTS, constant, literal
-from .operators import AUTOCAST, DROPOUTS, DROPPED, SET_GRADIENTS, Operator, find_operator
+from .operators import AUTOCAST, DROPOUTS, DROPPED, SET_GRADIENTS, Operator, check_texts, find_operator
 from .schema import (
     Argument,
     Graph,
@@ -66,6 +66,7 @@ class _Constants:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.past_autograd = True
+        self.vmap = False
         self.values: dict[str, Any] = {}
         self._names: dict[tuple[type, Any], str] = {}
 
@@ -100,6 +101,8 @@ class _Function:
         else:
             result = _tuple(values)
         call = self._write([*hoisted, *parameters], body(late, frozenset(self._used)), result)
+        if self._constants.vmap:
+            call = _leaving_vmap(call)
         prologue = self._write(given, body(early, frozenset(hoisted)), _tuple(hoisted)) if hoisted else None
         past_autograd = self._constants.past_autograd
         return Compiled(call, len(parameters), len(values), past_autograd, prologue, len(hoisted))
@@ -147,7 +150,9 @@ class _Function:
         operator = find_operator(node.target)
         if operator.name in DROPPED or (operator.name in DROPOUTS and self._is_identity(node)):
             return None
+        check_texts(operator, (kind for item in node.inputs for kind in item.arg))
         self._constants.past_autograd &= operator.past_autograd
+        self._constants.vmap |= operator.vmap
         self._used = set()
         call = self._call(node, operator)
         before = self._count
@@ -164,7 +169,7 @@ class _Function:
                 self._constants.past_autograd = False
         arguments = []
         # in place of the device that the graph was captured on; a block for another one is left as it is
-        if operator.name in AUTOCAST and inputs and read_argument(inputs[0].arg) == ("as_string", "cpu"):
+        if operator.name == AUTOCAST and inputs and read_argument(inputs[0].arg) == ("as_string", "cpu"):
             arguments, inputs = [self._constants.add(self._constants.device.type)], inputs[1:]
         return f"{called}({', '.join([*arguments, *self._arguments(inputs, operator)])})"
 
@@ -292,6 +297,22 @@ _ITEMS = {
     "as_int_lists": "as_ints",
     "as_float_lists": "as_floats",
 }
+
+
+def _leaving_vmap(call: Callable[..., Any]) -> Callable[..., Any]:
+    """The same; an error within a vmap ends the vmap, which its thread would stay in."""
+    depth_now = torch._C._functorch.get_dynamic_layer_stack_depth
+    leave = torch._C._functorch.pop_dynamic_layer_stack_and_undo_to_depth
+
+    def graph(*values: Any) -> Any:
+        depth = depth_now()
+        try:
+            return call(*values)
+        except BaseException:
+            leave(depth)
+            raise
+
+    return graph
 
 
 def _tuple(items: list[str]) -> str:

@@ -1,10 +1,10 @@
-"""Opening the graph of a method: by this package's own reader, or by torch where that does not know something."""
+"""Opening the graph of a method. torch's own reader has no part in it: that makes source of names that a file holds."""
 
 from __future__ import annotations
 
-import logging
 import zipfile
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import TypeVar
 
 import msgspec
 import torch
@@ -12,14 +12,12 @@ import torch
 from weightswap_runtime.artifact import Artifact
 from weightswap_runtime.errors import ArtifactError
 
-from .archives import check_records
+from .archives import check_records, functions
 from .compiling import Compiled, DamagedGraph, compile_graph
-from .operators import ForeignFunction, MissingOperator
-from .programs import open_program, retarget
-from .schema import UnknownPart, read_program
+from .operators import OF_TORCH, ForeignFunction, MissingOperator, find_operator
+from .schema import Graph, UnknownPart, read_program
 
-_log = logging.getLogger("weightswap.graphs")
-_log.addHandler(logging.NullHandler())  # quiet unless the application configures logging
+Result = TypeVar("Result")
 DAMAGED = (
     DamagedGraph,
     msgspec.MsgspecError,
@@ -40,22 +38,48 @@ def open_graph(artifact: Artifact, name: str, device: torch.device, fixed: Seque
     """
     raw = artifact.read(name)
     where = str(artifact.path / name)
+    graph = read_graph(raw, where)
+    return checked(raw, where, lambda: compile_graph(graph, device, fixed))
+
+
+def read_graph(raw: bytes, where: str) -> Graph:
+    """The graph in an archive's bytes. Raises ArtifactError."""
     check_records(raw, where)
+    return checked(raw, where, lambda: read_program(raw).graph_module.graph)
+
+
+def checked(raw: bytes, where: str, read: Callable[[], Result]) -> Result:
+    """What `read` makes of an archive's bytes. Raises ArtifactError for whatever it finds there."""
     try:
-        return compile_graph(read_program(raw).graph_module.graph, device, fixed)
-    except UnknownPart as reason:
-        _log.info("%s: has %s, so torch.export.load opens it, which takes longer", where, reason)
-    except (MissingOperator, ForeignFunction):
-        pass  # the error names all of them
+        return read()
+    except MissingOperator:
+        raise ArtifactError(f"{where}: {_missing(functions(raw))}") from None
+    except (UnknownPart, ForeignFunction) as reason:
+        raise ArtifactError(
+            f"{where}: has {reason}, which weightswap does not run. Export the artifact again, or install the "
+            "weightswap that wrote it."
+        ) from None
     except DAMAGED as error:
         raise ArtifactError(f"{where}: cannot be read ({error}). Export the artifact again.") from error
-    return _by_torch(artifact, name, device)
 
 
-def _by_torch(artifact: Artifact, name: str, device: torch.device) -> Compiled:
-    program = open_program(artifact, name)
-    if device.type != "cpu":
-        retarget(program, device)
-    places = sum(node.op == "placeholder" for node in program.graph.nodes)
-    (outputs,) = program.graph.output_node().args
-    return Compiled(program.graph_module.forward, places, len(outputs), past_autograd=False)
+def _missing(targets: Iterable[str]) -> str:
+    """What is said of operators that this process lacks."""
+    missing = sorted(filter(_is_missing, targets))
+    libraries = sorted({target.split(".")[2] for target in missing} - OF_TORCH)
+    if not libraries:
+        return f"needs {', '.join(missing)}, which torch {torch.__version__} lacks. Install the torch that exported it."
+    return (
+        f"needs {', '.join(missing)}, which this process lacks. Name what registers the operators of "
+        f"{', '.join(libraries)}: load(..., op_libraries=[...]); or import it before; or export without it."
+    )
+
+
+def _is_missing(target: str) -> bool:
+    try:
+        find_operator(target)
+    except MissingOperator:
+        return True
+    except (ForeignFunction, UnknownPart):
+        pass
+    return False

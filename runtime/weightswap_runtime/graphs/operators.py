@@ -1,41 +1,49 @@
-"""Operators by the names that a graph has for them. Nothing but operators can be reached."""
+"""Operators by the exact names that a graph has for them. Nothing else of torch or Python can be reached."""
 
 from __future__ import annotations
 
 import functools
 import math
 import operator
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterable
 from keyword import iskeyword
 from typing import Any, NamedTuple
 
 import torch
-from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket, _OpNamespace
+from torch._functorch import predispatch
+from torch._ops import HigherOrderOperator, OpOverload
 
 from .effects import is_fresh, is_mutable, is_repeatable
 from .schema import UnknownPart
 
 _SCALAR = "eq ne le ge lt gt neg pos mul add sub floordiv mod pow truediv and_ or_ not_ lshift rshift"
+_SYMBOLIC = "sym_not sym_int sym_float sym_ite sym_max sym_min sym_sum sym_sqrt _sym_sqrt"
 _NUMBERS: dict[str, Callable[..., Any]] = {
     **{f"_operator.{name}": getattr(operator, name) for name in _SCALAR.split()},
     **{f"math.{name}": getattr(math, name) for name in ("trunc", "ceil", "floor", "sqrt")},
-    **{
-        f"torch.{name}": getattr(torch, name)
-        for name in ("sym_not", "sym_int", "sym_float", "sym_ite", "sym_max", "sym_min", "sym_sum", "_sym_sqrt")
-        if hasattr(torch, name)
-    },
+    **{f"torch.{name}": getattr(torch, name) for name in _SYMBOLIC.split() if hasattr(torch, name)},
 }
-_OF_TORCH = ("torch._functorch.predispatch.", "torch.amp.autocast_mode._", "torch._C._set_grad_enabled")
+_LEVELS = "lazy_load_decompositions _vmap_increment_nesting _vmap_decrement_nesting _add_batch_dim _remove_batch_dim"
+# `torch.vmap` leaves these calls in a graph: a level of it begins, and ends
+_VMAP: dict[str, Callable[..., Any]] = {
+    f"{predispatch.__name__}.{name}": getattr(predispatch, name)
+    for name in _LEVELS.split()
+    if hasattr(predispatch, name)
+}
 _HIGHER_ORDER = {"wrap_with_set_grad_enabled", "wrap_with_autocast", "cond", "while_loop", "map_impl", "scan"}
-_FILES = {"aten::from_file"}  # operators that reach beyond their tensors
+OF_TORCH = {"aten", "prims"}
+# their operators' texts are modes; elsewhere a text may be the path of a file (`image::write_file`)
+_TAKES_TEXTS = {*OF_TORCH, "quantized_decomposed", "torchao"}
+_TEXTS = {"as_string", "as_strings", "as_string_to_argument"}
+_FILES = {"aten::from_file"}  # reaches beyond its tensors
+_CHECKS = re.compile(r"aten::_?(assert|sym_constrain|validate|linalg_check)_\w+")  # they alone neither give nor write
 # checks of what the signature has fixed already: the dtypes and devices of intermediate results follow from the inputs'
 DROPPED = {"aten::_assert_tensor_metadata"}
 DROPOUTS = {"aten::dropout", "aten::feature_dropout", "aten::alpha_dropout", "aten::feature_alpha_dropout"}
 SET_GRADIENTS = "torch.ops.higher_order.wrap_with_set_grad_enabled"  # whether, a graph, what that takes
-AUTOCAST = {  # the first argument names a type of device
-    "torch.ops.higher_order.wrap_with_autocast",
-    "torch.amp.autocast_mode._enter_autocast",
-}
+AUTOCAST = "torch.ops.higher_order.wrap_with_autocast"  # the first argument names a type of device
+_WORD = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _SIZES = {"aten::sym_size", "aten::sym_numel", "aten::sym_stride"}
 
 
@@ -44,7 +52,7 @@ class Operator(NamedTuple):
 
     keywords: the names that keyword arguments may have, as the operator itself has them. past_autograd: as in
     `Compiled`. repeatable: the same arguments always give the same tensors, and nothing else happens. mutable: it may
-    write to its arguments. fresh: no result shares memory with an argument.
+    write to its arguments. fresh: no result shares memory with an argument. vmap: a part of `torch.vmap`.
     """
 
     call: Callable[..., Any]
@@ -56,6 +64,7 @@ class Operator(NamedTuple):
     repeatable: bool = False
     mutable: bool = False
     fresh: bool = False
+    vmap: bool = False
 
 
 class MissingOperator(Exception):
@@ -71,21 +80,30 @@ def find_operator(target: str) -> Operator:
     """The operator that a graph calls `target`. Raises MissingOperator, ForeignFunction, and UnknownPart."""
     if target in _NUMBERS:
         return Operator(_NUMBERS[target], target, pure=True)
-    root, _, path = target.partition(".ops.")
-    parts = path.split(".")
-    if target.startswith(_OF_TORCH):
+    if target in _VMAP:
+        return Operator(_VMAP[target], target, pure=False, past_autograd=False, mutable=True, vmap=True)
+    if target.startswith(f"{predispatch.__name__}."):
         raise UnknownPart(f"the function {target!r:.80}")
-    if root != "torch" or not all(part.isidentifier() for part in parts):
-        raise ForeignFunction(repr(target[:80]))
-    if parts[0] == "higher_order":
-        return _higher_order(parts[1:], target)
-    return _overload(parts, target)
+    parts = target.split(".")
+    if parts[:2] != ["torch", "ops"] or not all(_WORD.fullmatch(part) for part in parts):
+        raise ForeignFunction(f"{target!r:.80}")
+    if parts[2:3] == ["higher_order"]:
+        return _higher_order(parts[3:], target)
+    return _overload(parts[2:], target)
+
+
+def check_texts(operator: Operator, kinds: Iterable[str]) -> None:
+    """Raise ForeignFunction for texts among the kinds of a call's arguments, if they could be more than a mode."""
+    namespace = operator.name.partition("::")[0]
+    of_torch = namespace in _TAKES_TEXTS or operator.higher_order or operator.vmap
+    if not of_torch and _TEXTS.intersection(kinds):
+        raise ForeignFunction(f"{operator.name!r:.80} with a text, which could be the name of a file")
 
 
 def _higher_order(parts: list[str], target: str) -> Operator:
     found = getattr(torch.ops.higher_order, parts[0], None) if len(parts) == 1 else None
     if not isinstance(found, HigherOrderOperator):
-        raise ForeignFunction(repr(target[:80]))
+        raise ForeignFunction(f"{target!r:.80}")
     if parts[0] not in _HIGHER_ORDER:
         raise UnknownPart(f"the operator {target!r:.80}")
     return Operator(found, target, pure=False, higher_order=True, mutable=True)
@@ -93,17 +111,19 @@ def _higher_order(parts: list[str], target: str) -> Operator:
 
 def _overload(parts: list[str], target: str) -> Operator:
     if len(parts) != 3:
-        raise ForeignFunction(repr(target[:80]))
-    namespace = getattr(torch.ops, parts[0], None)
-    packet = getattr(namespace, parts[1], None) if isinstance(namespace, _OpNamespace) else None
-    found = getattr(packet, parts[2], None) if isinstance(packet, OpOverloadPacket) else None
-    if not isinstance(found, OpOverload):
+        raise ForeignFunction(f"{target!r:.80}")
+    namespace, operator, overload = parts
+    full = f"{namespace}::{operator}" + (f".{overload}" if overload != "default" else "")
+    if not _is_dispatched(full):
         raise MissingOperator(target)
+    found = getattr(getattr(getattr(torch.ops, namespace), operator), overload)
     name = found._schema.name
     if name in _FILES:
         raise ForeignFunction(f"{target!r}, which opens files")
-    keywords = frozenset(each.name for each in found._schema.arguments if not iskeyword(each.name))
     own = name.startswith("aten::")
+    if own and not found._schema.returns and not found._schema.is_mutable and not _CHECKS.fullmatch(name):
+        raise ForeignFunction(f"{target!r}, which changes the process and no tensor")
+    keywords = frozenset(each.name for each in found._schema.arguments if not iskeyword(each.name))
     return Operator(
         _FASTER.get(found, found._op),
         name,
@@ -114,6 +134,14 @@ def _overload(parts: list[str], target: str) -> Operator:
         mutable=is_mutable(found),
         fresh=is_fresh(found),
     )
+
+
+def _is_dispatched(name: str) -> bool:
+    """Whether torch's dispatcher knows an operator. TorchScript knows more, among them ones that write files."""
+    try:
+        return torch._C._dispatch_has_kernel(name)
+    except RuntimeError as error:  # no name of an operator at all
+        raise ForeignFunction(f"{name!r:.80}") from error
 
 
 def _faster() -> dict[OpOverload, Callable[..., Any]]:

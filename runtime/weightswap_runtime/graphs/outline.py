@@ -10,7 +10,7 @@ import zipfile
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 
@@ -21,16 +21,7 @@ from weightswap_runtime.modules import MOST_LEVELS
 from weightswap_runtime.signature import Tensor, leaves
 
 from .archives import check_records
-from .schema import (
-    Argument,
-    Name,
-    NamedArgument,
-    OptionalTensor,
-    Record,
-    Symbol,
-    model_json,
-    read_argument,
-)
+from .schema import Argument, NamedArgument, Record, argument_names, model_json
 
 _DAMAGED = (msgspec.MsgspecError, zipfile.BadZipFile, OverflowError, RecursionError, ValueError, KeyError)
 _DTYPES = {  # torch/_export/serde/schema.py, ScalarType
@@ -165,13 +156,13 @@ class _Reader:
     def read(self) -> Outline:
         self._calls(self.graph, "")
         for argument in self.graph.outputs:
-            self.used += [(name, _OUTSIDE) for name in _names(argument)]
+            self.used += [(name, _OUTSIDE) for name in argument_names(argument)]
         self._join()
         return Outline(self.modules)
 
     def _read_inputs(self, method: Method) -> None:
         for argument, item in zip(self.graph.inputs, method.inputs, strict=True):
-            for name in _names(argument):
+            for name in argument_names(argument):
                 if item.kind == "input":
                     self.given[name] = f"the input {item.name}"
                 else:
@@ -190,9 +181,9 @@ class _Reader:
                     inner = msgspec.json.decode(argument.arg["as_graph"], type=_Subgraph).graph
                     self._calls(inner, path)
                 else:
-                    self.used += [(name, path) for name in _names(argument.arg)]
+                    self.used += [(name, path) for name in argument_names(argument.arg)]
             for output in call.outputs:
-                self.made.update(dict.fromkeys(_names(output), path))
+                self.made.update(dict.fromkeys(argument_names(output), path))
 
     def _module_of(self, call: _Call, default: str) -> str:
         """Where a call is made. Every module on the way is noted with its class."""
@@ -268,30 +259,6 @@ def _left(path: str, other: str) -> Iterator[str]:
             yield inside
 
 
-def _names(argument: Argument) -> list[str]:
-    """The values of the graph that an argument names."""
-    if "as_graph" in argument:
-        return []
-    _, value = read_argument(argument)
-    return list(_named(value))
-
-
-def _named(value: Any) -> Iterator[str]:
-    match value:
-        case Name():
-            yield value.name
-        case Symbol() if value.as_name is not None:
-            yield value.as_name
-        case OptionalTensor() if value.as_tensor is not None:
-            yield value.as_tensor.name
-        case list():
-            for item in value:
-                yield from _named(item)
-        case dict():
-            for item in value.values():
-                yield from _names(item)
-
-
 def _symbols(graph: _Graph, method: Method) -> dict[str, str]:
     """What the signature calls the symbols of the graph."""
     inputs = [leaf for _, node in (*method.signature.args, *method.signature.kwargs) for leaf in leaves(node)]
@@ -299,7 +266,7 @@ def _symbols(graph: _Graph, method: Method) -> dict[str, str]:
     pairs: dict[str, str] = {}
     for leaf, argument in zip(inputs, arguments, strict=True):
         if isinstance(leaf, Tensor):
-            pairs.update(_pairs(leaf, graph, _names(argument)))
+            pairs.update(_pairs(leaf, graph, argument_names(argument)))
     return pairs
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import zipfile
+from collections.abc import Iterator
 from typing import Any
 
 import msgspec
@@ -142,7 +143,7 @@ _PROGRAM = msgspec.json.Decoder(Program)
 
 
 class UnknownPart(Exception):
-    """Something in a graph that is not known here; torch may know it."""
+    """Something in a graph that is not known here. Exports refuse what has one."""
 
 
 def model_json(raw: bytes) -> bytes:
@@ -171,3 +172,27 @@ def read_argument(argument: Argument) -> tuple[str, Any]:
     if decoder is None:
         raise UnknownPart(f"an argument of the kind {kind!r:.40}")
     return kind, decoder.decode(raw)
+
+
+def argument_names(argument: Argument) -> list[str]:
+    """The values of a graph that an argument refers to, or that an output defines; not those inside a subgraph."""
+    if "as_graph" in argument:
+        return []
+    _, value = read_argument(argument)
+    return list(_named(value))
+
+
+def _named(value: Any) -> Iterator[str]:
+    match value:
+        case Name():
+            yield value.name
+        case Symbol() if value.as_name is not None:
+            yield value.as_name
+        case OptionalTensor() if value.as_tensor is not None:
+            yield value.as_tensor.name
+        case list():
+            for item in value:
+                yield from _named(item)
+        case dict():
+            for item in value.values():
+                yield from argument_names(item)

@@ -164,7 +164,7 @@ class RemoteObject:
         """Whether the first answer held all of it, so that nothing else is ever read."""
         return len(self._head) == self.size
 
-    def check_unchanged(self) -> None:
+    def check_unchanged(self, *, proven: bool = False) -> None:
         if not self._is_whole:
             wait_for(self._loop(), self._probe(), self._check)
 

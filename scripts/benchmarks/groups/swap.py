@@ -9,16 +9,20 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import cycle
 from pathlib import Path
+from unittest.mock import patch
 
 import safetensors.torch
 import torch
+from blake3 import blake3
 from peers import Memory, Peers
 from report import Goal, Row, compared, spread
 from settings import Settings
 from subjects import Stack, Stored, equal, stored
-from timing import Measure, calling, in_turn, seconds
+from timing import Measure, calling, in_turn, per_call, seconds
 
-from weightswap_runtime import Model, load
+from weightswap_runtime import Model, load, reading
+from weightswap_runtime.digests import BLOCK
+from weightswap_runtime.nonfinite import count_nonfinite
 
 SMALL = 1_000_000
 COMMITS = 100  # for each round
@@ -26,6 +30,7 @@ CALLERS = 2
 Part = Callable[[Stored, Model, int], Iterator[Row]]
 
 NEARLY_AS_FAST = Goal("ratio", "at least", 0.8)
+NEARLY_FREE = Goal("ratio", "at least", 0.85)
 INSTANT = Goal("p99", "at most", 100)
 UNFELT = Goal("p99", "at most", 50)
 ONE_COPY = Goal("ratio", "at most", 1.3)
@@ -34,7 +39,8 @@ ONE_COPY = Goal("ratio", "at most", 1.3)
 def rows(settings: Settings) -> Iterator[Row]:
     """Each part frees its memory before the next one starts."""
     with stored(settings.megabytes * 1_000_000) as large:
-        yield from _parts(large, settings.rounds, (_staging, _commits, _whole))
+        yield from _parts(large, settings.rounds, (_staging, _looking, _commits, _whole))
+        yield from _kinds(settings.rounds)
         yield from _first_staging(large, settings.rounds)
         gc.collect()
         yield from _single(large, settings.rounds)
@@ -75,6 +81,34 @@ def _staging(stored: Stored, model: Model, rounds: int) -> Iterator[Row]:
     yield compared(what, "GB/s", rate["stage"], read, rate["read"], NEARLY_AS_FAST)
     yield compared(what, "GB/s", rate["stage"], "preadv + BLAKE3, no checks", rate["both"])
     yield compared(f"BLAKE3 alone, {peers.threads} threads", "GB/s", rate["hash"], read, rate["read"])
+
+
+def _looking(stored: Stored, model: Model, rounds: int) -> Iterator[Row]:
+    """What looking for values that are not finite costs: the same staging with and without it."""
+    paths = _paths(stored)
+    stage = _stage(model, paths)
+
+    def blind() -> float:
+        with patch.object(reading, "count_nonfinite", lambda *_: None):
+            return stage()
+
+    taken = in_turn({"stage": stage, "blind": blind}, rounds)
+    rate = {name: [stored.nbytes / second / 1e9 for second in values] for name, values in taken.items()}
+    what = f"looking for NaN while {stored.size} are staged"
+    yield compared(what, "GB/s", rate["stage"], "without looking", rate["blind"], NEARLY_FREE)
+
+
+def _kinds(rounds: int) -> Iterator[Row]:
+    """Looking at a block that was just hashed and is in the cache, for each size of a value; one thread."""
+    block = memoryview(bytearray(BLOCK))
+    for dtype in ("F64", "F32", "BF16", "F8_E4M3"):
+        measures = {
+            "look": per_call(partial(count_nonfinite, dtype, block), 200),
+            "hash": per_call(lambda: blake3(block).digest(), 200),
+        }
+        taken = in_turn(measures, rounds)
+        rate = {name: [BLOCK / second / 1e9 for second in values] for name, values in taken.items()}
+        yield compared(f"looking for NaN, {dtype}, in the cache", "GB/s", rate["look"], "BLAKE3", rate["hash"])
 
 
 def _first_staging(stored: Stored, rounds: int) -> Iterator[Row]:

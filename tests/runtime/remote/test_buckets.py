@@ -73,10 +73,10 @@ def test_an_object_that_changes_elsewhere_is_refused(
     method = {"data": "read_into", "probe": "check_unchanged"}[when]
     original = getattr(objects.RemoteObject, method)
 
-    def interfered(self: objects.RemoteObject, *arguments: Any) -> None:
+    def interfered(self: objects.RemoteObject, *arguments: Any, **options: Any) -> None:
         if when == "probe" or arguments[1] >= DATA_START:
             bucket.put("v.safetensors", after) if how == "replaced" else bucket.remove("v.safetensors")
-        original(self, *arguments)
+        original(self, *arguments, **options)
 
     monkeypatch.setattr(objects.RemoteObject, method, interfered)
     with pytest.raises(WeightFileError, match="was changed while it was read"):

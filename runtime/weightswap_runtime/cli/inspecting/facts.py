@@ -44,11 +44,16 @@ def record_facts(record: Record | None) -> Iterator[Fact]:
         return
     counts = Counter(case.method for case in record.cases)
     cases = ", ".join(f"{count} of {method}" for method, count in counts.items())
-    yield "goldens", f"{cases}; of the weights {record.weights_id[:12]}; {exactness(record)}"
+    if record.weights_id is None:
+        yield "inputs", f"{cases}; every set of weights must give finite outputs"
+    else:
+        yield "goldens", f"{cases}; of the weights {record.weights_id[:12]}; {exactness(record)}"
 
 
 def exactness(record: Record) -> str:
     """How near the recorded outputs a server has to come."""
+    if not record.has_outputs:
+        return "outputs were not recorded; they must be finite"
     if record.tolerance:
         return f"within rtol {record.tolerance[0]:g}, atol {record.tolerance[1]:g}"
     return f"exact on {machine(record)}"
@@ -57,6 +62,8 @@ def exactness(record: Record) -> str:
 def machine(record: Record) -> str:
     """What the calls were recorded on."""
     made = record.environment
+    if made is None:
+        return "no machine: there were no weights"
     return f"torch {made.torch}, {made.device} {made.capability}, {made.threads} threads"
 
 
@@ -110,9 +117,10 @@ def goldens_facts(subject: GoldensSubject) -> Iterator[Fact]:
     """Of which weights and graph, on which machine, and how exactly they are to be reproduced."""
     record = subject.record
     yield "goldens", subject.where
-    yield "weights id", record.weights_id
+    yield "weights id", record.weights_id or "none: inputs alone"
     yield "graph id", record.graph_id
-    yield "recorded", f"on {machine(record)}"
+    if record.has_outputs:
+        yield "recorded", f"on {machine(record)}"
     yield "compared", exactness(record)
 
 

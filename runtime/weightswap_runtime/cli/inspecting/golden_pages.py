@@ -38,9 +38,12 @@ def goldens_section(record: Record | None) -> Iterator[Section]:
     if record is None:
         return
     facts = (
-        ("weights id", record.weights_id),
+        ("weights id", record.weights_id or "none: inputs alone"),
         ("calls", _count(record)),
         ("recorded on", machine(record)),
         ("compared", exactness(record)),
     )
-    yield Section("Goldens", (Facts(facts),), "Calls of the eager model that staged weights must reproduce.")
+    if record.has_outputs:
+        yield Section("Goldens", (Facts(facts),), "Calls of the eager model that staged weights must reproduce.")
+    else:
+        yield Section("Inputs", (Facts(facts),), "Inputs to which every set of weights must give finite outputs.")

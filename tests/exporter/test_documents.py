@@ -1,0 +1,194 @@
+"""What torch is given of an artifact's graph: nothing that it would run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.forged import replace_file, with_document
+from tests.graphs import Document
+from weightswap_exporter import export
+from weightswap_exporter.programs import open_program
+from weightswap_exporter.sizes import is_size
+from weightswap_runtime import Artifact, ArtifactError
+
+CODE = "__import__('os').mkdir('executed')"
+FORWARD = "graphs/forward.pt2"
+
+
+class Branching(nn.Module):
+    """An unused input, a size, a text, a branch with graphs of its own, and a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor, unused: torch.Tensor) -> Any:
+        self.seen.add_(1)
+        y = torch.cond(x.sum() > 1, torch.sin, torch.cos, (x,))
+        return {"y": nn.functional.gelu(self.linear(y), approximate="tanh"), "rows": [x.shape[0] * 2]}
+
+
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    path = tmp_path_factory.mktemp("branching") / "a"
+    dynamic = {"x": {0: torch.export.Dim("rows", max=64)}, "unused": None}
+    return export(Branching().eval(), (torch.ones(2, 3), torch.ones(1)), out=path, dynamic_shapes=dynamic).read(FORWARD)
+
+
+@pytest.fixture
+def opened(exported: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+    """Opens the graph after a change, as compilers do."""
+    path = tmp_path / "b"
+    export(Branching().eval(), (torch.ones(2, 3), torch.ones(1)), out=path)
+    monkeypatch.chdir(tmp_path)
+
+    def change(alter: Callable[[Document], object]) -> Any:
+        replace_file(path, FORWARD, with_document(exported, alter))
+        return open_program(Artifact.open(path), FORWARD)
+
+    return change
+
+
+def graph(document: Document) -> Any:
+    return document["graph_module"]["graph"]
+
+
+def calls(document: Document, name: str) -> Any:
+    return next(node for node in graph(document)["nodes"] if name in node["target"])
+
+
+def rename(document: Document, old: str, new: str) -> None:
+    """Every mention of a value."""
+    for spec in (*graph(document)["inputs"], *document["graph_module"]["signature"]["input_specs"]):
+        found = spec.get("user_input", {}).get("arg", spec).get("as_tensor", {})
+        if found.get("name") == old:
+            found["name"] = new
+    graph(document)["tensor_values"][new] = graph(document)["tensor_values"].pop(old)
+
+
+HOSTILE: dict[str, tuple[Callable[[Document], object], str]] = {
+    "an input": (lambda d: rename(d, "unused", f"unused={CODE}"), "cannot stand there"),
+    "the name of a call": (
+        lambda d: calls(d, "linear").update(name=f"x = {CODE}\n"),
+        "Node.name: .* cannot stand there",
+    ),
+    "an attribute of Python": (lambda d: calls(d, "linear").update(name="__class__"), "Node.name: '__class__' cannot"),
+    "a keyword": (
+        lambda d: calls(d, "gelu")["inputs"][-1].update(name=f"approximate={CODE}, x", kind=1),
+        "NamedArgument.name: .* cannot stand there",
+    ),
+    "a subgraph": (
+        lambda d: calls(d, "cond")["inputs"][1]["arg"]["as_graph"].update(name=f"f={CODE}"),
+        "GraphArgument.name: .* cannot stand there",
+    ),
+    "a path of attributes": (
+        lambda d: d["graph_module"]["signature"]["input_specs"][0]["parameter"].update(
+            parameter_name="linear.__class__.forward"
+        ),
+        "parameter_name: 'linear.__class__.forward' cannot stand there",
+    ),
+    "a size": (
+        lambda d: graph(d)["sym_int_values"].update(more={"as_expr": {"expr_str": f"{CODE} or Symbol('s1')"}}),
+        "SymExpr.expr_str: .* cannot stand there",
+    ),
+    "a range": (lambda d: d["range_constraints"].update({CODE: {"min_val": 0, "max_val": 1}}), "range_constraints"),
+    "a container that imports": (
+        lambda d: d["graph_module"]["module_call_graph"][0]["signature"].update(
+            in_spec='[1, {"type": "collections.defaultdict", "context": "{\\"default_factory_module\\": \\"os\\", '
+            '\\"default_factory_name\\": \\"mkdir\\", \\"dict_context\\": []}", "children_spec": []}]'
+        ),
+        "ModuleCallSignature.in_spec: .* cannot stand there",
+    ),
+    "metadata": (lambda d: calls(d, "linear")["metadata"].update(source_fn_stack=f"{CODE};"), "keys of Node.metadata"),
+    "lines in metadata": (
+        lambda d: calls(d, "linear")["metadata"].update(nn_module_stack=f"a,b,c\n{CODE}"),
+        "Node.metadata: .* cannot stand there",
+    ),
+    "an object": (
+        lambda d: graph(d)["custom_obj_values"].update(x={"name": "x", "class_fqn": "os.mkdir"}),
+        "has no place in a graph",
+    ),
+    "an operator as an argument": (
+        lambda d: calls(d, "gelu")["inputs"].append({"name": "x", "arg": {"as_operator": "torch.os.mkdir"}, "kind": 2}),
+        "as_operator",
+    ),
+    "something new": (lambda d: d.update(hooks=[CODE]), "ExportedProgram has no 'hooks'"),
+    "another device": (
+        lambda d: graph(d)["tensor_values"]["x"]["device"].update(type=CODE),
+        "Device.type: .* cannot stand there",
+    ),
+    "a number that is a text": (lambda d: graph(d)["tensor_values"]["x"].update(dtype=CODE), "has no place there"),
+}
+
+
+@pytest.mark.parametrize(("alter", "says"), HOSTILE.values(), ids=HOSTILE)
+def test_torch_sees_nothing_that_it_would_run(
+    alter: Callable[[Document], object], says: str, opened: Callable[..., Any], tmp_path: Path
+) -> None:
+    with pytest.raises(ArtifactError, match=says) as refused:
+        opened(alter)
+    assert str(refused.value).startswith(str(tmp_path / "b" / FORWARD))
+    assert len(str(refused.value)) < 2000
+    assert not (tmp_path / "executed").exists()
+
+
+def test_guards_are_left_out(opened: Callable[..., Any], tmp_path: Path) -> None:
+    program = opened(lambda document: document.update(guards_code=[f"{CODE} or True"]))
+    program.module()
+    assert not (tmp_path / "executed").exists()
+
+
+def test_without_malice_it_is_the_program_that_was_exported(opened: Callable[..., Any]) -> None:
+    program = opened(lambda document: None)
+    assert [str(node.target) for node in program.graph.nodes if "linear" in node.name and node.op != "placeholder"] == [
+        "aten.linear.default"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "harmless"),
+    [
+        ("Symbol('s77', positive=True, integer=True)", True),
+        ("Add(Mul(Integer(2), Symbol('s0', integer=True)), Integer(-1))", True),
+        ("FloorDiv(s0, 2) + u1", True),
+        ("Float('0.5', precision=53)", True),
+        ("Float('1.4142135623730951454746218587388284504413604736328125', precision=53)", True),
+        ("And(Le(Symbol('s0', integer=True), int_oo), true)", True),
+        ("~(s0 < 3) & (2*s1 >= s0 // 2)", True),
+        ("Piecewise((s0, Ge(s0, 2)), (2, True))", True),
+        ("__import__('os').system('true')", False),
+        ("Symbol('__import__')", False),
+        ("Symbol('s0', __class__=True)", False),
+        ("Symbol(*[1])", False),
+        ("().__class__", False),
+        ("open('x')", False),
+        ("s0.evalf", False),
+        ("eval(s0)", False),
+        ("lambda: 1", False),
+        ("[s0 for s0 in s1]", False),
+        ("f'{s0}'", False),
+        ("s0[0]", False),
+        ("s0 @ s1", False),
+        ("(" * 500, False),
+        ("1" * 5000, False),
+        ("2*s0**2 + 1", True),
+        ("Mul(Integer(2), Pow(Symbol('s7', positive=True, integer=True), Integer(2)))", True),
+        ("Pow(s0, Integer(-1))", True),
+        ("9**9**9", False),
+        ("9**(9**9)", False),
+        ("Pow(9, Pow(9, 9))", False),
+        ("Pow(Pow(9, 99), 99)", True),  # 10,000 digits
+        ("Pow(b=9, e=999)", False),
+        ("Pow(9, s0)", False),
+        ("1 << 99999", False),
+    ],
+)
+def test_texts_that_torch_evaluates_are_sizes_only(text: str, harmless: bool) -> None:
+    assert is_size(text) is harmless

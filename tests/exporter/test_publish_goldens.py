@@ -1,0 +1,132 @@
+"""Goldens that a trainer publishes: recorded with the weights that were copied, and there before these are."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from weightswap_exporter import export, goldens, publish
+from weightswap_runtime import Artifact, CheckpointError, RecordingError, load
+from weightswap_runtime.goldens import goldens_beside
+from weightswap_runtime.weightset import GOLDENS_SUFFIX
+
+X = torch.randn(2, 3, generator=torch.Generator().manual_seed(1))
+
+
+def build(seed: int) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(3, 4), nn.Dropout(), nn.Linear(4, 2)).eval()
+
+
+@pytest.fixture
+def artifact(tmp_path: Path) -> Artifact:
+    return export(build(0), (X,), out=tmp_path / "m.artifact")
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_they_are_of_the_weights_that_were_published(artifact: Artifact, tmp_path: Path) -> None:
+    model, out = build(1), tmp_path / "out"
+    expected = model(X)
+    publication = publish(model, out, artifact, step=7, goldens=[(X,)], tolerance=(0.0, 1e-6))
+    with torch.no_grad():
+        model[0].weight.add_(1)  # the training goes on
+    packed = publication.wait(60)
+    assert packed.goldens == 1
+    assert names(out) == [packed.path.stem + GOLDENS_SUFFIX, packed.path.name]
+    found = goldens_beside(packed.path, artifact.manifest)
+    assert found is not None
+    assert (found.weights_id, found.record.tolerance) == (packed.weights_id, (0.0, 1e-6))
+    served = load(artifact, packed.path)
+    assert served.history[-1].verified == "goldens"
+    assert torch.equal(served(X), expected)
+    assert publish(build(1), out, artifact, step=7).wait(60).goldens == 0
+    assert len(names(out)) == 2  # those of the same weights stay
+
+
+def test_whoever_finds_the_weights_finds_the_goldens(
+    artifact: Artifact, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[list[str]] = []
+    original = Path.replace
+
+    def replace(path: Path, target: Path) -> Path:
+        result = original(path, target)
+        seen.append([name for name in names(target.parent) if not name.startswith(".")])
+        return result
+
+    monkeypatch.setattr(Path, "replace", replace)
+    packed = publish(build(1), tmp_path / "out", artifact, step=1, goldens=[(X,)]).wait(60)
+    beside = packed.path.stem + GOLDENS_SUFFIX
+    assert seen == [[beside], [beside, packed.path.name]]
+
+
+def test_a_write_that_fails_leaves_no_goldens(
+    artifact: Artifact, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, original = tmp_path / "out", Path.replace
+
+    def replace(path: Path, target: Path) -> Path:
+        if not str(target).endswith(GOLDENS_SUFFIX):
+            raise OSError(28, "No space left on device")
+        return original(path, target)
+
+    monkeypatch.setattr(Path, "replace", replace)
+    with pytest.raises(CheckpointError, match="No space left"):
+        publish(build(1), out, artifact, step=1, goldens=[(X,)]).wait(60)
+    assert names(out) == []
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"goldens": [(torch.zeros(2, 9),)]}, "case 0, forward: input"),
+        ({"goldens": []}, "no calls to record"),
+        ({"tolerance": (0.1, 0.1)}, "there are none"),
+        ({"goldens": [(X,)], "tolerance": (math.nan, 0)}, "tolerance"),
+    ],
+)
+def test_what_cannot_be_recorded_is_refused_at_once(
+    options: Any, says: str, artifact: Artifact, tmp_path: Path
+) -> None:
+    with pytest.raises(RecordingError) as refused:
+        publish(build(1), tmp_path / "out", artifact, step=1, **options)
+    assert says in str(refused.value)
+    assert not (tmp_path / "out").exists()
+    publish(build(1), tmp_path / "out", artifact, step=2).wait(60)  # nobody waits for what was refused
+
+
+def test_a_model_in_training_is_refused(artifact: Artifact, tmp_path: Path) -> None:
+    with pytest.raises(RecordingError, match=r"model.eval\(\)"):
+        publish(build(1).train(), tmp_path / "out", artifact, step=1, goldens=[(X,)])
+
+
+def test_the_model_is_not_kept(artifact: Artifact, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While the file is written nothing but copies is held."""
+    import gc
+    import threading
+    import weakref
+
+    held = threading.Event()
+    original = goldens.Recording.encode
+
+    def encode(recording: goldens.Recording, weights_id: str | None) -> bytes:
+        assert held.wait(60)
+        return original(recording, weights_id)
+
+    monkeypatch.setattr(goldens.Recording, "encode", encode)
+    model = build(1)
+    kept = weakref.ref(model)
+    publication = publish(model, tmp_path / "out", artifact, step=1, goldens=[(X,)])
+    del model
+    gc.collect()
+    assert kept() is None
+    held.set()
+    assert publication.wait(60).goldens == 1
