@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
-from typing import Literal
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
 
 from .adapter import Keys
 from .artifact import Artifact
 from .devices.opening import HOST, StagingMode, device_name, open_memory
-from .engines import CudaGraphs, EngineName, choose_engine, open_engine
+from .engines import AUTO, CudaGraphs, Engine, EngineName, choose_engine, open_engine
 from .errors import Unsupported
 from .events import Listener
 from .goldens import Mode
@@ -60,7 +61,8 @@ def load(
 
     engine: "torch"; "aoti", for an artifact that was compiled for it on a machine like this, whose machine code runs in
     this process; "onnx", for an artifact that was compiled for it, which on the CPU takes and gives numpy arrays and
-    needs no torch; or "auto", the fastest that this machine and the artifact offer (`Model.engine` says which).
+    needs no torch; or "auto", the fastest that this machine and the artifact offer (`Model.engine` says which; a
+    RuntimeWarning why it is not the machine code that the artifact has for this machine).
     threads: that one call of the engine `onnx` uses on the CPU; by default one for each core. prologue: whether the
     engine `torch` computes what depends on weights and constants alone once for each staging, instead of in every call.
     op_libraries: packages to import, or shared libraries to load, that register operators which the graphs call.
@@ -85,18 +87,22 @@ def load(
         store = Store(opened.manifest.weights, residency, keep_previous, open_memory(place, staging))
     else:
         store = share._store
-    runs = open_engine(
-        chosen,
-        opened,
-        place,
-        threads=threads,
-        prologue=prologue,
-        on_host=store.stages_on_host,
-        cuda_graphs=cuda_graphs,
-    )
+    options = {"threads": threads, "prologue": prologue, "on_host": store.stages_on_host, "cuda_graphs": cuda_graphs}
+    runs = _open_chosen(engine, chosen, opened, place, options)
     model = Model(opened, store, device=place, engine=runs)
     if on_event is not None:
         model.listen(on_event)
     if weights is not None:
         model.swap(weights, keys=keys, expect=expect, verify=verify, allow_nonfinite=allow_nonfinite)
     return model
+
+
+def _open_chosen(asked: str, chosen: str, artifact: Artifact, device: str, options: Mapping[str, Any]) -> Engine:
+    """The engine, or where "auto" has chosen one that cannot be opened here, the engine `torch`, with a warning."""
+    try:
+        return open_engine(chosen, artifact, device, **options)
+    except Unsupported as error:
+        if asked != AUTO or chosen == "torch":
+            raise
+        warnings.warn(f"engine=\"auto\": the engine 'torch' serves, as {error}", RuntimeWarning, stacklevel=3)
+        return open_engine("torch", artifact, device, **options)

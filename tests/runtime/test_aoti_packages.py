@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import sys
 import zipfile
 from collections.abc import Callable
 from io import BytesIO
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import msgspec
 import pytest
 import torch
 from torch import nn
 
-from tests.compiled import Mixtures, needs_compiler
+from tests.compiled import Mixtures, needs_compiler, sample
 from tests.varied import RichFiles
 from weightswap_exporter import export
 from weightswap_exporter.compiling import with_files
@@ -175,8 +176,38 @@ def test_damaged_machine_code_is_refused(mixtures: Mixtures, tmp_path: Path) -> 
     parts = members(mixtures.artifact)
     (name,) = (name for name in parts if name.endswith(".so"))
     parts[name] = b"\x7fELF" + bytes(4096)
-    with pytest.raises(ArtifactError, match="cannot be loaded by torch"):
-        load(replaced(mixtures.artifact, tmp_path / "a.artifact", zipped(parts)), engine="aoti")
+    damaged = replaced(mixtures.artifact, tmp_path / "a.artifact", zipped(parts))
+    with pytest.raises(Unsupported, match=r"cannot be loaded by torch .* Compile it again"):
+        load(damaged, engine="aoti")
+    with pytest.warns(RuntimeWarning, match=r"engine=\"auto\": the engine 'torch' serves, as .* cannot be loaded"):
+        assert load(damaged, engine="auto").engine == "torch"
+
+
+def nowhere(*_: object, **__: object) -> NoReturn:
+    raise FileNotFoundError("no usable temporary directory found")
+
+
+def test_machine_code_is_loaded_where_nothing_can_be_written(
+    mixtures: Mixtures, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(aoti_library.tempfile, "TemporaryDirectory", nowhere)
+    ids, seen, times = sample(2)
+    for path, eager in zip(mixtures.files, mixtures.models, strict=True):
+        found = load(mixtures.artifact, path, engine="aoti")(ids, seen.clone(), times)
+        with torch.no_grad():
+            torch.testing.assert_close(found["logits"], eager(ids, seen.clone(), times)["logits"])
+
+
+def test_machine_code_is_loaded_where_memory_cannot_be_executed(
+    mixtures: Mixtures, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "memfd_create", nowhere)
+    assert load(mixtures.artifact, mixtures.files[0], engine="auto").engine == "aoti"
+    monkeypatch.setattr(aoti_library.tempfile, "TemporaryDirectory", nowhere)
+    with pytest.raises(Unsupported, match=r"no usable temporary directory.*memfd_create.*TMPDIR"):
+        load(mixtures.artifact, engine="aoti")
+    with pytest.warns(RuntimeWarning, match=r"the engine 'torch' serves"):
+        assert load(mixtures.artifact, engine="auto").engine == "torch"
 
 
 def test_a_package_that_has_been_altered_is_refused(mixtures: Mixtures, tmp_path: Path) -> None:

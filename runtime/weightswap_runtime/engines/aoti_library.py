@@ -18,7 +18,7 @@ from typing import NamedTuple, NoReturn
 
 import torch
 
-from weightswap_runtime.errors import ArtifactError
+from weightswap_runtime.errors import ArtifactError, Unsupported
 
 _CREATE = "AOTInductorModelContainerCreateWithDevice"
 _DELETE = "AOTInductorModelContainerDelete"
@@ -60,7 +60,7 @@ class Library:
     """
 
     def __init__(self, raw: bytes, where: str, device: torch.device = CPU) -> None:
-        """Load machine code that runs on `device`. Raises ArtifactError."""
+        """Load machine code that runs on `device`. Raises ArtifactError; Unsupported where it cannot be loaded here."""
         self._where = where
         self._device = device
         self.stream = _stream_of(device)
@@ -68,11 +68,13 @@ class Library:
             self._calls = _load(raw)
             for name in (_CREATE, _DELETE, _RUN, _BIND, _BOUND, _REASON, *_COUNTS, _NAME, _FQN, _DTYPE, _FOLDED):
                 getattr(self._calls, name)
-        except (OSError, AttributeError) as error:
-            raise ArtifactError(
-                f"{where}: cannot be loaded by torch {torch.__version__} ({error}). Compile it again, and let "
-                f"{tempfile.gettempdir()} be a folder whose files may be executed"
+        except OSError as error:
+            raise Unsupported(
+                f"{where}: cannot be loaded by torch {torch.__version__} ({error}). Compile it again, or allow this "
+                "process machine code in memory (memfd_create) or in its temporary folder (TMPDIR)"
             ) from error
+        except AttributeError as error:
+            raise ArtifactError(f"{where}: is not what AOTInductor compiles ({error}). Compile it again.") from error
         self._run = getattr(self._calls, _RUN)
         self._run.argtypes = (_P, _P, ctypes.c_size_t, _P, ctypes.c_size_t, _P, _P)
         handle = self.create()
@@ -189,6 +191,26 @@ class _CurrentStream:
 
 
 def _load(raw: bytes) -> ctypes.CDLL:
+    """A library from memory, which needs no place that can be written to; else from a file that goes at once."""
+    try:
+        return _from_memory(raw)
+    except OSError:  # where a system executes no such files
+        return _from_file(raw)
+
+
+def _from_memory(raw: bytes) -> ctypes.CDLL:
+    file = os.memfd_create("weightswap", os.MFD_CLOEXEC)
+    try:
+        with open(file, "wb", closefd=False) as written:
+            written.write(raw)
+        # the descriptor stays open: a library of the same name would be taken for the same
+        return ctypes.CDLL(f"/proc/self/fd/{file}", mode=os.RTLD_LOCAL | os.RTLD_NOW)
+    except BaseException:
+        os.close(file)
+        raise
+
+
+def _from_file(raw: bytes) -> ctypes.CDLL:
     with tempfile.TemporaryDirectory(prefix="weightswap-") as folder:
         path = Path(folder, "graph.so")
         with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o700), "wb") as file:
