@@ -6,7 +6,9 @@ import logging
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
+
+import msgspec
 
 from .errors import text_of
 from .hooks import Hooks, Stop
@@ -86,6 +88,11 @@ class Event:
     seconds_verified: float = 0.0
     nonfinite: Mapping[str, Nonfinite] = field(default_factory=dict)
 
+    def as_dict(self) -> dict[str, Any]:
+        """The fields as dicts, tuples, texts and numbers alone; of an error its class, its text and its problems."""
+        found: dict[str, Any] = msgspec.to_builtins(self, enc_hook=_described)
+        return found
+
     def __str__(self) -> str:
         who = f" for {visible(self.by)}" if self.by else ""
         what = f", weights {self.weights_id[:12]}" if self.weights_id else ""
@@ -94,6 +101,11 @@ class Event:
         where = f" while {self.phase}" if self.phase else ""
         why = f": {type(self.error).__name__}: {text_of(self.error)}" if self.error else ""
         return f"{self.kind}{who}{where}: {visible(self.source)}{what}{generation}{odd}{why}"
+
+
+def _described(error: BaseException) -> dict[str, Any]:
+    problems = getattr(error, "problems", ())
+    return {"error": type(error).__name__, "message": str(error), "problems": problems}
 
 
 Listener = Callable[[Event], object]

@@ -10,20 +10,20 @@ from typing import Protocol
 class Renewable(Protocol):
     """Something whose locks are made anew in a child."""
 
-    def renew(self) -> None: ...
+    def _renew(self) -> None: ...
 
 
 _known: weakref.WeakSet[Renewable] = weakref.WeakSet()
 
 
 def renew_in_children(thing: Renewable) -> None:
-    """Call `thing.renew()` in every child that is forked from now on, before anything else runs there."""
+    """Call `thing._renew()` in every child that is forked from now on, before anything else runs there."""
     _known.add(thing)
 
 
 def _after_fork() -> None:
     for thing in list(_known):
-        thing.renew()
+        thing._renew()
 
 
 os.register_at_fork(after_in_child=_after_fork)

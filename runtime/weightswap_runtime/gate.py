@@ -120,14 +120,14 @@ class Gate(Generic[S]):
     """Hands out leases on the current version. One lock, held for a few hundred nanoseconds at a time."""
 
     def __init__(self) -> None:
-        self.renew()
+        self._renew()
         renew_in_children(self)
         self._current: Version[S] | None = None
         self._holder: ClaimReference | None = None
         self._failure: str | None = None
         self._closed = False
 
-    def renew(self) -> None:
+    def _renew(self) -> None:
         """Make the lock, which another thread may have held when this process was forked."""
         self._lock = RLock()  # a signal may come in the middle, and its handler may call the model
         self._changed = Condition(self._lock)

@@ -20,10 +20,10 @@ class Hooks(Generic[P]):
     def __init__(self, log: logging.Logger) -> None:
         self.hooks: tuple[Callable[P, object], ...] = ()
         self._log = log
-        self.renew()
+        self._renew()
         renew_in_children(self)
 
-    def renew(self) -> None:
+    def _renew(self) -> None:
         self._changing = RLock()  # for signal handlers
 
     def add(self, hook: Callable[P, object]) -> Stop:

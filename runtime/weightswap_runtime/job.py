@@ -34,14 +34,14 @@ class Job:
         if rate_limit is not None and not (isinstance(rate_limit, int | float) and 0 < rate_limit < math.inf):
             raise Unsupported(f"rate_limit={rate_limit!r}: expected bytes per second, more than 0, or None")
         self.rate_limit = rate_limit
-        self.renew()
+        self._renew()
         renew_in_children(self)
         self._cancelled = False
         self.abandoned = False  # by a listener, in the staging's own thread
         self._progress = Progress("waiting", 0, 0)
         self._free_at = 0.0  # when the next piece may begin
 
-    def renew(self) -> None:
+    def _renew(self) -> None:
         self._lock = threading.Lock()
 
     def unit(self, wanted: int) -> int:

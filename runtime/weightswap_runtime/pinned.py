@@ -21,10 +21,10 @@ class Pinned(Caller, AbstractContextManager["Pinned"]):
         self._gate = gate
         self._version: Version[Session] | None = None
         self._lease = Pin()
-        self.renew()
+        self._renew()
         renew_in_children(self)
 
-    def renew(self) -> None:
+    def _renew(self) -> None:
         self._open = RLock()  # for signal handlers
 
     def __enter__(self) -> Pinned:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
 
 from .memory import StagedIn
 from .nonfinite import Nonfinite
@@ -44,3 +47,8 @@ class SwapReceipt:
     seconds_paused: float
     committed_at: float
     nonfinite: dict[str, Nonfinite] = field(default_factory=dict)
+
+    def as_dict(self) -> dict[str, Any]:
+        """The fields as dicts, tuples, texts and numbers alone, as `--json` prints them."""
+        found: dict[str, Any] = msgspec.to_builtins(self)
+        return found

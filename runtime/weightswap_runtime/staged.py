@@ -145,11 +145,11 @@ class Staged(Caller, AbstractContextManager["Staged"]):
         self._staging = staging
         self._commit = commit
         self._discarded = discarded
-        self.renew()
+        self._renew()
         renew_in_children(self)
         self._committing = self._given_up = False
 
-    def renew(self) -> None:
+    def _renew(self) -> None:
         self._closing = threading.RLock()  # a listener may discard what is being committed
 
     def start(self) -> Staged:

@@ -76,7 +76,7 @@ class Store:
         self.gate: Gate[Session] = Gate()
         self.events = Events()
         self.history: deque[SwapReceipt] = deque(maxlen=HISTORY)
-        self.renew()
+        self._renew()
         renew_in_children(self)
         self._weights = weights
         self._workers = Workers()
@@ -91,7 +91,7 @@ class Store:
             residency, keep_previous, self._new_session, memory, layout, self.gate, self._workers
         )
 
-    def renew(self) -> None:
+    def _renew(self) -> None:
         """What other threads were doing to the weights, a forked child does not do."""
         self.swapping = Lock()
         self._opening = RLock()  # for signal handlers

@@ -49,10 +49,10 @@ class Tallies:
         self.seconds_staged = 0.0
         self.seconds_verified = 0.0
         self.pauses = Distribution(PAUSE_BUCKETS)
-        self.renew()
+        self._renew()
         renew_in_children(self)
 
-    def renew(self) -> None:
+    def _renew(self) -> None:
         self.lock = RLock()  # a signal may come in the middle, and its handler may call the model
 
     def on_call(self, method: str, seconds: float, error: BaseException | None) -> None:

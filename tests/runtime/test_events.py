@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -69,6 +70,21 @@ def test_labels_are_told(tiny: TinyArtifact, tmp_path: Path) -> None:
     told = Told()
     load(tiny.path, path, on_event=told)
     assert [dict(event.labels) for event in told.events] == [{}, {"step": "3"}, {"step": "3"}]
+
+
+def test_events_and_receipts_become_plain_values(tiny: TinyArtifact, weight_file: WriteWeights) -> None:
+    told = Told()
+    model = load(tiny.path, weight_file(1), on_event=told)
+    with pytest.raises(WeightFileError):
+        model.swap(weight_file(1).with_name("nowhere"))
+    receipt = model.history[0].as_dict()
+    assert json.loads(json.dumps(receipt))["staged_in"] == list(receipt["staged_in"])
+    assert (receipt["generation"], receipt["weights_id"], receipt["staged_in"][0]) == (0, model.weights_id, "in place")
+    committed, refused = told.events[2].as_dict(), told.events[-1].as_dict()
+    assert committed["receipt"] == receipt
+    assert (committed["kind"], committed["error"]) == ("committed", None)
+    said = {"error": "WeightFileError", "message": str(told.events[-1].error), "problems": []}
+    assert json.loads(json.dumps(refused))["error"] == said
 
 
 def test_a_refused_file_is_told_with_its_reason_and_its_phase(tiny: TinyArtifact, weight_file: WriteWeights) -> None:

@@ -85,15 +85,12 @@ def print_json(document: Any) -> None:
     typer.echo(msgspec.json.format(encode_json(document), indent=2).decode())
 
 
-def encode_json(document: Any, enc_hook: Callable[[Any], Any] = str) -> bytes:
-    """One line. Texts that UTF-8 cannot hold, such as paths of other bytes, are spelled out.
-
-    enc_hook: what is made of values that msgspec does not know.
-    """
+def encode_json(document: Any) -> bytes:
+    """One line. Texts that UTF-8 cannot hold, such as paths of other bytes, are spelled out."""
     try:
-        return msgspec.json.encode(document, enc_hook=enc_hook)
+        return msgspec.json.encode(document, enc_hook=str)
     except UnicodeEncodeError:
-        return msgspec.json.encode(_spelled_out(msgspec.to_builtins(document, enc_hook=enc_hook)))
+        return msgspec.json.encode(_spelled_out(msgspec.to_builtins(document, enc_hook=str)))
 
 
 def _spelled_out(found: Any) -> Any:

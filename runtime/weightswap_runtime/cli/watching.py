@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from enum import StrEnum
-from typing import Any
 
 import typer
 
@@ -32,12 +31,7 @@ def print_event(event: Event) -> None:
 
 def print_event_as_json(event: Event) -> None:
     """An event as one line of JSON."""
-    typer.echo(encode_json(event, _describe_error).decode())
-
-
-def _describe_error(error: object) -> dict[str, Any]:
-    problems = getattr(error, "problems", ())
-    return {"error": type(error).__name__, "message": str(error), "problems": problems}
+    typer.echo(encode_json(event.as_dict()).decode())
 
 
 def watch_until_interrupt(start: Callable[[], Watcher]) -> None:

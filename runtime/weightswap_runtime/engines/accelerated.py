@@ -218,7 +218,7 @@ class BoundAccelerated(BoundTorch):
         with self._in_turn():
             super()._reset()
 
-    def renew(self) -> None:
+    def _renew(self) -> None:
         """After a fork: the device is the parent's alone."""
         self._state_lock = RLock()
 

@@ -149,7 +149,7 @@ class _Call:
             state.put(found[name])
         return [None if name is None else _output(found[name], leaf) for name, leaf in self._outputs]
 
-    def renew(self) -> None:
+    def _renew(self) -> None:
         """After a fork: bindings belong to sessions whose threads are gone."""
         _LOST.append(self._pool)
         self._pool = []
@@ -194,11 +194,11 @@ class BoundOnnx(Stateful):
         """There is nothing to keep."""
         return lambda: None
 
-    def renew(self) -> None:
+    def _renew(self) -> None:
         """After a fork: bindings are made again, and half a call's state is undone."""
         for call in self._calls.values():
-            call.renew()
-        super().renew()
+            call._renew()
+        super()._renew()
 
     def _reset(self) -> None:
         for state in self._states.values():

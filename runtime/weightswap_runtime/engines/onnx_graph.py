@@ -92,7 +92,7 @@ class OnnxGraph:
             self._session = self._open()
         return self._session
 
-    def renew(self) -> None:
+    def _renew(self) -> None:
         """After a fork: a session's threads are gone, so that the next call opens another."""
         _LOST.append(self._session)
         self._session = None

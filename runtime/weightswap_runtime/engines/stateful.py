@@ -15,7 +15,7 @@ class Stateful:
         self._state_lock = RLock()
         renew_in_children(self)
 
-    def renew(self) -> None:
+    def _renew(self) -> None:
         """After a fork: what a call of another thread was doing to the state is undone."""
         free = self._state_lock.acquire(blocking=False)
         self._state_lock = RLock()
