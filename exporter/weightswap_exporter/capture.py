@@ -22,6 +22,8 @@ from weightswap_runtime.errors import CaptureError
 
 from .mutations import mutated_buffers
 
+_STORED = re.compile(r"The tensor attributes? (.+?) (?:was|were) assigned during export")
+
 
 @dataclass(frozen=True)
 class MethodSpec:
@@ -57,11 +59,22 @@ def capture(model: nn.Module, name: str, spec: MethodSpec) -> Captured:
             with torch.inference_mode(False), torch.enable_grad(), _none_buffers_last(root):
                 program = torch.export.export(root, args, kwargs, dynamic_shapes=spec.dynamic_shapes, strict=False)
                 mutated = mutated_buffers(program)
+    except CaptureError as error:
+        raise CaptureError(f"method {name!r}: {error}") from error
     except Exception as error:
+        if stored := _STORED.match(str(error)):
+            raise CaptureError(f"method {name!r}: {_stores(stored[1])}") from error
         reason = str(error).partition("\n\nThe error above occurred")[0]
         text = f"method {name!r}: torch.export cannot capture it: {reason}{_advice(reason)}"
         raise CaptureError(*text.splitlines()) from error
     return Captured(program, inspect.signature(root.forward), spec.dynamic_shapes, mutated)
+
+
+def _stores(attributes: str) -> str:
+    return (
+        f"a call stores tensors in {attributes}, and what it leaves there would not be served. Register it as a buffer "
+        "if the next call reads it; else clear that cache, or remove the hook or the line that stores it"
+    )
 
 
 def _advice(reason: str) -> str:

@@ -40,7 +40,7 @@ def functionalised_mutations(program: ExportedProgram) -> frozenset[str]:
     if changed:
         raise CaptureError(
             f"a call changes the parameter(s) {', '.join(map(str, changed))}; weights are only changed by a swap. "
-            "Register what changes as a buffer."
+            "Register what changes as a buffer, or switch the change off (nn.Embedding: max_norm=None)."
         )
     declared = {str(spec.target) for spec in outputs if spec.kind is OutputKind.BUFFER_MUTATION}
     return frozenset(declared | _written_in_a_run(program))

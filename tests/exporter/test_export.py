@@ -310,7 +310,7 @@ REFUSED: dict[str, tuple[nn.Module, str]] = {
     "data-dependent control flow": (Data(), "torch.export cannot capture it"),
     "a changed parameter": (ChangesWeight(), r"a call changes the parameter\(s\) weight"),
     "a changed attribute": (ChangesAttribute(), "register it as buffer"),
-    "an assigned attribute": (AssignsAttribute(), "was assigned during export"),
+    "an assigned attribute": (AssignsAttribute(), "a call stores tensors in self.cache"),
     "a view of a weight": (ViewOfWeight(), "turned: is a view of the weight weight, and would keep its present values"),
     "a graph that torch cannot write": (
         Unwritable(),
@@ -379,6 +379,42 @@ def test_a_dynamic_dimension_stays_dynamic(dim: Any, tmp_path: Path) -> None:
     x = torch.randn(5, 2, 4, 4)
     with torch.no_grad():
         assert torch.equal(model(x), eager(x))
+
+
+class Storing(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+        self.last = torch.zeros(3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.last = self.linear(x)
+        return self.last.relu()
+
+
+class Lazy(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not hasattr(self, "table"):
+            self.register_buffer("table", torch.arange(3.0))
+        return x + self.table
+
+
+def test_what_weightswap_refuses_is_not_blamed_on_torch(tmp_path: Path) -> None:
+    cases = {
+        "method 'forward': a call stores tensors in self.last, and what it leaves": Storing(),
+        "method 'forward': a call changes the parameter.*max_norm=None": nn.Embedding(9, 3, max_norm=1.0),
+        "0.table: constants and state .* The call makes them: call the model once before the export": nn.Sequential(
+            Lazy()
+        ),
+    }
+    for says, model in cases.items():
+        x = torch.ones(3, dtype=torch.int64 if isinstance(model, nn.Embedding) else torch.float32)
+        with pytest.raises(CaptureError, match=says) as refused:
+            export(model.eval(), (x,), out=tmp_path / "a")
+        assert "torch.export cannot" not in str(refused.value)
+    called = nn.Sequential(Lazy()).eval()
+    called(torch.ones(3))
+    export(called, (torch.ones(3),), out=tmp_path / "a")
 
 
 def test_a_dynamic_dimension_that_became_fixed_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
