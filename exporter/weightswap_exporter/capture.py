@@ -21,6 +21,7 @@ from torch.utils import _pytree as pytree
 from weightswap_runtime.errors import CaptureError
 
 from .mutations import mutated_buffers
+from .tensors import named_tensors
 
 _STORED = re.compile(r"The tensor attributes? (.+?) (?:was|were) assigned during export")
 
@@ -56,7 +57,7 @@ def capture(model: nn.Module, name: str, spec: MethodSpec) -> Captured:
             warnings.filterwarnings("error", r"The tensor attributes? .* assigned during export", UserWarning)
             warnings.filterwarnings("ignore", _assigned_again(root), UserWarning)
             # whatever the caller's mode: the graph must not depend on it
-            with torch.inference_mode(False), torch.enable_grad(), _none_buffers_last(root):
+            with torch.inference_mode(False), torch.enable_grad(), _none_buffers_last(root), _no_new_tensors(root):
                 program = torch.export.export(root, args, kwargs, dynamic_shapes=spec.dynamic_shapes, strict=False)
                 mutated = mutated_buffers(program)
     except CaptureError as error:
@@ -150,6 +151,22 @@ def _none_buffers_last(root: nn.Module) -> Iterator[None]:
         yield
     finally:
         root._buffers = buffers
+
+
+@contextmanager
+def _no_new_tensors(root: nn.Module) -> Iterator[None]:
+    """Raises CaptureError for parameters and buffers that the call has made, and takes them off again."""
+    before = named_tensors(root).keys()
+    try:
+        yield
+    finally:
+        made = sorted(named_tensors(root).keys() - before)
+        for path, _, name in (fqn.rpartition(".") for fqn in made):
+            delattr(root.get_submodule(path), name)
+    if made:
+        raise CaptureError(
+            f"a call makes {', '.join(made)}, which the model does not have before it: call the model once, then export"
+        )
 
 
 def _assigned_again(model: nn.Module) -> str:

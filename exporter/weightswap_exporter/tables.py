@@ -56,7 +56,7 @@ def classify(model: nn.Module, captured: Mapping[str, Captured]) -> Tables:
         rows["constant"] += [_row([key], tensor) for key, tensor in own.items()]
         values |= own
         inputs[name] = tuple(_graph_inputs(name, method, kinds, known))
-    _check_values(values, hollow=any(map(is_fake, model.parameters())))
+    _check_values(values)
     _check_overlaps(values, {row.name: tensors[row.name] for row in rows["weight"]})
     return Tables(tuple(rows["weight"]), tuple(rows["state"]), tuple(rows["constant"]), inputs, values)
 
@@ -115,17 +115,12 @@ def _graph_inputs(
             )
 
 
-def _check_values(values: Mapping[str, torch.Tensor], hollow: bool) -> None:
-    """hollow: whether the model is a skeleton; in another one, what has no values was made while it was captured."""
+def _check_values(values: Mapping[str, torch.Tensor]) -> None:
     empty = [name for name, value in values.items() if is_fake(value)]
     if empty:
-        advice = (
-            "In a skeleton, compute buffers from real tensors, not from parameters."
-            if hollow
-            else "The call makes them: call the model once before the export."
-        )
         raise CaptureError(
-            f"{', '.join(empty)}: constants and state go into the artifact, but these have no values. {advice}"
+            f"{', '.join(empty)}: constants and state go into the artifact, but these have no values. In a skeleton, "
+            "compute buffers from real tensors, not from parameters."
         )
 
 
