@@ -10,6 +10,7 @@ import dataclasses
 import functools
 import json
 import re
+import unicodedata
 from collections.abc import Callable, Iterator
 from enum import IntEnum
 from keyword import iskeyword
@@ -25,6 +26,7 @@ from .sizes import is_size
 
 _MOST_SHOWN = 80
 _RECORD = re.compile(r"(weight|tensor)_\d+")
+_QUOTES = frozenset("\"'\\")
 _CONTAINERS = {"builtins.tuple", "builtins.list", "builtins.dict"}
 
 
@@ -34,21 +36,42 @@ def is_identifier(text: str) -> bool:
 
 
 def is_path(text: str) -> bool:
-    """Whether a text can be the FQN of a tensor or a module."""
-    return all(part and not _is_python(part) for part in text.split("."))
+    """Whether a text can be the FQN of a tensor or a module: torch writes its parts between quotes into source."""
+    return all(
+        part and part.isprintable() and not _QUOTES.intersection(part) and not _is_python(part)
+        for part in text.split(".")
+    )
 
 
 def is_tree(text: str) -> bool:
     """Whether a text describes tuples, lists and dicts with plain keys, as torch writes a tree of containers."""
+    return _holds(text, _is_container)
+
+
+def is_inputs(text: str) -> bool:
+    """The same for the inputs of a method, whose keywords become the parameters of a function."""
+    return _holds(text, _is_inputs)
+
+
+def _holds(text: str, check: Callable[[dict[str, Any]], bool]) -> bool:
     try:
         version, tree = json.loads(text)
-        return version == 1 and _is_container(tree)
+        return version == 1 and _is_container(tree) and check(tree)
     except (ValueError, TypeError, KeyError, RecursionError):
         return False
 
 
 def _is_python(name: str) -> bool:
-    return name.startswith("__") and name.endswith("__")
+    """Whether Python takes it for a name of its own; it takes full-width letters for others."""
+    plain = unicodedata.normalize("NFKC", name)
+    return plain.startswith("__") and plain.endswith("__")
+
+
+def _is_inputs(tree: dict[str, Any]) -> bool:
+    args, kwargs = tree["children_spec"]
+    names = json.loads(kwargs["context"])
+    kinds = [each["type"] for each in (tree, args, kwargs)]
+    return kinds == ["builtins.tuple", "builtins.tuple", "builtins.dict"] and all(map(is_identifier, names))
 
 
 def _is_container(tree: dict[str, Any]) -> bool:
@@ -98,7 +121,7 @@ _TEXTS: dict[str, Callable[[str], bool]] = {
     "ModuleCallEntry.fqn": lambda text: not text or is_path(text),
     "keys of PayloadConfig.config": is_path,
     "PayloadMeta.path_name": lambda text: _RECORD.fullmatch(text) is not None,
-    "ModuleCallSignature.in_spec": is_tree,
+    "ModuleCallSignature.in_spec": is_inputs,
     "ModuleCallSignature.out_spec": is_tree,
     "Node.target": _is_operator,
     "SymExpr.expr_str": is_size,

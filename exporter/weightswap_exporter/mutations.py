@@ -12,6 +12,7 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
+from torch._dispatch.python import enable_python_dispatcher
 from torch._guards import detect_fake_mode
 from torch._ops import OpOverload
 from torch.export import ExportedProgram
@@ -58,7 +59,7 @@ def _written_in_a_run(program: ExportedProgram) -> set[str]:
     mode = detect_fake_mode(inputs)
     # operators that ask for a size in this run must not fix it in the program
     sizes = mode.shape_env.suppress_guards() if mode is not None and mode.shape_env is not None else nullcontext()
-    with mode or nullcontext(), sizes, torch.no_grad():
+    with mode or nullcontext(), sizes, enable_python_dispatcher(), torch.no_grad():
         Interpreter(program.graph_module).run(*inputs)
     return {name for name, value in kept.items() if value._version != before[name]}
 

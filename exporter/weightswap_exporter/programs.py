@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import io
 import json
+import logging
 import zipfile
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -32,14 +34,27 @@ def open_program(artifact: Artifact, name: str) -> ExportedProgram:
     open_graph(artifact, name, CPU)
     raw, where = artifact.read(name), str(artifact.path / name)
     try:
-        return torch.export.load(io.BytesIO(checked_archive(raw, where)))
+        with _quiet():
+            return torch.export.load(io.BytesIO(checked_archive(raw, where)))
     except ArtifactError:
         raise
     except Exception as error:
+        reason = error.__cause__ or error.__context__ or error
         raise ArtifactError(
             f"{where}: torch {torch.__version__} cannot open the graph that torch "
-            f"{artifact.manifest.producer.torch} wrote ({error}). Install that torch, or export again."
+            f"{artifact.manifest.producer.torch} wrote ({reason}). Install that torch, or export again."
         ) from error
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """A block in which torch does not log why it cannot open a program, in words that somebody else may have chosen."""
+    logger = logging.getLogger("torch.export")
+    before, logger.disabled = logger.disabled, True
+    try:
+        yield
+    finally:
+        logger.disabled = before
 
 
 def checked_archive(raw: bytes, where: str) -> bytes:

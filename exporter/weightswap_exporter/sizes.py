@@ -7,69 +7,124 @@ import functools
 import re
 
 MOST_CHARACTERS = 10_000
-MOST_POWERS = 3
-LARGEST_EXPONENT = 99
+MOST_CHOICES, MOST_CHOSEN = 20, 8  # of Max and Min in one size, and of their arguments: SymPy compares each with each
+MOST_POWERS, LARGEST_EXPONENT = 3, 99
+MOST_DIGITS = 1000
 _MOST_BITS = 64
 _SYMBOL = re.compile(r"[a-z]{1,4}\d+")
 _NUMBER = re.compile(r"-?\d{1,20}(\.\d{1,80})?(e[-+]?\d{1,3})?")
 _FUNCTIONS = re.compile(
-    r"Symbol|Integer|Rational|Float|Add|Mul|Pow|Max|Min|Mod|Abs|Equality|Unequality|(Strict)?(Less|Greater)Than"
+    r"Add|Mul|Mod|Abs|Equality|Unequality|(Strict)?(Less|Greater)Than"
     r"|Eq|Ne|Lt|Le|Gt|Ge|And|Or|Not|(Ceil|Floor|Trunc)To(Float|Int)|ToFloat|RoundToInt|RoundDecimal|FloorDiv|CeilDiv"
-    r"|CleanDiv|(Int|Float)TrueDiv|ModularIndexing|PythonMod|PowByNatural|FloatPow|LShift|RShift|Where|Identity"
-    r"|Piecewise|floor|ceiling"
+    r"|CleanDiv|(Int|Float)TrueDiv|ModularIndexing|PythonMod|RShift|Where|Identity|floor|ceiling"
 )
+_NUMBERS = {"Integer", "Rational", "Float"}
+_POWERS = {"Pow", "PowByNatural", "FloatPow", "LShift"}
+_CHOICES = {"Max", "Min"}
 _CONSTANTS = {"true", "false", "oo", "int_oo"}
-_OPTIONS = {"positive", "nonnegative", "integer", "precision"}
-_POWERS = {"Pow", "PowByNatural", "LShift"}  # of floats no power is large
-_PLAIN = (ast.operator, ast.unaryop, ast.boolop, ast.cmpop, ast.expr_context, ast.Compare, ast.BoolOp, ast.Tuple)
+_FLAGS = {"positive", "nonnegative", "integer"}
+_OPERATORS = ast.Add | ast.Sub | ast.Mult | ast.Div | ast.FloorDiv | ast.Mod | ast.BitAnd | ast.BitOr
 
 
 @functools.cache
 def is_size(text: str) -> bool:
-    """Whether a text is arithmetic over torch's symbols and functions, and so harmless to evaluate."""
+    """Whether a text is arithmetic over torch's symbols and functions, and so harmless and quick to evaluate."""
     if len(text) > MOST_CHARACTERS:
         return False
     try:
-        nodes = list(ast.walk(ast.parse(text, mode="eval").body))
+        tree = ast.parse(text, mode="eval").body
+        return _is_term(tree) and _is_quick(tree)
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return False
-    powers = [exponent for node in nodes if (exponent := _exponent(node)) is not None]
-    return len(powers) <= MOST_POWERS and all(map(_is_small, powers)) and all(map(_is_known, nodes))
 
 
-def _is_known(node: ast.AST) -> bool:
+def _is_quick(tree: ast.expr) -> bool:
+    nodes = list(ast.walk(tree))
+    called = [node.func.id for node in nodes if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)]
+    powers = [name for name in called if name in _POWERS] + [
+        node for node in nodes if isinstance(node, ast.Pow | ast.LShift)
+    ]
+    return len(powers) <= MOST_POWERS and sum(name in _CHOICES for name in called) <= MOST_CHOICES
+
+
+def _is_term(node: ast.expr) -> bool:
     match node:
-        case ast.Call(func=ast.Name(id=name), keywords=options):
-            return _FUNCTIONS.fullmatch(name) is not None and all(option.arg in _OPTIONS for option in options)
+        case ast.Call(func=ast.Name(id=name), args=arguments, keywords=options):
+            return _is_call(name, arguments, options)
         case ast.Name(id=name):
-            return name in _CONSTANTS or any(kind.fullmatch(name) for kind in (_SYMBOL, _FUNCTIONS))
-        case ast.Constant(value=str(value)):  # of a symbol, or of a number that has many digits
-            return any(kind.fullmatch(value) for kind in (_SYMBOL, _NUMBER))
-        case ast.Constant(value=value):
-            return isinstance(value, float) or (isinstance(value, int) and value.bit_length() <= _MOST_BITS)
-        case ast.BinOp(op=operation):
-            return not isinstance(operation, ast.MatMult)
-        case ast.UnaryOp() | ast.keyword():
-            return True
-    return isinstance(node, _PLAIN)
+            return name in _CONSTANTS or _SYMBOL.fullmatch(name) is not None
+        case ast.Constant(value=int() | float()):
+            return _is_number(node)
+        case ast.BinOp(left, ast.Pow() | ast.LShift(), right):
+            return _is_power(left, right)
+        case ast.BinOp(left, operation, right):
+            return isinstance(operation, _OPERATORS) and _is_term(left) and _is_term(right)
+        case ast.UnaryOp(operand=operand):
+            return _is_term(operand)
+        case ast.Compare(left=left, comparators=others):
+            return _is_term(left) and all(map(_is_term, others))
+    return False
 
 
-def _exponent(node: ast.AST) -> ast.expr | None:
-    """What a power or a shift is taken by; `node` itself where that cannot be told."""
+def _is_call(name: str, arguments: list[ast.expr], options: list[ast.keyword]) -> bool:
+    if name == "Symbol":
+        return _is_symbol(arguments, options)
+    if name in _NUMBERS:
+        return all(map(_is_number, arguments)) and all(map(_is_precision, options))
+    if options:
+        return False
+    if name in _POWERS:
+        return len(arguments) == 2 and _is_power(*arguments)
+    if name == "Piecewise":
+        return all(isinstance(each, ast.Tuple) and all(map(_is_term, each.elts)) for each in arguments)
+    known = _FUNCTIONS.fullmatch(name) is not None or (name in _CHOICES and len(arguments) <= MOST_CHOSEN)
+    return known and all(map(_is_term, arguments))
+
+
+def _is_symbol(arguments: list[ast.expr], options: list[ast.keyword]) -> bool:
+    flags = all(option.arg in _FLAGS and isinstance(option.value, ast.Constant) for option in options)
+    match arguments:
+        case [ast.Constant(value=str(name))]:
+            return flags and _SYMBOL.fullmatch(name) is not None
+    return False
+
+
+def _is_number(node: ast.expr) -> bool:
     match node:
-        case ast.BinOp(op=ast.Pow() | ast.LShift(), right=exponent):
-            return exponent
-        case ast.Call(func=ast.Name(id=name), args=[_, exponent]) if name in _POWERS:
-            return exponent
-        case ast.Call(func=ast.Name(id=name)) if name in _POWERS:
-            return node
-    return None
+        case ast.Constant(value=str(text)):  # one with many digits, within `Float` and its like
+            return _NUMBER.fullmatch(text) is not None
+        case ast.Constant(value=int(number)):
+            return number.bit_length() <= _MOST_BITS
+        case ast.Constant(value=float()):
+            return True
+        case ast.UnaryOp(op=ast.USub(), operand=operand):
+            return _is_number(operand)
+    return False
+
+
+def _is_precision(option: ast.keyword) -> bool:
+    match option:
+        case ast.keyword(arg="precision" | "dps", value=ast.Constant(value=int(digits))):
+            return 0 < digits <= MOST_DIGITS
+    return False
+
+
+def _is_power(base: ast.expr, exponent: ast.expr) -> bool:
+    """Whether a power or a shift is one of a symbol or a number: powers of sums and of powers take for ever."""
+    match base:
+        case ast.Name() | ast.Constant(value=int() | float()):
+            return _is_term(base) and _is_small(exponent)
+        case ast.Call(func=ast.Name(id=name)) if name == "Symbol" or name in _NUMBERS:
+            return _is_term(base) and _is_small(exponent)
+    return False
 
 
 def _is_small(exponent: ast.expr) -> bool:
     match exponent:
-        case ast.Call(func=ast.Name(id="Integer"), args=[inner]) | ast.UnaryOp(op=ast.USub(), operand=inner):
+        case ast.Call(func=ast.Name(id="Integer"), args=[inner], keywords=[]) | ast.UnaryOp(ast.USub(), inner):
             return _is_small(inner)
         case ast.Constant(value=int(value)):
             return abs(value) <= LARGEST_EXPONENT
+        case ast.Constant(value=float()) | ast.Call(func=ast.Name(id="Float" | "Rational")):  # a float stays one
+            return _is_term(exponent)
     return False

@@ -125,6 +125,8 @@ def payloads(trap: Path) -> list[str]:
         f"import {MARK}",
         str(place),
         f"../{MARK}",
+        f'x")\rexec("__import__(\'os\')\\x2emkdir({str(place)!r})")\rdef zz(self):\r    z = ("',
+        f"y): return x\r__import__('os').mkdir({str(place)!r})\rdef zz(y):#",
     ]
 
 

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import io
+import json
+import logging
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +20,7 @@ from weightswap_exporter import export
 from weightswap_exporter.programs import open_program
 from weightswap_exporter.sizes import is_size
 from weightswap_runtime import Artifact, ArtifactError
+from weightswap_runtime.graphs.archives import check_records
 
 CODE = "__import__('os').mkdir('executed')"
 FORWARD = "graphs/forward.pt2"
@@ -73,6 +78,15 @@ def rename(document: Document, old: str, new: str) -> None:
     graph(document)["tensor_values"][new] = graph(document)["tensor_values"].pop(old)
 
 
+KEYWORD = json.dumps([f"y): return\r{CODE}\r#"])
+LEAF = {"type": None, "context": None, "children_spec": []}
+
+
+def spec(kind: str, children: list[Any], context: str = "null") -> Document:
+    """Containers as torch writes them."""
+    return {"type": f"builtins.{kind}", "context": context, "children_spec": children}
+
+
 HOSTILE: dict[str, tuple[Callable[[Document], object], str]] = {
     "an input": (lambda d: rename(d, "unused", f"unused={CODE}"), "cannot stand there"),
     "the name of a call": (
@@ -93,6 +107,25 @@ HOSTILE: dict[str, tuple[Callable[[Document], object], str]] = {
             parameter_name="linear.__class__.forward"
         ),
         "parameter_name: 'linear.__class__.forward' cannot stand there",
+    ),
+    "quotes in a path": (
+        lambda d: d["graph_module"]["signature"]["input_specs"][0]["parameter"].update(
+            parameter_name="x\")\rexec(\"__import__('os')\\x2emkdir('executed')\")\rdef zz(self):\r z = (\""
+        ),
+        "parameter_name: .* cannot stand there",
+    ),
+    "full-width letters": (
+        lambda d: d["graph_module"]["signature"]["input_specs"][0]["parameter"].update(
+            parameter_name="linear.\uff3f\uff3fclass\uff3f\uff3f.x"
+        ),
+        "parameter_name: .* cannot stand there",
+    ),
+    "a keyword of the call": (
+        lambda d: d["graph_module"]["module_call_graph"][0]["signature"].update(
+            in_spec=json.dumps([1, spec("tuple", [spec("tuple", [LEAF]), spec("dict", [LEAF], KEYWORD)])]),
+            forward_arg_names=None,
+        ),
+        "ModuleCallSignature.in_spec: .* cannot stand there",
     ),
     "a size": (
         lambda d: graph(d)["sym_int_values"].update(more={"as_expr": {"expr_str": f"{CODE} or Symbol('s1')"}}),
@@ -137,6 +170,34 @@ def test_torch_sees_nothing_that_it_would_run(
     assert str(refused.value).startswith(str(tmp_path / "b" / FORWARD))
     assert len(str(refused.value)) < 2000
     assert not (tmp_path / "executed").exists()
+
+
+def test_torch_says_nothing_in_words_of_the_file(opened: Callable[..., Any], caplog: pytest.LogCaptureFixture) -> None:
+    def plant(document: Document) -> None:
+        call = calls(document, "gelu")
+        call["inputs"][-1]["arg"] = {"as_string": "\x1b[2K\rall agree"}
+        del graph(document)["tensor_values"][call["outputs"][0]["as_tensor"]["name"]]
+
+    with caplog.at_level(logging.DEBUG), pytest.raises(ArtifactError) as refused:
+        opened(plant)
+    assert "all agree" not in caplog.text
+    assert str(refused.value).isprintable()
+    assert not logging.getLogger("torch.export").disabled
+
+
+def test_records_on_top_of_each_other_are_refused(exported: bytes, tmp_path: Path) -> None:
+    """Each would be read as all that follow it: a small file of gigabytes."""
+    written = io.BytesIO()
+    with zipfile.ZipFile(io.BytesIO(exported)) as source, zipfile.ZipFile(written, "w") as target:
+        for name in source.namelist():
+            target.writestr(name, source.read(name))
+        target.writestr("archive/.data/serialization_id", bytes(10_000))
+        for info in target.infolist():
+            if info.filename.endswith(("byteorder", "archive_version")):
+                info.header_offset = target.getinfo("archive/.data/serialization_id").header_offset
+                info.file_size = info.compress_size = 10_000
+    with pytest.raises(ArtifactError, match="its records lie on top of each other"):
+        check_records(written.getvalue(), "x")
 
 
 def test_guards_are_left_out(opened: Callable[..., Any], tmp_path: Path) -> None:
@@ -184,7 +245,16 @@ def test_without_malice_it_is_the_program_that_was_exported(opened: Callable[...
         ("9**9**9", False),
         ("9**(9**9)", False),
         ("Pow(9, Pow(9, 9))", False),
-        ("Pow(Pow(9, 99), 99)", True),  # 10,000 digits
+        ("Pow(Pow(9, 99), 99)", False),
+        ("Pow(Add(Symbol('s0'), Symbol('s1')), Integer(99))", False),
+        ("Pow(Symbol('s0'), Rational(1, 2))", True),
+        (f"Max({', '.join(f'Add(s{n}, u{n})' for n in range(120))})", False),
+        ("Max(Integer(1), Symbol('s0'), Min(s1, s2))", True),
+        ("Float('0.1', precision=Integer(4000000000))", False),
+        ("Float('0.1', precision=4000000000)", False),
+        ("'1'*100000000000", False),
+        ("(1,2)*1000000000", False),
+        ("Add('1', '2')", False),
         ("Pow(b=9, e=999)", False),
         ("Pow(9, s0)", False),
         ("1 << 99999", False),

@@ -12,10 +12,12 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from torch import nn
 
-from tests.forged import with_document
+from tests.forged import replace_file, with_document
 from tests.graphs import CPU, Document, Whole, archived, compiled, documented, numbers, parts
-from weightswap_runtime import ArtifactError
+from weightswap_exporter import export
+from weightswap_runtime import ArtifactError, load
 from weightswap_runtime.graphs import opening
 from weightswap_runtime.graphs.compiling import DamagedGraph
 from weightswap_runtime.graphs.operators import ForeignFunction, MissingOperator
@@ -117,6 +119,8 @@ def test_what_is_not_known_is_refused_with_its_name(small: Path) -> None:
         ("torch.ops.aten.save.default", r"needs torch.ops.aten.save.default, which torch .* lacks"),
         ("torch.ops.aten.add_scalar.default", r"needs torch.ops.aten.add_scalar.default, which torch .* lacks"),
         ("torch.ops.aten._print.default", "changes the process and no tensor"),
+        ("torch.ops.inductor._reinterpret_tensor.default", "which is torch's own"),
+        ("torch.ops.debugprims.load_tensor.default", "which is torch's own"),
     ):
         with pytest.raises(ArtifactError, match=says):
             opening.open_graph(
@@ -137,6 +141,39 @@ def test_an_error_within_a_vmap_ends_the_vmap() -> None:
         with pytest.raises(RuntimeError):
             ours.call(numbers(4, 3), numbers(2))
         assert torch._C._functorch.get_dynamic_layer_stack_depth() == 0
+
+
+@pytest.mark.skipif(torch.__version__ < (2, 13), reason="older torch may not be able to write such a graph")
+@torch.no_grad()
+def test_a_vmap_that_does_not_end_is_an_error_and_ends() -> None:
+    def rows(x: torch.Tensor) -> torch.Tensor:
+        return torch.vmap(torch.sin)(x)
+
+    def forget(document: Document) -> None:
+        nodes(document)[:] = [node for node in nodes(document) if "_decrement_nesting" not in node["target"]]
+
+    raw = with_document(archived(torch.export.export(Whole(rows), (numbers(4, 3),))), forget)
+    with pytest.raises(DamagedGraph, match="a vmap begins and does not end"):
+        compiled(raw).call(numbers(4, 3))
+    assert torch._C._functorch.get_dynamic_layer_stack_depth() == 0
+
+
+def test_a_literal_is_no_tensor_of_the_graph(tmp_path: Path) -> None:
+    """Its text would come to operators that the reader gives none."""
+
+    class Moded(nn.Module):
+        def forward(self, x: torch.Tensor, mode: str) -> torch.Tensor:
+            return x + 1 if mode == "sum" else x
+
+    artifact = export(Moded(), (numbers(3), "sum"), out=tmp_path / "a").path
+
+    def plant(document: Document) -> None:
+        document["graph_module"]["graph"]["inputs"][1] = {"as_tensor": {"name": "text"}}
+
+    load(artifact)
+    replace_file(artifact, "graphs/forward.pt2", with_document((artifact / "graphs/forward.pt2").read_bytes(), plant))
+    with pytest.raises(ArtifactError, match="its inputs and outputs are not those of the method 'forward'"):
+        load(artifact)
 
 
 @torch.library.custom_op("weightswap_tests::noted", mutates_args=())

@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping
+from operator import contains
 from typing import Any, Protocol
 
 import torch
 
 from weightswap_runtime.artifact import Artifact
+from weightswap_runtime.cases import input_leaves
 from weightswap_runtime.errors import ArtifactError
 from weightswap_runtime.graphs.compiling import Compiled
 from weightswap_runtime.graphs.opening import open_graph
 from weightswap_runtime.manifest import GraphInput, Method
-from weightswap_runtime.signature import leaves
+from weightswap_runtime.signature import Integer, Literal, Tensor, leaves
 
 Tensors = Mapping[tuple[str, str], torch.Tensor]  # by kind and FQN
 _FIXED = ("weight", "constant")
+_KINDS: dict[type, tuple[str, ...]] = {
+    Tensor: ("as_tensor",),
+    Integer: ("as_sym_int",),
+    Literal: ("as_none", "as_bool", "as_int", "as_float", "as_string"),
+}
 
 
 class Call(Protocol):
@@ -41,12 +48,21 @@ def load_graph(artifact: Artifact, name: str, method: Method, prologue: bool, de
     """A method's graph as it was captured. Raises ArtifactError."""
     fixed = [prologue and item.kind in _FIXED for item in method.inputs]
     graph = open_graph(artifact, method.graph, device, fixed)
-    if graph.inputs != len(method.inputs) or graph.outputs != len(leaves(method.signature.output)):
+    if not _fits(graph, method):
         raise ArtifactError(
             f"{artifact.path / method.graph}: its inputs and outputs are not those of the method {name!r} in the "
             "manifest"
         )
     return graph
+
+
+def _fits(graph: Compiled, method: Method) -> bool:
+    """Whether a graph has the inputs and outputs of a method: tensors where it has tensors, literals where literals."""
+    given = iter(input_leaves(method.signature))
+    wanted = [_KINDS[type(next(given))] if item.kind == "input" else _KINDS[Tensor] for item in method.inputs]
+    if len(graph.kinds) != len(wanted) or not all(map(contains, wanted, graph.kinds)):
+        return False
+    return graph.outputs == len(leaves(method.signature.output))
 
 
 class GraphCall:

@@ -13,10 +13,10 @@ from typing import Any
 from weightswap_runtime.errors import ArtifactError
 
 _MEMBER = re.compile(
-    r"[^/]+/(models/model\.json|data/(weights/model_weights|constants/model_constants)_config\.json"
+    r"[\w.-]+/(models/model\.json|data/(weights/model_weights|constants/model_constants)_config\.json"
     r"|archive_format|archive_version|byteorder|\.data/version|\.data/serialization_id)"
 )
-_EMPTY = re.compile(r"[^/]+/data/(weights/weight_\d+|constants/tensor_\d+|sample_inputs/model\.pt)")
+_EMPTY = re.compile(r"[\w.-]+/data/(weights/weight_\d+|constants/tensor_\d+|sample_inputs/model\.pt)")
 _RECORD = re.compile(r"(weight|tensor)_\d+")
 
 
@@ -24,7 +24,7 @@ def check_records(raw: bytes, where: str) -> None:
     """Raises ArtifactError for an archive with a record that would be unpickled, or that has no place in it."""
     try:
         with zipfile.ZipFile(io.BytesIO(raw)) as archive:
-            problems = list(_record_problems(archive))
+            problems = list(_record_problems(archive, len(raw)))
     except Exception as error:  # what a zip or JSON reader raises for bytes that somebody made up
         raise ArtifactError(f"{where}: not an archive that torch.export writes ({error})") from error
     if problems:
@@ -51,10 +51,14 @@ def _targets(value: Any) -> Iterator[str]:
         yield value["target"]
 
 
-def _record_problems(archive: zipfile.ZipFile) -> Iterator[str]:
+def _record_problems(archive: zipfile.ZipFile, size: int) -> Iterator[str]:
     members = archive.infolist()
     if len({info.filename for info in members}) != len(members):
         yield "two records have one name"
+    elif len({info.filename.partition("/")[0] for info in members}) > 1:
+        yield "its records are in several folders"
+    elif sum(info.file_size for info in members) > size:
+        yield "its records lie on top of each other"
     elif any(info.compress_type != zipfile.ZIP_STORED for info in members):
         yield "its records are compressed"
     else:

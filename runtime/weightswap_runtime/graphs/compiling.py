@@ -35,7 +35,8 @@ class Compiled(NamedTuple):
 
     `prologue` gives the `hoisted` values that come before the inputs in a call, from those inputs that were said to be
     fixed. past_autograd: whether it does the same where the dispatcher leaves autograd out: it has torch's own
-    operators alone, and no part that runs with gradients.
+    operators alone, and no part that runs with gradients. kinds: of its arguments, as the schema calls them; those of
+    literals are not looked at in a call.
     """
 
     call: Callable[..., Any]
@@ -44,6 +45,7 @@ class Compiled(NamedTuple):
     past_autograd: bool
     prologue: Callable[..., Any] | None = None
     hoisted: int = 0
+    kinds: tuple[str, ...] = ()
 
 
 class DamagedGraph(Exception):
@@ -105,7 +107,8 @@ class _Function:
             call = _leaving_vmap(call)
         prologue = self._write(given, body(early, frozenset(hoisted)), _tuple(hoisted)) if hoisted else None
         past_autograd = self._constants.past_autograd
-        return Compiled(call, len(parameters), len(values), past_autograd, prologue, len(hoisted))
+        kinds = tuple(kind for argument in graph.inputs for kind in argument)
+        return Compiled(call, len(parameters), len(values), past_autograd, prologue, len(hoisted), kinds)
 
     def _write(self, parameters: list[str], lines: list[str], result: str) -> Callable[..., Any]:
         """A function; every name in its source was made here."""
@@ -300,17 +303,19 @@ _ITEMS = {
 
 
 def _leaving_vmap(call: Callable[..., Any]) -> Callable[..., Any]:
-    """The same; an error within a vmap ends the vmap, which its thread would stay in."""
+    """The same; whatever happens in it, its thread is in no vmap afterwards that it was not in before."""
     depth_now = torch._C._functorch.get_dynamic_layer_stack_depth
     leave = torch._C._functorch.pop_dynamic_layer_stack_and_undo_to_depth
 
     def graph(*values: Any) -> Any:
         depth = depth_now()
         try:
-            return call(*values)
-        except BaseException:
+            outputs = call(*values)
+            if depth_now() != depth:
+                raise DamagedGraph("a vmap begins and does not end")
+            return outputs
+        finally:
             leave(depth)
-            raise
 
     return graph
 

@@ -33,6 +33,15 @@ _VMAP: dict[str, Callable[..., Any]] = {
 }
 _HIGHER_ORDER = {"wrap_with_set_grad_enabled", "wrap_with_autocast", "cond", "while_loop", "map_impl", "scan"}
 OF_TORCH = {"aten", "prims"}
+# torch's own for compilers, processes and packed objects: no export calls them, and some look beyond their tensors
+_INTERNAL = frozenset(
+    {
+        *("_c10d_functional", "_c10d_functional_autograd", "_dtensor", "_native", "_quantized", "_test", "c10d"),
+        *("debug_mode_ops", "debugprims", "export", "inductor", "inductor_prims", "mkl", "mkldnn", "mkldnn_prepacked"),
+        *("onednn", "onnx", "prim", "profiler", "quantization", "quantized", "rngprims", "sparse", "static_runtime"),
+        *("streams", "symm_mem"),
+    }
+)
 # their operators' texts are modes; elsewhere a text may be the path of a file (`image::write_file`)
 _TAKES_TEXTS = {*OF_TORCH, "quantized_decomposed", "torchao"}
 _TEXTS = {"as_string", "as_strings", "as_string_to_argument"}
@@ -113,6 +122,8 @@ def _overload(parts: list[str], target: str) -> Operator:
     if len(parts) != 3:
         raise ForeignFunction(f"{target!r:.80}")
     namespace, operator, overload = parts
+    if namespace in _INTERNAL:
+        raise ForeignFunction(f"{target!r:.80}, which is torch's own")
     full = f"{namespace}::{operator}" + (f".{overload}" if overload != "default" else "")
     if not _is_dispatched(full):
         raise MissingOperator(target)
