@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 Condition = ast.expr
-MOST_CHARACTERS = 2000
+MOST_CHARACTERS, MOST_PARTS = 2000, 300
 _BINARY: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
@@ -38,9 +38,14 @@ def parse_condition(text: str) -> Condition:
         tree = ast.parse(text, mode="eval").body
     except (SyntaxError, RecursionError, MemoryError) as error:
         raise ValueError(f"{text!r} is not a condition") from error
-    for node in _nodes(tree):
-        if not _allowed(node):
+    nodes = _nodes(tree)
+    called = {id(node.func) for node in nodes if isinstance(node, ast.Call)}
+    for node in nodes:
+        bare = isinstance(node, ast.Name) and node.id in _CALLS and id(node) not in called
+        if bare or not _allowed(node):
             raise ValueError(f"{text!r} is not a condition ({type(node).__name__})")
+    if len(nodes) > MOST_PARTS:
+        raise ValueError(f"a condition of {len(nodes)} parts")
     return tree
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter
 from collections.abc import Iterator
@@ -14,7 +15,8 @@ from blake3 import blake3
 from .conditions import condition_dims, parse_condition
 from .dtypes import DTYPES, nbytes
 from .errors import ArtifactError, FormatVersionError
-from .signature import Expression, Leaf, Signature, leaves, parse_size, sizes_of
+from .signature import Expression, Leaf, Signature, Tensor, leaves, parse_size, sizes_of
+from .signature import Literal as LiteralLeaf
 from .weightfile import TensorRow
 
 FORMAT_VERSION = 1
@@ -22,6 +24,7 @@ MANIFEST_NAME = "manifest.json"
 CONSTANTS_NAME = "constants.safetensors"
 ADAPTER_NAME = "adapter.pt2"
 ADAPTER_CONSTANTS_NAME = "adapter.safetensors"
+MOST_ELEMENTS = 1 << 63  # strides of more have no place in 64 bits
 METHOD_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _HEX = re.compile(r"[0-9a-f]{64}")
 
@@ -208,6 +211,8 @@ def _tensor_problems(manifest: Manifest) -> Iterator[str]:
     for tensor in tensors:
         if tensor.dtype not in DTYPES or min(tensor.shape, default=0) < 0 or nbytes(tensor.dtype, tensor.shape) is None:
             yield f"{tensor.name!r} has the type {tensor.dtype}{list(tensor.shape)}"
+        elif math.prod(max(1, size) for size in tensor.shape) >= MOST_ELEMENTS:
+            yield f"{tensor.name!r} has the shape {list(tensor.shape)}"
         elif tensor.stride is not None and not is_dense(tensor.shape, tensor.stride):
             yield f"{tensor.name!r} has the stride {list(tensor.stride)} for the shape {list(tensor.shape)}"
         elif tensor.requires_grad and tensor.dtype[0] not in "BCF":
@@ -241,10 +246,22 @@ def _method_problems(name: str, method: Method, manifest: Manifest) -> Iterator[
     if len(inputs) != sum(item.kind == "input" for item in method.inputs):
         yield f"{name} has {len(inputs)} inputs in its signature and another number in its graph"
     yield from _condition_problems(name, signature, inputs)
-    for leaf in inputs:
-        for size in sizes_of(leaf):
-            if isinstance(size, str):
-                yield from _size_problems(name, size, signature)
+    for leaf in (*inputs, *leaves(signature.output)):
+        yield from _leaf_problems(name, leaf)
+    for size in (size for leaf in inputs for size in sizes_of(leaf) if isinstance(size, str)):
+        yield from _size_problems(name, size, signature)
+
+
+def _leaf_problems(name: str, leaf: Leaf) -> Iterator[str]:
+    if isinstance(leaf, Tensor) and leaf.dtype not in DTYPES:
+        yield f"{name}: {leaf.name!r} has the unknown dtype {leaf.dtype!r}"
+    if isinstance(leaf, Tensor) and not all(0 <= size < MOST_ELEMENTS for size in leaf.shape if isinstance(size, int)):
+        yield f"{name}: {leaf.name!r} has the shape {list(leaf.shape)}"
+    try:
+        if isinstance(leaf, LiteralLeaf):
+            leaf.content  # noqa: B018
+    except (ValueError, OverflowError):
+        yield f"{name}: {leaf.name!r} is no number"
 
 
 def _condition_problems(name: str, signature: Signature, inputs: list[Leaf]) -> Iterator[str]:

@@ -382,6 +382,23 @@ def test_a_dynamic_dimension_stays_dynamic(dim: Any, tmp_path: Path) -> None:
         assert torch.equal(model(x), eager(x))
 
 
+class Resized(Upsampled):
+    """As decoders of segmentation models have it."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.interpolate(self.act(self.conv(x)), size=x.shape[2:], mode="bilinear")
+
+
+def test_a_write_in_place_before_a_dynamic_size(tmp_path: Path) -> None:
+    eager = Resized().eval()
+    sizes = {0: Dim("batch", max=8), 2: Dim("height", min=4, max=64), 3: Dim("width", min=4, max=64)}
+    artifact = export(eager, (torch.ones(2, 2, 8, 8),), out=tmp_path / "a", dynamic_shapes={"x": sizes})
+    model = load(artifact, pack(eager, artifact, out=tmp_path / "w.safetensors").path)
+    x = torch.randn(1, 2, 17, 12)
+    with torch.no_grad():
+        assert torch.equal(model(x), eager(x))
+
+
 class Storing(nn.Module):
     def __init__(self) -> None:
         super().__init__()

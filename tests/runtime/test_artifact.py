@@ -65,6 +65,26 @@ BROKEN = {
         change(("methods", "forward", "signature", "args", 0, 1, "shape", 0), "3*other"),
         "names no dimension",
     ),
+    "a leaf of no dtype": (
+        change(("methods", "forward", "signature", "args", 0, 1, "dtype"), "EVIL"),
+        "has the unknown dtype 'EVIL'",
+    ),
+    "a leaf of negative size": (
+        change(("methods", "forward", "signature", "args", 0, 1, "shape", 1), -3),
+        "'x' has the shape",
+    ),
+    "a leaf that is too large": (
+        change(("methods", "forward", "signature", "output", "shape", 1), 10**30),
+        "has the shape",
+    ),
+    "a literal that is no number": (
+        change(("methods", "forward", "signature", "output"), {"type": "literal", "name": "y", "hex": "0x1p99999"}),
+        "'y' is no number",
+    ),
+    "a weight whose strides overflow": (
+        change(("weights", 0, "shape"), [0, 2**62, 2**62]),
+        "'weight' has the shape",
+    ),
     "a path that leaves the folder": (change(("files", "../../etc/passwd"), "0" * 64), "would be outside the artifact"),
     "an absolute path": (change(("files", "/etc/passwd"), "0" * 64), "would be outside the artifact"),
     "a graph outside the folder": (

@@ -57,10 +57,10 @@ def _record_problems(archive: zipfile.ZipFile, size: int) -> Iterator[str]:
         yield "two records have one name"
     elif len({info.filename.partition("/")[0] for info in members}) > 1:
         yield "its records are in several folders"
-    elif sum(info.file_size for info in members) > size:
-        yield "its records lie on top of each other"
     elif any(info.compress_type != zipfile.ZIP_STORED for info in members):
         yield "its records are compressed"
+    elif sum(info.file_size for info in members) > size:
+        yield "its records lie on top of each other"
     else:
         yield from _member_problems(archive)
 
