@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import os
+import signal
 import stat
 import time
 from collections.abc import Callable
@@ -49,7 +52,8 @@ class ByteSource(Protocol):
     def settle(self) -> None:
         """Wait until `check_unchanged` would notice every later write.
 
-        Raises WeightFileError if it never would, and if what a remote source has given before is no longer there.
+        Raises WeightFileError if it never would, as while a local file is open for writing, and if what a remote source
+        has given before is no longer there.
         """
         ...
 
@@ -126,6 +130,21 @@ def outwait_clock(changed: int) -> bool:
     return True
 
 
+def has_writer(fd: int) -> bool:
+    """Whether a file is open for writing, or mapped so, in any process; False where that cannot be told.
+
+    A read lease tells: the kernel gives none while there is a writer. Whoever is not the file's owner gets none either,
+    and some file systems have none. fd: open for reading alone.
+    """
+    try:
+        fcntl.fcntl(fd, fcntl.F_SETSIG, signal.SIGURG)  # for a writer that comes just now; SIGIO would end the process
+        fcntl.fcntl(fd, fcntl.F_SETLEASE, fcntl.F_RDLCK)
+        fcntl.fcntl(fd, fcntl.F_SETLEASE, fcntl.F_UNLCK)
+    except OSError as error:
+        return error.errno == errno.EAGAIN
+    return False
+
+
 class LocalFile:
     """A regular file. It stays readable when its name is replaced."""
 
@@ -173,8 +192,17 @@ class LocalFile:
             raise self._unreadable(error, f" at byte {offset}") from error
 
     def settle(self) -> None:
-        """Let a file that was just written grow older than the clock that stamps it, so that a later write shows."""
-        if outwait_clock(self._identity.changed):
+        """Let a file that was just written grow older than the clock that stamps it, so that a later write shows.
+
+        One write is stamped when it begins, so that no writer may be left from before.
+        """
+        waited = outwait_clock(self._identity.changed)
+        if has_writer(self.fd):
+            raise WeightFileError(
+                f"{self.where}: is being written to: it is open for writing, in this process or another. Try again "
+                f"when it is closed. {_REPLACE}"
+            )
+        if waited:
             self.check_unchanged()
 
     def check_unchanged(self, *, proven: bool = False) -> None:

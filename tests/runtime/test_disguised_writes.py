@@ -1,10 +1,16 @@
-"""Writes that set the time of modification back: only ctime tells of them, and other names excuse no ctime."""
+"""Writes that set the time of modification back, or are slow: ctime tells of the first, a lease of the others."""
 
 from __future__ import annotations
 
+import errno
+import fcntl
+import mmap
 import os
+import subprocess
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 import pytest
@@ -12,8 +18,9 @@ import safetensors.torch
 
 from tests.desk import in_place
 from tests.tiny import TinyArtifact, WriteWeights, serves
+from tests.watched import eventually
 from weightswap_runtime import WeightFileError, load, read_weights, write_delta
-from weightswap_runtime.sources import CLOCK_TICK_NS, LocalFile
+from weightswap_runtime.sources import CLOCK_TICK_NS, LocalFile, has_writer
 
 Meanwhile = Callable[[Path], None]
 
@@ -129,3 +136,135 @@ def test_a_time_of_modification_in_the_future_does_not_hide_a_write(tiny: TinyAr
     with pytest.raises(WeightFileError, match="changed while it was read"):
         source.check_unchanged()
     source.close()
+
+
+WRITER = """
+import sys
+with open(sys.argv[1], "r+b") as file:
+    print("open", flush=True)
+    sys.stdin.read()
+"""
+
+
+@contextmanager
+def another_process(path: Path) -> Iterator[None]:
+    with subprocess.Popen(
+        [sys.executable, "-c", WRITER, path], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"open\n"
+        yield
+    assert process.returncode == 0
+
+
+@contextmanager
+def this_process(path: Path) -> Iterator[None]:
+    with path.open("ab"):
+        yield
+
+
+@contextmanager
+def mapping(path: Path) -> Iterator[None]:
+    """The file is closed, but its memory can be written to."""
+    with path.open("r+b") as file:
+        memory = mmap.mmap(file.fileno(), 0)
+    with memory:
+        yield
+
+
+Writer = Callable[[Path], AbstractContextManager[None]]
+WRITERS = [another_process, this_process, mapping]
+
+
+@pytest.fixture
+def _leases(tmp_path: Path) -> None:
+    """Not every file system has them."""
+    path = tmp_path / "probe"
+    with path.open("wb"), path.open("rb") as file:
+        if not has_writer(file.fileno()):
+            pytest.skip("no leases here")
+
+
+@pytest.mark.usefixtures("_leases")
+@pytest.mark.parametrize("writer", WRITERS)
+def test_without_digests_a_file_is_refused_until_its_writer_has_closed_it(
+    writer: Writer, tiny: TinyArtifact, tmp_path: Path, weight_file: WriteWeights
+) -> None:
+    """One slow write is stamped when it begins: a reader that comes later would see no change."""
+    model = load(tiny.path, weight_file(0))
+    path = plain(tiny, tmp_path / "plain.safetensors", 1)
+    with writer(path):
+        for _ in range(2):
+            with pytest.raises(WeightFileError, match=r"is being written to: .*in this process or another\. Try again"):
+                model.swap(path)
+    assert serves(model, 0)
+    model.swap(path)
+    assert serves(model, 1)
+
+
+@pytest.mark.parametrize("writer", WRITERS)
+def test_with_digests_a_writer_does_not_matter(writer: Writer, tiny: TinyArtifact, weight_file: WriteWeights) -> None:
+    model = load(tiny.path, weight_file(0))
+    with writer(weight_file(1)):
+        model.swap(weight_file(1))
+    assert serves(model, 1)
+
+
+@pytest.mark.parametrize("writer", WRITERS)
+def test_a_file_that_replaces_one_that_is_written_to_is_taken(
+    writer: Writer, tiny: TinyArtifact, tmp_path: Path, weight_file: WriteWeights
+) -> None:
+    model = load(tiny.path, weight_file(0))
+    path = plain(tiny, tmp_path / "plain.safetensors", 1)
+    with writer(path):
+        plain(tiny, tmp_path / "new", 2).replace(path)
+        model.swap(path)
+    assert serves(model, 2)
+
+
+@pytest.mark.parametrize("code", [errno.EACCES, errno.EINVAL, errno.ENOLCK])
+def test_where_there_are_no_leases_files_are_taken(
+    code: int, tiny: TinyArtifact, tmp_path: Path, weight_file: WriteWeights, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of another user, and of file systems without."""
+    original = fcntl.fcntl
+
+    def refuse(fd: int, command: int, argument: int) -> int:
+        if command == fcntl.F_SETLEASE:
+            raise OSError(code, os.strerror(code))
+        return original(fd, command, argument)
+
+    model = load(tiny.path, weight_file(0))
+    monkeypatch.setattr(fcntl, "fcntl", refuse)
+    model.swap(plain(tiny, tmp_path / "plain.safetensors", 1))
+    assert serves(model, 1)
+
+
+@pytest.mark.usefixtures("_leases")
+def test_a_writer_that_comes_while_it_is_asked_for_ends_no_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel tells who has a lease of it, with a signal, and lets the writer wait until it is given back."""
+    path = tmp_path / "file"
+    path.write_bytes(b"before")
+    original, writers = fcntl.fcntl, list[subprocess.Popen[bytes]]()
+
+    def granted(fd: int, command: int, argument: int) -> int:
+        result = original(fd, command, argument)
+        if argument == fcntl.F_RDLCK and command == fcntl.F_SETLEASE:
+            writers.append(
+                subprocess.Popen([sys.executable, "-c", WRITER, path], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+            )
+            assert eventually(lambda: original(fd, fcntl.F_GETLEASE) != fcntl.F_RDLCK)  # its end is asked for
+        return result
+
+    monkeypatch.setattr(fcntl, "fcntl", granted)
+    with path.open("rb") as file:
+        assert not has_writer(file.fileno())
+        (writer,) = writers
+        with writer:
+            assert writer.stdout is not None
+            assert writer.stdout.readline() == b"open\n"
+            monkeypatch.undo()
+            assert has_writer(file.fileno())
+        assert not has_writer(file.fileno())

@@ -13,6 +13,7 @@ from weightswap_runtime import (
     TruncatedFile,
 )
 from weightswap_runtime.following import PATIENCE
+from weightswap_runtime.sources import has_writer
 
 
 def plain(desk: Desk, name: str, seed: int) -> Path:
@@ -35,6 +36,22 @@ def test_a_file_without_digests_is_taken_when_two_looks_found_it_the_same(desk: 
     desk.look()
     desk.look()
     assert (desk.taken, serves(desk.model, 2)) == (["v1"], True)
+
+
+def test_a_file_without_digests_is_taken_once_its_writer_has_closed_it(desk: Desk) -> None:
+    desk.look()
+    path = plain(desk, "v1", 1)
+    with path.open("ab"):
+        with path.open("rb") as reader:
+            if not has_writer(reader.fileno()):
+                pytest.skip("no leases here")
+        for _ in range(10):
+            desk.look()
+        assert (desk.taken, desk.told, desk.follower.skipped) == ([], [], {})
+        assert "is being written to" in str(desk.follower.last_error)
+    for _ in range(10):
+        desk.look(100)
+    assert (desk.taken, desk.told, desk.follower.last_error) == (["v1"], [], None)
 
 
 CUTS: dict[str, Callable[[bytes], bytes]] = {
