@@ -91,7 +91,7 @@ def publish(
     At most one copy in a process waits or is being written: a further call waits until that one is written, from
     whichever thread it comes. Files therefore appear in the order in which their weights were copied. The end of the
     interpreter waits for a running write; a killed process leaves only a hidden temporary file, which a later call
-    for the same directory removes.
+    for the same directory removes. A signal handler cannot publish while its thread copies: a CheckpointError.
 
     Raises CheckpointError and ArtifactError at once for arguments that cannot be right, and RecordingError for goldens
     that cannot be recorded; other errors are those of `Publication.wait()`.
@@ -207,16 +207,25 @@ class _Writer:
 
     def __init__(self) -> None:
         self._free = threading.Lock()
+        self._copying: set[int] = set()  # the thread that takes a snapshot
 
     def begin(self, outcome: _Outcome, snapshot: Callable[[], _Snapshot], write: Callable[[_Snapshot], Packed]) -> None:
         """Wait for the write before, take the snapshot, and start to write it."""
+        if (thread := threading.get_ident()) in self._copying:
+            raise CheckpointError(
+                "this thread is within publish() already: a signal handler, or the model itself, has called it again. "
+                "Note that it is wanted, and publish when the first call has returned."
+            )
         self._free.acquire()
         try:
+            self._copying.add(thread)
             held = [snapshot()]
             threading.Thread(target=self._run, args=(outcome, held, write), name="weightswap-publish").start()
         except BaseException:
             self._free.release()
             raise
+        finally:
+            self._copying.discard(thread)
 
     def _run(self, outcome: _Outcome, held: list[_Snapshot], write: Callable[[_Snapshot], Packed]) -> None:
         packed = error = None

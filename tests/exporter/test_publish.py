@@ -322,3 +322,47 @@ def test_a_forked_child_publishes_for_itself(renamed: Artifact, tmp_path: Path, 
     held.set()
     parents.wait(60)
     assert len(list((tmp_path / "out").glob("*.safetensors"))) == 2
+
+
+@pytest.mark.parametrize("caught", [True, False])
+def test_a_signal_handler_that_publishes_while_its_thread_copies_is_refused(
+    caught: bool, renamed: Artifact, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As at a preemption; it waited for itself. A wait that does not end is ended by an alarm."""
+    model, out = Renamed().eval(), tmp_path / "out"
+    original, refused = publishing.from_module, list[CheckpointError]()
+
+    def interrupted(model: nn.Module) -> Checkpoint:
+        monkeypatch.undo()
+        signal.raise_signal(signal.SIGUSR1)
+        return original(model)
+
+    def last(*_: object) -> None:
+        try:
+            publish(model, out, renamed, step=2)
+        except CheckpointError as error:
+            refused.append(error)
+            if not caught:
+                raise
+
+    def stuck(*_: object) -> None:
+        raise TimeoutError("it waits for itself")
+
+    before = {
+        number: signal.signal(number, handler) for number, handler in ((signal.SIGUSR1, last), (signal.SIGALRM, stuck))
+    }
+    monkeypatch.setattr(publishing, "from_module", interrupted)
+    signal.alarm(20)
+    try:
+        if caught:
+            publish(model, out, renamed, step=1).wait(60)
+        else:
+            with pytest.raises(CheckpointError, match="within publish"):
+                publish(model, out, renamed, step=1)
+        publish(model, out, renamed, step=3).wait(60)
+    finally:
+        signal.alarm(0)
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    assert "this thread is within publish() already" in str(refused.pop())
+    assert sorted(path.name[:14] for path in out.iterdir()) == ["step-000000001"] * caught + ["step-000000003"]
