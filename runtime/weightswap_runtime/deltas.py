@@ -60,7 +60,7 @@ def write_delta(
     check_writable(out)
     with WeightFile(base) as old, WeightFile(new) as fresh:
         for file in (old, fresh):
-            if isinstance(file.path, Path) and Path(out).exists() and file.path.samefile(out):
+            if _is_same(file.path, Path(out)):
                 raise Unsupported(f"{out}: the delta would take the place of a file that it is made of; name another")
         stamps = _stamps(old, fresh)
         runs = _compare(old, fresh, stamps, progress)
@@ -68,8 +68,9 @@ def write_delta(
         try:
             with companion(goldens_path(out)) as put:
                 _write(Path(out), fresh, stamps, runs, texts, lambda: put(_goldens_of(as_place(new))))
-        except OSError as error:
-            raise WeightFileError(f"{out}: cannot be written ({error.strerror or error})") from error
+        except (OSError, ValueError) as error:
+            reason = getattr(error, "strerror", None) or error
+            raise WeightFileError(f"{out!s:.200}: cannot be written ({reason})") from error
         return Delta(
             path=Path(out),
             graph_id=stamps[1].graph_id,
@@ -80,6 +81,14 @@ def write_delta(
             changed=tuple(runs),
             labels=texts,
         )
+
+
+def _is_same(place: Place, out: Path) -> bool:
+    """Whether both are one file; False also for a name that no file can have."""
+    try:
+        return isinstance(place, Path) and place.samefile(out)
+    except (OSError, ValueError):  # there is none yet, or whoever writes will meet it
+        return False
 
 
 def _stamps(old: WeightFile, fresh: WeightFile) -> tuple[Stamp, Stamp]:

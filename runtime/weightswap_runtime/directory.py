@@ -54,8 +54,16 @@ def open_directory(directory: str | os.PathLike[str]) -> Listing:
     if isinstance(directory, str) and is_url(directory):
         _check_protocol(directory)
         return lambda: _list_url(directory)
-    path = Path(directory)
+    path = _fixed(Path(directory))
     return lambda: _list_local(path)
+
+
+def _fixed(path: Path) -> Path:
+    """The same directory whatever the working directory becomes. Without one, as given."""
+    try:
+        return path.absolute()
+    except OSError:
+        return path
 
 
 def is_looked_at(name: str) -> bool:

@@ -172,3 +172,12 @@ def test_what_no_delta_can_be_made_of(tiny: TinyArtifact, weight_file: WriteWeig
         write_delta(made, weight_file(1), tmp_path / "dd.safetensors")
     with pytest.raises(Unsupported, match="files are written locally"):
         write_delta(weight_file(0), weight_file(1), "s3://bucket/d.safetensors")
+
+
+@pytest.mark.parametrize("name", ["x" * 255 + ".safetensors", "x\0.safetensors", "file/x.safetensors"])
+def test_a_name_that_no_file_can_have_is_refused(name: str, weight_file: WriteWeights, tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"")
+    with pytest.raises(
+        WeightFileError, match=r"cannot be written \((File name too long|.*null byte|Not a directory|File exists)"
+    ):
+        write_delta(weight_file(0), weight_file(1), tmp_path / name)

@@ -144,6 +144,24 @@ def test_a_rewrite_that_sets_the_time_back_shows(written: str, url: bool, tmp_pa
     assert after.changed != before[0].changed
 
 
+def test_a_relative_directory_stays_where_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for folder in ("one", "two"):
+        (tmp_path / folder / "box").mkdir(parents=True)
+        (tmp_path / folder / "box" / f"{folder}.safetensors").write_bytes(b"x")
+    monkeypatch.chdir(tmp_path / "one")
+    listing = open_directory("box")
+    monkeypatch.chdir(tmp_path / "two")
+    assert [each.path for each in listing()] == [tmp_path / "one" / "box" / "one.safetensors"]
+
+
+def test_without_a_working_directory_nothing_can_be_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    with pytest.raises(WeightFileError, match="cannot be listed"):
+        open_directory("box")()
+
+
 @pytest.mark.parametrize("where", ["nowhere", "file", "a\0b"])
 def test_what_cannot_be_listed(where: str, tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"")
