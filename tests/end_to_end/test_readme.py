@@ -181,7 +181,7 @@ def test_the_page_on_operations(tmp_path: Path) -> None:
     assert kinds == [["0", "full"], ["1", "full"], ["2", "rollback"], ["3", "delta"], ["4", "partial"]]
     assert said[-4].endswith("v2.safetensors deploy 42")
     seen = python(tmp_path, watch)
-    assert "committed for watch: outbox/v2.safetensors" in seen
+    assert f"committed for watch: {tmp_path}/outbox/v2.safetensors" in seen
     assert 'weightswap_swaps_total{kind="full",model="tagger",outcome="committed"} 1.0' in seen
     metrics = set(re.findall(r"`(weightswap_\w+)`", page))
     assert [name for name in metrics if name not in seen] == []
