@@ -61,3 +61,14 @@ def test_inputs_that_require_gradients_are_fine(model: Model) -> None:
     assert torch.equal(output, TinyArtifact.eager(0, X))
     with torch.no_grad():
         assert torch.equal(model(x), TinyArtifact.eager(0, X))
+
+
+def test_a_compiled_function_may_call_it(model: Model, weight_file: WriteWeights) -> None:
+    compiled = torch.compile(lambda x: model(x) + 1, backend="eager")
+    assert torch.equal(compiled(X), TinyArtifact.eager(0, X) + 1)
+    model.swap(weight_file(1))
+    assert torch.equal(compiled(X), TinyArtifact.eager(1, X) + 1)
+    with pytest.raises(InputMismatch, match="transformations"):
+        torch.compile(lambda x: torch.vmap(lambda row: model(row[None]))(x), backend="eager")(X)
+    with forward_ad.dual_level(), pytest.raises(InputMismatch, match="dual tensors"):
+        compiled(forward_ad.make_dual(X, torch.ones_like(X)))

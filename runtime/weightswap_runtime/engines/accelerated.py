@@ -18,7 +18,7 @@ from weightswap_runtime.goldens import Environment
 from weightswap_runtime.plainly import plainly
 
 from . import AUTO, Bound, CudaGraphs
-from .callers import check_plain
+from .callers import check_plain, uncompiled
 from .captures import Captures, Recorder, Shapes
 from .graph_calls import Call
 from .shapes import samples
@@ -162,6 +162,7 @@ class BoundAccelerated(BoundTorch):
         """Let calls be captured, those of named shapes as soon as there are weights."""
         self._captures = Captures(self._accelerator, recorder, shapes, super().run, self._state_undone)
 
+    @uncompiled
     def run(self, method: str, inputs: list[Any]) -> list[Any]:
         """Flat inputs to flat outputs, in the thread's current stream."""
         check_plain(method, inputs)  # before anything is replayed, or given to another stream
@@ -251,6 +252,7 @@ class OnHost:
         self.keep = bound.keep
         self.reset_state = bound.reset_state
 
+    @uncompiled
     def run(self, method: str, inputs: list[Any]) -> list[Any]:
         """Flat inputs to flat outputs, both on the device."""
         return _moved(self._placed, self._bound.run(method, _moved(self._fetched, inputs)))

@@ -2,20 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch.autograd import forward_ad
 
 from weightswap_runtime.errors import InputMismatch
 
+F = TypeVar("F", bound=Callable[..., Any])
 _innermost = torch._C._functorch.peek_interpreter_stack
 _NO_TRANSFORMATION = (
     "cannot be called within torch.func's transformations: within vmap give it the whole batch at once; for grad, vjp, "
     "jvp and their like its outputs have no derivatives"
 )
 _NO_DUAL = "cannot be called on dual tensors, as its outputs have no tangents; give it the primal part"
+
+_SKIP = torch._C._dynamo.eval_frame._FrameExecStrategy(*[torch._C._dynamo.eval_frame._FrameAction.SKIP] * 2)
+
+
+def uncompiled(function: F) -> F:
+    """Keep torch.compile out of a function, and of all it calls. (`torch.compiler.disable` takes a second to import.)"""
+    function._torchdynamo_disable = True  # type: ignore[attr-defined]
+    torch._C._dynamo.eval_frame.set_code_exec_strategy(function.__code__, _SKIP)
+    return function
 
 
 def check_plain(method: str, inputs: Sequence[Any]) -> None:

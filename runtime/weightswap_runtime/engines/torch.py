@@ -25,7 +25,7 @@ from weightswap_runtime.plainly import plainly
 from weightswap_runtime.tensors import as_tensor, tensor_content, torch_dtype
 
 from . import Bound
-from .callers import check_plain
+from .callers import check_plain, uncompiled
 from .graph_calls import Call, GraphCall, Tensors, layout_of, load_graph, overwrite
 from .stateful import Stateful
 
@@ -194,6 +194,7 @@ class BoundTorch(Stateful):
         self._owned = {tensor.untyped_storage().data_ptr() for tensor in owned}
 
     @_without_gradients
+    @uncompiled
     def run(self, method: str, inputs: list[Any]) -> list[Any]:
         """Flat inputs to flat outputs; an output that is a view of a weight, state or constant comes as a copy."""
         check_plain(method, inputs)
