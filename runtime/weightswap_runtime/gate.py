@@ -186,34 +186,42 @@ class Gate(Generic[S]):
             while _leases_in_the_way(session, deadline):
                 self._changed.wait(POLL_SECONDS)
                 check()
+                self._check_open()
 
     def exchange(self, version: Version[S]) -> float:
-        """Make `version` current at once; returns the seconds that a call could have been kept waiting."""
+        """Make `version` current at once; returns the seconds that a call could have been kept waiting.
+
+        Raises ModelClosed, as do `hold` and `wait_idle`.
+        """
         with self._lock:
             start = time.perf_counter()
             self._failure = None
+            self._check_open()
             self._current = version
             return time.perf_counter() - start
 
     @contextmanager
-    def hold(self, session: S, timeout: float | None) -> Iterator[None]:
+    def hold(self, session: S, timeout: float | None, check: Callable[[], None] = lambda: None) -> Iterator[None]:
         """Hold new calls and wait for the leases on `session`; calls go on when the block ends. Raises LeaseTimeout.
 
-        While a pin is old, calls are not held: one that is never given back must not stop the service.
+        Raises also what `check` raises meanwhile. While a pin is old, calls are not held: one that is never given back must not stop the service.
         """
         hold = Claim()
         deadline = None if timeout is None else time.monotonic() + timeout
         try:
             with self._lock:
-                while self._held() or not self._hold_idle(session, deadline, hold):
+                while self._held() or not self._hold_idle(session, deadline, hold, check):
                     self._changed.wait(POLL_SECONDS)
+                    check()
+                    self._check_open()
+                self._check_open()
             yield
         finally:
             hold.end()
             with self._lock:
                 self._changed.notify_all()
 
-    def _hold_idle(self, session: S, deadline: float | None, hold: Claim) -> bool:
+    def _hold_idle(self, session: S, deadline: float | None, hold: Claim, check: Callable[[], None]) -> bool:
         """Hold new calls until `session` is idle. False, with nothing held, where a pin is old or becomes so."""
         self._holder = weakref.ref(hold)
         while _leases_in_the_way(session, deadline):
@@ -222,6 +230,8 @@ class Gate(Generic[S]):
                 self._changed.notify_all()
                 return False
             self._changed.wait(POLL_SECONDS)
+            check()
+            self._check_open()
         return True
 
     def close(self) -> None:
@@ -230,6 +240,10 @@ class Gate(Generic[S]):
             self._closed = True
             self._current = self._failure = None
             self._changed.notify_all()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ModelClosed
 
     def fail(self, reason: str) -> None:
         """Refuse every call until the next `exchange`."""

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from .arena import Arena, ArenaLayout
 from .candidates import Candidate, Committed, Fill, NewSession, next_generation
-from .errors import ModelFailed, NothingToRollBack, OutOfMemory, SwapError, WeightsMismatch
+from .errors import ModelClosed, ModelFailed, NothingToRollBack, OutOfMemory, SwapError, WeightsMismatch
 from .gate import Gate, Version
 from .job import Job
 from .memory import FOR_ONE, FOR_PREVIOUS, FOR_STAGING, IN_PLACE, Memory, StagedIn, advising
@@ -102,11 +102,13 @@ class Single:
     def commit(self, candidate: Candidate, timeout: float | None) -> Committed:
         version = Version(self._live, next_generation(self._gate), candidate.contents.identity)
         if candidate.patch is not None:
-            return self._commit_in_place(candidate.patch, version, candidate.patch.nbytes, timeout)
+            return self._commit_in_place(
+                candidate.patch, version, candidate.patch.nbytes, timeout, check=candidate.check
+            )
         session = candidate.opened
         assert session is not None
         if session is not self._live:
-            return self._commit_in_place(session.arena, version, self._layout.nbytes, timeout, session)
+            return self._commit_in_place(session.arena, version, self._layout.nbytes, timeout, session, candidate.check)
         session.reset_state()
         return Committed(version, self._gate.exchange(version), 0)
 
@@ -130,13 +132,14 @@ class Single:
         nbytes: int,
         timeout: float | None,
         tried: Session | None = None,
+        check: Callable[[], None] = lambda: None,
     ) -> Committed:
         """`tried`: the session of `source`, which has computed what depends on the weights alone."""
         self._live.arena.reserve(source)
         kept = self._snapshot(source)
         undo = self._undo(source, kept, tried)
         start = time.perf_counter()
-        with self._gate.hold(self._live, timeout):
+        with self._gate.hold(self._live, timeout, check):
             before, self._previous = self._previous, kept
             try:
                 interrupt = self._copy(source, version, undo, tried)
@@ -192,6 +195,8 @@ class Single:
                 self._gate.exchange(version)
             except _Refused as refused:
                 refused.interrupt = interrupt
+                raise
+            except ModelClosed:
                 raise
             except Exception as error:
                 self._gate.fail(f"{type(error).__name__}: {error}")

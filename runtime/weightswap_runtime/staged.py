@@ -253,6 +253,7 @@ class Staged(Caller, AbstractContextManager["Staged"]):
             candidate = self._opened()
             try:
                 self._committing = True
+                candidate.check = self._staging.job.check
                 receipt = self._commit(candidate, timeout)
             except BaseException:
                 self._committing = False

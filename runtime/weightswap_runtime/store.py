@@ -283,7 +283,9 @@ class Store:
         contents = candidate.contents
         with self._refusals(member, by, contents.kind, contents.source):
             if (session := candidate.opened) is not None:
-                self.gate.wait_idle(session, timeout)  # trial calls may still run, and would leave traces in the state
+                self.gate.wait_idle(
+                    session, timeout, candidate.check
+                )  # trial calls may still run, and would leave traces in the state
             before = self._current_id
             committed = self._residency.commit(candidate, timeout)
         return self._receipt(member, committed, before, contents, by)

@@ -205,3 +205,26 @@ def test_one_that_was_dropped_does_not_keep_it(tiny: TinyArtifact, weight_file: 
     gc.collect()
     other.close()
     assert freed(found)
+
+
+@pytest.mark.parametrize("use", ["swap", "rollback"])
+def test_a_commit_that_waits_for_a_pin_is_refused(use: str, tiny: TinyArtifact, weight_file: WriteWeights) -> None:
+    model = load(tiny.path, weight_file(0), residency="single", keep_previous="host")
+    model.swap(weight_file(1))
+    store, errors = model._store, list[BaseException]()
+
+    def work() -> None:
+        try:
+            model.swap(weight_file(2), timeout=60) if use == "swap" else model.rollback(timeout=60)
+        except (StageCancelled, ModelClosed) as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=work)
+    with model.pin() as session:
+        thread.start()
+        time.sleep(0.5)  # it waits
+        model.close()
+        thread.join(60)
+        assert torch.equal(session(X), TinyArtifact.eager(1, X))
+    assert isinstance(errors[0], StageCancelled if use == "swap" else ModelClosed)
+    assert store.gate.current is None
