@@ -204,7 +204,8 @@ class Gate(Generic[S]):
     def hold(self, session: S, timeout: float | None, check: Callable[[], None] = lambda: None) -> Iterator[None]:
         """Hold new calls and wait for the leases on `session`; calls go on when the block ends. Raises LeaseTimeout.
 
-        Raises also what `check` raises meanwhile. While a pin is old, calls are not held: one that is never given back must not stop the service.
+        Raises also what `check` raises meanwhile. While a pin is old, calls are not held: one that is never given back
+        must not stop the service.
         """
         hold = Claim()
         deadline = None if timeout is None else time.monotonic() + timeout

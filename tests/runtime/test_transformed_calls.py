@@ -69,6 +69,6 @@ def test_a_compiled_function_may_call_it(model: Model, weight_file: WriteWeights
     model.swap(weight_file(1))
     assert torch.equal(compiled(X), TinyArtifact.eager(1, X) + 1)
     with pytest.raises(InputMismatch, match="transformations"):
-        torch.compile(lambda x: torch.vmap(lambda row: model(row[None]))(x), backend="eager")(X)
+        torch.compile(torch.vmap(lambda row: model(row[None])), backend="eager")(X)
     with forward_ad.dual_level(), pytest.raises(InputMismatch, match="dual tensors"):
         compiled(forward_ad.make_dual(X, torch.ones_like(X)))

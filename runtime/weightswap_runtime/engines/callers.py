@@ -22,7 +22,7 @@ _SKIP = torch._C._dynamo.eval_frame._FrameExecStrategy(*[torch._C._dynamo.eval_f
 
 
 def uncompiled(function: F) -> F:
-    """Keep torch.compile out of a function, and of all it calls. (`torch.compiler.disable` takes a second to import.)"""
+    """Keep torch.compile out of a function and what it calls. (`torch.compiler.disable` takes a second to import.)"""
     function._torchdynamo_disable = True  # type: ignore[attr-defined]
     torch._C._dynamo.eval_frame.set_code_exec_strategy(function.__code__, _SKIP)
     return function
