@@ -18,13 +18,15 @@ _NO_TRANSFORMATION = (
 )
 _NO_DUAL = "cannot be called on dual tensors, as its outputs have no tangents; give it the primal part"
 
-_SKIP = torch._C._dynamo.eval_frame._FrameExecStrategy(*[torch._C._dynamo.eval_frame._FrameAction.SKIP] * 2)
+_frames = torch._C._dynamo.eval_frame
 
 
 def uncompiled(function: F) -> F:
     """Keep torch.compile out of a function and what it calls. (`torch.compiler.disable` takes a second to import.)"""
     function._torchdynamo_disable = True  # type: ignore[attr-defined]
-    torch._C._dynamo.eval_frame.set_code_exec_strategy(function.__code__, _SKIP)
+    if hasattr(_frames, "set_code_exec_strategy"):  # torch's own, and not in every version
+        skip = _frames._FrameExecStrategy(_frames._FrameAction.SKIP, _frames._FrameAction.SKIP)
+        _frames.set_code_exec_strategy(function.__code__, skip)
     return function
 
 
