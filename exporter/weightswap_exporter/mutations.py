@@ -59,8 +59,12 @@ def _written_in_a_run(program: ExportedProgram) -> set[str]:
     mode = detect_fake_mode(inputs)
     # operators that ask for a size in this run must not fix it in the program
     sizes = mode.shape_env.suppress_guards() if mode is not None and mode.shape_env is not None else nullcontext()
-    with mode or nullcontext(), sizes, enable_python_dispatcher(), torch.no_grad():
-        Interpreter(program.graph_module).run(*inputs)
+    with mode or nullcontext(), sizes, torch.no_grad():
+        try:
+            Interpreter(program.graph_module).run(*inputs)
+        except RuntimeError:  # operators written in C++ that take no symbolic sizes; Python's know fewer views
+            with enable_python_dispatcher():
+                Interpreter(program.graph_module).run(*inputs)
     return {name for name, value in kept.items() if value._version != before[name]}
 
 

@@ -16,10 +16,10 @@ _NUMBER = re.compile(r"-?\d{1,20}(\.\d{1,80})?(e[-+]?\d{1,3})?")
 _FUNCTIONS = re.compile(
     r"Add|Mul|Mod|Abs|Equality|Unequality|(Strict)?(Less|Greater)Than"
     r"|Eq|Ne|Lt|Le|Gt|Ge|And|Or|Not|(Ceil|Floor|Trunc)To(Float|Int)|ToFloat|RoundToInt|RoundDecimal|FloorDiv|CeilDiv"
-    r"|CleanDiv|(Int|Float)TrueDiv|ModularIndexing|PythonMod|RShift|Where|Identity|floor|ceiling"
+    r"|CleanDiv|(Int|Float)TrueDiv|ModularIndexing|PythonMod|FloatPow|RShift|Where|Identity|floor|ceiling"
 )
 _NUMBERS = {"Integer", "Rational", "Float"}
-_POWERS = {"Pow", "PowByNatural", "FloatPow", "LShift"}
+_POWERS = {"Pow", "PowByNatural", "LShift"}  # of floats no power is large
 _CHOICES = {"Max", "Min"}
 _CONSTANTS = {"true", "false", "oo", "int_oo"}
 _FLAGS = {"positive", "nonnegative", "integer"}
