@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import random
-from collections.abc import Callable
+import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +14,26 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
-from .tiny import TinyArtifact
+from tests.support.blocks import make_blocks_small
+from tests.support.desk import Desk
+from tests.support.handmade import Stage
+from tests.support.pairwise import mark_the_rest_slow
+from tests.support.quick import quick_exports
+from tests.support.tiny import TinyArtifact, WriteDelta, WriteWeights
+from tests.support.watched import Directory
+from weightswap_runtime import Model, load, write_delta
 
-TOGETHER = ("tests/zoo/", "tests/runtime/test_aoti")
+SLOWEST = (
+    "tests/promises/never_a_mixture/test_machine",
+    "tests/runtime/engines/",
+    "tests/docs/",
+    "tests/exporter/",
+    "tests/promises/",
+    "tests/zoo/",
+    "tests/tools/reports/",
+)
+COMPILED = "tests/runtime/engines/test_aoti"
+SAME_EXPORT = re.compile(r"tests/zoo/.*\[(?:(?:aoti|onnx)-)?(.*?)(?:-(?:cpu|cuda))?\]$")
 
 # how long an example takes says nothing of the code
 settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -23,15 +42,37 @@ settings.load_profile("untimed")
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """With several workers, what shares fixtures goes to one: a module, the whole zoo, and what is compiled."""
+    """With several workers, what shares fixtures goes to one: a module, a model of the zoo, and what is compiled."""
     from xdist.scheduler import LoadScopeScheduling
 
     class Together(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            path = nodeid.partition("::")[0]
-            return next((start for start in TOGETHER if path.startswith(start)), path)
+            if entry := SAME_EXPORT.match(nodeid):
+                return f"tests/zoo/{entry[1]}"
+            return COMPILED if nodeid.startswith(COMPILED) else nodeid.partition("::")[0]
 
+    config.option.loadscopereorder = False
     return Together(config, log)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What takes long comes first, so that nothing of it is left for one worker in the end."""
+    mark_the_rest_slow(items)
+    items.sort(key=lambda item: [not item.nodeid.startswith(start) for start in SLOWEST])
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _quick_exports() -> Iterator[None]:
+    with quick_exports():
+        yield
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _frozen() -> None:
+    """What lasts is none of the collector's business: it looks at millions of torch's objects each time."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)
@@ -48,15 +89,59 @@ def residency(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture
 def tiny(tmp_path: Path) -> TinyArtifact:
-    """An affine map with tied and untied weights, a constant and a counter; see tests/tiny.py."""
+    """An affine map with tied and untied weights, a constant and a counter; see tests/support/tiny.py."""
     return TinyArtifact(tmp_path / "tiny.artifact")
 
 
 @pytest.fixture
-def weight_file(tiny: TinyArtifact, tmp_path: Path) -> Callable[[int], Path]:
+def weight_file(tiny: TinyArtifact, tmp_path: Path) -> WriteWeights:
     """`weight_file(seed)` writes one set of weights for the tiny artifact and returns its path."""
 
     def write(seed: int) -> Path:
         return tiny.write(tmp_path / f"v{seed}.safetensors", tiny.values(seed))
 
     return write
+
+
+@pytest.fixture
+def _uncollected() -> Iterator[None]:
+    """Nothing but the last reference frees anything."""
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@pytest.fixture
+def model(tiny: TinyArtifact, residency: Any) -> Model:
+    return load(tiny.path, residency=residency)
+
+
+@pytest.fixture
+def stage(tiny: TinyArtifact, tmp_path: Path) -> Stage:
+    return Stage(tiny, tmp_path)
+
+
+@pytest.fixture(params=[1 << 20, 16], ids=["one block", "many blocks"])
+def _blocks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_blocks_small(monkeypatch, request.param)
+
+
+@pytest.fixture
+def delta(weight_file: WriteWeights, tmp_path: Path) -> WriteDelta:
+    """`delta(0, 1)` leads from the weights of seed 0 to those of seed 1."""
+
+    def write(base: int, new: int) -> Path:
+        return write_delta(weight_file(base), weight_file(new), tmp_path / f"d{base}-{new}.safetensors").path
+
+    return write
+
+
+@pytest.fixture
+def directory(tiny: TinyArtifact, tmp_path: Path) -> Directory:
+    return Directory(tiny, tmp_path / "run")
+
+
+@pytest.fixture
+def desk(tiny: TinyArtifact, tmp_path: Path) -> Desk:
+    return Desk(tiny, tmp_path / "run")

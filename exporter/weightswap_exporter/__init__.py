@@ -12,24 +12,27 @@ from typing import TYPE_CHECKING
 from weightswap_runtime import MissingExtra, __version__
 
 if TYPE_CHECKING:
-    from .capture import MethodSpec
-    from .compiling import compile_engines
-    from .exporting import export
-    from .external import export_onnx
+    from .capture.capture import MethodSpec
+    from .commands.hf_directory import directory_recipe
+    from .engines.compiling import compile_engines
+    from .engines.onnx_external import export_onnx
+    from .exporting import export, export_decoder
+    from .models.skeletons import skeleton
     from .packing import Packed, pack
     from .publishing import Publication, publish
-    from .skeletons import skeleton
 
 _HOMES = {
-    "MethodSpec": "capture",
+    "MethodSpec": "capture.capture",
     "Packed": "packing",
     "Publication": "publishing",
-    "compile_engines": "compiling",
+    "compile_engines": "engines.compiling",
+    "directory_recipe": "commands.hf_directory",
     "export": "exporting",
-    "export_onnx": "external",
+    "export_decoder": "exporting",
+    "export_onnx": "engines.onnx_external",
     "pack": "packing",
     "publish": "publishing",
-    "skeleton": "skeletons",
+    "skeleton": "models.skeletons",
 }
 
 __all__ = [
@@ -38,7 +41,9 @@ __all__ = [
     "Publication",
     "__version__",
     "compile_engines",
+    "directory_recipe",
     "export",
+    "export_decoder",
     "export_onnx",
     "pack",
     "publish",

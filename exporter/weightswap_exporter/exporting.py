@@ -9,21 +9,22 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 from blake3 import blake3
 from torch import nn
 
 from weightswap_runtime import Artifact, __version__
-from weightswap_runtime.collector import collector_paused
 from weightswap_runtime.errors import ArtifactError, CaptureError, ExportError, WeightswapError
-from weightswap_runtime.files import new_folder
-from weightswap_runtime.goldens import GOLDENS_NAME, INPUTS_NAME, Tolerance
-from weightswap_runtime.header import header_length, pack_ranges, parse_header, render_header
-from weightswap_runtime.manifest import (
+from weightswap_runtime.format.artifact import zeros
+from weightswap_runtime.format.goldens import GOLDENS_NAME, INPUTS_NAME
+from weightswap_runtime.format.header import parse_file
+from weightswap_runtime.format.manifest import (
     CONSTANTS_NAME,
     FORMAT_VERSION,
     MANIFEST_NAME,
     METHOD_NAME,
+    Generation,
     Manifest,
     Method,
     Producer,
@@ -31,24 +32,32 @@ from weightswap_runtime.manifest import (
     encode_manifest,
     graph_identity,
 )
-from weightswap_runtime.places import check_writable
-from weightswap_runtime.tensors import tensor_bytes
-from weightswap_runtime.weightfile import TensorRow, canonical_order
+from weightswap_runtime.format.weight_file import encode_tensors
+from weightswap_runtime.messages import listed
+from weightswap_runtime.sources.atomic import new_folder
+from weightswap_runtime.sources.location import check_writable
+from weightswap_runtime.tensors.comparing import Tolerance
+from weightswap_runtime.tensors.content import TensorBytes
+from weightswap_runtime.tensors.torch_tensors import tensor_bytes
+from weightswap_runtime.threads.garbage import without_garbage_collection
 
-from . import huggingface
-from .archive import graph_archive
-from .calls import Requested, Wanted, wanted_goldens
-from .capture import Captured, MethodSpec, capture, training_operators
-from .compiling import check_engines, engine_files, try_engines, with_files, write_files
-from .describe import describe_method
-from .examples import example_checkpoint
-from .goldens import is_skeleton, record, record_inputs, weights_identity
-from .recording import Recorded, record_adapter
-from .tables import Tables, classify, overlapping
-from .tensors import check_plain, named_tensors, unwrapped
-from .tracing import Checkpoint, Load
+from .adapter.recording import Recorded, record_adapter
+from .adapter.tracing import Checkpoint, Load
+from .capture.archive import graph_archive
+from .capture.capture import Captured, MethodSpec, capture, training_operators
+from .capture.classify import Tables, classify, overlapping
+from .capture.decoders import decoder
+from .capture.describe import describe_method
+from .checkpoints.example import example_checkpoint
+from .checkpoints.kinds import kinds_file
+from .engines.compiling import Tell, check_engines, engine_files, tell_nobody, try_engines, with_files, write_files
+from .goldens.calls import Requested, Wanted, wanted_goldens
+from .goldens.recording import is_skeleton, record, record_inputs, weights_identity
+from .models import huggingface
+from .models.parts import kinds_of
+from .models.tensors import check_separable, named_tensors, unwrapped
 
-_CALLER = 4  # warnings are attributed to the code that calls export()
+_CALLER = 5  # warnings are attributed to the code that calls export()
 
 
 def export(
@@ -64,12 +73,15 @@ def export(
     checkpoint: Checkpoint | str | os.PathLike[str] | None = None,
     goldens: Requested | None = None,
     tolerance: Tolerance | None = None,
+    tell: Tell = tell_nobody,
 ) -> Artifact:
     """Capture a model's graphs, without its weights, into the folder `out`.
 
     model: real, or built under `skeleton()`; on the CPU, in the mode (`.eval()`) that it is to be served in.
     args, kwargs, dynamic_shapes: sample inputs and dynamic dimensions of `forward`, as `torch.export.export` takes
-    them. methods: instead of them, a MethodSpec for each method to capture. All methods share one set of weights.
+    them. methods: instead of them, a MethodSpec for each method to capture. All methods share one set of weights. Two
+    artifacts can share one in a server (`load(share=...)`) where every weight has the same name, type, shape, ties and
+    order in memory in both: export the same module for both, also with the parts that one of them does not call.
     load: how a checkpoint gets into the model where that is not `model.load_state_dict`: a function
     `load(model, checkpoint)`. checkpoint: what a checkpoint looks like where that is not `model.state_dict()`: tensors
     by key, or the path of one; its values are not used.
@@ -79,25 +91,72 @@ def export(
     and from the initial state, and is left as it was. Of a skeleton, which cannot be called, the inputs alone are
     recorded: a server tries whether every set of weights gives finite outputs to them.
     tolerance: `(rtol, atol)` for them; without it they are exact on the same kind of machine.
-    engines: what the graphs are also compiled for, as `compile_engines` does it later.
+    engines: what the graphs are also compiled for, as `compile_engines` does it later. tell: called with what is being
+    done, in words.
 
     What torch.compile, DataParallel and DistributedDataParallel wrap around a model is taken off. A model of the
     library transformers is captured without its key-value cache, and has a `load` and a `checkpoint` of its own.
+    Parameters that are made of other tensors, as those that torchao has quantised, become one weight for each of these.
 
     The folder appears whole or not at all; an artifact that is there already is replaced. The same model gives the
-    same bytes. Raises CaptureError, ExportError, Unsupported for quantised and sharded tensors, and RecordingError for
-    goldens that cannot be recorded.
+    same bytes. Raises CaptureError, ExportError, Unsupported for sharded tensors and others that cannot be taken apart,
+    and RecordingError for goldens that cannot be recorded.
     """
+    specs = _specs(args, kwargs, dynamic_shapes, methods)
+    return _export(
+        unwrapped(model),
+        specs,
+        out,
+        engines,
+        load,
+        checkpoint,
+        wanted_goldens(goldens, tolerance, list(specs)),
+        tell=tell,
+    )
+
+
+def export_decoder(
+    model: nn.Module,
+    *,
+    out: str | os.PathLike[str],
+    length: int,
+    batch: int = 1,
+    checkpoint: Checkpoint | str | os.PathLike[str] | None = None,
+    engines: Sequence[str] = ("torch",),
+    tell: Tell = tell_nobody,
+) -> Artifact:
+    """Capture a language model of transformers so that a server generates with it: `model.generate(...)`.
+
+    model: with key-value caches, real or built under `skeleton()`. length: how many tokens, of a prompt and its answer
+    together, a context holds. batch: how many sequences are generated side by side. Both are fixed. out, checkpoint,
+    engines, tell: as for `export`, whose errors it raises, too; Unsupported for a model that remembers something else.
+    """
+    found = decoder(model, length, batch)
+    return _export(
+        found.model, found.methods, out, engines, checkpoint=checkpoint, generation=found.generation, tell=tell
+    )
+
+
+def _export(
+    model: nn.Module,
+    specs: Mapping[str, MethodSpec],
+    out: str | os.PathLike[str],
+    engines: Sequence[str],
+    load: Load | None = None,
+    checkpoint: Checkpoint | str | os.PathLike[str] | None = None,
+    wanted: Wanted | None = None,
+    generation: Generation | None = None,
+    tell: Tell = tell_nobody,
+) -> Artifact:
     check_engines(engines)
     check_writable(out)
     path = _check_out(Path(out))
-    model = unwrapped(model)
-    check_plain(model)
+    check_separable(model)
     example = None if checkpoint is None else example_checkpoint(checkpoint)
-    specs = _specs(args, kwargs, dynamic_shapes, methods)
-    wanted = wanted_goldens(goldens, tolerance, list(specs))
-    with collector_paused():
+    with without_garbage_collection():
+        tell(f"capturing {', '.join(specs)}")
         manifest, files = _artifact(model, specs, load, example)
+        manifest = msgspec.structs.replace(manifest, generation=generation)
         if wanted:
             recorded = _recorded(model, wanted, specs, manifest, files[CONSTANTS_NAME])
             files |= recorded
@@ -108,7 +167,7 @@ def export(
         except ArtifactError as error:
             raise CaptureError(f"the model cannot be described: {error}") from error
         before = _compiled_for(path)
-        _write(path, manifest, files, engines)
+        _write(path, manifest, files, engines, tell)
     if lost := sorted(before - _compiled_for(path)):
         text = f"{path}: what was there had been compiled for {', '.join(lost)}, and this has not"
         warnings.warn(f"{text}; weightswap compile does it", stacklevel=_CALLER - 2)
@@ -132,6 +191,7 @@ def _artifact(
     with huggingface.without_cache(model) if huggingface.is_pretrained(model) else nullcontext():
         captured = {name: capture(model, name, spec) for name, spec in specs.items()}
     _warn_of_training(captured)
+    _warn_of_stored(captured)
     tables = classify(model, captured)
     if pairs := overlapping(named_tensors(model), tables.weights):
         text = "these weights share memory and are not one tensor, so that a swap sets them apart: "
@@ -146,7 +206,7 @@ def _artifact(
         for name, method in captured.items()
     }
     files[CONSTANTS_NAME] = _constants(tables)
-    files |= recorded.files
+    files |= recorded.files | kinds_file(model)
     digests = {name: blake3(content).hexdigest() for name, content in sorted(files.items())}
     manifest = Manifest(
         format_version=FORMAT_VERSION,
@@ -168,6 +228,14 @@ def _warn_of_training(captured: Mapping[str, Captured]) -> None:
         warnings.warn(
             f"the exported graph behaves as in training ({', '.join(training)}): call model.eval() before the export "
             "if it is to serve",
+            stacklevel=_CALLER,
+        )
+
+
+def _warn_of_stored(captured: Mapping[str, Captured]) -> None:
+    if stored := list(dict.fromkeys(name for method in captured.values() for name in method.stored)):
+        warnings.warn(
+            f"a call leaves tensors in {listed(stored)}. No later call reads them, and a server does not keep them",
             stacklevel=_CALLER,
         )
 
@@ -201,7 +269,7 @@ def _specs(
 
 
 def _record(model: nn.Module, tables: Tables, load: Load | None, checkpoint: Checkpoint | None) -> Recorded:
-    if huggingface.is_pretrained(model):
+    if huggingface.is_pretrained(model) and not kinds_of(model):
         load = load or huggingface.load
         checkpoint = huggingface.checkpoint(model) if checkpoint is None else checkpoint
     recorded = record_adapter(model, tables, load=load, checkpoint=checkpoint)
@@ -212,10 +280,12 @@ def _record(model: nn.Module, tables: Tables, load: Load | None, checkpoint: Che
 
 def _constants(tables: Tables) -> bytes:
     """The bytes of `constants.safetensors`."""
-    rows = [TensorRow(item.name, item.dtype, item.shape) for item in (*tables.constants, *tables.state)]
-    order = canonical_order(rows)
-    header = render_header(pack_ranges(order), {"format": "pt"})
-    return b"".join([header, *(bytes(tensor_bytes(tables.values[row.name])) for row in order)])
+    rows = [row for row in (*tables.constants, *tables.state) if not row.zero]
+    return b"".join(
+        encode_tensors(
+            {row.name: TensorBytes(row.dtype, row.shape, tensor_bytes(tables.values[row.name])) for row in rows}
+        )
+    )
 
 
 def _recorded(
@@ -224,21 +294,20 @@ def _recorded(
     """The file with what was recorded: goldens, or of a skeleton the inputs alone."""
     if is_skeleton(model):
         return {INPUTS_NAME: record_inputs(wanted, manifest).encode(None)}
-    length = header_length(constants[:8], len(constants), CONSTANTS_NAME)
-    header = parse_header(constants[8 : 8 + length], len(constants), CONSTANTS_NAME)
-    values = header, memoryview(constants)[header.data_start :]
     functions = {name: spec.fn_name for name, spec in specs.items()}
+    values = parse_file(constants, CONSTANTS_NAME)[0] | zeros(manifest.state)
     recording = record(model, wanted, manifest, values, functions)
     return {GOLDENS_NAME: recording.encode(weights_identity(model, manifest))}
 
 
-def _write(path: Path, manifest: Manifest, files: dict[str, bytes], engines: Sequence[str]) -> None:
+def _write(path: Path, manifest: Manifest, files: dict[str, bytes], engines: Sequence[str], tell: Tell) -> None:
     try:
         with new_folder(path) as folder:
             write_files(folder, manifest, files)
             artifact = Artifact.open(folder)
-            if more := engine_files(artifact, engines):
+            if more := engine_files(artifact, engines, tell=tell):
                 write_files(folder, manifest, more)
+                tell("trying what was compiled")
                 try_engines(Artifact.open(folder), engines)
     except OSError as error:
         raise ExportError(f"{path}: cannot be written ({error})") from error

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -13,26 +13,28 @@ from blake3 import blake3
 from torch import nn
 
 from weightswap_runtime import Artifact
-from weightswap_runtime.adapter import KEYS_THEN_NAMES, NAMES, Match
-from weightswap_runtime.errors import MOST_PRINTED, CheckpointError, WeightsMismatch, WeightswapError
-from weightswap_runtime.files import is_file
-from weightswap_runtime.goldens import Tolerance
-from weightswap_runtime.manifest import NamedTensor
-from weightswap_runtime.places import check_writable
-from weightswap_runtime.transforms import Transforms
-from weightswap_runtime.weightfile import Stamp, canonical_order, write_weight_file
-from weightswap_runtime.weightset import GOLDENS_SUFFIX
+from weightswap_runtime.errors import MOST_PRINTED, CheckpointError, RecordingError, WeightsMismatch, WeightswapError
+from weightswap_runtime.format.manifest import NamedTensor
+from weightswap_runtime.format.name_matching import KEYS_THEN_NAMES, NAMES, Match
+from weightswap_runtime.format.selection import patterns
+from weightswap_runtime.format.weight_file import Stamp, canonical_order, write_weight_file
+from weightswap_runtime.format.weight_set import GOLDENS_SUFFIX
+from weightswap_runtime.sources.atomic import is_file
+from weightswap_runtime.sources.location import check_writable
+from weightswap_runtime.staging.transforms import Transforms
+from weightswap_runtime.tensors.comparing import Tolerance
 
-from .calls import Requested, wanted_goldens
-from .casting import cast, casting, casts, requested
-from .checkpoints import Checkpoint, Source, open_checkpoint
-from .choosing import choose_level
-from .goldens import Recording, goldens_first, record
-from .levels import Choice, Level
-from .loading import load_into
-from .tensors import unwrapped
-from .tracing import Load
-from .values import pieces
+from .adapter.tracing import Load
+from .checkpoints.casting import cast, casting, casts, requested
+from .checkpoints.choosing import choose_level
+from .checkpoints.kinds import check_kinds, kind_mismatch, model_problems
+from .checkpoints.nested_state_dicts import Choice, NestedStateDict
+from .checkpoints.opening import Checkpoint, Source, open_checkpoint
+from .checkpoints.tensor import pieces
+from .checkpoints.through_model import load_into
+from .goldens.calls import Requested, wanted_goldens
+from .goldens.recording import Recording, goldens_first, record
+from .models.tensors import unwrapped
 
 Progress = Callable[[int, int], None]
 
@@ -42,8 +44,8 @@ class Packed:
     """A weight file that was written.
 
     level: where in the checkpoint the weights were, such as `model`; empty for its top. ignored: keys there that are no
-    weights (state, extra state), and those that lack the prefix. cast: a dtype of the checkpoint -> the weights that
-    were cast from it. goldens: how many cases were recorded, in the file beside it.
+    weights (state, extra state), those that lack the prefix, and those that `ignore=` has matched. cast: a dtype of the
+    checkpoint -> the weights that were cast from it. goldens: how many cases were recorded, in the file beside it.
     """
 
     path: Path
@@ -68,6 +70,7 @@ def pack(
     load: Load | None = None,
     level: str | None = None,
     prefix: str = "",
+    ignore: str | Sequence[str] = (),
     progress: Progress | None = None,
     goldens: Requested | None = None,
     tolerance: Tolerance | None = None,
@@ -95,6 +98,8 @@ def pack(
     level: where in the checkpoint the weights are, as keys joined with dots, such as "state_dict_ema" or "app.model";
       empty for its top. It is taken as it is, even if others fit, too.
     prefix: only tensors whose names begin with it are taken, without it, such as "net."; the others are left out.
+    ignore: patterns of names, such as "*.position_ids" (`*` also matches dots), for keys that an older model had: these
+      tensors are as if they were not there. A pattern that matches nothing is a warning.
     progress: called with bytes done and bytes in all.
     goldens, tolerance: as in `export()`, recorded with `model`, or with the module that `source` is, into
       `NAME.goldens.safetensors` beside `NAME.safetensors`. A method is the model's attribute of that name. The goldens
@@ -114,7 +119,7 @@ def pack(
     record_from = recorder(model if model is not None else source, opened, goldens, tolerance)
     if isinstance(source, str | os.PathLike):
         _check_other(place, [Path(source)])
-    choice = Choice(level, prefix)
+    choice = Choice(level, prefix, patterns(ignore, "ignore") if ignore else ())
     opening = open_checkpoint(source, choice) if model is None else load_into(model, source, load, choice)
     with opening as checkpoint:
         recording = record_from()
@@ -149,8 +154,11 @@ def recorder(
             "goldens are recorded with the eager model, and a checkpoint is none: give the module that was exported as "
             "`model`, too, or as the source"
         )
+    model = unwrapped(model)
+    if problems := model_problems(model, artifact):
+        raise RecordingError(problems, "Record with the model that was exported.")
     methods = {name: name for name in artifact.methods}
-    return partial(record, unwrapped(model), wanted, artifact.manifest, artifact.constants(), methods)
+    return partial(record, model, wanted, artifact.manifest, artifact.constants(), methods)
 
 
 def pack_checkpoint(
@@ -170,7 +178,13 @@ def pack_checkpoint(
     manifest = artifact.manifest
     wanted = requested(dtype, manifest)
     readings = casting(NAMES if checkpoint.names else KEYS_THEN_NAMES, wanted, manifest)
-    level, match = choose_level(checkpoint, manifest, readings)
+    try:
+        level, match = choose_level(checkpoint, manifest, readings)
+    except WeightsMismatch as error:
+        if mismatch := kind_mismatch(checkpoint, artifact):
+            raise mismatch from error
+        raise
+    check_kinds(level, match, artifact, checkpoint.where)
     _check_other(out, {values.file for values in level.tensors.values()})
     weights = _Weights(artifact, checkpoint, level, match)
     weights.check()
@@ -208,7 +222,7 @@ def _noted(places: list[Path], rename: Callable[[Stamp], Path], stamp: Stamp) ->
 class _Weights:
     """The weights that a match has found, one at a time."""
 
-    def __init__(self, artifact: Artifact, checkpoint: Checkpoint, level: Level, match: Match) -> None:
+    def __init__(self, artifact: Artifact, checkpoint: Checkpoint, level: NestedStateDict, match: Match) -> None:
         self._artifact, self._checkpoint, self._match = artifact, checkpoint, match
         self._tensors = level.tensors
         self._inputs = {item.name: item.dtype for item in artifact.manifest.adapter.inputs}

@@ -18,20 +18,20 @@ from torch import nn
 
 from weightswap_runtime import Artifact
 from weightswap_runtime.errors import CheckpointError, PublishTimeout, text_of
-from weightswap_runtime.files import remove_abandoned
-from weightswap_runtime.goldens import Tolerance
-from weightswap_runtime.places import check_writable
-from weightswap_runtime.weightfile import Stamp
-from weightswap_runtime.workers import forget_frames
+from weightswap_runtime.format.weight_file import Stamp
+from weightswap_runtime.sources.atomic import remove_abandoned
+from weightswap_runtime.sources.location import check_writable, fixed
+from weightswap_runtime.tensors.comparing import Tolerance
+from weightswap_runtime.threads.workers import forget_frames
 
-from .calls import Requested
-from .casting import requested
-from .checkpoints import Checkpoint, from_module
-from .goldens import Recording, goldens_first
-from .levels import nested_levels
+from .checkpoints.casting import requested
+from .checkpoints.nested_state_dicts import nested_levels
+from .checkpoints.opening import Checkpoint, from_module
+from .checkpoints.tensor import values_of
+from .goldens.calls import Requested
+from .goldens.recording import Recording, goldens_first
+from .models.tensors import TieKey, tie_key
 from .packing import Packed, pack_checkpoint, recorder
-from .tensors import TieKey, tie_key
-from .values import values_of
 
 STEP_DIGITS = 9
 ID_LETTERS = 12
@@ -91,7 +91,8 @@ def publish(
     At most one copy in a process waits or is being written: a further call waits until that one is written, from
     whichever thread it comes. Files therefore appear in the order in which their weights were copied. The end of the
     interpreter waits for a running write; a killed process leaves only a hidden temporary file, which a later call
-    for the same directory removes. A signal handler cannot publish while its thread copies: a CheckpointError.
+    for the same directory removes. A relative directory is the one that it is at the call. A signal handler cannot
+    publish while its thread is within publish(): a CheckpointError.
 
     Raises CheckpointError and ArtifactError at once for arguments that cannot be right, and RecordingError for goldens
     that cannot be recorded; other errors are those of `Publication.wait()`.
@@ -113,7 +114,15 @@ def publish(
     _writer.begin(
         publication._outcome,
         lambda: _Snapshot(_snapshot(model), record_from()),
-        partial(_write, directory=Path(directory), artifact=opened, step=step, labels=given, dtype=dtype),
+        partial(
+            _write,
+            directory=fixed(Path(directory)),
+            given=Path(directory),
+            artifact=opened,
+            step=step,
+            labels=given,
+            dtype=dtype,
+        ),
     )
     return publication
 
@@ -139,13 +148,17 @@ def _snapshot(model: nn.Module) -> Checkpoint:
     if level.problems:
         return live
     tensors = {name: copy(values.load()) for name, values in level.tensors.items()}
-    return live._replace(levels=nested_levels(tensors, values_of, live.where, deep=False).likely)
+    (copied,) = nested_levels(tensors, values_of, live.where, deep=False).likely
+    parts = {name: values.part_of for name, values in level.tensors.items()}
+    copied = copied._replace(tensors={name: v._replace(part_of=parts[name]) for name, v in copied.tensors.items()})
+    return live._replace(levels=(copied,))
 
 
 def _write(
     snapshot: _Snapshot,
     *,
     directory: Path,
+    given: Path,
     artifact: Artifact,
     step: int,
     labels: Mapping[str, str],
@@ -162,7 +175,7 @@ def _write(
     # goldens of the same weights, which the name tells, stay
     with goldens_first(place, recording) if recording else nullcontext(place) as rename:
         packed = pack_checkpoint(checkpoint, artifact, out, labels=labels, dtype=dtype, rename=rename)
-    return replace(packed, goldens=len(recording.cases) if recording else 0)
+    return replace(packed, path=given / packed.path.name, goldens=len(recording.cases) if recording else 0)
 
 
 class _Outcome:
@@ -207,7 +220,7 @@ class _Writer:
 
     def __init__(self) -> None:
         self._free = threading.Lock()
-        self._copying: set[int] = set()  # the thread that takes a snapshot
+        self._copying: set[int] = set()  # threads that wait to take a snapshot, or take one
 
     def begin(self, outcome: _Outcome, snapshot: Callable[[], _Snapshot], write: Callable[[_Snapshot], Packed]) -> None:
         """Wait for the write before, take the snapshot, and start to write it."""
@@ -216,9 +229,13 @@ class _Writer:
                 "this thread is within publish() already: a signal handler, or the model itself, has called it again. "
                 "Note that it is wanted, and publish when the first call has returned."
             )
-        self._free.acquire()
+        self._copying.add(thread)  # first: a signal handler may run after any step
         try:
-            self._copying.add(thread)
+            self._free.acquire()
+        except BaseException:
+            self._copying.discard(thread)
+            raise
+        try:
             held = [snapshot()]
             threading.Thread(target=self._run, args=(outcome, held, write), name="weightswap-publish").start()
         except BaseException:

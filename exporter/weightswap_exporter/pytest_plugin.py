@@ -13,10 +13,11 @@ import pytest
 if TYPE_CHECKING:
     from torch import nn
 
-    from weightswap_exporter.parity import ParityReport
-    from weightswap_exporter.parity.cases import Cases
     from weightswap_runtime import Artifact
-    from weightswap_runtime.goldens import Tolerance
+    from weightswap_runtime.tensors.comparing import Tolerance
+
+    from .parity import ParityReport
+    from .parity.calls import Cases
 
 PathLike = str | os.PathLike[str]
 _ENGINES = "--weightswap-engines"
@@ -33,7 +34,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    from weightswap_runtime.engines import ENGINES
+    from weightswap_runtime.engines.choosing import ENGINES
 
     wanted = _wanted(config)
     unknown = sorted(set(wanted or ()) - set(ENGINES))
@@ -116,9 +117,10 @@ class AssertParity:
         compared.
         """
         __tracebackhide__ = True
-        from weightswap_exporter.parity import compare
         from weightswap_runtime import Artifact
         from weightswap_runtime.errors import ParityError
+
+        from .parity import compare
 
         opened = artifact if isinstance(artifact, Artifact) else Artifact.open(artifact)
         chosen = self._chosen(opened, engines, model)
@@ -139,7 +141,7 @@ class AssertParity:
     def _chosen(
         self, artifact: Artifact, engines: Sequence[str] | None, model: nn.Module | None
     ) -> Sequence[str] | None:
-        from weightswap_runtime.engines import available_engines
+        from weightswap_runtime.engines.choosing import available_engines
 
         if self._engines is None:
             return engines
@@ -161,9 +163,10 @@ class AssertParity:
         seed: int,
     ) -> tuple[Any, list[str]]:
         """The recorded calls, and what the eager model gives in another way than it once did."""
-        from weightswap_exporter.parity import check_outputs, record_outputs
-        from weightswap_exporter.parity.cases import recorded_calls
         from weightswap_runtime.errors import ParityError
+
+        from .parity import check_outputs, record_outputs
+        from .parity.calls import recorded_calls
 
         if model is None:
             raise ParityError(["goldens= says what the eager model gave, and there is no model"], "Give the model.")
@@ -181,7 +184,7 @@ class AssertParity:
     def _check_name(self, path: Path) -> None:
         """Raise ParityError for what is no file of ours."""
         from weightswap_runtime.errors import ParityError
-        from weightswap_runtime.weightset import GOLDENS_SUFFIX
+        from weightswap_runtime.format.weight_set import GOLDENS_SUFFIX
 
         root, path = self._config.rootpath.resolve(), path.resolve()
         if not path.name.endswith(GOLDENS_SUFFIX) or not path.is_relative_to(root):

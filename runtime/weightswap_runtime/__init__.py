@@ -1,8 +1,6 @@
 """weightswap, the server's side: put any checkpoint of an exported architecture behind its graph, live."""
 
 from ._version import __version__
-from .artifact import Artifact
-from .deltas import Delta, write_delta
 from .errors import (
     AccessDenied,
     ArtifactError,
@@ -10,6 +8,11 @@ from .errors import (
     CallError,
     CaptureError,
     CheckpointError,
+    ContextBroken,
+    ContextBusy,
+    ContextClosed,
+    ContextFileError,
+    ContextMismatch,
     DamagedFile,
     DeviceError,
     DigestMismatch,
@@ -36,6 +39,7 @@ from .errors import (
     StageClosed,
     StageTimeout,
     StagingBusy,
+    StaleContext,
     Superseded,
     SwapError,
     TruncatedFile,
@@ -46,16 +50,20 @@ from .errors import (
     WeightsMismatch,
     WeightswapError,
 )
-from .events import Event
-from .job import Progress
-from .loading import load
-from .model import Model
-from .pinned import Pinned
-from .receipts import SwapReceipt
-from .staged import Staged
-from .tools import read_weights
-from .watching import Watcher
-from .weightfile import WeightFile
+from .format.artifact import Artifact
+from .format.weight_file import WeightFile
+from .live.context import Context
+from .live.events import Event
+from .live.loading import load
+from .live.model import Model
+from .live.pinned import Pinned
+from .live.receipt import SwapReceipt
+from .live.staged import Staged
+from .live.token_stream import TokenStream
+from .live.watching.watcher import Watcher
+from .staging.delta_writing import Delta, write_delta
+from .staging.read_weights import read_weights
+from .threads.job import Progress
 
 __all__ = [
     "AccessDenied",
@@ -65,6 +73,12 @@ __all__ = [
     "CallError",
     "CaptureError",
     "CheckpointError",
+    "Context",
+    "ContextBroken",
+    "ContextBusy",
+    "ContextClosed",
+    "ContextFileError",
+    "ContextMismatch",
     "DamagedFile",
     "Delta",
     "DeviceError",
@@ -97,9 +111,11 @@ __all__ = [
     "StageTimeout",
     "Staged",
     "StagingBusy",
+    "StaleContext",
     "Superseded",
     "SwapError",
     "SwapReceipt",
+    "TokenStream",
     "TruncatedFile",
     "UnexpectedWeights",
     "UnknownMethod",

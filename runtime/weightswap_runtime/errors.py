@@ -29,7 +29,13 @@ WeightswapError
 |   |-- InputMismatch          the inputs do not fit the method's signature
 |   |-- UnknownMethod          the artifact has no such method
 |   |-- NoWeights              nothing has been swapped in yet
+|   |-- StaleContext           its state was made with other weights than those that are served
+|   |-- ContextBusy            another call is using it
+|   |-- ContextBroken          a call on it broke off; its state may be half of two
+|   |-- ContextClosed          the context was closed
+|   |-- ContextMismatch        it is of another model, or of other weights
 |   `-- PinReleased            the session was used after its `with` block
+|-- ContextFileError           a saved context is damaged, or no such file
 |-- ModelFailed                an in-place commit broke off; swap or roll back to revive
 |-- ModelClosed                the model was closed
 |-- MissingExtra               an optional dependency is not installed
@@ -47,8 +53,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from .counted import counted
-from .visible import brief
+from .messages import brief, plural
 
 MOST_PRINTED = 50
 MOST_OF_A_PROBLEM = 1000  # letters
@@ -104,7 +109,7 @@ def _refusal(where: str, problems: Sequence[str], advice: str) -> list[str]:
     lines = [f"  - {problem}" for problem in problems[:MOST_PRINTED]]
     if len(problems) > MOST_PRINTED:
         lines.append(f"  - and {len(problems) - MOST_PRINTED} more")
-    return [f"{where}: refused, {counted(len(problems), 'problem')}", *lines, advice]
+    return [f"{where}: refused, {plural(len(problems), 'problem')}", *lines, advice]
 
 
 def _sentences(problems: Sequence[str]) -> tuple[str, ...]:
@@ -213,6 +218,37 @@ class NoWeights(CallError):
     """The model was loaded without weights and nothing has been swapped in yet."""
 
 
+class StaleContext(CallError):
+    """A context's state was made with other weights than those that would answer."""
+
+    def __init__(self, made_with: str, served: str) -> None:
+        self.made_with, self.served = brief(made_with), brief(served)
+        super().__init__(
+            f"the context's state was made with the weights {self.made_with}, and {self.served} would answer now. "
+            'Begin with a new one, reset() it, or make contexts with on_swap="reset", "keep" or "pin"'
+        )
+
+
+class ContextBusy(CallError):
+    """Another call is using the context; each caller needs one of its own."""
+
+
+class ContextBroken(CallError):
+    """A call on the context broke off, so that its state may be half of two; `reset()` makes it whole."""
+
+
+class ContextClosed(CallError):
+    """The context was closed."""
+
+
+class ContextMismatch(CallError):
+    """The context is of another model; or a saved one of another graph, or of other weights."""
+
+
+class ContextFileError(WeightswapError):
+    """The file is not one that `Context.save()` wrote, or its content is not what was saved."""
+
+
 class ModelFailed(WeightswapError):
     """An in-place commit broke off half-way; the model serves again after a swap or a rollback."""
 
@@ -301,6 +337,11 @@ __all__ = [
     "CallError",
     "CaptureError",
     "CheckpointError",
+    "ContextBroken",
+    "ContextBusy",
+    "ContextClosed",
+    "ContextFileError",
+    "ContextMismatch",
     "DamagedFile",
     "DeviceError",
     "DigestMismatch",
@@ -327,6 +368,7 @@ __all__ = [
     "StageClosed",
     "StageTimeout",
     "StagingBusy",
+    "StaleContext",
     "Superseded",
     "SwapError",
     "TruncatedFile",

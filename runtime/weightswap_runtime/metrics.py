@@ -33,8 +33,8 @@ from threading import RLock
 from typing import TYPE_CHECKING
 
 from .errors import MissingExtra, Unsupported
-from .job import Progress
-from .tallies import Tallies
+from .live.tallies import Tallies
+from .threads.job import Progress
 
 try:
     from prometheus_client import REGISTRY, CollectorRegistry
@@ -51,7 +51,7 @@ except ImportError as error:
     raise MissingExtra("weightswap_runtime.metrics", "serve") from error
 
 if TYPE_CHECKING:
-    from .model import Model
+    from .live.model import Model
 
 MOST_LABELS = 20
 LONGEST_LABEL = 200

@@ -22,7 +22,7 @@ Way = Callable[[Path, Path], Found]
 
 def ours() -> Way:
     """Relative changes by weightswap, with everything else that it tells."""
-    from weightswap_runtime.diffing import compare_weights
+    from weightswap_tools.diff import compare_weights
 
     return lambda before, after: {tensor.name: tensor.rel_change for tensor in compare_weights(before, after).tensors}
 

@@ -21,7 +21,17 @@ from settings import Settings
 from subjects import WrongOutput
 
 ALL = ("swap", "update", "call", "export", "engines")
-NAMED = ("open", "aoti", "onnx", "elsewhere", "verify", "cuda", "diff")  # parts of `engines`, and what is asked for
+NAMED = (
+    "open",
+    "aoti",
+    "onnx",
+    "elsewhere",
+    "verify",
+    "cuda",
+    "diff",
+    "state",
+    "generate",
+)  # parts of `engines`, and what is asked for
 GROUPS = (*ALL, *NAMED)
 WIDTH = 200  # columns of a table that goes to no terminal
 

@@ -22,7 +22,7 @@ from screen import Screen
 from weightswap_runtime import Artifact
 
 CLIENTS = 3
-PATIENCE_SECONDS = 30.0
+PATIENCE_SECONDS = 60.0
 POLL_SECONDS = 0.05
 
 

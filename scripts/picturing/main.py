@@ -1,9 +1,11 @@
-"""Pictures of reports for the documentation, of a small encoder before and after a few steps of training."""
+"""Pictures for the documentation: a report of a small encoder before and after a few steps of training; a live demo."""
 
 from __future__ import annotations
 
 import os
 import shutil
+import subprocess
+import sys
 import tempfile
 from pathlib import Path
 
@@ -12,11 +14,12 @@ from playwright.sync_api import sync_playwright
 from safetensors.torch import save_file
 from torch import nn
 
-from weightswap_runtime.cli.differing.weights_page import weights_report
-from weightswap_runtime.diffing import Policy, compare_weights
-from weightswap_runtime.reports import Report, write_report
+from weightswap_tools.diff import Policy, compare_weights
+from weightswap_tools.diff.show.weights_page import weights_report
+from weightswap_tools.reports import Report, write_report
 
-IMAGES = Path(__file__).parents[2] / "docs" / "images"
+SCRIPTS = Path(__file__).parents[1]
+IMAGES = SCRIPTS.parent / "docs" / "images"
 CHROMIUM = os.environ.get("CHROMIUM") or shutil.which("chromium")
 ARGUMENTS = [
     "--no-sandbox",
@@ -90,6 +93,8 @@ def main() -> None:
         os.chdir(folder)
         write_report("diff.html", diff_report(Path()))
         picture(Path(folder) / "diff.html", IMAGES / "diff.png")
+        subprocess.run([sys.executable, SCRIPTS / "digits" / "main.py", "--out", folder], check=True)
+        shutil.copy("timeline.png", IMAGES / "swaps.png")
 
 
 if __name__ == "__main__":

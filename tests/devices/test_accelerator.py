@@ -13,12 +13,12 @@ import torch
 from torch import nn
 from torch.export import Dim
 
-from tests.accelerators import ACCELERATOR, on_accelerator, on_every_device, use_own_stream
-from tests.setups import different, equal
-from tests.tiny import TinyArtifact, WriteWeights, X
+from tests.support.accelerators import ACCELERATOR, on_accelerator, on_every_device, use_own_stream
+from tests.support.setups import different, equal
+from tests.support.tiny import TinyArtifact, WriteWeights, X
 from weightswap_exporter import MethodSpec, export, pack
 from weightswap_runtime import Artifact, InputMismatch, Model, OutOfMemory, Unsupported, load, write_delta
-from weightswap_runtime.devices.accelerator import KEPT, open_accelerator
+from weightswap_runtime.memory.device.torch_device import KEPT, open_accelerator
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*fallback.*:UserWarning")
 
@@ -122,7 +122,7 @@ def test_addresses_stay_over_a_thousand_swaps(device: str, tiny: TinyArtifact, w
     model = load(tiny.path, weight_file(0), device=device, residency="single")
     version = model._gate.current
     assert version is not None
-    bound: Any = version.session.bound[model._place]
+    bound: Any = version.session.bound[model._member.id]
     weights = [slot for slot in bound._calls["forward"]._slots if isinstance(slot, torch.Tensor)]
     before = [tensor.data_ptr() for tensor in weights]
     files = [weight_file(seed) for seed in range(2)]
@@ -139,13 +139,14 @@ def test_addresses_stay_over_a_thousand_swaps(device: str, tiny: TinyArtifact, w
 def test_state_is_in_order_across_streams(device: str, residency: str, files: Files) -> None:
     model = load(files.artifact, files.files[0], device=device, residency=residency)  # type: ignore[arg-type]
     x, found, lock = files.x.to(device), list[torch.Tensor](), threading.Lock()
+    context = model.new_context()
     torch.accelerator.synchronize()
 
     def count() -> None:
         use_own_stream(device)
         for _ in range(20):
             with lock:
-                found.append(model.count(x))
+                found.append(model.count(x, context=context))
         torch.accelerator.current_stream().synchronize()
 
     threads = [threading.Thread(target=count) for _ in range(3)]
@@ -185,7 +186,7 @@ def test_goldens_are_reproduced_before_the_commit(device: str, staging: str, res
 def test_out_of_memory_is_a_refused_swap(
     device: str, tiny: TinyArtifact, weight_file: WriteWeights, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from weightswap_runtime.devices.accelerator import Accelerator
+    from weightswap_runtime.memory.device.torch_device import Accelerator
 
     model = load(tiny.path, weight_file(0), device=device, residency="single", staging="device")
 
@@ -215,7 +216,7 @@ def test_models_share_weights(device: str, residency: str, files: Files) -> None
 def replaying(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the accelerator is not CUDA: a recorder that does its work again."""
     from tests.devices.test_captures import Replayer
-    from weightswap_runtime.engines.accelerated import AcceleratedEngine
+    from weightswap_runtime.engines.aten.device import AcceleratedEngine
 
     if ACCELERATOR != "cuda":
         monkeypatch.setattr(AcceleratedEngine, "_new_recorder", lambda self: Replayer())
@@ -239,8 +240,9 @@ def test_captured_calls_follow_every_swap(
             assert torch.equal(model(x), plain(x))
     model.rollback()
     assert files.correct(model, 1)
-    assert [int(model.count(files.x.to(device))) for _ in range(3)] == [12, 22, 32]
-    recorded = [session.bound[model._place]._captures._captured for session in model._store._residency.sessions]  # type: ignore[attr-defined]
+    context = model.new_context()
+    assert [int(model.count(files.x.to(device), context=context)) for _ in range(3)] == [12, 22, 32]
+    recorded = [session.bound[model._member.id]._captures._captured for session in model._store._residency.sessions]  # type: ignore[attr-defined]
     assert all(len(each) >= 2 for each in recorded)
 
 

@@ -13,16 +13,17 @@ import torch
 from torch import nn
 from torch.export import Dim
 
-from tests.accelerators import ACCELERATOR, moved, on_accelerator, use_own_stream
-from tests.aoti import near
-from tests.compiled import SIZES, WIDTH, Mixtures, needs_compiler, sample
-from weightswap_exporter import aoti_compiler, compile_engines, export, pack
-from weightswap_exporter.aoti_packages import build_device, build_target
+from tests.support.accelerators import ACCELERATOR, moved, on_accelerator, use_own_stream
+from tests.support.aoti import near
+from tests.support.compiled import SIZES, WIDTH, Mixtures, needs_compiler, sample
+from weightswap_exporter import compile_engines, export, pack
+from weightswap_exporter.engines import aoti_compiler
+from weightswap_exporter.engines.aoti_packages import build_device, build_target
 from weightswap_runtime import Artifact, Unsupported, load
-from weightswap_runtime.engines import choose_engine
-from weightswap_runtime.engines.aoti_accelerated import target_of
-from weightswap_runtime.engines.aoti_names import gpu_target, package_file
-from weightswap_runtime.engines.aoti_package import find_target
+from weightswap_runtime.engines.aoti.device import target_of
+from weightswap_runtime.engines.aoti.names import gpu_target, package_file
+from weightswap_runtime.engines.aoti.package import find_target
+from weightswap_runtime.engines.choosing import choose_engine
 
 on_gpu = pytest.mark.skipif(torch.version.cuda is None, reason="AOTInductor compiles for CUDA alone here")
 ROWS = 8

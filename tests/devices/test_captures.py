@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
 import torch
 
-from weightswap_runtime.devices import Event, Stream
-from weightswap_runtime.engines.captures import MOST, Captures, Shapes
+from weightswap_runtime.engines.replay.replays import MOST, Captures, Shapes
+from weightswap_runtime.memory.device import Event, Stream
 
 
 class Nothing:
@@ -58,7 +56,7 @@ class Replayer:
 
 
 class Small:
-    """A method with a weight, state, an integer input, and an input that it writes to."""
+    """A method with a weight, a counter of runs, an integer input, and an input that it writes to."""
 
     def __init__(self, named: list[tuple[str, list[Any]]] | None = None, auto: bool = False) -> None:
         self.weight = torch.full((3,), 2.0)
@@ -69,7 +67,7 @@ class Small:
         self.captures = self.session()
 
     def session(self) -> Captures:
-        return Captures(self.device, self.recorder, self.shapes, self.run, self.undone)  # type: ignore[arg-type]
+        return Captures(self.device, self.recorder, self.shapes, self.run)  # type: ignore[arg-type]
 
     def run(self, method: str, inputs: list[Any]) -> list[Any]:
         x, number, *rest = inputs
@@ -79,12 +77,6 @@ class Small:
         for each in rest:
             each.add_(1)
         return [x * self.weight + number, self.count.clone(), number, None]
-
-    @contextmanager
-    def undone(self) -> Iterator[None]:
-        before = self.count.clone()
-        yield
-        self.count.copy_(before)
 
 
 def x(rows: int, start: float = 0.0) -> torch.Tensor:
@@ -96,7 +88,6 @@ def test_named_shapes_are_captured_once_and_others_are_not() -> None:
     small.captures.capture_named()
     small.captures.capture_named()
     assert small.recorder.records == 1
-    assert small.count == 0
     found = small.captures.replay("forward", [x(2, 7.0), 5])
     assert found is not None
     assert torch.equal(found[0], x(2, 7.0) * 2 + 5)
@@ -114,7 +105,7 @@ def test_outputs_are_the_caller_s_own_and_follow_the_weights() -> None:
     for each, start, weight in zip(found, (0.0, 1.0, 2.0), (2, 2, -1), strict=True):
         assert each is not None
         assert torch.equal(each[0], x(2, start) * weight)
-    assert [int(each[1]) for each in found if each] == [1, 2, 3]
+    assert [int(each[1]) for each in found if each] == [3, 4, 5]  # two runs were the capture's
     assert (small.recorder.records, small.recorder.replays) == (1, 3)
 
 
@@ -154,44 +145,13 @@ def test_memory_for_inputs_is_lent_to_every_stream_once() -> None:
     assert [tensor.shape for tensor in small.recorder.lent] == [(2, 3), (4,)] * 2
 
 
-def test_a_capture_and_a_call_that_changes_the_state_do_not_wait_for_each_other() -> None:
-    small, state = Small([("forward", [x(2), 0])], auto=True), threading.RLock()
-    begun = threading.Event()
-
-    @contextmanager
-    def undone() -> Iterator[None]:
-        begun.set()
-        with state:
-            yield
-
-    captures = Captures(Nothing(), small.recorder, small.shapes, small.run, undone)  # type: ignore[arg-type]
-    captures.capture_named()
-    begun.clear()
-
-    def call_that_changes_the_state() -> None:
-        with state:
-            begun.wait(10)
-            captures.replay("forward", [x(2), 0])
-
-    threads = [
-        threading.Thread(target=call_that_changes_the_state, daemon=True),
-        threading.Thread(target=captures.replay, args=("forward", [x(3), 0]), daemon=True),
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(10)
-    assert not any(thread.is_alive() for thread in threads)
-    assert small.recorder.records == 2
-
-
 def test_what_cannot_be_captured_is_named_and_not_tried_again(caplog: pytest.LogCaptureFixture) -> None:
     small = Small(auto=True)
 
     def run(method: str, inputs: list[Any]) -> list[Any]:
         return [torch.relu(inputs[0]).cumsum(0), small.run("broken", inputs)]
 
-    captures = Captures(Nothing(), small.recorder, small.shapes, run, small.undone)  # type: ignore[arg-type]
+    captures = Captures(Nothing(), small.recorder, small.shapes, run)  # type: ignore[arg-type]
     for _ in range(2):
         assert captures.replay("forward", [x(2), 0]) is None
     assert small.recorder.records == 1

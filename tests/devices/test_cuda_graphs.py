@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.standin import Queue, StandIn
-from weightswap_runtime.devices.cuda_graphs import CudaRecorder
+from tests.support.standin import Queue, StandIn
+from weightswap_runtime.engines.replay.cuda_graphs import CudaRecorder
 from weightswap_runtime.errors import Unsupported
 
 Pool = tuple[int, int]
@@ -103,7 +103,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Cuda:
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", made.new_pool)
     monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", made.stop, raising=False)
     monkeypatch.setattr(torch._C, "_cuda_releasePool", made.release, raising=False)
-    monkeypatch.setattr("weightswap_runtime.devices.cuda_graphs.torch.zeros", lambda *args, **kwargs: None)
+    monkeypatch.setattr("weightswap_runtime.engines.replay.cuda_graphs.torch.zeros", lambda *args, **kwargs: None)
     return made
 
 

@@ -15,19 +15,22 @@ from torch.export import Dim
 pytest.importorskip("onnxruntime")
 pytest.importorskip("onnxscript")
 
-from tests.accelerators import ACCELERATOR, moved, on_accelerator, use_own_stream
-from tests.models import Counter, Everything, Nested
-from tests.setups import different
+from tests.support.accelerators import ACCELERATOR, moved, on_accelerator, use_own_stream
+from tests.support.models import Counter, Everything, Nested
+from tests.support.setups import different
 from weightswap_exporter import MethodSpec, compile_engines, export, pack
-from weightswap_runtime import Artifact, InputMismatch, Model, Unsupported, engines, load
-from weightswap_runtime.engines import choose_engine, onnx_accelerated, open_engine
-from weightswap_runtime.engines import torch as torch_engine
-from weightswap_runtime.engines.onnx_accelerated import OnnxCall, Place
-from weightswap_runtime.engines.onnx_graph import OnnxGraph
-from weightswap_runtime.engines.torch import TorchEngine
-from weightswap_runtime.manifest import Method
+from weightswap_runtime import Artifact, InputMismatch, Model, Unsupported, load
+from weightswap_runtime.engines import choosing
+from weightswap_runtime.engines.aten import cpu as torch_engine
+from weightswap_runtime.engines.aten.cpu import TorchEngine
+from weightswap_runtime.engines.choosing import choose_engine, open_engine
+from weightswap_runtime.engines.engine import EngineOptions
+from weightswap_runtime.engines.onnx import device as onnx_accelerated
+from weightswap_runtime.engines.onnx.device import Counterpart, OnnxCall
+from weightswap_runtime.engines.onnx.graph import OnnxGraph
+from weightswap_runtime.format.manifest import Method
 
-ON_THE_HOST = Place("CPUExecutionProvider", "cpu", {})
+ON_THE_HOST = Counterpart("CPUExecutionProvider", "cpu", {})
 
 
 class Host:
@@ -66,7 +69,7 @@ def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> s
     if request.param == "cpu":
         monkeypatch.setattr(torch_engine, "TorchEngine", OnTheHost)
     elif ACCELERATOR != "cuda":
-        monkeypatch.setitem(onnx_accelerated.PLACES, ACCELERATOR, ON_THE_HOST)
+        monkeypatch.setitem(onnx_accelerated.COUNTERPARTS, ACCELERATOR, ON_THE_HOST)
     return str(request.param)
 
 
@@ -104,19 +107,19 @@ def test_outputs_are_those_of_eager_before_and_after_a_swap(
             near(found.encode(ids.to(device)), model.encode(ids))
 
 
-def test_state_is_kept_between_calls_and_starts_again_with_a_swap(device: str, residency: str, tmp_path: Path) -> None:
+def test_state_is_kept_between_calls_with_a_context(device: str, residency: str, tmp_path: Path) -> None:
     model = Counter()
     methods = {"forward": MethodSpec("forward", (torch.ones(2, 3),)), "peek": MethodSpec("peek")}
     found = served(model, (), tmp_path, device, methods=methods, residency=residency)
-    x = torch.randn(2, 3)
+    x, context = torch.randn(2, 3), found.new_context()
     with torch.no_grad():
         for _ in range(3):
-            near(found(x.to(device)), model(x))
-    steps, mean = found.peek()
+            near(found(x.to(device), context=context), model(x))
+    steps, mean = found.peek(context=context)
     assert int(steps) == 3
     near(mean, model.mean)
     steps += 10
-    assert int(found.peek()[0]) == 3
+    assert int(found.peek(context=context)[0]) == 3
     found.swap(tmp_path / "v.safetensors")
     assert int(found.peek()[0]) == 0
 
@@ -260,16 +263,16 @@ def test_outputs_that_cannot_be_handed_over_are_refused_by_name(device: str, tmp
 def test_captured_graphs_and_threads_are_for_others(tmp_path: Path) -> None:
     artifact = export(Counter(), (torch.ones(2, 3),), out=tmp_path / "a")
     with pytest.raises(Unsupported, match="cuda_graphs with the engine 'onnx'"):
-        open_engine("onnx", artifact, "cuda", cuda_graphs="auto")
+        open_engine("onnx", artifact, "cuda", EngineOptions(cuda_graphs="auto"))
     with pytest.raises(Unsupported, match="threads=2: expected None, or with the engine 'onnx' on the CPU"):
-        open_engine("onnx", artifact, "cuda", threads=2)
+        open_engine("onnx", artifact, "cuda", EngineOptions(threads=2))
 
 
 def test_auto_on_a_device_is_torch_whatever_the_processor_could_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     artifact = export(Counter(), (torch.ones(2, 3),), out=tmp_path / "a")
-    monkeypatch.setattr(engines, "can_run", lambda artifact: True)
+    monkeypatch.setattr(choosing, "can_run", lambda artifact: True)
     assert (choose_engine("auto", artifact), choose_engine("auto", artifact, "cuda")) == ("aoti", "torch")
 
 
@@ -277,7 +280,7 @@ def test_auto_on_a_device_is_torch_whatever_the_processor_could_run(
 def test_a_device_that_onnx_runtime_does_not_serve_is_refused(
     device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delitem(onnx_accelerated.PLACES, device, raising=False)
+    monkeypatch.delitem(onnx_accelerated.COUNTERPARTS, device, raising=False)
     with pytest.raises(Unsupported, match="engine 'onnx' on the device"):
         served(Counter(), (torch.ones(2, 3),), tmp_path, device)
 
@@ -285,6 +288,6 @@ def test_a_device_that_onnx_runtime_does_not_serve_is_refused(
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="there is a GPU, so that the provider may come")
 def test_a_provider_that_does_not_come_is_said(tmp_path: Path) -> None:
     artifact = compile_engines(export(Counter(), (torch.ones(2, 3),), out=tmp_path / "a"), ["onnx"], trial=False)
-    provider = onnx_accelerated.provider_of(onnx_accelerated.PLACES["cuda"], 0)
+    provider = onnx_accelerated.provider_of(onnx_accelerated.COUNTERPARTS["cuda"], 0)
     with pytest.raises(Unsupported, match=r"asked for CUDAExecutionProvider, ONNX Runtime .* gives CPUExecution"):
         OnnxGraph(artifact, "forward", None, provider)

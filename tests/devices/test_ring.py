@@ -7,13 +7,13 @@ from itertools import pairwise
 
 import pytest
 
-from tests.standin import Broken, Memory, StandIn
-from weightswap_runtime.arena import ArenaLayout, HostArena, Slot
-from weightswap_runtime.devices.arena import DeviceArena, LockedArena, Region, plan_runs
-from weightswap_runtime.devices.ring import BUFFER_BYTES, Ring
-from weightswap_runtime.manifest import NamedTensor
-from weightswap_runtime.patches import HostPatch, Span
-from weightswap_runtime.workers import Workers
+from tests.support.standin import Broken, Memory, StandIn
+from weightswap_runtime.format.manifest import NamedTensor
+from weightswap_runtime.memory.arena import ArenaLayout, ByteRange, HostArena
+from weightswap_runtime.memory.device.arena import DeviceArena, LockedArena, Region, plan_runs
+from weightswap_runtime.memory.device.ring import BUFFER_BYTES, Ring
+from weightswap_runtime.memory.patch import HostPatch, Span
+from weightswap_runtime.threads.workers import Workers
 
 SIZE = 3 * BUFFER_BYTES + 12345
 
@@ -29,7 +29,7 @@ def test_a_buffer_is_filled_again_only_when_it_has_been_copied(seed: int) -> Non
     wanted = content(SIZE)
     with region.writing():
         region.write(0, wanted)
-    region.settle()
+    region.synchronize()
     assert region.fetch(0, SIZE) == wanted
     assert device.copies == 8
 
@@ -57,7 +57,7 @@ def test_an_error_of_the_device_is_raised() -> None:
         region.write(0, content(100))
     device.broken = True
     with pytest.raises(Broken, match="illegal memory access"):
-        region.settle()
+        region.synchronize()
 
 
 @pytest.mark.parametrize("seed", range(50))
@@ -66,7 +66,7 @@ def test_slots_move_in_few_copies_and_keep_their_places(seed: int) -> None:
     slots, offset = [], 0
     for _ in range(chance.randrange(1, 20)):
         size = chance.choice([0, 1, 4, 255, 256, 257, 1000])
-        slots.append(Slot(offset, size))
+        slots.append(ByteRange(offset, size))
         offset += -(-size // 256) * 256 + chance.choice([0, 0, 0, 256, 4096])
     if chance.random() < 0.3:
         chance.shuffle(slots)
@@ -81,7 +81,7 @@ def test_slots_move_in_few_copies_and_keep_their_places(seed: int) -> None:
 
 
 def test_neighbours_are_one_run() -> None:
-    slots = [Slot(0, 100), Slot(256, 300), Slot(768, 8), Slot(4096, 8)]
+    slots = [ByteRange(0, 100), ByteRange(256, 300), ByteRange(768, 8), ByteRange(4096, 8)]
     assert plan_runs(slots) == ([0, 256, 768, 1024], [(0, 0, 776), (4096, 1024, 8)])
 
 
@@ -107,13 +107,13 @@ def test_arenas_are_copied_to_each_other(source: str, target: str) -> None:
         one.write(0, wanted)
     with other.writing():
         one.write_to(other, workers)
-    other.settle()
+    other.synchronize()
     assert other.fetch(0, len(wanted)) == wanted
     with other.writing():
         other.write(256, content(5000, seed=2))
         one.copy_part(other, 256, 5256)
         other.copy_part(one, 0, 10)
-    other.settle()
+    other.synchronize()
     device.drain()
     assert one.fetch(256, 5000) == other.fetch(256, 5000) == content(5000, seed=2)
     assert one.fetch(5256, 5000) == wanted[5256:10256]
@@ -127,7 +127,7 @@ def test_threads_take_turns(seed: int) -> None:
     arena = DeviceArena(device, layout(), Ring(device, 2), serves=True)
     with arena.writing():
         HostPatch(spans).write_to(arena, workers)
-    arena.settle()
+    arena.synchronize()
     assert all(arena.fetch(offset, 256) == data for offset, data in spans)
 
 

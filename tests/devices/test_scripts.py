@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
-ROOT = Path(__file__).parents[2]
+from tests import ROOT
+
 SCRIPT, EMULATED = ROOT / "scripts" / "test_cuda", ROOT / "scripts" / "test_emulated"
 FAKE = """#!/usr/bin/env bash
 case "$*" in

@@ -10,11 +10,11 @@ import torch
 from torch import nn
 from torch.export import Dim
 
-from tests.tiny import TinyArtifact
+from tests.support.tiny import TinyArtifact
 from weightswap_exporter import MethodSpec, export
 from weightswap_runtime import Artifact, Unsupported, load
-from weightswap_runtime.engines import choose_engine
-from weightswap_runtime.engines.shapes import samples
+from weightswap_runtime.engines.choosing import choose_engine
+from weightswap_runtime.engines.replay.shapes import samples
 
 CPU = torch.device("cpu")
 
@@ -107,6 +107,6 @@ def test_where_there_is_no_accelerator_it_is_said(tiny: TinyArtifact, monkeypatc
 def test_the_engine_that_is_chosen_for_a_device_is_one_that_it_has(
     tiny: TinyArtifact, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("weightswap_runtime.engines.can_run", lambda artifact: True)
+    monkeypatch.setattr("weightswap_runtime.engines.choosing.can_run", lambda artifact: True)
     artifact = Artifact.open(tiny.path)
     assert [choose_engine("auto", artifact, device) for device in ("cpu", "cuda:0")] == ["aoti", "torch"]

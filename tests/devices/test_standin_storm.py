@@ -11,15 +11,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.standin import Broken, Memory, StandIn
-from tests.tiny import TinyArtifact, WriteWeights
+from tests.support.standin import Broken, Memory, StandIn
+from tests.support.tiny import TinyArtifact, WriteWeights
 from weightswap_runtime import Artifact, DeviceError, Model, ModelFailed, OutOfMemory
-from weightswap_runtime.arena import Arena
-from weightswap_runtime.contents import Content
-from weightswap_runtime.devices.arena import DeviceArena
-from weightswap_runtime.devices.memory import RESERVE, DeviceMemory
-from weightswap_runtime.devices.ring import Ring
-from weightswap_runtime.store import Store
+from weightswap_runtime.live.store import Store
+from weightswap_runtime.memory.arena import Arena
+from weightswap_runtime.memory.device.arena import DeviceArena
+from weightswap_runtime.memory.device.memory import RESERVE, DeviceMemory
+from weightswap_runtime.memory.device.ring import Ring
+from weightswap_runtime.tensors.content import TensorBytes
 
 STAGINGS = ("device", "host", "auto")
 
@@ -39,15 +39,15 @@ class Reader:
     def kind(self, value: Any) -> Hashable:
         return value.shape
 
-    def tensor(self, content: Content) -> Any:
+    def tensor(self, content: TensorBytes) -> Any:
         raise NotImplementedError
 
-    def content(self, value: Any) -> Content:
+    def content(self, value: Any) -> TensorBytes:
         raise NotImplementedError
 
     def environment(self) -> None: ...
 
-    def plainly(self) -> AbstractContextManager[object]:
+    def default_torch_modes(self) -> AbstractContextManager[object]:
         return nullcontext()
 
     def bind(self, arena: Arena) -> Any:
@@ -55,13 +55,13 @@ class Reader:
 
 
 class BoundReader:
-    has_prologue = has_state = False
+    has_prologue = False
 
     def __init__(self, device: StandIn, arena: Arena) -> None:
         self._device = device
         self._arena = arena
 
-    def run(self, method: str, inputs: list[Any]) -> list[Any]:
+    def run(self, method: str, inputs: list[Any], state: Any = None) -> list[Any]:
         size = self._arena.layout.nbytes
         if not isinstance(self._arena, DeviceArena):
             return [bytes(self._arena.fetch(0, size))]
@@ -70,12 +70,10 @@ class BoundReader:
         self._device.copy(target, 0, self._arena.buffer, 0, size)
         return [target]
 
-    def prepare(self) -> None: ...
+    def run_prologue(self) -> None: ...
 
-    def adopt(self, other: object) -> bool:
+    def copy_prologue_from(self, other: object) -> bool:
         return True
-
-    def reset_state(self) -> None: ...
 
 
 class Served:
@@ -306,7 +304,7 @@ def test_a_device_that_fails_in_a_commit_in_place_leaves_a_model_that_a_swap_rev
         raise Broken("an illegal memory access")
 
     with monkeypatch.context() as patch:
-        patch.setattr(arena, "copy_part" if when == "asked for" else "settle", broken)
+        patch.setattr(arena, "copy_part" if when == "asked for" else "synchronize", broken)
         with pytest.raises(ModelFailed, match="an illegal memory access"):
             staged.commit()
     staged.discard()

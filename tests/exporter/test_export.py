@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import zipfile
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +18,20 @@ from torch import nn
 from torch.export import Dim
 from torch.torch_version import TorchVersion
 
-from tests.models import Counter, Everything, Nested, Renamed, Views
-from weightswap_exporter import MethodSpec, capture, export, pack
-from weightswap_exporter.tensors import is_fake
+from tests import ROOT
+from tests.support.models import Counter, Everything, Nested, Renamed, Views
+from weightswap_exporter import MethodSpec, export, pack, skeleton
+from weightswap_exporter.capture import capture
+from weightswap_exporter.models.tensors import is_fake
 from weightswap_runtime import Artifact, CaptureError, ExportError, Unsupported, load
-from weightswap_runtime.wording import signature_text
+from weightswap_tools.wording import signature_text
 
 IMAGE = torch.zeros(2, 1, 5, 5)
 DYNAMIC = {"x": {0: Dim("batch", max=16)}, "scale": None}
+BOTH = {
+    "forward": MethodSpec("forward", (IMAGE, 2.0), dynamic_shapes=DYNAMIC),
+    "encode": MethodSpec("encode", (torch.arange(4),)),
+}
 
 
 def everything(tmp_path: Path, **options: Any) -> Artifact:
@@ -111,16 +118,14 @@ def test_derived_and_unnamed_dimensions(tmp_path: Path) -> None:
 
 def test_the_same_model_gives_the_same_bytes_in_any_process(tmp_path: Path) -> None:
     script = (
-        "import sys, torch\nfrom tests.exporter.test_export import *\nfrom weightswap_exporter import skeleton\n"
-        "with skeleton() if sys.argv[2] == 'skeleton' else torch.no_grad():\n    model = Everything().eval()\n"
-        "export(model, methods={'forward': MethodSpec('forward', (IMAGE, 2.0), dynamic_shapes=DYNAMIC),"
-        " 'encode': MethodSpec('encode', (torch.arange(4),))}, out=sys.argv[1])\n"
+        "import sys\nfrom tests.exporter.test_export import *\nfrom weightswap_exporter import skeleton\n"
+        "with skeleton():\n    model = Everything().eval()\n"
+        "export(model, methods=BOTH, out=sys.argv[1])\n"
     )
-    root = Path(__file__).parents[2]
-    for name, kind, seed in (("one", "skeleton", "1"), ("two", "real", "2")):
-        environment = {**os.environ, "PYTHONHASHSEED": seed}
-        command = [sys.executable, "-c", script, str(tmp_path / name), kind]
-        subprocess.run(command, check=True, cwd=root, env=environment, capture_output=True)
+    environment = {**os.environ, "PYTHONHASHSEED": "1"}  # this process has another, and has exported before
+    command = [sys.executable, "-c", script, str(tmp_path / "one")]
+    subprocess.run(command, check=True, cwd=ROOT, env=environment, capture_output=True)
+    export(Everything().eval(), methods=BOTH, out=tmp_path / "two")
     files = sorted(path.relative_to(tmp_path / "one") for path in (tmp_path / "one").rglob("*") if path.is_file())
     assert len(files) == 4
     for file in files:
@@ -301,10 +306,11 @@ def test_a_graph_that_torch_cannot_read_is_served(tmp_path: Path) -> None:
     eager = Unreadable().eval()
     pack(eager, export(eager, (torch.ones(3),), out=tmp_path / "a"), out=tmp_path / "w.safetensors")
     model = load(tmp_path / "a", tmp_path / "w.safetensors")
+    context = model.new_context()
     for step in range(3):
         x = torch.full((3,), 1.0 + step)
         with torch.no_grad():
-            assert torch.equal(model(x), eager(x))
+            assert torch.equal(model(x, context=context), eager(x))
 
 
 REFUSED: dict[str, tuple[nn.Module, str]] = {
@@ -406,7 +412,7 @@ class Storing(nn.Module):
         self.last = torch.zeros(3)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.last = self.linear(x)
+        self.last = self.linear(x) + self.last
         return self.last.relu()
 
 
@@ -419,7 +425,7 @@ class Lazy(nn.Module):
 
 def test_what_weightswap_refuses_is_not_blamed_on_torch(tmp_path: Path) -> None:
     cases = {
-        "method 'forward': a call stores tensors in self.last, and what it leaves": Storing(),
+        "method 'forward': a call stores tensors in self.last that a later call reads": Storing(),
         "method 'forward': a call changes the parameter.*max_norm=None": nn.Embedding(9, 3, max_norm=1.0),
         "a call makes 0.table, which the model does not have before it: call the model once": nn.Sequential(Lazy()),
     }
@@ -432,6 +438,49 @@ def test_what_weightswap_refuses_is_not_blamed_on_torch(tmp_path: Path) -> None:
     called = nn.Sequential(Lazy()).eval()
     called(torch.ones(3))
     export(called, (torch.ones(3),), out=tmp_path / "a")
+
+
+class LaterTable(Lazy):
+    """As ALiBi's slopes: the name is there from the beginning, and no value."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3))
+        self.register_buffer("table", None, persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.table is None:
+            self.register_buffer("table", torch.arange(3.0), persistent=False)
+        return x + self.table * self.weight
+
+
+@pytest.mark.parametrize("hollow", [False, True])
+def test_a_buffer_that_the_first_call_makes(hollow: bool, tmp_path: Path) -> None:
+    with skeleton() if hollow else nullcontext():
+        model = LaterTable().eval()
+    with pytest.raises(CaptureError, match=r"a call makes table.*call the model once, then export") as refused:
+        export(model, (torch.ones(3),), out=tmp_path / "a")
+    assert ("A skeleton's call" in str(refused.value)) is hollow
+    assert model.table is None
+    model(torch.ones(3))
+    artifact = export(model, (torch.ones(3),), out=tmp_path / "a")
+    real = LaterTable().eval()
+    served = load(artifact, pack(real, artifact, out=tmp_path / "w.safetensors").path)
+    assert torch.equal(served(torch.ones(3)), real(torch.ones(3)))
+
+
+@pytest.mark.parametrize("key", ["__w__", "a'b", 'w"x'])
+def test_names_that_no_graph_can_have_are_refused(key: str, tmp_path: Path) -> None:
+    class Named(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.held = nn.ParameterDict({key: nn.Parameter(torch.ones(3))})
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x * self.held[key]
+
+    with pytest.raises(CaptureError, match=r"a tensor cannot have this name in a graph.*rename it in the model"):
+        export(Named(), (torch.ones(3),), out=tmp_path / "a")
 
 
 def test_a_dynamic_dimension_that_became_fixed_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,8 +12,8 @@ import safetensors.torch
 import torch
 from torch import nn
 
-from tests.checkpoints import saved, saved_before_zip, saved_safetensors, tensors
-from tests.models import Everything, Renamed
+from tests.support.checkpoints import saved, saved_before_zip, saved_safetensors, tensors
+from tests.support.models import Everything, Renamed
 from weightswap_exporter import export, pack
 from weightswap_runtime import Artifact, CheckpointError, WeightFileError, WeightsMismatch, load
 

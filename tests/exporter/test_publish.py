@@ -19,9 +19,9 @@ import pytest
 import torch
 from torch import nn
 
-from tests.models import Everything, Renamed
+from tests.support.models import Everything, Renamed
 from weightswap_exporter import Publication, export, pack, packing, publish, publishing
-from weightswap_exporter.checkpoints import Checkpoint
+from weightswap_exporter.checkpoints.opening import Checkpoint
 from weightswap_exporter.packing import pack_checkpoint
 from weightswap_runtime import (
     Artifact,
@@ -252,8 +252,8 @@ def test_arguments_that_cannot_be_right_are_refused_at_once(
 
 TRAINER = """
 import sys, time
-from tests.models import Renamed
-from weightswap_exporter import publish, values
+from tests.support.models import Renamed
+from weightswap_exporter import publish
 from weightswap_exporter import packing
 
 original = packing.pieces
@@ -324,9 +324,38 @@ def test_a_forked_child_publishes_for_itself(renamed: Artifact, tmp_path: Path, 
     assert len(list((tmp_path / "out").glob("*.safetensors"))) == 2
 
 
-@pytest.mark.parametrize("caught", [True, False])
+class Interrupted:
+    """A lock whose taker is interrupted as soon as it has it."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self.release = self._lock.release
+
+    def acquire(self) -> bool:
+        taken = self._lock.acquire()
+        if not signalled.is_set():
+            signalled.set()
+            signal.raise_signal(signal.SIGUSR1)
+        return taken
+
+
+signalled = threading.Event()
+
+
+def while_copying(patch: pytest.MonkeyPatch, interrupted: Callable[[nn.Module], Checkpoint]) -> None:
+    patch.setattr(publishing, "from_module", interrupted)
+
+
+def before_copying(patch: pytest.MonkeyPatch, _: object) -> None:
+    signalled.clear()
+    patch.setattr(publishing._writer, "_free", Interrupted())
+
+
+@pytest.mark.parametrize(
+    ("interrupt", "caught"), [(while_copying, True), (while_copying, False), (before_copying, True)]
+)
 def test_a_signal_handler_that_publishes_while_its_thread_copies_is_refused(
-    caught: bool, renamed: Artifact, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    interrupt: Callable[..., None], caught: bool, renamed: Artifact, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As at a preemption; it waited for itself. A wait that does not end is ended by an alarm."""
     model, out = Renamed().eval(), tmp_path / "out"
@@ -351,7 +380,7 @@ def test_a_signal_handler_that_publishes_while_its_thread_copies_is_refused(
     before = {
         number: signal.signal(number, handler) for number, handler in ((signal.SIGUSR1, last), (signal.SIGALRM, stuck))
     }
-    monkeypatch.setattr(publishing, "from_module", interrupted)
+    interrupt(monkeypatch, interrupted)
     signal.alarm(20)
     try:
         if caught:
@@ -366,3 +395,20 @@ def test_a_signal_handler_that_publishes_while_its_thread_copies_is_refused(
             signal.signal(number, handler)
     assert "this thread is within publish() already" in str(refused.pop())
     assert sorted(path.name[:14] for path in out.iterdir()) == ["step-000000001"] * caught + ["step-000000003"]
+
+
+def test_a_relative_directory_is_that_of_the_call(
+    renamed: Artifact, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path)
+    original = publishing._write
+
+    def moved(*args: Any, **kwargs: Any) -> Any:
+        os.chdir(tmp_path / "elsewhere")
+        return original(*args, **kwargs)
+
+    monkeypatch.setattr(publishing, "_write", moved)
+    packed = publish(Renamed(), "out", renamed, step=1).wait(60)
+    assert packed.path.parent == Path("out")  # as it was given
+    assert (tmp_path / packed.path).exists()

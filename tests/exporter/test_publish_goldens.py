@@ -10,10 +10,11 @@ import pytest
 import torch
 from torch import nn
 
-from weightswap_exporter import export, goldens, publish
+from weightswap_exporter import export, publish
+from weightswap_exporter.goldens import recording as goldens
 from weightswap_runtime import Artifact, CheckpointError, RecordingError, load
-from weightswap_runtime.goldens import goldens_beside
-from weightswap_runtime.weightset import GOLDENS_SUFFIX
+from weightswap_runtime.format.goldens import goldens_beside
+from weightswap_runtime.format.weight_set import GOLDENS_SUFFIX
 
 X = torch.randn(2, 3, generator=torch.Generator().manual_seed(1))
 

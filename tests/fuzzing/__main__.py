@@ -18,7 +18,7 @@ from types import CodeType, FrameType
 from typing import Any
 
 from tests.fuzzing.subjects import Readers, Subject
-from tests.varied import small_blocks
+from tests.support.varied import small_blocks
 from weightswap_runtime import WeightswapError
 
 SECONDS = 5.0  # for one input

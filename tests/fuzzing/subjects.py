@@ -15,16 +15,17 @@ import torch
 from torch import nn
 
 from tests.fuzzing import mutations
-from tests.tiny import TinyArtifact, serves
-from weightswap_runtime import ArtifactError, Model, Unsupported, load, sources, write_delta
-from weightswap_runtime.arena import ArenaLayout
-from weightswap_runtime.graphs import opening
-from weightswap_runtime.graphs.compiling import compile_graph
-from weightswap_runtime.graphs.operators import ForeignFunction, MissingOperator
-from weightswap_runtime.graphs.schema import UnknownPart, read_program
-from weightswap_runtime.inputs import Inputs
-from weightswap_runtime.manifest import MANIFEST_NAME, decode_manifest
-from weightswap_runtime.signature import Literal, leaves
+from tests.support.tiny import TinyArtifact, serves
+from weightswap_runtime import ArtifactError, Model, Unsupported, load, write_delta
+from weightswap_runtime.engines.graphs import opening
+from weightswap_runtime.engines.graphs.compiling import compile_graph
+from weightswap_runtime.engines.graphs.operators import ForeignFunction, MissingOperator
+from weightswap_runtime.engines.graphs.schema import UnknownPart, read_program
+from weightswap_runtime.format.call_check import CallCheck
+from weightswap_runtime.format.manifest import MANIFEST_NAME, decode_manifest
+from weightswap_runtime.format.signature import Literal, leaves
+from weightswap_runtime.memory.arena import ArenaLayout
+from weightswap_runtime.sources import local
 
 
 class Subject(NamedTuple):
@@ -43,7 +44,7 @@ class Readers:
     """Two live models, and the ways by which bytes reach them."""
 
     def __init__(self, folder: Path) -> None:
-        sources.CLOCK_TICK_NS = 0  # nobody writes to these files while they are read
+        local.CLOCK_TICK_NS = 0  # nobody writes to these files while they are read
         self._folder = folder
         self._file = folder / "input.safetensors"
         self._index = folder / "sharded" / "input.safetensors.index.json"
@@ -131,6 +132,6 @@ def _manifest(raw: bytes) -> None:
     manifest = decode_manifest(raw, "manifest.json")
     ArenaLayout(manifest.weights)
     for name, method in manifest.methods.items():
-        Inputs(name, method.signature, object, {}, lambda value: None, type)
+        CallCheck(name, method.signature, object, {}, lambda value: None, type)
         for leaf in leaves(method.signature.output):
             assert not isinstance(leaf, Literal) or leaf.content is not leaf

@@ -15,9 +15,9 @@ import pytest
 import safetensors.torch
 import torch
 
-from tests.tiny import TinyArtifact
+from tests.support.tiny import TinyArtifact
 from weightswap_runtime import Event, WeightsMismatch, WeightswapError, errors, load
-from weightswap_runtime.visible import MOST_SHOWN, brief, visible
+from weightswap_runtime.messages import MOST_SHOWN, brief, visible
 
 EVIL = "layer\n  - forged: all is well\r\x1b[31m\x9b2J\u202e\udcff"
 COPIES: tuple[Callable[[Any], Any], ...] = (

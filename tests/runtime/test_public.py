@@ -59,28 +59,37 @@ def test_importing_the_runtime_brings_in_neither_torch_nor_the_exporter() -> Non
 
 
 def test_packing_and_publishing_bring_in_no_compiler() -> None:
-    code = "from weightswap_exporter import pack, publish\nfrom weightswap_exporter.commands import pack_command"
+    code = "from weightswap_exporter import pack, publish\nfrom weightswap_exporter.commands.build import pack_command"
     assert not {"sympy", "torch._dynamo"} & imported_by(code)
 
 
 def test_listing_the_commands_brings_in_no_torch() -> None:
-    code = "sys.argv = ['weightswap', '--help']\nimport atexit\nfrom weightswap_runtime.cli import main\n"
+    code = "sys.argv = ['weightswap', '--help']\nimport atexit\nfrom weightswap_tools.program import main\n"
     code += "try:\n    main()\nexcept SystemExit:\n    pass"
     assert not (HEAVY - {"weightswap_exporter"}) & imported_by(code)
 
 
-@pytest.mark.parametrize("module", ["verifying", "comparing", "engines", "cli.run", "tensorfiles"])
+@pytest.mark.parametrize(
+    "module",
+    [
+        "weightswap_runtime.staging.golden_check",
+        "weightswap_runtime.tensors.comparing",
+        "weightswap_runtime.engines.choosing",
+        "weightswap_tools.commands.run",
+        "weightswap_tools.tensor_files",
+    ],
+)
 def test_verifying_and_running_need_no_torch(module: str) -> None:
-    code = f"sys.modules['torch'] = None\nimport weightswap_runtime.{module}"
+    code = f"sys.modules['torch'] = None\nimport {module}"
     assert not (HEAVY - {"torch"}) & imported_by(code)
 
 
 def test_loading_and_calling_brings_in_no_exporter() -> None:
-    assert "weightswap_exporter" not in imported_by("import weightswap_runtime.engines.torch")
+    assert "weightswap_exporter" not in imported_by("import weightswap_runtime.engines.aten.cpu")
 
 
 def test_without_torch_the_build_side_names_the_extra() -> None:
-    code = "import sys\nsys.modules['torch'] = None\nfrom weightswap_runtime.cli import main\n"
+    code = "import sys\nsys.modules['torch'] = None\nfrom weightswap_tools.program import main\n"
     code += "sys.argv = ['weightswap', 'export', 'x.py:f', '-o', 'x']\nmain()"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (
@@ -91,7 +100,7 @@ def test_without_torch_the_build_side_names_the_extra() -> None:
 
 def test_without_torch_the_error_names_the_extra() -> None:
     code = "sys.modules['torch'] = None\nfrom weightswap_runtime.errors import MissingExtra\n"
-    code += "try:\n    import weightswap_runtime.engines.torch\nexcept MissingExtra as error:\n    print(error)"
+    code += "try:\n    import weightswap_runtime.engines.aten.cpu\nexcept MissingExtra as error:\n    print(error)"
     script = f"import sys\n{code}"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert "pip install 'weightswap[torch]'" in done.stdout

@@ -9,10 +9,9 @@ from typing import NamedTuple
 import pytest
 import torch
 
+from tests.zoo.entries import LARGER, ZOO, Entry
 from weightswap_exporter import export, skeleton
 from weightswap_runtime import Artifact, CaptureError
-
-from .entries import ZOO, Entry
 
 
 class Exported(NamedTuple):
@@ -52,7 +51,9 @@ def shelf(tmp_path_factory: pytest.TempPathFactory) -> Shelf:
     return take
 
 
-@pytest.fixture(params=ZOO, ids=str)
+@pytest.fixture(
+    params=[pytest.param(entry, marks=[pytest.mark.slow] if entry.name in LARGER else []) for entry in ZOO], ids=str
+)
 def exported(request: pytest.FixtureRequest, shelf: Shelf) -> Exported:
     """Each entry of the zoo in turn."""
     return shelf(request.param)

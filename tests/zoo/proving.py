@@ -15,11 +15,10 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from tests.accelerators import moved, use_own_stream
-from tests.setups import equal
+from tests.support.accelerators import moved, use_own_stream
+from tests.support.setups import equal
+from tests.zoo.entries import Entry
 from weightswap_runtime import Artifact, Model, load
-
-from .entries import Entry
 
 THREADS, SWAPS = 4, 2
 Near = Callable[[Any, Any], bool]
@@ -62,7 +61,8 @@ def inputs(entry: Entry, model: Model) -> list[dict[str, Any]]:
 
 def answers(entry: Entry, model: Model) -> list[Any]:
     """The outputs for every size."""
-    return [moved(tensors(model(**each)), "cpu") for each in inputs(entry, model)]
+    with model.new_context() as context:
+        return [moved(tensors(model(**each, context=context)), "cpu") for each in inputs(entry, model)]
 
 
 @torch.no_grad()

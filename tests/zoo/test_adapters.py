@@ -10,12 +10,11 @@ import peft
 import safetensors.torch
 import torch
 
-from tests.setups import equal
+from tests.support.setups import equal
+from tests.zoo.entries import BY_NAME, randomised
 from weightswap_exporter import export, skeleton
-from weightswap_exporter.huggingface import checkpoint, load
+from weightswap_exporter.models.huggingface import checkpoint, load
 from weightswap_runtime import load as serve
-
-from .entries import BY_NAME, randomised
 
 RANK, ALPHA = 3, 8
 LLAMA = BY_NAME["llama"]

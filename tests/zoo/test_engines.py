@@ -11,14 +11,13 @@ from typing import Any
 import onnx
 import pytest
 
-from tests.compiled import needs_compiler
+from tests.support.compiled import needs_compiler
+from tests.zoo.conftest import Shelf
+from tests.zoo.entries import BY_NAME, LARGER, randomised
+from tests.zoo.proving import near, prove
+from tests.zoo.test_zoo import swappable
 from weightswap_exporter import compile_engines
 from weightswap_runtime import Artifact, CaptureError
-
-from .conftest import Shelf
-from .entries import BY_NAME, randomised
-from .proving import near, prove
-from .test_zoo import swappable
 
 # largest difference from eager, relative to the output's largest value; eager in float32 is up to 4e-6 from float64
 TOLERANCE = 2e-5
@@ -28,8 +27,12 @@ REFUSED = {
     ("onnx", "mixtral"): "ONNX has no transformers.grouped_mm_fallback.default",
 }
 MARKS: dict[str, list[Any]] = {"aoti": [pytest.mark.slow, needs_compiler], "onnx": []}  # to compile takes 10 s a model
-LARGER = {"t5", "clip", "lora"}  # which take longest on `onnx`
+SLOW = {*LARGER, "mamba"}  # its loop over time is long as a graph
 Compile = Callable[[str, str], Artifact]
+
+
+def marks(engine: str, name: str) -> list[Any]:
+    return [*MARKS[engine], *([pytest.mark.slow] if name in SLOW else [])]
 
 
 @pytest.fixture(scope="module")
@@ -48,8 +51,8 @@ def compiled(shelf: Shelf, tmp_path_factory: pytest.TempPathFactory) -> Compile:
 @pytest.mark.parametrize(
     ("engine", "name"),
     [
-        pytest.param(engine, name, marks=[*marks, *([pytest.mark.slow] if name in LARGER else [])])
-        for engine, marks in MARKS.items()
+        pytest.param(engine, name, marks=marks(engine, name))
+        for engine in MARKS
         for name in BY_NAME
         if (engine, name) not in REFUSED
     ],
@@ -63,14 +66,14 @@ def test_the_proof(engine: str, name: str, compiled: Compile, tmp_path: Path) ->
 
 @pytest.mark.parametrize(
     ("engine", "name", "reason"),
-    [pytest.param(*case, reason, marks=MARKS[case[0]]) for case, reason in REFUSED.items()],
+    [pytest.param(*case, reason, marks=marks(*case)) for case, reason in REFUSED.items()],
 )
 def test_what_an_engine_cannot_express_is_named(engine: str, name: str, reason: str, compiled: Compile) -> None:
     with pytest.raises(CaptureError, match=reason):
         compiled(engine, name)
 
 
-@pytest.mark.parametrize("name", ["llama-tied", "whisper", "buffers"])
+@pytest.mark.parametrize("name", ["llama-tied", pytest.param("whisper", marks=pytest.mark.slow), "buffers"])
 def test_an_onnx_graph_has_every_weight_as_an_input_and_none_inside(name: str, compiled: Compile) -> None:
     artifact = compiled("onnx", name)
     model = onnx.load_from_string(artifact.read("engines/onnx/forward.onnx"))

@@ -7,12 +7,11 @@ from typing import Any
 
 import torch
 
+from tests.zoo.conftest import Exported
+from tests.zoo.entries import Entry, randomised
 from weightswap_exporter import pack
 from weightswap_exporter.parity import compare
 from weightswap_runtime import Artifact
-
-from .conftest import Exported
-from .entries import Entry, randomised
 
 
 def calls(entry: Entry) -> list[Any]:

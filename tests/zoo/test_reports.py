@@ -7,11 +7,10 @@ from pathlib import Path
 import torch
 from typer.testing import CliRunner
 
-from tests.runtime.test_outline import calls_of
-from weightswap_runtime.cli.inspect import inspect_command
-from weightswap_runtime.graphs.outline import outline
-
-from .conftest import Exported
+from tests.tools.inspect.test_graph_outline import calls_of
+from tests.zoo.conftest import Exported
+from weightswap_tools.inspect.command import inspect_command
+from weightswap_tools.inspect.graph_outline import outline
 
 
 def test_a_graph_by_module_is_the_graph(exported: Exported) -> None:

@@ -12,15 +12,14 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
+from tests.zoo.conftest import Exported
 from weightswap_exporter import export
-from weightswap_exporter.programs import open_program, retarget
+from weightswap_exporter.capture.reopening import open_program, retarget
 from weightswap_runtime import Artifact
-from weightswap_runtime.graphs import opening
-from weightswap_runtime.graphs.compiling import Compiled
-from weightswap_runtime.signature import flatten
-from weightswap_runtime.tensors import torch_dtype
-
-from .conftest import Exported
+from weightswap_runtime.engines.graphs import opening
+from weightswap_runtime.engines.graphs.compiling import Compiled
+from weightswap_runtime.format.signature import flatten
+from weightswap_runtime.tensors.torch_tensors import torch_dtype
 
 GPU = torch.device("cuda", 1)
 Open = Callable[..., Compiled]

@@ -12,8 +12,8 @@ import pytest
 import safetensors.torch
 import torch
 
-from .conftest import Shelf
-from .entries import BY_NAME, randomised
+from tests.zoo.conftest import Shelf
+from tests.zoo.entries import BY_NAME, randomised
 
 SERVER = """
 import sys

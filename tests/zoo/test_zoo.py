@@ -9,15 +9,14 @@ from typing import Any
 import pytest
 import torch
 
-from tests.accelerators import on_every_device
-from tests.setups import equal
+from tests.support.accelerators import on_every_device
+from tests.support.setups import equal
+from tests.zoo.conftest import Exported, Shelf
+from tests.zoo.entries import BY_NAME, Entry, named_tensors, randomised, save_pickled, save_pretrained
+from tests.zoo.proving import deterministic, near, prove
 from weightswap_exporter import pack
-from weightswap_exporter.programs import open_program
+from weightswap_exporter.capture.reopening import open_program
 from weightswap_runtime import Artifact, load
-
-from .conftest import Exported, Shelf
-from .entries import BY_NAME, Entry, named_tensors, randomised, save_pickled, save_pretrained
-from .proving import deterministic, near, prove
 
 
 def test_a_skeleton_exports_to_the_bytes_of_the_real_model(exported: Exported) -> None:
@@ -42,19 +41,18 @@ def test_the_reader_makes_of_a_graph_what_torch_does(exported: Exported, tmp_pat
     theirs = open_program(artifact, artifact.manifest.methods["forward"].graph).graph_module
     for sizes in entry.sizes:
         flat = served._methods.inputs["forward"].flatten((), entry.inputs(*sizes))
-        found = list(ours(flat))
-        bound.reset_state()
-        values = iter(flat)
-        kinds = [item.kind for item in artifact.manifest.methods["forward"].inputs]
-        given = ours._slots[len(ours.hoisted) :]
-        slots = [next(values) if kind == "input" else slot for kind, slot in zip(kinds, given, strict=True)]
+        found = list(ours(flat, bound._new_state()))
+        values, state = iter(flat), bound._new_state().tensors
+        given = zip(artifact.manifest.methods["forward"].inputs, ours._slots[len(ours.hoisted) :], strict=True)
+        own = {"input": lambda _: next(values), "state": lambda name: state[name]}  # noqa: B023
+        slots = [own[item.kind](item.name) if item.kind in own else slot for item, slot in given]
         assert equal(found, list(theirs(*slots))), sizes
-        bound.reset_state()
 
 
 def test_checkpoints_swapped_one_over_the_other_equal_eager(exported: Exported, tmp_path: Path) -> None:
     entry, artifact = exported.entry, exported.hollow
     served = load(artifact)
+    context = served.new_context(on_swap="reset")
     answers = []
     for seed in (1, 2):
         eager = randomised(entry, seed)
@@ -64,7 +62,7 @@ def test_checkpoints_swapped_one_over_the_other_equal_eager(exported: Exported, 
             inputs = entry.inputs(*sizes)
             with torch.no_grad():
                 expected = eager(**inputs)
-            assert equal(served(**inputs), expected), (seed, sizes)
+            assert equal(served(**inputs, context=context), expected), (seed, sizes)
         answers.append(expected)
     assert not equal(*answers)
 

@@ -2,9 +2,10 @@
 
 from .comparing import compare
 from .executions import Run
-from .first import first_divergence
+from .first_divergence import first_divergence
 from .recorded import check_outputs, record_outputs
 from .report import CaseParity, Divergence, EngineParity, ModuleError, OutputParity, ParityReport
+from .verification import Verification, verify
 
 __all__ = [
     "CaseParity",
@@ -14,8 +15,10 @@ __all__ = [
     "OutputParity",
     "ParityReport",
     "Run",
+    "Verification",
     "check_outputs",
     "compare",
     "first_divergence",
     "record_outputs",
+    "verify",
 ]

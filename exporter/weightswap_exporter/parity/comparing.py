@@ -12,21 +12,21 @@ from typing import Any
 import msgspec
 from torch import nn
 
-from weightswap_exporter.blame import first_line
+from weightswap_exporter.models.tensors import unwrapped
+from weightswap_exporter.models.user_errors import first_line
 from weightswap_exporter.packing import pack
-from weightswap_exporter.tensors import unwrapped
 from weightswap_runtime import Artifact
-from weightswap_runtime.contents import Content
-from weightswap_runtime.engines import available_engines
+from weightswap_runtime.engines.choosing import available_engines
 from weightswap_runtime.errors import InputMismatch, ParityError, WeightswapError
-from weightswap_runtime.goldens import Tolerance
-from weightswap_runtime.measuring import measure
-from weightswap_runtime.signature import Leaf, leaves
+from weightswap_runtime.format.signature import Leaf, leaves
+from weightswap_runtime.tensors.comparing import Tolerance
+from weightswap_runtime.tensors.content import TensorBytes
 
-from .cases import Cases, Given, calls_to_compare
-from .checking import check_request, checked_model, other_values, recorded_inputs, servable
+from .calls import Cases, Given, calls_to_compare
 from .divergence import locate_divergence
 from .executions import HOST, EagerSide, EngineSide, Run, Side, eager_side, taken
+from .measuring import measure
+from .preconditions import check_request, checked_model, other_values, recorded_inputs, servable
 from .report import CaseParity, Divergence, EngineParity, OutputParity, ParityReport
 from .steps import NodeFailed
 from .tolerances import Tolerances, tolerances
@@ -95,7 +95,7 @@ def compare_calls(
 ) -> ParityReport:
     """As `compare`, for a model that was checked, and calls that were."""
     check_request(model, artifact, given, functions, devices, tolerance)
-    comparison = _Comparison(artifact, weights, given, tolerance, locate)
+    comparison = _EngineComparison(artifact, weights, given, tolerance, locate)
     for device in devices:
         names = _engines(artifact, engines, device, model)
         with ExitStack() as block:
@@ -136,7 +136,7 @@ def _engines(artifact: Artifact, engines: Sequence[str] | None, device: str, mod
     return wanted
 
 
-class _Comparison:
+class _EngineComparison:
     """Collects what the engines give, device by device."""
 
     def __init__(
@@ -226,7 +226,7 @@ class _Comparison:
 
 
 def _output(leaf: Leaf, expected: Any, found: Any, limits: Tolerances) -> OutputParity:
-    if isinstance(expected, Content) and isinstance(found, Content):
+    if isinstance(expected, TensorBytes) and isinstance(found, TensorBytes):
         measured = measure(expected, found, limits(expected.dtype))
         return OutputParity(name=leaf.name, measure=measured, problem=measured.text)
     problem = "" if expected == found else f"expected {expected!r:.80}, found {found!r:.80}"

@@ -14,23 +14,23 @@ from typing import Any, NamedTuple
 
 import torch
 
-from weightswap_exporter.tensors import named_tensors
-from weightswap_exporter.values import content_of, dtype_of
+from weightswap_exporter.checkpoints.tensor import content_of, dtype_of
+from weightswap_exporter.models.tensors import named_tensors
 from weightswap_runtime import Artifact
-from weightswap_runtime.contents import Content
-from weightswap_runtime.dtypes import DTYPES
-from weightswap_runtime.measuring import Measure, measure
+from weightswap_runtime.tensors.content import TensorBytes
+from weightswap_runtime.tensors.dtypes import DTYPES
 
-from .cases import Given
+from .calls import Given
 from .executions import GRAPH, EagerSide, EngineSide, Run
-from .graphs import Graph
+from .graphs import OpenedGraph
+from .measuring import Measure, measure
 from .report import Divergence, ModuleError
-from .steps import ModuleStack, Place, Recorder, Step, aligned, first_names
+from .steps import ModuleStack, Place, Step, StepRecorder, aligned, first_names
 from .taps import Tap, last_of_modules, tapped, taps_of
 from .tolerances import Tolerances, tolerances
 
 
-class _Pair(NamedTuple):
+class _StepPair(NamedTuple):
     """A result that both executions have.
 
     fed_alike: whether what it was computed from is the same on both sides, but for the model's own tensors. alone: what
@@ -38,8 +38,8 @@ class _Pair(NamedTuple):
     """
 
     place: Place
-    expected: Content
-    found: Content
+    expected: TensorBytes
+    found: TensorBytes
     fed_alike: bool = True
     alone: tuple[Step, ...] = ()
     is_output: bool = False
@@ -48,13 +48,13 @@ class _Pair(NamedTuple):
 _OUTPUTS = Place((("", "its outputs"),))
 
 
-class _Comparison(NamedTuple):
+class _Compared(NamedTuple):
     """What is compared: the names of both executions, and how near they have to be."""
 
     expected: str
     found: str
     given: Given
-    graph: Graph
+    graph: OpenedGraph
     limits: Tolerances
 
 
@@ -86,22 +86,22 @@ def eager_and_graph(
 ) -> Divergence | None:
     """Where the eager model and the graph with a run's weights part. Memory: every result of one call, twice."""
     stack = ModuleStack(eager.model)
-    recorder = Recorder(stack.place, named_tensors(eager.model).values())
+    recorder = StepRecorder(stack.place, named_tensors(eager.model).values())
     with stack.hooked():
         outputs = eager.run(given, recorder)
-    graph, names = Graph(artifact, given.call.method), first_names(eager.model)
+    graph, names = OpenedGraph(artifact, given.call.method), first_names(eager.model)
     steps, found = graph.steps(run.weights, given)
     renamed = [step._replace(place=step.place.renamed(names)) for step in steps]
     pairs = [*_step_pairs(recorder.steps, renamed, outputs, found)]
-    return _first(_Comparison(eager.name, Run(run.weights, GRAPH).name, given, graph, limits), pairs)
+    return _first(_Compared(eager.name, Run(run.weights, GRAPH).name, given, graph, limits), pairs)
 
 
 def between_engines(
     artifact: Artifact, expected: Run, found: Run, given: Given, limits: Tolerances
 ) -> Divergence | None:
     """Where two engines part, by what they give for nodes of the graph; GRAPH is one, too. Others compile twice."""
-    graph = Graph(artifact, given.call.method)
-    comparison = _Comparison(expected.name, found.name, given, graph, limits)
+    graph = OpenedGraph(artifact, given.call.method)
+    comparison = _Compared(expected.name, found.name, given, graph, limits)
     if expected.engine == found.engine == GRAPH:
         (ours, first), (theirs, second) = (graph.steps(run.weights, given) for run in (expected, found))
         return _first(comparison, [*_step_pairs(ours, theirs, first, second)])
@@ -117,7 +117,7 @@ def between_engines(
 
 def _step_pairs(
     expected: Sequence[Step], found: Sequence[Step], outputs: Sequence[Any], others: Sequence[Any]
-) -> Iterator[_Pair]:
+) -> Iterator[_StepPair]:
     """The results of all steps, then the outputs."""
     alone: tuple[Step, ...] = ()
     for one, other, before in aligned(expected, found):
@@ -127,11 +127,11 @@ def _step_pairs(
         alike = all(None in both or both[0] == both[1] for both in zip(one.inputs, other.inputs, strict=False))
         for values in zip(one.values, other.values, strict=True):
             if _is_known(values[0]):
-                yield _Pair(other.place, content_of(values[0]), content_of(values[1]), alike, alone)
+                yield _StepPair(other.place, content_of(values[0]), content_of(values[1]), alike, alone)
                 alone = ()
     for ours, theirs in zip(outputs, others, strict=True):
-        if isinstance(ours, Content) and isinstance(theirs, Content):
-            yield _Pair(_OUTPUTS, ours, theirs, fed_alike=False, alone=alone, is_output=True)
+        if isinstance(ours, TensorBytes) and isinstance(theirs, TensorBytes):
+            yield _StepPair(_OUTPUTS, ours, theirs, fed_alike=False, alone=alone, is_output=True)
             alone = ()
 
 
@@ -145,7 +145,7 @@ def _stretch(taps: Sequence[Tap], ends: Sequence[Tap], bad: int) -> list[Tap]:
     return list(taps[start : taps.index(ends[bad]) + 1])
 
 
-def _tapped_pairs(graph: Graph, expected: Run, found: Run, given: Given, taps: Sequence[Tap]) -> list[_Pair]:
+def _tapped_pairs(graph: OpenedGraph, expected: Run, found: Run, given: Given, taps: Sequence[Tap]) -> list[_StepPair]:
     """What both engines give for the taps, and their outputs."""
     with TemporaryDirectory(prefix="weightswap-") as folder:
         names = [run.engine for run in (expected, found) if run.engine != GRAPH]
@@ -153,30 +153,30 @@ def _tapped_pairs(graph: Graph, expected: Run, found: Run, given: Given, taps: S
         ours, theirs = (_outputs(made, run, given) for run in (expected, found))
     places = [_OUTPUTS] * (len(ours) - len(taps)) + [tap.place for tap in taps]
     pairs = [
-        _Pair(place, one, other, is_output=place is _OUTPUTS)
+        _StepPair(place, one, other, is_output=place is _OUTPUTS)
         for place, one, other in zip(places, ours, theirs, strict=True)
-        if isinstance(one, Content) and isinstance(other, Content)
+        if isinstance(one, TensorBytes) and isinstance(other, TensorBytes)
     ]
     return sorted(pairs, key=lambda pair: pair.is_output)
 
 
 def _outputs(artifact: Artifact, run: Run, given: Given) -> list[Any]:
     if run.engine == GRAPH:
-        return Graph(artifact, given.call.method).outputs(run.weights, given)
+        return OpenedGraph(artifact, given.call.method).outputs(run.weights, given)
     return EngineSide(artifact, run).run(given)
 
 
-def _measured(pairs: Sequence[_Pair], limits: Tolerances) -> list[Measure]:
+def _measured(pairs: Sequence[_StepPair], limits: Tolerances) -> list[Measure]:
     return [measure(pair.expected, pair.found, limits(pair.expected.dtype)) for pair in pairs]
 
 
-def _first_bad(pairs: Sequence[_Pair], measured: Sequence[Measure], limits: Tolerances) -> int | None:
+def _first_bad(pairs: Sequence[_StepPair], measured: Sequence[Measure], limits: Tolerances) -> int | None:
     judged = zip(pairs, measured, strict=True)
     wrong = (not found.same if pair.is_output else limits.is_past(found) for pair, found in judged)
     return next((place for place, is_wrong in enumerate(wrong) if is_wrong), None)
 
 
-def _first(comparison: _Comparison, pairs: Sequence[_Pair]) -> Divergence | None:
+def _first(comparison: _Compared, pairs: Sequence[_StepPair]) -> Divergence | None:
     """The first pair that is past the tolerance; and how far each module is off.
 
     If what it was computed from differs already, although all results before agree, the fault is in what one side
@@ -216,7 +216,7 @@ def _place_of(steps: Sequence[Step]) -> Place:
     return place._replace(modules=place.modules[:same])
 
 
-def _module_errors(pairs: Sequence[_Pair], measured: Sequence[Measure]) -> Iterator[ModuleError]:
+def _module_errors(pairs: Sequence[_StepPair], measured: Sequence[Measure]) -> Iterator[ModuleError]:
     worst: dict[tuple[str, str], float] = {}
     for pair, found in zip(pairs, measured, strict=True):
         key = pair.place.module, pair.place.kind

@@ -13,17 +13,17 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from weightswap_exporter.blame import first_line, place_of
-from weightswap_exporter.eager import Eager, eager
-from weightswap_exporter.goldens import change
-from weightswap_exporter.values import content_of
+from weightswap_exporter.checkpoints.tensor import content_of
+from weightswap_exporter.goldens.eager import Eager, eager
+from weightswap_exporter.goldens.recording import change
+from weightswap_exporter.models.user_errors import first_line, place_of
 from weightswap_runtime import Artifact, Model, load
 from weightswap_runtime.errors import ParityError, WeightswapError
-from weightswap_runtime.model import engine_of
-from weightswap_runtime.signature import Leaf, flatten, leaves
-from weightswap_runtime.tensors import as_tensor
+from weightswap_runtime.format.signature import Leaf, leaves
+from weightswap_runtime.tensors.torch_tensors import copied_tensor
+from weightswap_tools.call_inputs import call_flat
 
-from .cases import Given, arguments
+from .calls import Given
 
 PathLike = str | os.PathLike[str]
 HOST = "cpu"
@@ -99,12 +99,8 @@ def taken(reference: Side, given: Given, outputs: Sequence[Leaf]) -> list[Any] |
 
 def call(model: Model, given: Given) -> list[Any]:
     """Flat outputs, tensors as contents. Raises what the model's engine raises."""
-    engine, method = engine_of(model), given.call.method
-    signature = model.signatures[method]
-    flat = [engine.tensor(content_of(each)) if isinstance(each, torch.Tensor) else each for each in given.flat]
-    args, kwargs = arguments(signature, flat)
-    values = flatten(signature.output, model.method(method)(*args, **kwargs))
-    return [engine.content(value) if isinstance(value, engine.tensor_type) else value for value in values]
+    flat = [content_of(each) if isinstance(each, torch.Tensor) else each for each in given.flat]
+    return call_flat(model, given.call.method, flat)
 
 
 class EagerSide:
@@ -163,10 +159,8 @@ def _check_unchanged(runner: Eager) -> None:
 
 def initial_state(artifact: Artifact) -> dict[str, torch.Tensor]:
     """The state's initial values by FQN."""
-    header, data = artifact.constants()
+    constants = artifact.constants()
     found: dict[str, torch.Tensor] = {}
     for row in artifact.manifest.state:
-        place = header.tensors[row.name]
-        value = as_tensor(bytearray(data[place.begin : place.end]), row.dtype, row.shape)
-        found |= dict.fromkeys(row.names, value)
+        found |= dict.fromkeys(row.names, copied_tensor(constants[row.name]))
     return found

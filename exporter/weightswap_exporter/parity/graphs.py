@@ -12,19 +12,19 @@ import torch
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
 
+from weightswap_exporter.capture.reopening import method_program, open_program
+from weightswap_exporter.checkpoints.tensor import content_of
 from weightswap_exporter.packing import pack
-from weightswap_exporter.programs import method_program, open_program
-from weightswap_exporter.values import content_of
 from weightswap_runtime import Artifact, read_weights
 
-from .cases import Given
+from .calls import Given
 from .executions import initial_state
-from .steps import GraphRun, Recorder, Step
+from .steps import GraphRun, Step, StepRecorder
 
 PathLike = str | os.PathLike[str]
 
 
-class Graph:
+class OpenedGraph:
     """The graph of one method. Weights are those of a weight file, or of what `pack` takes."""
 
     def __init__(self, artifact: Artifact, method: str) -> None:
@@ -41,7 +41,7 @@ class Graph:
         program = self._filled(weights)
         run = GraphRun(program)
         own = [*program.state_dict.values(), *program.constants.values()]
-        recorder = Recorder(run.place, [value for value in own if isinstance(value, torch.Tensor)])
+        recorder = StepRecorder(run.place, [value for value in own if isinstance(value, torch.Tensor)])
         with torch.no_grad(), recorder:
             values = run.run(*_flat(program, given))
         return recorder.steps, _contents(values)
@@ -93,6 +93,6 @@ def _flat(program: ExportedProgram, given: Given) -> list[Any]:
 def _values(artifact: Artifact, weights: PathLike) -> dict[str, torch.Tensor]:
     """Weights by FQN, tied ones under each of theirs."""
     with TemporaryDirectory(prefix="weightswap-") as folder:
-        packed = pack(Path(weights), artifact, out=Path(folder) / "weights.safetensors").path
+        packed = pack(weights, artifact, out=Path(folder) / "weights.safetensors").path
         values = read_weights(packed, framework="torch")
     return {name: values[row.name] for row in artifact.manifest.weights for name in row.names}

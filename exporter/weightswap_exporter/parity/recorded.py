@@ -9,22 +9,23 @@ from typing import Any
 
 from torch import nn
 
-from weightswap_exporter.calls import Wanted
-from weightswap_exporter.goldens import record, weights_identity
-from weightswap_exporter.tensors import unwrapped
+from weightswap_exporter.goldens.calls import Wanted
+from weightswap_exporter.goldens.recording import record, weights_identity
+from weightswap_exporter.models.tensors import unwrapped
 from weightswap_runtime import Artifact
-from weightswap_runtime.contents import Content
-from weightswap_runtime.engines.torch import environment_here
+from weightswap_runtime.engines.aten.cpu import environment_here
 from weightswap_runtime.errors import ParityError
-from weightswap_runtime.files import new_file
-from weightswap_runtime.goldens import Goldens, Tolerance, open_goldens
-from weightswap_runtime.measuring import measure
-from weightswap_runtime.signature import leaves
-from weightswap_runtime.verifying import OTHER_KERNELS, default_tolerance
+from weightswap_runtime.format.goldens import Goldens, open_goldens
+from weightswap_runtime.format.signature import leaves
+from weightswap_runtime.sources.atomic import new_file
+from weightswap_runtime.staging.golden_check import OTHER_KERNELS, default_tolerance
+from weightswap_runtime.tensors.comparing import Tolerance
+from weightswap_runtime.tensors.content import TensorBytes
 
-from .cases import Cases, calls_to_compare, recorded_calls
-from .checking import check_request, checked_model
+from .calls import Cases, calls_to_compare, recorded_calls
 from .executions import HOST, eager_side, taken
+from .measuring import measure
+from .preconditions import check_request, checked_model
 
 PathLike = str | os.PathLike[str]
 
@@ -88,8 +89,8 @@ def _problems(goldens: Goldens, artifact: Artifact, found: list[list[Any]]) -> I
     for number, (case, values) in enumerate(zip(goldens.cases, found, strict=True)):
         outputs = leaves(artifact.manifest.methods[case.method].signature.output)
         for leaf, recorded, value in zip(outputs, case.outputs, values, strict=True):
-            if isinstance(recorded, str) and isinstance(value, Content):
-                text = measure(goldens.content(recorded), value, _tolerance(goldens, value.dtype)).text
+            if isinstance(recorded, str) and isinstance(value, TensorBytes):
+                text = measure(goldens.tensors[recorded], value, _tolerance(goldens, value.dtype)).text
             else:
                 text = "" if recorded is None or recorded == value else f"expected {recorded!r}, found {value!r:.80}"
             if text:

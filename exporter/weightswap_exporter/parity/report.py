@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Literal
 
 import msgspec
 
-from weightswap_runtime.counted import counted
-from weightswap_runtime.goldens import Tolerance
-from weightswap_runtime.measuring import Measure
+from weightswap_runtime.messages import listed, plural
+from weightswap_runtime.tensors.comparing import Tolerance
+
+from .measuring import Measure
 
 Origin = Literal["given", "golden", "generated"]
 _SHOWN = 5  # of an engine's wrong outputs
@@ -86,7 +87,7 @@ class Divergence(msgspec.Struct, frozen=True, kw_only=True):
     def text(self) -> str:
         """Four lines: the module; the node; the values; how far both agree."""
         of = f" of {', '.join(self.weights)}" if self.weights else ""
-        what = f"one side alone calls {_some(self.alone)}" if self.alone else f"node {self.node}, {self.operator}{of}"
+        what = f"one side alone calls {listed(self.alone)}" if self.alone else f"node {self.node}, {self.operator}{of}"
         return "\n".join(
             (
                 f"{self.module} ({self.kind})" if self.module else f"the model itself ({self.kind})",
@@ -144,14 +145,14 @@ class EngineParity(msgspec.Struct, frozen=True, kw_only=True):
         name = self.engine if self.device == "cpu" else f"{self.engine} on {self.device}"
         wrong = [case for case in self.cases if not case.same]
         if not wrong:
-            yield f"{name}: equal {self.compared_how}, {counted(len(self.cases), 'call')}"
+            yield f"{name}: equal {self.compared_how}, {plural(len(self.cases), 'call')}"
             yield from self.refusals
             return
-        yield f"{name}: {len(wrong)} of {counted(len(self.cases), 'call')} differ (compared {self.compared_how})"
+        yield f"{name}: {len(wrong)} of {plural(len(self.cases), 'call')} differ (compared {self.compared_how})"
         problems = [problem for case in wrong for problem in case.problems]
         yield from (f"  {problem}" for problem in problems[:_SHOWN])
         if len(problems) > _SHOWN:
-            yield f"  and {counted(len(problems) - _SHOWN, 'more output')}"
+            yield f"  and {plural(len(problems) - _SHOWN, 'more output')}"
         if self.divergence:
             place, *more = self.divergence.text.splitlines()
             yield f"  first divergence: {place}"
@@ -192,7 +193,7 @@ class ParityReport(msgspec.Struct, frozen=True, kw_only=True):
         names = ", ".join(engine.engine for engine in self.engines)
         yield f"{self.artifact} with {self.weights}: {names} against {self.reference}"
         if self.other_values:
-            yield f"the model has other values than the engines for {_some(self.other_values)}"
+            yield f"the model has other values than the engines for {listed(self.other_values)}"
         for engine in self.engines:
             yield from engine.lines()
         yield from self.notes
@@ -201,9 +202,4 @@ class ParityReport(msgspec.Struct, frozen=True, kw_only=True):
     def notes(self) -> list[str]:
         """What says less than it seems: calls that were left out, and outputs that are equal because both are NaN."""
         nan = list(dict.fromkeys(name for engine in self.engines for name in engine.nan))
-        return [f"left out: {text}" for text in self.skipped] + ([f"NaN on both sides: {_some(nan)}"] if nan else [])
-
-
-def _some(names: Sequence[str], most: int = 5) -> str:
-    more = f" and {len(names) - most} more" if len(names) > most else ""
-    return f"{', '.join(names[:most])}{more}"
+        return [f"left out: {text}" for text in self.skipped] + ([f"NaN on both sides: {listed(nan)}"] if nan else [])

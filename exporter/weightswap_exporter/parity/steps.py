@@ -18,9 +18,9 @@ from torch.export import ExportedProgram
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from weightswap_exporter.blame import first_line
-from weightswap_runtime.graphs.effects import is_fresh, is_mutable
-from weightswap_runtime.tensors import tensor_bytes
+from weightswap_exporter.models.user_errors import first_line
+from weightswap_runtime.engines.graphs.effects import is_fresh, is_mutable
+from weightswap_runtime.tensors.torch_tensors import tensor_bytes
 
 _BLANK = {f"aten::{name}" for name in ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")}
 
@@ -66,7 +66,7 @@ class Step(NamedTuple):
         return self.place.module, self.operator, *kinds
 
 
-class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class StepRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """A block in which every result of an operator is kept, but for views of what was there before.
 
     place: called for where execution is. own: the tensors of the model.

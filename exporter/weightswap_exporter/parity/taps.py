@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 from pathlib import Path
@@ -16,12 +15,11 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import OutputKind, OutputSpec, TensorArgument
 from torch.fx import Node
 
-from weightswap_exporter.archive import graph_archive
-from weightswap_exporter.compiling import compile_engines
-from weightswap_exporter.programs import open_program
+from weightswap_exporter.capture.archive import graph_archive
+from weightswap_exporter.capture.reopening import open_program
+from weightswap_exporter.engines.compiling import compile_engines
 from weightswap_runtime import Artifact
-from weightswap_runtime.dtypes import TORCH_NAMES
-from weightswap_runtime.manifest import (
+from weightswap_runtime.format.manifest import (
     ADAPTER_CONSTANTS_NAME,
     ADAPTER_NAME,
     CONSTANTS_NAME,
@@ -29,7 +27,8 @@ from weightswap_runtime.manifest import (
     encode_manifest,
     graph_identity,
 )
-from weightswap_runtime.signature import Tensor, Tuple
+from weightswap_runtime.format.signature import Tensor, Tuple
+from weightswap_runtime.tensors.dtypes import TORCH_NAMES
 
 from .steps import Place, computes, place_of_node
 
@@ -72,7 +71,7 @@ def tapped(artifact: Artifact, method: str, taps: Sequence[Tap], folder: Path, e
         artifact.manifest, methods=methods, files=files, graph_id=graph_identity(methods, *tables, files)
     )
     for name in kept:
-        shutil.copyfile(artifact.path / name, folder / name)
+        (folder / name).write_bytes(artifact.read(name))
     (folder / old.graph).parent.mkdir(exist_ok=True)
     (folder / old.graph).write_bytes(raw)
     (folder / MANIFEST_NAME).write_bytes(encode_manifest(manifest))

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from weightswap_runtime.dtypes import has_fractions
-from weightswap_runtime.goldens import Tolerance
-from weightswap_runtime.measuring import Measure
-from weightswap_runtime.verifying import OTHER_KERNELS, default_tolerance
+from weightswap_runtime.engines.choosing import ENGINES
+from weightswap_runtime.staging.golden_check import OTHER_KERNELS, default_tolerance
+from weightswap_runtime.tensors.comparing import Tolerance
+from weightswap_runtime.tensors.dtypes import has_fractions
+
+from .measuring import Measure
 
 
 class Tolerances(NamedTuple):
@@ -35,4 +37,4 @@ class Tolerances(NamedTuple):
 
 def tolerances(engine: str, stated: Tolerance | None) -> Tolerances:
     """Stated ones, or an engine's own: the engine `torch` computes what eager does, in the same order."""
-    return Tolerances(stated, by_dtype=stated is None and engine != "torch")
+    return Tolerances(stated, by_dtype=stated is None and not ENGINES[engine].is_exact)

@@ -1,21 +1,26 @@
-"""From a class to an artifact, against the bare capture and against `torch.export.save`."""
+"""From a class to an artifact, against the bare capture and against `torch.export.save`; small models by family."""
 
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from shutil import disk_usage
 from statistics import median
-from tempfile import gettempdir
+from tempfile import TemporaryDirectory, gettempdir
 from typing import NamedTuple
 
+import torch
+from families import FAMILIES
 from report import Goal, Row, compared
 from settings import Settings
-from timing import in_turn
+from timing import in_turn, seconds
+
+from weightswap_exporter import export
 
 ONE = Path(__file__).parents[1] / "exports.py"
 NEARLY_BARE = Goal("ratio", "at most", 1.5)
@@ -53,9 +58,31 @@ class Figures(NamedTuple):
 
 
 def rows(settings: Settings) -> Iterator[Row]:
-    """Each export runs in a process of its own; `torch.export.save` once, where memory and disk have room for it."""
+    """By family in this process; the others in one each, with `torch.export.save` where there is room for it."""
+    for name, build in FAMILIES.items():
+        yield _family(name, build, settings.rounds)
     for size in [size for size in SIZES if size.billions <= settings.billions][-3:]:
         yield from _one_size(size, min(settings.rounds, MOST_ROUNDS))
+
+
+def _family(name: str, build: Callable[[], tuple[torch.nn.Module, torch.Tensor]], rounds: int) -> Row:
+    """A model's export against that of torch alone, in turn."""
+    model, x = build()
+    shapes = ({0: torch.export.Dim("batch", max=32)},)
+    with TemporaryDirectory(prefix="weightswap-bench-") as folder:
+        out = Path(folder, "a.artifact")
+
+        def ours() -> None:
+            shutil.rmtree(out, ignore_errors=True)
+            export(model, (x,), out=out, dynamic_shapes=shapes)
+
+        def bare() -> None:
+            torch.export.export(model, (x,), dynamic_shapes=shapes, strict=False)
+
+        taken = in_turn({"ours": partial(seconds, ours), "bare": partial(seconds, bare)}, rounds)
+    return compared(
+        f"{name}: model to artifact, time", "s", taken["ours"], "torch.export.export", taken["bare"], NEARLY_BARE
+    )
 
 
 def _one_size(size: Size, rounds: int) -> Iterator[Row]:

@@ -100,7 +100,7 @@ def _swaps(served: Model, files: list[Path], pointing: list[Path], rounds: int) 
 def _cold_start(folder: Path, rounds: int) -> Iterator[Row]:
     """`weightswap run`, from process start to its end."""
     np.savez(folder / "inputs.npz", x=np.zeros((1, 2, WIDTH), np.float32))
-    program = "from weightswap_runtime.cli import main; main()"
+    program = "from weightswap_tools.program import main; main()"
     files = [str(folder / name) for name in ("a.artifact", "v0.safetensors", "inputs.npz")]
     command = [sys.executable, "-c", program, "run", files[0], "-w", files[1], "-i", files[2], "--engine"]
     measures = {

@@ -54,7 +54,7 @@ def _cold_start(folder: Path, rounds: int) -> Iterator[Row]:
     with quiet():
         pack(model, export(model, (x,), out=folder / "small.artifact"), out=folder / "small.safetensors")
     np.savez(folder / "inputs.npz", input=x.numpy())
-    program = "from weightswap_runtime.cli import main; main()"
+    program = "from weightswap_tools.program import main; main()"
     files = [str(folder / name) for name in ("small.artifact", "small.safetensors", "inputs.npz")]
     commands = {
         "run": ["-c", program, "run", files[0], "-w", files[1], "-i", files[2]],

@@ -21,7 +21,7 @@ from weightswap_exporter import export, pack
 WIDTH, SMALL, TOKENS = 768, 64, 16
 ENGINES = ("torch", "aoti", "onnx")
 WITHIN_A_MINUTE = Goal("median", "at most", 60)
-PROGRAM = "from weightswap_runtime.cli import main; main()"
+PROGRAM = "from weightswap_tools.program import main; main()"
 RECIPE = """
 import sys
 sys.path.insert(0, {home!r})

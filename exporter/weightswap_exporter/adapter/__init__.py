@@ -1,0 +1,1 @@
+"""How a checkpoint becomes weights: recorded by tracing the code that loads it."""

@@ -1,0 +1,188 @@
+"""Tracing a model's own loading code: a graph from the tensors of a checkpoint to those of the model.
+
+The code runs once, on tensors without values, and every operator that it calls is recorded by `make_fx`
+(torch.fx.experimental.proxy_tensor). What depends on values cannot be recorded, and is refused with the code's name.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx import GraphModule, Node
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from weightswap_exporter.models.parts import Kind, describe_kind, kinds_of, parts_of, put_together
+from weightswap_exporter.models.stand_ins import install, restored, stand_in, without_values
+from weightswap_exporter.models.tensors import named_tensors
+from weightswap_exporter.models.user_errors import Unrecordable, first_line, place_of, reason, wants_values
+from weightswap_runtime.errors import CaptureError
+
+from .writes import watched
+
+Load = Callable[[nn.Module, dict[str, Any]], object]
+Checkpoint = Mapping[str, Any]
+
+
+class Untraceable(Exception):
+    """The loading code failed when it was run without values. The text says where.
+
+    `wants_values` tells that it failed because it asked for them.
+    """
+
+    def __init__(self, text: str, error: Exception) -> None:
+        self.wants_values = wants_values(error)
+        super().__init__(f"{text}{place_of(error)}{first_line(error) if self.wants_values else reason(error)}")
+
+
+class Traced(NamedTuple):
+    """`module` takes the tensors at `keys`, then the model's at `outputs`, and returns the latter after the loading.
+
+    `changed` are attributes of modules that loading has changed: the graph has their values at the export.
+    """
+
+    module: GraphModule
+    keys: tuple[str, ...]
+    outputs: tuple[str, ...]
+    changed: tuple[str, ...]
+
+    @property
+    def placeholders(self) -> list[Node]:
+        return [node for node in self.module.graph.nodes if node.op == "placeholder"]
+
+    @property
+    def inputs(self) -> dict[Node, str]:
+        """The placeholders that are the checkpoint's, with their keys."""
+        return dict(zip(self.placeholders, self.keys, strict=False))
+
+    @property
+    def initial(self) -> dict[Node, str]:
+        """The placeholders that are what the model had before, with their FQNs."""
+        return dict(zip(self.placeholders[len(self.keys) :], self.outputs, strict=True))
+
+    @property
+    def results(self) -> dict[str, Node]:
+        """The node that gives each of the model's tensors."""
+        (nodes,) = self.module.graph.output_node().args
+        return dict(zip(self.outputs, nodes, strict=True))  # type: ignore[arg-type]
+
+
+def load_state_dict(model: nn.Module, checkpoint: dict[str, Any]) -> None:
+    """What a user does, with every hook."""
+    model.load_state_dict(checkpoint)
+
+
+def load_what_fits(model: nn.Module, checkpoint: dict[str, Any]) -> None:
+    """The same for checkpoints with keys that the loading side does not know, or without some that it knows."""
+    model.load_state_dict(checkpoint, strict=False)
+
+
+def trace_loading(model: nn.Module, names: Callable[[str], bool], checkpoint: Checkpoint, load: Load) -> Traced:
+    """Record what `load(model, checkpoint)` makes of the tensors whose FQNs `names` accepts.
+
+    `checkpoint` needs no values; entries that are no tensors are given to `load` as they are, and so are the versions
+    that a state dict has in `_metadata`. The model is left as it was, but for what `load` changes inside objects that
+    are no modules, lists, dicts or sets. Raises Untraceable and CaptureError.
+    """
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    tensors = {
+        key: stand_in(value, mode, contiguous=True)
+        for key, value in flattened(checkpoint).items()
+        if isinstance(value, torch.Tensor)
+    }
+    kinds = kinds_of(model)
+    initial = without_values(model, mode, names)
+    changed: list[str] = []
+
+    def run(*flat: torch.Tensor) -> list[torch.Tensor]:
+        given = dict(zip(tensors, flat, strict=False))
+        install(model, dict(zip(initial, flat[len(given) :], strict=True)))
+        before = _others(model, initial)
+        with watched():
+            load(model, _like(checkpoint, given))
+        _check_kinds(kinds, kinds_of(model))
+        loaded = named_tensors(model)
+        changed[:] = _changed(before, _others(model, initial))
+        return [loaded[name] for name in initial]
+
+    inputs = (*tensors.values(), *initial.values())
+    with restored(model):
+        try:
+            module = make_fx(run, tracing_mode="fake")(*inputs)
+            if any(_mutates(node) for node in module.graph.nodes):
+                module = make_fx(torch.func.functionalize(module, remove="mutations"), tracing_mode="fake")(*inputs)
+            _check_recorded(module)
+        except CaptureError:
+            raise
+        except Exception as error:
+            raise Untraceable("", error) from error
+    module.graph.eliminate_dead_code()
+    return Traced(module, tuple(tensors), tuple(initial), tuple(changed))
+
+
+def flattened(checkpoint: Checkpoint) -> dict[str, Any]:
+    """A checkpoint with the parts of tensors that are made of others, as `KEY.PART`."""
+    return {
+        name: part
+        for key, value in checkpoint.items()
+        for name, part in (parts_of(key, value) if isinstance(value, torch.Tensor) else {key: value}).items()
+    }
+
+
+def _check_kinds(before: Mapping[str, Kind], after: Mapping[str, Kind]) -> None:
+    for name in [name for name in {**before, **after} if before.get(name) != after.get(name)]:
+        raise CaptureError(
+            f"loading a checkpoint makes {name} {describe_kind(after.get(name))}, "
+            f"and the graph has {describe_kind(before.get(name))}"
+        )
+
+
+def _check_recorded(module: GraphModule) -> None:
+    for node in module.graph.nodes:
+        schema = getattr(node.target, "_schema", None)
+        if schema is not None and not schema.returns and not schema.is_mutable:
+            raise Unrecordable(f"{node.target} checks values")
+
+
+def _others(model: nn.Module, weights: Collection[str]) -> dict[str, Any]:
+    """What the graph may depend on beside weights and state: buffers, plain attributes that are tensors or values."""
+    found: dict[str, Any] = {name: value for name, value in model.named_buffers() if name not in weights}
+    for path, module in model.named_modules():
+        for name, value in vars(module).items():
+            if isinstance(value, torch.Tensor | bool | int | float | str):
+                found[f"{path}.{name}" if path else name] = value
+    return found
+
+
+def _changed(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
+    """Attributes that are not what they were. Raises CaptureError for tensors: they are constants of the graph."""
+    changed = [name for name, value in before.items() if name in after and _differ(value, after[name])]
+    if tensors := [name for name in changed if isinstance(before[name], torch.Tensor)]:
+        raise CaptureError(
+            f"loading a checkpoint replaces {', '.join(tensors)}, which belongs to the graph, not to a checkpoint, so "
+            "that a swap could not: register it as a persistent buffer"
+        )
+    return changed
+
+
+def _differ(one: object, other: object) -> bool:
+    return one is not other if isinstance(one, torch.Tensor) else type(one) is not type(other) or one != other
+
+
+def _like(checkpoint: Checkpoint, tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+    filled = OrderedDict(
+        (key, put_together(key, value, tensors) if isinstance(value, torch.Tensor) else value)
+        for key, value in checkpoint.items()
+    )
+    if hasattr(checkpoint, "_metadata"):
+        filled._metadata = checkpoint._metadata  # type: ignore[attr-defined]
+    return filled
+
+
+def _mutates(node: Node) -> bool:
+    schema = getattr(node.target, "_schema", None)
+    return schema is not None and schema.is_mutable

@@ -1,0 +1,218 @@
+"""From a trace of the loading code to the adapter: what only moves is a rename, the rest becomes a graph."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+
+from weightswap_exporter.capture.archive import program_archive
+from weightswap_exporter.models.tensors import dtype_name, is_fake
+from weightswap_exporter.models.user_errors import Unrecordable, first_line
+from weightswap_runtime.errors import CaptureError
+from weightswap_runtime.format.manifest import ADAPTER_CONSTANTS_NAME, ADAPTER_NAME, AdapterInput, NamedTensor
+from weightswap_runtime.format.weight_file import encode_tensors
+from weightswap_runtime.tensors.content import TensorBytes
+from weightswap_runtime.tensors.torch_tensors import tensor_bytes, torch_dtype
+
+from .overwriting import needs, overwritten
+from .tracing import Traced, Untraceable
+
+aten = torch.ops.aten
+_SAME_VALUES = {
+    aten.detach.default,
+    aten.alias.default,
+    aten.clone.default,
+    aten.lift_fresh_copy.default,
+    aten._to_copy.default,
+    aten.view.default,
+    aten._unsafe_view.default,
+    aten._reshape_alias.default,
+    aten.expand.default,
+}
+
+
+class Loaded(NamedTuple):
+    """Where the loading code takes a weight from: any of `keys`, or all of them by an output of the adapter's graph."""
+
+    keys: tuple[str, ...]
+    transform: int | None = None
+
+
+class Transforming:
+    """Finds each weight in a trace, and collects those that have to be computed."""
+
+    def __init__(self, traced: Traced, tensors: Mapping[str, torch.Tensor]) -> None:
+        """`tensors` are the model's, by FQN: their present values must not become a part of the adapter."""
+        self._traced = traced
+        self._storages = {tensor.untyped_storage()._cdata: name for name, tensor in tensors.items() if tensor.numel()}
+        for node in list(traced.module.graph.nodes):
+            _replace_copy(node)
+        self._keys = traced.inputs
+        self._initial = traced.initial
+        self._results = traced.results
+        self._outputs: list[Node] = []
+        self._moved: set[str] = set()
+        self.changed = traced.changed
+
+    def weight(self, weight: NamedTensor) -> Loaded:
+        """Where a weight comes from; without keys if loading does not touch it.
+
+        Raises Untraceable for a weight that no checkpoint can give alone.
+        """
+        roots = dict.fromkeys(_root(self._results[name]) for name in weight.names)
+        given = [root for root in roots if root not in self._initial]
+        keys = [self._keys[root] for root in given if root in self._keys]
+        cast = [root for root in given if _root(root, casts=True) in self._keys]
+        if len(keys) == len(given) and all(_type(root) == (weight.dtype, weight.shape) for root in given):
+            if not self._moved.intersection(keys):
+                self._moved.update(keys)
+                return Loaded(tuple(keys))
+            node = _copy(given[-1])  # a key that gives another weight, too
+        elif len(cast) < len(given) > 1:
+            raise _untraceable(f"gives {' and '.join(weight.names)}, which are one tensor, different values")
+        else:
+            node = self._typed(given[-1], weight)  # as loading one after the other would leave it
+        return self._computed(weight, node)
+
+    def _computed(self, weight: NamedTensor, node: Node) -> Loaded:
+        used = needs(node)
+        before = [root for root in used if root in self._initial]
+        if before and not overwritten(node, before):
+            raise _untraceable(f"leaves old values in a part of {weight.name}")
+        if any(torch.Tag.nondeterministic_seeded in getattr(item.target, "tags", ()) for item in used):
+            raise _untraceable(f"draws random numbers for {weight.name}")
+        self._outputs.append(node)
+        return Loaded(tuple(self._keys[root] for root in used if root in self._keys), len(self._outputs) - 1)
+
+    def _typed(self, node: Node, weight: NamedTensor) -> Node:
+        """The node, cast to the weight's dtype as `Tensor.copy_` would."""
+        dtype, shape = _type(node)
+        if shape != weight.shape:
+            raise CaptureError(
+                f"loading a checkpoint gives {weight.name} the shape {list(shape)}; the model has {list(weight.shape)}"
+            )
+        if dtype == weight.dtype:
+            return node
+        return _cast(node, torch_dtype(weight.dtype), node.meta["val"])
+
+    def adapter(self) -> tuple[tuple[AdapterInput, ...], dict[str, bytes]]:
+        """The inputs of the adapter's graph, and the files that hold it and its constants; empty without transforms."""
+        if not self._outputs:
+            return (), {}
+        body = sorted({node for output in self._outputs for node in needs(output)})
+        keys = [node for node in body if node in self._keys]
+        constants = {node: f"constant_{index}" for index, node in enumerate(n for n in body if n.op == "get_attr")}
+        inputs = [_input("key", self._keys[node], node) for node in keys]
+        inputs += [_input("constant", name, node) for node, name in constants.items()]
+        values = {name: getattr(self._traced.module, str(node.target)) for node, name in constants.items()}
+        self._check_constants(values)
+        files = {ADAPTER_CONSTANTS_NAME: _constants(values)} if values else {}
+        return tuple(inputs), files | {ADAPTER_NAME: self._archive(body, [*keys, *constants])}
+
+    def _check_constants(self, values: Mapping[str, torch.Tensor]) -> None:
+        for value in values.values():
+            if (name := self._storages.get(value.untyped_storage()._cdata)) is not None or is_fake(value):
+                raise CaptureError(
+                    f"the loading code uses values that the model has now, of {name or 'a tensor that it keeps'}: a "
+                    "checkpoint must become the same weights whatever the model held before"
+                )
+
+    def _archive(self, body: list[Node], places: list[Node]) -> bytes:
+        graph = Graph()
+        made: dict[Node, Node] = {}
+        for index, node in enumerate(places):
+            made[node] = graph.placeholder(f"input_{index}")
+        for node in body:
+            if node in self._initial:  # every element of it is overwritten
+                value = node.meta["val"]
+                made[node] = graph.call_function(aten.zeros.default, (list(value.shape),), {"dtype": value.dtype})
+            elif node not in made:
+                made[node] = graph.node_copy(node, made.__getitem__)
+        graph.output(tuple(made[output] for output in self._outputs))
+        module = GraphModule(torch.nn.Module(), graph)
+        examples = tuple(node.meta["val"].detach().contiguous() for node in places)
+        try:
+            return program_archive(torch.export.export(module, examples, strict=False))
+        except Exception as error:
+            raise CaptureError(f"the adapter's graph cannot be written: {first_line(error)}") from error
+
+
+def _untraceable(what: str) -> Untraceable:
+    return Untraceable("", Unrecordable(f"loading a checkpoint {what}"))
+
+
+def _replace_copy(node: Node) -> None:
+    """`copy(target, source)` has the source's values, in the target's type."""
+    if node.target is not aten.copy.default:
+        return
+    source: Any = node.args[1]
+    value = node.meta["val"]
+    with node.graph.inserting_before(node):
+        if source.meta["val"].shape != value.shape:
+            shape = list(value.shape)
+            source = _made(
+                node.graph.call_function(aten.expand.default, (source, shape)), source.meta["val"].expand(shape)
+            )
+        if source.meta["val"].dtype != value.dtype:
+            source = _made(node.graph.call_function(aten._to_copy.default, (source,), {"dtype": value.dtype}), value)
+    node.replace_all_uses_with(source)
+    node.graph.erase_node(node)
+
+
+def _cast(node: Node, dtype: torch.dtype, value: torch.Tensor) -> Node:
+    with node.graph.inserting_after(node):
+        cast = node.graph.call_function(aten._to_copy.default, (node,), {"dtype": dtype})
+    return _made(cast, value.to(dtype))
+
+
+def _copy(node: Node) -> Node:
+    value = node.meta["val"]
+    with node.graph.inserting_after(node):
+        return _made(node.graph.call_function(aten.clone.default, (node,)), value.clone())
+
+
+def _made(node: Node, value: torch.Tensor) -> Node:
+    node.meta["val"] = value
+    return node
+
+
+def _root(node: Node, *, casts: bool = False) -> Node:
+    """The node whose values, in the same order and shape, are those of `node`; also of another dtype if asked for."""
+    while node.target in _SAME_VALUES or _pads_nothing(node):
+        source = node.args[0]
+        assert isinstance(source, Node)
+        (dtype, shape), (found, size) = _type(node), _type(source)
+        if size != shape or (found != dtype and not casts):
+            break
+        node = source
+    return node
+
+
+def _pads_nothing(node: Node) -> bool:
+    """As transformers' code for tied weights does, where a bias is as long as its weight has rows."""
+    if node.target is not aten.constant_pad_nd.default:
+        return False
+    widths: Any = node.args[1]
+    return not any(widths)
+
+
+def _type(node: Node) -> tuple[str, tuple[int, ...]]:
+    value = node.meta["val"]
+    return dtype_name(value.dtype, str(node)), tuple(value.shape)
+
+
+def _constants(values: Mapping[str, torch.Tensor]) -> bytes:
+    """The bytes of `adapter.safetensors`."""
+    tensors = {
+        name: TensorBytes(dtype_name(value.dtype, name), tuple(value.shape), tensor_bytes(value))
+        for name, value in values.items()
+    }
+    return b"".join(encode_tensors(tensors))
+
+
+def _input(kind: Literal["key", "constant"], name: str, node: Node) -> AdapterInput:
+    dtype, shape = _type(node)
+    return AdapterInput(kind=kind, name=name, dtype=dtype, shape=shape)

@@ -1,0 +1,1 @@
+"""A module becomes graphs, tables, signatures and an archive."""

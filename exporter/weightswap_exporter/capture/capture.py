@@ -1,0 +1,205 @@
+"""Capture: one ATen program for each method of a model, with what it reads and what it mutates."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.export import ExportedProgram
+from torch.utils import _pytree as pytree
+
+from weightswap_exporter.models.tensors import is_fake, named_tensors
+from weightswap_runtime.errors import CaptureError
+from weightswap_runtime.messages import listed
+
+from .composed import in_parts, name_parts
+from .inlining import inline_operators
+from .leftovers import is_read_later, stored_attributes
+from .mutations import mutated_buffers
+
+_OF_A_SKELETON = (
+    "A skeleton's call gives values to what follows from no parameter; where that is not so, make it in __init__, or "
+    "export a real model"
+)
+
+
+@dataclass(frozen=True)
+class MethodSpec:
+    """How to capture one method: its name on the model, sample inputs and dynamic shapes as `torch.export` has them."""
+
+    fn_name: str
+    args: tuple[Any, ...] = ()
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+    dynamic_shapes: Any = None
+
+
+@dataclass(frozen=True)
+class Captured:
+    """A method's program. `parameters` is its Python signature, `mutated` the FQNs of buffers that a call changes.
+
+    `stored` names the attributes in which a call leaves tensors that no later call reads.
+    """
+
+    program: ExportedProgram
+    parameters: inspect.Signature
+    dynamic_shapes: Any
+    mutated: frozenset[str]
+    stored: tuple[str, ...] = ()
+
+
+def capture(model: nn.Module, name: str, spec: MethodSpec) -> Captured:
+    """Capture one method with `torch.export`, non-strict. Raises CaptureError with torch's reason."""
+    _check_spec(name, spec)
+    # whatever the caller's mode: the graph must not depend on it
+    with torch.inference_mode(False), torch.enable_grad(), in_parts(model) as parts:
+        return _capture(_as_forward(model, spec.fn_name), name, spec, parts)
+
+
+def _capture(root: nn.Module, name: str, spec: MethodSpec, parts: Mapping[str, str]) -> Captured:
+    args, kwargs = _distinct((tuple(spec.args), dict(spec.kwargs)))
+    try:
+        with stored_attributes(root) as stored, _none_buffers_last(root), _no_new_tensors(root):
+            program = torch.export.export(root, args, kwargs, dynamic_shapes=spec.dynamic_shapes, strict=False)
+            if parts:
+                name_parts(program, parts)
+                inline_operators(program)
+            mutated = mutated_buffers(program)
+        if stored and is_read_later(root, (args, kwargs), program, mutated):
+            raise CaptureError(_stores(listed(stored)))
+    except CaptureError as error:
+        raise CaptureError(f"method {name!r}: {error}") from error
+    except Exception as error:
+        reason = str(error).partition("\n\nThe error above occurred")[0]
+        text = f"method {name!r}: torch.export cannot capture it: {reason}{_advice(reason)}"
+        raise CaptureError(*text.splitlines()) from error
+    return Captured(program, inspect.signature(root.forward), spec.dynamic_shapes, mutated, tuple(stored))
+
+
+def _stores(attributes: str) -> str:
+    return (
+        f"a call stores tensors in {attributes} that a later call reads or that grow in number, and a server "
+        "keeps none of them. Register what calls are to keep as a buffer; else clear or switch off that cache, or "
+        "remove the hook that stores it"
+    )
+
+
+def _advice(reason: str) -> str:
+    """torch 2.11 does not see that min(8 * n, 16 * n) is 8 * n, as in grouped-query attention of any length."""
+    if "cast NotImplemented to Tensor" in reason:
+        return ". A class of tensors that are made of others has to take what is called apart in __torch_function__."
+    if torch.__version__ >= "2.13" or "Constraints violated" not in reason or "min(" not in reason:
+        return ""
+    return "Where that holds for every size, export with torch 2.13: what it exports runs on this torch, too."
+
+
+def _check_spec(name: str, spec: MethodSpec) -> None:
+    kinds = {"fn_name": (spec.fn_name, str), "args": (spec.args, tuple | list), "kwargs": (spec.kwargs, Mapping)}
+    for field_name, (value, kind) in kinds.items():
+        if not isinstance(value, kind):
+            expected = getattr(kind, "__name__", "tuple")
+            raise CaptureError(f"method {name!r}: {field_name} must be a {expected}, got a {type(value).__qualname__}")
+
+
+def _distinct(inputs: Any) -> Any:
+    """Sample inputs in which no tensor occurs twice: torch would wire all its places to the first, silently."""
+    seen: set[int] = set()
+
+    def own(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return value
+        again = id(value) in seen
+        seen.add(id(value))
+        return value.clone() if again else value
+
+    return pytree.tree_map(own, inputs)
+
+
+def _as_forward(model: nn.Module, fn_name: str) -> nn.Module:
+    """A module whose forward is `model`'s method `fn_name`, over the same parameters, buffers and submodules.
+
+    torch.export only captures `forward`. A subclass keeps FQNs, `super()` and calls of the real `forward` working,
+    which wrapping the model or patching the instance would not.
+    """
+    if fn_name == "forward":
+        return model
+    kind = type(model)
+    method = getattr(kind, fn_name, None)
+    if not callable(method):
+        raise CaptureError(f"{kind.__qualname__} has no method {fn_name!r}")
+
+    # hooks of forward belong to calls of the real one
+    hooks = {name: vars(model)[name] for name in ("_forward_hooks", "_forward_pre_hooks")}
+    none = {name: type(found)() for name, found in hooks.items()}
+
+    @functools.wraps(method)
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        self.__class__ = kind  # from here on `self(...)` and `self.forward` are the model's own
+        self.__dict__.update(hooks)
+        try:
+            return method(self, *args, **kwargs)
+        finally:
+            self.__class__ = shim
+            self.__dict__.update(none)
+
+    shim = type(kind.__name__, (kind,), {"forward": forward, "__module__": kind.__module__})
+    shim.__qualname__ = kind.__qualname__
+    root: nn.Module = object.__new__(shim)
+    root.__dict__ = dict(vars(model))
+    root.__dict__.update(none)
+    return root
+
+
+@contextmanager
+def _none_buffers_last(root: nn.Module) -> Iterator[None]:
+    """torch counts the buffers of the root that are None, and gives an assigned buffer's value to one further on."""
+    buffers = root._buffers
+    root._buffers = dict(sorted(buffers.items(), key=lambda item: item[1] is None))
+    try:
+        yield
+    finally:
+        root._buffers = buffers
+
+
+@contextmanager
+def _no_new_tensors(root: nn.Module) -> Iterator[None]:
+    """Raises CaptureError for parameters and buffers that the call has made, and takes them off again."""
+    tensors = named_tensors(root)
+    before = tensors.keys()
+    try:
+        yield
+    finally:
+        made = sorted(named_tensors(root).keys() - before)
+        for path, _, name in (fqn.rpartition(".") for fqn in made):
+            delattr(root.get_submodule(path), name)
+    if made:
+        raise CaptureError(
+            f"a call makes {listed(made)}, which the model does not have before it: call the model once, then export"
+            + (f". {_OF_A_SKELETON}" if any(map(is_fake, tensors.values())) else "")
+        )
+
+
+def training_operators(captured: Captured) -> set[str]:
+    """Operators in the graph that are told to behave as in training: dropout that drops, norms that update."""
+    return {
+        str(node.target)
+        for module in captured.program.graph_module.modules()
+        if isinstance(module, torch.fx.GraphModule)
+        for node in module.graph.nodes
+        if isinstance(node.target, torch._ops.OpOverload) and _trains(node)
+    }
+
+
+def _trains(node: torch.fx.Node) -> bool:
+    assert isinstance(node.target, torch._ops.OpOverload)
+    names = [argument.name for argument in node.target._schema.arguments]
+    values = dict(zip(names, node.args, strict=False)) | node.kwargs
+    dropout = values.get("dropout_p", 0)
+    return any(values.get(flag) is True for flag in ("train", "training")) or (
+        isinstance(dropout, float) and dropout > 0
+    )

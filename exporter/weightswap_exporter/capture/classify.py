@@ -1,0 +1,185 @@
+"""Classification: which tensors of a model are weights, which are state, and which are constants."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from itertools import pairwise
+from typing import NamedTuple
+
+import msgspec
+import numpy as np
+import torch
+from torch import nn
+from torch.export import ExportedProgram
+from torch.export.graph_signature import InputKind
+
+from weightswap_exporter.models.tensors import (
+    TieKey,
+    dtype_name,
+    is_fake,
+    named_parameters,
+    named_tensors,
+    persistent_buffers,
+    tie_key,
+)
+from weightswap_runtime.errors import CaptureError
+from weightswap_runtime.format.manifest import GraphInput, NamedTensor, is_dense
+from weightswap_runtime.tensors.torch_tensors import tensor_bytes
+
+from .capture import Captured
+from .document_check import is_path
+
+
+class Tables(NamedTuple):
+    """The manifest's tables, the graphs' flat inputs, and the values that go into the artifact."""
+
+    weights: tuple[NamedTensor, ...]
+    state: tuple[NamedTensor, ...]
+    constants: tuple[NamedTensor, ...]
+    inputs: dict[str, tuple[GraphInput, ...]]
+    values: dict[str, torch.Tensor]
+
+
+def classify(model: nn.Module, captured: Mapping[str, Captured]) -> Tables:
+    """Sort every parameter and buffer, in the order of registration; tied ones are one row under the first FQN.
+
+    Raises CaptureError for tensors that cannot be captured.
+    """
+    mutated = frozenset(fqn for method in captured.values() for fqn in method.mutated)
+    for method in captured.values():
+        _drop_unused(method.program, mutated)
+    tensors = named_tensors(model)
+    parameters = named_parameters(model)
+    lasting = parameters | persistent_buffers(model)
+    groups: dict[TieKey, list[str]] = {}
+    for fqn, tensor in tensors.items():
+        groups.setdefault(tie_key(tensor), []).append(fqn)
+    kinds: dict[str, str] = {}
+    rows: dict[str, list[NamedTensor]] = {"weight": [], "state": [], "constant": []}
+    for fqns in groups.values():
+        kind = "state" if mutated.intersection(fqns) else "weight" if lasting.intersection(fqns) else "constant"
+        if kind == "state" and (shared := sorted(set(fqns).intersection(parameters))):
+            raise CaptureError(f"a call changes {', '.join(fqns)}, and {', '.join(shared)} is a parameter")
+        rows[kind].append(_row(fqns, tensors[fqns[0]]))
+        kinds |= dict.fromkeys(fqns, kind)
+    values = {row.name: tensors[row.name].detach() for kind in ("state", "constant") for row in rows[kind]}
+    inputs = {}
+    for name, method in captured.items():
+        lifted = _lifted_constants(name, method)
+        known = {key: groups[tie][0] for key, tensor in lifted.items() if (tie := tie_key(tensor)) in groups}
+        own = {key: tensor for key, tensor in lifted.items() if key not in known}
+        rows["constant"] += [_row([key], tensor) for key, tensor in own.items()]
+        values |= own
+        inputs[name] = tuple(_graph_inputs(name, method, kinds, known))
+    _check_values(values)
+    _check_overlaps(values, {row.name: tensors[row.name] for row in rows["weight"]})
+    state = tuple(msgspec.structs.replace(row, zero=not _has_bits(values[row.name])) for row in rows["state"])
+    return Tables(tuple(rows["weight"]), state, tuple(rows["constant"]), inputs, values)
+
+
+def _drop_unused(program: ExportedProgram, state: frozenset[str]) -> None:
+    """Take from a graph the state that it does not look at: its calls then need none."""
+    specs = program.graph_signature.input_specs
+    for node, spec in zip(program.graph.find_nodes(op="placeholder"), list(specs), strict=True):
+        if spec.target in state and not node.users:
+            program.graph.erase_node(node)
+            specs.remove(spec)
+    program.graph_module.recompile()
+
+
+def _has_bits(tensor: torch.Tensor) -> bool:
+    """Whether any byte is not zero."""
+    return bool(np.frombuffer(tensor_bytes(tensor), np.uint8).any())
+
+
+def _row(names: list[str], tensor: torch.Tensor) -> NamedTensor:
+    name = names[0]
+    if odd := [n for n in names if n == "__metadata__" or any(ord(c) < 32 for c in n)]:
+        raise CaptureError(f"{odd[0]!r}: a tensor cannot have this name in a safetensors file")
+    if odd := [n for n in names if not is_path(n)]:
+        raise CaptureError(
+            f"{odd[0]!r}: a tensor cannot have this name in a graph, where no part of a name is empty, has quotes, or "
+            "begins and ends with two underscores, as what is Python's own; rename it in the model"
+        )
+    if tensor.layout is not torch.strided or tensor.is_quantized:
+        raise CaptureError(f"{name}: {tensor.layout} tensors cannot be captured, only dense ones")
+    if tensor.device.type != "cpu" and not is_fake(tensor):
+        raise CaptureError(f"{name}: is on {tensor.device}; export the model from the CPU")
+    shape, stride = tuple(tensor.shape), tuple(tensor.stride())
+    contiguous = tensor.is_contiguous()
+    if not contiguous and not is_dense(shape, stride):
+        raise CaptureError(f"{name}: its elements overlap or leave gaps (stride {list(stride)}); make it .contiguous()")
+    return NamedTensor(
+        name=name,
+        dtype=dtype_name(tensor.dtype, name),
+        shape=shape,
+        aliases=tuple(names[1:]),
+        stride=None if contiguous else stride,
+        requires_grad=tensor.requires_grad,
+    )
+
+
+def _lifted_constants(name: str, method: Captured) -> dict[str, torch.Tensor]:
+    """Literals and plain tensor attributes. Their names are only unique within a method, so they get its prefix."""
+    constants = method.program.constants
+    lifted = {}
+    for spec in method.program.graph_signature.input_specs:
+        if spec.kind is InputKind.CONSTANT_TENSOR:
+            value = constants[str(spec.target)]
+            assert isinstance(value, torch.Tensor)
+            lifted[f"{name}/{spec.target}"] = value.detach()
+    return lifted
+
+
+def _graph_inputs(
+    name: str, method: Captured, kinds: Mapping[str, str], known: Mapping[str, str]
+) -> Iterable[GraphInput]:
+    """The flat inputs in order. `known` constants are tensors of the tables under another name."""
+    for spec in method.program.graph_signature.input_specs:
+        target = str(spec.target)
+        if spec.kind is InputKind.USER_INPUT:
+            yield GraphInput(kind="input", name=spec.arg.name)
+        elif spec.kind is InputKind.CONSTANT_TENSOR:
+            key = f"{name}/{target}"
+            kind = kinds[known[key]] if key in known else "constant"
+            yield GraphInput(kind=kind, name=known.get(key, key))  # type: ignore[arg-type]
+        elif spec.kind in (InputKind.PARAMETER, InputKind.BUFFER) and target in kinds:
+            yield GraphInput(kind=kinds[target], name=target)  # type: ignore[arg-type]
+        else:
+            raise CaptureError(
+                f"method {name!r} reads {target or spec.arg.name} ({spec.kind.name}), which cannot be captured"
+            )
+
+
+def _check_values(values: Mapping[str, torch.Tensor]) -> None:
+    empty = [name for name, value in values.items() if is_fake(value)]
+    if empty:
+        raise CaptureError(
+            f"{', '.join(empty)}: constants and state go into the artifact, but these have no values. In a skeleton, "
+            "compute buffers from real tensors, not from parameters."
+        )
+
+
+def overlapping(tensors: Mapping[str, torch.Tensor], weights: Iterable[NamedTensor]) -> list[str]:
+    """Pairs of weights that share some of their memory without being one tensor, as texts."""
+    ranges: dict[object, list[tuple[int, int, str]]] = {}
+    for name in (weight.name for weight in weights):
+        tensor = tensors[name]
+        span = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True)) + 1
+        if tensor.numel():
+            begin = int(tensor.storage_offset()) * tensor.element_size()
+            place = (begin, begin + int(span) * tensor.element_size(), name)
+            ranges.setdefault(tensor.untyped_storage()._cdata, []).append(place)
+    pairs = (pair for places in ranges.values() for pair in pairwise(sorted(places)))
+    return [f"{one[2]} and {other[2]}" for one, other in pairs if other[0] < one[1]]
+
+
+def _check_overlaps(values: Mapping[str, torch.Tensor], weights: Mapping[str, torch.Tensor]) -> None:
+    """A constant in a weight's memory would keep the value of the export, whatever is swapped in."""
+    storages = {weight.untyped_storage()._cdata: name for name, weight in weights.items() if weight.numel()}
+    for name, value in values.items():
+        if value.numel() and (weight := storages.get(value.untyped_storage()._cdata)):
+            raise CaptureError(
+                f"{name}: is a view of the weight {weight}, and would keep its present values. Compute it in the call, "
+                "or give it memory of its own (.clone())."
+            )

@@ -1,0 +1,87 @@
+"""Capturing a model whose parameters are made of others: its graph takes the parts, and puts them together itself."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.export import ExportedProgram
+
+from weightswap_exporter.models.parts import is_composed, parts_of, put_together
+
+_MARK = "*"  # no attribute's name has it
+_Lent = list[tuple[nn.Module, type[nn.Module], dict[str, nn.Parameter | None]]]
+
+
+@contextmanager
+def in_parts(model: nn.Module) -> Iterator[dict[str, str]]:
+    """In the block, the parts are parameters of the model, and reading the attribute puts them together.
+
+    Gives the FQN of each part by the name that it has meanwhile. Nothing is copied; afterwards all is as it was.
+    """
+    lent: _Lent = [(module, type(module), dict(module._parameters)) for module in model.modules() if _composed(module)]
+    names = {
+        f"{name}{_MARK}.{index}": key
+        for name, parameter in model.named_parameters(remove_duplicate=False)
+        if is_composed(parameter)
+        for index, key in enumerate(parts_of(name, parameter))
+    }
+    made: dict[int, nn.Parameter] = {}
+    try:
+        for module, _, _ in lent:
+            _take_apart(module, made)
+        yield names
+    finally:
+        for module, kind, parameters in lent:
+            _restore(module, kind, parameters)
+
+
+class _Parts(nn.Module):
+    """The parts of a parameter; tied ones are one, by `made`."""
+
+    def __init__(self, whole: torch.Tensor, made: dict[int, nn.Parameter]) -> None:
+        super().__init__()
+        self._like = (whole,)  # in a tuple, as it is no parameter of this module
+        for index, part in enumerate(parts_of("", whole).values()):
+            self._parameters[str(index)] = made.setdefault(id(part), nn.Parameter(part, part.requires_grad))
+
+    def together(self) -> torch.Tensor:
+        (like,) = self._like
+        return put_together("", like, dict(zip(parts_of("", like), self._parameters.values(), strict=True)))  # type: ignore[arg-type]
+
+
+def _composed(module: nn.Module) -> list[str]:
+    return [name for name, value in module._parameters.items() if value is not None and is_composed(value)]
+
+
+def _take_apart(module: nn.Module, made: dict[int, nn.Parameter]) -> None:
+    kind, attributes = type(module), {"__module__": type(module).__module__}
+    for name in _composed(module):
+        module._modules[name + _MARK] = _Parts(module._parameters.pop(name), made)  # type: ignore[arg-type]
+        attributes[name] = _together(name + _MARK)
+    shim = type(kind.__name__, (kind,), attributes)
+    shim.__qualname__ = kind.__qualname__
+    module.__class__ = shim
+
+
+def _together(name: str) -> Any:
+    return property(lambda module: module._modules[name].together())
+
+
+def _restore(module: nn.Module, kind: type[nn.Module], parameters: Mapping[str, nn.Parameter | None]) -> None:
+    module.__class__ = kind
+    module._parameters.clear()
+    module._parameters.update(parameters)
+    for name in [name for name in module._modules if name.endswith(_MARK)]:
+        del module._modules[name]
+
+
+def name_parts(program: ExportedProgram, names: Mapping[str, str]) -> None:
+    """Give the parts in a program that was captured `in_parts` their FQNs."""
+    for spec in program.graph_signature.input_specs:
+        spec.target = None if spec.target is None else names.get(spec.target, spec.target)
+    program._state_dict = {names.get(name, name): value for name, value in program.state_dict.items()}
+    program._module_call_graph = [entry for entry in program.module_call_graph if _MARK not in entry.fqn]

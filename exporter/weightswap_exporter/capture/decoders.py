@@ -1,0 +1,157 @@
+"""Decoders of transformers as two methods, `prefill` and `decode`, over key-value caches that are state.
+
+The caches are buffers of fixed size; where to write is an input. transformers' own helpers keep that in the cache, as a
+tensor that a graph writes to, and cannot be captured twice over one state.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import nullcontext
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.export import Dim
+
+from weightswap_runtime.errors import Unsupported
+from weightswap_runtime.format.manifest import Generation
+
+from .capture import MethodSpec
+
+_TABLES = r"(?:^|\.)(?:wpe|\w*position\w*)$"
+KEYS, VALUES = "key_cache_{}", "value_cache_{}"
+
+
+class Decoder(NamedTuple):
+    """What is exported of a language model: `model` shares its tensors with the one that it was made from."""
+
+    model: nn.Module
+    methods: Mapping[str, MethodSpec]
+    generation: Generation
+
+
+def decoder(model: nn.Module, length: int, batch: int) -> Decoder:
+    """Two methods of a causal language model of transformers, real or a skeleton, over caches of a fixed size.
+
+    length: how many tokens, of a prompt and its answer together, a context holds. batch: how many sequences are
+    generated side by side. `prefill(input_ids, attention_mask, position_ids, position)` takes int64 [batch, n], with n
+    from 1 to `length`; int64 [batch, length]: 1 where the cache holds a token or gets one in this call; int64 [batch,
+    n]; and int64 []: where in the cache the tokens go. It returns the logits after the last token, [batch, vocabulary].
+    `decode` is the same for n = 1. Raises Unsupported for a model that cannot.
+    """
+    import transformers
+
+    owner: Any = model
+    name = type(model).__qualname__
+    if not isinstance(model, transformers.PreTrainedModel) or not owner.can_generate():
+        raise Unsupported(f"{name}: is no language model of transformers that generates")
+    if min(length, batch) < 1:
+        raise Unsupported(f"length={length}, batch={batch}: expected positive numbers")
+    if length > (positions := _positions(owner)):
+        raise Unsupported(f"length={length}: {name} has learned {positions} positions")
+    shared = _sharing(model)
+    shared.__class__ = type(type(model).__name__, (_Methods, type(model)), {"cache_length": length})
+    for index, shapes in enumerate(_cache_shapes(owner, batch)):
+        for buffer, (shape, dtype) in zip((KEYS, VALUES), shapes, strict=True):
+            zeros = torch.zeros(*shape[:2], length, shape[3], dtype=dtype)
+            shared.register_buffer(buffer.format(index), zeros, persistent=False)
+    methods = {"prefill": _method("prefill", batch, length, 2), "decode": _method("decode", batch, length, 1)}
+    return Decoder(shared, methods, _generation(owner, length, batch))
+
+
+def _positions(owner: Any) -> float:
+    """How many a table has; models that compute them have no end."""
+    tables = [
+        name for name, module in owner.named_modules() if isinstance(module, nn.Embedding) and re.search(_TABLES, name)
+    ]
+    limit: int | None = getattr(owner.config.get_text_config(), "max_position_embeddings", None)
+    return limit if limit is not None and tables else math.inf
+
+
+def _cache_shapes(owner: Any, batch: int) -> Iterator[tuple[tuple[torch.Size, torch.dtype], ...]]:
+    """Shape and dtype of each layer's keys and values after one token: configurations do not say them reliably."""
+    from transformers.cache_utils import DynamicCache
+
+    mode = next((each.fake_mode for each in owner.parameters() if isinstance(each, FakeTensor)), nullcontext())
+    with mode, torch.no_grad():
+        ids, cache = torch.zeros(batch, 1, dtype=torch.int64), DynamicCache()
+        owner(input_ids=ids, position_ids=ids, past_key_values=cache, use_cache=True)
+    for layer in cache.layers:
+        pair = getattr(layer, "keys", None), getattr(layer, "values", None)
+        if not all(isinstance(each, torch.Tensor) and each.dim() == 4 for each in pair):
+            raise Unsupported(
+                f"{type(owner).__qualname__}: remembers something else than keys and values of its layers"
+            )
+        yield tuple((each.shape, each.dtype) for each in pair if each is not None)
+
+
+def _generation(owner: Any, length: int, batch: int) -> Generation:
+    settings = owner.generation_config
+    ends = settings.eos_token_id
+    ends = [] if ends is None else [ends] if isinstance(ends, int) else list(ends)
+    vocabulary = owner.get_input_embeddings().num_embeddings
+    pad = next((token for token in (settings.pad_token_id, *ends) if token in range(vocabulary)), 0)
+    return Generation(length=length, batch=batch, vocabulary=vocabulary, ends=tuple(ends), pad=pad)
+
+
+class _Methods:
+    """The methods, for a subclass of the model's own class."""
+
+    cache_length: int
+
+    def prefill(self, input_ids: Any, attention_mask: Any, position_ids: Any, position: Any) -> torch.Tensor:
+        """The logits after some tokens."""
+        owner: Any = self
+        found = owner(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            past_key_values=_cache(owner, position),
+            use_cache=True,
+            logits_to_keep=1,
+            return_dict=True,
+        )
+        logits: torch.Tensor = found.logits[:, -1]
+        return logits
+
+    decode = prefill
+
+
+def _cache(owner: Any, position: torch.Tensor) -> Any:
+    """transformers' cache over the buffers; sliding layers have full length, as their mask still has the window."""
+    from transformers.cache_utils import Cache, StaticLayer
+
+    layers: list[Any] = []
+    while hasattr(owner, KEYS.format(len(layers))):
+        index = len(layers)
+        layer = StaticLayer(max_cache_len=owner.cache_length)
+        layer.keys, layer.values = getattr(owner, KEYS.format(index)), getattr(owner, VALUES.format(index))
+        layer.dtype, layer.device = layer.keys.dtype, layer.keys.device
+        layer.batch_size, layer.num_heads = layer.keys.shape[:2]
+        layer.k_head_dim, layer.v_head_dim = layer.keys.shape[-1], layer.values.shape[-1]
+        layer.cumulative_length = position.clone()
+        layer.is_initialized = True
+        layers.append(layer)
+    return Cache(layers=layers)
+
+
+def _method(name: str, batch: int, length: int, tokens: int) -> MethodSpec:
+    one = torch.zeros(batch, min(tokens, length), dtype=torch.int64)
+    args = one, torch.ones(batch, length, dtype=torch.int64), one.clone(), torch.zeros((), dtype=torch.int64)
+    if tokens == 1:
+        return MethodSpec(name, args)
+    prompt = Dim("prompt", min=1, max=length)
+    return MethodSpec(name, args, dynamic_shapes=({1: prompt}, None, {1: prompt}, None))
+
+
+def _sharing(model: nn.Module) -> nn.Module:
+    """A model of the same tensors, to which buffers can be added."""
+    shared = copy.copy(model)
+    for table in ("_buffers", "_modules", "_parameters", "_non_persistent_buffers_set"):
+        setattr(shared, table, copy.copy(getattr(model, table)))
+    return shared

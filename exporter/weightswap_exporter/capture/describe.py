@@ -1,0 +1,216 @@
+"""Describing a captured method's inputs and outputs as the manifest's JSON tree."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import sympy
+import torch
+from torch.export import Dim
+from torch.export.graph_signature import ConstantArgument, InputKind
+from torch.utils import _pytree as pytree
+from torch.utils._sympy.printers import PythonPrinter
+
+from weightswap_exporter.models.tensors import dtype_name
+from weightswap_runtime.errors import CaptureError
+from weightswap_runtime.format.conditions import parse_condition
+from weightswap_runtime.format.signature import Dimension, Integer, Leaf, Literal, Node, Signature, Size, Tensor
+
+from .capture import Captured
+from .trees import children, tree_of
+
+
+def describe_method(captured: Captured) -> Signature:
+    """The method's signature: parameters in call order, output tree, named dynamic dimensions with their ranges."""
+    program = captured.program
+    in_spec = program.call_spec.in_spec
+    assert in_spec is not None
+    args_spec, kwargs_spec = children(in_spec)
+    names = list(_positional_names(captured.parameters, len(children(args_spec))))
+    parameters = list(zip(names, children(args_spec), strict=True))
+    keywords = list(zip(kwargs_spec.context, children(kwargs_spec), strict=True))
+    values = _user_inputs(captured)
+    dims = _Dims(_dim_names(captured, parameters + keywords, values))
+    flat = iter(values)
+
+    def tree(name: str, spec: pytree.TreeSpec) -> tuple[str, Node]:
+        return name, tree_of(spec, name, lambda path: _leaf(next(flat), path, dims, strict=True))
+
+    args = tuple(tree(name, spec) for name, spec in parameters)
+    kwargs = tuple(tree(name, spec) for name, spec in keywords)
+    conditions = tuple(_conditions(values, dims))
+    ranges = dims.ranges(program.range_constraints)
+    return Signature(args=args, kwargs=kwargs, output=_output(captured, dims), dims=ranges, conditions=conditions)
+
+
+def _conditions(values: list[Any], dims: _Dims) -> Iterator[str]:
+    """The relations between sizes that the capture relied on, as the environment of its symbols has recorded them."""
+    sizes = [size for value in values for size in (value.shape if isinstance(value, torch.Tensor) else (value,))]
+    symbolic = [size.node for size in sizes if isinstance(size, torch.SymInt)]
+    if not symbolic:
+        return
+    environment = symbolic[0].shape_env
+    inputs = {symbol for node in symbolic for symbol in node.expr.free_symbols}
+    for guard in environment.guards:
+        relation = environment.simplify(guard.expr)
+        if relation is sympy.true or not relation.free_symbols:
+            continue
+        if not relation.free_symbols <= inputs:
+            raise CaptureError(f"the capture relies on {relation}, which cannot be checked against the inputs")
+        yield dims.condition(relation)
+
+
+def _positional_names(signature: inspect.Signature, count: int) -> Iterator[str]:
+    """Names of the first `count` positional arguments; the parts of `*rest` are `rest.0`, `rest.1`, ..."""
+    for taken, parameter in enumerate(signature.parameters.values()):
+        if taken == count:
+            return
+        if parameter.kind is parameter.VAR_POSITIONAL:
+            yield from (f"{parameter.name}.{index}" for index in range(count - taken))
+            return
+        yield parameter.name
+
+
+def _user_inputs(captured: Captured) -> list[Any]:
+    """The flat user inputs, in order: fake tensors, symbolic integers, or the values that were baked in."""
+    placeholders = {
+        node.name: node.meta.get("val") for node in captured.program.graph.nodes if node.op == "placeholder"
+    }
+    return [
+        spec.arg.value if isinstance(spec.arg, ConstantArgument) else placeholders[spec.arg.name]
+        for spec in captured.program.graph_signature.input_specs
+        if spec.kind is InputKind.USER_INPUT
+    ]
+
+
+def _output(captured: Captured, dims: _Dims) -> Node:
+    program = captured.program
+    out_spec = program.call_spec.out_spec
+    assert out_spec is not None
+    (outputs,) = program.graph.output_node().args
+    assert isinstance(outputs, tuple | list)
+    values = (item.meta["val"] if isinstance(item, torch.fx.Node) else item for item in outputs)
+    return tree_of(out_spec, "", lambda path: _leaf(next(values), path or "output", dims, strict=False))
+
+
+def _leaf(value: Any, path: str, dims: _Dims, *, strict: bool) -> Leaf:
+    if isinstance(value, torch.Tensor):
+        return Tensor(path, dtype_name(value.dtype, path), tuple(dims.size(size, path, strict) for size in value.shape))
+    if isinstance(value, torch.SymInt):
+        return Integer(path, dims.size(value, path, strict))
+    if value is None or isinstance(value, bool | int | float | str):
+        return Literal.of(path, value)
+    raise CaptureError(f"{path}: a {type(value).__qualname__} can be neither an input nor an output")
+
+
+class _Dims:
+    """Names for the symbols of dynamic dimensions: the user's where given, else d0, d1, ... in order of appearance."""
+
+    def __init__(self, names: dict[sympy.Symbol, str]) -> None:
+        self._names = dict(names)
+
+    def size(self, size: int | torch.SymInt, path: str, strict: bool) -> Size:
+        """An integer, or the size's expression; `strict` demands one that an input can be checked against."""
+        if isinstance(size, int):
+            return size
+        expression = size.node.expr
+        if expression.is_Integer:
+            return int(expression)
+        linear = self._linear(expression)
+        if linear is None and strict:
+            raise CaptureError(f"{path}: the size {expression} is not linear in one dynamic dimension")
+        if linear is None:
+            return str(
+                expression.xreplace({symbol: sympy.Symbol(self._name(symbol)) for symbol in _symbols(expression)})
+            )
+        return linear
+
+    def ranges(self, constraints: Mapping[sympy.Symbol, Any]) -> dict[str, Dimension]:
+        """The range of each named dimension, as the export found it."""
+        found = {}
+        for symbol, name in self._names.items():
+            limits = constraints.get(symbol)
+            upper = int(limits.upper) if limits is not None and isinstance(limits.upper, sympy.Integer) else None
+            found[name] = Dimension(max(0, int(limits.lower)) if limits is not None else 0, upper)
+        return found
+
+    def condition(self, relation: Any) -> str:
+        """A relation between sizes as the signature writes it."""
+        text = str(PythonPrinter().doprint(relation))
+        for symbol in _symbols(relation):
+            text = re.sub(rf"\b{re.escape(str(symbol))}\b", self._name(symbol), text)
+        try:
+            parse_condition(text)
+        except ValueError as error:
+            raise CaptureError(
+                f"the capture relies on {relation}, which a signature cannot express ({error})"
+            ) from error
+        return text
+
+    def _linear(self, expression: Any) -> str | None:
+        symbols = _symbols(expression)
+        if len(symbols) != 1:
+            return None
+        (symbol,) = symbols
+        factor, offset = expression.coeff(symbol, 1), expression.coeff(symbol, 0)
+        integers = isinstance(factor, sympy.Integer) and isinstance(offset, sympy.Integer)
+        if not integers or factor < 1 or sympy.simplify(factor * symbol + offset - expression) != 0:
+            return None
+        text = self._name(symbol) if factor == 1 else f"{factor}*{self._name(symbol)}"
+        return text if offset == 0 else f"{text}{int(offset):+d}"
+
+    def _name(self, symbol: sympy.Symbol) -> str:
+        if symbol not in self._names:
+            taken = set(self._names.values())
+            fresh = (f"d{index}" for index in range(len(taken) + 1))
+            self._names[symbol] = next(name for name in fresh if name not in taken)
+        name: str = self._names[symbol]
+        return name
+
+
+def _symbols(expression: Any) -> list[sympy.Symbol]:
+    return sorted(expression.free_symbols, key=str)
+
+
+def _dim_names(
+    captured: Captured, parameters: list[tuple[str, pytree.TreeSpec]], values: list[Any]
+) -> dict[sympy.Symbol, str]:
+    """The names that the user gave to dimensions in `dynamic_shapes`. Raises CaptureError where one became fixed."""
+    given = captured.dynamic_shapes
+    if not isinstance(given, Mapping):
+        given = dict(zip((name for name, _ in parameters), given or (), strict=False))
+    names: dict[sympy.Symbol, str] = {}
+    flat = iter(values)
+    for name, spec in parameters:
+        wanted = given.get(name)
+        for value, shape in zip([next(flat) for _ in range(spec.num_leaves)], _per_leaf(spec, wanted), strict=True):
+            for symbol, dim in _named_sizes(value, shape, name):
+                names.setdefault(symbol, dim)
+    return names
+
+
+def _per_leaf(spec: pytree.TreeSpec, shapes: Any) -> list[Any]:
+    try:
+        return spec.flatten_up_to(shapes)
+    except ValueError:  # the shapes are given for a part of the tree only; the rest stays unnamed
+        return [None] * spec.num_leaves
+
+
+def _named_sizes(value: Any, shape: Any, name: str) -> Iterator[tuple[sympy.Symbol, str]]:
+    if not isinstance(value, torch.Tensor):
+        return
+    axes = shape.items() if isinstance(shape, Mapping) else enumerate(shape or ())
+    for axis, dim in axes:
+        size: Any = value.shape[axis]
+        if _is_dynamic(dim) and not (isinstance(size, torch.SymInt) and size.node.expr.free_symbols):
+            raise CaptureError(f"{name}: dimension {axis} was to be dynamic, and the capture has fixed it at {size}")
+        if type(dim) is Dim and isinstance(size, torch.SymInt) and isinstance(size.node.expr, sympy.Symbol):
+            yield size.node.expr, dim.__name__
+
+
+def _is_dynamic(dim: Any) -> bool:
+    """Whether a dimension was asked for that must stay dynamic: a named or derived one, or `Dim.DYNAMIC`."""
+    return isinstance(dim, Dim) or getattr(dim, "type", None) == Dim.DYNAMIC.type

@@ -1,0 +1,214 @@
+"""What may stand in the document of a graph's archive, checked before torch reads it.
+
+`torch.export.load` makes source of names, walks dotted paths with `getattr`, and evaluates sizes and guards. So every
+text in a document has to be of a kind that is known here; one in a place that is not listed is refused.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import re
+import unicodedata
+from collections.abc import Callable, Iterator
+from enum import IntEnum
+from keyword import iskeyword
+from types import NoneType, UnionType
+from typing import Any, Union, get_args, get_origin, get_type_hints
+
+from torch._export.serde import schema
+
+from weightswap_runtime.engines.graphs.operators import ForeignFunction, MissingOperator, check_texts, find_operator
+from weightswap_runtime.engines.graphs.schema import UnknownPart
+
+from .size_check import is_size
+
+_MOST_SHOWN = 80
+_RECORD = re.compile(r"(weight|tensor)_\d+")
+_QUOTES = frozenset("\"'\\")
+_CONTAINERS = {"builtins.tuple", "builtins.list", "builtins.dict"}
+
+
+def is_identifier(text: str) -> bool:
+    """Whether a text can be the name of a variable, and of no attribute that Python has of its own."""
+    return text.isidentifier() and not iskeyword(text) and not _is_python(text)
+
+
+def is_path(text: str) -> bool:
+    """Whether a text can be the FQN of a tensor or a module: torch writes its parts between quotes into source."""
+    return all(
+        part and part.isprintable() and not _QUOTES.intersection(part) and not _is_python(part)
+        for part in text.split(".")
+    )
+
+
+def is_tree(text: str) -> bool:
+    """Whether a text describes tuples, lists and dicts with plain keys, as torch writes a tree of containers."""
+    return _holds(text, _is_container)
+
+
+def is_inputs(text: str) -> bool:
+    """The same for the inputs of a method, whose keywords become the parameters of a function."""
+    return _holds(text, _is_inputs)
+
+
+def _holds(text: str, check: Callable[[dict[str, Any]], bool]) -> bool:
+    try:
+        version, tree = json.loads(text)
+        return version == 1 and _is_container(tree) and check(tree)
+    except (ValueError, TypeError, KeyError, RecursionError):
+        return False
+
+
+def _is_python(name: str) -> bool:
+    """Whether Python takes it for a name of its own; it takes full-width letters for others."""
+    plain = unicodedata.normalize("NFKC", name)
+    return plain.startswith("__") and plain.endswith("__")
+
+
+def _is_inputs(tree: dict[str, Any]) -> bool:
+    args, kwargs = tree["children_spec"]
+    names = json.loads(kwargs["context"])
+    kinds = [each["type"] for each in (tree, args, kwargs)]
+    return kinds == ["builtins.tuple", "builtins.tuple", "builtins.dict"] and all(map(is_identifier, names))
+
+
+def _is_container(tree: dict[str, Any]) -> bool:
+    kind, context, children = tree["type"], tree["context"], tree["children_spec"]
+    keys = json.loads(context) if context is not None else None
+    plain = isinstance(keys, list) and all(isinstance(key, str | int) for key in keys)
+    known = (kind is None and context is None) or (
+        kind in _CONTAINERS and (plain if kind == "builtins.dict" else keys is None)
+    )
+    return known and len(tree) == 3 and all(map(_is_container, children))
+
+
+def _is_line(text: str) -> bool:
+    return text.isprintable()
+
+
+def _is_operator(text: str) -> bool:
+    find_operator(text)
+    return True
+
+
+def _anything(_: str) -> bool:
+    return True
+
+
+# What a text has to be, by the class of torch's schema and its field; a field that is a mapping has keys, too.
+_TEXTS: dict[str, Callable[[str], bool]] = {
+    "TensorArgument.name": is_identifier,
+    "SymIntArgument.as_name": is_identifier,
+    "SymFloatArgument.as_name": is_identifier,
+    "SymBoolArgument.as_name": is_identifier,
+    "GraphArgument.name": is_identifier,
+    "Node.name": is_identifier,
+    "NamedArgument.name": lambda text: not text or is_identifier(text),
+    "InputToConstantInputSpec.name": is_identifier,
+    "UserInputMutationSpec.user_input_name": is_identifier,
+    "ModuleCallSignature.forward_arg_names": is_identifier,
+    "keys of Argument.as_string_to_argument": is_identifier,
+    "keys of Graph.tensor_values": is_identifier,
+    "keys of Graph.sym_int_values": is_identifier,
+    "keys of Graph.sym_bool_values": is_identifier,
+    "keys of Graph.sym_float_values": is_identifier,
+    "InputToParameterSpec.parameter_name": is_path,
+    "InputToBufferSpec.buffer_name": is_path,
+    "InputToTensorConstantSpec.tensor_constant_name": is_path,
+    "BufferMutationSpec.buffer_name": is_path,
+    "ModuleCallEntry.fqn": lambda text: not text or is_path(text),
+    "keys of PayloadConfig.config": is_path,
+    "PayloadMeta.path_name": lambda text: _RECORD.fullmatch(text) is not None,
+    "ModuleCallSignature.in_spec": is_inputs,
+    "ModuleCallSignature.out_spec": is_tree,
+    "Node.target": _is_operator,
+    "SymExpr.expr_str": is_size,
+    "keys of ExportedProgram.range_constraints": is_size,
+    "Device.type": lambda text: text in ("cpu", "cuda", "meta"),
+    "Argument.as_string": _anything,  # torch quotes it; the operator that takes it is looked at
+    "Argument.as_strings": _anything,
+    "ConstantValue.as_string": _anything,
+    "keys of Node.metadata": lambda text: text == "nn_module_stack",
+    "Node.metadata": _is_line,
+    "keys of ExportedProgram.opset_version": str.isidentifier,
+    "ExportedProgram.verifiers": lambda text: text in ("ATEN", "TRAINING", "TOSA", "EDGE"),
+    "ExportedProgram.torch_version": _is_line,
+}
+
+
+def program_problems(document: Any) -> Iterator[str]:
+    """What has no place in a program's document, as `json.loads` gives it."""
+    return _problems(document, schema.ExportedProgram, "")
+
+
+def tensor_problems(document: Any) -> Iterator[str]:
+    """The same for the list of its tensors."""
+    return _problems(document, schema.PayloadConfig, "")
+
+
+def _problems(value: Any, kind: Any, place: str) -> Iterator[str]:
+    """place: the class and the field that the value stands in."""
+    if get_origin(kind) in (Union, UnionType):
+        (kind,) = (each for each in get_args(kind) if each is not NoneType)
+        if value is None:
+            return
+    if get_origin(kind) is list and isinstance(value, list):
+        for item in value:
+            yield from _problems(item, get_args(kind)[0], place)
+    elif get_origin(kind) is dict and isinstance(value, dict):
+        for key, item in value.items():
+            yield from _problems(key, str, f"keys of {place}")
+            yield from _problems(item, get_args(kind)[1], place)
+    elif isinstance(kind, type) and dataclasses.is_dataclass(kind) and isinstance(value, dict):
+        yield from _part_problems(value, kind)
+    else:
+        yield from _leaf_problems(value, kind, place)
+
+
+@functools.cache
+def _fields(kind: type) -> dict[str, Any]:
+    return get_type_hints(kind)
+
+
+def _part_problems(value: dict[str, Any], kind: type) -> Iterator[str]:
+    fields = _fields(kind)
+    for name, item in value.items():
+        if name not in fields:
+            yield f"{kind.__name__} has no {name!r:.{_MOST_SHOWN}}"
+        else:
+            yield from _problems(item, fields[name], f"{kind.__name__}.{name}")
+    if kind is schema.Node:
+        yield from _call_problems(value)
+
+
+def _leaf_problems(value: Any, kind: Any, place: str) -> Iterator[str]:
+    if kind is str and isinstance(value, str):
+        yield from _text_problems(value, place)
+    elif kind is float:
+        if not isinstance(value, int | float) and value not in ("Infinity", "-Infinity", "NaN"):
+            yield f"{place}: {value!r:.{_MOST_SHOWN}} is no number"
+    elif not isinstance(value, int) or (kind not in (int, bool) and not issubclass(kind, IntEnum)):
+        yield f"{place}: {value!r:.{_MOST_SHOWN}} has no place there"
+
+
+def _text_problems(text: str, place: str) -> Iterator[str]:
+    try:
+        if place not in _TEXTS:
+            yield f"{place} has no place in a graph"
+        elif not _TEXTS[place](text):
+            yield f"{place}: {text!r:.{_MOST_SHOWN}} cannot stand there"
+    except (ForeignFunction, UnknownPart) as error:
+        yield f"calls {error}"
+    except MissingOperator:
+        yield f"calls {text!r:.{_MOST_SHOWN}}, which this process lacks"
+
+
+def _call_problems(node: dict[str, Any]) -> Iterator[str]:
+    try:
+        check_texts(find_operator(node["target"]), (kind for item in node["inputs"] for kind in item["arg"]))
+    except ForeignFunction as error:
+        yield f"calls {error}"
+    except (MissingOperator, UnknownPart):
+        pass  # said above

@@ -1,0 +1,75 @@
+"""Operators of other packages that are composed of torch's own, as these."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch._ops import OpOverload
+from torch.export import ExportedProgram
+from torch.fx import Graph, GraphModule, Node
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils import _pytree as pytree
+
+from weightswap_runtime.engines.graphs.operators import OF_TORCH
+from weightswap_runtime.errors import CaptureError
+
+
+def inline_operators(program: ExportedProgram) -> None:
+    """Replace what another package's operators are composed of for them, as eager does: a server need not have it."""
+    bodies: dict[str, Graph] = {}
+    for module in program.graph_module.modules():
+        if isinstance(module, GraphModule):
+            for node in filter(_is_composed_operator, list(module.graph.nodes)):
+                _inline(node, bodies)
+            module.recompile()
+
+
+def _is_composed_operator(node: Node) -> bool:
+    target = node.target
+    if not isinstance(target, OpOverload) or target.namespace in OF_TORCH:
+        return False
+    return torch._C._dispatch_has_kernel_for_dispatch_key(str(target._schema.name), "CompositeImplicitAutograd")
+
+
+def _inline(node: Node, bodies: dict[str, Graph]) -> None:
+    """Put the operator's body in a node's place. Layers of one size have one body."""
+    given = [item for item in pytree.tree_leaves((node.args, node.kwargs)) if isinstance(item, Node)]
+    types = [_type(item.meta["val"]) for item in given]
+    key = str((node.target, pytree.tree_map_only(Node, type, (node.args, node.kwargs)), types))
+    body = bodies[key] = bodies.get(key) or _body(node, given)
+    made = dict(zip(body.find_nodes(op="placeholder"), given, strict=True))
+    with node.graph.inserting_before(node):
+        results = node.graph.graph_copy(body, made)
+    for item in made.keys() - set(body.find_nodes(op="placeholder")):
+        made[item].meta["nn_module_stack"] = node.meta.get("nn_module_stack", {})
+    _replace(node, results)
+
+
+def _type(value: Any) -> Any:
+    return (value.dtype, value.shape, value.stride()) if isinstance(value, torch.Tensor) else value
+
+
+def _body(node: Node, given: list[Node]) -> Graph:
+    target: Any = node.target
+    flat, spec = pytree.tree_flatten((node.args, node.kwargs))
+
+    def run(*values: Any) -> Any:
+        found = iter(values)
+        args, kwargs = pytree.tree_unflatten([next(found) if isinstance(item, Node) else item for item in flat], spec)
+        return target.decompose(*args, **kwargs)
+
+    body: Graph = make_fx(run)(*(item.meta["val"] for item in given)).graph
+    if body.find_nodes(op="get_attr"):
+        raise CaptureError(f"{target} keeps a tensor of its own, which no graph can have without its package")
+    return body
+
+
+def _replace(node: Node, results: Any) -> None:
+    if isinstance(results, Node):
+        node.replace_all_uses_with(results)
+    else:
+        for user in list(node.users):  # each takes one of several results
+            user.replace_all_uses_with(results[user.args[1]])
+            user.graph.erase_node(user)
+    node.graph.erase_node(node)

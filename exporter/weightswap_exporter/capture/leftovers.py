@@ -1,0 +1,285 @@
+"""What a call leaves in attributes of modules, and whether a later call reads it.
+
+A server calls a method as if each call were the first. That is right if every later call gives the same, whatever
+earlier ones have left: two calls are captured in one program, and both must compute the same from their own inputs.
+"""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections import deque
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.export import Dim, ExportedProgram
+from torch.export.graph_signature import InputKind, OutputKind
+from torch.fx import GraphModule, Node
+from torch.fx.node import map_arg
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.nn.utils.spectral_norm import SpectralNorm
+from torch.nn.utils.weight_norm import WeightNorm
+from torch.utils import _pytree as pytree
+
+from weightswap_exporter.models.stand_ins import DEEPEST, restored
+from weightswap_exporter.models.tensors import is_fake
+
+Labels = dict[Any, int]
+_SAME = {  # operators whose result has the values of this argument
+    torch.ops.aten.clone.default: 0,
+    torch.ops.aten.alias.default: 0,
+    torch.ops.aten.detach.default: 0,
+    torch.ops.aten.copy.default: 1,
+}
+
+
+def is_read_later(root: nn.Module, inputs: Any, program: ExportedProgram, mutated: Collection[str]) -> bool:
+    """Whether a second call of `root` may depend on what the first has left in attributes.
+
+    inputs: the sample's args and kwargs, of which `program` was captured; mutated: buffers that a call changes. They
+    are state, which is an input here, too: each call has its own.
+    """
+    flat, spec = pytree.tree_flatten(inputs)
+    twice = _Twice(root, flat, spec, mutated)
+    tensors = [value for value in flat if isinstance(value, torch.Tensor)]
+    sizes = _dynamic(program, len(flat))
+    shapes = [shape for value, shape in zip(flat, sizes, strict=True) if isinstance(value, torch.Tensor)]
+    tensors += [owner._buffers[name].detach().clone() for owner, name in twice.state()]
+    shapes += [None] * (len(tensors) - len(shapes))
+    with restored(root), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of what they tell, the capture of one call has told
+        try:
+            both = torch.export.export(
+                twice, (tensors, [value.clone() for value in tensors]), dynamic_shapes=(shapes, shapes), strict=False
+            )
+            both = both.run_decompositions({})
+        except Exception:  # what differs between the calls, such as a size, cannot be captured at once
+            return True
+    return bool(twice.unsettled) or not _are_alike(both, [shape or {} for shape in shapes], mutated)
+
+
+class _Twice(nn.Module):
+    """Two calls of a module, one after the other."""
+
+    def __init__(self, root: nn.Module, flat: list[Any], spec: Any, mutated: Collection[str]) -> None:
+        super().__init__()
+        self.root = root
+        self._flat, self._spec, self._mutated = tuple(flat), spec, sorted(mutated)
+        self.unsettled: set[str] = set()  # torch puts attributes back after the capture, but for what sets hold
+
+    def forward(self, first: list[torch.Tensor], second: list[torch.Tensor]) -> Any:
+        buffers = [owner._buffers[name] for owner, name in self.state()]
+        one = self._call(first, buffers)
+        left = _attributes(self.root)
+        two = self._call(second, buffers)
+        now = _attributes(self.root)
+        self.unsettled |= {path for path in now.keys() | left.keys() if path not in left or now.get(path) != left[path]}
+        return one, two
+
+    def _call(self, tensors: list[torch.Tensor], buffers: list[torch.Tensor]) -> Any:
+        given = iter(tensors)
+        flat = [next(given) if isinstance(value, torch.Tensor) else value for value in self._flat]
+        args, kwargs = pytree.tree_unflatten(flat, self._spec)
+        for (owner, name), buffer, values in zip(self.state(), buffers, given, strict=True):
+            buffer.copy_(values)
+            owner._buffers[name] = buffer
+        output = self.root(*args, **kwargs)
+        # where outputs and leftovers follow from a call's own inputs, they do in every later call
+        left = [each.clone() for path, value in _plain_attributes(self.root) for _, each in _tensors(path, value)]
+        return pytree.tree_leaves(output), [owner._buffers[name].clone() for owner, name in self.state()], left
+
+    def state(self) -> list[tuple[Any, str]]:
+        split = (name.rpartition(".") for name in self._mutated)
+        return [(self.root.get_submodule(path), name) for path, _, name in split]
+
+
+def _attributes(root: nn.Module) -> dict[str, Any]:
+    """What plain attributes hold: tensors by type, values, and lists and dicts of these."""
+    return {path: _content(value) for path, value in _plain_attributes(root)}
+
+
+def _content(value: Any, depth: int = 0) -> Any:
+    if isinstance(value, torch.Tensor):
+        return ("tensor", value.dtype, value.dim())
+    if isinstance(value, bool | int | float | str | None):
+        return value
+    items = _items(value, depth)
+    return type(value) if items is None else {key: _content(item, depth + 1) for key, item in items}
+
+
+def _plain_attributes(root: nn.Module) -> Iterator[tuple[str, Any]]:
+    own = vars(nn.Module()).keys()
+    for path, module in root.named_modules():
+        prefix = f"self.{path}." if path else "self."
+        yield from ((prefix + name, value) for name, value in vars(module).items() if name not in own)
+
+
+def _items(value: Any, depth: int) -> list[tuple[Any, Any]] | None:
+    """What a list, tuple, deque or dict holds; None for what is no such thing, or lies too deep, as in a circle."""
+    if depth > DEEPEST:
+        return None
+    if isinstance(value, list | tuple | deque):
+        return list(enumerate(value))
+    return list(value.items()) if isinstance(value, dict) else None
+
+
+def _tensors(path: str, value: Any, depth: int = 0) -> Iterator[tuple[str, torch.Tensor]]:
+    if isinstance(value, torch.Tensor):
+        yield path, value
+    for key, item in _items(value, depth) or ():
+        yield from _tensors(f"{path}[{key!r}]", item, depth + 1)
+
+
+@contextmanager
+def stored_attributes(root: nn.Module) -> Iterator[list[str]]:
+    """A list that has, when the block ends, the attributes in which a call of `root` in it has stored tensors.
+
+    They are as before after the block. torch itself sees no tuples of tensors.
+    """
+    found: dict[str, None] = {}
+    before: list[dict[str, torch.Tensor]] = []  # one, as a method may call its own module
+
+    def held() -> dict[str, torch.Tensor]:
+        return {name: tensor for path, value in _plain_attributes(root) for name, tensor in _tensors(path, value)}
+
+    def begin(module: nn.Module, _: Any) -> None:
+        if vars(module) is vars(root) and not before:
+            before.append(held())
+
+    def end(module: nn.Module, _: Any, __: Any) -> None:
+        if vars(module) is vars(root):
+            found.update({name: None for name, tensor in held().items() if before[0].get(name) is not tensor})
+
+    hooks = register_module_forward_pre_hook(begin), register_module_forward_hook(end)
+    names: list[str] = []
+    try:
+        with restored(root), warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "The tensor attributes? .* assigned during export", UserWarning)
+            yield names
+    finally:
+        for hook in hooks:
+            hook.remove()
+    assigned_again = _assigned_again(root)
+    names += [name for name in found if not assigned_again.match(name)]
+
+
+def _assigned_again(model: nn.Module) -> re.Pattern[str]:
+    """Names of attributes that are assigned in each call before they are read, which nobody needs to be told of.
+
+    These are the weights of the old weight_norm and spectral_norm, and the list that recurrent layers keep of theirs.
+    """
+    computed = [
+        re.escape(f"self.{path}.{hook.name}" if path else f"self.{hook.name}")
+        for path, module in model.named_modules()
+        for hook in module._forward_pre_hooks.values()
+        if isinstance(hook, WeightNorm | SpectralNorm)
+    ]
+    return re.compile("|".join([r"self\.(?:[\w.]+\.)?_flat_weights\b", *(f"{name}$" for name in computed)]))
+
+
+def _dynamic(program: ExportedProgram, count: int) -> list[Any]:
+    """Which dimensions of the flat inputs vary. Both calls may have other sizes."""
+    places = {node.name: node.meta.get("val") for node in program.graph.find_nodes(op="placeholder")}
+    names = [s.arg.name for s in program.graph_signature.input_specs if s.kind is InputKind.USER_INPUT]
+    values = [places.get(name) for name in names] + [None] * (count - len(names))
+    return [
+        {axis: Dim.AUTO for axis, size in enumerate(value.shape) if not isinstance(size, int)}
+        if isinstance(value, torch.Tensor)
+        else None
+        for value in values
+    ]
+
+
+def _are_alike(program: ExportedProgram, shapes: list[dict[int, Any]], mutated: Collection[str]) -> bool:
+    """Whether both halves of the outputs are computed alike, each from its own half of the inputs."""
+    signature = program.graph_signature
+    (returned,) = program.graph.output_node().args
+    outputs = [
+        node for node, spec in zip(returned, signature.output_specs, strict=True) if spec.kind is OutputKind.USER_OUTPUT
+    ]
+    one, two = outputs[: len(outputs) // 2], outputs[len(outputs) // 2 :]
+    places = [node for node in program.graph.nodes if node.op == "placeholder"]
+    inputs = [p for p, s in zip(places, signature.input_specs, strict=True) if s.kind is InputKind.USER_INPUT]
+    first, second = inputs[: len(shapes)], inputs[len(shapes) :]
+    if {spec.kind for spec in signature.output_specs} - {OutputKind.USER_OUTPUT, OutputKind.BUFFER_MUTATION}:
+        return False
+    if not {name.removeprefix("root.") for name in signature.buffers_to_mutate.values()} <= set(mutated):
+        return False
+    if not _vary_apart(first, second, shapes) or _random(one) & _random(two):
+        return False
+    labels: Labels = {}
+    return _labelled(program, labels, first, one) == _labelled(program, labels, second, two)
+
+
+def _vary_apart(first: list[Node], second: list[Node], shapes: list[dict[int, Any]]) -> bool:
+    """Whether the sizes of each call's inputs vary as they did, and without regard to the other's."""
+    sides = [_symbols(side, shapes) for side in (first, second)]
+    return all(map(all, sides)) and not set().union(*sides[0]) & set().union(*sides[1])
+
+
+def _symbols(inputs: list[Node], shapes: list[dict[int, Any]]) -> list[set[Any]]:
+    """The symbols of each dynamic size; none where it has become fixed."""
+    sizes: list[Any] = [
+        node.meta["val"].shape[axis] for node, axes in zip(inputs, shapes, strict=True) for axis in axes
+    ]
+    return [set() if isinstance(size, int) else size.node.expr.free_symbols for size in sizes]
+
+
+def _random(outputs: list[Any]) -> set[Node]:
+    """The calls of random operators that outputs depend on."""
+    found, unseen = set[Node](), [item for item in outputs if isinstance(item, Node)]
+    while unseen:
+        node = unseen.pop()
+        if node not in found:
+            found.add(node)
+            unseen += node.all_input_nodes
+    return {node for node in found if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())}
+
+
+def _labelled(program: ExportedProgram, labels: Labels, inputs: list[Node], outputs: list[Any]) -> list[Any]:
+    """A label for each output, the same for the same computation from `inputs`, weights and constants."""
+    given: dict[Node, Any] = {}
+    places = (node for node in program.graph.nodes if node.op == "placeholder")
+    for node, spec in zip(places, program.graph_signature.input_specs, strict=True):
+        constant = program.constants.get(str(spec.target))
+        given[node] = (spec.kind.name, str(spec.target or spec.arg.name))
+        if isinstance(constant, torch.Tensor) and not is_fake(constant):
+            given[node] = (str(constant.dtype), tuple(constant.shape), repr(constant.tolist()))
+    given |= {node: ("own input", index) for index, node in enumerate(inputs)}
+    found = _labels(program.graph_module, labels, given)
+    return [found[item] if isinstance(item, Node) else repr(item) for item in outputs]
+
+
+def _labels(module: GraphModule, labels: Labels, given: Mapping[Node, Any]) -> dict[Node, int]:
+    found: dict[Node, int] = {}
+    for node in module.graph.nodes:
+        source = node.args[_SAME[node.target]] if node.target in _SAME else None
+        if isinstance(source, Node) and _type(source) == _type(node):
+            found[node] = found[source]
+        else:
+            found[node] = labels.setdefault(_meaning(module, node, labels, given, found), len(labels))
+    return found
+
+
+def _type(node: Node) -> Any:
+    value = node.meta["val"]
+    return value.dtype, tuple(map(str, value.shape))
+
+
+def _meaning(
+    module: GraphModule, node: Node, labels: Labels, given: Mapping[Node, Any], found: Mapping[Node, int]
+) -> Any:
+    if node in given:
+        return given[node]
+    if node.op == "get_attr":
+        region = getattr(module, str(node.target))
+        assert isinstance(region, GraphModule)
+        places = region.graph.find_nodes(op="placeholder")
+        inner = _labels(region, labels, {place: ("place", index) for index, place in enumerate(places)})
+        return ("region", inner[region.graph.output_node()])
+    args = map_arg((node.args, node.kwargs), lambda item: f"%{found[item]}")
+    target = node.target if isinstance(node.target, str) else f"{node.target!s} {getattr(node.target, '__name__', '')}"
+    return (node.op, target, repr(args))

@@ -1,0 +1,170 @@
+"""Which buffers a captured program changes.
+
+The program changes them in place. Functionalising a copy of it makes that explicit, and takes several times as long as
+the capture; so it is only done for programs in which an operator may write to a parameter's or a buffer's memory.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from contextlib import nullcontext
+
+import torch
+from torch._dispatch.python import enable_python_dispatcher
+from torch._guards import detect_fake_mode
+from torch._ops import OpOverload
+from torch.export import ExportedProgram
+from torch.export.graph_signature import InputKind, OutputKind
+from torch.fx import GraphModule, Interpreter, Node
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+
+from weightswap_runtime.engines.graphs.effects import SECRET_VIEWS, STATISTICS
+from weightswap_runtime.errors import CaptureError
+from weightswap_runtime.messages import listed
+
+from .views import arguments, is_own, may_view, nodes, opname, viewed
+
+_MUTATIONS = (OutputKind.PARAMETER_MUTATION, OutputKind.BUFFER_MUTATION)
+_RUNNING = {"running_mean", "running_var"}
+_REGIONS = {torch.ops.higher_order.wrap_with_set_grad_enabled, torch.ops.higher_order.wrap_with_autocast}
+
+
+def mutated_buffers(program: ExportedProgram) -> frozenset[str]:
+    """FQNs of the buffers that a call changes. Raises CaptureError where it changes a parameter."""
+    return functionalised_mutations(program) if may_mutate(program) else frozenset()
+
+
+def functionalised_mutations(program: ExportedProgram) -> frozenset[str]:
+    """What `mutated_buffers` finds, always by functionalising."""
+    with warnings.catch_warnings():  # torch copies a class of its own that it deprecates
+        warnings.filterwarnings("ignore", "`isinstance\\(treespec, LeafSpec\\)`", FutureWarning)
+        outputs = program.run_decompositions({}).graph_signature.output_specs
+    changed = {str(spec.target) for spec in outputs if spec.kind in _MUTATIONS} | _written_in_a_run(program)
+    if parameters := sorted(changed.intersection(program.graph_signature.parameters)):
+        raise CaptureError(
+            f"a call changes the parameter(s) {listed(parameters)}; weights are only changed by a swap, and weightswap "
+            "exports no model that changes its own. Switch the change off where the model can (nn.Embedding: "
+            "max_norm=None, RWKV: rescale_every=0); in code of your own, register what changes as a buffer."
+        )
+    return frozenset(changed)
+
+
+def _written_in_a_run(program: ExportedProgram) -> set[str]:
+    """FQNs of what a run without values writes to: functionalising misses it where a result is the input."""
+    inputs = [node.meta.get("val") for node in program.graph.nodes if node.op == "placeholder"]
+    kept = {
+        str(spec.target): value
+        for spec, value in zip(program.graph_signature.input_specs, inputs, strict=True)
+        if spec.kind in (InputKind.PARAMETER, InputKind.BUFFER)
+    }
+    before = {name: value._version for name, value in kept.items()}
+    mode = detect_fake_mode(inputs)
+    # operators that ask for a size in this run must not fix it in the program
+    sizes = mode.shape_env.suppress_guards() if mode is not None and mode.shape_env is not None else nullcontext()
+    with mode or nullcontext(), sizes, torch.no_grad():
+        try:
+            Interpreter(program.graph_module).run(*inputs)
+        except RuntimeError:  # operators written in C++ that take no symbolic sizes; Python's know fewer views
+            with enable_python_dispatcher():
+                Interpreter(program.graph_module).run(*inputs)
+    return {name for name, value in kept.items() if value._version != before[name]}
+
+
+def is_plain(program: ExportedProgram) -> bool:
+    """Whether its operators write nothing, and no result has a size that follows from values.
+
+    They may be in regions with a gradient or autocast mode.
+    """
+    return all(
+        node.target in _REGIONS or (isinstance(node.target, OpOverload) and not node.target._schema.is_mutable)
+        for module in program.graph_module.modules()
+        if isinstance(module, GraphModule)
+        for node in module.graph.nodes
+        if node.op == "call_function" and not _is_python(node)
+    ) and not any(free_unbacked_symbols(node.meta.get("val")) for node in program.graph.nodes)
+
+
+def _is_python(node: Node) -> bool:
+    """Arithmetic on sizes, and taking one of several results."""
+    return getattr(node.target, "__module__", "") in ("_operator", "math")
+
+
+def may_mutate(program: ExportedProgram) -> bool:
+    """Whether an operator writes, or may write, to memory that a parameter or buffer shares.
+
+    Raises CaptureError for a write that functionalising would not find.
+    """
+    kept = {spec.arg.name for spec in program.graph_signature.input_specs if spec.kind is not InputKind.USER_INPUT}
+    places = [node for node in program.graph.nodes if node.op == "placeholder"]
+    return _writes(program.graph_module, {node for node in places if node.name in kept})
+
+
+def _writes(module: GraphModule, kept: set[Node]) -> bool:
+    """Whether a node writes to memory of the placeholders `kept`."""
+    shared = set(kept)  # what may be of their memory; only where that is written to, it is looked at more closely
+    origins = _Origins(kept)
+    for node in module.graph.nodes:
+        if node.op != "call_function" or not shared.intersection(node.all_input_nodes):
+            continue
+        if isinstance(node.target, OpOverload):
+            if any(item in origins for item in shared.intersection(_written(node))):
+                return True
+            if shared.intersection(may_view(node)):
+                shared.add(node)
+        elif not _is_python(node) and _region_writes(module, node, origins):
+            return True
+        else:
+            shared.add(node)
+    return False
+
+
+class _Origins:
+    """Nodes, and what they are views of."""
+
+    def __init__(self, kept: set[Node]) -> None:
+        self._kept = kept
+        self._viewed: dict[Node, list[Node]] = {}
+
+    def __contains__(self, node: Node) -> bool:
+        """Whether a node is one of `kept` or a view of it. Raises CaptureError for a view that torch does not see."""
+        path = self._path(node)
+        secret = sorted(name for name in map(opname, path) if name in SECRET_VIEWS)
+        if path & self._kept and secret:
+            raise CaptureError(f"a call writes to what {secret[0]} gives, which may be a view: use the safe operator")
+        return bool(path & self._kept)
+
+    def _path(self, node: Node) -> set[Node]:
+        found, unseen = set[Node](), {node}
+        while unseen:
+            item = unseen.pop()
+            found.add(item)
+            if item not in self._viewed:
+                self._viewed[item] = viewed(item)
+            unseen |= {other for other in self._viewed[item] if other not in found}
+        return found
+
+
+def _region_writes(module: GraphModule, node: Node, origins: _Origins) -> bool:
+    """Whether a region with its own gradient or autocast mode writes; of other subgraphs it is not known."""
+    graphs = [item for item in node.all_input_nodes if item.op == "get_attr"]
+    if node.target not in _REGIONS or len(graphs) != 1:
+        return True
+    region = getattr(module, str(graphs[0].target))
+    inputs = node.args[node.args.index(graphs[0]) + 1 :]
+    places = [item for item in region.graph.nodes if item.op == "placeholder"]
+    return _writes(
+        region,
+        {place for place, given in zip(places, inputs, strict=True) if isinstance(given, Node) and given in origins},
+    )
+
+
+def _written(node: Node) -> Iterator[Node]:
+    """The tensors that an operator writes to. Those that keep statistics do not declare it; of others' all count."""
+    given = list(arguments(node))
+    foreign = not is_own(node.target)
+    keeps = any(argument.name in STATISTICS and value is True for argument, value in given)
+    for argument, value in given:
+        declared = argument.alias_info is not None and argument.alias_info.is_write
+        if declared or (keeps and (foreign or argument.name in _RUNNING)):
+            yield from nodes(value)

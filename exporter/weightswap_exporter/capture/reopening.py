@@ -1,0 +1,146 @@
+"""An artifact's graphs as torch's programs, for compilers and for parity. A server never makes one."""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+import zipfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch._subclasses import FakeTensor
+from torch.export import ExportedProgram
+from torch.fx import GraphModule
+from torch.utils import _pytree as pytree
+
+from weightswap_runtime import Artifact
+from weightswap_runtime.engines.graphs.archives import check_records
+from weightswap_runtime.engines.graphs.opening import open_graph
+from weightswap_runtime.errors import ArtifactError
+from weightswap_runtime.messages import listed
+from weightswap_runtime.tensors.content import TensorBytes
+from weightswap_runtime.tensors.torch_tensors import copied_tensor
+
+from .document_check import program_problems, tensor_problems
+
+CPU = torch.device("cpu")
+_AUTOCAST = torch.ops.higher_order.wrap_with_autocast
+
+
+def open_program(artifact: Artifact, name: str) -> ExportedProgram:
+    """The program in the artifact's file `name`, whose every text was looked at before torch. Raises ArtifactError."""
+    open_graph(artifact, name, CPU)
+    raw, where = artifact.read(name), str(artifact.path / name)
+    try:
+        with _quiet():
+            return torch.export.load(io.BytesIO(checked_archive(raw, where)))
+    except ArtifactError:
+        raise
+    except Exception as error:
+        reason = error.__cause__ or error.__context__ or error
+        raise ArtifactError(
+            f"{where}: torch {torch.__version__} cannot open the graph that torch "
+            f"{artifact.manifest.producer.torch} wrote ({reason}). Install that torch, or export again."
+        ) from error
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """A block in which torch does not log why it cannot open a program, in words that somebody else may have chosen."""
+    logger = logging.getLogger("torch.export")
+    before, logger.disabled = logger.disabled, True
+    try:
+        yield
+    finally:
+        logger.disabled = before
+
+
+def checked_archive(raw: bytes, where: str) -> bytes:
+    """The same archive, written again from what was checked. Its guards, which torch would run, are left out.
+
+    Raises ArtifactError for a document in which something has no place.
+    """
+    check_records(raw, where)
+    problems: dict[str, None] = {}
+    written = io.BytesIO()
+    with zipfile.ZipFile(io.BytesIO(raw)) as source, zipfile.ZipFile(written, "w") as target:
+        for name in source.namelist():
+            content = source.read(name)
+            if name.endswith(".json"):
+                document = json.loads(content)
+                problems |= dict.fromkeys(_problems(name, document))
+                content = json.dumps(document).encode()
+            target.writestr(name, content)
+    if problems:
+        raise ArtifactError(f"{where}: {listed(problems, between='; ')}. Export the artifact again.")
+    return written.getvalue()
+
+
+def _problems(name: str, document: Any) -> Iterator[str]:
+    if not name.endswith("/models/model.json"):
+        return tensor_problems(document)
+    document.pop("guards_code", None)
+    return program_problems(document)
+
+
+def retarget(program: ExportedProgram, device: torch.device) -> None:
+    """Let a program run on a device: each device in it becomes that one. `torch.export.passes` overlooks some."""
+
+    def moved(value: Any) -> Any:
+        return device if isinstance(value, torch.device) else value
+
+    for module in program.graph_module.modules():
+        if not isinstance(module, GraphModule):
+            continue
+        for node in module.graph.nodes:
+            node.args, node.kwargs = pytree.tree_map(moved, (node.args, node.kwargs))
+            if node.target is _AUTOCAST and node.args[0] == "cpu":
+                node.args = (device.type, *node.args[1:])
+        module.recompile()
+
+
+def method_program(artifact: Artifact, name: str, device: torch.device = CPU) -> ExportedProgram:
+    """A method's program on a device: constants have their values, weights and state are memory of any content.
+
+    Raises ArtifactError.
+    """
+    manifest = artifact.manifest
+    method = manifest.methods[name]
+    program = open_program(artifact, method.graph)
+    rows = {name: row for row in manifest.constants for name in row.names}
+    constants = artifact.constants()
+    tables = (program.state_dict, program.constants)
+    for item, spec in zip(method.inputs, program.graph_signature.input_specs, strict=True):
+        table = next((table for table in tables if spec.target in table), None)
+        if table is None or spec.target is None or not isinstance(table[spec.target], torch.Tensor):
+            continue
+        table[spec.target] = _like(table[spec.target], device)
+        if item.kind == "constant":
+            _fill(table[spec.target], constants[rows[item.name].name])
+    if device != CPU:
+        retarget(program, device)
+        _move_inputs(program, device)
+    return program
+
+
+def _move_inputs(program: ExportedProgram, device: torch.device) -> None:
+    """Let the program's own record of what goes in be of the device, too: torch traces it again from there."""
+    for node in program.graph.find_nodes(op="placeholder"):
+        value = node.meta.get("val")
+        if isinstance(value, FakeTensor):
+            with value.fake_mode:
+                node.meta["val"] = value.to(device)
+
+
+def _like(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Memory of the same type, for a tensor without any."""
+    empty = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
+    return torch.nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, torch.nn.Parameter) else empty
+
+
+def _fill(tensor: torch.Tensor, content: TensorBytes) -> None:
+    with torch.no_grad():
+        tensor.copy_(copied_tensor(content))

@@ -1,0 +1,1 @@
+"""What trainers save, opened tensor by tensor."""

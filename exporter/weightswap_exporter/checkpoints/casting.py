@@ -1,0 +1,93 @@
+"""Casting on request: floating tensors of a checkpoint, where the graph wants exactly the requested dtype."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch
+
+from weightswap_runtime.errors import CheckpointError
+from weightswap_runtime.format.manifest import Manifest
+from weightswap_runtime.format.name_matching import Match, Reading, Readings, by_key
+from weightswap_runtime.tensors.dtypes import DTYPES, TensorType, Typed
+from weightswap_runtime.tensors.torch_tensors import torch_dtype
+
+from .tensor import CheckpointTensor, dtype_of
+
+FLOATING = frozenset(name for name in DTYPES if name.startswith(("F", "BF")))
+
+
+def requested(dtype: torch.dtype | str | None, manifest: Manifest) -> str | None:
+    """The safetensors name of a torch dtype, or of its name (`bfloat16`).
+
+    Raises CheckpointError unless it is floating, and the graph wants a tensor in it.
+    """
+    if dtype is None:
+        return None
+    found = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
+    name = dtype_of(found) if isinstance(found, torch.dtype) else ""
+    if name not in FLOATING:
+        known = ", ".join(row.torch for row in DTYPES.values() if row.torch and row.name in FLOATING)
+        raise CheckpointError(f"dtype {str(dtype)!r}: tensors can be cast to {known}")
+    wanted = {weight.dtype for weight in manifest.weights}
+    wanted |= {item.dtype for item in manifest.adapter.inputs if item.kind == "key"}
+    if name not in wanted:
+        found = ", ".join(DTYPES[other].torch or other for other in sorted(wanted & FLOATING)) or "none that floats"
+        raise CheckpointError(
+            f"dtype {DTYPES[name].torch}: the graph wants no tensor in it, so nothing would be cast; it wants {found}. "
+            "Leave the dtype out or give one of these, or export the model in the other."
+        )
+    return name
+
+
+def casting(readings: Readings, dtype: str | None, manifest: Manifest) -> Readings:
+    """Readings that take floating tensors of any dtype where `dtype` is wanted."""
+    if dtype is None or (manifest.adapter.untraceable and by_key in readings):  # which `resolve` refuses
+        return readings
+    return tuple(_casting(reading, dtype) for reading in readings)
+
+
+def _casting(reading: Callable[[Manifest], Reading], dtype: str) -> Callable[[Manifest], Reading]:
+    class Casting(Reading):
+        def match(self, tensors: Mapping[str, Typed]) -> Match:
+            wanted = [(key, typed) for demand in self.demands for key, typed in demand.keys.items()]
+            cast = {
+                key: TensorType(dtype, tuple(tensors[key].shape))
+                for key, typed in wanted
+                if typed.dtype == dtype and key in tensors and tensors[key].dtype in FLOATING
+            }
+            return super().match({**tensors, **cast})
+
+    return lambda manifest: Casting(*reading(manifest))
+
+
+def casts(match: Match, manifest: Manifest, tensors: Mapping[str, CheckpointTensor]) -> dict[str, list[str]]:
+    """What a match has cast: a dtype of the checkpoint -> the weights that were that, sorted."""
+    rows = {weight.name: weight for weight in manifest.weights}
+    inputs = {item.name: item.dtype for item in manifest.adapter.inputs}
+    found = {(tensors[names[0]].dtype, weight) for weight, names in match.found.items()}
+    changed = {(dtype, weight) for dtype, weight in found if dtype != rows[weight].dtype}
+    changed |= {
+        (tensors[name].dtype, weight)
+        for weight, names in match.computed.items()
+        for key, name in names.items()
+        if tensors[name].dtype != inputs[key]
+    }
+    return {
+        dtype: sorted(weight for of, weight in changed if of == dtype) for dtype in sorted({of for of, _ in changed})
+    }
+
+
+def cast(tensor: torch.Tensor, dtype: str, where: str) -> torch.Tensor:
+    """A tensor of another dtype, by value, as `Tensor.to` rounds. The same tensor where it has the dtype.
+
+    Raises CheckpointError where a finite value is beyond the dtype's range.
+    """
+    wanted = torch_dtype(dtype)
+    if tensor.dtype == wanted:
+        return tensor
+    result = tensor.to(wanted)
+    lost = ~torch.isfinite(result.float())
+    if lost.any() and (lost & torch.isfinite(tensor.double())).any():
+        raise CheckpointError(f"{where}: has values beyond the range of {dtype}, to which it would be cast")
+    return result

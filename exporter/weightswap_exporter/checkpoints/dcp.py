@@ -1,0 +1,194 @@
+"""Reading a torch.distributed.checkpoint directory: tensor by tensor, from the chunks of all ranks, in one process."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator
+from math import prod
+from operator import attrgetter
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from weightswap_runtime.errors import CheckpointError
+from weightswap_runtime.tensors.torch_tensors import tensor_bytes
+
+from .dcp_metadata import METADATA_NAME, Chunk, Described, read_metadata
+from .stored import Files, Stored, Window, read_into, row_major, span
+from .tensor import PIECE, CheckpointTensor, Read, dtype_of
+from .zip_records import Record, damaged_pickle, is_damaged, read_records
+
+PART = 1 << 20  # bytes of a chunk that may be read again for each part of it
+_AGAIN = "Save the checkpoint again, or copy it again."
+
+
+def open_dcp(folder: Path, files: Files) -> tuple[dict[str, CheckpointTensor], dict[str, str]]:
+    """The tensors of a checkpoint by their flat names, and the path of the mapping that each was in.
+
+    `files` opens the chunks' files. Raises CheckpointError.
+    """
+    found = read_metadata(folder / METADATA_NAME)
+    tensors = {name: _values(_Stitched(folder, files, name, described)) for name, described in found.items()}
+    return tensors, {name: described.holder for name, described in found.items()}
+
+
+def _values(tensor: _Stitched) -> CheckpointTensor:
+    found = tensor.described
+    names = {chunk.file for chunk in found.chunks}
+    return CheckpointTensor(
+        dtype=dtype_of(found.dtype),
+        shape=found.shape,
+        place=(tensor.folder, tensor.name),
+        load=tensor.load,
+        problems=tensor.problems,
+        lacking=tensor.lacking,
+        parts=tensor.parts,
+        file=tensor.folder / names.pop() if len(names) == 1 else None,
+    )
+
+
+class _Stitched:
+    """A tensor in the chunks that its metadata describe."""
+
+    def __init__(self, folder: Path, files: Files, name: str, described: Described) -> None:
+        self.folder, self.name, self.described = folder, name, described
+        self._files = files
+        self._runs = sorted(_runs(described), key=attrgetter("begin"))
+        self._located: dict[Chunk, Stored] = {}
+
+    def lacking(self) -> list[str]:
+        """What keeps it from being read, as far as the metadata and the files' sizes tell."""
+        found = self.described
+        return [*found.problems] or [text for chunk in found.chunks for text in self._lost(chunk)]
+
+    def problems(self) -> list[str]:
+        """The same, and chunks that cannot be read or are damaged."""
+        problems = self.lacking()
+        for chunk in () if problems else self.described.chunks:
+            try:
+                problems += self._damage(chunk)
+            except CheckpointError as error:
+                problems.append(str(error))
+        return problems
+
+    def _lost(self, chunk: Chunk) -> Iterator[str]:
+        path = self.folder / chunk.file
+        if not path.exists():
+            yield f"{path}: missing, and the metadata name it. {_AGAIN}"
+        elif (size := path.stat().st_size) < chunk.begin + chunk.length:
+            yield f"{path}: cut off: it has {size} bytes, and the metadata place tensors behind them. {_AGAIN}"
+
+    def _damage(self, chunk: Chunk) -> Iterator[str]:
+        with self._files.open(self.folder / chunk.file) as fd:
+            stored, records = self._locate(fd, chunk)
+            damaged = is_damaged(fd, records["data/0"], stored.where, chunk.begin)
+            if damaged or damaged_pickle(fd, records, stored.where, chunk.begin):
+                yield f"{stored.where} is damaged: its CRC-32 is not the one that the file records. {_AGAIN}"
+
+    def load(self) -> torch.Tensor:
+        """Read the tensor. Raises CheckpointError."""
+        whole = torch.empty(self.described.shape, dtype=self.described.dtype)
+        for chunk in self.described.chunks:
+            region = whole[tuple(slice(o, o + n) for o, n in zip(chunk.offsets, chunk.sizes, strict=True))]
+            with self._files.open(self.folder / chunk.file) as fd:
+                _read_chunk(self._locate(fd, chunk)[0], region)
+        return whole
+
+    def parts(self) -> Read | None:
+        """`read`, unless a large chunk would be read whole for each part. Raises CheckpointError."""
+        chunks = self.described.chunks
+        if len(self._runs) < len(chunks):
+            return None
+        return self.read if all(chunk.length < PART or self._is_row_major(chunk) for chunk in chunks) else None
+
+    def _is_row_major(self, chunk: Chunk) -> bool:
+        with self._files.open(self.folder / chunk.file) as fd:
+            return self._stored(fd, chunk).is_row_major
+
+    def read(self, memory: memoryview, begin: int) -> None:
+        """Fill memory with row-major bytes from `begin` on, if each chunk is a run of them. Raises CheckpointError."""
+        end = begin + len(memory)
+        for run in self._runs:
+            first, last = max(begin, run.begin), min(end, run.end)
+            if first < last:
+                with self._files.open(self.folder / run.chunk.file) as fd:
+                    self._read_run(fd, run.chunk, memory[first - begin : last - begin], first - run.begin)
+
+    def _read_run(self, fd: int, chunk: Chunk, memory: memoryview, begin: int) -> None:
+        stored = self._stored(fd, chunk)
+        if stored.is_row_major:
+            stored.read(memory, begin)
+        else:
+            memory[:] = tensor_bytes(stored.load())[begin : begin + len(memory)]
+
+    def _stored(self, fd: int, chunk: Chunk) -> Stored:
+        if chunk not in self._located:
+            self._located[chunk] = self._locate(fd, chunk)[0]
+        return self._located[chunk]._replace(fd=fd)
+
+    def _locate(self, fd: int, chunk: Chunk) -> tuple[Stored, dict[str, Record]]:
+        """Where in its file a chunk's values are: each chunk is what `torch.save` writes for one tensor, a zip."""
+        name, found = self.name, self.described
+        where = f"{self.folder / chunk.file}: the chunk of {name} at byte {chunk.begin}"
+        file = io.BufferedReader(Window(fd, chunk.begin, chunk.length))
+        try:
+            records = read_records(file)  # refuses compressed ones, of which a few bytes may become very many
+            file.seek(0)
+            # nothing but the tensor's description is read; on the meta device it has no values
+            meta: Any = torch.load(file, map_location="meta", weights_only=True)
+        except Exception as error:  # what a damaged pickle raises is anybody's guess
+            reason = str(error).partition("\n")[0] or type(error).__name__
+            raise CheckpointError(
+                f"{where} cannot be read ({reason}). The file is damaged or cut off. {_AGAIN}"
+            ) from error
+        if [key for key in records if key.startswith("data/")] != ["data/0"]:
+            raise CheckpointError(f"{where} does not have one storage, as torch.save writes for a tensor. {_AGAIN}")
+        if not isinstance(meta, torch.Tensor) or meta.dtype != found.dtype or tuple(meta.shape) != chunk.sizes:
+            raise CheckpointError(f"{where} is not the {found.dtype} {list(chunk.sizes)} that the metadata promise")
+        if meta.is_conj() or meta.is_neg():
+            raise CheckpointError(f"{where} is a conjugate or negative view; save {name}.resolve_conj().resolve_neg()")
+        record = records["data/0"]
+        offset = int(meta.storage_offset()) * meta.dtype.itemsize
+        stored = Stored(where, fd, chunk.begin + record.offset + offset, meta.dtype, chunk.sizes, meta.stride())
+        if offset + span(stored.shape, stored.stride) * meta.dtype.itemsize > record.size:
+            raise CheckpointError(f"{where} reaches over the {record.size} bytes that are stored for it")
+        return stored, records
+
+
+class _Run(NamedTuple):
+    """Bytes `begin` to `end` of a tensor, which are a chunk."""
+
+    begin: int
+    end: int
+    chunk: Chunk
+
+
+def _runs(found: Described) -> Iterator[_Run]:
+    """The chunks that are runs: they are cut along one dimension, and those before it have one index in them."""
+    steps = row_major(found.shape)
+    for chunk in () if found.problems else found.chunks:
+        cut = next((place for place, size in enumerate(chunk.sizes) if size > 1), len(chunk.sizes))
+        if chunk.sizes[cut + 1 :] == found.shape[cut + 1 :]:
+            begin = sum(offset * step for offset, step in zip(chunk.offsets, steps, strict=True))
+            size = found.dtype.itemsize
+            yield _Run(begin * size, (begin + prod(chunk.sizes)) * size, chunk)
+
+
+def _read_chunk(stored: Stored, region: torch.Tensor) -> None:
+    """Read a chunk into its place in the tensor; a few rows at a time where it is not one run of memory."""
+    if stored.stride != row_major(stored.shape):
+        region.copy_(stored.load())
+    elif region.is_contiguous():
+        read_into(stored.fd, region.view(-1).view(torch.uint8).numpy().data, stored.offset, stored.where)
+    else:
+        for first, part in _row_groups(stored):
+            region[first : first + part.shape[0]].copy_(part.load())
+
+
+def _row_groups(stored: Stored) -> Iterator[tuple[int, Stored]]:
+    row = prod(stored.shape[1:]) * stored.dtype.itemsize
+    count = max(1, PIECE // row)
+    for first in range(0, stored.shape[0], count):
+        shape = (min(count, stored.shape[0] - first), *stored.shape[1:])
+        yield first, stored._replace(offset=stored.offset + first * row, shape=shape)

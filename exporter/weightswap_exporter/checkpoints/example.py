@@ -1,0 +1,47 @@
+"""What a checkpoint looks like, from what the caller gives as an example of one."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from weightswap_exporter.adapter.tracing import Checkpoint
+from weightswap_runtime.errors import CheckpointError
+from weightswap_runtime.tensors.torch_tensors import torch_dtype
+
+from .opening import open_checkpoint
+from .tensor import CheckpointTensor
+
+
+def example_checkpoint(given: Checkpoint | str | os.PathLike[str]) -> Checkpoint:
+    """The given tensors by key, or those of a path, as tensors without values. Raises CheckpointError."""
+    if isinstance(given, str | os.PathLike):
+        return _from_path(Path(given))
+    if not isinstance(given, Mapping):
+        raise CheckpointError(f"checkpoint: expected tensors by key or a path, got a {type(given).__qualname__}")
+    nested = [key for key, value in given.items() if isinstance(value, Mapping) and _has_tensors(value)]
+    if nested and not _has_tensors(given):
+        raise CheckpointError(f"checkpoint: has its tensors below {nested[0]!r}; give checkpoint[{nested[0]!r}]")
+    return given
+
+
+def _has_tensors(tree: Mapping[Any, Any]) -> bool:
+    return any(isinstance(value, torch.Tensor) for value in tree.values())
+
+
+def _from_path(path: Path) -> Checkpoint:
+    with open_checkpoint(path) as opened:
+        filled = [level for level in opened.levels if level.tensors]
+        levels = [level for level in filled if not level.path] or filled
+        if len(levels) != 1:
+            found = ", ".join(level.path for level in levels) or "none"
+            raise CheckpointError(f"{path}: expected one state dict in it, found {found}; give its tensors by key")
+        return {key: _hollow(values) for key, values in levels[0].tensors.items()}
+
+
+def _hollow(values: CheckpointTensor) -> torch.Tensor:
+    return torch.empty(values.shape, dtype=torch_dtype(values.dtype), device="meta")

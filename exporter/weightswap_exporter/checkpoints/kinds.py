@@ -1,0 +1,81 @@
+"""What the weights of a graph are parts of, and whether a checkpoint's are parts of the same.
+
+The kind of a tensor that is made of others is a constant of the graph: parts of another kind would have other results.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from torch import nn
+
+from weightswap_exporter.models.parts import Kind, describe_kind, kinds_of
+from weightswap_runtime import Artifact
+from weightswap_runtime.errors import ArtifactError, CheckpointError, WeightsMismatch
+from weightswap_runtime.format.name_matching import Match
+
+from .nested_state_dicts import NestedStateDict
+from .opening import Checkpoint
+
+PARTS_NAME = "parts.json"  # runtimes that do not know it leave it alone
+_ADVICE = "Quantise the checkpoint as the model was that was exported, or export that of the checkpoint."
+
+
+def kinds_file(model: nn.Module) -> dict[str, bytes]:
+    """The file of an artifact with the kind of each parameter that is made of others; none where there are none."""
+    kinds = kinds_of(model)
+    return {PARTS_NAME: json.dumps(kinds, indent=1).encode() + b"\n"} if kinds else {}
+
+
+def artifact_kinds(artifact: Artifact) -> dict[str, Kind]:
+    """The kinds by FQN. Raises ArtifactError."""
+    if PARTS_NAME not in artifact.manifest.files:
+        return {}
+    try:
+        found = json.loads(artifact.read(PARTS_NAME))
+    except (ValueError, RecursionError) as error:
+        raise ArtifactError(f"{artifact.path / PARTS_NAME}: no JSON ({error}). Export the artifact again.") from error
+    if not isinstance(found, dict) or not all(isinstance(kind, dict) for kind in found.values()):
+        raise ArtifactError(f"{artifact.path / PARTS_NAME}: not a kind for each tensor. Export the artifact again.")
+    return found
+
+
+def model_problems(model: nn.Module, artifact: Artifact) -> list[str]:
+    """Parameters that are of another kind than the graph's."""
+    return list(_differences(artifact_kinds(artifact), kinds_of(model), "the model"))
+
+
+def check_kinds(level: NestedStateDict, match: Match, artifact: Artifact, where: str) -> None:
+    """Raise WeightsMismatch for weights that are parts of another kind of tensor than the graph's."""
+    wanted = artifact_kinds(artifact)
+    pairs = [(weight, level.tensors[names[0]].part_of) for weight, names in match.found.items()]
+    found = {weight.removesuffix(part.suffix): part.kind for weight, part in pairs if part is not None}
+    if problems := list(_differences({name: wanted.get(name) for name in found}, found, "the checkpoint")):
+        raise WeightsMismatch(where, problems, _ADVICE)
+
+
+def kind_mismatch(checkpoint: Checkpoint, artifact: Artifact) -> WeightsMismatch | CheckpointError | None:
+    """Why names differ, where that is because tensors are of another kind than the graph's."""
+    wanted = artifact_kinds(artifact)
+    plain = {name for weight in artifact.manifest.weights for name in weight.names}
+    plain |= {key for source in artifact.manifest.adapter.sources for key in source.keys}
+    for level in checkpoint.levels:
+        parts = {name: values.part_of for name, values in level.tensors.items()}
+        found = {name.removesuffix(part.suffix): part.kind for name, part in parts.items() if part is not None}
+        unsplit = wanted.keys() & level.tensors.keys()
+        if unsplit and (damage := level.tensors[min(unsplit)].problems()):  # a part file cannot say what it holds
+            return CheckpointError(*damage)
+        shared = (found.keys() & (plain | wanted.keys())) | unsplit
+        wanted_here, found_here = ({name: kinds.get(name) for name in sorted(shared)} for kinds in (wanted, found))
+        if problems := list(_differences(wanted_here, found_here, "the checkpoint")):
+            return WeightsMismatch(checkpoint.where, problems, _ADVICE)
+    return None
+
+
+def _differences(wanted: Mapping[str, Any], found: Mapping[str, Any], who: str) -> Iterator[str]:
+    for name in {**wanted, **found}:
+        if wanted.get(name) != found.get(name):
+            expected, other = describe_kind(wanted.get(name)), describe_kind(found.get(name))
+            yield f"{name}: the graph has {expected}, {who} {other}"

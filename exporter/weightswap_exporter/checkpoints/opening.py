@@ -1,0 +1,157 @@
+"""Reading what a trainer saves: a live module, a state dict, a checkpoint file or a checkpoint's folder."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from weightswap_exporter.models.tensors import persistent_buffers, whole_tensors
+from weightswap_runtime.errors import CheckpointError, Unsupported
+from weightswap_runtime.format.weight_set import INDEX_SUFFIX, SUFFIX, StoredTensor, lost_index, open_weights
+from weightswap_runtime.sources.location import check_scheme, is_url, printable
+from weightswap_runtime.tensors.torch_tensors import torch_dtype
+
+from . import pickled
+from .dcp import open_dcp
+from .dcp_metadata import CHUNKS_SUFFIX, METADATA_NAME
+from .nested_state_dicts import ANYWHERE, Choice, Mappings, NestedStateDict, flat_levels, nested_levels
+from .stored import Files
+from .tensor import CheckpointTensor, values_of
+from .torchao_files import named_as_parts
+
+PICKLED_NAMES = ("pytorch_model.bin", f"pytorch_model{pickled.INDEX_SUFFIX}")
+_KINDS = f"{SUFFIX}, {INDEX_SUFFIX}, {', '.join(pickled.SUFFIXES)}, {pickled.INDEX_SUFFIX}"
+_FOLDERS = f"{METADATA_NAME} (torch.distributed.checkpoint), *{SUFFIX} or *{INDEX_SUFFIX}, {' or '.join(PICKLED_NAMES)}"
+
+Source = nn.Module | Mapping[str, Any] | str | os.PathLike[str]
+
+
+class Checkpoint(NamedTuple):
+    """An open checkpoint.
+
+    levels: the state dicts in it that may be meant. mappings: as in `Levels`. names: its tensors have
+    runtime FQNs for certain; else they may have keys of its own. check_unchanged: raises if one of its files was
+    written to since it was opened.
+    """
+
+    where: str
+    levels: tuple[NestedStateDict, ...]
+    mappings: Mappings
+    names: bool = False
+    check_unchanged: Callable[[], None] = lambda: None
+
+
+@contextmanager
+def open_checkpoint(source: Source, choice: Choice = ANYWHERE) -> Iterator[Checkpoint]:
+    """Open a module, a state dict or a path. No values are read yet. Raises CheckpointError and WeightFileError."""
+    if isinstance(source, nn.Module):
+        yield from_module(source, choice=choice)
+    elif isinstance(source, Mapping):
+        yield Checkpoint("the state dict", *nested_levels(source, values_of, "the state dict", choice))
+    elif isinstance(source, str | os.PathLike):
+        check_scheme(source)
+        if is_url(source):
+            raise Unsupported(f"{printable(source)}: checkpoints are packed from files of this machine; copy it here")
+        path = Path(source)
+        with _opener(path)(path, choice) as checkpoint:
+            yield checkpoint
+    else:
+        raise CheckpointError(f"expected a module, a state dict or a path, got a {type(source).__qualname__}")
+
+
+def from_module(model: nn.Module, where: str | None = None, choice: Choice = ANYWHERE) -> Checkpoint:
+    """A live module's parameters and persistent buffers, under their FQNs. Nothing is copied."""
+    lasting = persistent_buffers(model) | {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    tensors = {name: value for name, value in whole_tensors(model).items() if name in lasting}
+    where = where or type(model).__qualname__
+    return Checkpoint(where, *nested_levels(tensors, values_of, where, choice, deep=False), names=True)
+
+
+Opener = Callable[[Path, Choice], AbstractContextManager[Checkpoint]]
+
+
+def _opener(path: Path) -> Opener:
+    if opener := find_opener(path):
+        return opener
+    if not path.is_file():
+        raise CheckpointError(f"{path}: no such file. Give a checkpoint: {_KINDS}, or a folder of one.")
+    raise CheckpointError(f"{path}: unknown kind of checkpoint; known are {_KINDS}, and folders")
+
+
+def find_opener(path: Path) -> Opener | None:
+    """What opens a path, by its name or, of a folder, by what is in it; None for a name of no checkpoint.
+
+    Raises CheckpointError for a folder without a checkpoint, and for a part of one.
+    """
+    if path.is_dir():
+        return _folder_opener(path)
+    if not path.is_file():
+        return None
+    if path.name.endswith((SUFFIX, INDEX_SUFFIX)):
+        return _safetensors
+    if path.name.endswith(pickled.INDEX_SUFFIX):
+        return partial(_pickled, pickled.open_pickled_shards)
+    if path.suffix in pickled.SUFFIXES:
+        return partial(_pickled, pickled.open_pickled)
+    if path.name == METADATA_NAME:
+        return lambda metadata, choice: _dcp(metadata.parent, choice)
+    if path.suffix == CHUNKS_SUFFIX:
+        raise CheckpointError(f"{path}: one file of a distributed checkpoint; give the folder that it is in")
+    return None
+
+
+def _folder_opener(path: Path) -> Opener:
+    names = sorted(entry.name for entry in path.iterdir())
+    if METADATA_NAME in names:
+        return _dcp
+    if any(name.endswith((SUFFIX, INDEX_SUFFIX)) for name in names):
+        return _safetensors
+    for name in PICKLED_NAMES:
+        if name in names:
+            return lambda folder, choice: _opener(folder / name)(folder / name, choice)
+    if lost := lost_index([name for name in names if name.endswith(".bin")]):
+        raise CheckpointError(f"{path}: {lost}")
+    found = f"it holds {', '.join(names[:5])}{' and more' if len(names) > 5 else ''}" if names else "it is empty"
+    raise CheckpointError(f"{path}: no checkpoint in this folder ({found}); known are folders with {_FOLDERS}")
+
+
+@contextmanager
+def _safetensors(path: Path, choice: Choice) -> Iterator[Checkpoint]:
+    with open_weights(path) as weights:
+        tensors = {name: _stored(stored) for name, stored in weights.tensors.items()}
+        metadata = {name: text for file in weights.files for name, text in file.header.metadata.items()}
+        tensors = named_as_parts(tensors, metadata, weights.where)
+        levels = flat_levels(tensors, weights.where, choice, deep=False)
+        yield Checkpoint(weights.where, *levels, weights.stamp is not None, weights.check_unchanged)
+
+
+def _stored(tensor: StoredTensor) -> CheckpointTensor:
+    def load() -> torch.Tensor:
+        memory = torch.empty(tensor.nbytes, dtype=torch.uint8)
+        tensor.file.source.read_into([memory.numpy().data], tensor.offset)
+        return memory.view(torch_dtype(tensor.dtype)).view(tensor.shape)
+
+    return CheckpointTensor(tensor.dtype, tensor.shape, (id(tensor.file.source), tensor.offset), load)
+
+
+@contextmanager
+def _pickled(open_files: Callable[[Path, Files], Any], path: Path, choice: Choice) -> Iterator[Checkpoint]:
+    files = Files()
+    with open_files(path, files) as opened:
+        levels = nested_levels(opened.tree, opened.values_of, str(path), choice)
+        yield Checkpoint(str(path), *levels, False, files.check_unchanged)
+
+
+@contextmanager
+def _dcp(folder: Path, choice: Choice) -> Iterator[Checkpoint]:
+    files = Files()
+    tensors, holders = open_dcp(folder, files)
+    levels = flat_levels(tensors, str(folder), choice, holders=holders)
+    yield Checkpoint(str(folder), *levels, False, files.check_unchanged)

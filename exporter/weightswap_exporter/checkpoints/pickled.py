@@ -1,0 +1,250 @@
+"""Checkpoints that `torch.save` wrote. Only `torch.load(weights_only=True)` opens them; nothing else is unpickled."""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+import re
+import sys
+from bisect import bisect_right
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from operator import attrgetter
+from pathlib import Path
+from typing import Any, NamedTuple
+from zipfile import BadZipFile, is_zipfile
+
+import torch
+
+from weightswap_runtime.errors import CheckpointError, WeightFileError
+from weightswap_runtime.format.header import LFS_POINTER
+from weightswap_runtime.format.weight_set import read_index
+from weightswap_runtime.messages import listed
+
+from .stored import Files, Stored, Window, read_into
+from .tensor import CheckpointTensor, dtype_of, values_of
+from .zip_records import PICKLE_NAME, SCRIPT_NAME, Record, damaged_pickle, is_damaged, read_records, record_names
+
+SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
+INDEX_SUFFIX = ".bin.index.json"
+_MAPS = Path("/proc/self/maps")
+_UNWANTED = re.compile(r"GLOBAL (\S+)")
+_AGAIN = "Save it again, or copy it again."
+
+
+class Storages:
+    """The values in an open file that `torch.save` wrote, each storage a record of the zip."""
+
+    def __init__(self, fd: int, path: Path, records: Mapping[str, Record]) -> None:
+        self.fd, self.path = fd, path
+        self._names = {record: name for name, record in records.items() if name.startswith("data/")}
+        self._sorted = sorted(self._names)
+        self._problems: dict[Record, list[str]] = {}
+
+    def problems(self, offset: int) -> list[str]:
+        """What is wrong with the storage at an offset in the file. Each storage is read once."""
+        place = bisect_right(self._sorted, offset, key=attrgetter("offset"))
+        return self._check(self._sorted[place - 1]) if place else []
+
+    def all_problems(self) -> list[str]:
+        return [text for record in self._sorted for text in self._check(record)]
+
+    def _check(self, record: Record) -> list[str]:
+        if record not in self._problems:
+            damaged = is_damaged(self.fd, record, str(self.path))
+            text = f"{self.path}: damaged: the bytes of {self._names[record]} have another CRC-32 than the file records"
+            self._problems[record] = [f"{text}. {_AGAIN}"] if damaged else []
+        return self._problems[record]
+
+
+class _Mapped(NamedTuple):
+    """A range of addresses that shows an open file from `offset` on."""
+
+    start: int
+    end: int
+    offset: int
+    storages: Storages
+
+
+class Pickled(NamedTuple):
+    """What open files hold. The tensors of `tree` are mapped; `values_of` tells how to read them from the files."""
+
+    tree: Mapping[Any, Any]
+    mapped: tuple[_Mapped, ...]
+
+    def values_of(self, tensor: torch.Tensor) -> CheckpointTensor:
+        """Where a tensor's values are. One that torch has put elsewhere stays there."""
+        address = tensor.data_ptr()
+        for start, end, offset, storages in self.mapped if tensor.numel() else ():
+            if start <= address < end:
+                place = address - start + offset
+                if tensor.is_conj() or tensor.is_neg():  # its values are not those that the file has
+                    return values_of(tensor)._replace(problems=partial(storages.problems, place))
+                shape, stride = tuple(tensor.shape), tuple(tensor.stride())
+                stored = Stored(str(storages.path), storages.fd, place, tensor.dtype, shape, stride)
+                return CheckpointTensor(
+                    dtype_of(tensor.dtype),
+                    shape,
+                    stored,
+                    stored.load,
+                    partial(storages.problems, place),
+                    parts=stored.parts,
+                    file=storages.path,
+                    offset=place,
+                )
+        return values_of(tensor)
+
+
+@contextmanager
+def open_pickled(path: Path, files: Files) -> Iterator[Pickled]:
+    """Open a file that `torch.save` wrote. In the format before torch 1.6 it is read whole. Raises CheckpointError."""
+    with files.open(path) as fd:
+        if not _is_zip(fd, path):
+            yield Pickled(_load(path), ())
+            return
+        storages = Storages(fd, path, _records(fd, path))
+        tree = _load(path, mmap=True)
+        mapped = tuple(_mapped(storages))
+        if not mapped and (problems := storages.all_problems()):
+            raise CheckpointError(*problems)
+        yield Pickled(tree, mapped)
+
+
+@contextmanager
+def open_pickled_shards(index: Path, files: Files) -> Iterator[Pickled]:
+    """Open an index, such as `pytorch_model.bin.index.json`, with its shards. Raises CheckpointError."""
+    try:
+        weight_map = read_index(index, ".bin")
+    except WeightFileError as error:
+        raise CheckpointError(str(error)) from error
+    with ExitStack() as stack:
+        names = sorted(set(weight_map.values()))
+        shards = {name: stack.enter_context(open_pickled(index.parent / name, files)) for name in names}
+        if problems := list(_index_problems(weight_map, shards)):
+            raise CheckpointError(
+                f"{index}: contradicts its shards: {listed(problems, between='; ')}. Save it again, or copy it again."
+            )
+        tree = {key: value for shard in shards.values() for key, value in shard.tree.items()}
+        yield Pickled(tree, tuple(mapped for shard in shards.values() for mapped in shard.mapped))
+
+
+def _index_problems(weight_map: Mapping[str, str], shards: Mapping[str, Pickled]) -> Iterator[str]:
+    for key, name in weight_map.items():
+        if key not in shards[name].tree:
+            yield f"{key!r} is not in {name}"
+    for name, shard in shards.items():
+        for key in shard.tree:
+            if weight_map.get(key) != name:
+                other = f"it says {weight_map[key]}" if key in weight_map else "it does not list that"
+                yield f"{name} has {key!r}, {other}"
+
+
+def _mapped(storages: Storages) -> Iterator[_Mapped]:
+    """Where this process has mapped a file. Empty on systems without /proc: mapped tensors are then read in place."""
+    if not _MAPS.exists():
+        return
+    inode = str(os.fstat(storages.fd).st_ino)
+    name = os.path.realpath(storages.path)  # some file systems show another inode there
+    for line in os.fsdecode(_MAPS.read_bytes()).rstrip("\n").split("\n"):
+        addresses, _, offset, _, *file = line.split(maxsplit=5)
+        if file[0] == inode or file[1:] == [name]:
+            start, end = (int(address, 16) for address in addresses.split("-"))
+            yield _Mapped(start, end, int(offset, 16), storages)
+
+
+def _is_zip(fd: int, path: Path) -> bool:
+    """Whether a file is in the format since torch 1.6. Raises CheckpointError for what is no checkpoint at all."""
+    head = os.pread(fd, 64, 0)
+    if not head:
+        raise CheckpointError(f"{path}: the file is empty. {_AGAIN}")
+    if head.startswith(b"version https://git-lfs"):
+        raise CheckpointError(f"{path}: {LFS_POINTER}")
+    zipped = is_zipfile(path)
+    if head.startswith(b"PK\x03\x04") and not zipped:
+        raise CheckpointError(f"{path}: cut off: it has no end of a zip file. {_AGAIN}")
+    return zipped
+
+
+def _records(fd: int, path: Path) -> dict[str, Record]:
+    """The records of a zip, whose description of the tensors is undamaged. Raises CheckpointError."""
+    file = io.BufferedReader(Window(fd, 0, os.fstat(fd).st_size))
+    try:
+        _check_kind(path, record_names(file))
+        records = read_records(file)
+    except (BadZipFile, OSError, ValueError, NotImplementedError) as error:
+        raise CheckpointError(f"{path}: damaged ({error}). {_AGAIN}") from error
+    if damaged_pickle(fd, records, str(path)):
+        raise CheckpointError(f"{path}: damaged: its data.pkl has another CRC-32 than the file records. {_AGAIN}")
+    _check_byte_order(fd, path, records)
+    return records
+
+
+def _check_kind(path: Path, names: Sequence[str]) -> None:
+    """Raise CheckpointError for zips that hold no pickled checkpoint."""
+    if SCRIPT_NAME in names:
+        raise CheckpointError(
+            f"{path}: a TorchScript archive, expected a state dict. Save that where the model's source code is: "
+            "torch.save(model.state_dict(), ...)"
+        )
+    if PICKLE_NAME not in names:
+        found = ", ".join(names[:5]) or "nothing"
+        raise CheckpointError(
+            f"{path}: a zip file without the data.pkl that torch.save writes (it holds {found}). Give the file of a "
+            "checkpoint."
+        )
+
+
+def _check_byte_order(fd: int, path: Path, records: Mapping[str, Record]) -> None:
+    """torch would turn the bytes in memory; we read them from the file."""
+    if (record := records.get("byteorder")) is None:
+        return
+    order = bytearray(min(record.size, 16))
+    read_into(fd, memoryview(order), record.offset, str(path))
+    if order != sys.byteorder.encode():
+        raise CheckpointError(f"{path}: written on a machine of another byte order; save it as .safetensors there")
+
+
+def _load_tensors(path: Path, mmap: bool) -> Any:
+    """What torch opens without running anything. torchao, once imported, tells it which of its classes are tensors."""
+    try:
+        return torch.load(path, map_location="cpu", mmap=mmap, weights_only=True)
+    except pickle.UnpicklingError as error:
+        named = _UNWANTED.search(str(error))
+        if named is None or not named[1].startswith("torchao."):
+            raise
+        _import_torchao(path)
+        return torch.load(path, map_location="cpu", mmap=mmap, weights_only=True)
+
+
+def _import_torchao(path: Path) -> None:
+    try:
+        import torchao.quantization  # noqa: F401
+    except ImportError as error:
+        raise CheckpointError(
+            f"{path}: holds weights that torchao has quantised, and torchao cannot be imported ({error}). Install it "
+            "here, or save the weights as safetensors: flatten_tensor_state_dict of torchao.prototype.safetensors"
+        ) from error
+
+
+def _load(path: Path, *, mmap: bool = False) -> Mapping[Any, Any]:
+    try:
+        loaded = _load_tensors(path, mmap)
+    except pickle.UnpicklingError as error:
+        named = _UNWANTED.search(str(error))
+        raise CheckpointError(
+            f"{path}: holds more than tensors{f' (it names {named[1]})' if named else ''}, and unpickling it could run "
+            "anything, so it was not opened. Save model.state_dict() alone, or a .safetensors file. If you trust where "
+            "the file is from, unpickle it yourself and give what holds the weights: "
+            'pack(torch.load(path, weights_only=False)["state_dict"], artifact, out=...)'
+        ) from error
+    except Exception as error:  # what a damaged pickle raises is anybody's guess
+        reason = str(error).partition("\n")[0] or type(error).__name__
+        raise CheckpointError(
+            f"{path}: not a checkpoint that torch.load can open: cut off, damaged, or something else ({reason}). "
+            f"{_AGAIN}"
+        ) from error
+    if not isinstance(loaded, Mapping):
+        raise CheckpointError(f"{path}: holds a {type(loaded).__qualname__}, expected a state dict")
+    return loaded

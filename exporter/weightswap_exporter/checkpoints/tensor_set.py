@@ -1,0 +1,78 @@
+"""Checkpoints as sets of tensors, for commands that look at them: `weightswap inspect`, `weightswap diff`."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+
+from weightswap_runtime.errors import MOST_PRINTED, CheckpointError
+from weightswap_runtime.tensors.dtypes import nbytes
+from weightswap_runtime.tensors.torch_tensors import tensor_bytes
+from weightswap_tools.tensor_set import Opener, SetRequest, SetTensor, TensorSet
+
+from .choosing import check_tensors, choose_level, fullest_level
+from .nested_state_dicts import Choice, NestedStateDict
+from .opening import Checkpoint, find_opener, open_checkpoint
+from .tensor import CheckpointTensor
+
+
+def reader(path: Path) -> Opener | None:
+    """What opens a checkpoint that `pack` takes; None for a file of another kind. See `weightswap_tools.tensor_set`.
+
+    Raises CheckpointError for a folder without a checkpoint, and for a part of one.
+    """
+    return partial(_open, path) if find_opener(path) else None
+
+
+@contextmanager
+def _open(path: Path, request: SetRequest) -> Iterator[TensorSet]:
+    with open_checkpoint(path, Choice(request.level)) as checkpoint:
+        level = _chosen(checkpoint, request)
+        check_tensors(level, checkpoint.where)
+        _refuse([text for values in level.tensors.values() for text in values.lacking()])
+        yield TensorSet(
+            checkpoint.where,
+            {name: _set_tensor(values, checkpoint.where) for name, values in level.tensors.items()},
+            {str(file): file.name for file in sorted({v.file for v in level.tensors.values() if v.file})},
+            partial(_check, checkpoint, level),
+            level=level.path,
+            others={name: len(names) for name, names in checkpoint.mappings().items() if names and name != level.path},
+        )
+
+
+def _chosen(checkpoint: Checkpoint, request: SetRequest) -> NestedStateDict:
+    if request.manifest is None:
+        return fullest_level(checkpoint, request.level)
+    return choose_level(checkpoint, request.manifest, request.readings)[0]
+
+
+def _set_tensor(values: CheckpointTensor, where: str) -> SetTensor:
+    read = values.parts()
+    return SetTensor(
+        values.dtype,
+        values.shape,
+        nbytes(values.dtype, values.shape) or 0,
+        str(values.file or where),
+        values.offset,
+        values.place,
+        read or partial(_read_part, values),
+        whole=read is None,
+    )
+
+
+def _read_part(values: CheckpointTensor, memory: memoryview, begin: int) -> None:
+    memory[:] = tensor_bytes(values.load())[begin : begin + len(memory)]
+
+
+def _check(checkpoint: Checkpoint, level: NestedStateDict, names: Collection[str]) -> None:
+    checkpoint.check_unchanged()
+    _refuse([text for name in names for text in level.tensors[name].problems()])
+
+
+def _refuse(problems: Collection[str]) -> None:
+    """Raise CheckpointError with problems, if there are any; several tensors may be in one file."""
+    if found := list(dict.fromkeys(problems)):
+        more = [f"and {len(found) - MOST_PRINTED} more"] if len(found) > MOST_PRINTED else []
+        raise CheckpointError(*found[:MOST_PRINTED], *more)

@@ -1,0 +1,149 @@
+"""Checkpoints that only the model's own code can load: they are loaded, and the model is packed."""
+
+from __future__ import annotations
+
+import copy
+import traceback
+from collections.abc import Hashable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from blake3 import blake3
+from torch import nn
+
+from weightswap_exporter.adapter.tracing import Load
+from weightswap_exporter.models import huggingface
+from weightswap_exporter.models.tensors import is_fake, named_tensors
+from weightswap_exporter.models.user_errors import first_line, place_of, reason
+from weightswap_runtime.errors import MOST_PRINTED, CheckpointError
+
+from .nested_state_dicts import ANYWHERE, Choice, NestedStateDict
+from .opening import Checkpoint, Source, from_module, open_checkpoint
+from .tensor import pieces
+
+
+@contextmanager
+def load_into(model: nn.Module, source: Source, load: Load | None, choice: Choice = ANYWHERE) -> Iterator[Checkpoint]:
+    """Load a checkpoint into a model, which then is the checkpoint. Memory: the model and the whole checkpoint.
+
+    `load` gets what the trainer saved, with what is no tensor: the whole, then the levels that have about as many
+    tensors as the model, until it has loaded one (a safetensors file is one flat dict of tensors, and so is the whole
+    of a distributed checkpoint). It has not if it raises, or leaves the model as it was. If it raises after it has
+    changed the model, no other level is tried. A model of the library transformers has a `load` of its own; like
+    `model.load_state_dict()`, without `load`, it gets the levels alone that have about as many tensors, if any have.
+
+    Raises CheckpointError with the reason, and the place in `load` or a hook, if the checkpoint cannot be loaded, and
+    for check sums that are wrong; the model may then be partly loaded.
+    """
+    if isinstance(source, nn.Module):
+        raise CheckpointError("`model` is what a checkpoint is loaded into; to pack a module, give it alone")
+    with open_checkpoint(source, choice) as checkpoint:
+        level = _load(model, checkpoint, load)
+        if problems := list(dict.fromkeys(level.damage())):
+            raise CheckpointError(*problems[:MOST_PRINTED])
+        checkpoint.check_unchanged()
+    yield from_module(model, f"{checkpoint.where}, loaded into {type(model).__qualname__}")
+
+
+class _Failure(NamedTuple):
+    """Why a level was not loaded. `last`: no other may be tried."""
+
+    level: NestedStateDict
+    full: str
+    short: str
+    error: Exception | None
+    last: bool
+
+
+def _load(model: nn.Module, checkpoint: Checkpoint, load: Load | None) -> NestedStateDict:
+    likely = _likely(checkpoint.levels, model)
+    top = checkpoint.levels[0]
+    levels = likely if load is None else (top, *(level for level in likely if level is not top))
+    failures: list[_Failure] = []
+    for level in levels:
+        failure = _try_default(model, level) if load is None else _try(model, level, load)
+        if failure is None:
+            return level
+        failures.append(failure)
+        if failure.last:
+            break
+    if load is None:
+        nearest = min(failures, key=lambda failure: len(failure.full))  # each lists what is wrong
+    else:
+        nearest = next(
+            (failure for failure in failures if any(failure.level is level for level in likely)), failures[0]
+        )
+    name = "model.load_state_dict" if load is None else getattr(load, "__qualname__", "load")
+    others = [failure for failure in failures if load is not None and failure is not nearest]
+    texts = [f"{checkpoint.where}: {name}{_of(nearest.level)} failed: {nearest.full}"]
+    texts += [f"{name}{_of(failure.level) or ' of the whole'} failed, too: {failure.short}" for failure in others]
+    raise CheckpointError(*(line for text in texts for line in text.splitlines())) from nearest.error
+
+
+def _of(level: NestedStateDict) -> str:
+    return f" of {level.path!r}" if level.path else ""
+
+
+def _try_default(model: nn.Module, level: NestedStateDict) -> _Failure | None:
+    """Load a level as models load without a function of the user's."""
+    try:
+        if huggingface.is_pretrained(model):
+            huggingface.load(model, dict(level.content()))
+        else:
+            model.load_state_dict(level.content())
+    except Exception as error:
+        return _failure(level, error, last=False)
+    return None
+
+
+def _try(model: nn.Module, level: NestedStateDict, load: Load) -> _Failure | None:
+    before = _fingerprint(model)
+    try:
+        load(model, _copied(level.content()))
+    except Exception as error:
+        return _failure(level, error, last=_fingerprint(model) != before)
+    if before and _fingerprint(model) == before:  # as load_state_dict(..., strict=False) does with foreign names
+        text = "it raised nothing, but it left the model as it was"
+        return _Failure(level, text, text, None, last=False)
+    return None
+
+
+def _failure(level: NestedStateDict, error: Exception, *, last: bool) -> _Failure:
+    place = place_of(error)
+    failure = _Failure(level, place + reason(error), place + first_line(error), error, last)
+    traceback.clear_frames(error.__traceback__)  # they hold the tensors of the level
+    return failure
+
+
+def _copied(content: Mapping[Any, Any]) -> dict[Any, Any]:
+    """A level for code that may change it, while another level may have to be tried afterwards."""
+    return {key: _copy_of(value) for key, value in content.items()}
+
+
+def _copy_of(value: Any) -> Any:
+    if not isinstance(value, dict):
+        return value
+    copied = copy.copy(value)  # an OrderedDict may have `_metadata`
+    copied.update((key, _copy_of(below)) for key, below in value.items())
+    return copied
+
+
+def _fingerprint(model: nn.Module) -> list[Hashable]:
+    """Equal before and after a function that leaves the model as it was; digests, as torch does not see `.data`."""
+    return [_state_of(name, tensor) for name, tensor in named_tensors(model).items()]
+
+
+def _state_of(name: str, tensor: Any) -> Hashable:
+    if is_fake(tensor) or tensor.layout is not torch.strided:
+        return object()  # such a model is not packed
+    hasher = blake3()
+    for piece in pieces(tensor):
+        hasher.update(piece)
+    return name, id(tensor), tensor.data_ptr(), tensor._version, hasher.hexdigest()
+
+
+def _likely(levels: tuple[NestedStateDict, ...], model: nn.Module) -> tuple[NestedStateDict, ...]:
+    """Levels that have about as many tensors as the model, if there are any."""
+    wanted = len(list(model.parameters()))
+    return tuple(level for level in levels if 2 * (len(level.tensors) + len(level.problems)) >= wanted) or levels

@@ -1,0 +1,36 @@
+"""`weightswap export-onnx`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from weightswap_tools.terminal import JsonOption, errors_as_exit, human_bytes, print_json, say
+
+export_onnx_command = typer.Typer(add_completion=False)
+
+
+@export_onnx_command.command(name="export-onnx")
+def export_onnx(
+    artifact: Annotated[str, typer.Argument(help="An artifact's folder, or its URL.")],
+    weights: Annotated[
+        Path, typer.Argument(help="A weight file, or .safetensors files that hold every weight as it is.")
+    ],
+    out: Annotated[
+        Path, typer.Option("--out", "-o", help="The .onnx file, in a folder that holds the weight file, too.")
+    ],
+    method: Annotated[str | None, typer.Option(help="The method; by default forward, or the only one.")] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Write a method as an ONNX model that points into a weight file, for tools that want files and no server."""
+    with errors_as_exit(as_json):
+        from weightswap_exporter.engines.onnx_external import export_onnx as write
+
+        path = write(artifact, weights, out=out, method=method)
+        size = path.stat().st_size
+        if as_json:
+            print_json({"path": path, "bytes": size})
+            return
+        say(f"ONNX model  {path}, {human_bytes(size)}, with its weights in {weights}")

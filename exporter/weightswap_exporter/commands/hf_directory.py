@@ -1,0 +1,272 @@
+"""`hf:DIR`: a transformers model from a local directory, of which only `config.json` is read.
+
+No network, no code from the directory, no weights: the model is a skeleton of the architecture that the file names.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from weightswap_exporter.adapter.tracing import Checkpoint
+from weightswap_exporter.checkpoints.tensor import dtype_of
+from weightswap_exporter.engines.compiling import Tell, tell_nobody
+from weightswap_exporter.exporting import export, export_decoder
+from weightswap_exporter.models import huggingface
+from weightswap_exporter.models.skeletons import skeleton
+from weightswap_exporter.models.stand_ins import restored
+from weightswap_exporter.models.user_errors import first_line
+from weightswap_runtime import Artifact
+from weightswap_runtime.errors import (
+    CaptureError,
+    CheckpointError,
+    MissingExtra,
+    RecipeError,
+    Unsupported,
+    WeightFileError,
+)
+from weightswap_runtime.format.weight_set import open_weights
+from weightswap_runtime.tensors.torch_tensors import torch_dtype
+
+from .hf_inputs import Given, Sizes, describe, fallbacks, given_inputs, sample_inputs
+
+CONFIG_NAME = "config.json"
+
+
+def directory_recipe(
+    directory: str | os.PathLike[str],
+    *,
+    length: int = 16,
+    hollow: bool = True,
+    pictures: bool = False,
+    inputs: Given | None = None,
+) -> dict[str, Any]:
+    """What `export()` takes for the model of a directory: a skeleton, sample inputs, and every size that may vary.
+
+    The model has the class that the configuration names, its dtype (float32 where it names none), and is in eval mode
+    without a key-value cache, so that a call depends on its inputs alone. length: of the sample texts, in tokens.
+    hollow: whether it is a skeleton; else it takes memory, and its weights are random. pictures: whether a model that
+    takes texts alone gets images, too. inputs: what gives the sample inputs instead of a guess: it gets the model and
+    returns what `forward` takes, a tuple or a dict; the batch may vary where all tensors share it. The eager model is
+    called with them once. Where the directory holds weights in another form than this version of transformers writes,
+    they are the `checkpoint`.
+
+    Raises RecipeError where the directory does not say enough or eager refuses the inputs, Unsupported for quantised
+    models, MissingExtra without transformers.
+    """
+    model = directory_model(directory, hollow=hollow)
+    found = sample_inputs(model, length, pictures=pictures) if inputs is None else given_inputs(model, inputs)
+    arguments = {"model": model, "kwargs": found.kwargs, "dynamic_shapes": found.sizes}
+    form = _older_form(Path(directory), model)
+    return arguments if form is None else arguments | {"checkpoint": form}
+
+
+def export_directory(
+    directory: str | os.PathLike[str],
+    *,
+    out: str | os.PathLike[str],
+    pictures: bool = False,
+    inputs: Given | None = None,
+) -> Artifact:
+    """Export the model of a directory with as many dynamic sizes as `torch.export` can keep.
+
+    Tried in turn: every size, the batch alone, none; a UserWarning names the sizes that had to be fixed. Raises what
+    `directory_recipe` and `export` raise.
+    """
+    arguments = directory_recipe(directory, pictures=pictures, inputs=inputs)
+    shapes = describe(arguments["kwargs"])
+    try:
+        artifact, fixed = _export_first(arguments, fallbacks(arguments["dynamic_shapes"]), out)
+    except CaptureError as error:
+        origin = "were a guess" if inputs is None else "were given"
+        raise CaptureError(
+            *str(error).splitlines(),
+            f"The inputs {origin}, and eager does not refuse them: {shapes}. Others: --inputs.",
+        ) from error
+    if fixed:
+        warnings.warn(
+            f"{directory}: torch.export cannot keep every size of this model dynamic; fixed at those of the sample "
+            f"inputs: {fixed} ({shapes}). Write a recipe to choose other sizes.",
+            stacklevel=2,
+        )
+    return artifact
+
+
+def export_generating(
+    directory: str | os.PathLike[str],
+    *,
+    out: str | os.PathLike[str],
+    length: int,
+    batch: int,
+    engines: Sequence[str] = (),
+    tell: Tell = tell_nobody,
+) -> Artifact:
+    """Export the language model of a directory so that a server generates with it, as `export_decoder` does.
+
+    The tokens that end an answer are those of generation_config.json. Raises what `directory_model` and
+    `export_decoder` raise.
+    """
+    from transformers import GenerationConfig
+
+    model: Any = directory_model(directory)
+    if Path(directory, "generation_config.json").is_file():
+        try:
+            model.generation_config = GenerationConfig.from_pretrained(directory)
+        except (OSError, ValueError, TypeError) as error:
+            raise RecipeError(f"{directory}: generation_config.json cannot be read ({first_line(error)})") from error
+    form = _older_form(Path(directory), model)
+    return export_decoder(model, out=out, length=length, batch=batch, checkpoint=form, engines=engines, tell=tell)
+
+
+def _export_first(
+    arguments: Mapping[str, Any], tries: list[tuple[str, Sizes]], out: str | os.PathLike[str]
+) -> tuple[Artifact, str]:
+    (fixed, sizes), *rest = tries
+    try:
+        return export(**{**arguments, "dynamic_shapes": sizes}, out=out), fixed
+    except CaptureError:
+        if not rest:
+            raise
+    return _export_first(arguments, rest, out)
+
+
+def _older_form(directory: Path, model: nn.Module) -> Checkpoint | None:
+    """What the weights in the directory look like, if they load, and are not what `save_pretrained` writes today."""
+    try:
+        with open_weights(directory) as weights:
+            found = {name: (tensor.dtype, tensor.shape) for name, tensor in weights.tensors.items()}
+    except WeightFileError:
+        return None
+    written = huggingface.checkpoint(model)
+    if found == {name: (dtype_of(tensor.dtype), tuple(tensor.shape)) for name, tensor in written.items()}:
+        return None
+    form = {name: torch.empty(shape, dtype=torch_dtype(dtype), device="meta") for name, (dtype, shape) in found.items()}
+    try:
+        with restored(model):
+            huggingface.load(model, form)
+    except CheckpointError as error:
+        text = f"{directory}: its weights are no example of what will be swapped in: {error}"
+        warnings.warn(text, stacklevel=4)
+        return None
+    return form
+
+
+def directory_model(directory: str | os.PathLike[str], *, hollow: bool = True) -> nn.Module:
+    """The model of a directory, as `directory_recipe` has it, without inputs."""
+    if find_spec("transformers") is None:
+        raise MissingExtra("hf:DIR", "hf")
+    directory = Path(directory)
+    named = _read_config(directory)
+    with _quiet():
+        config = _parse(directory, named)
+        make = _maker(directory, named)
+        _without_cache(config)
+        try:
+            with skeleton() if hollow else nullcontext():
+                model: nn.Module = make(config, dtype=config.dtype or torch.float32)
+                _keep_in_float32(model)
+        except CaptureError:
+            raise
+        except Exception as error:
+            raise RecipeError(
+                *f"{directory}: the model cannot be built from {CONFIG_NAME}: {error}".splitlines()
+            ) from error
+    return model.eval()
+
+
+def _read_config(directory: Path) -> dict[str, Any]:
+    path = directory / CONFIG_NAME
+    if not path.is_file():
+        raise RecipeError(f"{directory}: has no {CONFIG_NAME}; hf: takes the local directory of a transformers model")
+    try:
+        named = json.loads(path.read_bytes())
+    except (OSError, ValueError) as error:
+        raise RecipeError(f"{path}: cannot be read as JSON ({error})") from error
+    if not isinstance(named, dict) or not isinstance(named.get("model_type"), str):
+        raise RecipeError(f"{path}: names no model_type, so it is not the configuration of a transformers model")
+    if named.get("quantization_config"):
+        raise Unsupported(f"{path}: the model is quantised, which cannot be exported; give the original's directory")
+    return named
+
+
+def _parse(directory: Path, named: Mapping[str, Any]) -> Any:
+    from transformers import CONFIG_MAPPING, AutoConfig
+
+    if named["model_type"] not in CONFIG_MAPPING:
+        raise _unknown(directory, f"model type {named['model_type']!r}", named)
+    try:
+        return AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
+    except Exception as error:
+        raise RecipeError(*f"{directory / CONFIG_NAME}: transformers cannot use it: {error}".splitlines()) from error
+
+
+def _maker(directory: Path, named: Mapping[str, Any]) -> Callable[..., Any]:
+    """What builds the class that the configuration names, else the plain model of its type."""
+    import transformers
+
+    names = named.get("architectures")
+    if not names:
+        return partial(transformers.AutoModel.from_config, trust_remote_code=False)
+    kind = getattr(transformers, str(names[0]), None)
+    if not (isinstance(kind, type) and issubclass(kind, transformers.PreTrainedModel)):
+        raise _unknown(directory, f"model class {names[0]!r}", named)
+    make: Callable[..., Any] = kind._from_config
+    return make
+
+
+def _unknown(directory: Path, what: str, named: Mapping[str, Any]) -> RecipeError:
+    import transformers
+
+    code = " Code from the directory (auto_map) is never run." if named.get("auto_map") else ""
+    return RecipeError(
+        f"{directory}: transformers {transformers.__version__} has no {what}.{code} Write a recipe that builds it: a "
+        "function that returns what export() takes, as file.py:function."
+    )
+
+
+def _without_cache(config: Any) -> None:
+    for part in (config, *(getattr(config, name, None) for name in config.sub_configs)):
+        if part is not None:
+            part.use_cache = False
+
+
+def _keep_in_float32(model: Any) -> None:
+    """Some models keep tensors in float32 whatever their dtype; `from_pretrained` goes by the same plan."""
+    from transformers.core_model_loading import build_glob_alternation
+
+    plan = model._get_dtype_plan(model.dtype)
+    if not plan:
+        return
+    kept, _, _ = build_glob_alternation(list(plan))
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        if kept.search(name) and tensor.is_floating_point():
+            path, _, own = name.rpartition(".")
+            values = tensor.detach().float()
+            is_parameter = isinstance(tensor, nn.Parameter)
+            setattr(
+                model.get_submodule(path), own, nn.Parameter(values, tensor.requires_grad) if is_parameter else values
+            )
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """transformers remarks on token ids, image processors and generation settings, none of which matter here."""
+    from transformers.utils import logging as remarks
+
+    previous = remarks.get_verbosity()
+    remarks.set_verbosity(logging.ERROR)
+    try:
+        yield
+    finally:
+        remarks.set_verbosity(previous)

@@ -1,0 +1,164 @@
+"""Recipes: the user's function that builds what `export()` takes, or the directory of a transformers model."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import inspect
+import os
+import sys
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NamedTuple
+
+from weightswap_exporter import (  # from the package, which names the extra where torch is missing
+    compile_engines,
+    export,
+)
+from weightswap_exporter import skeleton as skeleton_context
+from weightswap_exporter.engines.compiling import Tell, tell_nobody
+from weightswap_runtime import Artifact
+from weightswap_runtime.errors import ExportError, RecipeError
+
+_FORM = "give file.py:function, module:function or hf:DIR"
+_HF = "hf:"
+
+
+class Caches(NamedTuple):
+    """How many tokens a context holds, and how many sequences are generated side by side."""
+
+    length: int
+    batch: int
+
+
+def export_recipe(
+    recipe: str,
+    *,
+    out: str | os.PathLike[str],
+    skeleton: bool = False,
+    goldens: bool = True,
+    engines: Sequence[str] = (),
+    tell: Tell = tell_nobody,
+    caches: Caches | None = None,
+    **samples: Any,
+) -> Artifact:
+    """Export what a recipe builds. The model of `hf:DIR` is always a skeleton. goldens: whether to record the recipe's.
+    engines: what to compile the graphs for, beside the engines that the recipe names. tell: as for `export()`. samples:
+    `inputs` and `pictures`, as for `load_recipe`. caches: of `hf:DIR`, a language model that is to generate.
+
+    Raises RecipeError, and what `export()` raises.
+    """
+    if recipe.startswith(_HF):
+        from .hf_directory import export_directory, export_generating
+
+        directory = recipe.removeprefix(_HF)
+        if caches is not None:
+            return export_generating(directory, out=out, engines=engines, tell=tell, **caches._asdict())
+        artifact = export_directory(directory, out=out, **_samples(**samples))
+        return compile_engines(artifact, engines, tell=tell) if engines else artifact
+    if caches is not None:
+        raise RecipeError(f"{recipe}: --task generate is for hf:DIR; elsewhere, call export_decoder() from Python")
+    arguments = load_recipe(recipe, skeleton=skeleton, **samples)
+    wanted = {"tell": tell, "engines": [*arguments.get("engines", ()), *engines]}
+    return export(**(arguments if goldens else without_goldens(arguments)) | wanted, out=out)
+
+
+def without_goldens(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """What a recipe has returned, but for the goldens."""
+    return {key: value for key, value in arguments.items() if key not in ("goldens", "tolerance")}
+
+
+def load_recipe(
+    recipe: str, *, skeleton: bool = False, inputs: str | None = None, pictures: bool = False
+) -> dict[str, Any]:
+    """Run a recipe, under `skeleton()` if asked for, and return keyword arguments for `export()`.
+
+    The model of `hf:DIR` has the directory's configuration, and random weights if it is no skeleton. inputs, pictures:
+    what it is called with, as for `directory_recipe`; inputs as file.py:function. Raises RecipeError, which says where
+    the recipe failed.
+    """
+    if recipe.startswith(_HF):
+        from .hf_directory import directory_recipe
+
+        return directory_recipe(recipe.removeprefix(_HF), hollow=skeleton, **_samples(inputs, pictures))
+    if inputs or pictures:
+        raise RecipeError(f"{recipe}: --inputs and --pictures are for hf:DIR; a recipe returns args and kwargs itself")
+    function = _load_function(recipe)
+    with skeleton_context() if skeleton else nullcontext():
+        result = _run(recipe, function)
+    return _arguments(recipe, result)
+
+
+def load_model(recipe: str) -> dict[str, Any]:
+    """Run a recipe; of `hf:DIR` the model alone, which needs no inputs."""
+    if not recipe.startswith(_HF):
+        return load_recipe(recipe)
+    from .hf_directory import directory_model
+
+    return {"model": directory_model(recipe.removeprefix(_HF), hollow=False)}
+
+
+def _samples(inputs: str | None = None, pictures: bool = False) -> dict[str, Any]:
+    if inputs is None:
+        return {"pictures": pictures}
+    function = _load_function(inputs)
+    return {"inputs": lambda model: _run(inputs, lambda: function(model))}
+
+
+def _load_function(recipe: str) -> Callable[..., Any]:
+    place, colon, name = recipe.rpartition(":")
+    if not colon or not place or not name:
+        raise RecipeError(f"{recipe!r} is not a recipe: {_FORM}")
+    function = getattr(_run(recipe, lambda: _import(place)), name, None)
+    if not callable(function):
+        raise RecipeError(f"{recipe}: {place} has no function {name!r}")
+    found: Callable[..., Any] = function
+    return found
+
+
+def _run(recipe: str, function: Callable[[], Any]) -> Any:
+    try:
+        return function()
+    except ExportError:
+        raise
+    except Exception as error:
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        where = "" if frame.filename.startswith("<") else f" ({Path(frame.filename).name}, line {frame.lineno})"
+        raise RecipeError(*f"{recipe}: raised {type(error).__name__}: {error}{where}".splitlines()) from error
+
+
+def _import(place: str) -> ModuleType:
+    if not place.endswith(".py"):
+        sys.path.insert(0, str(Path.cwd()))
+        return importlib.import_module(place)
+    path = Path(place).resolve()
+    if not path.is_file():
+        raise RecipeError(f"{place}: no such file; {_FORM}")
+    sys.path.insert(0, str(path.parent))  # a recipe may import its neighbours
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[path.stem] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def _arguments(recipe: str, result: Any) -> dict[str, Any]:
+    if isinstance(result, tuple) and 2 <= len(result) <= 3:
+        return dict(zip(("model", "args", "kwargs"), result, strict=False))
+    if isinstance(result, Mapping) and "model" in result:
+        if "out" in result:
+            raise RecipeError(f"{recipe}: returned `out`, which the command line gives")
+        known = inspect.signature(export).parameters
+        if unknown := [key for key in result if key not in known]:
+            raise RecipeError(f"{recipe}: returned {unknown}; export() takes {', '.join(known)}")
+        return dict(result)
+    keys = f" with the keys {list(result)}" if isinstance(result, Mapping) else ""
+    raise RecipeError(
+        f"{recipe}: returned a {type(result).__qualname__}{keys}; expected a dict with `model` and other arguments of "
+        "export(), or a tuple (model, args) or (model, args, kwargs)"
+    )

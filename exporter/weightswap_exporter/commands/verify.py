@@ -1,0 +1,173 @@
+"""`weightswap verify`: whether an artifact serves weights as it should."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from weightswap_runtime.messages import plural
+from weightswap_tools.terminal import (
+    HtmlOption,
+    JsonOption,
+    OpLibraryOption,
+    errors_as_exit,
+    print_json,
+    print_table,
+    say,
+    status_line,
+)
+
+from .build import InputsOption, PicturesOption
+
+if TYPE_CHECKING:
+    from weightswap_exporter.parity import EngineParity, ParityReport
+    from weightswap_exporter.parity.verification import GoldensCheck, Verification
+    from weightswap_runtime.tensors.comparing import Tolerance
+
+verify_command = typer.Typer(add_completion=False)
+_MOST_SHOWN = 20
+
+
+@verify_command.command()
+def verify(
+    artifact: Annotated[str, typer.Argument(help="An artifact's folder, or its URL.")],
+    weights: Annotated[str, typer.Argument(help="A weight file, or a checkpoint, as pack takes it.")],
+    recipe: Annotated[
+        str | None,
+        typer.Option(help="file.py:function, module:function or hf:DIR, as for export: what to compare with."),
+    ] = None,
+    inputs: InputsOption = None,
+    pictures: PicturesOption = False,
+    engine: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--engine", "--engines", help="Engines, such as torch,onnx; may be repeated. By default all that there are."
+        ),
+    ] = None,
+    before: Annotated[
+        str | None, typer.Option("--from", help="Other weights, to swap from; by default random ones.")
+    ] = None,
+    tolerance: Annotated[
+        str | None, typer.Option(help="RTOL,ATOL for every engine; by default torch is compared bit for bit.")
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Of random inputs.")] = 0,
+    html: HtmlOption = None,
+    op_library: OpLibraryOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Check an artifact with weights: recorded calls, every engine against the eager model, and the swap itself.
+
+    Without a recipe the engines are compared with the engine torch. Exit status 1 if anything is not as it should be.
+    """
+    engines = None if engine is None else [name.strip() for text in engine for name in text.split(",") if name.strip()]
+    if engines == []:
+        raise typer.BadParameter("--engines names none; leave it out for all that there are")
+    limits = _limits(tolerance)
+    with errors_as_exit(as_json), status_line("opening the artifact") as tell:
+        from weightswap_exporter.parity.verification import verify as verify_artifact
+        from weightswap_runtime.engines.graphs.libraries import import_libraries
+
+        from .recipes import load_recipe
+
+        import_libraries(op_library or ())
+        found = verify_artifact(
+            artifact,
+            weights,
+            load_recipe(recipe, inputs=inputs, pictures=pictures) if recipe is not None else None,
+            engines=engines,
+            before=before,
+            tolerance=limits,
+            seed=seed,
+            tell=tell,
+        )
+        if html is not None:
+            from .verify_report import write_verification
+
+            write_verification(html, found)
+    if as_json:
+        print_json({"same": found.same, "problems": found.problems, "verification": found})
+    else:
+        _print(found)
+    raise typer.Exit(0 if found.same else 1)
+
+
+def _limits(text: str | None) -> Tolerance | None:
+    if text is None:
+        return None
+    try:
+        rtol, atol = (float(part) for part in text.split(","))
+    except ValueError:
+        raise typer.BadParameter(f"--tolerance {text!r}: expected RTOL,ATOL, such as 1e-5,1e-6") from None
+    if not (0 <= rtol < float("inf") and 0 <= atol < float("inf")):
+        raise typer.BadParameter(f"--tolerance {text!r}: expected two finite numbers from 0")
+    return rtol, atol
+
+
+def _print(found: Verification) -> None:
+    say(f"artifact    {found.artifact}, graph id {found.graph_id[:12]}")
+    say(f"weights     {found.weights}, weights id {found.weights_id[:12]}")
+    print_table("recorded calls", ["engine", "result"], [[each.engine, _recorded(each)] for each in found.goldens])
+    if found.parity:
+        _print_parity(found.parity)
+    if found.swaps:
+        rows = [
+            [
+                each.engine,
+                each.residency,
+                str(each.calls),
+                _result(len(each.problems)),
+                f"{each.seconds_staged:.3f} s",
+                f"{each.seconds_paused * 1e6:.1f} us",
+            ]
+            for each in found.swaps
+        ]
+        title = f"swap from {found.before}, against a model loaded with the weights"
+        print_table(title, ["engine", "residency", "calls", "result", "staged", "paused"], rows)
+    for note in found.notes:
+        say(f"note: {note}")
+    problems = found.problems
+    for problem in problems[:_MOST_SHOWN]:
+        say(f"problem: {problem}", err=True)
+    if len(problems) > _MOST_SHOWN:
+        say(f"and {plural(len(problems) - _MOST_SHOWN, 'more problem')}; --json has all", err=True)
+    count = plural(len(problems), "problem")
+    say(f"{'verified' if found.same else f'not verified, {count}'}, in {found.seconds:.1f} s")
+
+
+def _recorded(check: GoldensCheck) -> str:
+    if check.problems:
+        return _result(len(check.problems))
+    told = {"goldens": "reproduced", "finite": "of other weights; outputs are finite", "none": "there are none"}
+    return told[check.verified]
+
+
+def _result(problems: int) -> str:
+    return f"{problems} wrong" if problems else "equal"
+
+
+def _print_parity(report: ParityReport) -> None:
+    columns = ["engine", "calls", "result", "largest difference", "of the largest value", "compared"]
+    print_table(f"calls, against {report.reference}", columns, [_parity_row(each) for each in report.engines])
+    for engine in report.engines:
+        if engine.divergence:
+            first, *others = engine.divergence.text.split("\n")
+            for line in (f"{engine.engine}, first divergence: {first}", *(f"  {line}" for line in others)):
+                say(line)
+        if engine.note:
+            say(f"{engine.engine}: {engine.note}")
+    if report.other_values:
+        say(f"the model has other values for {', '.join(report.other_values[:_MOST_SHOWN])}")
+
+
+def _parity_row(engine: EngineParity) -> list[str]:
+    measures = [output.measure for case in engine.cases for output in case.outputs if output.measure]
+    wrong = sum(not case.same for case in engine.cases)
+    return [
+        engine.engine,
+        str(len(engine.cases)),
+        f"{wrong} differ" if wrong else "equal",
+        f"{max((each.max_abs for each in measures), default=0):.3g}",
+        f"{max((each.scaled for each in measures), default=0):.3g}",
+        engine.compared_how,
+    ]

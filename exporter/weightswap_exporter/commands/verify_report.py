@@ -1,0 +1,195 @@
+"""A verification as a report for browsers."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+from weightswap_exporter.parity import Divergence, EngineParity, ParityReport
+from weightswap_exporter.parity.swap_check import SwapCheck
+from weightswap_exporter.parity.verification import Verification
+from weightswap_runtime.messages import plural
+from weightswap_tools.reports import (
+    Block,
+    Column,
+    Facts,
+    HeatMap,
+    Lane,
+    Note,
+    Report,
+    Section,
+    Span,
+    Table,
+    Timeline,
+    write_report,
+)
+
+_BEFORE, _AFTER = 5, 20  # modules that are shown around the one where executions part
+_SCALED = "largest difference, as a part of the largest value"
+_PARITY = (
+    Column("engine"),
+    Column("call"),
+    Column("output"),
+    Column("type"),
+    Column("differ", "number", flag=True),
+    Column("max abs", "number"),
+    Column("max rel", "number"),
+    Column("ULP", "number"),
+    Column("cosine", "number"),
+    Column("NaN", "number"),
+    Column("raised"),
+)
+
+
+def write_verification(path: str | os.PathLike[str], found: Verification) -> None:
+    """Write a single HTML file, which appears whole or not at all. Raises OSError."""
+    write_report(path, verification_report(found))
+
+
+def verification_report(found: Verification) -> Report:
+    """The report: facts, what is wrong, and a section for each kind of check."""
+    count = len(found.problems)
+    return Report(
+        title="Verification",
+        subtitle=f"{found.artifact} with {found.weights}",
+        sections=tuple(_sections(found)),
+        verdict="verified" if found.same else plural(count, "problem"),
+        good=found.same,
+    )
+
+
+def _sections(found: Verification) -> Iterator[Section]:
+    facts = (
+        ("artifact", found.artifact),
+        ("graph id", found.graph_id),
+        ("weights", found.weights),
+        ("weights id", found.weights_id),
+        ("swapped from", found.before),
+        ("took", f"{found.seconds:.1f} s"),
+    )
+    notes = tuple(Note(note) for note in found.notes)
+    yield Section("What was verified", (Facts(facts), *notes))
+    if found.parity:
+        yield from _divergences(found.parity)
+    if found.problems:
+        yield Section("Problems", (Table((Column("what"),), tuple((problem,) for problem in found.problems)),))
+    if found.parity:
+        yield _parity(found.parity)
+    yield Section("Recorded calls", (_goldens(found),))
+    if found.swaps:
+        yield Section("Swap", tuple(_swaps(found.swaps)), "Outputs against those of a model loaded with the weights.")
+
+
+def _goldens(found: Verification) -> Table:
+    rows = tuple((each.engine, each.verified, len(each.problems), "\n".join(each.problems)) for each in found.goldens)
+    columns = (Column("engine"), Column("verified"), Column("wrong", "number", flag=True), Column("problems"))
+    return Table(columns, rows)
+
+
+def _parity(report: ParityReport) -> Section:
+    return Section(
+        f"Calls, against {report.reference}",
+        (_heat(report), Table(_PARITY, tuple(row for engine in report.engines for row in _parity_rows(engine)))),
+        "; ".join(f"{engine.engine}: compared {engine.compared_how}" for engine in report.engines),
+    )
+
+
+def _divergences(report: ParityReport) -> Iterator[Section]:
+    """Each place once, with the engines that part there."""
+    names: dict[tuple[str, str, str], list[str]] = {}
+    first: dict[tuple[str, str, str], Divergence] = {}
+    for engine in report.engines:
+        if found := engine.divergence:
+            key = found.found, found.module, found.node
+            names.setdefault(key, []).append(engine.engine)
+            first.setdefault(key, found)
+        elif engine.note:
+            yield Section(f"Where {engine.engine} parts", (Note(engine.note, "bad"),))
+    for key, found in first.items():
+        verb = "parts" if len(names[key]) == 1 else "part"
+        yield Section(f"Where {' and '.join(names[key])} {verb}", (*_divergence(found),))
+
+
+def _heat(report: ParityReport) -> HeatMap:
+    """A row for each output of each call, a column for each engine."""
+    cells: dict[str, dict[str, float | None]] = {}
+    for engine in report.engines:
+        for case in engine.cases:
+            for output in case.outputs:
+                row = cells.setdefault(f"{case.method}, {case.case}: {output.name}", {})
+                row[engine.engine] = output.measure.scaled if output.measure else None
+    columns = tuple(engine.engine for engine in report.engines)
+    values = tuple(tuple(row.get(name) for name in columns) for row in cells.values())
+    return HeatMap(tuple(cells), columns, values, _SCALED, "log", "How far outputs are apart.")
+
+
+def _parity_rows(engine: EngineParity) -> Iterator[tuple[str | int | float | None, ...]]:
+    for case in engine.cases:
+        where = f"{case.method}, {case.case}"
+        if case.error:
+            yield engine.engine, where, "", "", 1, None, None, None, None, None, case.error
+        for output in case.outputs:
+            m = output.measure
+            measured = (
+                (m.found, m.mismatches, m.max_abs, m.max_rel, m.max_ulp, m.cosine, m.nan[1])
+                if m
+                else ("", int(bool(output.problem)), None, None, None, None, None)
+            )
+            yield engine.engine, where, output.name, *measured, ""
+
+
+def _divergence(found: Divergence) -> Iterator[Block]:
+    yield Facts(
+        (
+            ("module", f"{found.module or 'the model itself'} ({found.kind})"),
+            ("inside", " > ".join(name or "the model" for name in found.within)),
+            ("node", f"{found.node}, {found.operator}" if found.node else "none"),
+            ("one side alone calls", ", ".join(found.alone) or "nothing"),
+            ("its tensors", ", ".join(found.weights) or "none"),
+            ("value", found.measure.text),
+            ("agree before", f"{found.agreed} of {found.compared} results"),
+            ("between", f"{found.expected} and {found.found}, in {found.case}"),
+        )
+    )
+    wrong = next((place for place, error in enumerate(found.modules) if error.module == found.module), 0)
+    shown = found.modules[max(0, wrong - _BEFORE) : wrong + _AFTER]
+    rows = tuple(error.module or "the model" for error in shown)
+    values = tuple((error.scaled,) for error in shown)
+    count = f"{len(shown)} of {len(found.modules)} modules, in the order in which they are reached."
+    yield HeatMap(rows, ("difference",), values, _SCALED, "log", count)
+
+
+def _swaps(swaps: tuple[SwapCheck, ...]) -> Iterator[Block]:
+    columns = (
+        Column("engine"),
+        Column("residency"),
+        Column("calls", "number"),
+        Column("wrong", "number", flag=True),
+        Column("read", "bytes"),
+        Column("staged, ms", "number"),
+        Column("paused, ms", "number"),
+    )
+    rows = tuple(
+        (
+            s.engine,
+            s.residency,
+            s.calls,
+            len(s.problems),
+            s.bytes_read,
+            _millis(s.seconds_staged),
+            _millis(s.seconds_paused),
+        )
+        for s in swaps
+    )
+    yield Table(columns, rows)
+    lanes = tuple(Lane(f"{swap.engine}, {swap.residency}", tuple(_spans(swap))) for swap in swaps)
+    yield Timeline(lanes, "One swap each: reading and hashing beside the calls, then the commit.")
+
+
+def _millis(seconds: float) -> float:
+    return round(seconds * 1e3, 4)
+
+
+def _spans(swap: SwapCheck) -> Iterator[Span]:
+    yield Span(0.0, swap.seconds_staged, "staged", "staged")
+    yield Span(swap.seconds_staged, swap.seconds_staged + swap.seconds_paused, "paused", "paused")

@@ -1,0 +1,1 @@
+"""Other engines' files, made from an artifact."""

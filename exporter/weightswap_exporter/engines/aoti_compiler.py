@@ -1,0 +1,185 @@
+"""Compiling a graph with AOTInductor into a shared library that has no weights, for a named kind of machine."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+import shlex
+import shutil
+import sysconfig
+import tempfile
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import torch._inductor
+from torch._inductor import config, cpu_vec_isa, lowering
+from torch._inductor.utils import fresh_inductor_cache
+from torch.fx import GraphModule
+
+from weightswap_runtime.engines.aoti.names import BESIDE_GPUS, TARGETS, Target, is_gpu_target
+from weightswap_runtime.errors import CaptureError, ExportError, Unsupported
+
+_MISSING_COMPILER = "InvalidCxxCompiler"
+_ERROR_LINE = re.compile(r"^.*\berror: (.*)$", re.MULTILINE)
+_CUDA_HEADER = re.compile(r"((?:cuda|crt/|nv/)[^:]*): No such file")
+_CHECK, _PARALLEL = "AOTI_TORCH_CHECK(", "#pragma omp parallel"
+
+# Weights stay out, in every form: by default weights of one element, and vectors of up to eight, are compiled in.
+_SETTINGS: Mapping[str, Any] = {
+    "aot_inductor.package": True,
+    "aot_inductor.package_constants_in_so": False,
+    "aot_inductor.use_runtime_constant_folding": False,
+    "always_keep_tensor_constants": True,
+    "joint_graph_constant_folding": False,
+    "freezing": False,
+    "max_autotune": False,
+    "max_autotune_gemm": False,
+    # headers would be compiled into the user's own cache
+    "aot_inductor.precompile_headers": False,
+    "cpp_cache_precompile_headers": False,
+    "aot_inductor.enable_line_tables": False,
+    "aot_inductor.model_name_for_generated_files": "graph",
+}
+_THREADED: Mapping[str, Any] = {"cpp.dynamic_threads": True}  # else as many as this machine has
+_SERIAL: Mapping[str, Any] = {"cpp.dynamic_threads": False, "cpp.threads": 1}
+_ON_GPU: Mapping[str, Any] = {"aot_inductor.embed_kernel_binary": True}  # else beside the library, in files
+
+
+def compile_library(where: str, module: GraphModule, samples: tuple[torch.Tensor, ...], target: str) -> bytes:
+    """The shared library of a graph with flat inputs and outputs.
+
+    Raises CaptureError for a graph that AOTInductor cannot express, ExportError without a C++ compiler, and Unsupported
+    where this torch cannot compile for the target.
+    """
+    _check_tools()
+    compile_with = partial(_compile, where, module, samples, target)
+    found = compile_with(_THREADED)
+    if found.aborts:
+        found = compile_with(_SERIAL)
+    if found.aborts or found.foreign:
+        what = f"it calls {', '.join(found.foreign)}" if found.foreign else "its checks would end the process"
+        raise CaptureError(f"{where}: AOTInductor cannot compile it for a server: {what}. Use the engine 'torch'")
+    return found.library
+
+
+def _check_tools() -> None:
+    compiler = os.environ.get("CXX", "g++")
+    if not shutil.which(shlex.split(compiler)[0] if compiler.strip() else ""):
+        raise ExportError(
+            f"the engine 'aoti' compiles C++ and finds no {compiler!r}. Install g++, or name a compiler in CXX"
+        )
+    if not hasattr(config.cpp, "march"):
+        raise Unsupported(
+            f"torch {torch.__version__} compiles for the machine that it runs on alone. Install torch>=2.13 to compile "
+            "for the engine 'aoti'"
+        )
+
+
+class _Made:
+    """What AOTInductor has made."""
+
+    def __init__(self, files: list[Any]) -> None:
+        paths = [Path(file) for file in files if isinstance(file, str)]
+        (library,) = (path for path in paths if path.suffix == ".so")
+        self.library = library.read_bytes()
+        sources = [path.read_text(encoding="utf-8") for path in paths if path.suffix == ".cpp"]
+        # an exception that leaves a parallel region ends the process
+        self.aborts = any(_CHECK in source and _PARALLEL in source for source in sources)
+        listed = [path for path in paths if path.suffix == ".json" and not path.stem.endswith("_metadata")]
+        self.foreign = sorted({name for path in listed for name in _foreign(json.loads(path.read_bytes()))})
+
+
+def _foreign(document: Mapping[str, Any]) -> Iterator[str]:
+    """Operators without a C function: such as those of Python packages, which torch's own loader would look up."""
+    for node in document.get("nodes", ()):
+        yield str(node["node"]["target"])
+
+
+def _compile(
+    where: str, module: GraphModule, samples: tuple[torch.Tensor, ...], target: str, threads: Mapping[str, Any]
+) -> _Made:
+    on_gpu = is_gpu_target(target)
+    processor = TARGETS[BESIDE_GPUS if on_gpu else target]
+    # a folder for each time: what is found under the same names is taken for the same
+    with tempfile.TemporaryDirectory(prefix="weightswap-") as folder, _compiling(where, processor, on_gpu, folder):
+        cache = os.environ["TORCHINDUCTOR_CACHE_DIR"]
+        hidden = {cache: ".", str(Path(torch.__file__).parent): "torch", sysconfig.get_paths()["include"]: "python"}
+        maps = [shlex.quote(f"-ffile-prefix-map={path}={name}") for path, name in hidden.items()]
+        settings = {**_SETTINGS, **threads, "cpp.march": " ".join([processor.march, *maps])}
+        settings |= _ON_GPU if on_gpu else {}
+        files = torch._inductor.aot_compile(module, samples, options=settings)
+        assert isinstance(files, list)
+        return _Made(files)
+
+
+@contextmanager
+def _compiling(where: str, processor: Target, on_gpu: bool, folder: str) -> Iterator[None]:
+    """Where AOTInductor finds nothing of the user's and leaves nothing, and knows no processor but this one."""
+    loggers = [logging.getLogger(name) for name in ("torch._inductor", "torch._inductor.utils")]
+    levels = [logger.level for logger in loggers]
+    try:
+        with ExitStack() as stack:
+            stack.enter_context(warnings.catch_warnings())
+            warnings.simplefilter("ignore")
+            for logger in loggers:
+                logger.setLevel(logging.CRITICAL)
+            stack.enter_context(fresh_inductor_cache(dir=folder))
+            stack.enter_context(
+                mock.patch.object(cpu_vec_isa, "valid_vec_isa_list", return_value=[_vectors(processor)])
+            )
+            if not on_gpu:
+                stack.enter_context(mock.patch.dict(lowering.lowerings, _checked_by_torch()))
+            yield
+    except CaptureError:
+        raise
+    except Exception as error:
+        raise _explained(where, error) from error
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
+
+
+def _vectors(target: Target) -> cpu_vec_isa.VecISA:
+    """The vectors of a target and nothing else: torch would add whatever this machine has."""
+    base: type[cpu_vec_isa.VecISA] = cpu_vec_isa.VecAVX512 if target.bits == 512 else cpu_vec_isa.VecAVX2
+
+    class Vectors(base):  # type: ignore[misc, valid-type]
+        __hash__ = cpu_vec_isa.VecISA.__hash__
+
+        def __bool__(self) -> bool:  # the processor may lack them; nothing is tried out
+            return True
+
+    found: cpu_vec_isa.VecISA = Vectors()
+    return found
+
+
+def _checked_by_torch() -> Mapping[Any, Callable[..., Any]]:
+    """Lookups by torch's own kernel, which raises for a bad index. In generated code one would end the process."""
+    target = torch.ops.aten.index.Tensor
+    handler: Any = lowering.fallback_handler
+    return {target: handler(target, add_to_fallback_set=False)}
+
+
+def _explained(where: str, error: Exception) -> Exception:
+    chain: list[BaseException] = [error]
+    while (cause := chain[-1].__cause__ or chain[-1].__context__) is not None and cause not in chain:
+        chain.append(cause)
+    if any(type(item).__name__ == _MISSING_COMPILER for item in chain):
+        return ExportError(f"the engine 'aoti' compiles C++ and finds no compiler. Install g++, or set CXX ({error})")
+    text = "\n".join(str(item) for item in chain)
+    said = _ERROR_LINE.search(text)
+    if said and (header := _CUDA_HEADER.match(said[1])):
+        return ExportError(
+            f"the engine 'aoti' compiles for GPUs with the CUDA toolkit, and finds no {header[1]}. Install the toolkit "
+            f"of CUDA {torch.version.cuda}, and name its folder in CUDA_HOME"
+        )
+    reason = f"the C++ compiler says: {said[1]}" if said else next(iter(str(error).strip().splitlines()), "")
+    return CaptureError(f"{where}: AOTInductor of torch {torch.__version__} cannot compile it: {reason:.500}")

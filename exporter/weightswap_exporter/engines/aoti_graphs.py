@@ -1,0 +1,160 @@
+"""A method's graph as AOTInductor takes it: tensors alone go in and come out."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any, NamedTuple
+
+import torch
+from torch._guards import detect_fake_mode
+from torch._subclasses import FakeTensor
+from torch.export import ExportedProgram
+from torch.export.graph_signature import InputKind, OutputKind
+from torch.fx import GraphModule, Node
+from torch.fx.graph import CodeGen
+from torch.utils import _pytree as pytree
+
+from weightswap_exporter.capture.mutations import is_plain
+from weightswap_runtime.errors import CaptureError
+from weightswap_runtime.format.manifest import Method
+from weightswap_runtime.format.signature import Integer, Leaf, Tensor, input_leaves, leaves
+
+
+class FlatGraph(NamedTuple):
+    """A graph module with flat inputs and outputs, and a sample of its inputs. `read` are the FQNs that it depends on.
+
+    An integer goes in as the size of a tensor without values, and comes out as a tensor without dimensions. `written`
+    are the places, among the method's flat inputs, of those that a call changes.
+    """
+
+    module: GraphModule
+    samples: tuple[torch.Tensor, ...]
+    read: frozenset[str]
+    written: tuple[int, ...]
+
+
+def flat_graph(where: str, program: ExportedProgram, method: Method, device: torch.device) -> FlatGraph:
+    """The graph of a program that is on `device`. Raises CaptureError for inputs that AOTInductor cannot take."""
+    written = _written_inputs(program)
+    module = program.module(check_guards=False)
+    assert isinstance(module, GraphModule)
+    _name_constants(module)
+    if device.type == "cpu":
+        _adapt(module)
+    signature = method.signature
+    given = input_leaves(signature)
+    outputs = _flatten_outputs(module, leaves(signature.output))
+    places = list(module.graph.find_nodes(op="placeholder"))
+    samples = []
+    for place, leaf in zip(places, given, strict=True):
+        if isinstance(leaf, Tensor):
+            samples.append(_sample(where, leaf, place.meta["val"]).to(device))
+        elif isinstance(leaf, Integer):
+            samples.append(_as_size(where, module, place, leaf))
+        else:
+            module.graph.erase_node(place)
+    module.graph._codegen = CodeGen()
+    module._in_spec = pytree.tree_structure((tuple(samples), {}))
+    module._out_spec = pytree.tree_structure(outputs)
+    module.graph.eliminate_dead_code()
+    module.recompile()
+    read = {str(node.target) for node in module.graph.nodes if node.op == "get_attr" and node.users}
+    return FlatGraph(module, tuple(samples), frozenset(read), written)
+
+
+def _written_inputs(program: ExportedProgram) -> tuple[int, ...]:
+    if is_plain(program):
+        return ()
+    with warnings.catch_warnings():  # torch copies a class of its own that it deprecates
+        warnings.filterwarnings("ignore", "`isinstance\\(treespec, LeafSpec\\)`", FutureWarning)
+        specs = program.run_decompositions({}).graph_signature.output_specs
+    names = {spec.target for spec in specs if spec.kind is OutputKind.USER_INPUT_MUTATION}
+    given = [spec for spec in program.graph_signature.input_specs if spec.kind is InputKind.USER_INPUT]
+    return tuple(place for place, spec in enumerate(given) if getattr(spec.arg, "name", None) in names)
+
+
+def _name_constants(module: GraphModule) -> None:
+    """AOTInductor would give names of its own to tensors that are not registered."""
+    named = {
+        *dict(module.named_parameters(remove_duplicate=False)),
+        *dict(module.named_buffers(remove_duplicate=False)),
+    }
+    for node in module.graph.find_nodes(op="get_attr"):
+        owner, _, name = str(node.target).rpartition(".")
+        home = module.get_submodule(owner)
+        value = getattr(home, name)
+        if isinstance(value, torch.Tensor) and node.target not in named:
+            delattr(home, name)
+            home.register_buffer(name, value)
+            named.add(node.target)
+
+
+def _adapt(module: GraphModule) -> None:
+    """Say with other operators what AOTInductor would make a process-ending check of, or call from Python alone."""
+    for part in module.modules():
+        if isinstance(part, GraphModule):
+            for node in list(part.graph.find_nodes(op="call_function", target=torch.ops.aten.embedding.default)):
+                _look_up(part.graph, node)
+
+
+def _look_up(graph: torch.fx.Graph, node: Node) -> None:
+    """An embedding as an index, which counts negative numbers from the end; here they are to be refused."""
+    table, places = node.args[:2]
+    assert isinstance(table, Node)
+    with graph.inserting_before(node):
+        below = graph.call_function(torch.ops.aten.lt.Scalar, (places, 0))
+        beyond = graph.call_function(torch.ops.aten.sym_size.int, (table, 0))
+        checked = graph.call_function(torch.ops.aten.masked_fill.Scalar, (places, below, beyond))
+    node.target, node.args, node.kwargs = torch.ops.aten.index.Tensor, (table, [checked]), {}
+
+
+def _flatten_outputs(module: GraphModule, wanted: list[Leaf]) -> tuple[Any, ...]:
+    """Let the graph give what is not a literal: the manifest has those."""
+    output = module.graph.output_node()
+    (found,) = output.args
+    assert isinstance(found, list | tuple)
+    with module.graph.inserting_before(output):
+        kept = [_output(module, value, leaf) for value, leaf in zip(found, wanted, strict=True)]
+    values = tuple(value for value in kept if value is not None)
+    output.args = (values,)
+    return values
+
+
+def _output(module: GraphModule, value: Any, leaf: Leaf) -> Any:
+    if isinstance(leaf, Tensor):
+        return value
+    if not isinstance(leaf, Integer):
+        return None
+    target = torch.ops.aten.scalar_tensor.default
+    return module.graph.call_function(target, (value,), {"dtype": torch.int64, "device": torch.device("cpu")})
+
+
+def _sample(where: str, leaf: Tensor, value: FakeTensor) -> torch.Tensor:
+    """A tensor of the sizes that the graph was captured with."""
+    shape, stride = [_hint(size) for size in value.shape], [_hint(step) for step in value.stride()]
+    rows = torch.empty(shape, dtype=value.dtype, device="meta").stride()
+    if any(found != step for found, step, size in zip(stride, rows, shape, strict=True) if size > 1) and 0 not in shape:
+        raise CaptureError(
+            f"{where}: was captured with {leaf.name!r} of shape {shape} in the strides {stride}, and AOTInductor would "
+            f"take no others. Export with a contiguous sample, which has {list(rows)}"
+        )
+    return torch.zeros(shape, dtype=value.dtype)
+
+
+def _hint(size: Any) -> int:
+    return size if isinstance(size, int) else int(size.node.hint)
+
+
+def _as_size(where: str, module: GraphModule, place: Node, leaf: Integer) -> torch.Tensor:
+    """Take an integer as the size of a tensor instead: AOTInductor takes no numbers."""
+    value = place.meta["val"]
+    mode = detect_fake_mode([node.meta.get("val") for node in module.graph.nodes])
+    if mode is None or not isinstance(value, torch.SymInt):
+        raise CaptureError(f"{where}: takes the integer {leaf.name!r}, which AOTInductor cannot take")
+    with module.graph.inserting_after(place):
+        size = module.graph.call_function(torch.ops.aten.sym_size.int, (place, 0))
+    size.meta["val"] = value
+    place.replace_all_uses_with(size, delete_user_cb=lambda user: user is not size)
+    with mode:
+        place.meta["val"] = torch.empty((value,), dtype=torch.uint8)
+    return torch.zeros(_hint(value), dtype=torch.uint8)

@@ -1,0 +1,101 @@
+"""An artifact's graphs as AOTInductor packages without weights: every weight is bound under its FQN at run time."""
+
+from __future__ import annotations
+
+import io
+import zipfile
+
+import msgspec
+import torch
+from torch.export import ExportedProgram
+
+from weightswap_exporter.capture.reopening import method_program
+from weightswap_runtime import Artifact
+from weightswap_runtime.engines.aoti.device import target_of
+from weightswap_runtime.engines.aoti.library import Library
+from weightswap_runtime.engines.aoti.names import LIBRARY_SUFFIX, NOTE_NAME, Note, Taken, machine_name, machine_targets
+from weightswap_runtime.errors import CaptureError, Unsupported
+from weightswap_runtime.format.manifest import GraphInput
+from weightswap_runtime.memory.opening import device_name
+from weightswap_runtime.tensors.dtypes import TORCH_NAMES
+
+from .aoti_compiler import compile_library
+from .aoti_graphs import flat_graph
+
+_FOLDER = "data/aotinductor/model"
+_FORMAT = {"archive_format": b"pt2", "archive_version": b"0", "byteorder": b"little", ".data/version": b"3\n"}
+
+
+def build_device(name: str) -> torch.device:
+    """The device called `name`, which is here. Raises Unsupported."""
+    return torch.device(device_name(name))
+
+
+def build_target(device: torch.device) -> str:
+    """The target that packages are compiled for here: the best that this machine can run. Raises Unsupported."""
+    if device.type != "cpu":
+        return target_of(device)
+    targets = machine_targets()
+    if not targets:
+        raise Unsupported(f"the engine 'aoti' compiles for x86_64 with AVX2 on Linux; this machine is {machine_name()}")
+    return targets[0]
+
+
+def package(artifact: Artifact, name: str, target: str, device: torch.device) -> bytes:
+    """The package of a method for a target, which `device` is, as torch's loader for packages reads it, too.
+
+    Raises ArtifactError, Unsupported, CaptureError for a graph that AOTInductor cannot express, and ExportError without
+    a C++ compiler.
+    """
+    where = f"method {name!r}"
+    method = artifact.manifest.methods[name]
+    program = method_program(artifact, name, device)
+    rows = _rows(program, method.inputs)
+    graph = flat_graph(where, program, method, device)
+    raw = compile_library(where, graph.module, graph.samples, target)
+    taken = [constant.fqn for constant in Library(raw, where, device).constants]
+    if unknown := sorted(set(taken) - rows.keys()):
+        raise CaptureError(f"{where}: AOTInductor has made the constant {unknown[0]!r} of its own")
+    swapped = {fqn for fqn, row in rows.items() if row.kind != "constant"}
+    if lost := sorted(graph.read & swapped - set(taken)):
+        raise CaptureError(f"{where}: AOTInductor has compiled the value of {lost[0]!r} in, which no swap would change")
+    note = Note(
+        graph_id=artifact.graph_id,
+        method=name,
+        target=target,
+        torch=str(torch.__version__),
+        tensors=tuple(rows[fqn] for fqn in sorted(taken)),
+        written=graph.written,
+    )
+    return _archive(name, note, raw, device)
+
+
+def _rows(program: ExportedProgram, inputs: tuple[GraphInput, ...]) -> dict[str, Taken]:
+    """What the program calls its tensors, and what the manifest does."""
+    tables = (program.state_dict, program.constants)
+    rows = {}
+    for item, spec in zip(inputs, program.graph_signature.input_specs, strict=True):
+        tensor = next((table[spec.target] for table in tables if spec.target in table), None)
+        if item.kind != "input" and spec.target is not None and isinstance(tensor, torch.Tensor):
+            dtype = TORCH_NAMES[str(tensor.dtype).removeprefix("torch.")]
+            shape, stride = tuple(tensor.shape), tuple(tensor.stride())
+            rows[spec.target] = Taken(spec.target, item.kind, item.name, dtype, shape, stride)
+    return rows
+
+
+def _archive(name: str, note: Note, library: bytes, device: torch.device) -> bytes:
+    facts = {"AOTI_DEVICE_KEY": device.type}
+    records = {
+        **_FORMAT,
+        NOTE_NAME: msgspec.json.encode(note),
+        f"{_FOLDER}/{name}{LIBRARY_SUFFIX}": library,
+        f"{_FOLDER}/{name}.wrapper_metadata.json": msgspec.json.encode(facts),
+    }
+    written = io.BytesIO()
+    with zipfile.ZipFile(written, "w", zipfile.ZIP_DEFLATED) as archive:
+        for path, content in records.items():
+            # a plain ZipInfo: fixed date, no platform
+            info = zipfile.ZipInfo(f"{name}/{path}")
+            info.compress_type = zipfile.ZIP_DEFLATED
+            archive.writestr(info, content)
+    return written.getvalue()

@@ -1,0 +1,148 @@
+"""Files for other engines than `torch`, made from an artifact's graphs and added to the artifact."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import msgspec
+from blake3 import blake3
+
+from weightswap_runtime import Artifact
+from weightswap_runtime.engines.aoti import names as aoti_names
+from weightswap_runtime.engines.choosing import ENGINES
+from weightswap_runtime.engines.onnx import names as onnx_names
+from weightswap_runtime.errors import ExportError, Unsupported
+from weightswap_runtime.format.manifest import MANIFEST_NAME, Manifest, encode_manifest
+from weightswap_runtime.memory.opening import HOST
+from weightswap_runtime.sources.atomic import new_file
+
+Tell = Callable[[str], object]
+
+
+def tell_nobody(_: str) -> None:
+    """What is being done is told to nobody."""
+
+
+def check_engines(engines: Sequence[str]) -> None:
+    """Raise Unsupported for an engine that there is not."""
+    names = engines if isinstance(engines, Sequence) and not isinstance(engines, str) else (engines,)
+    if not {str(name) for name in names} <= set(ENGINES) or names is not engines:
+        raise Unsupported(f"engines={engines!r}: expected a sequence of {', '.join(map(repr, ENGINES))}")
+
+
+def compile_engines(
+    artifact: str | os.PathLike[str] | Artifact,
+    engines: Sequence[str],
+    *,
+    trial: bool = True,
+    device: str = HOST,
+    tell: Tell = tell_nobody,
+) -> Artifact:
+    """Make what other engines need from the graphs of an artifact, and add it to the artifact's folder.
+
+    engines: "aoti" compiles each method with AOTInductor, for machines like this one; needs a C++ compiler. "onnx"
+    writes an ONNX model without weights for each method; needs the extra `onnx-export`. "torch" needs nothing: every
+    artifact has its graphs.
+
+    device: what "aoti" compiles for: "cpu", or "cuda" for GPUs like this machine's, which needs the CUDA toolkit, too.
+    An artifact can have both. The other engines' files are the same for all devices.
+
+    trial: compare what was compiled with the graph itself, in a process of its own with random weights and inputs, and
+    refuse what gives something else. A UserWarning says where that cannot be done, as for more than 2 GB of weights.
+
+    tell: called with what is being done, in words.
+
+    Files of the same engine and machine that are there already are replaced; the graph id stays. Returns the artifact
+    with its new files. Processes that serve it are not disturbed. Raises Unsupported, MissingExtra, ArtifactError,
+    CaptureError for a graph that the engine cannot express, and ExportError.
+    """
+    check_engines(engines)
+    if device != HOST and not any(ENGINES[engine].by_device for engine in engines):
+        raise Unsupported(f"device={device!r}: what is compiled for {', '.join(engines)} is the same for all devices")
+    opened = artifact if isinstance(artifact, Artifact) else Artifact.open(artifact)
+    folder = opened.folder
+    files = engine_files(opened, engines, device, tell)
+    if trial:
+        tell("trying what was compiled")
+        _try(opened, files, engines, device)
+    try:
+        for name, content in files.items():
+            _write(folder / name, content)
+        # last: a folder whose manifest does not list a file is still whole
+        _write(folder / MANIFEST_NAME, encode_manifest(with_files(opened.manifest, files)))
+    except OSError as error:
+        raise ExportError(f"{folder}: cannot be written ({error})") from error
+    return Artifact.open(folder)
+
+
+def _try(artifact: Artifact, files: dict[str, bytes], engines: Sequence[str], device: str) -> None:
+    """Try the files beside a copy of the artifact."""
+    with TemporaryDirectory(prefix="weightswap-") as folder:
+        copy = Path(folder) / "artifact"
+        shutil.copytree(artifact.folder, copy)
+        write_files(copy, artifact.manifest, files)
+        try_engines(Artifact.open(copy), engines, device)
+
+
+def try_engines(artifact: Artifact, engines: Sequence[str], device: str = HOST) -> None:
+    """Compare what was compiled for other engines with the graphs. Raises CaptureError."""
+    from .trial import try_engine
+
+    for engine in dict.fromkeys(engines):
+        if ENGINES[engine].compiled:
+            try_engine(artifact, engine, device if ENGINES[engine].by_device else HOST)
+
+
+def write_files(folder: Path, manifest: Manifest, files: dict[str, bytes]) -> None:
+    """Write files and the manifest that lists them into a folder that nobody reads yet."""
+    for name, content in (files | {MANIFEST_NAME: encode_manifest(with_files(manifest, files))}).items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(content)
+
+
+def engine_files(
+    artifact: Artifact, engines: Sequence[str], device: str = HOST, tell: Tell = tell_nobody
+) -> dict[str, bytes]:
+    """The files that engines need beside the graphs, by their name in the artifact."""
+    files: dict[str, bytes] = {}
+    wanted = [
+        (engine, name) for engine in dict.fromkeys(engines) if ENGINES[engine].compiled for name in artifact.methods
+    ]
+    for place, (engine, name) in enumerate(wanted, start=1):
+        tell(f"compiling {name} for the engine {engine} ({place} of {len(wanted)})")
+        file, content = _MAKERS[engine](artifact, name, device)
+        files[file] = content
+    return files
+
+
+def with_files(manifest: Manifest, files: Mapping[str, bytes]) -> Manifest:
+    """The manifest with files that are no part of the graph id."""
+    digests = manifest.files | {name: blake3(content).hexdigest() for name, content in files.items()}
+    return msgspec.structs.replace(manifest, files=dict(sorted(digests.items())))
+
+
+def _onnx(artifact: Artifact, method: str, _: str) -> tuple[str, bytes]:
+    from .onnx_graphs import onnx_graph
+
+    return onnx_names.graph_file(method), onnx_graph(artifact, method)
+
+
+def _aoti(artifact: Artifact, method: str, device: str) -> tuple[str, bytes]:
+    from .aoti_packages import build_device, build_target, package
+
+    place = build_device(device)
+    target = build_target(place)
+    return aoti_names.package_file(target, method), package(artifact, method, target, place)
+
+
+# what makes a method's file, for a device: its name and content
+_MAKERS: dict[str, Callable[[Artifact, str, str], tuple[str, bytes]]] = {"aoti": _aoti, "onnx": _onnx}
+
+
+def _write(path: Path, content: bytes) -> None:
+    with new_file(path) as file:
+        file.write(content)

@@ -1,0 +1,120 @@
+"""ONNX models for other tools: one graph whose weights lie in a weight file, which it points into."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from weightswap_runtime import Artifact
+from weightswap_runtime.engines.onnx import names as onnx_names
+from weightswap_runtime.engines.onnx.elements import element_of
+from weightswap_runtime.errors import ExportError, MissingExtra, UnknownMethod, Unsupported, WeightsMismatch
+from weightswap_runtime.format.manifest import NamedTensor
+from weightswap_runtime.format.weight_set import StoredTensor, open_weights
+from weightswap_runtime.sources.atomic import new_file
+from weightswap_runtime.sources.location import check_writable
+from weightswap_runtime.staging.full import Plan, plan
+from weightswap_runtime.staging.request import SwapRequest
+
+try:
+    import onnx
+except ImportError as error:
+    raise MissingExtra("writing ONNX graphs", "onnx-export") from error
+
+
+def export_onnx(
+    artifact: str | os.PathLike[str] | Artifact,
+    weights: str | os.PathLike[str],
+    *,
+    out: str | os.PathLike[str],
+    method: str | None = None,
+) -> Path:
+    """Write one method as an ONNX model whose initialisers are external data in a weight file. No tensor is copied.
+
+    artifact: compiled for the engine `onnx`; or one whose graph is translated now, which needs torch. weights: a local
+    weight file, or .safetensors files that hold every weight as it is, under runtime names or the checkpoint's keys. It
+    must lie in the folder of `out` or below, as ONNX wants relative paths; the model follows it if it is replaced,
+    whatever is in it then. method: `forward` or the only one, if none is named. State stays an input, and its value
+    after the call an output (`NAME.after`).
+
+    Returns the path of the model. Raises ArtifactError, CaptureError, UnknownMethod, Unsupported, ExportError, and what
+    opening weights raises.
+    """
+    check_writable(out)
+    if Path(out).is_dir():
+        raise ExportError(f"{out}: is a folder; give the name of the .onnx file")
+    opened = artifact if isinstance(artifact, Artifact) else Artifact.open(artifact)
+    path, name = Path(out), _method(opened, method)
+    model = onnx.load_from_string(_graph(opened, name))
+    with open_weights(weights) as files:
+        found = plan(files, opened.manifest, SwapRequest(weights))
+        if found.match.computed:
+            raise WeightsMismatch(
+                files.where,
+                [f"{weight}: has to be computed by the adapter" for weight in found.match.computed],
+                "Pack the checkpoint first: weightswap pack.",
+            )
+        if any(isinstance(file.path, Path) and path.resolve() == file.path.resolve() for file in files.files):
+            raise ExportError(f"{path}: is the weight file itself; give the name of an .onnx file beside it")
+        _point(model, opened.manifest.weights, found, path)
+    _write(model, path)
+    return path
+
+
+def _method(artifact: Artifact, method: str | None) -> str:
+    name = method or ("forward" if "forward" in artifact.methods or len(artifact.methods) != 1 else artifact.methods[0])
+    if name not in artifact.methods:
+        raise UnknownMethod(f"{name!r} is not a method of this artifact, which has: {', '.join(artifact.methods)}")
+    return name
+
+
+def _graph(artifact: Artifact, method: str) -> bytes:
+    if (file := onnx_names.graph_file(method)) in artifact.manifest.files:
+        return artifact.read(file)
+    from .onnx_graphs import onnx_graph
+
+    return onnx_graph(artifact, method)
+
+
+def _point(model: onnx.ModelProto, rows: tuple[NamedTensor, ...], found: Plan, path: Path) -> None:
+    """Make initialisers of the inputs that are weights."""
+    weights = {name: row for row in rows for name in row.names}
+    inputs = list(model.graph.input)
+    del model.graph.input[:]
+    for item in inputs:
+        if (row := weights.get(item.name)) is None:
+            model.graph.input.append(item)
+            continue
+        stored = found.weights.tensors[found.match.found[row.name][0]]
+        model.graph.initializer.append(_pointer(item.name, stored, path))
+
+
+def _pointer(name: str, stored: StoredTensor, path: Path) -> onnx.TensorProto:
+    file = stored.file.path
+    if not isinstance(file, Path):
+        raise Unsupported(f"{stored.file.where}: an ONNX model cannot point to a URL; copy the file beside it")
+    try:
+        place = file.resolve().relative_to(path.parent.resolve())
+    except ValueError:
+        raise ExportError(
+            f"{path}: must lie in a folder that holds {file}, as ONNX knows only paths from there down"
+        ) from None
+    code = element_of(name, stored.dtype).code
+    if not stored.nbytes:
+        return onnx.TensorProto(name=name, data_type=code, dims=stored.shape, raw_data=b"")
+    tensor = onnx.TensorProto(name=name, data_type=code, dims=stored.shape, data_location=onnx.TensorProto.EXTERNAL)
+    for key, value in (("location", place.as_posix()), ("offset", stored.offset), ("length", stored.nbytes)):
+        tensor.external_data.add(key=key, value=str(value))
+    return tensor
+
+
+def _write(model: onnx.ModelProto, path: Path) -> None:
+    try:
+        with new_file(path) as file:
+            file.write(model.SerializeToString(deterministic=True))
+            file.flush()
+            onnx.checker.check_model(file.name, full_check=True)
+    except onnx.checker.ValidationError as error:
+        raise ExportError(*f"{path}: the ONNX checker refuses it: {error}".splitlines()) from error
+    except OSError as error:
+        raise ExportError(f"{path}: cannot be written ({error})") from error

@@ -1,0 +1,254 @@
+"""An artifact's graphs as ONNX models without weights: every weight is an input under its FQN."""
+
+from __future__ import annotations
+
+import logging
+import re
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+from torch.export import ExportedProgram
+from torch.export.graph_signature import OutputKind
+
+from weightswap_exporter.capture.mutations import mutated_buffers
+from weightswap_exporter.capture.reopening import method_program
+from weightswap_runtime import Artifact
+from weightswap_runtime.engines.onnx.elements import element_of
+from weightswap_runtime.engines.onnx.names import Names, onnx_names, output_dtypes
+from weightswap_runtime.errors import CaptureError, MissingExtra
+from weightswap_runtime.format.manifest import Manifest, Method, NamedTensor
+from weightswap_runtime.format.signature import Tensor, input_leaves, leaves
+
+from .onnx_rewrites import adapt
+
+try:
+    import onnx
+    import onnx_ir as ir
+    import onnxscript  # noqa: F401  torch needs it
+except ImportError as error:
+    raise MissingExtra("writing ONNX graphs", "onnx-export") from error
+
+_KIND = "pkg.torch.export.graph_signature.OutputSpec.kind"  # where torch notes what a value is to the method
+_TARGET = re.compile(r"target=(torch\.ops\.[\w.]+)")
+_MISSING = re.compile(r"No ONNX function found for <OpOverload\(op='([\w.:]+)', overload='(\w+)'\)>")
+
+
+def onnx_graph(artifact: Artifact, name: str) -> bytes:
+    """The ONNX model of a method. Weights and state are inputs, the state after the call follows the outputs.
+
+    The translation is torch's, without optimisations, which would fold weights. Raises ArtifactError, CaptureError
+    for a graph that has no ONNX equivalent, and Unsupported for a dtype that ONNX Runtime lacks.
+    """
+    where = f"method {name!r}"
+    method = artifact.manifest.methods[name]
+    program = method_program(artifact, name)
+    _check_tables(artifact.manifest, method)
+    _check_state(where, artifact)
+    changed = mutated_buffers(program)
+    adapt(program)
+    translated = _translate(where, program)
+    names = onnx_names(artifact.manifest, method)
+    targets = (spec.target for spec in program.graph_signature.input_specs)
+    fqns = {target: item.name for target, item in zip(targets, method.inputs, strict=True) if target is not None}
+    _Interface(where, translated, names, fqns, output_dtypes(artifact.manifest, method)).put(changed)
+    model = ir.to_proto(translated.model)
+    try:
+        onnx.checker.check_model(model, full_check=True)
+    except Exception as error:
+        raise CaptureError(
+            *f"{where}: torch {torch.__version__} writes a bad ONNX graph for it: {error}".splitlines()
+        ) from error
+    return bytes(model.SerializeToString(deterministic=True))
+
+
+def _check_tables(manifest: Manifest, method: Method) -> None:
+    """Raise Unsupported for a tensor of a dtype that ONNX Runtime lacks."""
+    used = {item.name for item in method.inputs}
+    rows = [row for row in (*manifest.weights, *manifest.state) if not used.isdisjoint(row.names)]
+    signature = method.signature
+    flat = input_leaves(signature)
+    for item in (*rows, *flat, *leaves(signature.output)):
+        if isinstance(item, NamedTensor | Tensor):
+            element_of(item.name, item.dtype)
+
+
+def _check_state(where: str, artifact: Artifact) -> None:
+    tied = [row.name for row in artifact.manifest.state if row.aliases]
+    if tied:
+        raise CaptureError(f"{where}: the state {tied[0]!r} has two names, which an ONNX graph cannot express")
+
+
+def _translate(where: str, program: ExportedProgram) -> Any:
+    try:
+        with _quietly(), _keeping_states(), torch.no_grad():
+            return torch.onnx.export(program, dynamo=True, optimize=False, verbose=False)
+    except Exception as error:
+        raise CaptureError(f"{where}: it has no ONNX equivalent: {_reason(error)}") from error
+
+
+@contextmanager
+def _quietly() -> Iterator[None]:
+    """torch warns and logs of its own ways, none of which the caller chooses."""
+    logger = logging.getLogger("torch.onnx")
+    before = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logger.setLevel(before)
+
+
+@contextmanager
+def _keeping_states() -> Iterator[None]:
+    """torch ends with a pass that drops what no output needs, and does not count new values of buffers as outputs."""
+    from torch.onnx._internal._lazy_import import onnxscript_apis  # type: ignore[attr-defined]
+
+    convert = onnxscript_apis.convert_version
+
+    def converted(model: Any, version: int) -> Any:
+        outputs = list(model.graph.outputs)
+        found = [value for node in model.graph for value in node.outputs if value not in outputs]
+        model.graph.outputs.extend(value for value in found if value.metadata_props.get(_KIND) == "BUFFER_MUTATION")
+        model = convert(model, version)
+        while len(model.graph.outputs) > len(outputs):
+            model.graph.outputs.pop()
+        return model
+
+    with mock.patch.object(onnxscript_apis, "convert_version", converted):
+        yield
+
+
+def _reason(error: BaseException) -> str:
+    """The operator that could not be translated, and why."""
+    chain = [str(error)]
+    cause = error.__cause__
+    while cause is not None:
+        chain.append(str(cause))
+        cause = cause.__cause__
+    text = "\n".join(chain)
+    missing = sorted({f"{name}.{overload}" for name, overload in _MISSING.findall(text)})
+    if missing:
+        return f"ONNX has no {', '.join(missing)}"
+    found = _TARGET.search(text)
+    last = chain[-1].strip().splitlines()[0]
+    return f"{found[1]}: {last}" if found else last
+
+
+class _Interface:
+    """Gives a translated graph the inputs, outputs and names that the runtime expects.
+
+    `fqns` are the manifest's names of the program's tensors, `dtypes` those of the outputs by their names.
+    """
+
+    def __init__(
+        self, where: str, translated: Any, names: Names, fqns: Mapping[str, str], dtypes: Mapping[str, str]
+    ) -> None:
+        self._where = where
+        self._model = translated.model
+        self._graph = translated.model.graph
+        self._signature = translated.exported_program.graph_signature
+        self._names = names
+        self._fqns = fqns
+        self._dtypes = dtypes
+
+    def put(self, changed: frozenset[str]) -> None:
+        """`changed` are the program's names of the buffers that a call changes."""
+        inputs = self._inputs()
+        weights = self._weights()
+        finals = {**self._outputs(), **self._states(changed)}
+        self._graph.inputs.clear()
+        self._graph.outputs.clear()
+        self._graph.inputs.extend([*weights.values(), *inputs.values()])
+        for name, value in finals.items():
+            self._graph.outputs.append(self._final(name, value))
+        public = dict(zip(finals, self._graph.outputs, strict=True)) | inputs | weights
+        self._rename(public | dict(self._graph.initializers))
+        self._strip()
+
+    def _inputs(self) -> dict[str, Any]:
+        found, wanted = list(self._graph.inputs), [name for name in self._names.inputs if name is not None]
+        return self._paired("inputs", wanted, found)
+
+    def _outputs(self) -> dict[str, Any]:
+        for spec in self._signature.output_specs:
+            if spec.kind is OutputKind.USER_INPUT_MUTATION:
+                raise CaptureError(f"{self._where}: it changes the input {spec.target!r}, which ONNX cannot express")
+        wanted = [name for name in self._names.outputs if name is not None]
+        return self._paired("outputs", wanted, list(self._graph.outputs))
+
+    def _paired(self, what: str, wanted: list[str], found: list[Any]) -> dict[str, Any]:
+        if len(wanted) != len(found):
+            raise CaptureError(f"{self._where}: its ONNX graph has {len(found)} {what}, expected {len(wanted)}")
+        return dict(zip(wanted, found, strict=True))
+
+    def _weights(self) -> dict[str, Any]:
+        """The initializers that become inputs; constants stay what they are. Those that nothing uses go."""
+        weights = {}
+        for name, value in list(self._graph.initializers.items()):
+            del self._graph.initializers[name]
+            fqn = self._fqns.get(name)
+            if fqn in self._names.tensors:
+                value.const_value = None
+                weights[fqn] = value
+            elif value.uses() or value in self._graph.outputs:
+                self._graph.initializers[name] = value
+        return weights
+
+    def _states(self, changed: frozenset[str]) -> dict[str, Any]:
+        """The values of the buffers after a call."""
+        values = {value.name: value for value in self._values()}
+        final = {
+            spec.target: values.get(spec.arg.name)
+            for spec in self._signature.output_specs
+            if spec.kind is OutputKind.BUFFER_MUTATION
+        }
+        lost = sorted(name for name in changed | final.keys() if final.get(name) is None)
+        if lost:
+            raise CaptureError(f"{self._where}: its ONNX graph has lost the new value of the buffer {lost[0]!r}")
+        new = {self._fqns[name]: value for name, value in final.items()}
+        return {after: new[name] for name, after in self._names.after.items() if name in new}
+
+    def _final(self, name: str, value: Any) -> Any:
+        """The value as an output of its own, in the dtype that the manifest says: some translations give another."""
+        code = element_of(name, self._dtypes[name]).code
+        node = ir.node("Cast", inputs=[value], attributes={"to": code})
+        self._graph.append(node)
+        (output,) = node.outputs
+        output.type, output.shape = ir.TensorType(ir.DataType(code)), value.shape
+        return output
+
+    def _values(self) -> Iterator[Any]:
+        yield from self._graph.inputs
+        yield from self._graph.initializers.values()
+        for node in self._graph.all_nodes():
+            yield from node.outputs
+
+    def _rename(self, public: Mapping[str, Any]) -> None:
+        initializers = list(self._graph.initializers.items())
+        self._graph.initializers.clear()
+        known = {id(value) for value in public.values()}
+        taken = set(public)
+        for number, value in enumerate(self._values()):
+            if id(value) not in known:
+                value.name = value.name if value.name and value.name not in taken else f"{value.name or ''}#{number}"
+                taken.add(value.name)
+        for name, value in public.items():
+            value.name = name
+        for name, value in initializers:
+            self._graph.initializers[name] = value
+
+    def _strip(self) -> None:
+        """Without what tells of the build machine, or of the model's source."""
+        for item in (self._model, self._graph, *self._graph.all_nodes(), *self._values()):
+            item.metadata_props.clear()
+            item.doc_string = None
+        for function in self._model.functions.values():
+            function.metadata_props.clear()
+            for node in function:
+                node.metadata_props.clear()

@@ -1,0 +1,136 @@
+"""Trying what was compiled for another engine: on random weights and inputs it must give what the graph itself gives.
+
+Translations are sometimes wrong, and some of their results end the process that opens them. So this runs in a process
+of its own: `python -m weightswap_exporter.engines.trial FOLDER ENGINE DEVICE` prints a JSON list of what is wrong, or
+a text that says why it could not be tried.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from weightswap_runtime import Artifact, Model, load
+from weightswap_runtime.errors import CaptureError, WeightswapError
+from weightswap_runtime.format.signature import Signature, leaves
+from weightswap_runtime.memory.opening import HOST
+from weightswap_runtime.tensors.content import TensorBytes, as_float64
+from weightswap_runtime.tensors.dtypes import has_fractions
+from weightswap_tools.call_inputs import call_flat
+from weightswap_tools.random_inputs import Sizes, common_sizes, random_values, write_random_weights
+
+MOST_BYTES = 2 << 30  # of random weights
+# of an output's largest value; wrong translations are off by more, and rounding by less
+TOLERANCES = {"F64": 1e-4, "F32": 1e-3, "C64": 1e-3, "F16": 3e-2}
+COARSE = 0.15  # dtypes with fewer digits
+_CALLER = 4
+
+
+def try_engine(artifact: Artifact, engine: str, device: str) -> None:
+    """Run every method on random weights with the engine and with `torch`, both on a device, and compare.
+
+    Raises CaptureError where the engine gives something else, or ends the process. Warns where it could not be tried.
+    """
+    if artifact.manifest.total_bytes > MOST_BYTES:
+        _warn(engine, f"its weights take more than {MOST_BYTES >> 30} GB")
+        return
+    command = [sys.executable, "-m", __name__, str(artifact.path), engine, device]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    if done.returncode < 0:
+        raise CaptureError(
+            f"what was compiled for the engine {engine!r} ends the process that runs it (signal {-done.returncode}). "
+            "Use the engine 'torch'"
+        )
+    if done.returncode:
+        _warn(engine, (done.stderr.strip().splitlines() or ["no reason was given"])[-1])
+        return
+    problems = json.loads(done.stdout.splitlines()[-1])
+    if isinstance(problems, str):
+        _warn(engine, problems.replace(f"{artifact.path}{os.sep}", ""))
+    elif problems:
+        raise CaptureError(
+            f"what was compiled for the engine {engine!r} is not the graph; on random weights and inputs: "
+            f"{'; '.join(problems[:5])}. Use the engine 'torch', or compile with trial=False if that is to be expected"
+        )
+
+
+def _warn(engine: str, reason: str) -> None:
+    warnings.warn(f"what was compiled for the engine {engine!r} could not be tried: {reason}", stacklevel=_CALLER)
+
+
+def differences(artifact: Artifact, engine: Any, device: str = HOST) -> Iterator[str]:
+    """What an engine gives on a device that the graph does not, in words."""
+    rng = np.random.default_rng(0)
+    with tempfile.TemporaryDirectory(prefix="weightswap-") as folder:
+        weights = Path(folder) / "random.safetensors"
+        write_random_weights(artifact.manifest, weights, rng)
+        ours, theirs = (
+            load(artifact.folder, weights, engine=name, device=device, verify="off") for name in ("torch", engine)
+        )
+        for name, signature in ours.signatures.items():
+            for sizes in common_sizes(signature):
+                yield from _one_call(name, signature, sizes, ours, theirs, rng)
+
+
+def _one_call(
+    name: str, signature: Signature, sizes: Sizes, ours: Model, theirs: Model, rng: np.random.Generator
+) -> Iterator[str]:
+    flat = random_values(signature, sizes, rng)
+    try:
+        expected, again = (call_flat(ours, name, flat) for _ in range(2))
+    except Exception:  # random inputs may be what the model cannot take
+        return
+    if not ours.artifact.manifest.state and any(map(_differ, expected, again)):
+        return  # random numbers
+    where = f"{name} with {dict(sizes)}" if sizes else name
+    try:
+        found, again = (call_flat(theirs, name, flat) for _ in range(2))
+    except Exception as error:
+        yield f"{where}: raised {type(error).__name__}: {error}"
+        return
+    for leaf, wanted, got in zip(leaves(signature.output), expected, found, strict=True):
+        if text := _problem(wanted, got):
+            yield f"{where}: {leaf.name}: {text}"
+
+
+def _differ(one: Any, other: Any) -> bool:
+    return bool(one.data != other.data if isinstance(one, TensorBytes) else one != other)
+
+
+def _problem(wanted: Any, got: Any) -> str | None:
+    if not isinstance(wanted, TensorBytes):
+        return None if wanted == got else f"{got}, expected {wanted}"
+    if (wanted.dtype, wanted.shape) != (got.dtype, got.shape):
+        return f"{got.dtype}{list(got.shape)}, expected {wanted.dtype}{list(wanted.shape)}"
+    if not has_fractions(wanted.dtype):
+        return None if wanted.data == got.data else "other integers"
+    expected, found = as_float64(wanted), as_float64(got)
+    finite = np.isfinite(expected)
+    if not np.isfinite(found[finite]).all():
+        return "values that are not finite"
+    largest = np.abs(expected[finite]).max(initial=0.0)
+    worst = np.abs(found[finite] - expected[finite]).max(initial=0.0)
+    tolerance = TOLERANCES.get(wanted.dtype, COARSE)
+    return None if worst <= tolerance * largest else f"off by {worst:.3g}, where the largest value is {largest:.3g}"
+
+
+def main(folder: str, engine: str, device: str) -> None:
+    try:
+        said: list[str] | str = list(differences(Artifact.open(folder), engine, device))
+    except WeightswapError as error:  # such as operators that this process, or this machine, lacks
+        said = str(error)
+    print(json.dumps(said))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,1 @@
+"""Calls of the eager model, recorded."""

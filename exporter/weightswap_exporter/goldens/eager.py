@@ -1,0 +1,152 @@
+"""The eager model, run as a session runs its graphs: without gradients, from the initial state, leaving no trace."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from weightswap_exporter.capture.trees import plain_tree
+from weightswap_exporter.checkpoints.tensor import pieces
+from weightswap_exporter.models import huggingface
+from weightswap_exporter.models.parts import parts_of
+from weightswap_runtime.format.signature import leaves
+from weightswap_runtime.tensors.digests import digest_of
+from weightswap_runtime.tensors.torch_tensors import tensor_bytes
+
+_NOTHING = nullcontext()
+
+
+class Outputs(NamedTuple):
+    """A call's flat outputs in the graph's order, tensors as copies, with their names."""
+
+    names: list[str]
+    values: list[Any]
+
+
+@contextmanager
+def eager(model: nn.Module, functions: Mapping[str, str], initial: Mapping[str, torch.Tensor]) -> Iterator[Eager]:
+    """The model, to be called in this block.
+
+    functions: a method's name -> the model's attribute. initial: the state by FQN. In the block there are no gradients
+    and no autocast; attention takes the ordinary path, which is the one that is captured, and a model of the library
+    transformers has no key-value cache. Afterwards torch's random numbers and the model's buffers, of which a copy is
+    held, are what they were, whatever is raised.
+    """
+    buffers = _ModelBuffers(model, initial)
+    fast = torch.backends.mha.get_fastpath_enabled()
+    uncached = huggingface.without_cache(model) if huggingface.is_pretrained(model) else nullcontext()
+    plain = torch.autocast("cpu", enabled=False)
+    with torch.no_grad(), plain, torch.random.fork_rng(devices=[]), uncached:
+        try:
+            torch.backends.mha.set_fastpath_enabled(False)
+            yield Eager(model, functions, buffers)
+        finally:
+            torch.backends.mha.set_fastpath_enabled(fast)
+            buffers.restore()
+
+
+class Eager:
+    """Made by `eager()`."""
+
+    def __init__(self, model: nn.Module, functions: Mapping[str, str], buffers: _ModelBuffers) -> None:
+        self._model = model
+        self._functions = functions
+        self._buffers = buffers
+        self._parameters = _parameters(model)
+
+    def run(
+        self,
+        method: str,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        within: AbstractContextManager[object] = _NOTHING,
+    ) -> Outputs:
+        """Call a method from the initial state, with copies of the inputs in row-major order, as goldens keep them.
+
+        within: a block that the call alone runs in.
+        """
+        self._buffers.reset()
+        args, kwargs = pytree.tree_map(_row_major, (args, kwargs))
+        name = self._functions[method]
+        call = self._model if name == "forward" else getattr(self._model, name)
+        with within:
+            result = call(*args, **kwargs)
+        tree, values = plain_tree(result)
+        return Outputs([leaf.name for leaf in leaves(tree)], [_row_major(value) for value in values])
+
+    def changed(self) -> list[str]:
+        """The names of weights and constants that calls have changed."""
+        now = _parameters(self._model)
+        return self._buffers.changed() + [name for name, value in self._parameters.items() if now.get(name) != value]
+
+
+def _row_major(value: Any) -> Any:
+    if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
+        return value
+    return value.detach().clone(memory_format=torch.contiguous_format)
+
+
+def _parameters(model: nn.Module) -> dict[str, tuple[int, str]]:
+    """What changes when a parameter is replaced or written to, also through its `data`, which has no version."""
+    digests = {id(value): _digest(value) for value in model.parameters()}
+    return {name: (id(value), digests[id(value)]) for name, value in model.named_parameters(remove_duplicate=False)}
+
+
+def _digest(value: torch.Tensor) -> str:
+    parts = parts_of("", value).values() if value.layout is torch.strided else ()
+    return " ".join(digest_of(pieces(part)) for part in parts)
+
+
+class _BufferPlace(NamedTuple):
+    """A buffer in its module, with a copy of its values."""
+
+    fqn: str
+    home: dict[str, torch.Tensor | None]
+    key: str
+    tensor: torch.Tensor
+    values: torch.Tensor
+
+
+class _ModelBuffers:
+    """The buffers of a model. `initial` are those that a call may change, with what they are before each call."""
+
+    def __init__(self, model: nn.Module, initial: Mapping[str, torch.Tensor]) -> None:
+        self._initial = initial
+        self._places = [
+            _BufferPlace(f"{path}.{key}" if path else key, module._buffers, key, buffer, buffer.detach().clone())
+            for path, module in model.named_modules(remove_duplicate=False)
+            for key, buffer in module._buffers.items()
+            if buffer is not None
+        ]
+
+    def reset(self) -> None:
+        for fqn, home, key, tensor, _ in self._places:
+            if fqn in self._initial:
+                home[key] = tensor  # a call may have assigned another
+                tensor.copy_(self._initial[fqn])
+
+    def changed(self) -> list[str]:
+        return [place.fqn for place in self._places if place.fqn not in self._initial and _is_changed(place)]
+
+    def restore(self) -> None:
+        for place in self._places:
+            if _is_changed(place):
+                place.home[place.key] = place.tensor
+                place.tensor.copy_(place.values)
+
+
+def _is_changed(place: _BufferPlace) -> bool:
+    other = place.home.get(place.key) is not place.tensor
+    return other or not _same_bits(place.values, place.tensor)
+
+
+def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Of any dtype: a model may have buffers that are no part of the graph."""
+    same_type = (one.dtype, one.shape) == (other.dtype, other.shape)
+    return same_type and np.array_equal(tensor_bytes(one), tensor_bytes(other))

@@ -1,0 +1,265 @@
+"""Recording goldens: the eager model is called with the user's inputs, and its outputs are kept."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from weightswap_exporter.checkpoints.tensor import content_of, dtype_of, pieces
+from weightswap_exporter.models.tensors import is_fake, named_tensors
+from weightswap_exporter.models.user_errors import first_line, place_of
+from weightswap_runtime.engines.aten.cpu import environment_here
+from weightswap_runtime.errors import RecordingError
+from weightswap_runtime.format.goldens import Environment, encode_goldens
+from weightswap_runtime.format.manifest import Manifest, NamedTensor
+from weightswap_runtime.format.recorded_call import Case, Value, type_problem
+from weightswap_runtime.format.signature import Integer, Leaf, Literal, Tensor, input_leaves, leaves
+from weightswap_runtime.format.weight_file import Stamp, weights_id
+from weightswap_runtime.format.weight_set import goldens_path
+from weightswap_runtime.sources.atomic import companion
+from weightswap_runtime.tensors.comparing import Tolerance, difference
+from weightswap_runtime.tensors.content import TensorBytes
+from weightswap_runtime.tensors.digests import digest_of
+from weightswap_runtime.tensors.dtypes import describe
+from weightswap_runtime.tensors.torch_tensors import copied_tensor
+
+from .calls import GoldenCall, Wanted, checked_inputs, with_literals
+from .eager import Eager, Outputs, eager
+
+
+class Recording(NamedTuple):
+    """Recorded cases, to be written when the weights id is known. Inputs alone have no environment."""
+
+    graph_id: str
+    environment: Environment | None
+    tolerance: Tolerance | None
+    cases: list[Case]
+    tensors: dict[str, TensorBytes]
+
+    def encode(self, weights_id: str | None) -> bytes:
+        """The bytes of the goldens file for these weights; None: of inputs alone."""
+        return encode_goldens(
+            self.cases,
+            self.tensors,
+            graph_id=self.graph_id,
+            weights_id=weights_id,
+            environment=self.environment,
+            tolerance=self.tolerance,
+        )
+
+
+def is_skeleton(model: nn.Module) -> bool:
+    """Whether the model cannot be called, as it has tensors without values."""
+    return any(map(is_fake, named_tensors(model).values()))
+
+
+def record_inputs(wanted: Wanted, manifest: Manifest) -> Recording:
+    """Keep the inputs alone, for a model that cannot be called.
+
+    A tolerance says nothing here. Raises RecordingError with every problem: inputs that a server would refuse, or that
+    have no values.
+    """
+    recorder = _CaseRecorder(manifest)
+    for call, flat in zip(wanted.calls, checked_inputs(wanted.calls, manifest), strict=True):
+        recorder.keep(call, flat, ())
+    if recorder.problems:
+        raise RecordingError(recorder.problems, "Make the inputs outside skeleton().")
+    return Recording(manifest.graph_id, None, None, recorder.cases, recorder.tensors)
+
+
+def check_has_values(model: nn.Module) -> None:
+    """Raise RecordingError for a skeleton."""
+    if hollow := [name for name, tensor in named_tensors(model).items() if is_fake(tensor)]:
+        raise RecordingError(
+            [f"{len(hollow)} tensors of the model have no values, the first is {hollow[0]}"],
+            "A skeleton cannot be run: build the model outside skeleton(), or leave the goldens out and record them "
+            "when weights are packed.",
+        )
+
+
+def record(
+    model: nn.Module,
+    wanted: Wanted,
+    manifest: Manifest,
+    constants: Mapping[str, TensorBytes],
+    functions: Mapping[str, str],
+) -> Recording:
+    """Call the eager model, twice for each call, and keep what it gives.
+
+    constants: `Artifact.constants`. functions: a method's name -> the model's attribute. The model
+    must have the weights of the file, in the mode in which it was exported. Raises RecordingError with every problem:
+    a model that does not fit, inputs that a server would refuse, outputs that differ from one run to the next.
+    """
+    calls = wanted.calls
+    values = {name: copied_tensor(content) for name, content in constants.items()}
+    check_has_values(model)
+    if problems := [*_model_problems(model, manifest, values), *_function_problems(model, calls, functions)]:
+        raise RecordingError(problems, "Record with the model that was exported, on the CPU and in its dtypes.")
+    inputs = checked_inputs(calls, manifest)
+    initial = {name: values[row.name] for row in manifest.state for name in row.names}
+    recorder = _CaseRecorder(manifest)
+    with eager(model, functions, initial) as runner:
+        for call, flat in zip(calls, inputs, strict=True):
+            recorder.record(runner, call, flat)
+        recorder.problems += [f"a call has changed {name}, which is no state" for name in runner.changed()]
+    if recorder.problems:
+        raise RecordingError(recorder.problems, "Outputs must follow from inputs and weights alone: call model.eval().")
+    return Recording(manifest.graph_id, environment_here(), wanted.tolerance, recorder.cases, recorder.tensors)
+
+
+class _CaseRecorder:
+    """Collects cases, the tensors in them, and what is wrong with them."""
+
+    def __init__(self, manifest: Manifest) -> None:
+        self.cases: list[Case] = []
+        self.tensors: dict[str, TensorBytes] = {}
+        self.problems: list[str] = []
+        self._manifest = manifest
+
+    def record(self, runner: Eager, call: GoldenCall, flat: list[Any]) -> None:
+        """Run a call twice and keep it as the next case. `flat` are its inputs as the graph takes them."""
+        number = len(self.cases)
+        signature = self._manifest.methods[call.method].signature
+        kwargs = with_literals(signature, call)
+        wanted = leaves(signature.output)
+        try:
+            first, second = (runner.run(call.method, call.args, kwargs) for _ in range(2))
+        except Exception as error:
+            found = [f": the model raised {place_of(error)}{first_line(error)}"]
+            outputs: list[Any] = []
+        else:
+            found, outputs = list(_output_problems(wanted, first, second)), first.values
+        self.problems += [f"case {number}, {call.method}{text}" for text in found]
+        self.keep(call, flat, () if found else self._values(f"{number}.output", outputs, wanted))
+
+    def keep(self, call: GoldenCall, flat: list[Any], outputs: tuple[Value, ...]) -> None:
+        """Keep a call as the next case."""
+        number, wanted = len(self.cases), input_leaves(self._manifest.methods[call.method].signature)
+        hollow = [leaf.name for leaf, value in zip(wanted, flat, strict=True) if _is_hollow(value)]
+        self.problems += [f"case {number}, {call.method}, {name}: has no values" for name in hollow]
+        inputs = () if hollow else self._values(f"{number}.input", flat, wanted)
+        self.cases.append(Case(method=call.method, inputs=inputs, outputs=outputs))
+
+    def _values(self, prefix: str, values: list[Any], wanted: list[Leaf]) -> tuple[Value, ...]:
+        return tuple(
+            self._value(f"{prefix}.{index}", value, leaf)
+            for index, (value, leaf) in enumerate(zip(values, wanted, strict=True))
+        )
+
+    def _value(self, name: str, value: Any, leaf: Leaf) -> Value:
+        if not isinstance(leaf, Tensor):
+            return int(value) if isinstance(leaf, Integer) else None
+        self.tensors[name] = content_of(value)
+        return name
+
+
+def _is_hollow(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and is_fake(value)
+
+
+def _model_problems(model: nn.Module, manifest: Manifest, values: Mapping[str, torch.Tensor]) -> Iterator[str]:
+    """Why what the model computes is not what the graph computes with its weights."""
+    yield from type_problems(model, manifest)
+    tensors = named_tensors(model)
+    for row in manifest.constants:
+        tensor = tensors.get(row.name)
+        if tensor is not None and (text := _difference(values[row.name], tensor)):
+            yield f"{row.name} is not the artifact's constant{text}"
+
+
+def type_problems(model: nn.Module, manifest: Manifest) -> Iterator[str]:
+    """Weights and state that the model has not, or in another type, or not on the CPU."""
+    tensors = named_tensors(model)
+    for row in (*manifest.weights, *manifest.state):
+        if problem := _tensor_problem(row, tensors.get(row.name)):
+            yield problem
+
+
+def _tensor_problem(row: NamedTensor, tensor: torch.Tensor | None) -> str | None:
+    expected = f"{row.name}: the artifact has {describe(row.dtype, row.shape)}"
+    if tensor is None:
+        return f"{expected}, the model no such tensor"
+    found = describe(dtype_of(tensor.dtype), tuple(tensor.shape))
+    if found != describe(row.dtype, row.shape) or tensor.device.type != "cpu":
+        return f"{expected} on the CPU, the model {found} on {tensor.device}"
+    return None
+
+
+def _function_problems(model: nn.Module, calls: Sequence[GoldenCall], functions: Mapping[str, str]) -> Iterator[str]:
+    for method in dict.fromkeys(call.method for call in calls):
+        if not callable(getattr(model, functions[method], None)):
+            yield (
+                f"the model has no attribute {functions[method]!r} to call for the method {method!r}; give it one "
+                f"(model.{functions[method]} = ...), or record with export()"
+            )
+
+
+def _output_problems(wanted: list[Leaf], first: Outputs, second: Outputs) -> Iterator[str]:
+    names = [leaf.name for leaf in wanted]
+    for found in (first, second):
+        if found.names != names:
+            yield f": expected the outputs {', '.join(names)}, the model gives {', '.join(found.names)}"
+            return
+    for leaf, one, other in zip(wanted, first.values, second.values, strict=True):
+        if text := _value_problem(leaf, one) or change(*(_kept(value) for value in (one, other))):
+            yield f", {leaf.name}{text}"
+
+
+def _value_problem(leaf: Leaf, value: Any) -> str | None:
+    """Why an eager output cannot be the graph's; None if it can."""
+    if isinstance(leaf, Literal):
+        same = type(value) is type(leaf.content) and Literal.of(leaf.name, value) == leaf
+        return None if same else f": the graph gives {leaf.content!r}, the model {value!r:.80}"
+    if isinstance(leaf, Integer):
+        return None if type(value) is int else f": expected an integer, the model gives {value!r:.80}"
+    if not isinstance(value, torch.Tensor):
+        return f": expected a tensor, the model gives {value!r:.80}"
+    return type_problem(leaf, dtype_of(value.dtype), tuple(value.shape))
+
+
+def _kept(value: Any) -> Any:
+    return content_of(value) if isinstance(value, torch.Tensor) else value
+
+
+def change(one: Any, other: Any, who: str = "the eager model") -> str | None:
+    """How two runs of one call differ, in words; tensors as contents. Dropout is left on, or numbers are random."""
+    if not isinstance(one, TensorBytes) or not isinstance(other, TensorBytes):
+        return None if one == other else f": is {one!r:.80} in one run and {other!r:.80} in the next"
+    text = difference(one, other, None)
+    return f" is not deterministic: two runs of {who} differ at {text.lstrip(': ')}" if text else None
+
+
+def _difference(expected: torch.Tensor, found: torch.Tensor) -> str | None:
+    """Where the bits of two tensors differ, in words."""
+    return difference(content_of(expected), content_of(found), None)
+
+
+def weights_identity(model: nn.Module, manifest: Manifest) -> str:
+    """The weights id that a packed file of the model would have. Nothing is copied."""
+    tensors = named_tensors(model)
+    return weights_id((row.row, digest_of(pieces(tensors[row.name]))) for row in manifest.weights)
+
+
+@contextmanager
+def goldens_first(place: Callable[[Stamp], Path], recording: Recording | None) -> Iterator[Callable[[Stamp], Path]]:
+    """What `write_weight_file` is to call as `rename`: the goldens beside the file are replaced just before it is.
+
+    place: the file's path, from its stamp. Whoever watches the folder may take the weight file as soon as it is there,
+    and must not find other goldens. Without a recording, goldens that are there are removed. If the weight file does
+    not follow, the old ones are put back; a process that is killed in between leaves new goldens beside old weights,
+    which are refused by name.
+    """
+    with ExitStack() as stack:
+
+        def rename(stamp: Stamp) -> Path:
+            path = place(stamp)
+            put = stack.enter_context(companion(goldens_path(path)))
+            put(recording.encode(stamp.weights_id) if recording else None)
+            return path
+
+        yield rename

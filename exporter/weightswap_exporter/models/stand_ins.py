@@ -1,0 +1,94 @@
+"""Running a model's own code on stand-ins for its tensors, and putting everything back afterwards."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from .parts import is_composed, parts_of, put_together
+from .tensors import TieKey, named_tensors, tie_key
+
+DEEPEST = 6  # of what attributes hold in one another
+
+
+def stand_in(tensor: torch.Tensor, mode: FakeTensorMode, *, contiguous: bool = False) -> torch.Tensor:
+    """A tensor of the same type on the CPU, without values."""
+    with mode:
+        if contiguous:
+            return torch.empty(tensor.shape, dtype=tensor.dtype)
+        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
+
+
+@contextmanager
+def restored(model: nn.Module) -> Iterator[None]:
+    """Put every attribute of every module back when the block ends, also what its lists and dicts hold."""
+    saved = [(module, dict(vars(module))) for module in model.modules()]
+    found = (value for _, attributes in saved for each in attributes.values() for value in _containers(each))
+    contents = {id(value): (value, value.copy()) for value in found}
+    try:
+        yield
+    finally:
+        for value, content in contents.values():
+            value.clear()
+            value.extend(content) if isinstance(value, list | deque) else value.update(content)
+        for module, attributes in saved:
+            vars(module).clear()
+            vars(module).update(attributes)
+
+
+def _containers(value: Any, depth: int = 0) -> Iterator[Any]:
+    """What can be put back of an attribute: its lists, deques, dicts and sets, also those in one another."""
+    if isinstance(value, list | dict | set | deque) and type(value).__module__ in ("builtins", "collections"):
+        yield value
+    if depth < DEEPEST and isinstance(value, list | tuple | dict | deque):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from _containers(item, depth + 1)
+
+
+def install(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Put tensors in the places of parameters and buffers, by FQN; one for two names ties them.
+
+    Parameters keep their attributes, but for those that are made of others: they are made of the given parts.
+    """
+    made: dict[tuple[int, ...], torch.Tensor] = {}
+    whole = dict(tensors)
+    for name, parameter in list(model.named_parameters(remove_duplicate=False)):
+        if is_composed(parameter) and (parts := parts_of(name, parameter)).keys() <= tensors.keys():
+            given = [whole.pop(part) for part in parts]
+            whole[name] = made.setdefault(tuple(map(id, given)), put_together(name, parameter, tensors))
+    _install(model, whole)
+
+
+def _install(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> None:
+    parameters: dict[int, nn.Parameter] = {}
+    for name, tensor in tensors.items():
+        path, _, leaf = name.rpartition(".")
+        module = model.get_submodule(path)
+        if leaf not in module._parameters:
+            module._buffers[leaf] = tensor
+            continue
+        if id(tensor) not in parameters:
+            original = module._parameters[leaf]
+            assert original is not None
+            parameters[id(tensor)] = nn.Parameter(tensor, requires_grad=original.requires_grad)
+            if not is_composed(tensor):
+                vars(parameters[id(tensor)]).update(vars(original))
+        module._parameters[leaf] = parameters[id(tensor)]
+
+
+def without_values(model: nn.Module, mode: FakeTensorMode, names: Callable[[str], bool]) -> dict[str, torch.Tensor]:
+    """A stand-in for each parameter and buffer whose FQN `names` accepts; those of tied ones are not tied."""
+    return {name: stand_in(tensor, mode) for name, tensor in named_tensors(model).items() if names(name)}
+
+
+def tied(model: nn.Module, stand_ins: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The same with one stand-in for all names of a tied tensor."""
+    first: dict[TieKey, torch.Tensor] = {}
+    tensors = named_tensors(model)
+    return {name: first.setdefault(tie_key(tensors[name]), value) for name, value in stand_ins.items()}

@@ -1,0 +1,100 @@
+"""The tensors of a model: their names, their types, and which of them are one."""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
+
+from weightswap_runtime.errors import CaptureError, Unsupported
+from weightswap_runtime.messages import listed
+from weightswap_runtime.tensors.dtypes import TORCH_NAMES
+
+from .parts import is_composed, is_sharded, kind_of, parts_of, unknown_in
+
+TieKey = tuple[object, ...]
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """The model itself: its names, not a wrapper's, are those of the artifact. Raises CaptureError."""
+    if not isinstance(model, nn.Module):
+        raise CaptureError(f"expected a module, got a {type(model).__qualname__}")
+    compiler = sys.modules.get("torch._dynamo.eval_frame")  # imported, a second's work, where anything is compiled
+    compiled = compiler.OptimizedModule if compiler else ()
+    while isinstance(model, (compiled, nn.DataParallel, nn.parallel.DistributedDataParallel)):
+        model = model._orig_mod if isinstance(model, compiled) else model.module
+    return model
+
+
+def named_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Parameters and buffers by FQN, tied ones under each of theirs; of what is made of others, its parts."""
+    return {
+        key: value for name, tensor in whole_tensors(model).items() for key, value in parts_of(name, tensor).items()
+    }
+
+
+def whole_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
+    """The same without taking anything apart."""
+    tensors: dict[str, torch.Tensor] = {}
+    tensors |= dict(model.named_parameters(remove_duplicate=False))
+    tensors |= dict(model.named_buffers(remove_duplicate=False))
+    return tensors
+
+
+def named_parameters(model: nn.Module) -> set[str]:
+    """The FQNs of parameters, or of their parts."""
+    parameters = model.named_parameters(remove_duplicate=False)
+    return {key for name, parameter in parameters for key in parts_of(name, parameter)}
+
+
+def check_separable(model: nn.Module) -> None:
+    """Raise Unsupported for what is made of other tensors and cannot be taken apart."""
+    parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    found = {name: _inseparable(tensor, name in parameters) for name, tensor in whole_tensors(model).items()}
+    if problems := [f"{name} is a {text}" for name, text in found.items() if text]:
+        raise Unsupported(f"{listed(problems, between='; ')}. Export the model before that is done to it.")
+
+
+def _inseparable(tensor: torch.Tensor, is_parameter: bool) -> str:
+    if not is_sharded(tensor) and not is_composed(tensor):
+        return ""
+    name = type(tensor).__qualname__
+    if is_sharded(tensor):
+        return f"{name}, which has a part of the values alone"
+    if not is_parameter:
+        return f"{name}, and only parameters may be made of other tensors"
+    unknown = unknown_in(kind_of(tensor))
+    return f"{name} with a {unknown[0]} in it, which an artifact cannot record" if unknown else ""
+
+
+def persistent_buffers(model: nn.Module) -> set[str]:
+    """FQNs of the buffers that belong to a checkpoint."""
+    return {
+        f"{path}.{name}" if path else name
+        for path, module in model.named_modules(remove_duplicate=False)
+        for name, buffer in module._buffers.items()
+        if buffer is not None and name not in module._non_persistent_buffers_set
+    }
+
+
+def tie_key(tensor: torch.Tensor) -> TieKey:
+    """Equal for tensors that are one: the same elements of the same storage. Empty tensors are never tied."""
+    if not tensor.numel():
+        return (id(tensor),)
+    storage = tensor.untyped_storage()._cdata
+    return (storage, tensor.storage_offset(), tuple(tensor.shape), tensor.stride(), tensor.dtype)
+
+
+def dtype_name(dtype: torch.dtype, where: str) -> str:
+    """The safetensors name of a torch dtype. Raises CaptureError where there is none."""
+    name = TORCH_NAMES.get(str(dtype).removeprefix("torch."))
+    if name is None:
+        raise CaptureError(f"{where}: {dtype} has no place in the safetensors format")
+    return name
+
+
+def is_fake(tensor: torch.Tensor) -> bool:
+    """Whether a tensor has shape and dtype but no values."""
+    return isinstance(tensor, FakeTensor) or tensor.is_meta

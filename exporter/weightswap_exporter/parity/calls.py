@@ -1,0 +1,116 @@
+"""The calls that are compared: the caller's, those that were recorded, and generated ones."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+import torch
+
+from weightswap_exporter.goldens.calls import GoldenCall, Requested, checked_inputs, wanted_goldens, with_literals
+from weightswap_runtime import Artifact
+from weightswap_runtime.errors import InputMismatch, ParityError, RecordingError, WeightswapError
+from weightswap_runtime.format.goldens import Goldens
+from weightswap_runtime.format.signature import Signature, call_arguments
+from weightswap_runtime.tensors.content import TensorBytes
+from weightswap_runtime.tensors.torch_tensors import copied_tensor
+from weightswap_tools.random_inputs import Sizes, common_sizes, edge_sizes, random_values
+
+from .index_bounds import index_bounds
+from .report import Origin
+
+Cases = Requested | Literal["goldens", "generated"]
+_ADVICE = 'Give a list of (args, kwargs), a dict from methods to such lists, "goldens", "generated" or None.'
+
+
+class Given(NamedTuple):
+    """A call to compare: its arguments, and what they are as the graph's flat inputs, all on the CPU."""
+
+    name: str
+    origin: Origin
+    call: GoldenCall
+    flat: list[Any]
+
+    @property
+    def may_be_refused(self) -> bool:
+        """Whether an engine may refuse it: a generated call with an input that has no elements."""
+        return self.origin == "generated" and any(
+            isinstance(value, torch.Tensor) and not value.numel() for value in self.flat
+        )
+
+    def is_refused(self, error: Exception) -> bool:
+        """Whether an error is that of an engine that does not take it."""
+        return self.may_be_refused and (isinstance(error, InputMismatch) or not isinstance(error, WeightswapError))
+
+    @property
+    def where(self) -> str:
+        return f"{self.call.method}, {self.name}"
+
+
+def calls_to_compare(artifact: Artifact, cases: Cases | None, goldens: Sequence[Goldens], seed: int) -> list[Given]:
+    """The calls that `cases` stands for; None: those of the goldens, and generated ones. Raises ParityError."""
+    if isinstance(cases, str) and cases not in ("goldens", "generated"):
+        raise ParityError([f"cases={cases!r} is not known"], _ADVICE)
+    if cases is not None and not isinstance(cases, str):
+        return _given(artifact, cases)
+    if type(seed) is not int or seed < 0:
+        raise ParityError([f"seed: expected an integer from 0, got {seed!r:.80}"], "It makes random inputs repeatable.")
+    found = [] if cases == "generated" else list(recorded_calls(artifact, goldens))
+    if cases == "goldens" and not found:
+        raise ParityError(["there are no goldens for these weights"], "Record them: pack(..., goldens=[...]).")
+    return found if cases == "goldens" else [*found, *_generated(artifact, seed)]
+
+
+def _given(artifact: Artifact, cases: Requested) -> list[Given]:
+    try:
+        wanted = wanted_goldens(cases, None, artifact.methods)
+        assert wanted is not None
+        flat = checked_inputs(wanted.calls, artifact.manifest)
+    except RecordingError as error:
+        raise ParityError(error.problems, error.advice) from error
+    return [
+        Given(f"case {number}", "given", _complete(artifact, call), values)
+        for number, (call, values) in enumerate(zip(wanted.calls, flat, strict=True))
+    ]
+
+
+def _complete(artifact: Artifact, call: GoldenCall) -> GoldenCall:
+    signature = artifact.manifest.methods[call.method].signature
+    return call._replace(kwargs=with_literals(signature, call))
+
+
+def recorded_calls(artifact: Artifact, goldens: Sequence[Goldens]) -> Iterator[Given]:
+    """Each recorded call once, whatever it was recorded for: only its inputs are taken."""
+    for each in goldens:
+        for number, case in enumerate(each.cases):
+            flat = [each.tensors[value] if isinstance(value, str) else value for value in case.inputs]
+            name = f"golden {number}{' of the artifact' if each.bundled else ''}"
+            yield _call(artifact, name, "golden", case.method, flat)
+
+
+def _generated(artifact: Artifact, seed: int) -> Iterator[Given]:
+    rng = np.random.default_rng(seed)
+    for method, described in artifact.manifest.methods.items():
+        bounds = index_bounds(artifact, method)
+        for sizes in _sizes(described.signature):
+            flat = random_values(described.signature, sizes, rng, bounds)
+            name = ", ".join(f"{dim}={size}" for dim, size in sizes.items())
+            yield _call(artifact, f"random with {name}" if name else "random", "generated", method, flat)
+
+
+def _sizes(signature: Signature) -> list[Sizes]:
+    """One set of ordinary sizes, and the ends of the ranges."""
+    unique = {tuple(sizes.items()): sizes for sizes in (*common_sizes(signature)[:1], *edge_sizes(signature))}
+    return list(unique.values())
+
+
+def _call(artifact: Artifact, name: str, origin: Origin, method: str, flat: Sequence[Any]) -> Given:
+    signature = artifact.manifest.methods[method].signature
+    values = [_tensor(value) for value in flat]
+    args, kwargs = call_arguments(signature, values)
+    return Given(name, origin, GoldenCall(method, args, kwargs), values)
+
+
+def _tensor(value: Any) -> Any:
+    return copied_tensor(value).clone() if isinstance(value, TensorBytes) else value

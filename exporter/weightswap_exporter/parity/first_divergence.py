@@ -1,0 +1,115 @@
+"""`first_divergence()`: where two executions part, whichever they are."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from torch import nn
+
+from weightswap_exporter.models.tensors import unwrapped
+from weightswap_runtime import Artifact
+from weightswap_runtime.errors import InputMismatch
+from weightswap_runtime.format.signature import Leaf, leaves
+from weightswap_runtime.tensors.comparing import Tolerance
+from weightswap_runtime.tensors.content import TensorBytes
+
+from .calls import Cases, Given, calls_to_compare
+from .divergence import between_engines, locate_divergence
+from .executions import HOST, EagerSide, EngineSide, Run, Side, eager_side, taken
+from .measuring import measure
+from .preconditions import checked_model, recorded_inputs, servable
+from .report import Divergence
+from .tolerances import Tolerances, tolerances
+
+PathLike = str | os.PathLike[str]
+
+
+def first_divergence(
+    artifact: str | os.PathLike[str] | Artifact,
+    expected: nn.Module | Run | PathLike,
+    found: Run | PathLike,
+    cases: Cases | None = None,
+    *,
+    tolerance: Tolerance | None = None,
+    functions: Mapping[str, str] | None = None,
+    seed: int = 0,
+) -> Divergence | None:
+    """Find the first place where two executions of an artifact's methods part, in the first call whose outputs differ.
+
+    expected: the eager model, or a `Run`: an engine with a weight file or checkpoint; a path is the engine `torch`
+    with it. found: another run. So
+    `first_divergence(artifact, "v1.safetensors", "v2.safetensors")` says where new weights come to matter,
+    and `Run(path), Run(path, "onnx")` where an engine leaves the graph. cases, tolerance, functions, seed: as for
+    `compare`; without a tolerance, two runs of the engine `torch` are compared bit for bit.
+
+    None where all outputs agree, or where they differ but nothing on the way does. Raises what `compare` raises, and
+    what a run raises to a call that the other takes.
+    """
+    opened = artifact if isinstance(artifact, Artifact) else Artifact.open(artifact)
+    with TemporaryDirectory(prefix="weightswap-") as folder:
+        one, other = (_side(each, opened, Path(folder) / name) for name, each in (("a", expected), ("b", found)))
+        assert isinstance(other, Run)
+        return _first(opened, one, other, cases, tolerance, functions, seed)
+
+
+def _side(given: nn.Module | Run | PathLike, artifact: Artifact, folder: Path) -> nn.Module | Run:
+    if isinstance(given, nn.Module):
+        return given
+    run = given if isinstance(given, Run) else Run(given)
+    folder.mkdir()
+    return run._replace(weights=servable(run.weights, artifact, folder))
+
+
+def _first(
+    opened: Artifact,
+    expected: nn.Module | Run,
+    found: Run,
+    cases: Cases | None,
+    tolerance: Tolerance | None,
+    functions: Mapping[str, str] | None,
+    seed: int,
+) -> Divergence | None:
+    engine = found.engine if isinstance(expected, nn.Module) or expected.engine == "torch" else expected.engine
+    limits = tolerances(engine, tolerance)
+    with ExitStack() as stack:
+        one: Side
+        if isinstance(expected, nn.Module):
+            model = checked_model(unwrapped(expected), opened)
+            one = stack.enter_context(eager_side(model, opened, functions, HOST))
+        else:
+            one = EngineSide(opened, expected)
+        other = EngineSide(opened, found)
+        for given in calls_to_compare(opened, cases, recorded_inputs(opened, found.weights), seed):
+            outputs = leaves(opened.manifest.methods[given.call.method].signature.output)
+            if not _differ(one, other, given, limits, outputs):
+                continue
+            if isinstance(one, EagerSide):
+                return locate_divergence(one, opened, found, given, limits)[0]
+            assert isinstance(expected, Run)
+            return between_engines(opened, expected, found, given, limits)
+    return None
+
+
+def _differ(expected: Side, found: Side, given: Given, limits: Tolerances, outputs: Sequence[Leaf]) -> bool:
+    """Whether the outputs of a call do; not where one of them does not take it."""
+    wanted = taken(expected, given, outputs)
+    if isinstance(wanted, str):
+        return False
+    try:
+        got = found.run(given)
+    except InputMismatch as error:
+        if given.is_refused(error):
+            return False
+        raise
+    return any(not _same(one, other, limits) for one, other in zip(wanted, got, strict=True))
+
+
+def _same(one: Any, other: Any, limits: Tolerances) -> bool:
+    if isinstance(one, TensorBytes) and isinstance(other, TensorBytes):
+        return measure(one, other, limits(one.dtype)).same
+    return bool(one == other)

@@ -1,0 +1,153 @@
+"""How far two tensors are from each other, in every measure that people ask for."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from weightswap_runtime.tensors.comparing import Tolerance, differing, furthest, index_of, number
+from weightswap_runtime.tensors.content import TensorBytes, as_array, as_float64
+from weightswap_runtime.tensors.dtypes import DTYPES, describe, has_fractions
+
+
+class Worst(msgspec.Struct, frozen=True):
+    """The element that is furthest from the expected one; complex numbers as text, as JSON has none."""
+
+    index: tuple[int, ...]
+    expected: float | int | bool | str
+    found: float | int | bool | str
+
+
+class Measure(msgspec.Struct, frozen=True, kw_only=True):
+    """A tensor compared with the expected one.
+
+    expected, found: types, as `F32[2, 3]`; where they differ, nothing else was measured. mismatches: elements past the
+    tolerance, NaN being equal to NaN; unlike: those of them where one is NaN or infinite. Over the elements that are
+    finite in both: `max_abs`, |found - expected|; `max_rel`, that divided by |expected|, where `expected` is not zero;
+    `scaled`, `max_abs` divided by the largest |expected|; `max_ulp`, how many numbers of the dtype lie between them, at
+    most, None for integers; `cosine` of the angle between both as vectors, None where one has no length. nan and
+    infinite: counts in (expected, found). worst: None where nothing is past the tolerance.
+    """
+
+    expected: str
+    found: str
+    elements: int = 0
+    mismatches: int = 0
+    max_abs: float = 0.0
+    max_rel: float = 0.0
+    scaled: float = 0.0
+    max_ulp: int | None = None
+    cosine: float | None = None
+    unlike: int = 0
+    nan: tuple[int, int] = (0, 0)
+    infinite: tuple[int, int] = (0, 0)
+    worst: Worst | None = None
+
+    @property
+    def same(self) -> bool:
+        """Whether the types are equal, and all elements within the tolerance."""
+        return self.expected == self.found and not self.mismatches
+
+    @property
+    def text(self) -> str:
+        """What is wrong, in words; empty where nothing is."""
+        if self.expected != self.found:
+            return f"expected {self.expected}, found {self.found}"
+        if self.worst is None:
+            return ""
+        where = f"{list(self.worst.index)}: " if self.worst.index else ""
+        ulp = "" if self.max_ulp is None else f", {self.max_ulp} ULP"
+        return (
+            f"{where}expected {self.worst.expected}, found {self.worst.found}; {self.mismatches} of {self.elements} "
+            f"elements differ, by at most {self.max_abs:.3g} ({self.max_rel:.3g} relative{ulp})"
+        )
+
+
+def measure(expected: TensorBytes, found: TensorBytes, tolerance: Tolerance | None) -> Measure:
+    """Compare two tensors. tolerance: as in `comparing.difference`. Memory: about 40 bytes for each element."""
+    types = describe(expected.dtype, expected.shape), describe(found.dtype, found.shape)
+    if types[0] != types[1]:
+        return Measure(expected=types[0], found=types[1])
+    one, other = as_float64(expected), as_float64(found)
+    differ = differing(expected, found, tolerance)
+    finite = np.isfinite(one) & np.isfinite(other)
+    whole = bool(finite.all())
+    gaps, sizes, cosine = _distances(one if whole else one[finite], other if whole else other[finite])
+    if not has_fractions(expected.dtype) and expected.dtype != "BOOL":
+        gaps = _steps(as_array(expected).reshape(-1), as_array(found).reshape(-1)).astype(np.float64)
+    largest = float(sizes.max(initial=0.0))
+    widest = float(gaps.max(initial=0.0))
+    return Measure(
+        expected=types[0],
+        found=types[1],
+        elements=one.size,
+        mismatches=int(differ.sum()),
+        max_abs=widest,
+        max_rel=_largest_ratio(gaps, sizes),
+        scaled=widest / largest if largest else widest,
+        max_ulp=_ulp(expected, found, finite) if has_fractions(expected.dtype) else None,
+        cosine=cosine,
+        unlike=int((differ & ~finite).sum()),
+        nan=(int(np.isnan(one).sum()), int(np.isnan(other).sum())),
+        infinite=(int(np.isinf(one).sum()), int(np.isinf(other).sum())),
+        worst=_worst(expected, found, differ) if differ.any() else None,
+    )
+
+
+def _distances(one: NDArray[Any], other: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any], float | None]:
+    """Of finite numbers: |other - one|, |one|, and the cosine of the angle between them."""
+    with np.errstate(over="ignore"):
+        gaps, sizes, others = np.abs(other - one), np.abs(one), np.abs(other)
+    scales = sizes.max(initial=0.0), others.max(initial=0.0)
+    if not all(scales):
+        return gaps, sizes, None
+    left, right = one / scales[0], other / scales[1]  # so that no square overflows
+    lengths = math.sqrt(np.vdot(left, left).real) * math.sqrt(np.vdot(right, right).real)
+    return gaps, sizes, min(1.0, max(-1.0, float(np.vdot(left, right).real) / lengths))
+
+
+def _largest_ratio(gaps: NDArray[Any], sizes: NDArray[Any]) -> float:
+    with np.errstate(over="ignore"):
+        return float(np.divide(gaps, sizes, out=np.zeros_like(gaps), where=sizes != 0).max(initial=0.0))
+
+
+def _ulp(expected: TensorBytes, found: TensorBytes, finite: NDArray[Any]) -> int:
+    """The largest distance in units in the last place: how many steps from one number of the dtype to the next."""
+    steps = _steps(_ordinals(expected), _ordinals(found))
+    parts = 2 if expected.dtype == "C64" else 1
+    return int(steps[np.repeat(finite, parts)].max(initial=0))
+
+
+def _steps(one: NDArray[Any], other: NDArray[Any]) -> NDArray[np.uint64]:
+    """How far integers are apart. They may be of any size: the difference is taken modulo 2**64."""
+    upper, lower = np.maximum(one, other), np.minimum(one, other)
+    steps: NDArray[np.uint64] = upper.astype(np.uint64) - lower.astype(np.uint64)
+    return steps
+
+
+def _ordinals(content: TensorBytes) -> NDArray[np.int64]:
+    """Numbers that are in the order of the floating ones; next to each other where those are. 0.0 and -0.0 are one.
+
+    Floats of one sign are in the order of their bits (IEEE 754); two for each complex number.
+    """
+    bits = 32 if content.dtype == "C64" else DTYPES[content.dtype].bits
+    codes = np.frombuffer(content.data, f"<u{bits // 8}")
+    if content.dtype == "F8_E8M0":  # has no sign
+        return codes.astype(np.int64)
+    sign = np.uint64(1 << (bits - 1))
+    magnitudes = (codes.astype(np.uint64) & (sign - np.uint64(1))).astype(np.int64)
+    return np.where(codes.astype(np.uint64) & sign, -magnitudes, magnitudes)
+
+
+def _worst(expected: TensorBytes, found: TensorBytes, differ: NDArray[np.bool_]) -> Worst:
+    position = furthest(expected, found, differ)
+    wanted, got = (_plain(number(tensor, position)) for tensor in (expected, found))
+    return Worst(index_of(position, found.shape), wanted, got)
+
+
+def _plain(value: Any) -> float | int | bool | str:
+    return str(value) if isinstance(value, complex) else value

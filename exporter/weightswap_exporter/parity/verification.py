@@ -1,0 +1,215 @@
+"""`verify()`: whether an artifact serves weights as it should: recorded calls, the eager model, and the swap itself."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from itertools import product
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from weightswap_exporter.engines.compiling import Tell, tell_nobody
+from weightswap_exporter.engines.trial import MOST_BYTES
+from weightswap_exporter.models.tensors import unwrapped
+from weightswap_runtime import Artifact, GoldenMismatch, Model, load
+from weightswap_runtime.engines.choosing import available_engines
+from weightswap_runtime.live.residency.opening import RESIDENCIES
+from weightswap_runtime.tensors.comparing import Tolerance
+from weightswap_tools.random_inputs import write_random_weights
+
+from .calls import Given, calls_to_compare
+from .comparing import compare_calls
+from .filling import fill_model
+from .preconditions import checked_model, recorded_inputs, servable
+from .report import ParityReport
+from .swap_check import SwapCheck, check_swap
+
+PathLike = str | os.PathLike[str]
+
+
+class GoldensCheck(msgspec.Struct, frozen=True, kw_only=True):
+    """Recorded calls on one engine. verified: as in `SwapReceipt`; "none" where nothing was recorded."""
+
+    engine: str
+    verified: str
+    problems: tuple[str, ...] = ()
+
+
+class Verification(msgspec.Struct, frozen=True, kw_only=True):
+    """What `verify` has found. `notes` say what was not checked, and why."""
+
+    artifact: str
+    graph_id: str
+    weights: str
+    weights_id: str
+    before: str
+    goldens: tuple[GoldensCheck, ...]
+    parity: ParityReport | None
+    swaps: tuple[SwapCheck, ...]
+    notes: tuple[str, ...]
+    seconds: float
+
+    @property
+    def same(self) -> bool:
+        return not self.problems
+
+    @property
+    def problems(self) -> list[str]:
+        """Everything that is wrong, one sentence each."""
+        found = [f"goldens, {check.engine}: {problem}" for check in self.goldens for problem in check.problems]
+        for engine in self.parity.engines if self.parity else ():
+            found += [f"parity, {engine.engine}: {problem}" for case in engine.cases for problem in case.problems]
+        return found + [
+            f"swap, {check.engine}, {check.residency} residency: {problem}"
+            for check in self.swaps
+            for problem in check.problems
+        ]
+
+
+def verify(
+    artifact: PathLike | Artifact,
+    weights: PathLike,
+    recipe: Mapping[str, Any] | None = None,
+    *,
+    engines: Sequence[str] | None = None,
+    before: PathLike | None = None,
+    tolerance: Tolerance | None = None,
+    seed: int = 0,
+    tell: Tell | None = None,
+) -> Verification:
+    """Check everything that can be checked about an artifact with weights, on the CPU.
+
+    Recorded calls are reproduced by every engine. The engines' outputs are those of the eager model that a recipe
+    builds, or without one those of the engine `torch`, on recorded, the recipe's sample, and generated inputs. A model
+    that was swapped from other weights to these gives the same bits as one that was loaded with them, in both
+    residencies.
+
+    recipe: what a recipe returns, with `model`, which gets the weights: by name from a weight file, from a checkpoint
+    as it loads its own ones. weights: a weight file, or what `pack` takes. engines: None, all that the artifact and
+    this machine offer. before: the other weights; None: random ones, if they take at most 2 GB. tolerance, seed: as for
+    `parity.compare`. tell: called with what is being done.
+
+    Raises ParityError, as `parity.compare` does, and what `load`, `pack` and loading the model's weights raise.
+    """
+    start = time.perf_counter()
+    opened = artifact if isinstance(artifact, Artifact) else Artifact.open(artifact)
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(TemporaryDirectory(prefix="weightswap-")))
+        model = unwrapped(recipe["model"]) if recipe is not None else None
+        load_function = recipe.get("load") if recipe is not None else None
+        file = servable(weights, opened, folder, model if load_function else None, load_function)
+        names = tuple(available_engines(opened) if engines is None else engines)
+        work = _Checks(opened, file, names, tell or tell_nobody)
+        given = work.calls(recipe or {}, seed)
+        if model is not None:
+            fill_model(model, opened, weights, load_function)
+        work.check_goldens()
+        work.check_parity(recipe, given, tolerance)
+        work.check_swaps(given, _other_weights(opened, before, folder, work.notes))
+    return Verification(
+        artifact=str(opened.path),
+        graph_id=opened.graph_id,
+        weights=str(weights),
+        weights_id=work.weights_id,
+        before="random weights" if before is None else str(before),
+        goldens=tuple(work.goldens),
+        parity=work.parity,
+        swaps=tuple(work.swaps),
+        notes=tuple(work.notes),
+        seconds=time.perf_counter() - start,
+    )
+
+
+def _other_weights(artifact: Artifact, before: PathLike | None, folder: Path, notes: list[str]) -> PathLike | None:
+    if before is not None:
+        (folder / "before").mkdir()
+        return servable(before, artifact, folder / "before")
+    if artifact.manifest.total_bytes > MOST_BYTES:
+        notes.append(f"no swap was tried: random weights would take more than {MOST_BYTES >> 30} GB; give others")
+        return None
+    path = folder / "before.safetensors"
+    write_random_weights(artifact.manifest, path, np.random.default_rng(0))
+    return path
+
+
+class _Checks:
+    """Collects the results."""
+
+    def __init__(self, artifact: Artifact, weights: PathLike, engines: Sequence[str], tell: Tell) -> None:
+        self.goldens: list[GoldensCheck] = []
+        self.parity: ParityReport | None = None
+        self.swaps: list[SwapCheck] = []
+        self.notes: list[str] = []
+        self.weights_id = ""
+        self._artifact = artifact
+        self._weights = weights
+        self._engines = engines
+        self._tell = tell
+
+    def calls(self, recipe: Mapping[str, Any], seed: int) -> list[Given]:
+        """The recipe's sample inputs, recorded ones and generated ones. Raises ParityError and GoldensError."""
+        samples = _samples(recipe)
+        given = calls_to_compare(self._artifact, samples, [], seed) if samples else []
+        return given + calls_to_compare(self._artifact, None, recorded_inputs(self._artifact, self._weights), seed)
+
+    def check_goldens(self) -> None:
+        for engine in self._engines:
+            self._tell(f"recorded calls on {engine}")
+            model = self._load(engine)
+            try:
+                receipt = model.swap(self._weights)
+            except GoldenMismatch as error:
+                self.goldens.append(GoldensCheck(engine=engine, verified="none", problems=error.problems))
+            else:
+                self.weights_id = receipt.weights_id
+                self.goldens.append(GoldensCheck(engine=engine, verified=receipt.verified))
+
+    def check_parity(self, recipe: Mapping[str, Any] | None, given: Sequence[Given], limits: Tolerance | None) -> None:
+        if recipe is None and set(self._engines) <= {"torch"}:
+            self.notes.append("engines were compared with nothing: there is no recipe, and no engine beside torch")
+            return
+        self._tell("calls on every engine")
+        model = None if recipe is None else checked_model(unwrapped(recipe["model"]), self._artifact)
+        functions = {name: spec.fn_name for name, spec in ((recipe or {}).get("methods") or {}).items()}
+        self.parity = compare_calls(
+            model, self._artifact, self._weights, given, self._engines, tolerance=limits, functions=functions
+        )
+        self.notes += self.parity.notes
+        self.notes += [text for engine in self.parity.engines for text in engine.refusals]
+        self.weights_id = self.weights_id or self.parity.weights_id
+
+    def check_swaps(self, given: Sequence[Given], before: PathLike | None) -> None:
+        if before is None:
+            return
+        taken = self._taken(given)
+        for engine, residency in product(self._engines, RESIDENCIES):
+            self._tell(f"a swap on {engine}, {residency} residency")
+            self.swaps.append(check_swap(self._artifact, engine, residency, before, self._weights, taken))
+
+    def _taken(self, given: Sequence[Given]) -> list[Given]:
+        """Calls that the reference and all engines can take: compiled code may do anything with others."""
+        if self.parity is None:
+            return list(given)
+        cases = [case for engine in self.parity.engines for case in engine.cases]
+        refused = {(case.method, case.case) for case in cases if case.refused}
+        compared = {(case.method, case.case) for case in cases} - refused
+        return [each for each in given if (each.call.method, each.name) in compared]
+
+    def _load(self, engine: Any) -> Model:
+        return load(self._artifact, engine=engine, residency="single")
+
+
+def _samples(recipe: Mapping[str, Any]) -> dict[str, list[Any]]:
+    """The sample inputs of a recipe, as calls."""
+    methods = recipe.get("methods")
+    if methods:
+        return {name: [(tuple(spec.args), dict(spec.kwargs))] for name, spec in methods.items()}
+    if recipe.get("args") is None and not recipe.get("kwargs"):
+        return {}
+    return {"forward": [(tuple(recipe.get("args") or ()), dict(recipe.get("kwargs") or {}))]}

@@ -1,1 +1,0 @@
-"""What `weightswap bench` shows."""

@@ -1,1 +1,0 @@
-"""What `weightswap diff` shows."""

@@ -1,0 +1,1 @@
+"""The engine `aoti`: what AOTInductor compiled for a target."""

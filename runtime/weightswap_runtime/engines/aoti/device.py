@@ -1,0 +1,52 @@
+"""The engine `aoti` on a GPU: machine code for its kind, which runs in the calling thread's current stream."""
+
+from __future__ import annotations
+
+from functools import cached_property
+
+import torch
+
+from weightswap_runtime.engines.aten.device import AcceleratedEngine
+from weightswap_runtime.engines.engine import Bound
+from weightswap_runtime.errors import Unsupported
+from weightswap_runtime.format.artifact import Artifact
+from weightswap_runtime.memory.arena import Arena
+from weightswap_runtime.memory.device.arena import DeviceArena
+
+from .engine import AotiEngine
+from .names import BESIDE_GPUS, gpu_target, machine_name, machine_targets
+from .package import find_target
+
+
+class AotiAcceleratedEngine(AotiEngine, AcceleratedEngine):
+    """The packages of one artifact for this GPU. Weights that wait for their commit are tried with the graphs.
+
+    Machine code would load its kernels for each staging, and take them away in the commit, for which calls may wait.
+    """
+
+    def __init__(self, artifact: Artifact, device: str, *, on_host: bool = False) -> None:
+        """As for AcceleratedEngine."""
+        super().__init__(artifact, device, on_host=on_host)
+        self._artifact = artifact
+
+    def bind(self, arena: Arena) -> Bound:
+        """Machine code for the arenas that serve calls."""
+        if isinstance(arena, DeviceArena) and not arena.serves:
+            return self._tried.bind(arena)
+        return super().bind(arena)
+
+    @cached_property
+    def _tried(self) -> AcceleratedEngine:
+        return AcceleratedEngine(self._artifact, str(self.device), prologue=False)
+
+    def _target(self, artifact: Artifact) -> str:
+        return find_target(artifact, target_of(self.device))
+
+
+def target_of(device: torch.device) -> str:
+    """What packages for a device are compiled for. Raises Unsupported."""
+    if device.type != "cuda" or torch.version.cuda is None:
+        raise Unsupported(f"the engine 'aoti' runs on the CPU and with CUDA; {str(device)!r} is neither here")
+    if BESIDE_GPUS not in machine_targets():
+        raise Unsupported(f"the engine 'aoti' on a GPU needs {BESIDE_GPUS} beside it; this machine is {machine_name()}")
+    return gpu_target(torch.cuda.get_device_capability(device))

@@ -1,0 +1,187 @@
+"""The engine `aoti`: runs the machine code that AOTInductor has made of the graphs, which the artifact brings along."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator, Mapping
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from weightswap_runtime.errors import ArtifactError, MissingExtra
+from weightswap_runtime.format.artifact import Artifact
+from weightswap_runtime.format.manifest import Method
+from weightswap_runtime.format.signature import Integer, Leaf, Tensor, input_leaves, leaves, sizes_of
+
+try:
+    import torch
+except ImportError as error:
+    raise MissingExtra("the engine `aoti`", "torch") from error
+
+from weightswap_runtime.engines.aten.cpu import TorchEngine
+from weightswap_runtime.engines.aten.graph_call import GraphCall, Tensors, load_graph
+from weightswap_runtime.engines.aten.state import TorchState
+from weightswap_runtime.tensors.torch_tensors import torch_dtype
+
+from .library import Container, Library
+from .package import Package, find_target, read_package
+
+_UNIT = torch.empty(1, dtype=torch.uint8)
+
+
+class AotiEngine(TorchEngine):
+    """The packages of one artifact for this machine."""
+
+    name = "aoti"
+
+    def _open(self, artifact: Artifact, prologue: bool) -> Mapping[str, Any]:
+        """Raises ArtifactError and Unsupported."""
+        target = self._target(artifact)
+        self._captured = {
+            name: load_graph(artifact, name, method, prologue=False, device=self.device)
+            for name, method in artifact.manifest.methods.items()
+            if _may_be_empty(method)
+        }
+        packages = {name: read_package(artifact, target, name) for name in artifact.methods}
+        methods = artifact.manifest.methods
+        return {name: AotiGraph(packages[name], method, self.device) for name, method in methods.items()}
+
+    def _target(self, artifact: Artifact) -> str:
+        return find_target(artifact)
+
+    def _call(self, name: str, method: Method, tensors: Tensors) -> AotiCall:
+        graph = self._captured.get(name)
+        return AotiCall(self._graphs[name], tensors, GraphCall(graph, method.inputs, tensors) if graph else None)
+
+    def misplaced(self, value: torch.Tensor) -> str | None:  # type: ignore[override]
+        """What is wrong with an input beside dtype and shape."""
+        if type(value).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+            return f"expected a plain tensor, got a {type(value).__qualname__}"
+        return super().misplaced(value)
+
+    @staticmethod
+    def kind(value: torch.Tensor) -> Hashable:
+        """Everything about an input that its check looks at."""
+        return value.dtype, value.shape, value.device, value.layout, type(value)
+
+    @staticmethod
+    def environment() -> None:
+        """Fused arithmetic is not expected to equal eager bit for bit."""
+
+
+class AotiGraph:
+    """One method's machine code, held against the manifest."""
+
+    def __init__(self, package: Package, method: Method, device: torch.device) -> None:
+        """Raises ArtifactError."""
+        self.note = package.note
+        signature = method.signature
+        self.inputs = input_leaves(signature)
+        self.outputs = leaves(signature.output)
+        self.library = Library(package.library, package.where, device)
+        if problems := list(self._problems()):
+            raise ArtifactError(
+                f"{package.where}: its machine code is not that of {package.note.method!r}: {'; '.join(problems[:5])}"
+            )
+
+    def _problems(self) -> Iterator[str]:
+        wanted = {bound.fqn: bound for bound in self.note.tensors}
+        found = {constant.fqn: constant for constant in self.library.constants}
+        yield from (f"it takes {name!r}, which is not listed" for name in sorted(found.keys() - wanted.keys()))
+        yield from (f"it does not take {name!r}" for name in sorted(wanted.keys() - found.keys()))
+        for name in wanted.keys() & found.keys():
+            if found[name].dtype != self.library.dtype_code(torch_dtype(wanted[name].dtype)):
+                yield f"it takes {name!r} in another dtype than {wanted[name].dtype}"
+        counts = [len([leaf for leaf in flat if _is_given(leaf)]) for flat in (self.inputs, self.outputs)]
+        if counts != [self.library.inputs, self.library.outputs]:
+            yield f"it has {self.library.inputs} inputs and {self.library.outputs} outputs, expected {counts}"
+
+
+def _may_be_empty(method: Method) -> bool:
+    """Whether the signature allows an input without elements."""
+    fixed = (size for leaf in input_leaves(method.signature) for size in sizes_of(leaf))
+    return 0 in fixed or any(limits.min == 0 for limits in method.signature.dims.values())
+
+
+def _is_given(leaf: Leaf) -> bool:
+    """Whether the machine code takes or gives it; literals are in the manifest."""
+    return isinstance(leaf, Tensor | Integer)
+
+
+class AotiCall:
+    """One method over one arena. A container runs one call at a time, so each call takes one from a pool; a state has
+    a container of its own.
+
+    Machine code for sizes from 1 may divide by a size, which ends the process: a call with an empty input runs the
+    graph as it was captured.
+    """
+
+    past_autograd = False
+    has_prologue = False
+
+    def __init__(self, graph: AotiGraph, tensors: Tensors, captured: GraphCall | None) -> None:
+        """captured: the same method without machine code, where an input may be empty."""
+        self._captured = captured
+        self._library = graph.library
+        bound = graph.note.tensors
+        self._tensors = {item.fqn: tensors[item.kind, item.name] for item in bound if item.kind != "state"}
+        self._states = {item.fqn: item.name for item in bound if item.kind == "state"}
+        self.stateful = bool(self._states)
+        self._of_states: WeakKeyDictionary[TorchState, Container] = WeakKeyDictionary()
+        self._places = [(place, isinstance(leaf, Tensor)) for place, leaf in enumerate(graph.inputs) if _is_given(leaf)]
+        self._written = frozenset(graph.note.written)
+        self._outputs = graph.outputs
+        self._plain = all(isinstance(leaf, Tensor) for leaf in graph.outputs)
+        self._pool = [] if self.stateful else [Container(self._library, self._tensors)]
+        self.hoisted: list[torch.Tensor] = []
+
+    def run_prologue(self) -> None:
+        """Nothing is computed ahead: what AOTInductor folds would go stale with a swap."""
+
+    def __call__(self, inputs: list[Any], state: TorchState | None) -> list[Any]:
+        """Flat inputs to flat outputs."""
+        given = [
+            _row_major(inputs[place]) if is_tensor else _UNIT.expand(inputs[place]) for place, is_tensor in self._places
+        ]
+        if self._captured is not None and not all(value.numel() for value in given):
+            return list(self._captured(inputs, state))
+        values = self._run(given) if state is None else self._container_of(state).run(given)
+        if self._written:
+            self._write_back(inputs, given)
+        if self._plain:
+            return values
+        found = iter(values)
+        return [_output(leaf, found) for leaf in self._outputs]
+
+    def _run(self, given: list[torch.Tensor]) -> list[torch.Tensor]:
+        try:
+            container = self._pool.pop()
+        except IndexError:
+            container = Container(self._library, self._tensors)
+        values = container.run(given)
+        self._pool.append(container)
+        return values
+
+    def _container_of(self, state: TorchState) -> Container:
+        container = self._of_states.get(state)
+        if container is None:
+            own = {fqn: state.tensors[name] for fqn, name in self._states.items()}
+            self._of_states[state] = container = Container(self._library, {**self._tensors, **own})
+        return container
+
+    def _write_back(self, inputs: list[Any], given: list[torch.Tensor]) -> None:
+        """What the graph has written to a row-major copy of an input belongs into the input."""
+        for (place, _), value in zip(self._places, given, strict=True):
+            if place in self._written and value is not inputs[place]:
+                inputs[place].copy_(value)
+
+
+def _row_major(value: torch.Tensor) -> torch.Tensor:
+    """The tensor, or a copy of it where its memory is not what its elements are in order: machine code reads memory."""
+    if value.is_contiguous() and not value.is_conj() and not value.is_neg():
+        return value
+    return value.resolve_conj().resolve_neg().contiguous()
+
+
+def _output(leaf: Leaf, found: Iterator[torch.Tensor]) -> Any:
+    if isinstance(leaf, Tensor):
+        return next(found)
+    return int(next(found)) if isinstance(leaf, Integer) else None

@@ -1,0 +1,300 @@
+"""The engine `torch`: runs the captured ATen graph as it was captured, so its outputs equal eager bit for bit."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, ParamSpec, TypeVar
+
+from weightswap_runtime.errors import MissingExtra
+from weightswap_runtime.format.artifact import Artifact
+from weightswap_runtime.format.goldens import Environment
+from weightswap_runtime.format.manifest import Method, NamedTensor
+from weightswap_runtime.memory.arena import Arena, HostArena
+from weightswap_runtime.tensors.content import TensorBytes
+from weightswap_runtime.tensors.dtypes import TORCH_NAMES
+
+try:
+    import torch
+except ImportError as error:
+    raise MissingExtra("the engine `torch`", "torch") from error
+
+from weightswap_runtime.engines.engine import Bound, State
+from weightswap_runtime.engines.plain_calls import check_plain, uncompiled
+from weightswap_runtime.tensors.torch_modes import default_torch_modes
+from weightswap_runtime.tensors.torch_tensors import copied_tensor, tensor_content, torch_dtype
+
+from .graph_call import GraphCall, MethodCall, Tensors, layout_of, load_graph, overwrite
+from .state import TorchState
+
+P = ParamSpec("P")
+R = TypeVar("R")
+_NOTHING = nullcontext()
+
+
+def _without_gradients(function: Callable[P, R]) -> Callable[P, R]:
+    """What torch.no_grad() does, in a fifth of its time; and an interrupt cannot leave the thread in that mode."""
+
+    @functools.wraps(function)
+    def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:
+        before = torch.is_grad_enabled()
+        try:
+            torch._C._set_grad_enabled(False)
+            return function(*args, **kwargs)
+        finally:
+            torch._C._set_grad_enabled(before)
+
+    return wrapped
+
+
+def _past_autograd() -> AbstractContextManager[object]:
+    """Without the dispatcher's detour through autograd, which does nothing without gradients but takes its time.
+
+    Views are still tracked, unlike in inference mode: matmul chooses its way by whether a view's base needs gradients.
+    """
+    guard: AbstractContextManager[object] = torch._C._AutoDispatchBelowAutograd()
+    return guard
+
+
+def environment_here(device: str = "cpu") -> Environment:
+    """What decides the last bits of an output in this process, in this thread."""
+    return Environment(
+        torch=str(torch.__version__),
+        device=device,
+        capability=torch.backends.cpu.get_cpu_capability(),
+        threads=torch.get_num_threads(),
+    )
+
+
+class TorchEngine:
+    """The graphs of one artifact on the CPU."""
+
+    name = "torch"
+    tensor_type = torch.Tensor
+    device = torch.device("cpu")
+
+    @default_torch_modes()
+    def __init__(self, artifact: Artifact, *, prologue: bool = True) -> None:
+        """prologue: compute what depends on weights and constants alone once for each staging, not in each call."""
+        self._manifest = artifact.manifest
+        self.dtypes: Mapping[torch.dtype, str] = {
+            getattr(torch, attribute): name for attribute, name in TORCH_NAMES.items() if hasattr(torch, attribute)
+        }
+        found = artifact.constants()
+        self._constants, self._initial = (
+            {item.name: self._placed_row(item, found[item.name]) for item in rows}
+            for rows in (self._manifest.constants, self._manifest.state)
+        )
+        self._graphs = self._open(artifact, prologue)
+
+    def _placed_row(self, item: NamedTensor, content: TensorBytes) -> torch.Tensor:
+        if item.zero:
+            return torch.zeros((), dtype=torch_dtype(item.dtype), device=self.device).expand(item.shape)
+        return self._placed(_copy(item, content))
+
+    def _placed(self, value: torch.Tensor) -> torch.Tensor:
+        """A tensor on the CPU, taken to where the graphs run."""
+        return value
+
+    def _open(self, artifact: Artifact, prologue: bool) -> Mapping[str, Any]:
+        return {
+            name: load_graph(artifact, name, method, prologue, self.device)
+            for name, method in self._manifest.methods.items()
+        }
+
+    def _call(self, name: str, method: Method, tensors: Tensors) -> MethodCall:
+        return GraphCall(self._graphs[name], method.inputs, tensors)
+
+    @staticmethod
+    def misplaced(value: torch.Tensor) -> str | None:
+        """What is wrong with an input beside dtype and shape."""
+        if value.device.type != "cpu":
+            return f"expected a tensor on the CPU, got one on {value.device}"
+        return sparse(value)
+
+    @staticmethod
+    def kind(value: torch.Tensor) -> Hashable:
+        """Everything about an input that its check looks at."""
+        return value.dtype, value.shape, value.device, value.layout
+
+    @default_torch_modes()
+    def bind(self, arena: Arena) -> Bound:
+        """Views on the arena for every weight, shared constants."""
+        tensors = {
+            ("constant", name): self._constants[item.name] for item in self._manifest.constants for name in item.names
+        }
+        for weight in self._manifest.weights:
+            view = self._view(arena, weight)
+            tensors |= {("weight", name): view for name in weight.names}
+        calls = {name: self._call(name, method, tensors) for name, method in self._manifest.methods.items()}
+        return self._bound(calls, arena)
+
+    @default_torch_modes()
+    def new_state(self, saved: Mapping[str, TensorBytes] | None = None) -> TorchState:
+        """A copy of the state, with the initial values or with saved ones."""
+        state = self._new_state()
+        if saved is not None:
+            state.put({name: self.tensor(content) for name, content in saved.items()})
+        return state
+
+    def _new_state(self) -> TorchState:
+        return TorchState(self._manifest.state, self._initial)
+
+    def _view(self, arena: Arena, weight: NamedTensor) -> torch.Tensor:
+        dtype = torch_dtype(weight.dtype)
+        offset, size = arena.layout.slots[weight.name]
+        if not size:
+            return torch.empty(weight.shape, dtype=dtype, device=self.device)
+        flat = self._flat(arena, dtype, size // dtype.itemsize, offset)
+        # on the base: matmul asks the base of a view; and the result stays a view, whose casts autocast does not cache
+        flat.requires_grad_(weight.requires_grad)
+        return flat.view(weight.shape) if weight.stride is None else flat.as_strided(weight.shape, weight.stride)
+
+    def _flat(self, arena: Arena, dtype: torch.dtype, count: int, offset: int) -> torch.Tensor:
+        """Elements of an arena from a byte on, as a tensor that is no view."""
+        assert isinstance(arena, HostArena)
+        return torch.frombuffer(arena.memory, dtype=dtype, count=count, offset=offset)
+
+    def _bound(self, calls: Mapping[str, MethodCall], arena: Arena) -> BoundTorch:
+        return BoundTorch(calls, arena, list(self._constants.values()), self.new_state)
+
+    @staticmethod
+    def tensor(content: TensorBytes) -> torch.Tensor:
+        """A tensor on the CPU, in memory that torch has allocated, as kernels look at alignments."""
+        return copied_tensor(content).clone()
+
+    @staticmethod
+    def content(value: torch.Tensor) -> TensorBytes:
+        """What is in a tensor, whose memory it shares where that is on the CPU and contiguous."""
+        return tensor_content(value)
+
+    @staticmethod
+    def environment() -> Environment | None:
+        """What decides the last bits of an output in this thread."""
+        return environment_here()
+
+    @staticmethod
+    def default_torch_modes() -> AbstractContextManager[None]:
+        """A block without the calling thread's gradients, autocast, inference mode and default device."""
+        return default_torch_modes()
+
+
+class BoundTorch:
+    """All methods over one arena. Safe to call from any number of threads, with a state of its own for each call."""
+
+    def __init__(
+        self,
+        calls: Mapping[str, MethodCall],
+        arena: Arena,
+        owned: list[torch.Tensor],
+        new_state: Callable[[], TorchState],
+    ) -> None:
+        self._calls = calls
+        self._new_state = new_state
+        self._spare: list[TorchState] = []  # initial ones, for calls without a state
+        self._first = arena.address
+        self._last = arena.address + max(1, arena.layout.nbytes)
+        self._owned = {tensor.untyped_storage().data_ptr() for tensor in owned}
+
+    @_without_gradients
+    @uncompiled
+    def run(self, method: str, inputs: list[Any], state: State | None = None) -> list[Any]:
+        """Flat inputs to flat outputs; an output that is a view of a weight, state or constant comes as a copy."""
+        check_plain(method, inputs)
+        call = self._calls[method]
+        with _past_autograd() if call.past_autograd else _NOTHING:
+            if not call.stateful:
+                return [self._detach(value, ()) for value in call(inputs, None)]
+            if state is not None:
+                return self._run_with(call, inputs, state)
+            spare = self._take_spare()
+            outputs = self._run_with(call, inputs, spare)
+            spare.reset()
+            self._spare.append(spare)  # not after an error, which leaves it in doubt
+            return outputs
+
+    def _take_spare(self) -> TorchState:
+        try:
+            return self._spare.pop()
+        except IndexError:
+            return self._new_state()
+
+    def _run_with(self, call: MethodCall, inputs: list[Any], state: State) -> list[Any]:
+        assert isinstance(state, TorchState)
+        outputs = call(inputs, state)
+        moved = state.storages()  # after the call, which may have resized them
+        return [self._detach(value, moved) for value in outputs]
+
+    @property
+    def has_prologue(self) -> bool:
+        """Whether anything depends on weights and constants alone."""
+        return any(call.has_prologue for call in self._calls.values())
+
+    def run_prologue(self) -> None:
+        """After new weights came to the arena: compute what depends on them alone."""
+        if self.has_prologue:
+            self._run_prologue()
+
+    @default_torch_modes()
+    def _run_prologue(self) -> None:
+        for call in self._calls.values():
+            with _past_autograd() if call.past_autograd else _NOTHING:
+                call.run_prologue()
+            self._owned.update(tensor.untyped_storage().data_ptr() for tensor in call.hoisted)
+
+    @default_torch_modes()
+    def copy_prologue_from(self, other: Bound) -> bool:
+        """Copy what the same engine has computed over another arena with the same weights."""
+        if type(other) is not type(self):
+            return False
+        pairs = [(call.hoisted, other._calls[name].hoisted) for name, call in self._calls.items()]
+        if [list(map(layout_of, mine)) for mine, _ in pairs] != [list(map(layout_of, theirs)) for _, theirs in pairs]:
+            return False
+        for old, new in (pair for mine, theirs in pairs for pair in zip(mine, theirs, strict=True)):
+            if not self._first <= old.untyped_storage().data_ptr() < self._last:  # else it views the weights
+                overwrite(old, new)
+        return True
+
+    @default_torch_modes()
+    def keep(self) -> Callable[[], None]:
+        """Copy what was computed from weights; the function that is returned puts it back."""
+        kept = [(value, _copied(value.untyped_storage())) for value in self._computed()]
+
+        def put_back() -> None:
+            for value, storage in kept:
+                value.untyped_storage().copy_(storage)
+
+        return put_back
+
+    def _computed(self) -> Iterator[torch.Tensor]:
+        """What was computed from weights, but for views of them."""
+        for call in self._calls.values():
+            for value in call.hoisted:
+                if not self._first <= value.untyped_storage().data_ptr() < self._last:
+                    yield value
+
+    def _detach(self, value: Any, states: Collection[int]) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return value
+        pointer = value.untyped_storage().data_ptr()
+        if self._first <= pointer < self._last or pointer in self._owned or pointer in states:
+            return value.clone()
+        return value if value.grad_fn is None else value.detach()
+
+
+def _copied(storage: torch.UntypedStorage) -> torch.UntypedStorage:
+    copy: torch.UntypedStorage = storage.clone()  # type: ignore[no-untyped-call]
+    return copy
+
+
+def sparse(value: torch.Tensor) -> str | None:
+    """What is wrong with an input's layout."""
+    return None if value.layout is torch.strided else f"expected a dense tensor, got {value.layout}"
+
+
+def _copy(item: NamedTensor, content: TensorBytes) -> torch.Tensor:
+    value = copied_tensor(content)
+    if item.stride is None:
+        return value
+    return torch.empty_strided(item.shape, item.stride, dtype=value.dtype).copy_(value)

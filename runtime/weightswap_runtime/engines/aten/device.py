@@ -1,0 +1,282 @@
+"""The engine `torch` on an accelerator. What it is asked for is done later, in order by streams."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from weightswap_runtime.engines.engine import AUTO, Bound, CudaGraphs, State
+from weightswap_runtime.engines.plain_calls import check_plain, uncompiled
+from weightswap_runtime.engines.replay.replays import Captures, GraphRecorder, Shapes
+from weightswap_runtime.engines.replay.shapes import samples
+from weightswap_runtime.format.artifact import Artifact
+from weightswap_runtime.format.goldens import Environment
+from weightswap_runtime.format.manifest import NamedTensor
+from weightswap_runtime.memory.arena import Arena
+from weightswap_runtime.memory.device.arena import DeviceArena
+from weightswap_runtime.memory.device.torch_device import Accelerator, TorchBuffer, open_accelerator
+from weightswap_runtime.tensors.content import TensorBytes
+from weightswap_runtime.tensors.torch_modes import default_torch_modes
+
+from .cpu import BoundTorch, TorchEngine, sparse
+from .graph_call import MethodCall
+from .state import TorchState
+
+_CPU = torch.device("cpu")
+Move = Callable[[torch.Tensor], torch.Tensor]
+
+
+class AcceleratedEngine(TorchEngine):
+    """The graphs of one artifact on an accelerator."""
+
+    def __init__(
+        self,
+        artifact: Artifact,
+        device: str,
+        *,
+        prologue: bool = True,
+        on_host: bool = False,
+        cuda_graphs: CudaGraphs | None = None,
+    ) -> None:
+        """on_host: weights that wait for their commit in host memory can be tried there.
+
+        Raises ArtifactError, and Unsupported for shapes that no method has.
+        """
+        self._accelerator = open_accelerator(device)
+        self.device = self._accelerator.torch
+        with self._accelerator.on(self._accelerator.staging):
+            super().__init__(artifact, prologue=prologue)
+            self._ready = self._accelerator.mark(self._accelerator.staging)
+        self._shapes: Shapes | None = None
+        if cuda_graphs is not None:
+            with self._accelerator.on(self._accelerator.staging):
+                named = list(samples(cuda_graphs, artifact.manifest, self.device))
+            self._shapes = Shapes(named, auto=cuda_graphs == AUTO)
+            self._new_recorder()  # so that a device without them is refused now
+        self._host = TorchEngine(artifact, prologue=prologue) if on_host else None
+
+    def misplaced(self, value: torch.Tensor) -> str | None:  # type: ignore[override]
+        """What is wrong with an input beside dtype and shape."""
+        if value.device != self.device:
+            return (
+                f"expected a tensor on {self.device}, got one on {value.device}: move it with .to({str(self.device)!r})"
+            )
+        return sparse(value)
+
+    def bind(self, arena: Arena) -> Bound:
+        """As on the CPU; weights in host memory are for trials, and run there."""
+        if isinstance(arena, DeviceArena):
+            return super().bind(arena)
+        assert self._host is not None
+        return OnHost(self._host.bind(arena), self._host, self._placed, self._fetched)
+
+    def _flat(self, arena: Arena, dtype: torch.dtype, count: int, offset: int) -> torch.Tensor:
+        assert isinstance(arena, DeviceArena)
+        assert isinstance(arena.buffer, TorchBuffer)
+        storage = arena.buffer.tensor.untyped_storage()
+        flat = torch.empty(0, dtype=dtype, device=self.device)
+        return flat.set_(storage, offset // dtype.itemsize, (count,), (1,))
+
+    def _bound(self, calls: Mapping[str, MethodCall], arena: Arena) -> BoundTorch:
+        assert isinstance(arena, DeviceArena)
+        bound = BoundAccelerated(calls, arena, list(self._constants.values()), self.new_state, self._accelerator)
+        if self._shapes is not None and arena.serves:
+            bound.capture(self._new_recorder(), self._shapes)
+        return bound
+
+    def _new_state(self) -> AcceleratedState:
+        stream = self._accelerator.current()
+        stream.wait_event(self._ready)
+        for value in self._initial.values():
+            value.record_stream(stream)
+        return AcceleratedState(self._manifest.state, self._initial, self._accelerator)
+
+    def _new_recorder(self) -> GraphRecorder:
+        from weightswap_runtime.engines.replay.cuda_graphs import CudaRecorder
+
+        return CudaRecorder(self._accelerator)
+
+    def tensor(self, content: TensorBytes) -> torch.Tensor:  # type: ignore[override]
+        """A tensor on the device."""
+        return self._placed(super().tensor(content))
+
+    def _placed(self, value: torch.Tensor) -> torch.Tensor:
+        """A copy on the device, through page-locked memory: from other memory, the whole device would wait."""
+        try:
+            value = value.pin_memory()
+        except RuntimeError:  # none can be locked
+            return value.to(self.device)
+        return value.to(self.device, non_blocking=True)
+
+    def content(self, value: torch.Tensor) -> TensorBytes:  # type: ignore[override]
+        """What is in a tensor of the device, copied."""
+        return super().content(self._fetched(value))
+
+    def _fetched(self, value: torch.Tensor) -> torch.Tensor:
+        """A copy in page-locked memory, once the device is done; any memory where none can be locked."""
+        plain = value.detach().resolve_conj().resolve_neg()
+        try:
+            copy = torch.empty_like(plain, device=_CPU, pin_memory=True)
+        except RuntimeError:
+            return plain.cpu()
+        copy.copy_(plain, non_blocking=True)
+        self._accelerator.finish(self._accelerator.mark(self._accelerator.current()))
+        return copy
+
+    def environment(self) -> Environment | None:  # type: ignore[override]
+        """What decides the last bits of an output."""
+        return Environment(
+            torch=str(torch.__version__),
+            device=self.device.type,
+            capability=self._accelerator.capability,
+            threads=0,
+        )
+
+    @contextmanager
+    def default_torch_modes(self) -> Iterator[None]:  # type: ignore[override]
+        """As on the CPU, and in a stream that no call is in."""
+        with default_torch_modes(), self._accelerator.on(self._accelerator.staging):
+            yield
+
+
+class AcceleratedState(TorchState):
+    """A state on a device: what is done to it in one stream waits for what was done before in another."""
+
+    def __init__(
+        self, rows: Sequence[NamedTensor], initial: Mapping[str, torch.Tensor], accelerator: Accelerator
+    ) -> None:
+        super().__init__(rows, initial)
+        self._accelerator = accelerator
+        self._changed = accelerator.mark(accelerator.current())
+        self._lent: set[int] = set()
+
+    @contextmanager
+    def in_turn(self) -> Iterator[None]:
+        """A block that reads or writes the state in the thread's current stream."""
+        stream = self._accelerator.current()
+        stream.wait_event(self._changed)
+        key = self._accelerator.current_key()
+        if key not in self._lent:
+            for tensor in self.tensors.values():
+                tensor.record_stream(stream)
+            self._lent.add(key)
+        try:
+            yield
+        finally:
+            self._changed = self._accelerator.mark(stream)
+
+    def put(self, values: Mapping[str, torch.Tensor]) -> None:
+        """Take values by the names of the rows."""
+        with self.in_turn():
+            super().put(values)
+
+    def content(self, name: str) -> TensorBytes:
+        """What is in a tensor, by the name of its row, copied when the device is done with it."""
+        with self.in_turn():
+            return super().content(name)
+
+
+class BoundAccelerated(BoundTorch):
+    """All methods over one arena of a device. Safe to call from any number of threads, in any stream."""
+
+    def __init__(
+        self,
+        calls: Mapping[str, MethodCall],
+        arena: DeviceArena,
+        owned: list[torch.Tensor],
+        new_state: Callable[[], TorchState],
+        accelerator: Accelerator,
+    ) -> None:
+        super().__init__(calls, arena, owned, new_state)
+        self._arena = arena
+        self._accelerator = accelerator
+        self._lent: set[int] = set()
+        self._own = owned
+        self._captures: Captures | None = None
+
+    def capture(self, recorder: GraphRecorder, shapes: Shapes) -> None:
+        """Let calls without a state be captured, those of named shapes as soon as there are weights."""
+        self._captures = Captures(self._accelerator, recorder, shapes, super().run)
+
+    @uncompiled
+    def run(self, method: str, inputs: list[Any], state: State | None = None) -> list[Any]:
+        """Flat inputs to flat outputs, in the thread's current stream."""
+        check_plain(method, inputs)  # before anything is replayed, or given to another stream
+        self._arena.use()
+        self._lend()
+        if self._is_captured(method):
+            assert self._captures is not None
+            found = self._captures.replay(method, inputs)
+            if found is not None:
+                return found
+        return super().run(method, inputs, state)
+
+    def _is_captured(self, method: str) -> bool:
+        """Whether calls may be replayed: a state lies elsewhere in each, and a caller's autocast was not captured."""
+        if self._captures is None or self._calls[method].stateful:
+            return False
+        return not torch.is_autocast_enabled(self._accelerator.torch.type)
+
+    def _run_with(self, call: MethodCall, inputs: list[Any], state: State) -> list[Any]:
+        assert isinstance(state, AcceleratedState)
+        with state.in_turn():
+            return super()._run_with(call, inputs, state)
+
+    def _lend(self) -> None:
+        """Let this stream use what is not in the arena: constants, and what was computed from weights."""
+        key = self._accelerator.current_key()
+        if key not in self._lent:
+            stream = self._accelerator.current()
+            for tensor in (*self._own, *(value for call in self._calls.values() for value in call.hoisted)):
+                tensor.record_stream(stream)
+            self._lent.add(key)
+
+    def run_prologue(self) -> None:
+        """After new weights came to the arena: compute what depends on them alone, and capture what was named."""
+        super().run_prologue()
+        if self._captures is not None:
+            self._captures.capture_named()
+
+    def copy_prologue_from(self, other: Bound) -> bool:
+        """As on the CPU; the other's memory is kept until the copies are done."""
+        if isinstance(other, BoundAccelerated):
+            other._lend()
+        return super().copy_prologue_from(other)
+
+    def _run_prologue(self) -> None:
+        super()._run_prologue()
+        self._lent.clear()
+
+
+class OnHost:
+    """Weights that wait in host memory, tried there: inputs come from the device, and outputs go to it."""
+
+    def __init__(self, bound: Bound, engine: TorchEngine, placed: Move, fetched: Move) -> None:
+        self._bound = bound
+        self._engine = engine
+        self._placed = placed
+        self._fetched = fetched
+        self.run_prologue = bound.run_prologue
+        self.copy_prologue_from = bound.copy_prologue_from
+        self.keep = bound.keep
+
+    @uncompiled
+    def run(self, method: str, inputs: list[Any], state: State | None = None) -> list[Any]:
+        """Flat inputs to flat outputs, both on the device, as is the state."""
+        if not isinstance(state, TorchState):
+            return _moved(self._placed, self._bound.run(method, _moved(self._fetched, inputs)))
+        here = self._engine.new_state({name: state.content(name) for name, _ in state.values()})
+        outputs = _moved(self._placed, self._bound.run(method, _moved(self._fetched, inputs), here))
+        state.put({name: self._placed(value) for name, value in here.values()})
+        return outputs
+
+    @property
+    def has_prologue(self) -> bool:
+        return self._bound.has_prologue
+
+
+def _moved(move: Move, values: list[Any]) -> list[Any]:
+    return [move(value) if isinstance(value, torch.Tensor) else value for value in values]

@@ -1,0 +1,132 @@
+"""One method over the tensors of one arena: how its graph is called."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping
+from operator import contains
+from typing import Any, Protocol
+
+import torch
+
+from weightswap_runtime.engines.graphs.compiling import Compiled
+from weightswap_runtime.engines.graphs.opening import open_graph
+from weightswap_runtime.errors import ArtifactError
+from weightswap_runtime.format.artifact import Artifact
+from weightswap_runtime.format.manifest import GraphInput, Method
+from weightswap_runtime.format.signature import Integer, Literal, Tensor, input_leaves, leaves
+
+from .state import TorchState
+
+Tensors = Mapping[tuple[str, str], torch.Tensor]  # by kind and FQN
+_FIXED = ("weight", "constant")
+_KINDS: dict[type, tuple[str, ...]] = {
+    Tensor: ("as_tensor",),
+    Integer: ("as_sym_int",),
+    Literal: ("as_none", "as_bool", "as_int", "as_float", "as_string"),
+}
+
+
+class MethodCall(Protocol):
+    """One method with its tensors in place. stateful: whether it takes a state. hoisted: what `run_prologue` made."""
+
+    past_autograd: bool
+    stateful: bool
+    hoisted: list[torch.Tensor]
+
+    @property
+    def has_prologue(self) -> bool: ...
+
+    def run_prologue(self) -> None:
+        """Compute what depends on weights and constants alone."""
+        ...
+
+    def __call__(self, inputs: list[Any], state: TorchState | None) -> Any:
+        """Flat inputs to flat outputs. state: that of a stateful call."""
+        ...
+
+
+def load_graph(artifact: Artifact, name: str, method: Method, prologue: bool, device: torch.device) -> Compiled:
+    """A method's graph as it was captured. Raises ArtifactError."""
+    fixed = [prologue and item.kind in _FIXED for item in method.inputs]
+    graph = open_graph(artifact, method.graph, device, fixed)
+    if not _fits(graph, method):
+        raise ArtifactError(
+            f"{artifact.path / method.graph}: its inputs and outputs are not those of the method {name!r} in the "
+            "manifest"
+        )
+    return graph
+
+
+def _fits(graph: Compiled, method: Method) -> bool:
+    """Whether a graph has the inputs and outputs of a method: tensors where it has tensors, literals where literals."""
+    given = iter(input_leaves(method.signature))
+    wanted = [_KINDS[type(next(given))] if item.kind == "input" else _KINDS[Tensor] for item in method.inputs]
+    if len(graph.kinds) != len(wanted) or not all(map(contains, wanted, graph.kinds)):
+        return False
+    return graph.outputs == len(leaves(method.signature.output))
+
+
+class GraphCall:
+    """One method's graph with its tensors in place."""
+
+    def __init__(self, graph: Compiled, inputs: tuple[GraphInput, ...], tensors: Tensors) -> None:
+        self._graph = graph.call
+        self.past_autograd = graph.past_autograd
+        self._prologue = graph.prologue
+        self._count = graph.hoisted
+        self.hoisted: list[torch.Tensor] = []
+        given = [tensors.get((item.kind, item.name)) for item in inputs]
+        self._fixed = [tensor for item, tensor in zip(inputs, given, strict=True) if item.kind in _FIXED]
+        self._slots: list[Any] = [None] * self._count + given
+        self._places = [index for index, item in enumerate(inputs, self._count) if item.kind == "input"]
+        self._states = [(index, item.name) for index, item in enumerate(inputs, self._count) if item.kind == "state"]
+        self.stateful = bool(self._states)
+        self._bound = self._slots[: self._places[0]] if self._inputs_last() and not self.stateful else None
+
+    @property
+    def has_prologue(self) -> bool:
+        """Whether anything depends on weights and constants alone."""
+        return self._prologue is not None
+
+    def run_prologue(self) -> None:
+        """Compute what depends on weights and constants alone. Its addresses stay."""
+        if self._prologue is None:
+            return
+        values = self._prologue(*self._fixed)
+        if self.hoisted:
+            for old, new in zip(self.hoisted, values, strict=True):
+                overwrite(old, new)
+            return
+        self._slots[: self._count] = values
+        if self._bound is not None:
+            self._bound[: self._count] = values
+        self.hoisted = list(values)
+
+    def _inputs_last(self) -> bool:
+        count = len(self._places)
+        return bool(count) and self._places == list(range(len(self._slots) - count, len(self._slots)))
+
+    def __call__(self, inputs: list[Any], state: TorchState | None = None) -> Any:
+        """Flat inputs to flat outputs."""
+        if self._bound is not None:
+            return self._graph(*self._bound, *inputs)
+        slots = self._slots.copy()
+        if state is not None:
+            for place, name in self._states:
+                slots[place] = state.tensors[name]
+        for place, value in zip(self._places, inputs, strict=True):
+            slots[place] = value
+        return self._graph(*slots)
+
+
+def overwrite(old: torch.Tensor, new: torch.Tensor) -> None:
+    """Give a tensor the values of another. Its addresses stay, also where elements lie on top of each other."""
+    if layout_of(old) != layout_of(new):
+        raise ValueError("what is computed from weights has another shape for each set of them")
+    if old.untyped_storage().data_ptr() != new.untyped_storage().data_ptr():  # else both view the same memory
+        old.untyped_storage().copy_(new.untyped_storage())
+
+
+def layout_of(tensor: torch.Tensor) -> tuple[Hashable, ...]:
+    place = tensor.storage_offset(), tensor.untyped_storage().nbytes()
+    return tensor.dtype, tensor.shape, tensor.stride(), *place

@@ -1,0 +1,1 @@
+"""Graphs of an artifact, read straight from their archives into Python functions."""

@@ -1,0 +1,324 @@
+"""A graph as a straight-line Python function.
+
+Every identifier in its source is made here, and every text, dtype, device and number with a point is a constant beside
+it: nothing that an archive says becomes source.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from .hoisting import Line, body, split
+from .literals import CONSTANTS, constant, literal
+from .operators import AUTOCAST, DROPOUTS, DROPPED, SET_GRADIENTS, Operator, check_texts, find_operator
+from .schema import (
+    Argument,
+    Graph,
+    Name,
+    NamedArgument,
+    Node,
+    OptionalTensor,
+    Subgraph,
+    Symbol,
+    UnknownPart,
+    read_argument,
+)
+
+_POSITIONAL, _KEYWORD = 1, 2
+
+
+class Compiled(NamedTuple):
+    """A function of so many arguments that returns a tuple of so many values.
+
+    `prologue` gives the `hoisted` values that come before the inputs in a call, from those inputs that were said to be
+    fixed. past_autograd: whether it does the same where the dispatcher leaves autograd out: it has torch's own
+    operators alone, and no part that runs with gradients. kinds: of its arguments, as the schema calls them; those of
+    literals are not looked at in a call.
+    """
+
+    call: Callable[..., Any]
+    inputs: int
+    outputs: int
+    past_autograd: bool
+    prologue: Callable[..., Any] | None = None
+    hoisted: int = 0
+    kinds: tuple[str, ...] = ()
+
+
+class DamagedGraph(Exception):
+    """A graph that contradicts itself."""
+
+
+def compile_graph(graph: Graph, device: torch.device, fixed: Sequence[bool] = ()) -> Compiled:
+    """A graph as a function; tensors that it creates are made on `device`.
+
+    fixed: by input, whether it is the same in all calls. What depends on those alone is computed by the prologue.
+
+    Raises UnknownPart, MissingOperator, ForeignFunction, DamagedGraph and msgspec.MsgspecError.
+    """
+    return _Function(_Constants(device)).compile(graph, fixed)
+
+
+class _Constants:
+    """What the functions of one graph share: operators, and values that their sources have no literals for."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.past_autograd = True
+        self.vmap = False
+        self.values: dict[str, Any] = {}
+        self._names: dict[tuple[type, Any], str] = {}
+
+    def add(self, value: Any) -> str:
+        key = (type(value), repr(value) if isinstance(value, float | complex) else value)
+        if key not in self._names:
+            self._names[key] = name = f"c{len(self._names)}"
+            self.values[name] = value
+        return self._names[key]
+
+
+class _Function:
+    """One graph's function, while it is written."""
+
+    def __init__(self, constants: _Constants) -> None:
+        self._constants = constants
+        self._locals: dict[str, str] = {}
+        self._used: set[str] = set()
+        self._count = 0
+
+    def compile(self, graph: Graph, fixed: Sequence[bool] = ()) -> Compiled:
+        parameters = [self._parameter(argument) for argument in graph.inputs]
+        lines = [line for node in graph.nodes if (line := self._line(node)) is not None]
+        self._used = set()
+        values = [self._value(output) for output in graph.outputs]
+        given = [parameter for parameter, same in zip(parameters, fixed, strict=False) if same]
+        early, late, hoisted = split(lines, frozenset(given), frozenset(self._used)) if any(fixed) else ([], lines, [])
+        if graph.is_single_tensor_return:
+            if len(values) != 1:
+                raise DamagedGraph(f"{len(values)} outputs where one is returned")
+            result = values[0]
+        else:
+            result = _tuple(values)
+        call = self._write([*hoisted, *parameters], body(late, frozenset(self._used)), result)
+        if self._constants.vmap:
+            call = _leaving_vmap(call)
+        prologue = self._write(given, body(early, frozenset(hoisted)), _tuple(hoisted)) if hoisted else None
+        past_autograd = self._constants.past_autograd
+        kinds = tuple(kind for argument in graph.inputs for kind in argument)
+        return Compiled(call, len(parameters), len(values), past_autograd, prologue, len(hoisted), kinds)
+
+    def _write(self, parameters: list[str], lines: list[str], result: str) -> Callable[..., Any]:
+        """A function; every name in its source was made here."""
+        source = "\n".join(
+            [f"def graph({', '.join(parameters)}):", *(f" {line}" for line in lines), f" return {result}"]
+        )
+        scope = dict(self._constants.values)
+        exec(compile(source, "<graph>", "exec"), scope)
+        function: Callable[..., Any] = scope["graph"]
+        return function
+
+    def _parameter(self, argument: Argument) -> str:
+        kind, value = read_argument(argument)
+        if kind == "as_tensor":
+            return self._define(value.name)
+        if kind == "as_sym_int" and value.as_name is not None:
+            return self._define(value.as_name)
+        if kind in ("as_int", "as_float", "as_bool", "as_none", "as_string"):
+            return self._new()  # captured as a constant; nothing refers to it
+        raise UnknownPart(f"an input of the kind {kind!r}")
+
+    def _new(self) -> str:
+        self._count += 1
+        return f"v{self._count}"
+
+    def _define(self, name: str) -> str:
+        return self._name(name, self._new())
+
+    def _name(self, name: str, local: str) -> str:
+        if name in self._locals:
+            raise DamagedGraph(f"{name!r:.80} is defined twice")
+        self._locals[name] = local
+        return local
+
+    def _use(self, name: str) -> str:
+        if name not in self._locals:
+            raise DamagedGraph(f"{name!r:.80} is used before it is defined")
+        self._used.add(self._locals[name])
+        return self._locals[name]
+
+    def _line(self, node: Node) -> Line | None:
+        operator = find_operator(node.target)
+        if operator.name in DROPPED or (operator.name in DROPOUTS and self._is_identity(node)):
+            return None
+        check_texts(operator, (kind for item in node.inputs for kind in item.arg))
+        self._constants.past_autograd &= operator.past_autograd
+        self._constants.vmap |= operator.vmap
+        self._used = set()
+        call = self._call(node, operator)
+        before = self._count
+        target = self._target(node, operator)
+        defines = tuple(f"v{number}" for number in range(before + 1, self._count + 1))
+        return Line(f"{target} = {call}" if target else call, frozenset(self._used), defines, operator)
+
+    def _call(self, node: Node, operator: Operator) -> str:
+        called, inputs = self._constants.add(operator.call), node.inputs
+        if operator.name == SET_GRADIENTS and len(inputs) > 1:
+            if read_argument(inputs[0].arg) == ("as_bool", False):  # as everything is run
+                called, inputs = self._value(inputs[1].arg), inputs[2:]
+            else:
+                self._constants.past_autograd = False
+        arguments = []
+        # in place of the device that the graph was captured on; a block for another one is left as it is
+        if operator.name == AUTOCAST and inputs and read_argument(inputs[0].arg) == ("as_string", "cpu"):
+            arguments, inputs = [self._constants.add(self._constants.device.type)], inputs[1:]
+        return f"{called}({', '.join([*arguments, *self._arguments(inputs, operator)])})"
+
+    def _is_identity(self, node: Node) -> bool:
+        """Whether a dropout returns its very input, as it does outside training; its result is then that."""
+        if len(node.inputs) != 3 or len(node.outputs) != 1:
+            return False
+        (kind, value), _, (_, training) = (read_argument(item.arg) for item in node.inputs)
+        result, name = read_argument(node.outputs[0])
+        if (kind, result, training) != ("as_tensor", "as_tensor", False):
+            return False
+        self._use(value.name)
+        self._name(name.name, self._locals[value.name])
+        return True
+
+    def _arguments(self, inputs: Iterable[NamedArgument], operator: Operator) -> Iterator[str]:
+        named = False
+        for item in inputs:
+            text = self._value(item.arg)
+            if item.kind == _POSITIONAL or not item.name:
+                if named:
+                    raise DamagedGraph(f"{operator.name}: a positional argument after a named one")
+                yield text
+            elif item.kind == _KEYWORD and item.name in operator.keywords:
+                named = True
+                yield f"{item.name}={text}"  # the operator's own name
+            else:
+                raise UnknownPart(f"the argument {item.name!r:.40} of {operator.name}")
+
+    def _target(self, node: Node, operator: Operator) -> str:
+        """What the result is assigned to."""
+        targets = [self._result(output) for output in node.outputs]
+        if len(targets) != 1:
+            return _tuple(targets) if targets else ""
+        single = operator.higher_order and node.is_hop_single_tensor_return is False
+        return _tuple(targets) if single and "as_tensor" in node.outputs[0] else targets[0]
+
+    def _result(self, output: Argument) -> str:
+        kind, value = read_argument(output)
+        match kind:
+            case "as_tensor":
+                return self._define(value.name)
+            case "as_sym_int" | "as_sym_float" | "as_sym_bool":
+                return self._new() if value.as_name is None else self._define(value.as_name)
+            case "as_tensors":
+                return _tuple([self._define(item.name) for item in value])
+            case "as_none":
+                return self._new()
+        raise UnknownPart(f"a result of the kind {kind!r}")
+
+    def _value(self, argument: Argument) -> str:
+        """An argument as an expression."""
+        return self._expression(*read_argument(argument))
+
+    def _expression(self, kind: str, value: Any) -> str:
+        if kind in _ITEMS:
+            return f"[{', '.join(self._expression(_ITEMS[kind], item) for item in value)}]"
+        if kind in CONSTANTS:
+            return self._constants.add(constant(kind, value, self._constants.device))
+        write = _EXPRESSIONS.get(kind)
+        if write is None:
+            raise UnknownPart(f"an argument of the kind {kind!r}")
+        return write(self, value)
+
+    def _tensor(self, value: Name) -> str:
+        return self._use(value.name)
+
+    def _none(self, value: bool) -> str:
+        return "None"
+
+    def _integer(self, value: int) -> str:
+        return literal(value)
+
+    def _text(self, value: str) -> str:
+        return self._constants.add(value)
+
+    def _optional(self, value: OptionalTensor) -> str:
+        return "None" if value.as_tensor is None else self._use(value.as_tensor.name)
+
+    def _symbol(self, value: Symbol) -> str:
+        if value.as_name is not None:
+            return self._use(value.as_name)
+        if value.as_float is not None:
+            return self._float(value.as_float)
+        found = value.as_int if value.as_int is not None else value.as_bool
+        if found is None:
+            raise UnknownPart("a number without a value")
+        return literal(found)
+
+    def _subgraph(self, value: Subgraph) -> str:
+        return self._constants.add(_Function(self._constants).compile(value.graph).call)
+
+    def _mapping(self, value: dict[str, Argument]) -> str:
+        return f"{{{', '.join(f'{self._constants.add(name)}: {self._value(item)}' for name, item in value.items())}}}"
+
+    def _float(self, value: float | str) -> str:
+        return self._constants.add(float(value))
+
+
+_EXPRESSIONS: dict[str, Callable[[_Function, Any], str]] = {
+    "as_tensor": _Function._tensor,
+    "as_optional_tensor": _Function._optional,
+    "as_none": _Function._none,
+    "as_int": _Function._integer,
+    "as_bool": _Function._integer,
+    "as_float": _Function._float,
+    "as_string": _Function._text,
+    "as_sym_int": _Function._symbol,
+    "as_sym_float": _Function._symbol,
+    "as_sym_bool": _Function._symbol,
+    "as_graph": _Function._subgraph,
+    "as_string_to_argument": _Function._mapping,
+}
+_ITEMS = {
+    "as_tensors": "as_tensor",
+    "as_ints": "as_int",
+    "as_floats": "as_float",
+    "as_bools": "as_bool",
+    "as_strings": "as_string",
+    "as_sym_ints": "as_sym_int",
+    "as_sym_floats": "as_sym_float",
+    "as_sym_bools": "as_sym_bool",
+    "as_optional_tensors": "as_optional_tensor",
+    "as_nested_tensors": "as_tensors",
+    "as_int_lists": "as_ints",
+    "as_float_lists": "as_floats",
+}
+
+
+def _leaving_vmap(call: Callable[..., Any]) -> Callable[..., Any]:
+    """The same; whatever happens in it, its thread is in no vmap afterwards that it was not in before."""
+    depth_now = torch._C._functorch.get_dynamic_layer_stack_depth
+    leave = torch._C._functorch.pop_dynamic_layer_stack_and_undo_to_depth
+
+    def graph(*values: Any) -> Any:
+        depth = depth_now()
+        try:
+            outputs = call(*values)
+            if depth_now() != depth:
+                raise DamagedGraph("a vmap begins and does not end")
+            return outputs
+        finally:
+            leave(depth)
+
+    return graph
+
+
+def _tuple(items: list[str]) -> str:
+    return f"({', '.join(items)}{',' if items else ''})"

@@ -1,0 +1,85 @@
+"""Opening the graph of a method. torch's own reader has no part in it: that makes source of names that a file holds."""
+
+from __future__ import annotations
+
+import zipfile
+from collections.abc import Callable, Iterable, Sequence
+from typing import TypeVar
+
+import msgspec
+import torch
+
+from weightswap_runtime.errors import ArtifactError
+from weightswap_runtime.format.artifact import Artifact
+
+from .archives import check_records, functions
+from .compiling import Compiled, DamagedGraph, compile_graph
+from .operators import OF_TORCH, ForeignFunction, MissingOperator, find_operator
+from .schema import Graph, UnknownPart, read_program
+
+Result = TypeVar("Result")
+DAMAGED = (
+    DamagedGraph,
+    msgspec.MsgspecError,
+    zipfile.BadZipFile,
+    # what Python says to numbers and nestings that no export writes
+    OverflowError,
+    RecursionError,
+    SyntaxError,
+    ValueError,
+)
+
+
+def open_graph(artifact: Artifact, name: str, device: torch.device, fixed: Sequence[bool] = ()) -> Compiled:
+    """The graph in the artifact's file `name` as a function; tensors that it creates are made on `device`.
+
+    fixed: by input, whether it is the same in all calls, as for `compile_graph`.
+    Raises ArtifactError, also for operators that no package in this process has registered.
+    """
+    raw = artifact.read(name)
+    where = str(artifact.path / name)
+    graph = read_graph(raw, where)
+    return checked(raw, where, lambda: compile_graph(graph, device, fixed))
+
+
+def read_graph(raw: bytes, where: str) -> Graph:
+    """The graph in an archive's bytes. Raises ArtifactError."""
+    check_records(raw, where)
+    return checked(raw, where, lambda: read_program(raw).graph_module.graph)
+
+
+def checked(raw: bytes, where: str, read: Callable[[], Result]) -> Result:
+    """What `read` makes of an archive's bytes. Raises ArtifactError for whatever it finds there."""
+    try:
+        return read()
+    except MissingOperator:
+        raise ArtifactError(f"{where}: {_missing(functions(raw))}") from None
+    except (UnknownPart, ForeignFunction) as reason:
+        raise ArtifactError(
+            f"{where}: has {reason}, which weightswap does not run. Export the artifact again, or install the "
+            "weightswap that wrote it."
+        ) from None
+    except DAMAGED as error:
+        raise ArtifactError(f"{where}: cannot be read ({error}). Export the artifact again.") from error
+
+
+def _missing(targets: Iterable[str]) -> str:
+    """What is said of operators that this process lacks."""
+    missing = sorted(filter(_is_missing, targets))
+    libraries = sorted({target.split(".")[2] for target in missing} - OF_TORCH)
+    if not libraries:
+        return f"needs {', '.join(missing)}, which torch {torch.__version__} lacks. Install the torch that exported it."
+    return (
+        f"needs {', '.join(missing)}, which this process lacks. Name what registers the operators of "
+        f"{', '.join(libraries)}: load(..., op_libraries=[...]); or import it before; or export without it."
+    )
+
+
+def _is_missing(target: str) -> bool:
+    try:
+        find_operator(target)
+    except MissingOperator:
+        return True
+    except (ForeignFunction, UnknownPart):
+        pass
+    return False

@@ -1,0 +1,198 @@
+"""What of torch.export's JSON it takes to run a graph, typed. The source is torch/_export/serde/schema.py."""
+
+from __future__ import annotations
+
+import io
+import zipfile
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+
+MAJOR = 8  # of the schema; a minor version adds what older readers may not know
+
+Argument = dict[str, msgspec.Raw]  # one entry, called by its kind
+
+
+class SchemaRecord(msgspec.Struct, frozen=True):
+    """A part of the JSON. Entries that are not named here, such as stack traces, are skipped."""
+
+
+class SchemaVersion(SchemaRecord, frozen=True):
+    """Of the schema."""
+
+    major: int
+    minor: int
+
+
+class NamedArgument(SchemaRecord, frozen=True):
+    """An argument of a call. kind: 1 positional, 2 keyword."""
+
+    name: str
+    arg: Argument
+    kind: int | None = None
+
+
+class Node(SchemaRecord, frozen=True):
+    """One call."""
+
+    target: str
+    inputs: tuple[NamedArgument, ...]
+    outputs: tuple[Argument, ...]
+    is_hop_single_tensor_return: bool | None = None
+
+
+class Graph(SchemaRecord, frozen=True):
+    """Calls, in order. A single tensor is returned by itself, everything else as a tuple."""
+
+    inputs: tuple[Argument, ...]
+    outputs: tuple[Argument, ...]
+    nodes: tuple[Node, ...]
+    is_single_tensor_return: bool = False
+
+
+class GraphModule(SchemaRecord, frozen=True):
+    """The graph of a method."""
+
+    graph: Graph
+
+
+class Program(SchemaRecord, frozen=True):
+    """The whole document."""
+
+    graph_module: GraphModule
+    schema_version: SchemaVersion
+
+
+class Name(SchemaRecord, frozen=True):
+    """A tensor."""
+
+    name: str
+
+
+class Symbol(SchemaRecord, frozen=True):
+    """A number: one that was computed, or itself."""
+
+    as_name: str | None = None
+    as_int: int | None = None
+    as_float: float | str | None = None
+    as_bool: bool | None = None
+
+
+class OptionalTensor(SchemaRecord, frozen=True):
+    """A tensor, or nothing."""
+
+    as_tensor: Name | None = None
+
+
+class SchemaDevice(SchemaRecord, frozen=True):
+    """Where a tensor was when the graph was captured."""
+
+    type: str
+    index: int | None = None
+
+
+class Complex(SchemaRecord, frozen=True):
+    """A complex number."""
+
+    real: float
+    imag: float
+
+
+class Subgraph(SchemaRecord, frozen=True):
+    """A graph that a higher-order operator runs."""
+
+    name: str
+    graph: Graph
+
+
+Float = float | str  # JSON has no infinity: "Infinity", "-Infinity", "NaN"
+_TYPES: dict[str, Any] = {
+    "as_none": bool,
+    "as_tensor": Name,
+    "as_tensors": list[Name],
+    "as_int": int,
+    "as_ints": list[int],
+    "as_float": Float,
+    "as_floats": list[Float],
+    "as_string": str,
+    "as_strings": list[str],
+    "as_sym_int": Symbol,
+    "as_sym_ints": list[Symbol],
+    "as_scalar_type": int,
+    "as_memory_format": int,
+    "as_layout": int,
+    "as_device": SchemaDevice,
+    "as_bool": bool,
+    "as_bools": list[bool],
+    "as_sym_bool": Symbol,
+    "as_sym_bools": list[Symbol],
+    "as_graph": Subgraph,
+    "as_optional_tensor": OptionalTensor,
+    "as_optional_tensors": list[OptionalTensor],
+    "as_sym_float": Symbol,
+    "as_sym_floats": list[Symbol],
+    "as_complex": Complex,
+    "as_nested_tensors": list[list[Name]],
+    "as_int_lists": list[list[int]],
+    "as_float_lists": list[list[Float]],
+    "as_string_to_argument": dict[str, Argument],
+}
+_DECODERS = {kind: msgspec.json.Decoder(found) for kind, found in _TYPES.items()}
+_PROGRAM = msgspec.json.Decoder(Program)
+
+
+class UnknownPart(Exception):
+    """Something in a graph that is not known here. Exports refuse what has one."""
+
+
+def model_json(raw: bytes) -> bytes:
+    """The JSON of the one program in an archive's bytes. Raises UnknownPart, and what zipfile raises."""
+    with zipfile.ZipFile(io.BytesIO(raw)) as archive:
+        models = [name for name in archive.namelist() if name.endswith("/models/model.json")]
+        if len(models) != 1:
+            raise UnknownPart(f"{len(models)} models in one archive")
+        return archive.read(models[0])
+
+
+def read_program(raw: bytes) -> Program:
+    """The program in an archive's bytes. Raises UnknownPart, msgspec.MsgspecError, and what zipfile raises."""
+    program = _PROGRAM.decode(model_json(raw))
+    if program.schema_version.major != MAJOR:
+        raise UnknownPart(f"schema version {program.schema_version.major}")
+    return program
+
+
+def read_argument(argument: Argument) -> tuple[str, Any]:
+    """An argument's kind and its typed value. Raises UnknownPart and msgspec.MsgspecError."""
+    if len(argument) != 1:
+        raise UnknownPart(f"an argument with the entries {sorted(argument)!r:.80}")
+    ((kind, raw),) = argument.items()
+    decoder = _DECODERS.get(kind)
+    if decoder is None:
+        raise UnknownPart(f"an argument of the kind {kind!r:.40}")
+    return kind, decoder.decode(raw)
+
+
+def argument_names(argument: Argument) -> list[str]:
+    """The values of a graph that an argument refers to, or that an output defines; not those inside a subgraph."""
+    if "as_graph" in argument:
+        return []
+    _, value = read_argument(argument)
+    return list(_named(value))
+
+
+def _named(value: Any) -> Iterator[str]:
+    match value:
+        case Name():
+            yield value.name
+        case Symbol() if value.as_name is not None:
+            yield value.as_name
+        case OptionalTensor() if value.as_tensor is not None:
+            yield value.as_tensor.name
+        case list():
+            for item in value:
+                yield from _named(item)
+        case dict():
+            for item in value.values():
+                yield from argument_names(item)

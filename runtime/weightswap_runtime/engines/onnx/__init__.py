@@ -1,0 +1,1 @@
+"""The engine `onnx`: ONNX Runtime, every weight an input of the graph."""

@@ -1,0 +1,143 @@
+"""One method's ONNX graph, opened by ONNX Runtime and held against the manifest."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from weightswap_runtime.errors import ArtifactError, InputMismatch, MissingExtra, Unsupported
+from weightswap_runtime.format.artifact import Artifact
+from weightswap_runtime.format.manifest import NamedTensor
+from weightswap_runtime.format.signature import Tensor, input_leaves, leaves
+from weightswap_runtime.threads.forks import renew_in_children
+
+from .elements import element_of
+from .names import dtype_of, graph_file, onnx_names, output_dtypes
+
+try:
+    import onnxruntime
+except ImportError as error:
+    raise MissingExtra("the engine `onnx`", "onnx") from error
+
+_CPU = "CPUExecutionProvider"
+_SILENT = 4
+_FILES = "session.model_external_initializers_file_folder_path"
+_LOST: list[Any] = []  # sessions of a parent process; to end one would wait for its threads
+
+
+class Provider(NamedTuple):
+    """What ONNX Runtime computes with, and its options."""
+
+    name: str = _CPU
+    options: Mapping[str, str] = {}
+
+
+_ON_CPU = Provider()
+
+
+class OnnxGraph:
+    """A method's graph. `tensors` are the FQNs of the weights and the state that it takes.
+
+    `inputs` and `outputs` are the leaves of the signature; `after` says what the new value of a state is called.
+    `dtypes` are those of `tensors`.
+    """
+
+    def __init__(self, artifact: Artifact, method: str, threads: int | None, provider: Provider = _ON_CPU) -> None:
+        """threads: that one call uses; None: one for each core. Raises ArtifactError and Unsupported."""
+        manifest = artifact.manifest
+        self._where = str(artifact.path / graph_file(method))
+        self._raw = artifact.read(graph_file(method))
+        self._threads = threads
+        self._provider = provider
+        self._session: Any = None
+        signature = manifest.methods[method].signature
+        self.names = onnx_names(manifest, manifest.methods[method])
+        self.inputs = input_leaves(signature)
+        self.outputs = leaves(signature.output)
+        self._method = method
+        self._dynamic = [
+            (place, leaf.name)
+            for place, leaf in enumerate(self.inputs)
+            if isinstance(leaf, Tensor) and any(isinstance(size, str) for size in leaf.shape)
+        ]
+        found = {item.name: item for item in self.session.get_inputs()}
+        self.tensors = tuple(name for name in self.names.tensors if name in found)
+        given = self.session.get_outputs()
+        fetched = [item.name for item in given]
+        self.after = {name: after for name, after in self.names.after.items() if after in fetched}
+        rows = {name: row for row in (*manifest.weights, *manifest.state) for name in row.names}
+        self.dtypes = {name: rows[name].dtype for name in self.tensors}
+        dtypes = output_dtypes(manifest, manifest.methods[method])
+        problems = [*self._input_problems(found, rows), *self._output_problems(given, dtypes)]
+        if problems:
+            raise ArtifactError(f"{self._where}: is not the graph of {method!r}: {'; '.join(problems[:5])}")
+        renew_in_children(self)
+
+    def check_sizes(self, inputs: Sequence[Any]) -> None:
+        """Raise InputMismatch for flat inputs of which one is empty along a dynamic dimension.
+
+        Some of ONNX Runtime's operators (LSTM, rotary embeddings) end the process there.
+        """
+        empty = [name for place, name in self._dynamic if 0 in inputs[place].shape]
+        if empty:
+            raise InputMismatch(
+                self._method,
+                [f"{name}: is empty, which the engine onnx does not take; engine 'torch' does" for name in empty],
+            )
+
+    @property
+    def session(self) -> Any:
+        """The ONNX Runtime session. Calls on it may run at the same time."""
+        if self._session is None:
+            self._session = self._open()
+        return self._session
+
+    def _renew(self) -> None:
+        """After a fork: a session's threads are gone, so that the next call opens another."""
+        _LOST.append(self._session)
+        self._session = None
+
+    def _open(self) -> Any:
+        options = onnxruntime.SessionOptions()
+        options.log_severity_level = _SILENT  # what it says, its errors say too
+        options.intra_op_num_threads = self._threads or 0
+        options.add_session_config_entry(_FILES, self._where)  # nothing lies below a file, so that it can read none
+        wanted, here = self._provider.name, onnxruntime.__version__
+        try:
+            session = onnxruntime.InferenceSession(
+                self._raw, options, providers=[(wanted, dict(self._provider.options))]
+            )
+        except Exception as error:
+            if type(error).__name__ == "NotImplemented":
+                raise Unsupported(f"{self._where}: ONNX Runtime {here} cannot run it: {error}") from error
+            raise ArtifactError(
+                f"{self._where}: ONNX Runtime {here} cannot open it: {error}. Compile it again."
+            ) from error
+        if wanted not in (found := session.get_providers()):
+            raise Unsupported(
+                f"{self._where}: asked for {wanted}, ONNX Runtime {here} gives {', '.join(found)}. Install "
+                "onnxruntime-gpu for the CUDA of this machine, and cuDNN"
+            )
+        return session
+
+    def _input_problems(self, found: Mapping[str, Any], rows: Mapping[str, NamedTensor]) -> Iterator[str]:
+        flat = [(name, leaf) for name, leaf in zip(self.names.inputs, self.inputs, strict=True) if name is not None]
+        wanted = {name: dtype_of(leaf) for name, leaf in flat}
+        yield from (f"it lacks the input {name!r}" for name in wanted if name not in found)
+        for name, item in found.items():
+            row = rows.get(name) if name in self.tensors else None
+            dtype = row.dtype if row else wanted.get(name)
+            if dtype is None:
+                yield f"it takes {name!r}, which the manifest does not list"
+            elif item.type != element_of(name, dtype).text or (row and tuple(item.shape) != row.shape):
+                yield f"it takes {name!r} as {item.type}{list(item.shape)}, expected {dtype}"
+
+    def _output_problems(self, given: Sequence[Any], dtypes: Mapping[str, str]) -> Iterator[str]:
+        wanted = [name for name in self.names.outputs if name is not None] + list(self.after.values())
+        fetched = [item.name for item in given]
+        if fetched != wanted:
+            yield f"its outputs are {fetched}, expected {wanted}"
+            return
+        for item in given:
+            if item.type != element_of(item.name, dtypes[item.name]).text:
+                yield f"it gives {item.name!r} as {item.type}, expected {dtypes[item.name]}"

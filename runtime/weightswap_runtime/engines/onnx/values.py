@@ -1,0 +1,68 @@
+"""Tensors as ONNX Runtime has them, over memory of ours and as numpy arrays."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from weightswap_runtime.errors import MissingExtra, Unsupported
+from weightswap_runtime.tensors.content import TensorBytes, array_content, is_numpys, numpy_dtype
+from weightswap_runtime.tensors.dtypes import DTYPES
+
+from .elements import ELEMENTS
+
+try:
+    from onnxruntime import OrtValue
+except ImportError as error:
+    raise MissingExtra("the engine `onnx`", "onnx") from error
+
+
+DTYPE_NAMES: Mapping[np.dtype[Any], str] = {numpy_dtype(name): name for name in ELEMENTS}
+
+
+def _carrier(dtype: str) -> np.dtype[Any]:
+    """What numpy, and ONNX Runtime from it, takes the elements for."""
+    return numpy_dtype(dtype) if is_numpys(dtype) else np.dtype(f"uint{DTYPES[dtype].bits}")
+
+
+def value_of(memory: Any, dtype: str, shape: Sequence[int]) -> OrtValue:
+    """A value over row-major bytes: a buffer or an array of uint8, which it keeps alive. Nothing is copied."""
+    flat = np.frombuffer(memory, _carrier(dtype)) if len(memory) else np.empty(0, _carrier(dtype))
+    return as_value(flat.reshape(shape), dtype)
+
+
+def as_value(array: np.ndarray[Any, Any], dtype: str) -> OrtValue:
+    """A value over the memory of an array, or over that of a copy where its elements are scattered or misaligned."""
+    rows = np.require(array, requirements=("C_CONTIGUOUS", "ALIGNED")).view(_carrier(dtype))
+    if is_numpys(dtype):
+        return OrtValue.ortvalue_from_numpy(rows)
+    return OrtValue.ortvalue_from_numpy_with_onnx_type(rows, ELEMENTS[dtype].code)
+
+
+def as_array(value: OrtValue, dtype: str) -> np.ndarray[Any, Any]:
+    """A value as an array of its own memory, which lives as long as the array; a copy of what numpy lacks."""
+    if is_numpys(dtype):
+        array: np.ndarray[Any, Any] = value.numpy()
+        return array
+    shape = value.shape()
+    size = int(np.prod(shape)) * DTYPES[dtype].bits // 8
+    return np.frombuffer(bytearray(ctypes.string_at(value.data_ptr(), size)), numpy_dtype(dtype)).reshape(shape)
+
+
+def content_array(content: TensorBytes) -> np.ndarray[Any, Any]:
+    """An array in memory that numpy has allocated. Raises Unsupported for what ONNX Runtime lacks."""
+    if content.dtype not in ELEMENTS:
+        raise Unsupported(f"dtype {content.dtype}: ONNX Runtime has no such type")
+    array = np.empty(content.shape, numpy_dtype(content.dtype))
+    array.reshape(-1).view(np.uint8)[:] = content.data
+    return array
+
+
+def content_of(array: np.ndarray[Any, Any]) -> TensorBytes:
+    """What is in an array, whose memory it shares where that is in order. Raises Unsupported for another dtype."""
+    if array.dtype not in DTYPE_NAMES:
+        raise Unsupported(f"numpy's {array.dtype} is none of {', '.join(DTYPE_NAMES.values())}")
+    return array_content(array)

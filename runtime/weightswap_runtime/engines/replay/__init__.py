@@ -1,0 +1,1 @@
+"""CUDA graphs of calls: captured for a shape once, replayed."""

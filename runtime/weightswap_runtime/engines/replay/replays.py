@@ -1,0 +1,178 @@
+"""Calls that were captured once for their inputs' shapes, and are replayed over the same addresses ever after."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Hashable, Iterable, Mapping
+from threading import RLock
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from weightswap_runtime.memory.device import Device, Event
+from weightswap_runtime.tensors.torch_modes import default_torch_modes
+
+MOST = 64  # shapes that are captured without having been named
+_log = logging.getLogger("weightswap.captures")
+_log.addHandler(logging.NullHandler())  # quiet unless the application configures logging
+Function = Callable[[], list[Any]]
+Inputs = list[Any]
+Run = Callable[[str, Inputs], list[Any]]
+
+
+class GraphRecorder(Protocol):
+    """Records what a function asks a device for."""
+
+    def record(self, function: Function) -> tuple[Callable[[], object], list[Any]]:
+        """Run the function, several times, and return what replays its work, and the tensors that its results are in.
+
+        The replay is in the current stream, and one follows the other.
+        """
+        ...
+
+    def lend(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Once they are dropped, keep their memory until what the current stream was asked for until then is done."""
+        ...
+
+
+class Shapes:
+    """Which shapes of which methods are captured; shared by all sessions of an engine."""
+
+    def __init__(self, named: Iterable[tuple[str, Inputs]], auto: bool) -> None:
+        """named: methods with flat inputs. auto: whatever comes in calls, up to MOST shapes, is captured, too."""
+        self._auto = auto
+        self.samples: dict[Hashable, tuple[str, Inputs]] = {key_of(*sample): sample for sample in named}
+        self.failures: dict[Hashable, str] = {}
+
+    def wanted(self, key: Hashable) -> bool:
+        """Whether a call of these shapes is to be captured."""
+        if key in self.failures:
+            return False
+        return key in self.samples or (self._auto and len(self.samples) < MOST)
+
+    def note(self, key: Hashable, method: str, inputs: Inputs) -> None:
+        """Remember a shape for sessions that have not seen it. Values do not matter."""
+        if key not in self.samples:
+            self.samples[key] = method, [_like(value) for value in inputs]
+
+    def failed(self, key: Hashable, method: str, reason: str) -> None:
+        """Remember that a shape cannot be captured."""
+        self.failures[key] = reason
+        _log.warning("%s: calls run without a CUDA graph: %s", method, reason)
+
+
+def key_of(method: str, inputs: Inputs) -> Hashable:
+    """What two calls have in common that can be replayed as one."""
+    return method, *[(x.shape, x.stride()) if isinstance(x, torch.Tensor) else (type(x), x) for x in inputs]
+
+
+class _CapturedCall(NamedTuple):
+    """A recorded call, the memory from which it reads its inputs, and the indices of those that it writes to.
+
+    streams: the keys of those that this memory was lent to.
+    """
+
+    inputs: Inputs
+    outputs: list[Any]
+    replay: Callable[[], object]
+    written: list[int]
+    streams: set[int]
+
+
+class Captures:
+    """The captured calls of one session. They share scratch memory, so that one replay follows the other."""
+
+    def __init__(self, device: Device, recorder: GraphRecorder, shapes: Shapes, run: Run) -> None:
+        """run: runs a method on flat inputs."""
+        self._device = device
+        self._recorder = recorder
+        self._shapes = shapes
+        self._run = run
+        self._lock = RLock()
+        self._captured: dict[Hashable, _CapturedCall] = {}
+        self._last: Event = device.mark(device.current())
+
+    def capture_named(self) -> None:
+        """Capture what other sessions have, and this one has not."""
+        for key, (method, inputs) in list(self._shapes.samples.items()):
+            if key not in self._captured and key not in self._shapes.failures:
+                self._capture(key, method, inputs)
+
+    def replay(self, method: str, inputs: Inputs) -> list[Any] | None:
+        """The outputs of a call in the current stream, in memory of their own; None if such calls are not captured."""
+        key = key_of(method, inputs)
+        captured = self._captured.get(key)
+        if captured is None and self._shapes.wanted(key):
+            captured = self._capture(key, method, inputs)
+        if captured is None:
+            return None
+        with self._lock, torch.no_grad():
+            stream = self._device.current()
+            self._device.wait(stream, self._last)
+            self._lend(captured)
+            try:
+                for static, value in zip(captured.inputs, inputs, strict=True):
+                    if isinstance(value, torch.Tensor):
+                        static.copy_(value)
+                captured.replay()
+                for index in captured.written:
+                    inputs[index].copy_(captured.inputs[index])
+                return [_copied(value) for value in captured.outputs]
+            finally:
+                self._last = self._device.mark(stream)
+
+    def _lend(self, captured: _CapturedCall) -> None:
+        key = self._device.current_key()
+        if key not in captured.streams:
+            self._recorder.lend(value for value in captured.inputs if isinstance(value, torch.Tensor))
+            captured.streams.add(key)
+
+    def _capture(self, key: Hashable, method: str, inputs: Inputs) -> _CapturedCall | None:
+        last = _LastOperator()  # type: ignore[no-untyped-call]
+        try:
+            with default_torch_modes(), self._lock:
+                if key not in self._captured and key not in self._shapes.failures:
+                    self._captured[key] = self._record(method, inputs, last)
+                    self._shapes.note(key, method, inputs)
+        except Exception as error:
+            self._shapes.failed(key, method, f"{last.name}: {type(error).__name__}: {error}")
+        return self._captured.get(key)
+
+    def _record(self, method: str, inputs: Inputs, last: _LastOperator) -> _CapturedCall:
+        self._device.wait(self._device.current(), self._last)
+        static = [_like(value) for value in inputs]
+        before = [_version(value) for value in static]
+        try:
+            with last:
+                replay, outputs = self._recorder.record(lambda: self._run(method, static))
+        finally:
+            self._last = self._device.mark(self._device.current())
+        written = [index for index, value in enumerate(static) if _version(value) != before[index]]
+        return _CapturedCall(static, outputs, replay, written, set())
+
+
+def _like(value: Any) -> Any:
+    """Zeros in the tensor's layout, as kernels look at that; a value that is no tensor as it is."""
+    return torch.zeros_like(value, requires_grad=False) if isinstance(value, torch.Tensor) else value
+
+
+def _version(value: Any) -> int:
+    """How often a tensor was written to."""
+    return int(value._version) if isinstance(value, torch.Tensor) else 0
+
+
+def _copied(value: Any) -> Any:
+    return value.clone() if isinstance(value, torch.Tensor) else value
+
+
+class _LastOperator(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Knows which operator was called last."""
+
+    name = "before the first operator"
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        self.name = str(func)
+        return func(*args, **(kwargs or {}))

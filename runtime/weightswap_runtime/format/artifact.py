@@ -1,0 +1,171 @@
+"""Reading an artifact: every byte that is used was checked against the manifest first."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterable, Sequence
+from mmap import MAP_ANONYMOUS, MAP_PRIVATE, mmap
+from pathlib import Path
+
+import msgspec
+from blake3 import blake3
+
+from weightswap_runtime.errors import ArtifactError, Unsupported, WeightFileError
+from weightswap_runtime.sources.atomic import is_file
+from weightswap_runtime.sources.location import Location, Url, as_location, is_url
+from weightswap_runtime.sources.opening import read_small
+from weightswap_runtime.tensors.content import TensorBytes
+from weightswap_runtime.tensors.dtypes import describe
+
+from .header import parse_file
+from .manifest import CONSTANTS_NAME, MANIFEST_NAME, AdapterInput, Manifest, NamedTensor, decode_manifest
+
+MAX_MANIFEST = 256 << 20
+Row = NamedTensor | AdapterInput
+_FILES = (".safetensors", ".json")  # which are no folders
+_AGAIN = "Export the artifact again, or copy it again."
+
+
+def zeros(state: Sequence[NamedTensor]) -> dict[str, TensorBytes]:
+    """The initial values that no file has; all lie in the same memory, which is not there until it is written to.
+
+    Raises ArtifactError.
+    """
+    rows = [row for row in state if row.zero]
+    try:
+        memory = memoryview(mmap(-1, max(1, *(row.nbytes for row in rows), 1), flags=MAP_PRIVATE | MAP_ANONYMOUS))
+    except (OSError, OverflowError, ValueError) as error:
+        raise ArtifactError(f"{CONSTANTS_NAME}: no room for the zeros of {rows[0].name!r} ({error})") from error
+    return {row.name: TensorBytes(row.dtype, row.shape, memory[: row.nbytes]) for row in rows}
+
+
+class Artifact:
+    """An exported model without weights: a folder with a manifest. Immutable. `path` is where: a Path or a Url."""
+
+    def __init__(self, path: Location, manifest: Manifest) -> None:
+        self.path = path
+        self.manifest = manifest
+
+    @classmethod
+    def open(cls, path: str | os.PathLike[str]) -> Artifact:
+        """Read and validate the manifest of the folder `path`, or of the folder of an fsspec URL.
+
+        Raises ArtifactError, and Unsupported or MissingExtra for a URL of a kind that cannot be read here.
+        """
+        if not isinstance(path, str | os.PathLike | Url):
+            raise ArtifactError(f"expected the path of an artifact, got a {type(path).__qualname__}")
+        folder = _folder(path)
+        name = folder / MANIFEST_NAME
+        raw = _read_url(name, MAX_MANIFEST) if isinstance(name, Url) else _read_manifest(name)
+        if raw is None:
+            raise ArtifactError(
+                f"{folder!s:.200}: no artifact here (expected a folder with a {MANIFEST_NAME}). "
+                "Give the folder that weightswap export wrote."
+            )
+        return cls(folder, decode_manifest(raw, str(name)))
+
+    @property
+    def folder(self) -> Path:
+        """The folder, which files may be added to. Raises Unsupported for an artifact behind a URL."""
+        if isinstance(self.path, Url):
+            raise Unsupported(f"{self.path}: nothing is written behind a URL; copy the artifact here first")
+        return self.path
+
+    @property
+    def graph_id(self) -> str:
+        return self.manifest.graph_id
+
+    @property
+    def methods(self) -> tuple[str, ...]:
+        return tuple(self.manifest.methods)
+
+    def read(self, name: str) -> bytes:
+        """The bytes of one file of the manifest, checked against its digest. Raises ArtifactError."""
+        expected = self.manifest.files[name]
+        path = self.path / name
+        raw = _read_url(path, sys.maxsize) if isinstance(path, Url) else self._read_local(path)
+        if raw is None:
+            raise ArtifactError(f"{path}: listed in the manifest but not there. {_AGAIN}")
+        found = blake3(raw).hexdigest()
+        if found != expected:
+            raise ArtifactError(
+                f"{path}: altered since the export (expected digest {expected[:12]}, found {found[:12]}). {_AGAIN}"
+            )
+        return raw
+
+    def _read_local(self, path: Path) -> bytes:
+        if not path.resolve().is_relative_to(self.folder.resolve()):
+            raise ArtifactError(f"{path}: leads out of the artifact. {_AGAIN}")
+        if path.exists() and not path.is_file():
+            raise ArtifactError(f"{path}: is not a regular file. {_AGAIN}")
+        try:
+            return path.read_bytes()
+        except OSError as error:
+            raise ArtifactError(
+                f"{path}: listed in the manifest but not readable ({error.strerror}). {_AGAIN}"
+            ) from error
+
+    def row_major(self) -> Artifact:
+        """The same artifact for an engine that takes weights in row-major order alone, whatever the model has."""
+        weights = tuple(msgspec.structs.replace(weight, stride=None) for weight in self.manifest.weights)
+        return Artifact(self.path, msgspec.structs.replace(self.manifest, weights=weights))
+
+    def verify(self) -> None:
+        """Check every file that the manifest lists. Raises ArtifactError."""
+        for name in self.manifest.files:
+            self.read(name)
+
+    def constants(self) -> dict[str, TensorBytes]:
+        """The constants and the state's initial values. Raises ArtifactError."""
+        state = self.manifest.state
+        kept = (*self.manifest.constants, *(row for row in state if not row.zero))
+        return self.tensors(CONSTANTS_NAME, kept) | zeros(state)
+
+    def tensors(self, name: str, rows: Iterable[Row]) -> dict[str, TensorBytes]:
+        """The tensors of one of its safetensors files, which must have `rows`. Raises ArtifactError."""
+        where = str(self.path / name)
+        tensors, _ = parse_file(self.read(name), where)
+        for row in rows:
+            stored = tensors.get(row.name)
+            if stored is None or (stored.dtype, stored.shape) != (row.dtype, row.shape):
+                raise ArtifactError(f"{where}: has no {describe(row.dtype, row.shape)} for {row.name!r}")
+        return tensors
+
+    def __repr__(self) -> str:
+        return f"Artifact({str(self.path)!r}, graph_id={self.graph_id[:12]!r}, methods={list(self.methods)})"
+
+
+def is_artifact(path: str) -> bool:
+    """Whether there is an artifact behind a path or a URL."""
+    if not is_url(path):
+        return is_file(Path(path) / MANIFEST_NAME)
+    folder = as_location(path)
+    if folder.name.endswith(_FILES):
+        return False
+    try:
+        return read_small(folder / MANIFEST_NAME, MAX_MANIFEST) is not None
+    except WeightFileError:  # as servers say that do not tell what is there
+        return False
+
+
+def _folder(path: str | os.PathLike[str] | Url) -> Location:
+    try:
+        return as_location(path)
+    except WeightFileError as error:
+        raise ArtifactError(str(error)) from error
+
+
+def _read_manifest(name: Path) -> bytes | None:
+    if not is_file(name):
+        return None
+    if name.stat().st_size > MAX_MANIFEST:
+        raise ArtifactError(f"{name}: larger than {MAX_MANIFEST} bytes, so it is not a manifest")
+    return name.read_bytes()
+
+
+def _read_url(url: Url, limit: int) -> bytes | None:
+    try:
+        return read_small(url, limit)
+    except WeightFileError as error:
+        raise ArtifactError(str(error)) from error

@@ -1,0 +1,231 @@
+"""From a call's arguments to the graph's flat inputs, checked against the method's signature."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any
+
+from weightswap_runtime.errors import InputMismatch
+from weightswap_runtime.tensors.dtypes import describe
+
+from .conditions import Condition, condition_dims, evaluate, parse_condition
+from .signature import (
+    Dict,
+    Dimension,
+    Integer,
+    Items,
+    Literal,
+    Node,
+    Signature,
+    Size,
+    SizeExpression,
+    Tensor,
+    Tuple,
+    key_text,
+    leaves,
+    parse_size,
+    sizes_of,
+    unflatten,
+)
+
+MOST_ACCEPTED = 1024
+
+
+class CallCheck:
+    """Turns a call's arguments into the graph's flat inputs and checks them.
+
+    `dtypes` maps the engine's dtype objects to safetensors names; `tensor_type` is the class it takes; `misplaced` says
+    what else is wrong with a tensor, and `kind` gives everything about it that a check looks at.
+    """
+
+    def __init__(
+        self,
+        method: str,
+        signature: Signature,
+        tensor_type: type[Any],
+        dtypes: Mapping[Any, str],
+        misplaced: Callable[[Any], str | None],
+        kind: Callable[[Any], Hashable],
+    ) -> None:
+        self._method = method
+        self._signature = signature
+        self._parameters = (*signature.args, *signature.kwargs)
+        self._tensor_type = tensor_type
+        self._dtypes = dtypes
+        self._misplaced = misplaced
+        self._kind = kind
+        self._plain = not signature.kwargs and all(type(node) is Tensor for _, node in signature.args)
+        self._accepted: set[Hashable] = set()
+        self._conditions = [(text, parse_condition(text)) for text in signature.conditions]
+        self._sizes = {
+            size: parse_size(size)
+            for _, node in self._parameters
+            for leaf in leaves(node)
+            for size in sizes_of(leaf)
+            if isinstance(size, str)
+        }
+
+    def flatten(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+        """The flat inputs, in the graph's order. Raises InputMismatch with everything that is wrong."""
+        if not self._plain or kwargs or not all(type(value) is self._tensor_type for value in args):
+            return self._check(args, kwargs)
+        kinds = tuple(map(self._kind, args))  # kinds that were accepted once need no second check
+        if kinds in self._accepted:
+            return list(args)
+        flat = self._check(args, kwargs)
+        if len(self._accepted) < MOST_ACCEPTED:
+            self._accepted.add(kinds)
+        return flat
+
+    def _check(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+        check = _Check(self._tensor_type, self._dtypes, self._misplaced, self._sizes, self._signature.dims)
+        values = self._bind(args, kwargs, check)
+        for name, node in self._parameters:
+            if name in values:
+                check.walk(node, values[name], name)
+        if self._conditions and not check.problems:
+            check.hold(self._conditions)
+        if check.problems:
+            raise InputMismatch(self._method, check.problems)
+        return check.flat
+
+    def _bind(self, args: tuple[Any, ...], kwargs: dict[str, Any], check: _Check) -> dict[str, Any]:
+        positional = self._signature.args
+        values = {name: value for (name, _), value in zip(positional, args, strict=False)}
+        if len(args) > len(positional):
+            check.problems.append(f"takes {len(positional)} positional argument(s), {len(args)} were given")
+        known = {name for name, _ in self._parameters}
+        for name, value in kwargs.items():
+            if name in values:
+                check.problems.append(f"{name}: given twice, by position and by keyword")
+            elif name not in known:
+                check.problems.append(f"{name}: not an argument it was exported with ({', '.join(sorted(known))})")
+            else:
+                values[name] = value
+        for name, node in self._parameters:
+            if name in values:
+                continue
+            if all(isinstance(leaf, Literal) for leaf in leaves(node)):
+                values[name] = unflatten(node, leaves(node))
+            else:
+                check.problems.append(f"{name}: missing")
+        return values
+
+
+class _Check:
+    """One call's walk over its inputs: collects the flat values, the dimensions' sizes and the problems."""
+
+    def __init__(
+        self,
+        tensor_type: type[Any],
+        dtypes: Mapping[Any, str],
+        misplaced: Callable[[Any], str | None],
+        sizes: Mapping[str, SizeExpression],
+        dims: Mapping[str, Dimension],
+    ) -> None:
+        self.flat: list[Any] = []
+        self.problems: list[str] = []
+        self._tensor_type = tensor_type
+        self._dtypes = dtypes
+        self._misplaced = misplaced
+        self._sizes = sizes
+        self._dims = dims
+        self._bound: dict[str, tuple[int, str]] = {}
+
+    def walk(self, node: Node, value: Any, path: str) -> None:
+        if type(node) is Tensor:
+            self._tensor(node, value)
+        elif type(node) is Integer:
+            self._integer(node, value)
+        elif type(node) is Literal:
+            self._literal(node, value)
+        elif type(node) is Dict:
+            self._dict(node, value, path)
+        else:
+            self._sequence(node, value, path)  # type: ignore[arg-type]
+
+    def hold(self, conditions: Sequence[tuple[str, Condition]]) -> None:
+        """The relations between dimensions under which the graph was captured."""
+        sizes = {dim: value for dim, (value, _) in self._bound.items()}
+        for text, condition in conditions:
+            if not evaluate(condition, sizes):
+                found = ", ".join(f"{dim}={sizes[dim]}" for dim in sorted(condition_dims(condition)))
+                self.problems.append(f"the graph was captured for {text}, got {found}; export with other sample inputs")
+
+    def _tensor(self, node: Tensor, value: Any) -> None:
+        if not isinstance(value, self._tensor_type):
+            wanted = f"{self._tensor_type.__module__}.{self._tensor_type.__qualname__}"
+            self.problems.append(f"{node.name}: expected a {wanted}, got {type(value).__qualname__}")
+            return
+        shape = tuple(value.shape)
+        dtype = self._dtypes.get(value.dtype)
+        if dtype != node.dtype:
+            self.problems.append(f"{node.name}: expected dtype {node.dtype}, got {dtype or value.dtype}")
+        if problem := self._misplaced(value):
+            self.problems.append(f"{node.name}: {problem}")
+        if len(shape) != len(node.shape):
+            expected = describe("", node.shape).replace("'", "")  # type: ignore[arg-type]
+            self.problems.append(f"{node.name}: expected {len(node.shape)} dimensions {expected}, got {list(shape)}")
+            return
+        for axis, (wanted_size, size) in enumerate(zip(node.shape, shape, strict=True)):
+            if wanted_size != size:
+                self._size(wanted_size, size, node.name, f" dimension {axis}")
+        self.flat.append(value)
+
+    def _integer(self, node: Integer, value: Any) -> None:
+        if type(value) is not int:
+            self.problems.append(f"{node.name}: expected an int, got {type(value).__qualname__}")
+            return
+        if node.value != value:
+            self._size(node.value, value, node.name, "")
+        self.flat.append(value)
+
+    def _literal(self, node: Literal, value: Any) -> None:
+        if type(value) is not type(node.content) or Literal.of(node.name, value) != node:
+            self.problems.append(
+                f"{node.name}: the graph was exported with {node.content!r}, got {_show(value)}; "
+                "export another method for other values"
+            )
+        self.flat.append(node.content)
+
+    def _sequence(self, node: Items | Tuple, value: Any, path: str) -> None:
+        wanted = list if isinstance(node, Items) else tuple
+        if not isinstance(value, wanted) or len(value) != len(node.items):
+            self.problems.append(f"{path}: expected a {wanted.__name__} of {len(node.items)}, got {_show(value)}")
+            return
+        for index, (item, part) in enumerate(zip(node.items, value, strict=True)):
+            self.walk(item, part, f"{path}.{index}")
+
+    def _dict(self, node: Dict, value: Any, path: str) -> None:
+        wanted = [key for key, _ in node.items]
+        if not isinstance(value, Mapping) or set(value) != set(wanted):
+            self.problems.append(f"{path}: expected a dict with the keys {wanted}, got {_show(value)}")
+            return
+        for key, item in node.items:
+            self.walk(item, value[key], f"{path}.{key_text(key)}")
+
+    def _size(self, wanted: Size, size: int, name: str, where: str) -> None:
+        if isinstance(wanted, int):
+            self.problems.append(f"{name}:{where} expected {wanted}, got {size}")
+            return
+        factor, dim, offset = self._sizes[wanted]
+        value, rest = divmod(size - offset, factor)
+        if rest:
+            self.problems.append(f"{name}:{where} expected {wanted}, got {size}, for which no {dim} exists")
+            return
+        if dim in self._bound:
+            known, origin = self._bound[dim]
+            if known != value:
+                self.problems.append(f"{name}:{where} expected {wanted} with {dim}={known} (from {origin}), got {size}")
+            return
+        self._bound[dim] = value, f"{name}{where}"
+        limits = self._dims[dim]
+        if value < limits.min or (limits.max is not None and value > limits.max):
+            most = "any" if limits.max is None else limits.max
+            self.problems.append(f"{name}:{where} expected {wanted} with {dim} in {limits.min}..{most}, got {size}")
+
+
+def _show(value: object) -> str:
+    text = repr(list(value)) if isinstance(value, Mapping) else repr(value)
+    kind = type(value).__qualname__
+    return f"{kind} {text if len(text) <= 60 else text[:60] + '...'}"

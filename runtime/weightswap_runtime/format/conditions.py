@@ -1,0 +1,108 @@
+"""Relations between dimensions under which a graph was captured: `rows <= columns`, `d0 % 2 == 0`.
+
+The text is parsed into a tree of a few kinds of nodes and walked; it is never compiled or run.
+"""
+
+from __future__ import annotations
+
+import ast
+import operator
+from collections.abc import Callable, Mapping
+from typing import Any
+
+Condition = ast.expr
+MOST_CHARACTERS, MOST_PARTS = 2000, 300
+_BINARY: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.FloorDiv: operator.floordiv,
+    ast.Mod: operator.mod,
+}
+COMPARISONS: dict[type[ast.cmpop], Callable[[Any, Any], bool]] = {
+    ast.Eq: operator.eq,
+    ast.NotEq: operator.ne,
+    ast.Lt: operator.lt,
+    ast.LtE: operator.le,
+    ast.Gt: operator.gt,
+    ast.GtE: operator.ge,
+}
+_CALLS: dict[str, Callable[..., int]] = {"max": max, "min": min}
+
+
+def parse_condition(text: str) -> Condition:
+    """Parse and check a condition. Raises ValueError for anything but integer arithmetic, comparison and and/or/not."""
+    if len(text) > MOST_CHARACTERS:
+        raise ValueError(f"a condition of {len(text)} characters")
+    try:
+        tree = ast.parse(text, mode="eval").body
+    except (SyntaxError, RecursionError, MemoryError) as error:
+        raise ValueError(f"{text!r} is not a condition") from error
+    nodes = _nodes(tree)
+    called = {id(node.func) for node in nodes if isinstance(node, ast.Call)}
+    for node in nodes:
+        bare = isinstance(node, ast.Name) and node.id in _CALLS and id(node) not in called
+        if bare or not _allowed(node):
+            raise ValueError(f"{text!r} is not a condition ({type(node).__name__})")
+    if len(nodes) > MOST_PARTS:
+        raise ValueError(f"a condition of {len(nodes)} parts")
+    return tree
+
+
+def condition_dims(condition: Condition) -> set[str]:
+    """The names of the dimensions in it."""
+    return {node.id for node in _nodes(condition) if isinstance(node, ast.Name)} - _CALLS.keys()
+
+
+def evaluate(condition: Condition, sizes: Mapping[str, int]) -> bool:
+    """Whether it holds. A division by zero is a no."""
+    try:
+        return bool(_value(condition, sizes))
+    except ZeroDivisionError:
+        return False
+
+
+def _nodes(tree: ast.expr) -> list[ast.AST]:
+    skipped = (ast.Load, ast.operator, ast.cmpop, ast.boolop, ast.unaryop)
+    return [node for node in ast.walk(tree) if not isinstance(node, skipped)]
+
+
+def _allowed(node: ast.AST) -> bool:
+    match node:
+        case ast.Constant(value=value):
+            return type(value) is int
+        case ast.Name():
+            return True
+        case ast.BinOp(op=operation):
+            return type(operation) in _BINARY
+        case ast.UnaryOp(op=operation):
+            return isinstance(operation, ast.USub | ast.Not)
+        case ast.Compare(ops=operations):
+            return all(type(operation) in COMPARISONS for operation in operations)
+        case ast.Call(func=ast.Name(id=name), args=arguments, keywords=[]):
+            return name in _CALLS and bool(arguments)
+        case _:
+            return isinstance(node, ast.BoolOp)
+
+
+def _value(node: ast.expr, sizes: Mapping[str, int]) -> Any:
+    match node:
+        case ast.Constant(value=value):
+            return value
+        case ast.Name(id=name):
+            return sizes[name]
+        case ast.BinOp(left, operation, right):
+            return _BINARY[type(operation)](_value(left, sizes), _value(right, sizes))
+        case ast.UnaryOp(operation, operand):
+            value = _value(operand, sizes)
+            return not value if isinstance(operation, ast.Not) else -value
+        case ast.Compare(left, operations, rights):
+            values = [_value(item, sizes) for item in (left, *rights)]
+            pairs = zip(operations, values, values[1:], strict=False)
+            return all(COMPARISONS[type(operation)](one, other) for operation, one, other in pairs)
+        case ast.BoolOp(operation, operands):
+            combine = all if isinstance(operation, ast.And) else any
+            return combine(_value(item, sizes) for item in operands)
+        case ast.Call(ast.Name(id=name), arguments):
+            return _CALLS[name](*(_value(item, sizes) for item in arguments))
+    raise AssertionError(node)

@@ -1,0 +1,128 @@
+"""Saved contexts: the tensors of a model's state, with the ids of the graph and of the weights that they belong to."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+
+from weightswap_runtime.errors import ContextFileError, Unsupported, WeightFileError
+from weightswap_runtime.sources.location import as_location
+from weightswap_runtime.sources.opening import open_source
+from weightswap_runtime.tensors.content import TensorBytes
+from weightswap_runtime.tensors.digests import digest_of
+from weightswap_runtime.tensors.dtypes import describe
+
+from .header import MAX_HEADER, pack_ranges, parse_file
+from .manifest import NamedTensor
+from .weight_file import METADATA_KEY, canonical_order, render_stamped, write_tensors
+
+FORMAT_VERSION = 1
+
+
+class ContextStamp(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What a file says of itself. `weights_id` is of the weights that the state was made with; None: with none yet.
+
+    `digests` are those of the tensors by name.
+    """
+
+    context_version: int
+    graph_id: str
+    weights_id: str | None
+    digests: dict[str, str]
+
+
+class SavedContext(NamedTuple):
+    """What a file holds: the stamp, and the state by the names of the manifest's rows."""
+
+    where: str
+    stamp: ContextStamp
+    state: Mapping[str, TensorBytes]
+
+
+def write_context(
+    path: str | os.PathLike[str],
+    rows: Sequence[NamedTensor],
+    content: Callable[[str], TensorBytes],
+    graph_id: str,
+    weights_id: str | None,
+) -> None:
+    """Write a context; it appears under `path` whole or not at all. One tensor is copied at a time.
+
+    Raises Unsupported for a tensor that a call has resized.
+    """
+    order = canonical_order(row.row for row in rows)
+    by_name = {row.name: row for row in rows}
+    ranges = pack_ranges(order)
+
+    def header(digests: Mapping[str, str]) -> bytes:
+        stamp = ContextStamp(
+            context_version=FORMAT_VERSION, graph_id=graph_id, weights_id=weights_id, digests=dict(digests)
+        )
+        return render_stamped(ranges, METADATA_KEY, stamp, {})
+
+    data = ((row.name, _pieces(by_name[row.name], content(row.name))) for row in order)
+    write_tensors(Path(path), order, data, header)
+
+
+def _pieces(row: NamedTensor, content: TensorBytes) -> Iterable[memoryview]:
+    if content.shape != row.shape:
+        raise Unsupported(
+            f"the state {row.name!r} was resized by a call: {describe(content.dtype, content.shape)}, at first "
+            f"{describe(row.dtype, row.shape)}. Such a context cannot be saved"
+        )
+    return [content.data]
+
+
+def read_context(path: str | os.PathLike[str], rows: Sequence[NamedTensor]) -> SavedContext:
+    """A context that `write_context` wrote, from a local path or a URL, all of it in memory.
+
+    Raises ContextFileError for a file that is none, was altered, or has not the tensors of `rows`.
+    """
+    where = str(as_location(path))
+    try:
+        state, metadata = parse_file(_read(path, MAX_HEADER + sum(row.nbytes for row in rows)), where)
+    except WeightFileError as error:
+        raise ContextFileError(str(error)) from error
+    stamp = _stamp(metadata, where)
+    if problems := list(_problems(stamp, state, rows)):
+        raise ContextFileError(f"{where}: is not the state of this model: {'; '.join(problems[:5])}")
+    return SavedContext(where, stamp, state)
+
+
+def _read(path: str | os.PathLike[str], most: int) -> bytes:
+    source = open_source(path)
+    try:
+        if source.size > most:
+            raise WeightFileError(f"{source.where}: has {source.size} bytes, more than the state of this model")
+        content = bytearray(source.size)
+        source.read_into([memoryview(content)], 0)
+        source.check_unchanged(proven=True)  # by its digests
+        return bytes(content)
+    finally:
+        source.close()
+
+
+def _stamp(metadata: Mapping[str, str], where: str) -> ContextStamp:
+    try:
+        stamp = msgspec.json.decode(metadata.get(METADATA_KEY, ""), type=ContextStamp)
+    except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
+        raise ContextFileError(f"{where}: is not a context that Context.save() wrote ({error})") from error
+    if stamp.context_version != FORMAT_VERSION:
+        raise ContextFileError(f"{where}: has the format version {stamp.context_version}, expected {FORMAT_VERSION}")
+    return stamp
+
+
+def _problems(stamp: ContextStamp, state: Mapping[str, TensorBytes], rows: Sequence[NamedTensor]) -> Iterator[str]:
+    wanted = {row.name: row for row in rows}
+    yield from (f"it lacks {name!r}" for name in wanted if name not in state)
+    yield from (f"it has {name!r}, which the model has not" for name in state if name not in wanted)
+    for name in wanted.keys() & state.keys():
+        found, row = state[name], wanted[name]
+        if (found.dtype, found.shape) != (row.dtype, row.shape):
+            yield f"{name!r}: expected {describe(row.dtype, row.shape)}, got {describe(found.dtype, found.shape)}"
+        elif digest_of([found.data]) != stamp.digests.get(name):
+            yield f"{name!r}: its bytes are not those that were saved"

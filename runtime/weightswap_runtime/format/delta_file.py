@@ -1,0 +1,68 @@
+"""Delta files: the parts of a weight file that differ from another, as plain safetensors.
+
+For each weight that differs there are two tensors: `runs:<FQN>`, int64 of shape [runs, 2], the byte ranges (begin, end)
+of the row-major weight that are replaced, rising and apart; and `data:<FQN>`, uint8, what replaces them, end to end.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+import msgspec
+
+from weightswap_runtime.errors import DamagedFile
+from weightswap_runtime.tensors.dtypes import DTYPES, TensorType, describe
+from weightswap_runtime.tensors.dtypes import nbytes as size_of
+
+from .weight_set import WeightSet
+
+DELTA_KEY = "weightswap_delta"
+DATA, RUNS = "data:", "runs:"
+_HEX = re.compile(r"[0-9a-f]{64}")
+_AGAIN = "Write the delta again, or copy it again."
+
+
+class DeltaStamp(msgspec.Struct, frozen=True, kw_only=True):
+    """From which weights to which, for which graph. `changes` are the weights of which it replaces a part.
+
+    `digests` are those of the file's tensors, by name.
+    """
+
+    graph_id: str
+    base: str
+    weights_id: str
+    changes: dict[str, TensorType]
+    digests: dict[str, str]
+    labels: dict[str, str] = {}
+
+
+def delta_stamp(weights: WeightSet) -> DeltaStamp | None:
+    """What a delta file says of itself; None for other files. Raises DamagedFile."""
+    text = weights.files[0].header.metadata.get(DELTA_KEY) if len(weights.files) == 1 else None
+    if text is None:
+        return None
+    try:
+        stamp = msgspec.json.decode(text, type=DeltaStamp)
+    except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
+        raise DamagedFile(f"{weights.where}: its `{DELTA_KEY}` metadata cannot be read ({error}). {_AGAIN}") from error
+    if problems := list(_problems(stamp, weights)):
+        raise DamagedFile(f"{weights.where}: contradicts itself: {'; '.join(problems[:5])}. {_AGAIN}")
+    return stamp
+
+
+def _problems(stamp: DeltaStamp, weights: WeightSet) -> Iterator[str]:
+    texts = (stamp.graph_id, stamp.base, stamp.weights_id, *stamp.digests.values())
+    if not all(_HEX.fullmatch(text) for text in texts):
+        yield "an id or a digest has not 64 hexadecimal digits"
+    wanted = {prefix + name for name in stamp.changes for prefix in (DATA, RUNS)}
+    if wanted != weights.tensors.keys() or wanted != stamp.digests.keys():
+        yield "its tensors are not those of the weights that it says it changes"
+        return
+    for name, changed in stamp.changes.items():
+        data, runs = weights.tensors[DATA + name], weights.tensors[RUNS + name]
+        if (data.dtype, len(data.shape), runs.dtype, runs.shape[1:]) != ("U8", 1, "I64", (2,)):
+            yield f"the tensors of {name} are {describe(data.dtype, data.shape)} and {describe(runs.dtype, runs.shape)}"
+        known = changed.dtype in DTYPES and min(changed.shape, default=0) >= 0
+        if not known or size_of(changed.dtype, changed.shape) is None:
+            yield f"{name} has the type {describe(changed.dtype, changed.shape)}"

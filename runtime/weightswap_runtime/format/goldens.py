@@ -1,0 +1,274 @@
+"""Goldens: recorded inputs with the eager model's outputs for one weights id, as a safetensors file.
+
+Where there were no weights to call the model with, an artifact has inputs alone, in the same format.
+
+Reading and checking the file needs no torch; `verifying` runs it.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import stat
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, get_args
+
+import msgspec
+
+from weightswap_runtime.errors import AccessDenied, GoldensError, OutOfMemory, Unsupported
+from weightswap_runtime.messages import listed
+from weightswap_runtime.sources.byte_source import Check
+from weightswap_runtime.sources.local import open_at_once
+from weightswap_runtime.sources.location import Location, Url, as_location
+from weightswap_runtime.sources.opening import read_small
+from weightswap_runtime.tensors.comparing import Tolerance
+from weightswap_runtime.tensors.content import TensorBytes
+from weightswap_runtime.tensors.digests import digest_of
+
+from .artifact import Artifact
+from .header import parse_file
+from .manifest import Manifest
+from .recorded_call import Case, GoldensPart, case_problems
+from .weight_file import METADATA_KEY, TensorRow, canonical_order, encode_tensors
+from .weight_set import WeightSet, goldens_path, goldens_url
+
+GOLDENS_NAME = "goldens.safetensors"
+INPUTS_NAME = "inputs.safetensors"  # runtimes that do not know it leave it alone
+FORMAT_VERSION = 1
+MOST_REMOTE_BYTES = 4 << 30
+_HEX = re.compile(r"[0-9a-f]{64}")
+_AGAIN = "Record the goldens again, copy them again, or remove the file."
+
+Mode = Literal["goldens", "finite", "off"]
+
+
+def check_mode(mode: str) -> None:
+    """Raise Unsupported for what is no way to verify."""
+    if mode not in get_args(Mode):
+        raise Unsupported(f"verify={mode!r}: expected {', '.join(map(repr, get_args(Mode)))}")
+
+
+class Environment(GoldensPart, frozen=True):
+    """What decides the last bits of an output: torch's version, the device, its instruction set, intra-op threads."""
+
+    torch: str
+    device: str
+    capability: str
+    threads: int
+
+
+class GoldensRecord(GoldensPart, frozen=True):
+    """What `__metadata__` says. `tolerance` is (rtol, atol); None: exact where `environment` is that of the server.
+
+    `digests` are those of the tensors, by name. Inputs alone are of no weights, and no environment.
+    """
+
+    format_version: int
+    graph_id: str
+    weights_id: str | None
+    environment: Environment | None
+    tolerance: Tolerance | None
+    cases: tuple[Case, ...]
+    digests: dict[str, str]
+
+    @property
+    def has_outputs(self) -> bool:
+        return self.weights_id is not None
+
+
+class Goldens(NamedTuple):
+    """Goldens that were read and checked. Nothing of the file is open.
+
+    bundled: whether they are an artifact's own, and so may be of other weights than those that are staged.
+    same_graph: whether they were recorded for the graph that serves.
+    """
+
+    where: str
+    record: GoldensRecord
+    tensors: Mapping[str, TensorBytes]
+    bundled: bool
+    same_graph: bool
+
+    @property
+    def weights_id(self) -> str | None:
+        return self.record.weights_id
+
+    @property
+    def cases(self) -> tuple[Case, ...]:
+        return self.record.cases
+
+
+def encode_goldens(
+    cases: Sequence[Case],
+    tensors: Mapping[str, TensorBytes],
+    *,
+    graph_id: str,
+    weights_id: str | None,
+    environment: Environment | None,
+    tolerance: Tolerance | None,
+) -> bytes:
+    """The bytes of a goldens file, in the canonical layout of weight files. weights_id: None for inputs alone."""
+    order = canonical_order(TensorRow(name, tensor.dtype, tensor.shape) for name, tensor in tensors.items())
+    record = GoldensRecord(
+        format_version=FORMAT_VERSION,
+        graph_id=graph_id,
+        weights_id=weights_id,
+        environment=environment,
+        tolerance=tolerance,
+        cases=tuple(cases),
+        digests={row.name: digest_of([tensors[row.name].data]) for row in order},
+    )
+    return b"".join(encode_tensors(tensors, {METADATA_KEY: msgspec.json.encode(record).decode()}))
+
+
+def open_goldens(path: str | os.PathLike[str], manifest: Manifest, *, allow_other_graph: bool = False) -> Goldens:
+    """Read a goldens file and check it against a manifest: digests, methods, dtypes, shapes.
+
+    The whole file is read into memory. Raises WeightFileError where it is no safetensors file, OutOfMemory, and
+    GoldensError for everything else, also for goldens of another graph unless `allow_other_graph` is set.
+    """
+    raw = _read(Path(path))
+    return _decode(raw, str(path), manifest, bundled=False, allow_other_graph=allow_other_graph)
+
+
+def goldens_beside(
+    weights: str | os.PathLike[str] | Url,
+    manifest: Manifest,
+    *,
+    allow_other_graph: bool = False,
+    check: Check | None = None,
+) -> Goldens | None:
+    """The goldens beside a weight file; None if there are none, or none that a server gives to whoever asks.
+
+    check: called while a remote answer is waited for. Raises what `open_goldens` raises.
+    """
+    raw, where = _read_beside(as_location(weights), check)
+    if raw is None:
+        return None
+    return _decode(raw, where, manifest, bundled=False, allow_other_graph=allow_other_graph)
+
+
+def record_beside(weights: str | os.PathLike[str] | Url) -> GoldensRecord | None:
+    """What the goldens beside a weight file say of themselves, unchecked; None as for `goldens_beside`."""
+    raw, where = _read_beside(as_location(weights), None)
+    return None if raw is None else _record(parse_file(raw, where)[1], where)
+
+
+def record_of(weights: WeightSet) -> GoldensRecord | None:
+    """What goldens that were opened as a set of tensors say of themselves, unchecked; None for other files.
+
+    Raises GoldensError.
+    """
+    return _record(weights.files[0].header.metadata, weights.where) if weights.holds_goldens else None
+
+
+def _read_beside(location: Location, check: Check | None) -> tuple[bytes | None, str]:
+    """The bytes of the goldens beside a weight file, and where they are."""
+    if isinstance(location, Path):
+        path = goldens_path(location)
+        return _read(path) if os.path.lexists(path) else None, str(path)
+    return goldens_behind(location, check), str(goldens_url(location))
+
+
+def goldens_behind(weights: Url, check: Check | None = None) -> bytes | None:
+    """The bytes of the goldens beside a remote weight file; None if there are none, or none that may be read.
+
+    A signed URL opens one object, and S3 denies access to what is not there to those who may not list the bucket.
+    """
+    url = goldens_url(weights)
+    try:
+        return read_small(url, MOST_REMOTE_BYTES, check)
+    except AccessDenied:
+        return None
+    except MemoryError as error:
+        raise OutOfMemory(f"{url}: no memory to read it into") from error
+
+
+def artifact_goldens(artifact: Artifact) -> Goldens | None:
+    """The goldens in an artifact, or inputs alone; None if there are neither.
+
+    Raises ArtifactError, WeightFileError and GoldensError.
+    """
+    name = next((name for name in (GOLDENS_NAME, INPUTS_NAME) if name in artifact.manifest.files), None)
+    if name is None:
+        return None
+    raw = artifact.read(name)
+    where = str(artifact.path / name)
+    return _decode(raw, where, artifact.manifest, bundled=True, allow_other_graph=False)
+
+
+def _read(path: Path) -> bytes:
+    try:
+        with open(open_at_once(path), "rb") as file:  # noqa: PTH123
+            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                raise GoldensError(f"{path}: cannot be read (not a regular file). {_AGAIN}")
+            return file.read()
+    except (OSError, ValueError) as error:
+        raise GoldensError(f"{path!s:.200}: cannot be read ({getattr(error, 'strerror', error)}). {_AGAIN}") from error
+    except MemoryError as error:
+        raise OutOfMemory(f"{path}: no memory to read it into") from error
+
+
+def _decode(raw: bytes, where: str, manifest: Manifest, *, bundled: bool, allow_other_graph: bool) -> Goldens:
+    tensors, metadata = parse_file(raw, where)
+    record = _record(metadata, where)
+    same_graph = record.graph_id == manifest.graph_id
+    if not same_graph and not allow_other_graph:
+        raise GoldensError(
+            f"{where}: recorded for the graph {record.graph_id[:12]}, this model is {manifest.graph_id[:12]}. "
+            "Record the goldens again, or remove the file."
+        )
+    goldens = Goldens(where, record, tensors, bundled, same_graph)
+    if problems := [*_file_problems(goldens), *_record_problems(goldens, manifest)]:
+        raise GoldensError(f"{where}: unusable goldens: {listed(problems, 10, '; ')}. {_AGAIN}")
+    return goldens
+
+
+def _record(metadata: Mapping[str, str], where: str) -> GoldensRecord:
+    text = metadata.get(METADATA_KEY)
+    if text is None:
+        raise GoldensError(f"{where}: has no `{METADATA_KEY}` metadata, so it holds no goldens. {_AGAIN}")
+    try:
+        version = msgspec.json.decode(text, type=dict[str, Any]).get("format_version")
+        if type(version) is int and version != FORMAT_VERSION:
+            raise GoldensError(
+                f"{where}: goldens of format version {version}; this runtime reads {FORMAT_VERSION}. "
+                "Install the weightswap that wrote them, or record them again."
+            )
+        return msgspec.json.decode(text, type=GoldensRecord)
+    except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
+        raise GoldensError(f"{where}: its `{METADATA_KEY}` metadata are no goldens ({error}). {_AGAIN}") from error
+
+
+def _file_problems(goldens: Goldens) -> Iterator[str]:
+    """Whether every tensor has the bytes that were recorded, and belongs to a case."""
+    digests = goldens.record.digests
+    for name in sorted(digests.keys() ^ goldens.tensors.keys()):
+        yield f"{name!r} is not both a tensor and a digest"
+    for name in sorted(digests.keys() & goldens.tensors.keys()):
+        found = digest_of([goldens.tensors[name].data])
+        if found != digests[name]:
+            recorded = f"{digests[name][:12]!a}" if _HEX.fullmatch(digests[name]) else "no BLAKE3 digest"
+            yield f"{name!r}: the file records {recorded}, its bytes have {found[:12]}"
+    named = {value for case in goldens.cases for value in (*case.inputs, *case.outputs)}
+    yield from (f"{name!r} belongs to no case" for name in sorted(goldens.tensors.keys() - named))
+
+
+def _record_problems(goldens: Goldens, manifest: Manifest) -> Iterator[str]:
+    tolerance = goldens.record.tolerance or ()
+    if not all(math.isfinite(part) and part >= 0 for part in tolerance):
+        yield f"the tolerance {tolerance} is not two finite numbers from 0"
+    if (goldens.record.environment is None) is goldens.record.has_outputs:
+        yield "it has a weights id without an environment, or an environment without a weights id"
+    if not goldens.cases:
+        yield "it has no cases"
+    for number, case in enumerate(goldens.cases):
+        method = manifest.methods.get(case.method)
+        if method is None:
+            known = ", ".join(manifest.methods)
+            yield f"case {number}: the method {case.method!r} is not among those of the artifact ({known})"
+        else:
+            found = case_problems(case, method.signature, goldens.tensors, goldens.record.has_outputs)
+            yield from (f"case {number}, {case.method}: {problem}" for problem in found)

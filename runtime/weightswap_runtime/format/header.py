@@ -1,0 +1,217 @@
+"""The header of a safetensors file: parsed strictly, written in the canonical layout.
+
+Format: https://github.com/huggingface/safetensors#format. The checks are those of the reference
+implementation and two more (duplicate keys, byte ranges in any order without holes).
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, NoReturn
+
+from weightswap_runtime.errors import DamagedFile, TruncatedFile, WeightFileError
+from weightswap_runtime.tensors.content import TensorBytes
+from weightswap_runtime.tensors.dtypes import DTYPES, describe, nbytes
+
+MAX_HEADER = 100_000_000
+DATA_ALIGNMENT = 4096
+MAX_DIMENSIONS = 64
+_LENGTH = struct.Struct("<Q")
+_ZIP = b"PK\x03\x04"
+_LFS, _MAX_LFS = b"version ", 1024  # https://github.com/git-lfs/git-lfs/blob/main/docs/spec.md
+_AGAIN = "Write it again, or copy it again."
+LFS_POINTER = "a git-lfs pointer, not the file that it stands for. Fetch that: git lfs pull"
+
+
+class FileTensor(NamedTuple):
+    """One tensor of a file. `begin` and `end` are byte offsets from the start of the data section."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+
+    @property
+    def nbytes(self) -> int:
+        return self.end - self.begin
+
+
+class Header(NamedTuple):
+    """`data_start` is the offset in the file at which the data section begins."""
+
+    tensors: dict[str, FileTensor]
+    metadata: dict[str, str]
+    data_start: int
+
+
+def header_length(prefix: bytes, file_size: int, where: str) -> int:
+    """Read the first eight bytes: how many bytes of JSON follow them."""
+    if len(prefix) < _LENGTH.size:
+        _cut_off(where, f"{file_size} bytes are too few for a safetensors file, which starts with an 8-byte length")
+    if prefix.startswith(_ZIP):
+        raise DamagedFile(
+            f"{where}: a zip file, like those that torch.save writes, not a safetensors file. "
+            "Pack it on the build side: weightswap pack CHECKPOINT ARTIFACT -o FILE.safetensors"
+        )
+    if prefix == _LFS and file_size < _MAX_LFS:
+        raise DamagedFile(f"{where}: {LFS_POINTER}")
+    length: int = _LENGTH.unpack(prefix)[0]
+    if length > MAX_HEADER:
+        _refuse(where, f"damaged, or no safetensors file: a header of {length} bytes, the format allows {MAX_HEADER}")
+    if _LENGTH.size + length > file_size:
+        _cut_off(
+            where,
+            f"the header claims {length} bytes, the file has {file_size - _LENGTH.size} after its length",
+        )
+    return length
+
+
+def parse_header(raw: bytes, file_size: int, where: str) -> Header:
+    """Parse the JSON part `raw` of a file of `file_size` bytes; every tensor's range is checked.
+
+    Raises DamagedFile, and TruncatedFile where the file is shorter than it says.
+    """
+    data_start = _LENGTH.size + len(raw)
+    document = _load_json(raw, where)
+    metadata = _metadata(document.pop("__metadata__", {}), where)
+    tensors = {name: _tensor(name, entry, where) for name, entry in document.items()}
+    _check_names(tensors, where)
+    _check_coverage(tensors, file_size - data_start, where)
+    return Header(tensors, metadata, data_start)
+
+
+def parse_file(raw: bytes, where: str) -> tuple[dict[str, TensorBytes], dict[str, str]]:
+    """Tensors and metadata of a whole file in memory. Raises as `header_length` and `parse_header` do."""
+    length = header_length(raw[:8], len(raw), where)
+    header = parse_header(raw[8 : 8 + length], len(raw), where)
+    data = memoryview(raw)[header.data_start :]
+    tensors = {name: TensorBytes(t.dtype, t.shape, data[t.begin : t.end]) for name, t in header.tensors.items()}
+    return tensors, header.metadata
+
+
+def render_header(tensors: Mapping[str, FileTensor], metadata: Mapping[str, str], reserve: int = 0) -> bytes:
+    """The bytes before the data section, padded with spaces to a multiple of 4096.
+
+    `reserve` counts bytes to leave room for, so that metadata of a varying length does not move the data section.
+    """
+    entries = {
+        name: {"dtype": t.dtype, "shape": list(t.shape), "data_offsets": [t.begin, t.end]}
+        for name, t in tensors.items()
+    }
+    text = _dumps({"__metadata__": dict(metadata), **entries})
+    blocks = -(-(_LENGTH.size + len(text) + reserve) // DATA_ALIGNMENT)
+    size = blocks * DATA_ALIGNMENT - _LENGTH.size
+    if size > MAX_HEADER:
+        raise WeightFileError(f"a header of {size} bytes would be needed; safetensors allows {MAX_HEADER}")
+    return _LENGTH.pack(size) + text.ljust(size)
+
+
+def _dumps(value: object) -> bytes:
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode()
+
+
+def _refuse(where: str, found: str) -> NoReturn:
+    raise DamagedFile(f"{where}: {found}. {_AGAIN}")
+
+
+def _cut_off(where: str, found: str) -> NoReturn:
+    raise TruncatedFile(f"{where}: {found}. {_AGAIN}")
+
+
+def _load_json(raw: bytes, where: str) -> dict[str, Any]:
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        document = dict(pairs)
+        if len(document) != len(pairs):
+            counts = Counter(name for name, _ in pairs)
+            twice = sorted(name for name, count in counts.items() if count > 1)[:5]
+            _refuse(where, f"the header has duplicate keys: {', '.join(twice)}")
+        return document
+
+    if not raw.startswith(b"{"):
+        _refuse(where, "the header does not begin with '{', so it is not a safetensors header")
+    try:
+        document = json.loads(raw.decode(), object_pairs_hook=unique)
+    except (ValueError, RecursionError) as error:
+        _refuse(where, f"the header is not JSON ({error})")
+    return dict(document)
+
+
+def _metadata(value: object, where: str) -> dict[str, str]:
+    if not isinstance(value, dict) or not all(isinstance(text, str) for text in value.values()):
+        _refuse(where, "__metadata__ is not an object of strings")
+    return value
+
+
+def _check_names(names: Iterable[str], where: str) -> None:
+    for name in names:
+        try:
+            name.encode()
+        except UnicodeEncodeError:
+            _refuse(where, f"the name {name!a} is not Unicode text")
+
+
+def _tensor(name: str, entry: object, where: str) -> FileTensor:
+    if not isinstance(entry, dict) or not {"dtype", "shape", "data_offsets"} <= entry.keys():
+        _refuse(where, f"{name!r} is not an object with dtype, shape and data_offsets")
+    dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
+    if not isinstance(dtype, str) or dtype not in DTYPES:
+        _refuse(where, f"{name!r} has the unknown dtype {dtype!r}; known are {', '.join(DTYPES)}")
+    if not _naturals(shape, MAX_DIMENSIONS):
+        _refuse(
+            where,
+            f"{name!r} has the shape {_short(shape)}, which is not a list of at most {MAX_DIMENSIONS} sizes",
+        )
+    if not _naturals(offsets, 2) or len(offsets) != 2:
+        _refuse(where, f"{name!r} has the data_offsets {_short(offsets)}, which are not two byte offsets")
+    begin, end = offsets
+    wanted = nbytes(dtype, shape)
+    if wanted != end - begin:
+        _refuse(where, f"{name!r} is {describe(dtype, shape)}, {wanted} bytes, but its range is [{begin}, {end}]")
+    return FileTensor(dtype, tuple(shape), begin, end)
+
+
+def _naturals(values: object, most: int) -> bool:
+    return (
+        isinstance(values, list)
+        and len(values) <= most
+        and all(type(value) is int and 0 <= value < 2**63 for value in values)
+    )
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:80]}..."
+
+
+def _check_coverage(tensors: Mapping[str, FileTensor], data_size: int, where: str) -> None:
+    """Every byte of the data section belongs to exactly one tensor."""
+    position = 0
+    for name, tensor in sorted(tensors.items(), key=lambda item: (item[1].begin, item[1].end)):
+        if tensor.begin < position:
+            _refuse(
+                where,
+                f"{name!r} begins at {tensor.begin}, inside the tensor before it, which ends at {position}",
+            )
+        if tensor.begin > position:
+            _refuse(where, f"bytes {position} to {tensor.begin} belong to no tensor ({name!r} comes next)")
+        position = tensor.end
+    if position > data_size:
+        _cut_off(where, f"the tensors need {position} bytes, the file holds {data_size}: it is truncated")
+    if position < data_size:
+        _refuse(where, f"{data_size - position} bytes follow the last tensor")
+
+
+def pack_ranges(tensors: Sequence[tuple[str, str, tuple[int, ...]]]) -> dict[str, FileTensor]:
+    """Lay (name, dtype, shape) rows one after another, in their order."""
+    placed: dict[str, FileTensor] = {}
+    position = 0
+    for name, dtype, shape in tensors:
+        size = nbytes(dtype, shape)
+        if size is None:
+            raise WeightFileError(f"{name}: {describe(dtype, shape)} does not fill whole bytes")
+        placed[name] = FileTensor(dtype, shape, position, position + size)
+        position += size
+    return placed

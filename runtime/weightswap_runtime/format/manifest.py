@@ -1,0 +1,354 @@
+"""The artifact's manifest: a typed document that describes everything else in the folder."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import suppress
+from typing import Any, Literal
+
+import msgspec
+from blake3 import blake3
+
+from weightswap_runtime.errors import ArtifactError, FormatVersionError
+from weightswap_runtime.tensors.dtypes import DTYPES, nbytes
+
+from .conditions import condition_dims, parse_condition
+from .signature import Leaf, Signature, SizeExpression, Tensor, input_leaves, leaves, parse_size, sizes_of
+from .signature import Literal as LiteralLeaf
+from .weight_file import TensorRow
+
+FORMAT_VERSION = 1
+MANIFEST_NAME = "manifest.json"
+CONSTANTS_NAME = "constants.safetensors"
+ADAPTER_NAME = "adapter.pt2"
+ADAPTER_CONSTANTS_NAME = "adapter.safetensors"
+MOST_ELEMENTS = 1 << 63  # strides of more have no place in 64 bits
+METHOD_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+_HEX = re.compile(r"[0-9a-f]{64}")
+
+
+class _ManifestPart(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    pass
+
+
+class GraphInput(_ManifestPart, frozen=True, array_like=True):
+    """One flat input of a graph, in order: a named tensor, or a user's input (`name` is then its place, for people)."""
+
+    kind: Literal["weight", "state", "constant", "input"]
+    name: str
+
+
+class Method(_ManifestPart, frozen=True):
+    """A named entry point: its graph's file, what the graph takes, and what a caller gives and gets."""
+
+    graph: str
+    inputs: tuple[GraphInput, ...]
+    signature: Signature
+
+    @property
+    def has_state(self) -> bool:
+        """Whether its graph takes any."""
+        return any(item.kind == "state" for item in self.inputs)
+
+
+class NamedTensor(_ManifestPart, frozen=True):
+    """A weight, state tensor or constant. `aliases` are the FQNs of the tensors tied to it.
+
+    `stride` in elements where the model keeps the tensor in another order than row-major, else None. Files are
+    always row-major. `requires_grad` is the flag that the model's tensor had: some operators choose their algorithm by
+    it, and so the bits of their results, even where no gradient is computed. `zero`: a state whose initial values are
+    zeros, which no file has.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    aliases: tuple[str, ...] = ()
+    stride: tuple[int, ...] | None = None
+    requires_grad: bool = False
+    zero: bool = False
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return (self.name, *self.aliases)
+
+    @property
+    def row(self) -> TensorRow:
+        return TensorRow(self.name, self.dtype, self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        return nbytes(self.dtype, self.shape) or 0
+
+
+class Source(_ManifestPart, frozen=True):
+    """Where a weight comes from in a checkpoint.
+
+    `transform` None: any of `keys` holds it as it is (several where tied tensors are saved under each name). Else it is
+    that output of `adapter.pt2`, computed from all of `keys`.
+    """
+
+    weight: str
+    keys: tuple[str, ...]
+    transform: int | None = None
+
+
+class AdapterInput(_ManifestPart, frozen=True, array_like=True):
+    """A tensor that `adapter.pt2` takes: of the checkpoint, or a constant in `adapter.safetensors`."""
+
+    kind: Literal["key", "constant"]
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+
+class Adapter(_ManifestPart, frozen=True):
+    """The recorded way from checkpoint keys to weights. `ignored` keys may be present and are left out.
+
+    `needed` are those of them that must be present, as the loading code does something else without them. `inputs` are
+    those of the graph of value transforms, in order; empty where there is none. `untraceable` says why the model's
+    loading code could not be recorded: a server then takes weight files only.
+    """
+
+    sources: tuple[Source, ...]
+    ignored: tuple[str, ...] = ()
+    needed: tuple[str, ...] = ()
+    inputs: tuple[AdapterInput, ...] = ()
+    untraceable: str = ""
+
+
+class Producer(_ManifestPart, frozen=True):
+    weightswap: str
+    torch: str
+
+
+class Generation(_ManifestPart, frozen=True):
+    """That the methods `prefill` and `decode` generate tokens: `length` of them fit into a context, of `batch` rows.
+
+    Tokens are numbers below `vocabulary`. `ends` are those after which a row has ended; `pad` stands where a row has
+    none.
+    """
+
+    length: int
+    batch: int
+    vocabulary: int
+    ends: tuple[int, ...]
+    pad: int
+
+
+class Manifest(_ManifestPart, frozen=True):
+    """The whole document. `files` maps each file of the artifact to its BLAKE3 digest."""
+
+    format_version: int
+    graph_id: str
+    producer: Producer
+    device: str
+    methods: dict[str, Method]
+    weights: tuple[NamedTensor, ...]
+    state: tuple[NamedTensor, ...]
+    constants: tuple[NamedTensor, ...]
+    adapter: Adapter
+    files: dict[str, str]
+    generation: Generation | None = None
+
+    @property
+    def total_bytes(self) -> int:
+        """Size of one set of weights."""
+        return sum(weight.nbytes for weight in self.weights)
+
+
+def graph_identity(
+    methods: dict[str, Method],
+    weights: tuple[NamedTensor, ...],
+    state: tuple[NamedTensor, ...],
+    constants: tuple[NamedTensor, ...],
+    files: dict[str, str],
+) -> str:
+    """The graph id: BLAKE3 of everything but the weights that decides an output.
+
+    That is the methods, the tables of weights, state and constants, and the bytes of graphs and constants. How a
+    checkpoint becomes weights (the adapter) and engines built from the graphs are not part of it.
+    """
+    names = sorted({method.graph for method in methods.values()} | {CONSTANTS_NAME})
+    document = [methods, weights, state, constants, {name: files.get(name) for name in names}]
+    return blake3(msgspec.json.encode(document, order="sorted")).hexdigest()
+
+
+def encode_manifest(manifest: Manifest) -> bytes:
+    """Readable, deterministic JSON."""
+    return msgspec.json.format(msgspec.json.encode(manifest), indent=1) + b"\n"
+
+
+def decode_manifest(raw: bytes, where: str) -> Manifest:
+    """Decode and validate. Raises FormatVersionError for another format version, ArtifactError for the rest."""
+    advice = "Export the artifact again, or copy it again."
+    try:
+        version = msgspec.json.decode(raw, type=dict[str, Any]).get("format_version")
+        if type(version) is int and version != FORMAT_VERSION:
+            raise FormatVersionError(
+                f"{where}: format version {version}; this runtime reads {FORMAT_VERSION}. "
+                f"Install the weightswap that wrote it, or export again."
+            )
+        manifest = msgspec.json.decode(raw, type=Manifest)
+    except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
+        raise ArtifactError(f"{where}: not a weightswap manifest ({error}). {advice}") from error
+    problems = list(_problems(manifest))
+    if problems:
+        raise ArtifactError(f"{where}: the manifest contradicts itself: {'; '.join(problems[:10])}. {advice}")
+    return manifest
+
+
+def _problems(manifest: Manifest) -> Iterator[str]:
+    yield from _file_problems(manifest)
+    yield from _tensor_problems(manifest)
+    for name, method in manifest.methods.items():
+        yield from _method_problems(name, method, manifest)
+    if not manifest.methods:
+        yield "it has no methods"
+    yield from _adapter_problems(manifest)
+    found = manifest.generation
+    if found and not (found.length > 0 < found.batch and 0 <= found.pad < found.vocabulary):
+        yield f"it generates {found.batch} rows of {found.length} of {found.vocabulary} tokens, padded with {found.pad}"
+    if found and not {"prefill", "decode"} <= manifest.methods.keys():
+        yield "it has no methods that generate"
+    actual = graph_identity(manifest.methods, manifest.weights, manifest.state, manifest.constants, manifest.files)
+    if actual != manifest.graph_id:
+        yield f"its graph id is {manifest.graph_id[:12]}, its contents give {actual[:12]}"
+
+
+def _file_problems(manifest: Manifest) -> Iterator[str]:
+    for name, digest in manifest.files.items():
+        parts = name.split("/")
+        if not name or any(part in ("", ".", "..") for part in parts) or "\\" in name or "\0" in name:
+            yield f"the file {name!r} would be outside the artifact"
+        if not _HEX.fullmatch(digest):
+            yield f"the file {name!r} has no BLAKE3 digest"
+    for name in [CONSTANTS_NAME, *(method.graph for method in manifest.methods.values())]:
+        if name not in manifest.files:
+            yield f"{name!r} is not among its files"
+
+
+def _tensor_problems(manifest: Manifest) -> Iterator[str]:
+    tensors = (*manifest.weights, *manifest.state, *manifest.constants)
+    for name, count in Counter(name for tensor in tensors for name in tensor.names).items():
+        if count > 1:
+            yield f"{name!r} names {count} tensors"
+    yield from (
+        f"{row.name!r} is no state, and has no values" for row in (*manifest.weights, *manifest.constants) if row.zero
+    )
+    for tensor in tensors:
+        if tensor.dtype not in DTYPES or min(tensor.shape, default=0) < 0 or nbytes(tensor.dtype, tensor.shape) is None:
+            yield f"{tensor.name!r} has the type {tensor.dtype}{list(tensor.shape)}"
+        elif math.prod(max(1, size) for size in tensor.shape) >= MOST_ELEMENTS:
+            yield f"{tensor.name!r} has the shape {list(tensor.shape)}"
+        elif tensor.stride is not None and not is_dense(tensor.shape, tensor.stride):
+            yield f"{tensor.name!r} has the stride {list(tensor.stride)} for the shape {list(tensor.shape)}"
+        elif tensor.requires_grad and tensor.dtype[0] not in "BCF":
+            yield f"{tensor.name!r} is {tensor.dtype} and cannot require a gradient"
+
+
+def is_dense(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
+    """Whether the strides are those of a permuted row-major tensor: no gaps and no overlaps."""
+    expected = 1
+    for step, size in sorted(zip(stride, shape, strict=False)):
+        if size != 1:
+            if step != expected:
+                return False
+            expected *= size
+    return len(stride) == len(shape)
+
+
+def _method_problems(name: str, method: Method, manifest: Manifest) -> Iterator[str]:
+    if not METHOD_NAME.fullmatch(name):
+        yield f"the method name {name!r} is not an identifier"
+    known = {
+        "weight": {n for tensor in manifest.weights for n in tensor.names},
+        "state": {n for tensor in manifest.state for n in tensor.names},
+        "constant": {n for tensor in manifest.constants for n in tensor.names},
+    }
+    for item in method.inputs:
+        if item.kind != "input" and item.name not in known[item.kind]:
+            yield f"{name} takes the {item.kind} {item.name!r}, which the manifest does not list"
+    signature = method.signature
+    inputs = input_leaves(signature)
+    if len(inputs) != sum(item.kind == "input" for item in method.inputs):
+        yield f"{name} has {len(inputs)} inputs in its signature and another number in its graph"
+    yield from _condition_problems(name, signature, inputs)
+    for leaf in (*inputs, *leaves(signature.output)):
+        yield from _leaf_problems(name, leaf)
+    for size in (size for leaf in inputs for size in sizes_of(leaf) if isinstance(size, str)):
+        yield from _size_problems(name, size, signature)
+
+
+def _leaf_problems(name: str, leaf: Leaf) -> Iterator[str]:
+    if isinstance(leaf, Tensor) and leaf.dtype not in DTYPES:
+        yield f"{name}: {leaf.name!r} has the unknown dtype {leaf.dtype!r}"
+    if isinstance(leaf, Tensor) and not all(0 <= size < MOST_ELEMENTS for size in leaf.shape if isinstance(size, int)):
+        yield f"{name}: {leaf.name!r} has the shape {list(leaf.shape)}"
+    try:
+        if isinstance(leaf, LiteralLeaf):
+            leaf.content  # noqa: B018
+    except (ValueError, OverflowError):
+        yield f"{name}: {leaf.name!r} is no number"
+
+
+def _condition_problems(name: str, signature: Signature, inputs: list[Leaf]) -> Iterator[str]:
+    known = {expression.dim for leaf in inputs for expression in _parsed_sizes(leaf)}
+    for text in signature.conditions:
+        try:
+            unbound = condition_dims(parse_condition(text)) - known
+        except ValueError as error:
+            yield f"{name}: {error}"
+        else:
+            if unbound:
+                yield f"{name}: the condition {text!r} names dimensions that no input has"
+
+
+def _parsed_sizes(leaf: Leaf) -> Iterator[SizeExpression]:
+    for size in sizes_of(leaf):
+        if isinstance(size, str):
+            with suppress(ValueError):  # reported by _size_problems
+                yield parse_size(size)
+
+
+def _size_problems(name: str, size: str, signature: Signature) -> Iterator[str]:
+    try:
+        expression = parse_size(size)
+    except ValueError as error:
+        yield f"{name}: {error}"
+        return
+    if expression.factor < 1 or expression.dim not in signature.dims:
+        yield f"{name}: the size {size!r} names no dimension of the signature"
+
+
+def _adapter_problems(manifest: Manifest) -> Iterator[str]:
+    adapter = manifest.adapter
+    if sorted(source.weight for source in adapter.sources) != sorted(w.name for w in manifest.weights):
+        yield "its adapter does not have one source for each weight"
+    copied = Counter(key for source in adapter.sources if source.transform is None for key in source.keys)
+    for key, count in copied.items():
+        if count > 1:
+            yield f"the checkpoint key {key!r} would become {count} weights"
+    yield from _transform_problems(manifest)
+
+
+def _transform_problems(manifest: Manifest) -> Iterator[str]:
+    adapter = manifest.adapter
+    computed = [source for source in adapter.sources if source.transform is not None]
+    if sorted(source.transform or 0 for source in computed) != list(range(len(computed))):
+        yield "its adapter does not have one output for each weight that it computes"
+    names = Counter((item.kind, item.name) for item in adapter.inputs)
+    if twice := [name for (_, name), count in names.items() if count > 1]:
+        yield f"its adapter takes {twice[0]!r} twice"
+    for source in computed:
+        if unknown := [key for key in source.keys if ("key", key) not in names]:
+            yield f"its adapter computes {source.weight!r} from {unknown[0]!r}, which is not among its inputs"
+    for item in adapter.inputs:
+        if item.dtype not in DTYPES or min(item.shape, default=0) < 0 or nbytes(item.dtype, item.shape) is None:
+            yield f"its adapter takes {item.name!r} with the type {item.dtype}{list(item.shape)}"
+    wanted = [ADAPTER_NAME] if computed else []
+    wanted += [ADAPTER_CONSTANTS_NAME] if any(item.kind == "constant" for item in adapter.inputs) else []
+    yield from (f"{name!r} is not among its files" for name in wanted if name not in manifest.files)

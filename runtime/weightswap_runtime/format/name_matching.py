@@ -1,0 +1,273 @@
+"""Finding each weight in a set of named tensors: under its FQN, or under a checkpoint's keys."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from difflib import get_close_matches
+from typing import Literal, NamedTuple
+
+from weightswap_runtime.errors import MOST_PRINTED, WeightsMismatch
+from weightswap_runtime.tensors.dtypes import Typed, describe
+
+from .manifest import Manifest, NamedTensor
+
+WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module", "module")
+NESTING = ("state_dict", "model")
+_PEFT = re.compile(r"^base_model\.model\.|\.(lora|ia3|oft|vera)_\w+\.|\.base_layer\.")
+Keys = Literal["checkpoint", "fqn"]
+
+
+class Match(NamedTuple):
+    """Where each weight is in a set of tensors.
+
+    `found` maps a weight that is copied to the names that hold it: the first is read, all must hold the same bytes.
+    `computed` maps a weight that the adapter computes to what it is computed from: checkpoint key -> name in the set.
+    `only_dtypes` says that every problem is a tensor of another dtype; `unknown` are weights that no key gives.
+    """
+
+    found: dict[str, tuple[str, ...]]
+    computed: dict[str, dict[str, str]]
+    ignored: tuple[str, ...]
+    problems: tuple[str, ...]
+    only_dtypes: bool = False
+    unknown: tuple[str, ...] = ()
+
+
+class Demand(NamedTuple):
+    """What a reading wants for one weight: any of `keys`, or all of them; each with its type."""
+
+    weight: NamedTensor
+    keys: dict[str, Typed]
+    all: bool = False
+
+
+class Reading(NamedTuple):
+    """One way to read names. `ignored` ones may be present, `needed` ones must be; with `part` any others may, too."""
+
+    demands: tuple[Demand, ...]
+    ignored: frozenset[str]
+    needed: tuple[str, ...] = ()
+    part: bool = False
+
+    def complete(self, names: Collection[str]) -> bool:
+        """Whether the names are exactly what is wanted, whatever their types."""
+        wanted = {key for demand in self.demands for key in demand.keys}
+        return (
+            all(self.part or name in wanted or name in self.ignored for name in names)
+            and all((all if demand.all else any)(key in names for key in demand.keys) for demand in self.demands)
+            and all(name in names for name in self.needed)
+        )
+
+    def match(self, tensors: Mapping[str, Typed]) -> Match:
+        """Find every weight, with every problem."""
+        present = {demand.weight.name: tuple(key for key in demand.keys if key in tensors) for demand in self.demands}
+        used = {key for keys in present.values() for key in keys}
+        extra = [key for key in tensors if key not in used]
+        unexpected = {key: tensors[key] for key in extra if key not in self.ignored and not self.part}
+        missing = {key: typed for demand in self.demands for key, typed in _missing(demand, tensors).items()}
+        hints = _suggestions(missing, unexpected)
+        problems = [text for demand in self.demands for text in _problems(demand, tensors, hints)]
+        problems = _both_shown(problems, [f"{key}: unexpected{hints.get(key, '')}" for key in unexpected])
+        lacking = [name for name in self.needed if name not in tensors]
+        problems += [f"{name}: missing; the loading code asks whether it is there" for name in lacking]
+        unknown = tuple(demand.weight.name for demand in self.demands if not demand.keys)
+        return Match(
+            found={demand.weight.name: present[demand.weight.name] for demand in self.demands if not demand.all},
+            computed={demand.weight.name: {key: key for key in demand.keys} for demand in self.demands if demand.all},
+            ignored=tuple(key for key in extra if key in self.ignored),
+            problems=tuple(dict.fromkeys(problems)),  # several weights may be computed from one tensor
+            only_dtypes=not (missing or unexpected or unknown or lacking) and self._same_shapes(tensors),
+            unknown=unknown,
+        )
+
+    def _same_shapes(self, tensors: Mapping[str, Typed]) -> bool:
+        return all(
+            tuple(tensors[key].shape) == tuple(typed.shape)
+            for demand in self.demands
+            for key, typed in demand.keys.items()
+            if key in tensors
+        )
+
+
+def by_fqn(manifest: Manifest) -> Reading:
+    """Names are runtime FQNs. State and keys that the adapter ignores may be present."""
+    demands = tuple(Demand(weight, dict.fromkeys(weight.names, weight)) for weight in manifest.weights)
+    ignored = {name for tensor in manifest.state for name in tensor.names} | set(manifest.adapter.ignored)
+    return Reading(demands, frozenset(ignored))
+
+
+def by_unsaid_fqn(manifest: Manifest) -> Reading:
+    """The same for names of which nobody says that they are FQNs: the loading code may want to see other keys, too."""
+    return by_fqn(manifest)._replace(needed=manifest.adapter.needed)
+
+
+def by_key(manifest: Manifest) -> Reading:
+    """Names are the checkpoint's keys, as the adapter recorded them at export."""
+    weights = {weight.name: weight for weight in manifest.weights}
+    inputs = {item.name: item for item in manifest.adapter.inputs if item.kind == "key"}
+    demands = []
+    for source in manifest.adapter.sources:
+        weight = weights[source.weight]
+        computed = source.transform is not None
+        keys: dict[str, Typed] = {key: inputs[key] if computed else weight for key in source.keys}
+        demands.append(Demand(weight, keys, all=computed))
+    return Reading(tuple(demands), frozenset(manifest.adapter.ignored), manifest.adapter.needed)
+
+
+Readings = tuple[Callable[[Manifest], Reading], ...]
+NAMES: Readings = (by_fqn,)
+KEYS: Readings = (by_key,)
+KEYS_THEN_NAMES: Readings = (by_key, by_unsaid_fqn)
+UNAMBIGUOUS: Readings = (by_unsaid_fqn, by_key)
+
+
+def resolve(
+    tensors: Mapping[str, Typed],
+    manifest: Manifest,
+    where: str,
+    *,
+    readings: Readings = UNAMBIGUOUS,
+    part: bool = False,
+) -> Match:
+    """Choose how to read a set of tensors. Raises WeightsMismatch with every problem of the nearest reading.
+
+    part: the manifest has a part of the weights; names that it does not know are no problem.
+    The first of `readings` that fits is taken. Where none does, names without the prefixes that wrappers add are tried,
+    and taken if they are exactly what a reading wants. With UNAMBIGUOUS a set that fits both ways, with different
+    weights as the result, is refused: nothing in it can tell which is meant.
+    """
+    if manifest.adapter.untraceable and by_key in readings:
+        raise WeightsMismatch(
+            where,
+            [f"how a checkpoint becomes the weights could not be recorded at export: {manifest.adapter.untraceable}"],
+            "Pack it on the build side, with the model (weightswap pack --recipe, pack(model=...)). If its names are "
+            'runtime FQNs and its values the weights themselves, say keys="fqn".',
+        )
+    matches = _matches(tensors, [reading(manifest)._replace(part=part) for reading in readings])
+    fitting = [match for match in matches if not match.problems]
+    if readings is UNAMBIGUOUS and len(fitting) == 2 and _differ(*fitting):
+        raise WeightsMismatch(
+            where,
+            ["its tensors fit both as runtime names and as checkpoint keys, and need not give the same"],
+            'Say which: keys="checkpoint" or keys="fqn". Or pack the checkpoint: a weight file says it itself.',
+        )
+    if fitting:
+        return fitting[0]
+    nearest = min(matches, key=lambda match: len(match.problems))
+    wanted = [key for reading in readings for demand in reading(manifest).demands for key in demand.keys]
+    raise WeightsMismatch(where, nearest.problems, _peft_advice(tensors, wanted) or _advice(nearest))
+
+
+def _matches(tensors: Mapping[str, Typed], readings: Sequence[Reading]) -> list[Match]:
+    if not any(reading.complete(tensors) for reading in readings):
+        for names in _strippings(tensors):
+            if complete := [reading for reading in readings if reading.complete(names)]:
+                stripped = {name: tensors[original] for name, original in names.items()}
+                return [_with_names(reading.match(stripped), names) for reading in complete]
+    return [reading.match(tensors) for reading in readings]
+
+
+def _strippings(names: Collection[str]) -> Iterator[dict[str, str]]:
+    """Names without what wrappers and containers put into them, each with the name that it came from."""
+    nested = [name.split(".") for name in names]
+    while nested:
+        for wrappers in (WRAPPERS[:-1], WRAPPERS):
+            plain = [".".join(part for part in parts if part not in wrappers) for parts in nested]
+            if len(set(plain)) == len(plain):
+                yield dict(zip(plain, names, strict=True))
+        first = {parts[0] for parts in nested}
+        if len(first) > 1 or not first <= {*NESTING, *WRAPPERS} or any(len(parts) == 1 for parts in nested):
+            return
+        nested = [parts[1:] for parts in nested]
+        yield dict(zip(map(".".join, nested), names, strict=True))
+
+
+def _with_names(match: Match, names: Mapping[str, str]) -> Match:
+    """A match of stripped names, in terms of the names that the set has."""
+    return Match(
+        found={weight: tuple(names[key] for key in keys) for weight, keys in match.found.items()},
+        computed={weight: {key: names[key] for key in keys} for weight, keys in match.computed.items()},
+        ignored=tuple(names[key] for key in match.ignored),
+        problems=match.problems,
+        only_dtypes=match.only_dtypes,
+    )
+
+
+def _both_shown(wanted: list[str], unexpected: list[str]) -> list[str]:
+    """Problems of either kind among the first, which are the ones that are printed."""
+    first = MOST_PRINTED - min(MOST_PRINTED // 2, len(unexpected))
+    return wanted[:first] + unexpected[: MOST_PRINTED - first] + wanted[first:] + unexpected[MOST_PRINTED - first :]
+
+
+def _peft_advice(names: Collection[str], wanted: Collection[str]) -> str:
+    found = next(filter(_PEFT.search, names), None)
+    if found is None or any(map(_PEFT.search, wanted)):
+        return ""
+    return (
+        f"It has names of PEFT's adapters, such as {found}, and the graph has none: merge the adapter into the model "
+        "first (model.merge_and_unload()), and save or pack that; or export the model with its adapter."
+    )
+
+
+def _advice(match: Match) -> str:
+    if match.only_dtypes:
+        return (
+            "Only the dtypes differ: cast when packing (weightswap pack --dtype, pack(dtype=...)), or export the model "
+            "in the checkpoint's dtype."
+        )
+    if match.unknown:
+        return (
+            f"No key of a checkpoint gives {', '.join(match.unknown[:5])}: on the build side, load the checkpoint into "
+            "the model and pack the model (weightswap pack --recipe, pack(model=...))."
+        )
+    return (
+        "Give a checkpoint of the architecture that was exported. One in another form, which the model's own code "
+        "loads: export with checkpoint=, which says what checkpoints look like, or pack it with the model (weightswap "
+        "pack --recipe, pack(model=...))."
+    )
+
+
+def _differ(one: Match, other: Match) -> bool:
+    return bool(one.computed or other.computed) or any(
+        keys[0] not in other.found[weight] for weight, keys in one.found.items()
+    )
+
+
+def _missing(demand: Demand, tensors: Mapping[str, Typed]) -> dict[str, Typed]:
+    absent = {key: typed for key, typed in demand.keys.items() if key not in tensors}
+    return absent if demand.all or len(absent) == len(demand.keys) else {}
+
+
+def _problems(demand: Demand, tensors: Mapping[str, Typed], hints: Mapping[str, str]) -> Iterator[str]:
+    if not demand.keys:
+        yield f"{demand.weight.name}: the adapter knows no checkpoint key that gives it"
+    absent = _missing(demand, tensors)
+    if demand.all:
+        yield from (f"{key}: missing, {_type(typed)}{hints.get(key, '')}" for key, typed in absent.items())
+    elif absent:
+        first = next(iter(absent))
+        yield f"{' or '.join(absent)}: missing, {_type(absent[first])}{hints.get(first, '')}"
+    for key, typed in demand.keys.items():
+        if key in tensors and (tensors[key].dtype, tuple(tensors[key].shape)) != (typed.dtype, typed.shape):
+            yield f"{key}: expected {_type(typed)}, found {_type(tensors[key])}"
+
+
+def _type(tensor: Typed) -> str:
+    return describe(tensor.dtype, tensor.shape)
+
+
+def _suggestions(missing: Mapping[str, Typed], unexpected: Mapping[str, Typed]) -> dict[str, str]:
+    """For names on either side the nearest on the other, where each is the other's nearest of its shape."""
+    # difflib is quadratic in the number of names: a wholly foreign file needs no suggestions
+    if max(len(missing), len(unexpected)) > 500:
+        return {}
+    there = {key: _nearest(key, typed, unexpected) for key, typed in missing.items()}
+    back = {key: _nearest(key, typed, missing) for key, typed in unexpected.items()}
+    pairs = [(key, near) for key, near in there.items() if near is not None and back[near] == key]
+    return {one: f" (did you mean {other}?)" for pair in pairs for one, other in (pair, pair[::-1])}
+
+
+def _nearest(name: str, tensor: Typed, candidates: Mapping[str, Typed]) -> str | None:
+    fitting = [other for other, typed in candidates.items() if tuple(typed.shape) == tuple(tensor.shape)]
+    return next(iter(get_close_matches(name, fitting, n=1, cutoff=0.8)), None)

@@ -1,0 +1,177 @@
+"""What a method takes and returns, as a JSON tree.
+
+A leaf is one flat input or output of the graph: a tensor, an integer that varies, or a literal that the graph
+has baked in. A size is an integer or a linear expression of one named dimension: `batch`, `2*batch`, `batch+1`.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
+
+import msgspec
+
+Size = int | str
+Key = str | int | tuple[str | int, ...]
+Scalar = bool | int | float | str | None
+_SIZE = re.compile(r"(?:(?P<factor>\d+)\*)?(?P<dim>[A-Za-z_]\w*)(?P<offset>[+-]\d+)?")
+
+
+class Tensor(msgspec.Struct, frozen=True, tag="tensor"):
+    """A tensor leaf. `dtype` is a safetensors name."""
+
+    name: str
+    dtype: str
+    shape: tuple[Size, ...]
+
+
+class Integer(msgspec.Struct, frozen=True, tag="integer"):
+    """An integer that may vary from call to call, like a size."""
+
+    name: str
+    value: Size
+
+
+class Literal(msgspec.Struct, frozen=True, tag="literal"):
+    """A value that was fixed at export. In a call it may be left out.
+
+    A float is kept as hexadecimal text in `hex`, which has one spelling and knows infinities; `value` is then None.
+    """
+
+    name: str
+    value: bool | int | str | None = None
+    hex: str | None = None
+
+    @classmethod
+    def of(cls, name: str, value: Scalar) -> Literal:
+        return cls(name, hex=value.hex()) if isinstance(value, float) else cls(name, value)
+
+    @property
+    def content(self) -> Scalar:
+        return self.value if self.hex is None else float.fromhex(self.hex)
+
+
+class Items(msgspec.Struct, frozen=True, tag="list"):
+    items: tuple[Node, ...]
+
+
+class Tuple(msgspec.Struct, frozen=True, tag="tuple"):
+    items: tuple[Node, ...]
+
+
+class Dict(msgspec.Struct, frozen=True, tag="dict"):
+    """Keys keep their order and their type."""
+
+    items: tuple[tuple[Key, Node], ...]
+
+
+Leaf = Tensor | Integer | Literal
+Node = Leaf | Items | Tuple | Dict
+
+
+class Dimension(msgspec.Struct, frozen=True):
+    """The range of a named dimension, both ends included; `max` None means no end."""
+
+    min: int
+    max: int | None = None
+
+
+class Signature(msgspec.Struct, frozen=True, kw_only=True):
+    """`args` and `kwargs` by parameter name, in call order. A name that is no identifier cannot be given by keyword.
+
+    `conditions` are relations between dimensions that the capture relied on, such as `rows <= columns`.
+    """
+
+    args: tuple[tuple[str, Node], ...]
+    kwargs: tuple[tuple[str, Node], ...]
+    output: Node
+    dims: dict[str, Dimension]
+    conditions: tuple[str, ...] = ()
+
+
+class SizeExpression(NamedTuple):
+    """`factor * dim + offset`."""
+
+    factor: int
+    dim: str
+    offset: int
+
+
+def parse_size(text: str) -> SizeExpression:
+    """Parse a size expression. Raises ValueError."""
+    match = _SIZE.fullmatch(text)
+    if match is None:
+        raise ValueError(f"{text!r} is not a size expression")
+    return SizeExpression(int(match["factor"] or 1), match["dim"], int(match["offset"] or 0))
+
+
+def key_text(key: Key) -> str:
+    """A key in the name of a leaf: `x`, `7`, and of a tuple its JSON text, `["a","to","b"]`."""
+    return json.dumps(key, ensure_ascii=False, separators=(",", ":")) if isinstance(key, tuple) else str(key)
+
+
+def leaves(node: Node) -> list[Leaf]:
+    """The leaves of a tree, in the order of the graph's flat inputs or outputs."""
+    match node:
+        case Items(items) | Tuple(items):
+            return [leaf for item in items for leaf in leaves(item)]
+        case Dict(items):
+            return [leaf for _, item in items for leaf in leaves(item)]
+        case _:
+            return [node]
+
+
+def input_leaves(signature: Signature) -> list[Leaf]:
+    """The flat inputs of a method, in the graph's order."""
+    return [leaf for _, node in (*signature.args, *signature.kwargs) for leaf in leaves(node)]
+
+
+def call_arguments(signature: Signature, flat: Iterable[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """What to call a method with, positional and by keyword, from its flat inputs."""
+    values = iter(flat)
+    args = tuple(_build(node, values) for _, node in signature.args)
+    return args, {name: _build(node, values) for name, node in signature.kwargs}
+
+
+def sizes_of(leaf: Leaf) -> tuple[Size, ...]:
+    """The sizes in a leaf: a tensor's shape, an integer's value."""
+    match leaf:
+        case Tensor():
+            return leaf.shape
+        case Integer():
+            return (leaf.value,)
+        case _:
+            return ()
+
+
+def unflatten(node: Node, values: list[Any]) -> Any:
+    """Rebuild the tree of `node` from its flat values, with plain dicts, lists and tuples; literals are the node's."""
+    return _build(node, iter(values))
+
+
+def flatten(node: Node, value: Any) -> list[Any]:
+    """The flat values of a tree that `unflatten` has built."""
+    match node:
+        case Items(items) | Tuple(items):
+            return [part for item, element in zip(items, value, strict=True) for part in flatten(item, element)]
+        case Dict(items):
+            return [part for key, item in items for part in flatten(item, value[key])]
+        case _:
+            return [value]
+
+
+def _build(node: Node, values: Iterator[Any]) -> Any:
+    match node:
+        case Items(items):
+            return [_build(item, values) for item in items]
+        case Tuple(items):
+            return tuple(_build(item, values) for item in items)
+        case Dict(items):
+            return {key: _build(item, values) for key, item in items}
+        case Literal():
+            next(values)
+            return node.content
+        case _:
+            return next(values)

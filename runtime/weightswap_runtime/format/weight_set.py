@@ -1,0 +1,247 @@
+"""One set of tensors in one file or several: a weight file, an index with its shards, a Hugging Face directory."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from pathlib import Path, PurePosixPath
+from typing import NamedTuple
+
+import msgspec
+
+from weightswap_runtime.errors import WeightFileError
+from weightswap_runtime.messages import listed
+from weightswap_runtime.sources.atomic import is_file
+from weightswap_runtime.sources.byte_source import Check
+from weightswap_runtime.sources.location import Location, Url, as_location
+from weightswap_runtime.sources.opening import read_small
+from weightswap_runtime.tensors.dtypes import describe
+
+from .manifest import CONSTANTS_NAME, MANIFEST_NAME
+from .weight_file import Stamp, WeightFile, holds_goldens
+
+SINGLE_NAME = "model.safetensors"
+SUFFIX = ".safetensors"
+GOLDENS_SUFFIX = ".goldens.safetensors"
+INDEX_SUFFIX = ".safetensors.index.json"
+INDEX_NAME = "model" + INDEX_SUFFIX
+TORCH_SUFFIXES = (".bin", ".bin.index.json", ".ckpt", ".distcp", ".pt", ".pth")
+MOST_INDEX_BYTES = 256 << 20
+_SHARD = re.compile(r"(.+)-\d{5}-of-(\d{5})(\.safetensors|\.bin)")
+_AGAIN = "Write the checkpoint again, or copy it again."
+
+
+class StoredTensor(NamedTuple):
+    """A tensor in a file: `nbytes` row-major bytes from `offset`, counted from the start of the file."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    file: WeightFile
+    offset: int
+    nbytes: int
+
+
+class WeightSet(AbstractContextManager["WeightSet"]):
+    """Open, checked safetensors files whose tensors form one set. Made by `open_weights()`."""
+
+    def __init__(self, location: Location, files: Mapping[str, WeightFile]) -> None:
+        self.location = location
+        self.where = str(location)
+        self.files = tuple(files.values())
+        self.tensors = {name: tensor for file in self.files for name, tensor in _stored(file)}
+
+    @property
+    def stamp(self) -> Stamp | None:
+        """What weightswap has written about the tensors; files that belong to an index have none."""
+        return self.files[0].stamp if len(self.files) == 1 else None
+
+    @property
+    def holds_goldens(self) -> bool:
+        """Whether these are recorded calls instead of weights."""
+        return len(self.files) == 1 and holds_goldens(self.files[0].header)
+
+    def check_unchanged(self, *, proven: bool = False) -> None:
+        """Raise WeightFileError if any file was written to since it was opened, or may have been.
+
+        proven: all that was read has digests in the file, which the caller compares.
+        """
+        for file in self.files:
+            file.check_unchanged(proven=proven)
+
+    def close(self) -> None:
+        for file in self.files:
+            file.close()
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def open_weights(path: str | os.PathLike[str], check: Check | None = None) -> WeightSet:
+    """Open a .safetensors file, a .safetensors.index.json with its shards, or a directory that holds either.
+
+    path: a local path or an fsspec URL. In a directory `model.safetensors` is taken, else the only index, else the only
+    .safetensors file that is no shard. Every header is read and checked, no data. check: called every few milliseconds
+    while a remote answer is waited for; what it raises ends the wait.
+
+    Raises WeightFileError, and Unsupported or MissingExtra for a URL of a kind that cannot be read here.
+    """
+    found = _find(as_location(path), check)
+    if found.name.endswith(INDEX_SUFFIX):
+        return _open_shards(found, check)
+    return WeightSet(found, {"": WeightFile(found, check)})
+
+
+def goldens_path(weights: str | os.PathLike[str]) -> Path:
+    """`v1.goldens.safetensors` for `v1.safetensors`, or for the index of its shards."""
+    path = Path(weights)
+    return path.with_name(_goldens_name(path.name))
+
+
+def goldens_url(weights: Url) -> Url:
+    """As `goldens_path`, for the URL of a weight file or an index."""
+    return weights.with_name(_goldens_name(weights.name))
+
+
+def _goldens_name(name: str) -> str:
+    suffix = next((suffix for suffix in (INDEX_SUFFIX, SUFFIX) if name.endswith(suffix)), "")
+    return name.removesuffix(suffix) + GOLDENS_SUFFIX
+
+
+def _stored(file: WeightFile) -> Iterator[tuple[str, StoredTensor]]:
+    start = file.header.data_start
+    for name, (dtype, shape, begin, end) in file.tensors.items():
+        yield name, StoredTensor(dtype, shape, file, start + begin, end - begin)
+
+
+def _find(location: Location, check: Check | None) -> Location:
+    names = local_names(location) if isinstance(location, Path) else _remote_names(location, check)
+    return location if names is None else location / _meant(location, names)
+
+
+def local_names(path: Path) -> list[str] | None:
+    """What a directory holds; None for anything else. Raises WeightFileError."""
+    try:
+        return sorted(entry.name for entry in path.iterdir()) if path.is_dir() else None
+    except (OSError, ValueError) as error:
+        raise WeightFileError(f"{path!s:.200}: cannot be opened ({error})") from error
+
+
+def _remote_names(url: Url, check: Check | None) -> list[str] | None:
+    if url.name.endswith((SUFFIX, INDEX_SUFFIX)):
+        return None
+    from weightswap_runtime.sources.remote.opening import list_names  # needs fsspec
+
+    return list_names(url, (SINGLE_NAME, INDEX_NAME), check)
+
+
+def _meant(path: Location, names: Sequence[str]) -> str:
+    """Which of the files in a directory to open."""
+    if SINGLE_NAME in names:
+        return SINGLE_NAME
+    if MANIFEST_NAME in names:
+        raise WeightFileError(f"{path}: an artifact, not a checkpoint; give a weight file or a checkpoint's directory")
+    if CONSTANTS_NAME in names and "graphs" in names:
+        raise WeightFileError(f"{path}: looks like an artifact whose {MANIFEST_NAME} is missing; export it again")
+    indices = [name for name in names if name.endswith(INDEX_SUFFIX)]
+    singles = [name for name in names if name.endswith(SUFFIX) and not name.endswith(GOLDENS_SUFFIX)]
+    if not indices and (lost := lost_index(singles)):
+        raise WeightFileError(f"{path}: {lost}")
+    for candidates in (indices, singles):
+        if len(candidates) == 1:
+            return candidates[0]
+    several = indices or singles
+    if several:
+        raise WeightFileError(
+            f"{path}: holds {len(several)} candidates ({', '.join(several[:5])}) and no {SINGLE_NAME}; name the one "
+            "that is meant"
+        )
+    raise WeightFileError(f"{path}: {_nothing(names)}")
+
+
+def lost_index(names: Sequence[str]) -> str:
+    """What is wrong if the files of a directory are nothing but shards, which an index would tell apart; else empty."""
+    shards = [_SHARD.fullmatch(name) for name in names]
+    found = [shard for shard in shards if shard is not None and int(shard[2]) > 1]
+    if not found or len(found) < len(names):
+        return ""
+    stem, count, suffix = found[0].groups()
+    return (
+        f"holds {len(found)} of {int(count)} shards, but not their index, {stem}{suffix}.index.json. Copy that, too, "
+        "or save the checkpoint again"
+    )
+
+
+def is_torch_name(name: str) -> bool:
+    """Whether a file has a name as torch's checkpoints have: pickled, or a part of a distributed one."""
+    return name.endswith(TORCH_SUFFIXES) or name == ".metadata"
+
+
+def _nothing(names: Sequence[str]) -> str:
+    pickled = [name for name in names if is_torch_name(name)]
+    if pickled:
+        return (
+            f"holds {pickled[0]}, which is pickled or needs torch to be read, and no .safetensors file. Pack it on the "
+            "build side: weightswap pack CHECKPOINT ARTIFACT -o FILE.safetensors"
+        )
+    return "a directory without a .safetensors file or an index of one; give the directory of a saved model"
+
+
+def _open_shards(index: Location, check: Check | None) -> WeightSet:
+    # a link to the folder may be turned to another one between two of them
+    folder = index.parent.resolve() if isinstance(index, Path) else index.parent
+    weight_map = read_index(folder / index.name, SUFFIX, check)
+    with ExitStack() as stack:
+        names = sorted(set(weight_map.values()))
+        files = {name: stack.enter_context(WeightFile(folder / name, check)) for name in names}
+        if problems := list(_index_problems(weight_map, files)):
+            raise WeightFileError(f"{index}: contradicts its shards: {listed(problems, between='; ')}. {_AGAIN}")
+        stack.pop_all()  # the set closes them
+    return WeightSet(index, files)
+
+
+def read_index(index: Location, suffix: str, check: Check | None = None) -> dict[str, str]:
+    """Read and check an index of shards with this suffix: tensor -> shard, which is in the index's folder.
+
+    Raises WeightFileError.
+    """
+    raw = read_small(index, MOST_INDEX_BYTES, check)
+    if raw is None:
+        raise WeightFileError(f"{index}: cannot be opened (there is no such file)")
+    try:
+        weight_map = msgspec.json.decode(raw, type=_Index).weight_map
+    except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
+        raise WeightFileError(f"{index}: not an index of {suffix[1:]} shards ({error}). {_AGAIN}") from error
+    if not weight_map:
+        raise WeightFileError(f"{index}: an index without tensors. {_AGAIN}")
+    for name in sorted(set(weight_map.values())):
+        _check_shard(index, name, suffix)
+    return weight_map
+
+
+class _Index(msgspec.Struct):
+    weight_map: dict[str, str]
+
+
+def _check_shard(index: Location, name: str, suffix: str) -> None:
+    shard = PurePosixPath(name)
+    odd = "\\\0" if isinstance(index, Path) else "\\\0?#:"  # some file systems find a query or a version there
+    if shard.is_absolute() or ".." in shard.parts or set(name) & set(odd) or not name.endswith(suffix):
+        raise WeightFileError(
+            f"{index}: names the shard {name!r}; expected the name of a {suffix} file in the index's folder. "
+            "Do not use this checkpoint unless you trust where it is from."
+        )
+    if isinstance(index, Path) and not is_file(index.parent / name):
+        raise WeightFileError(f"{index}: names the shard {name:.200}, which is missing. {_AGAIN}")
+
+
+def _index_problems(weight_map: Mapping[str, str], files: Mapping[str, WeightFile]) -> Iterator[str]:
+    for key, name in weight_map.items():
+        if key not in files[name].tensors:
+            yield f"{key!r} is not in {name}"
+    for name, file in files.items():
+        for key, tensor in file.tensors.items():
+            if weight_map.get(key) != name:
+                other = f"it says {weight_map[key]}" if key in weight_map else "it does not list that"
+                yield f"{name} has {key!r} ({describe(tensor.dtype, tensor.shape)}), {other}"

@@ -1,0 +1,1 @@
+"""Generating tokens with the methods `prefill` and `decode`, whatever executes them."""

@@ -1,0 +1,141 @@
+"""The loop: a prompt is read in one call, and each further call gives one token of each row."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from weightswap_runtime.errors import InputMismatch, Unsupported
+from weightswap_runtime.format.manifest import Generation
+
+from .sampling import Sampling, Scores, choose
+
+Tokens = NDArray[np.int64]
+
+
+class Call(Protocol):
+    """A call of `prefill` or `decode`, with arrays of int64; returns the logits, [batch, vocabulary]."""
+
+    def __call__(self, method: str, ids: Tokens, mask: Tokens, positions: Tokens, position: Tokens) -> Scores: ...
+
+
+class Wanted(NamedTuple):
+    """What is to be generated. most: new tokens of each row, at most; None: until the cache is full.
+
+    stopped: whether a row with these new tokens has ended, also where none of the artifact's own ends has come.
+    seed: of the sampling.
+    """
+
+    prompts: Sequence[Sequence[int]]
+    sampling: Sampling
+    most: int | None = None
+    stopped: Callable[[Sequence[int]], bool] = lambda _: False
+    seed: int | None = None
+
+
+def check(wanted: Wanted, generation: Generation) -> None:
+    """Raise InputMismatch for prompts that do not fit into the cache, Unsupported for numbers that cannot be meant."""
+    wanted.sampling.check()
+    for name, value, least in (("max_new_tokens", wanted.most, 1), ("seed", wanted.seed, 0)):
+        if value is not None and (type(value) is not int or value < least):
+            raise Unsupported(f"{name}={value!r}: expected an integer from {least}, or None")
+    if problems := list(_problems(wanted, generation)):
+        raise InputMismatch("generate", problems)
+
+
+def _problems(wanted: Wanted, generation: Generation) -> Iterator[str]:
+    lengths = [len(prompt) for prompt in wanted.prompts]
+    if not 1 <= len(lengths) <= generation.batch:
+        yield f"expected 1 to {generation.batch} prompts, got {len(lengths)}"
+    if min(lengths, default=1) < 1:
+        yield "a prompt has no tokens"
+    if (largest := max((token for prompt in wanted.prompts for token in prompt), default=0)) >= generation.vocabulary:
+        yield f"a prompt has the token {largest}, and the vocabulary {generation.vocabulary}"
+    if max(lengths, default=0) > generation.length:
+        yield f"a prompt has {max(lengths)} tokens, and the cache holds {generation.length}"
+    elif wanted.most is not None and max(lengths, default=0) + wanted.most - 1 > generation.length:
+        yield (
+            f"a prompt of {max(lengths)} tokens and {wanted.most} new ones do not fit into a cache of "
+            f"{generation.length}"
+        )
+
+
+def generate(call: Call, wanted: Wanted, generation: Generation) -> Iterator[list[int | None]]:
+    """The next token of each prompt, None for those that have ended, until all have."""
+    state = _Rows(wanted, generation)
+    logits = call("prefill", *state.prompt())
+    yield (chosen := state.choose(logits))
+    for _ in range(state.room):
+        if state.ended:
+            return
+        logits = call("decode", *state.step(chosen))
+        yield (chosen := state.choose(logits))
+
+
+class _Rows:
+    """All rows: shorter prompts are padded on the left, so that all go on side by side."""
+
+    def __init__(self, wanted: Wanted, generation: Generation) -> None:
+        self._wanted, self._generation = wanted, generation
+        self._count = len(wanted.prompts)
+        self._width = max(map(len, wanted.prompts))
+        self._seen = [list(prompt) for prompt in wanted.prompts]
+        self._new: list[list[int]] = [[] for _ in wanted.prompts]
+        self._done = [False] * self._count
+        self._random = np.random.default_rng(wanted.seed)
+        self._mask = np.zeros((generation.batch, generation.length), np.int64)
+        room = generation.length - self._width  # the last token need not be read
+        self.room = room if wanted.most is None else min(room, wanted.most - 1)
+
+    @property
+    def ended(self) -> bool:
+        return all(self._done)
+
+    def prompt(self) -> tuple[Tokens, Tokens, Tokens, Tokens]:
+        """The inputs of the first call. Rows that nobody asked for have one token of padding."""
+        ids = np.full((self._generation.batch, self._width), self._generation.pad, np.int64)
+        self._mask[self._count :, self._width - 1] = 1
+        for row, prompt in enumerate(self._wanted.prompts):
+            ids[row, self._width - len(prompt) :] = prompt
+            self._mask[row, self._width - len(prompt) : self._width] = 1
+        positions = np.maximum(self._mask[:, : self._width].cumsum(1) - 1, 0)
+        self._positions = positions[:, -1:]
+        self._next = self._width
+        return ids, self._mask.copy(), positions, np.asarray(0, np.int64)
+
+    def step(self, chosen: list[int | None]) -> tuple[Tokens, Tokens, Tokens, Tokens]:
+        """The inputs of the call after tokens were chosen."""
+        ids = np.full((self._generation.batch, 1), self._generation.pad, np.int64)
+        ids[: self._count, 0] = [self._generation.pad if token is None else token for token in chosen]
+        self._mask[:, self._next] = 1
+        self._positions = self._positions + 1
+        self._next += 1
+        return ids, self._mask.copy(), self._positions, np.asarray(self._next - 1, np.int64)
+
+    def choose(self, logits: Scores) -> list[int | None]:
+        return [None if done else self._choose(row, logits[row]) for row, done in enumerate(self._done)]
+
+    def _choose(self, row: int, logits: Scores) -> int:
+        token = choose(logits, self._seen[row], self._wanted.sampling, self._random)
+        self._seen[row].append(token)
+        self._new[row].append(token)
+        self._done[row] = token in self._generation.ends or self._wanted.stopped(self._new[row])
+        return token
+
+
+def rows_of(prompt: Any) -> tuple[list[list[int]], bool]:
+    """Prompts as lists of tokens, from a list, an array or a tensor of one or of several; and whether it was one.
+
+    Raises InputMismatch.
+    """
+    given = prompt.tolist() if hasattr(prompt, "tolist") else prompt
+    single = isinstance(given, Sequence) and all(type(item) is int for item in given)
+    rows = [given] if single else given
+    if not isinstance(rows, Sequence) or not all(
+        isinstance(row, Sequence) and all(type(item) is int and item >= 0 for item in row) for row in rows
+    ):
+        raise InputMismatch("generate", ["expected tokens: a list of integers, or a list of such lists"])
+    return [list(row) for row in rows], single

@@ -1,0 +1,74 @@
+"""From logits to the next token: a penalty on repetition, temperature, top-k, top-p, in the order of transformers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from weightswap_runtime.errors import CallError, Unsupported
+
+Scores = NDArray[np.floating[Any]]
+
+
+class Sampling(NamedTuple):
+    """How a token is chosen. temperature 0: the most likely one, whatever `top_k` and `top_p` are.
+
+    top_k: among so many of the most likely; top_p: among the fewest of the most likely whose probabilities add up to
+    it. repetition_penalty: what the logits of tokens that have occurred are divided by, negative ones multiplied by.
+    """
+
+    temperature: float = 0.0
+    top_k: int | None = None
+    top_p: float | None = None
+    repetition_penalty: float = 1.0
+
+    def check(self) -> None:
+        """Raise Unsupported for numbers that cannot be meant."""
+        if not 0 <= self.temperature < float("inf"):
+            raise Unsupported(f"temperature={self.temperature!r}: expected 0 or more")
+        if self.top_k is not None and (type(self.top_k) is not int or self.top_k < 1):
+            raise Unsupported(f"top_k={self.top_k!r}: expected 1 or more, or None")
+        if self.top_p is not None and not 0 < self.top_p <= 1:
+            raise Unsupported(f"top_p={self.top_p!r}: expected a number above 0, up to 1, or None")
+        if not 0 < self.repetition_penalty < float("inf"):
+            raise Unsupported(f"repetition_penalty={self.repetition_penalty!r}: expected a positive number")
+
+
+def choose(logits: Scores, seen: Sequence[int], how: Sampling, random: np.random.Generator) -> int:
+    """The next token of one row. logits: [vocabulary]. seen: the tokens that have occurred."""
+    if np.isnan(logits).any():
+        raise CallError("generate: the logits of the next token are not numbers; the weights give NaN")
+    scores = _penalised(logits, seen, how.repetition_penalty)
+    if not how.temperature:
+        return int(scores.argmax())
+    return int(random.choice(len(scores), p=probabilities(scores, how)))
+
+
+def _penalised(logits: Scores, seen: Sequence[int], penalty: float) -> Scores:
+    if penalty == 1.0 or not seen:
+        return logits
+    places = np.unique(np.asarray(seen))
+    scores = logits.copy()
+    scores[places] = np.where(scores[places] < 0, scores[places] * penalty, scores[places] / penalty)
+    return scores
+
+
+def probabilities(scores: Scores, how: Sampling) -> NDArray[np.float64]:
+    """Of each token, [vocabulary]; temperature is not 0."""
+    found = scores.astype(np.float64)
+    found = (found - found.max()) / how.temperature
+    if how.top_k is not None and how.top_k < len(found):
+        found[found < np.partition(found, -how.top_k)[-how.top_k]] = -np.inf
+    if how.top_p is not None and how.top_p < 1:
+        order = np.argsort(found, kind="stable")  # the least likely first
+        found[order[:-1][_softmax(found[order]).cumsum()[:-1] <= 1 - how.top_p]] = -np.inf
+    return _softmax(found)
+
+
+def _softmax(scores: NDArray[np.float64]) -> NDArray[np.float64]:
+    found = np.exp(scores - scores.max())
+    total: NDArray[np.float64] = found / found.sum()
+    return total

@@ -1,0 +1,1 @@
+"""Who is served what: models, swaps, calls, and the gate between them."""

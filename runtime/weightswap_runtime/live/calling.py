@@ -1,0 +1,124 @@
+"""The calling surface that the model, a pinned session and a staged session share."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping
+from difflib import get_close_matches
+from functools import partial
+from typing import Any
+
+from weightswap_runtime.engines.engine import Engine
+from weightswap_runtime.errors import UnknownMethod
+from weightswap_runtime.format.call_check import CallCheck
+from weightswap_runtime.format.manifest import Manifest
+from weightswap_runtime.format.signature import Signature, Tensor, unflatten
+from weightswap_runtime.threads.listeners import Listeners
+
+from .context import Context
+
+CallObserver = Callable[[str, float, BaseException | None], object]
+_log = logging.getLogger("weightswap.calls")
+_log.addHandler(logging.NullHandler())  # quiet unless the application configures logging
+
+
+class Methods:
+    """The artifact's methods: checks and flattens what goes in, rebuilds what comes out."""
+
+    def __init__(self, manifest: Manifest, engine: Engine, member: int) -> None:
+        self.member = member  # whose engine it is, in a session
+        self.engine = engine
+        self.observers: Listeners[[str, float, BaseException | None]] = Listeners(_log)
+        self.inputs = {
+            name: CallCheck(name, method.signature, engine.tensor_type, engine.dtypes, engine.misplaced, engine.kind)
+            for name, method in manifest.methods.items()
+        }
+        self.signatures: Mapping[str, Signature] = {name: method.signature for name, method in manifest.methods.items()}
+        self.single = {name for name, signature in self.signatures.items() if isinstance(signature.output, Tensor)}
+        names = list(self.inputs)
+        self.default = "forward" if "forward" in names or len(names) != 1 else names[0]
+
+
+class Caller:
+    """Something whose methods can be called: `x(...)` is `forward` (or the only method), `x.encode(...)` is another."""
+
+    _serves = True  # whether calls are those that observers are told of
+
+    def __init__(self, methods: Methods) -> None:
+        self._methods = methods
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call `forward`, or the only method, with the arguments that it was exported with.
+
+        `context=`, a Context, is the state that the call reads and changes; without one, a call begins with the initial
+        state and leaves no trace. Outputs share no memory with weights or state.
+
+        Raises InputMismatch before anything runs; for a context StaleContext, ContextBusy, ContextBroken, ContextClosed
+        and ContextMismatch.
+        """
+        return self._call(self._methods.default, args, kwargs)
+
+    @property
+    def signatures(self) -> Mapping[str, Signature]:
+        """What each method takes and returns."""
+        return self._methods.signatures
+
+    @property
+    def default_method(self) -> str:
+        """The method that a plain call runs."""
+        return self._methods.default
+
+    def method(self, name: str) -> Callable[..., Any]:
+        """The method called `name`, also where an attribute of this class hides it. Raises UnknownMethod."""
+        if name not in self._methods.inputs:
+            known = list(self._methods.inputs)
+            near = get_close_matches(name, [*known, *dir(type(self))], n=1)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            raise UnknownMethod(
+                f"{name!r} is neither an attribute nor a method of this artifact, which has: {', '.join(known)}{hint}"
+            )
+        return partial(self._call_named, name)
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return self.method(name)
+
+    def _call_named(self, name: str, /, *args: Any, **kwargs: Any) -> Any:
+        return self._call(name, args, kwargs)
+
+    def _call(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], observe: bool = True) -> Any:
+        if observe and self._methods.observers.all:
+            return self._observed(name, args, kwargs)
+        if name not in self._methods.inputs:
+            self.method(name)
+        context = kwargs.get("context")
+        if isinstance(context, Context):  # else a method's own input of that name
+            values = self._run_with(context, name, args, kwargs)
+        else:
+            values = self._run(name, self._methods.inputs[name].flatten(args, kwargs), None)
+        if name in self._methods.single:
+            return values[0]
+        return unflatten(self._methods.signatures[name].output, values)
+
+    def _observed(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if not self._serves:
+            return self._call(name, args, kwargs, observe=False)
+        start = time.perf_counter()
+        try:
+            result = self._call(name, args, kwargs, observe=False)
+        except BaseException as error:
+            self._methods.observers.tell(name, time.perf_counter() - start, error)
+            raise
+        self._methods.observers.tell(name, time.perf_counter() - start, None)
+        return result
+
+    def _run_with(self, context: Context, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+        context.check_engine(self._methods.engine)
+        flat = self._methods.inputs[name].flatten(args, {key: kwargs[key] for key in kwargs if key != "context"})
+        with context.used():
+            return self._run(name, flat, context)
+
+    def _run(self, name: str, flat: list[Any], context: Context | None) -> list[Any]:
+        raise NotImplementedError

@@ -1,0 +1,207 @@
+"""Contexts: callers' own copies of what a model remembers from call to call."""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from threading import RLock
+from typing import Any, Literal
+
+from weightswap_runtime.engines.engine import Bound, Engine, State
+from weightswap_runtime.errors import (
+    CallError,
+    ContextBroken,
+    ContextBusy,
+    ContextClosed,
+    ContextMismatch,
+    StaleContext,
+    Unsupported,
+)
+from weightswap_runtime.format.artifact import Artifact
+from weightswap_runtime.format.context_file import write_context
+from weightswap_runtime.threads.claims import Claim, ClaimReference
+from weightswap_runtime.threads.forks import renew_in_children
+
+from .gate import Gate, Pin, Version
+from .session import Session
+
+OnSwap = Literal["invalidate", "reset", "keep", "pin"]
+_BECOMES = {"invalidate": "invalidated", "reset": "reset", "keep": "kept", "pin": "pinned"}
+
+
+def check_policy(on_swap: str) -> None:
+    """Raise Unsupported for a policy that there is not."""
+    if on_swap not in _BECOMES:
+        raise Unsupported(f"on_swap={on_swap!r}: expected {', '.join(map(repr, _BECOMES))}")
+
+
+class ContextPin(Pin):
+    """The lease of a context that stays on its weights until it is closed."""
+
+    __slots__ = ()
+    what = "pinned context"
+
+
+class Context(AbstractContextManager["Context"]):
+    """One caller's copy of a model's state: `model(x, context=context)` reads and changes it.
+
+    Made by `model.new_context()` and `model.load_context()`. Calls with different contexts run side by side; two at
+    once with the same one are refused. Leaving its `with` block closes it.
+    """
+
+    def __init__(
+        self,
+        artifact: Artifact,
+        engine: Engine,
+        state: State,
+        gate: Gate[Session],
+        on_swap: OnSwap,
+        weights_id: str | None = None,
+    ) -> None:
+        """engine: what the state is for. weights_id: of the weights that it was made with, if with any."""
+        self.on_swap: OnSwap = on_swap
+        self._artifact = artifact
+        self._engine = engine
+        self._state: State | None = state
+        self._made_with = weights_id
+        self._whole = True
+        self._user: ClaimReference | None = None
+        self._gate = gate
+        self._pin = ContextPin()
+        self._renew()
+        renew_in_children(self)
+        self._pinned = gate.acquire(self._pin) if on_swap == "pin" else None
+
+    def _renew(self) -> None:
+        self._taking = RLock()  # for signal handlers
+
+    @property
+    def weights_id(self) -> str | None:
+        """The id of the weights that the state was made with, or is pinned to; None where it goes with any."""
+        pinned = self._pinned
+        return pinned.weights_id if pinned is not None else self._made_with
+
+    @property
+    def closed(self) -> bool:
+        return self._state is None
+
+    def reset(self) -> None:
+        """Put the initial state back. Raises ContextBusy and ContextClosed."""
+        with self.used():
+            self._reset()
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the state, without weights: a safetensors file that appears whole or not at all.
+
+        `model.load_context()` reads it, with any engine, on any device. Raises ContextBusy, ContextClosed,
+        ContextBroken, and Unsupported for a state that a call has resized.
+        """
+        with self.used() as state:
+            self._check_whole()
+            manifest = self._artifact.manifest
+            write_context(path, manifest.state, state.content, manifest.graph_id, self._made_with)
+
+    def close(self) -> None:
+        """Let the state go, and the weights that it is pinned to. A second time it does nothing. Raises ContextBusy."""
+        if self._state is not None:
+            with self.used():
+                self._state = None
+        self._pin.end()
+        if (pinned := self._pinned) is not None:
+            self._gate.release(pinned.session, self._pin)
+            self._pinned = None
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @contextmanager
+    def used(self) -> Iterator[State]:
+        """A block in which nobody else uses the context. Raises ContextBusy and ContextClosed."""
+        claim = Claim()
+        with self._taking:
+            other = self._user() if self._user is not None else None
+            if other is not None and other.holds:
+                raise ContextBusy("another call is using this context; give each caller one of its own")
+            self._user = weakref.ref(claim)
+        try:
+            if self._state is None:
+                raise ContextClosed("the context was closed; make another with model.new_context()")
+            yield self._state
+        finally:
+            claim.end()
+
+    def acquire(self, gate: Gate[Session], lease: Claim) -> Version[Session]:
+        """Lease the weights that answer a call: those that are served, or those that it is pinned to."""
+        if self._pinned is None:
+            return gate.acquire(lease)
+        if not self._pin.holds:
+            raise ContextClosed("a fork has lost the thread that pinned this context; make another in this process")
+        self._gate.acquire_session(self._pinned.session, lease)
+        return self._pinned
+
+    def run(self, bound: Bound, weights_id: str, method: str, inputs: list[Any]) -> list[Any]:
+        """Call a method of the weights `weights_id` with this state, which the caller uses."""
+        if not self._artifact.manifest.methods[method].has_state:
+            return bound.run(method, inputs)
+        self._check_whole()
+        if self._pinned is not None and self._pinned.weights_id != weights_id:
+            raise StaleContext(self._pinned.weights_id, weights_id)
+        if self._made_with not in (None, weights_id):
+            self._follow(weights_id)
+        self._whole = False
+        try:
+            outputs = bound.run(method, inputs, self._state)
+        except CallError:  # before anything ran
+            self._whole = True
+            raise
+        self._made_with, self._whole = weights_id, True
+        return outputs
+
+    def check_engine(self, engine: Engine) -> None:
+        """Raise ContextMismatch unless it is of the model that has this engine."""
+        if engine is not self._engine:
+            raise ContextMismatch("the context is of another model; each model makes its own with new_context()")
+
+    def _check_whole(self) -> None:
+        if not self._whole:
+            raise ContextBroken("a call on this context broke off, so that its state may be half of two; reset() it")
+
+    def _follow(self, weights_id: str) -> None:
+        """What the policy says where other weights answer than those that the state was made with."""
+        if self.on_swap == "reset":
+            self._reset()
+        elif self.on_swap != "keep":
+            raise StaleContext(str(self._made_with), weights_id)
+
+    def _reset(self) -> None:
+        assert self._state is not None
+        self._whole = False
+        self._state.reset()
+        self._made_with, self._whole = None, True
+
+
+class Contexts:
+    """The contexts of all models that share weights, as long as anybody refers to them."""
+
+    def __init__(self) -> None:
+        self._known: weakref.WeakSet[Context] = weakref.WeakSet()
+        self._renew()
+        renew_in_children(self)
+
+    def _renew(self) -> None:
+        self._lock = RLock()
+
+    def add(self, context: Context) -> Context:
+        with self._lock:
+            self._known.add(context)
+        return context
+
+    def outdated_by(self, weights_id: str) -> dict[str, int]:
+        """How many are of other weights, by what becomes of them."""
+        with self._lock:
+            known = [context for context in self._known if not context.closed]
+        found = Counter(_BECOMES[each.on_swap] for each in known if each.weights_id not in (None, weights_id))
+        return dict(sorted(found.items()))

@@ -1,0 +1,263 @@
+"""The gate between calls and commits: a call leases the current version, a commit changes what is current.
+
+A *version* is one set of weights in one session under one generation. In double residency a commit exchanges the
+reference. In single residency it holds new calls, waits for the leases, and lets the calls go after the copy.
+
+An interrupt, at whatever instruction, leaves the old weights, the new ones, or a model that says it failed; never a
+mixture, and never a lease that does not end. So a lease, a hold and a staging are objects that are known before they
+take effect, and that count only as long as somebody refers to them: what a frame has left behind ends with the frame.
+"""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from threading import Condition, RLock
+from typing import Generic, Protocol, TypeVar
+
+from weightswap_runtime.errors import LeaseTimeout, ModelClosed, ModelFailed, NoWeights
+from weightswap_runtime.format.identity import Identity
+from weightswap_runtime.messages import plural
+from weightswap_runtime.threads.claims import POLL_SECONDS, Claim, ClaimReference, this_thread
+from weightswap_runtime.threads.forks import renew_in_children
+
+PATIENCE = 1.0  # seconds for which calls are held for the sake of a pin
+
+
+class Pin(Claim):
+    """A lease for several calls. Nobody knows how long: an old one is waited for without holding new calls.
+
+    `what` it is called where it is waited for in vain.
+    """
+
+    __slots__ = ("_since",)
+    what = "pin"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._since = time.monotonic()
+
+    @property
+    def is_old(self) -> bool:
+        return time.monotonic() - self._since > PATIENCE
+
+
+class Hold(Claim):
+    """What keeps new calls waiting, since `since` (time.perf_counter())."""
+
+    __slots__ = ("since",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.since = time.perf_counter()
+
+
+class Leasable(Protocol):
+    """What a version lives in. `leases` belongs to the gate."""
+
+    leases: dict[int, ClaimReference]
+
+
+S = TypeVar("S", bound=Leasable)
+
+
+@dataclass(frozen=True, eq=False)
+class Version(Generic[S]):
+    """One generation of the model. `session` is where it is (or, once overwritten, was)."""
+
+    session: S
+    generation: int
+    identity: Identity
+
+    @property
+    def weights_id(self) -> str:
+        return self.identity.weights_id
+
+    @property
+    def labels(self) -> dict[str, str]:
+        return dict(self.identity.labels)
+
+
+class Gate(Generic[S]):
+    """Hands out leases on the current version. One lock, held for a few hundred nanoseconds at a time."""
+
+    def __init__(self) -> None:
+        self._renew()
+        renew_in_children(self)
+        self._current: Version[S] | None = None
+        self._holder: ClaimReference | None = None
+        self._failure: str | None = None
+        self._closed = False
+
+    def _renew(self) -> None:
+        """Make the lock, which another thread may have held when this process was forked."""
+        self._lock = RLock()  # a signal may come in the middle, and its handler may call the model
+        self._changed = Condition(self._lock)
+
+    @property
+    def current(self) -> Version[S] | None:
+        return self._current
+
+    @property
+    def failure(self) -> str | None:
+        """Why calls are refused; None also while a commit is under way."""
+        return None if self._held() else self._failure
+
+    @property
+    def broken(self) -> str | None:
+        """Why what lies in the arena is not a set of weights, whoever holds the calls; for those who have a claim."""
+        return self._failure
+
+    def acquire(self, lease: Claim) -> Version[S]:
+        """Lease the current version; give the lease back with `release`.
+
+        While a commit holds the calls, a thread that already has a lease is let through, or the two would wait for
+        each other. Raises NoWeights and ModelFailed.
+        """
+        with self._lock:
+            while (holder := self._held()) and not self._leased_by(lease.thread):
+                if holder.thread is lease.thread:
+                    raise ModelFailed("a signal handler cannot call the model while its thread commits in place")
+                self._changed.wait(POLL_SECONDS)
+            if self._failure is not None:
+                raise ModelFailed(f"an in-place commit broke off ({self._failure}); swap or roll back to serve again")
+            version = self._current
+            if version is None:
+                if self._closed:
+                    raise ModelClosed
+                raise NoWeights("the model was loaded without weights; call model.swap(path) first")
+            version.session.leases[id(lease)] = weakref.ref(lease)
+        return version
+
+    def acquire_session(self, session: S, lease: Claim) -> None:
+        """Take one more lease on a session that the caller knows cannot be overwritten now."""
+        with self._lock:
+            session.leases[id(lease)] = weakref.ref(lease)
+
+    def release(self, session: S, lease: Claim) -> None:
+        """Give a lease back; any thread may do that, and a second time does nothing."""
+        lease.end()
+        with self._lock:
+            if session.leases.pop(id(lease), None) and not session.leases:
+                self._changed.notify_all()
+
+    def leases(self, session: S) -> int:
+        """How many calls and pins hold `session` now."""
+        with self._lock:
+            return len(_held_leases(session))
+
+    def wait_idle(self, session: S, timeout: float | None, check: Callable[[], None] = lambda: None) -> None:
+        """Wait until nothing holds a lease on `session`. Raises LeaseTimeout, and what `check` raises meanwhile."""
+        deadline = None if timeout is None else time.monotonic() + timeout
+        with self._lock:
+            while _leases_in_the_way(session, deadline):
+                self._changed.wait(POLL_SECONDS)
+                check()
+                self._check_open()
+
+    def exchange(self, version: Version[S]) -> float:
+        """Make `version` current at once; returns the seconds that a call could have been kept waiting.
+
+        Raises ModelClosed, as do `hold` and `wait_idle`.
+        """
+        with self._lock:
+            start = time.perf_counter()
+            self._check_open()
+            self._current = version
+            self._failure = None
+            return time.perf_counter() - start
+
+    @contextmanager
+    def hold(self, session: S, timeout: float | None, check: Callable[[], None] = lambda: None) -> Iterator[Hold]:
+        """Hold new calls and wait for the leases on `session`; calls go on when the block ends. Raises LeaseTimeout.
+
+        Raises also what `check` raises meanwhile. While a pin is old, calls are not held: one that is never given back
+        must not stop the service.
+        """
+        hold = Hold()
+        deadline = None if timeout is None else time.monotonic() + timeout
+        try:
+            with self._lock:
+                while self._held() or not self._hold_idle(session, deadline, hold, check):
+                    self._changed.wait(POLL_SECONDS)
+                    check()
+                    self._check_open()
+                self._check_open()
+            yield hold
+        finally:
+            hold.end()
+            with self._lock:
+                self._changed.notify_all()
+
+    def _hold_idle(self, session: S, deadline: float | None, hold: Hold, check: Callable[[], None]) -> bool:
+        """Hold new calls until `session` is idle. False, with nothing held, where a pin is old or becomes so."""
+        self._holder, hold.since = weakref.ref(hold), time.perf_counter()
+        while _leases_in_the_way(session, deadline):
+            if any(isinstance(lease, Pin) and lease.is_old for lease in _held_leases(session)):
+                self._holder = None
+                self._changed.notify_all()
+                return False
+            self._changed.wait(POLL_SECONDS)
+            check()
+            self._check_open()
+        return True
+
+    def close(self) -> None:
+        """Refuse every call from now on, and forget what is served; who has a lease still has it."""
+        with self._lock:
+            self._closed = True
+            self._current = self._failure = None
+            self._changed.notify_all()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ModelClosed
+
+    def fail(self, reason: str) -> None:
+        """Refuse every call until the next `exchange`."""
+        with self._lock:
+            self._failure = reason
+
+    def _held(self) -> Claim | None:
+        """Who holds the calls."""
+        holder = self._holder() if self._holder else None
+        return holder if holder is not None and holder.holds else None
+
+    def _leased_by(self, thread: object) -> bool:
+        return self._current is not None and any(
+            lease.thread is thread for lease in _held_leases(self._current.session)
+        )
+
+
+def _leases_in_the_way(session: Leasable, deadline: float | None) -> bool:
+    """Whether anything holds a lease. Raises LeaseTimeout if waiting for it cannot help, or `deadline` is over."""
+    leases = _held_leases(session)
+    if any(lease.thread is this_thread() for lease in leases):
+        raise LeaseTimeout(
+            "this thread itself has pinned the weights that would be overwritten; leave the `with model.pin()` "
+            'block, or close the context with on_swap="pin", first'
+        )
+    if leases and deadline is not None and time.monotonic() >= deadline:
+        held = Counter(lease.what if isinstance(lease, Pin) else "call" for lease in leases)
+        holders = " and ".join(plural(number, what) for what, number in held.items())
+        raise LeaseTimeout(
+            f"the weights that would be overwritten were still held by {holders} when the time given for that was "
+            "over. Release them, or give a longer timeout."
+        )
+    return bool(leases)
+
+
+def _held_leases(session: Leasable) -> list[Claim]:
+    """The leases that count. What was left behind is dropped."""
+    found = []
+    for key, reference in list(session.leases.items()):
+        lease = reference()
+        if lease is not None and lease.holds:
+            found.append(lease)
+        elif session.leases.get(key) is reference:
+            del session.leases[key]
+    return found

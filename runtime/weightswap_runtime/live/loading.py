@@ -1,0 +1,116 @@
+"""Opening an artifact for a server: its engine, the memory for its weights, and the first of them."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Sequence
+from typing import Literal
+
+from weightswap_runtime.engines.choosing import ENGINES, EngineName, choose_engine, open_engine
+from weightswap_runtime.engines.engine import AUTO, CudaGraphs, Engine, EngineOptions
+from weightswap_runtime.errors import Unsupported
+from weightswap_runtime.format.artifact import Artifact
+from weightswap_runtime.format.goldens import Mode
+from weightswap_runtime.format.name_matching import Keys
+from weightswap_runtime.memory.opening import HOST, StagingMode, device_name, open_memory
+
+from .events import Listener
+from .model import Model
+from .residency.opening import ResidencyName
+from .store import Store
+
+Path = str | os.PathLike[str]
+
+
+def load(
+    artifact: Path | Artifact,
+    weights: Path | None = None,
+    *,
+    ignore: str | Sequence[str] = (),
+    keys: Keys | None = None,
+    expect: str | None = None,
+    verify: Mode = "goldens",
+    allow_nonfinite: bool | str | Sequence[str] | None = None,
+    device: str = "cpu",
+    engine: EngineName = "torch",
+    threads: int | None = None,
+    prologue: bool = True,
+    residency: ResidencyName = "double",
+    staging: StagingMode = "auto",
+    cuda_graphs: CudaGraphs | None = None,
+    keep_previous: Literal["host"] | None = None,
+    share: Model | None = None,
+    on_event: Listener | None = None,
+    op_libraries: Sequence[str] = (),
+) -> Model:
+    """Open an artifact and, if `weights` names a file or a checkpoint, put it behind the graph as generation 0.
+
+    artifact: its folder, the URL of one (docs/remote.md), or an opened one.
+    residency="double" holds two sets of weights: commits and rollbacks take constant time, and a staging takes the
+    place of the previous weights. "single" holds one: a commit copies in place while calls are held, staging needs a
+    second set's memory only meanwhile, and nothing is kept for a rollback. keep_previous="host" keeps one set more: a
+    rollback is then possible in single residency, and in double residency also after a staging that was refused.
+    `weights`, `ignore`, `keys`, `expect`, `verify` and `allow_nonfinite` are those of `Model.stage`.
+
+    device: "cpu", or an accelerator of torch's such as "cuda" or "cuda:1", as a text or a `torch.device`; inputs
+    must be there, and outputs are, as torch's tensors. staging: where on an accelerator single residency stages:
+    "device", "host", or "auto", on the device if there is room. cuda_graphs: sizes of calls that are captured once and
+    replayed over all swaps, such as [{"batch": 1}], or "auto" for whatever comes. docs/cuda.md says more of all three.
+
+    share: a model whose weights this one serves from, too. The artifact must have the same table of weights: names,
+    types, shapes, ties, order in memory; such as the same module exported with other inputs. Engines may differ where
+    that stays so. One swap through either changes both in one commit. `residency`, `keep_previous` and the device are
+    those of the other, and `weights` are put behind both. on_event: called for everything that
+    happens to the weights, in the thread that does it; see `Event`.
+
+    engine: "torch"; "aoti", for an artifact that was compiled for it on a machine like this, whose machine code runs in
+    this process; "onnx", for an artifact that was compiled for it, which on the CPU takes and gives numpy arrays and
+    needs no torch; or "auto", the fastest that this machine and the artifact offer (`Model.engine` says which; a
+    RuntimeWarning why it is not the machine code that the artifact has for this machine).
+    threads: that one call of the engine `onnx` uses on the CPU; by default one for each core. prologue: whether the
+    engine `torch` computes what depends on weights and constants alone once for each staging, instead of in every call.
+    op_libraries: packages to import, or shared libraries to load, that register operators which the graphs call.
+
+    Raises ArtifactError, Unsupported, MissingExtra, OutOfMemory, and whatever `Model.swap` raises.
+    """
+    if share is not None and not isinstance(share, Model):
+        raise Unsupported(f"share={share!r}: expected a model, as load() returns it")
+    if share is not None:
+        share._check_open()
+    if op_libraries:
+        from weightswap_runtime.engines.graphs.libraries import import_libraries  # needs torch
+
+        import_libraries(op_libraries)
+    opened = artifact if isinstance(artifact, Artifact) else Artifact.open(artifact)
+    place = device_name(device) if share is None or device != HOST else share.device
+    if share is not None and place != share.device:
+        raise Unsupported(
+            f"device={device!r}: the model to share with is on {share.device!r}. Leave device= out, or load this one "
+            "without share="
+        )
+    chosen = choose_engine(engine, opened, place)
+    opened = opened.row_major() if ENGINES[chosen].row_major else opened
+    if share is None:
+        store = Store(opened.manifest.weights, residency, keep_previous, open_memory(place, staging))
+    else:
+        store = share._store
+    options = EngineOptions(threads, prologue, store.stages_on_host, cuda_graphs)
+    runs = _open_chosen(engine, chosen, opened, place, options)
+    model = Model(opened, store, device=place, engine=runs)
+    if on_event is not None:
+        model.listen(on_event)
+    if weights is not None:
+        model.swap(weights, ignore=ignore, keys=keys, expect=expect, verify=verify, allow_nonfinite=allow_nonfinite)
+    return model
+
+
+def _open_chosen(asked: str, chosen: str, artifact: Artifact, device: str, options: EngineOptions) -> Engine:
+    """The engine, or where "auto" has chosen one that cannot be opened here, the engine `torch`, with a warning."""
+    try:
+        return open_engine(chosen, artifact, device, options)
+    except Unsupported as error:
+        if asked != AUTO or chosen == "torch":
+            raise
+        warnings.warn(f"engine=\"auto\": the engine 'torch' serves, as {error}", RuntimeWarning, stacklevel=3)
+        return open_engine("torch", artifact, device, options)

@@ -1,0 +1,495 @@
+"""The server's side: call a model, and put new weights behind it."""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from copy import copy
+from pathlib import Path as SystemPath
+from typing import Any
+
+from weightswap_runtime.engines.engine import Engine
+from weightswap_runtime.errors import ContextMismatch, ModelClosed, OutOfMemory, Unsupported, lacks_memory
+from weightswap_runtime.format.artifact import Artifact
+from weightswap_runtime.format.context_file import read_context
+from weightswap_runtime.format.goldens import Mode
+from weightswap_runtime.format.name_matching import Keys
+from weightswap_runtime.format.nonfinite import as_allowed
+from weightswap_runtime.format.selection import patterns
+from weightswap_runtime.generation.sampling import Sampling
+from weightswap_runtime.generation.text import Tokenizer
+from weightswap_runtime.staging.request import LEASE_TIMEOUT, Busy, SwapRequest, check_busy, patience
+from weightswap_runtime.tensors.content import TensorBytes
+from weightswap_runtime.threads.claims import Claim
+from weightswap_runtime.threads.job import Job, Progress
+from weightswap_runtime.threads.listeners import Stop as StopListening
+
+from .calling import Caller, CallObserver, Methods
+from .context import Context, OnSwap, check_policy
+from .events import Listener
+from .gate import Gate, Version
+from .pinned import Pinned
+from .receipt import SwapReceipt
+from .session import Session
+from .staged import Staged
+from .staging_task import StagingTask
+from .store import Store
+from .token_stream import Prompts, Stop, TokenStream, Wanted, check, find_tokenizer, generated
+from .watching.follower import Start
+from .watching.watcher import Watcher
+
+Path = str | os.PathLike[str]
+
+
+class Model(Caller, AbstractContextManager["Model"]):
+    """A graph with replaceable weights. Every method may be called from any thread. Made by `load()`.
+
+    Leaving its `with` block closes it.
+    """
+
+    def __init__(self, artifact: Artifact, store: Store, *, device: str, engine: Engine) -> None:
+        self.artifact = artifact
+        self.device = device
+        self.engine = engine.name
+        self._store = store
+        self._gate = store.gate
+        self._member = store.join(artifact, engine)
+        super().__init__(Methods(artifact.manifest, engine, self._member.id))
+        self._stagings: weakref.WeakSet[Staged] = weakref.WeakSet()
+        self._watchers: list[Watcher] = []
+        # pins and stagings have the methods, too
+        weakref.finalize(self._methods, store.leave, self._member.id).atexit = False
+
+    def close(self) -> None:
+        """End watching, cancel stagings that are open, and refuse calls, swaps and pins from now on: ModelClosed.
+
+        Calls and pins that have begun go on; the memory of both arenas is let go with the last of them, or with the
+        last model that shares it. A second time it does nothing. From a callback of its own watcher, or a listener of
+        its own staging, it does not wait for them to end.
+        """
+        if self._closed:
+            return
+        self._gate = Gate()
+        self._gate.close()
+        for watcher in self._watchers:
+            watcher.stop()
+        for staged in list(self._stagings):
+            staged.cancel()
+        self._store.close(self._member)
+        self._methods = copy(self._methods)  # pins have the original, with which the graphs go
+
+    @property
+    def _closed(self) -> bool:
+        return self._gate is not self._store.gate
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ModelClosed
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @property
+    def graph_id(self) -> str:
+        return self.artifact.graph_id
+
+    @property
+    def weights_id(self) -> str | None:
+        """The id of the weights that new calls get; None before the first swap."""
+        return self._gate.current.weights_id if self._gate.current else None
+
+    @property
+    def generation(self) -> int | None:
+        """0 for the first weights, one more for each commit; None before the first swap."""
+        return self._gate.current.generation if self._gate.current else None
+
+    @property
+    def labels(self) -> dict[str, str]:
+        """The labels of the weights that new calls get."""
+        return self._gate.current.labels if self._gate.current else {}
+
+    @property
+    def residency(self) -> str:
+        return self._store.residency
+
+    @property
+    def failed(self) -> bool:
+        """Whether an in-place commit broke off, so that calls are refused until a swap or rollback succeeds."""
+        return self._gate.failure is not None
+
+    @property
+    def history(self) -> tuple[SwapReceipt, ...]:
+        """The receipts of the last 100 commits, oldest first; also those through models that share the weights."""
+        return tuple(self._store.history)
+
+    @property
+    def progress(self) -> Progress | None:
+        """How far the staging is that is under way, whoever asked for it; None where none is."""
+        job = self._store.job
+        return job.progress if job is not None else None
+
+    def listen(self, listener: Listener) -> StopListening:
+        """Call `listener(event)` for everything that happens to the weights, in the thread that does it; see `Event`.
+
+        What it raises is logged. It must not swap or roll back itself. Returns a function that ends it.
+        """
+        return self._store.events.listen(listener)
+
+    def observe(self, observer: CallObserver) -> StopListening:
+        """Call `observer(method, seconds, error)` after each call of this model and of its pins, in the same thread.
+
+        `error` is what the call raised, or None. Trial calls of a staging are not told. What the observer raises is
+        logged. Returns a function that ends it.
+        """
+        return self._methods.observers.add(observer)
+
+    def stage(
+        self,
+        path: Path,
+        *,
+        only: str | Sequence[str] | None = None,
+        ignore: str | Sequence[str] = (),
+        keys: Keys | None = None,
+        expect: str | None = None,
+        allow_other_graph: bool = False,
+        verify: Mode = "goldens",
+        allow_nonfinite: bool | str | Sequence[str] | None = None,
+        by: str = "",
+        background: bool = False,
+        rate_limit: float | None = None,
+        busy: Busy = "refuse",
+        timeout: float | None = LEASE_TIMEOUT,
+    ) -> Staged:
+        """Read and verify weights beside those that serve. Nothing that serves is touched.
+
+        path: a .safetensors file, a .safetensors.index.json with its shards, a Hugging Face directory, or a delta
+          file, which needs the weights that it starts from to be served; a local path, or an fsspec URL of the same
+          (s3://, gs://, https://, ...; extra `remote`). Names are runtime FQNs or the checkpoint's keys; weights that
+          the adapter computes need torch.
+        only: patterns of FQNs, such as "encoder.*" (`*` also matches dots): these weights are taken from the file,
+          whatever else it holds, and the rest are those that are served.
+        ignore: patterns of names in the file, such as "*.position_ids", for keys that an older model had: these tensors
+          are as if they were not there, and `SwapReceipt.ignored` lists them. A weight that the graph wants is then
+          missing. A pattern that matches nothing is a warning; a delta, which has no such names, asks for none.
+        keys: "checkpoint" or "fqn" says what the names are where a file that weightswap has not written would fit both
+          ways, with different results.
+        expect: the weights id of the result; anything else is refused.
+        allow_other_graph: take a file that was packed for another graph, if its tensors fit.
+        verify: "goldens": where outputs of the eager model were recorded for these weights (`pack(..., goldens=...)`),
+          the staged weights must reproduce them; outputs on recorded inputs must be finite. "finite": the latter
+          alone. "off": nothing is tried.
+        allow_nonfinite: False refuses weights that have NaN or infinities where those that are served have none (where
+          nothing is served: NaN anywhere, infinities in weights that require a gradient); patterns of FQNs refuse them
+          but in these weights. None and True let them in; `SwapReceipt.nonfinite` and `Staged.nonfinite` say which.
+        by: who asks, for receipts and events.
+        background: return at once; see `Staged` for `progress`, `wait()` and `cancel()`.
+        rate_limit: read and copy at most so many bytes per second, so that calls are not starved.
+        busy: where another staging of the model is open, "refuse", or "wait" for it.
+        timeout: seconds to wait for that, and for calls and pins that still use memory that is needed: in double
+          residency the previous weights give way.
+
+        Raises WeightFileError, WeightsMismatch, GraphMismatch, DigestMismatch, BaseMismatch, UnexpectedWeights,
+        NonFiniteWeights, GoldensError, GoldenMismatch, OutOfMemory, StagingBusy, LeaseTimeout, Unsupported, and
+        ArtifactError or MissingExtra where the adapter's graph cannot be opened; with `background`, `Staged.wait()`
+        and `Staged.commit()` raise what comes after the start.
+        """
+        request = SwapRequest(
+            path,
+            keys,
+            patterns(only) if only is not None else (),
+            expect,
+            allow_other_graph,
+            verify,
+            as_allowed(allow_nonfinite, self.artifact.manifest),
+            by,
+            rate_limit,
+            busy,
+            timeout,
+            patterns(ignore, "ignore") if ignore else (),
+        )
+        request.check()
+        task = StagingTask(self._store, self._member, request, Job(rate_limit))
+        self._check_open()
+        if busy == "refuse":
+            task.claim_at_once()
+        staged = Staged(self._methods, task)
+        self._stagings.add(staged)
+        if self._closed:  # meanwhile
+            staged.cancel_soon()
+        return staged.start() if background else staged.run()
+
+    def swap(
+        self,
+        path: Path,
+        *,
+        only: str | Sequence[str] | None = None,
+        ignore: str | Sequence[str] = (),
+        keys: Keys | None = None,
+        expect: str | None = None,
+        allow_other_graph: bool = False,
+        verify: Mode = "goldens",
+        allow_nonfinite: bool | str | Sequence[str] | None = None,
+        by: str = "",
+        rate_limit: float | None = None,
+        busy: Busy = "refuse",
+        timeout: float | None = LEASE_TIMEOUT,
+    ) -> SwapReceipt:
+        """Replace weights: stage, verify, commit; the arguments are those of `stage`. Several threads' swaps queue.
+
+        Whatever is raised before the commit leaves weights, addresses and outputs as they were. State starts again
+        from its initial values, as in a model loaded with these weights.
+
+        Raises what `stage` raises, and ModelFailed if an in-place commit breaks off.
+        """
+        with (
+            self._store.turns.queue(),
+            self.stage(
+                path,
+                only=only,
+                ignore=ignore,
+                keys=keys,
+                expect=expect,
+                allow_other_graph=allow_other_graph,
+                verify=verify,
+                allow_nonfinite=allow_nonfinite,
+                by=by,
+                rate_limit=rate_limit,
+                busy=busy,
+                timeout=timeout,
+            ) as staged,
+        ):
+            return staged.commit(timeout=timeout)
+
+    def rollback(self, *, by: str = "", busy: Busy = "refuse", timeout: float | None = LEASE_TIMEOUT) -> SwapReceipt:
+        """Serve the previous weights again; a second rollback undoes the first. It is a commit of its own.
+
+        While a swap or a staging is under way it is refused, or with busy="wait" waits for at most `timeout` seconds:
+        what is then previous is what that has left.
+
+        Raises NothingToRollBack, StagingBusy, LeaseTimeout, OutOfMemory, ModelFailed, and ModelClosed, also where
+        `close()` ends the waiting.
+        """
+        self._check_open()
+        check_busy(busy)
+        return self._store.rollback(self._member, by, patience(busy, timeout), timeout)
+
+    def watch(
+        self,
+        directory: Path,
+        interval: float = 5.0,
+        *,
+        start: Start = "newest",
+        callback: Listener | None = None,
+        only: str | Sequence[str] | None = None,
+        ignore: str | Sequence[str] = (),
+        keys: Keys | None = None,
+        allow_other_graph: bool = False,
+        verify: Mode = "goldens",
+        allow_nonfinite: bool | str | Sequence[str] = False,
+        by: str = "watch",
+        rate_limit: float | None = None,
+        timeout: float | None = LEASE_TIMEOUT,
+    ) -> Watcher:
+        """Swap in each new complete weight file of a directory, or of a URL's, in order, in a thread of its own.
+
+        Weight files are those whose names end in .safetensors, but not in .goldens.safetensors, and do not begin with
+        a dot. They are ordered by name, numbers in names by their value; of two files that `publish()` wrote for one
+        step, the later one is later. A file that comes before one that was taken is passed over. A web server
+        (http://, https://) lists no files, and cannot be watched.
+
+        interval: seconds between two looks at the directory.
+        start: "newest" begins with the last file that can be taken; "all" with the first; "new" takes only files that
+          are not there yet. All files of a local directory that is made later are new ones.
+        callback: told what the watching does, in its thread, as are all that `listen`: the events of each swap, and
+          "skipped", "waiting" and "unreachable". What it raises is logged.
+        only: as in `swap`; something must be served already.
+        allow_nonfinite: True, or patterns of FQNs, for weights that may have NaN or infinities where those that are
+          served have none. Other files with such weights are skipped.
+        The other arguments are those of `swap`; another staging of the model is waited for.
+
+        Files that are renamed into place are taken at the next look. One that is shorter than its header says is waited
+        for, for a minute after its last change; one without digests is taken when two looks found it the same. A
+        delta is taken while the weights that it starts from are served, and waits for them until a later file is taken.
+
+        Weights that are served already are not put in again. Those that a rollback took away since the watching began
+        are skipped, in whichever file they come, until they were swapped in by hand; 100 commits later that is
+        forgotten. A file that has gone and comes back as it was is not taken again; 10,000 of them are remembered.
+
+        What cannot be taken changes nothing: a file that is damaged or does not fit is skipped until it changes. Where
+        it cannot be read, memory or a lease is missing, or a URL's directory cannot be listed, another try is made
+        after `interval`, then after twice as long, up to five minutes; later files are taken meanwhile. A local
+        directory is looked at every `interval`.
+
+        Raises Unsupported and MissingExtra; nothing afterwards.
+        """
+        self._check_open()
+        allowed = as_allowed(allow_nonfinite, self.artifact.manifest)
+        request = SwapRequest(
+            "",
+            keys,
+            patterns(only) if only is not None else (),
+            None,
+            allow_other_graph,
+            verify,
+            allowed,
+            by,
+            rate_limit,
+            "wait",
+            timeout,
+            patterns(ignore, "ignore") if ignore else (),
+        )
+        watcher = Watcher(self, self._store, self._member, request, directory, interval, start, callback)
+        with self._store.closing:
+            self._watchers = [*(each for each in self._watchers if each.alive), watcher]
+        if self._closed:  # meanwhile
+            watcher.stop()
+        return watcher
+
+    def pin(self) -> Pinned:
+        """`with model.pin() as session:` makes several calls on one version, whatever is committed meanwhile.
+
+        In single residency a commit waits until the block ends; in double residency the next staging does.
+        """
+        self._check_open()
+        return Pinned(self._methods, self._gate)
+
+    def new_context(self, *, on_swap: OnSwap = "invalidate") -> Context:
+        """A copy of the state, with its initial values, for calls with `context=`.
+
+        on_swap: what becomes of it when other weights are served than those that its state was made with.
+          "invalidate": the next call raises StaleContext, until the same weights are served again, or `reset()`.
+          "reset": it begins with the initial state. "keep": the state is used with the new weights. "pin": it stays on
+          the weights that are served now until it is closed, for which stagings and commits wait as for `pin()`.
+
+        Raises OutOfMemory, and with "pin" what a call raises.
+        """
+        return self._new_context(None, on_swap, None)
+
+    def load_context(
+        self,
+        path: Path,
+        *,
+        on_swap: OnSwap = "invalidate",
+        allow_other_weights: bool = False,
+        allow_other_graph: bool = False,
+    ) -> Context:
+        """A context that was saved, by this model or by another of the same artifact, with any engine, on any device.
+
+        path: a local path, or a URL as for weights. allow_other_weights: take one that was made with other weights than
+        those that are served, as it is. allow_other_graph: take one of another graph, if its tensors are those.
+
+        Raises ContextFileError, also where nothing can be read, ContextMismatch, OutOfMemory; with on_swap="pin" what a
+        call raises.
+        """
+        manifest = self.artifact.manifest
+        saved = read_context(path, manifest.state)
+        if saved.stamp.graph_id != manifest.graph_id and not allow_other_graph:
+            raise ContextMismatch(
+                f"{saved.where}: is of the graph {saved.stamp.graph_id[:12]}, and the model's is "
+                f"{manifest.graph_id[:12]}. Say allow_other_graph=True if its state means the same there"
+            )
+        made_with, served = saved.stamp.weights_id, self.weights_id
+        if made_with is not None and served is not None and made_with != served:
+            if not allow_other_weights:
+                raise ContextMismatch(
+                    f"{saved.where}: was made with the weights {made_with[:12]}, and {served[:12]} are served. Swap "
+                    "those in, or say allow_other_weights=True"
+                )
+            made_with = served
+        return self._new_context(saved.state, on_swap, made_with)
+
+    def generate(
+        self,
+        prompt: Any,
+        *,
+        max_new_tokens: int | None = None,
+        temperature: float = 0.0,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        repetition_penalty: float = 1.0,
+        stop: Stop | Sequence[Stop] = (),
+        seed: int | None = None,
+        on_swap: OnSwap = "pin",
+        tokenizer: Path | None = None,
+        stream: bool = False,
+    ) -> Any:
+        """The continuation of a prompt, or of several side by side, by an artifact that `export_decoder` wrote.
+
+        prompt: tokens, as a list, an array or a tensor of integers, or several of them, of any lengths; or a text, or a
+          list of texts. What is returned is alike: new tokens, or text.
+        max_new_tokens: None: until the cache is full. A row also ends with a token that the artifact names as an end.
+        temperature: 0 takes the most likely token. top_k, top_p, repetition_penalty: as in transformers.
+        stop: tokens, sequences of tokens, or texts where the prompt is one, after which a row ends, too.
+        seed: of the sampling; the same gives the same tokens again.
+        on_swap: what a swap meanwhile does, as for `new_context`: with "pin" all tokens come from the weights with
+          which it began; with "keep" the next token comes from the new ones; with "invalidate" StaleContext is raised.
+        tokenizer: the path of a tokenizer.json; None: that beside the weights, or in the artifact (extra `text`).
+        stream: return a TokenStream, an iterator and an asynchronous one, instead of waiting for the end.
+
+        Raises Unsupported for an artifact that does not generate and for numbers that cannot be meant, InputMismatch
+        for prompts that do not fit into the cache, MissingExtra, and what a call raises.
+        """
+        generation = self.artifact.manifest.generation
+        if generation is None:
+            raise Unsupported(f"{self.artifact.path}: does not generate; export it with export_decoder()")
+        sampling = Sampling(temperature, top_k, top_p, repetition_penalty)
+        prompts = Prompts(prompt, lambda: self._tokenizer(tokenizer))
+        wanted = Wanted(prompts.rows, sampling, max_new_tokens, prompts.stopped(stop), seed)
+        check(wanted, generation)
+        context = self.new_context(on_swap=on_swap)
+        steps = generated(self.method, self._member.engine, context, wanted, generation)
+        return TokenStream(steps, prompts.pieces(steps), context) if stream else prompts.whole(steps)
+
+    def _tokenizer(self, path: Path | None) -> Tokenizer:
+        if path is not None:
+            return Tokenizer(path)
+        sources = [SystemPath(receipt.source) for receipt in reversed(self.history)]
+        beside = [folder for source in sources for folder in (source, source.parent)]
+        return find_tokenizer(*beside, self.artifact.path)
+
+    def _new_context(self, saved: Mapping[str, TensorBytes] | None, on_swap: OnSwap, made_with: str | None) -> Context:
+        self._check_open()
+        check_policy(on_swap)
+        engine = self._member.engine
+        try:
+            state = engine.new_state(saved)
+        except Exception as error:
+            if lacks_memory(error):
+                raise OutOfMemory(f"no memory for a context's state ({error})") from error
+            raise
+        return self._store.contexts.add(Context(self.artifact, engine, state, self._gate, on_swap, made_with))
+
+    def _run(self, name: str, flat: list[Any], context: Context | None) -> list[Any]:
+        lease, gate = Claim(), self._gate
+        version = None
+        try:
+            version = gate.acquire(lease) if context is None else self._acquire(context, lease)
+            try:
+                bound = version.session.bound[self._methods.member]
+            except KeyError:
+                raise ModelClosed from None
+            if context is not None:
+                return context.run(bound, version.weights_id, name, flat)
+            return bound.run(name, flat)
+        finally:
+            lease.end()
+            if version is not None:
+                gate.release(version.session, lease)
+
+    def _acquire(self, context: Context, lease: Claim) -> Version[Session]:
+        self._check_open()
+        return context.acquire(self._gate, lease)
+
+    def __repr__(self) -> str:
+        return (
+            f"Model({str(self.artifact.path)!r}, graph_id={self.graph_id[:12]!r}, "
+            f"weights_id={self.weights_id and self.weights_id[:12]!r}, generation={self.generation}, "
+            f"residency={self.residency!r})"
+        )
+
+
+def engine_of(model: Model) -> Engine:
+    """What executes a model's graphs: for tools that turn tensors of files into its inputs, and its outputs back."""
+    return model._member.engine

@@ -1,0 +1,79 @@
+"""A version of the model, held for several calls."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from threading import RLock
+from typing import Any
+
+from weightswap_runtime.errors import PinReleased
+from weightswap_runtime.threads.claims import Claim
+from weightswap_runtime.threads.forks import renew_in_children
+
+from .calling import Caller, Methods
+from .context import Context
+from .gate import Gate, Pin, Version
+from .session import Session
+
+
+class Pinned(Caller, AbstractContextManager["Pinned"]):
+    """One version of the model for the length of a `with` block; threads may share it."""
+
+    def __init__(self, methods: Methods, gate: Gate[Session]) -> None:
+        super().__init__(methods)
+        self._gate = gate
+        self._version: Version[Session] | None = None
+        self._lease = Pin()
+        self._renew()
+        renew_in_children(self)
+
+    def _renew(self) -> None:
+        self._open = RLock()  # for signal handlers
+
+    def __enter__(self) -> Pinned:
+        if self._version is not None:
+            raise PinReleased("this pin was entered already; call model.pin() for each block")
+        self._lease = Pin()  # of the thread that enters
+        self._version = self._gate.acquire(self._lease)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with self._open:
+            self._lease.end()
+            version = self._pinned()
+            self._version = replace(version, session=None)  # type: ignore[arg-type]  # so that its memory may go
+        if version.session is not None:
+            self._gate.release(version.session, self._lease)
+
+    @property
+    def weights_id(self) -> str:
+        return self._pinned().weights_id
+
+    @property
+    def generation(self) -> int:
+        return self._pinned().generation
+
+    @property
+    def labels(self) -> dict[str, str]:
+        return dict(self._pinned().labels)
+
+    def _pinned(self) -> Version[Session]:
+        if self._version is None:
+            raise PinReleased("enter the pin first: with model.pin() as session: ...")
+        return self._version
+
+    def _run(self, name: str, flat: list[Any], context: Context | None) -> list[Any]:
+        version = self._pinned()
+        session: Session | None = version.session
+        lease = Claim()
+        try:
+            with self._open:
+                if session is None or not self._lease.holds:
+                    raise PinReleased("the `with model.pin()` block has ended; pin again")
+                self._gate.acquire_session(session, lease)
+            bound = session.bound[self._methods.member]
+            return bound.run(name, flat) if context is None else context.run(bound, version.weights_id, name, flat)
+        finally:
+            if session is not None:
+                self._gate.release(session, lease)

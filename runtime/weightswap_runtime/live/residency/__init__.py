@@ -1,0 +1,1 @@
+"""The two ways to hold weights, and what a staging leads to in each."""

@@ -1,0 +1,88 @@
+"""Full sets of weights that serve nobody yet, and what became of one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from weightswap_runtime.live.gate import Gate, Version
+from weightswap_runtime.live.session import Session
+from weightswap_runtime.memory.arena import Arena, ArenaLayout
+from weightswap_runtime.memory.host import Memory, StagedIn
+from weightswap_runtime.memory.patch import Patch
+from weightswap_runtime.staging.request import Contents
+from weightswap_runtime.threads.job import Job
+from weightswap_runtime.threads.workers import Workers
+
+NewSession = Callable[[Arena], Session]
+
+
+class Means(NamedTuple):
+    """What a residency works with. `keep`: whether the host keeps the weights before those of the last commit."""
+
+    new_session: NewSession
+    memory: Memory
+    layout: ArenaLayout
+    gate: Gate[Session]
+    workers: Workers
+    keep: bool
+
+
+class StagingTarget(NamedTuple):
+    """A session that serves nobody, for a full set of weights; and where its memory is."""
+
+    session: Session
+    staged_in: StagedIn
+
+
+class StagedSet:
+    """A full set of weights in a session of its own."""
+
+    def __init__(self, contents: Contents, session: Session) -> None:
+        self.contents = contents
+        self.session = session
+
+    def trial_session(self, job: Job) -> Session:
+        """A session to try the weights in."""
+        return self.session
+
+
+class StagedPatch:
+    """A full set of weights, as a patch of those that are served."""
+
+    def __init__(self, contents: Contents, patch: Patch, build: Callable[[Job], Session]) -> None:
+        self.contents = contents
+        self.patch = patch
+        self._opened: Session | None = None
+        self._build = build
+
+    def trial_session(self, job: Job) -> Session:
+        """A session to try the weights in. It is made on first use, and takes a full set's memory.
+
+        Raises OutOfMemory, StageCancelled and WeightsMismatch.
+        """
+        if self._opened is None:
+            opened = self._build(job)
+            opened.run_prologues(self.contents.source)
+            self._opened = opened
+        return self._opened
+
+
+Candidate = StagedSet | StagedPatch
+
+
+class Committed(NamedTuple):
+    """The version that is now served, how long new calls could wait for it (seconds), and the bytes copied."""
+
+    version: Version[Session]
+    seconds_paused: float
+    bytes_copied: int
+
+
+def next_generation(gate: Gate[Session]) -> int:
+    """That of the next commit."""
+    return gate.current.generation + 1 if gate.current else 0
+
+
+def never() -> None:
+    """The check of a commit that nothing ends early."""

@@ -1,0 +1,106 @@
+"""Two arenas: a commit exchanges them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from weightswap_runtime.errors import NothingToRollBack
+from weightswap_runtime.format.identity import Identity
+from weightswap_runtime.live.gate import Version
+from weightswap_runtime.live.session import Session
+from weightswap_runtime.memory.host import FOR_PREVIOUS, FOR_TWO, IN_PLACE, advising
+from weightswap_runtime.memory.patch import HostPatch, copy_ranges, differing
+from weightswap_runtime.sources.byte_source import Check
+from weightswap_runtime.staging.request import Contents
+from weightswap_runtime.threads.job import Job
+
+from .candidate import Candidate, Committed, Means, StagedSet, StagingTarget, next_generation
+
+
+class Double:
+    """Two arenas, each with its own session. A commit exchanges them; the old weights stay for a rollback.
+
+    A staging overwrites the old weights. With `keep` they are saved first, for a rollback if no commit follows.
+    """
+
+    name = "double"
+
+    def __init__(self, means: Means) -> None:
+        new_session, memory, layout, self._gate, self._workers, keep = means
+        with advising(FOR_TWO):
+            self.sessions = (new_session(memory.arena(layout)), new_session(memory.arena(layout)))
+        self._resident: dict[Session, Version[Session]] = {}  # what lies whole in each session, and was served
+        with advising(FOR_PREVIOUS):
+            self._saved = memory.kept(layout) if keep else None
+        self._displaced: Version[Session] | None = None  # what lies in `_saved`
+
+    @contextmanager
+    def target(self, timeout: float | None, job: Job) -> Iterator[StagingTarget]:
+        idle = self._idle()
+        self._gate.wait_idle(idle, timeout, job.check)
+        self._overwriting(idle, job)
+        with idle.arena.writing():
+            yield StagingTarget(idle, IN_PLACE)
+
+    def stage_patch(self, patch: HostPatch, contents: Contents, timeout: float | None, job: Job) -> StagedSet:
+        current = self._gate.current
+        assert current is not None
+        live = current.session.arena
+        before = self._idle().content
+        with self.target(timeout, job) as (idle, _):
+            everything = [live.layout.whole]
+            ranges = everything if before is None else differing(live, before, current.identity.digests)
+            copy_ranges(idle.arena, live, ranges, self._workers, job)
+            patch.lay_over(idle.arena, self._workers, job)
+        idle.content = contents.identity.digests
+        return StagedSet(contents, idle)
+
+    def _overwriting(self, session: Session, job: Job) -> None:
+        """Called just before the first byte of a staging is written to `session`."""
+        previous = self._resident.get(session)
+        if self._saved and previous:
+            self._displaced = None
+            copy_ranges(self._saved, session.arena, [session.arena.layout.whole], self._workers, job)
+            self._displaced = previous
+        self._resident.pop(session, None)
+        session.content = None
+
+    def commit(self, candidate: Candidate, timeout: float | None, check: Check) -> Committed:
+        assert isinstance(candidate, StagedSet)
+        return self._exchange(candidate.session, candidate.contents.identity)
+
+    def _exchange(self, session: Session, identity: Identity) -> Committed:
+        version = Version(session, next_generation(self._gate), identity)
+        self._displaced = None
+        paused = self._gate.exchange(version)
+        self._resident[session] = version
+        return Committed(version, paused, 0)
+
+    def rollback(self, timeout: float | None) -> Committed:
+        idle = self._idle()
+        if self._gate.current is None or not (idle in self._resident or self._displaced):
+            raise NothingToRollBack(
+                "no previous weights are resident: nothing was committed before, or a staging has overwritten them "
+                '(keep_previous="host" would keep them). Swap the file that you want.'
+            )
+        if idle not in self._resident:
+            self._restore(idle, timeout)
+        idle.run_added_prologues("the previous weights")  # a model may have joined since
+        return self._exchange(idle, self._resident[idle].identity)
+
+    def _idle(self) -> Session:
+        current = self._gate.current
+        return self.sessions[1] if current and current.session is self.sessions[0] else self.sessions[0]
+
+    def _restore(self, idle: Session, timeout: float | None) -> None:
+        """Put back what a staging without a commit has overwritten."""
+        assert self._saved is not None
+        assert self._displaced is not None
+        self._gate.wait_idle(idle, timeout)
+        idle.content = None
+        with idle.arena.writing():
+            self._saved.write_to(idle.arena, self._workers)
+        idle.run_prologues("the previous weights")
+        self._resident[idle] = self._displaced
+        idle.content = self._displaced.identity.digests

@@ -1,0 +1,235 @@
+"""One arena: a commit copies in place."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
+
+from weightswap_runtime.errors import (
+    ModelClosed,
+    ModelFailed,
+    NothingToRollBack,
+    OutOfMemory,
+    SwapError,
+    WeightsMismatch,
+)
+from weightswap_runtime.live.gate import Version
+from weightswap_runtime.live.session import Session
+from weightswap_runtime.memory.arena import Arena
+from weightswap_runtime.memory.host import FOR_ONE, FOR_PREVIOUS, FOR_STAGING, IN_PLACE, advising
+from weightswap_runtime.memory.patch import HostPatch, Patch, copy_ranges
+from weightswap_runtime.sources.byte_source import Check
+from weightswap_runtime.staging.request import Contents
+from weightswap_runtime.threads.job import Job
+
+from .candidate import Candidate, Committed, Means, StagedPatch, StagingTarget, never, next_generation
+
+
+class _Kept(NamedTuple):
+    """The weights before the last commit: whole, or as the patch that leads back to them."""
+
+    content: Arena | Patch
+    version: Version[Session]
+
+
+class _Commit(NamedTuple):
+    """What a commit copies over the live weights, and what becomes of them.
+
+    `tried`: the session of `source`, which has computed what depends on the weights alone.
+    """
+
+    source: Arena | Patch
+    nbytes: int
+    version: Version[Session]
+    tried: Session | None = None
+
+
+class _Undo(NamedTuple):
+    """What takes a commit back, and needs no memory: the weights, what was computed from them, and their version."""
+
+    content: Arena | Patch
+    put_back: Callable[[], None]
+    version: Version[Session]
+
+
+class Single:
+    """One arena that serves. Stagings use memory of their own, freed after the commit has copied it in place."""
+
+    name = "single"
+
+    def __init__(self, means: Means) -> None:
+        self._new_session, self._memory, self._layout, self._gate, self._workers, self._keep = means
+        with advising(FOR_ONE):
+            self._live = self._new_session(self._memory.arena(self._layout))
+        self._previous: _Kept | None = None
+
+    @property
+    def sessions(self) -> tuple[Session, ...]:
+        return (self._live,)
+
+    @contextmanager
+    def target(self, timeout: float | None, job: Job) -> Iterator[StagingTarget]:
+        target = self._beside(timeout, job)
+        with target.session.arena.writing():
+            yield target
+
+    def _beside(self, timeout: float | None, job: Job) -> StagingTarget:
+        if self._gate.current is not None:
+            with advising(FOR_STAGING):
+                arena, staged_in = self._memory.staging(self._layout)
+                return StagingTarget(self._new_session(arena), staged_in)
+        self._gate.wait_idle(self._live, timeout, job.check)  # a trial call of an earlier staging may still run
+        return StagingTarget(self._live, IN_PLACE)
+
+    def stage_patch(self, patch: HostPatch, contents: Contents, timeout: float | None, job: Job) -> StagedPatch:
+        staged, staged_in = self._memory.staged_patch(patch)
+        return StagedPatch(
+            contents.placed(staged_in), staged, lambda job: self._new_session(self._copy_with(staged, job))
+        )
+
+    def _copy_with(self, patch: Patch, job: Job) -> Arena:
+        """A copy of the live arena with a patch applied."""
+        arena, _ = self._memory.staging(self._layout)
+        with arena.writing():
+            copy_ranges(arena, self._live.arena, [self._layout.whole], self._workers, job)
+            patch.lay_over(arena, self._workers, job)
+        return arena
+
+    def commit(self, candidate: Candidate, timeout: float | None, check: Check) -> Committed:
+        version = Version(self._live, next_generation(self._gate), candidate.contents.identity)
+        if isinstance(candidate, StagedPatch):
+            return self._commit_in_place(_Commit(candidate.patch, candidate.patch.nbytes, version), timeout, check)
+        session = candidate.session
+        if session is not self._live:
+            change = _Commit(session.arena, self._layout.nbytes, version, session)
+            return self._commit_in_place(change, timeout, check)
+        return Committed(version, self._gate.exchange(version), 0)
+
+    def rollback(self, timeout: float | None) -> Committed:
+        if self._previous is None:
+            why = (
+                "nothing was committed before these weights"
+                if self._keep
+                else 'no previous weights are kept. Load with keep_previous="host" or residency="double" to keep them'
+            )
+            raise NothingToRollBack(f"{why}. Swap the file that you want.")
+        content, old = self._previous
+        version = Version(self._live, next_generation(self._gate), old.identity)
+        nbytes = content.nbytes if isinstance(content, Patch) else self._layout.nbytes
+        return self._commit_in_place(_Commit(content, nbytes, version), timeout, never)
+
+    def _commit_in_place(self, change: _Commit, timeout: float | None, check: Check) -> Committed:
+        """Hold the calls, copy, exchange. Weights whose prologue cannot be computed are taken back where they can be.
+
+        What breaks off in between must not serve: the model then refuses its calls.
+        """
+        self._live.arena.reserve(change.source)
+        kept = self._snapshot(change.source)
+        undo = self._undo(change, kept)
+        with self._gate.hold(self._live, timeout, check) as hold, self._failing():
+            before, self._previous = self._previous, kept
+            refused = self._copy(change, undo)
+            if refused is None or undo is None:
+                self._gate.exchange(change.version)
+            else:
+                self._previous = before
+                self._gate.exchange(undo.version)
+        self._synchronize()
+        try:
+            if refused is not None:
+                raise refused
+        finally:
+            del refused  # or it and this frame would keep each other, and the staging, alive
+        return Committed(change.version, time.perf_counter() - hold.since, change.nbytes)
+
+    @contextmanager
+    def _failing(self) -> Iterator[None]:
+        """A block whose errors make the model refuse calls: until the exchange, it has part of either weights."""
+        self._gate.fail("it has not ended")
+        try:
+            yield
+        except ModelClosed:
+            raise
+        except Exception as error:
+            self._gate.fail(f"{type(error).__name__}: {error}")
+            raise ModelFailed(
+                f"the in-place commit broke off ({type(error).__name__}: {error}). The model refuses calls until a "
+                "swap or a rollback succeeds."
+            ) from error
+
+    def _copy(self, change: _Commit, undo: _Undo | None) -> SwapError | None:
+        """Copy the weights, and have what depends on them; why that cannot be, if `undo` has taken them back."""
+        with self._live.arena.writing(urgent=True):
+            change.source.write_to(self._live.arena, self._workers)
+            try:
+                self._have_prologue(change)
+            except (WeightsMismatch, OutOfMemory) as error:
+                if undo is None:
+                    raise
+                undo.content.write_to(self._live.arena, self._workers)
+                undo.put_back()
+                return error
+        return None
+
+    def _have_prologue(self, change: _Commit) -> None:
+        """Have what depends on the new weights alone: it is copied, or computed."""
+        where = f"the weights {change.version.weights_id[:12]}"
+        if change.tried is None:
+            self._live.run_prologues(where)
+        else:
+            self._live.copy_prologues_from(change.tried, where)
+
+    def _undo(self, change: _Commit, kept: _Kept | None) -> _Undo | None:
+        """How to take the commit back where something is computed from weights. Raises OutOfMemory.
+
+        None where that needs no memory, or cannot be done: a set that replaces one that nobody keeps.
+        """
+        current = self._gate.current
+        copied = change.tried is not None and type(change.tried.arena) is type(self._live.arena)  # instead of computed
+        if copied or not self._live.has_prologue or current is None or self._gate.broken is not None:
+            return None
+        if isinstance(change.source, Patch):
+            content: Arena | Patch = self._changed(change.source, change.source.undo)
+        elif kept is not None:
+            content = kept.content
+        else:
+            return None
+        return _Undo(content, self._live.keep_prologues(), current)
+
+    def _synchronize(self) -> None:
+        """Wait for the device, while calls go on: then the weights are there, and their source may be dropped."""
+        try:
+            self._live.arena.synchronize()
+        except Exception as error:
+            self._gate.fail(f"{type(error).__name__}: {error}")
+            raise ModelFailed(f"the device did not complete the commit ({type(error).__name__}: {error})") from error
+
+    def _snapshot(self, source: Arena | Patch) -> _Kept | None:
+        """The weights that a commit is about to replace, copied while they still serve."""
+        current = self._gate.current
+        if not self._keep or current is None:
+            return None
+        if self._gate.broken is None:
+            return _Kept(self._saved(source), current)
+        previous = self._previous
+        if previous is None or not isinstance(previous.content, Patch) or previous.content is source:
+            return previous
+        # the patch leads back only from what is there now
+        return _Kept(self._copy_with(previous.content, Job()), previous.version)
+
+    def _saved(self, source: Arena | Patch) -> Arena | Patch:
+        """The live weights, where `source` is about to be written, for a rollback."""
+        if not isinstance(source, Patch):
+            with advising(FOR_PREVIOUS):
+                arena = self._memory.kept(self._layout)
+            self._live.arena.write_to(arena, self._workers)
+            return arena
+        return self._changed(source, source.saved)
+
+    def _changed(self, patch: Patch, copy: Callable[[Arena], Patch]) -> Patch:
+        try:
+            return copy(self._live.arena)
+        except MemoryError as error:
+            raise OutOfMemory(f"no memory to keep the {patch.nbytes} bytes that change ({error})") from error

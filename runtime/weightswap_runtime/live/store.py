@@ -1,0 +1,312 @@
+"""The weights that one or several models serve from: who may change them, and what was done to them."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from itertools import count
+from threading import RLock
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from weightswap_runtime.engines.engine import Engine
+from weightswap_runtime.errors import (
+    BaseMismatch,
+    DeviceError,
+    ModelFailed,
+    OutOfMemory,
+    Unsupported,
+    is_of_device,
+)
+from weightswap_runtime.format.artifact import Artifact
+from weightswap_runtime.format.delta_file import DeltaStamp, delta_stamp
+from weightswap_runtime.format.manifest import NamedTensor
+from weightswap_runtime.format.nonfinite import newly_nonfinite
+from weightswap_runtime.format.weight_file import Stamp
+from weightswap_runtime.format.weight_set import WeightSet, open_weights
+from weightswap_runtime.memory.arena import Arena, ArenaLayout
+from weightswap_runtime.memory.host import Memory
+from weightswap_runtime.messages import MOST_LISTED, listed
+from weightswap_runtime.sources.byte_source import Check
+from weightswap_runtime.sources.location import printable
+from weightswap_runtime.staging.delta import stage_delta
+from weightswap_runtime.staging.full import plan, stage_full
+from weightswap_runtime.staging.part import stage_part
+from weightswap_runtime.staging.request import Contents, Kind, Served, StagedChange, SwapRequest
+from weightswap_runtime.tensors.dtypes import describe
+from weightswap_runtime.threads.forks import renew_in_children
+from weightswap_runtime.threads.job import Job
+from weightswap_runtime.threads.workers import Workers
+
+from .context import Contexts
+from .events import Event, EventKind, Events
+from .gate import Gate
+from .receipt import SwapReceipt
+from .residency.candidate import Candidate, Committed, Means, StagedSet
+from .residency.opening import Ended, Residency, open_residency
+from .session import Session, bind, run_prologue
+from .trials import Member, find_trials, new_member, try_out
+from .turns import Turns
+
+if TYPE_CHECKING:
+    from weightswap_runtime.staging.transforms import Transforms
+
+HISTORY = 100
+
+
+def check_same_weights(weights: tuple[NamedTensor, ...], artifact: Artifact) -> None:
+    """Raise Unsupported unless an artifact has exactly these weights, laid out in the same way."""
+    ours = {weight.name: msgspec.structs.replace(weight, requires_grad=False) for weight in weights}
+    theirs = {weight.name: msgspec.structs.replace(weight, requires_grad=False) for weight in artifact.manifest.weights}
+    odd = [name for name in sorted({*ours, *theirs}) if ours.get(name) != theirs.get(name)]
+    if odd:
+        differences = [f"expected {name}: {_said(ours.get(name))}, found {_said(theirs.get(name))}" for name in odd]
+        raise Unsupported(
+            f"{artifact.path}: cannot share weights with a model of another table of weights; they differ in "
+            f"{listed(odd)}",
+            *differences[:MOST_LISTED],
+            "share= needs weights of the same names, types, shapes, ties and order in memory: export one module for "
+            "both, also with the parts that one of them does not call, or load this artifact without share=.",
+        )
+
+
+def _said(weight: NamedTensor | None) -> str:
+    if weight is None:
+        return "none"
+    ties = f", tied to {listed(weight.aliases)}" if weight.aliases else ""
+    return describe(weight.dtype, weight.shape) + ties + (f", in strides of {weight.stride}" if weight.stride else "")
+
+
+def _ready(candidate: StagedSet) -> StagedSet:
+    """Have what depends on the weights alone; of a patch that is computed in the commit, or when it is tried."""
+    candidate.session.run_prologues(candidate.contents.source)
+    candidate.session.synchronize(candidate.contents.source)
+    return candidate
+
+
+@contextmanager
+def _memory_errors(where: str) -> Iterator[None]:
+    """A block whose MemoryErrors have a name."""
+    try:
+        yield
+    except MemoryError as error:
+        raise OutOfMemory(f"{where}: no memory for it ({error})") from error
+
+
+class Store:
+    """Arenas, their sessions, and the gate before them. Several models may share one."""
+
+    def __init__(
+        self, weights: tuple[NamedTensor, ...], residency: str, keep_previous: str | None, memory: Memory
+    ) -> None:
+        self.gate: Gate[Session] = Gate()
+        self.contexts = Contexts()
+        self.turns = Turns()
+        self.events = Events()
+        self.history: deque[SwapReceipt] = deque(maxlen=HISTORY)
+        self._renew()
+        renew_in_children(self)
+        self._weights = weights
+        self._workers = Workers()
+        self._members: dict[int, Member] = {}
+        self._numbers = count()
+        self._transforms: dict[int, Transforms] = {}
+        self.stages_on_host = memory.stages_on_host and residency == "single"
+        layout = ArenaLayout(weights)
+        self._open: set[int] = set()  # the members whose models were not closed
+        if keep_previous not in (None, "host"):
+            raise Unsupported(f'keep_previous={keep_previous!r}: expected None or "host"')
+        means = Means(self._new_session, memory, layout, self.gate, self._workers, keep_previous == "host")
+        self._residency: Residency = open_residency(residency, means)
+
+    def _renew(self) -> None:
+        """What other threads were doing to the weights, a forked child does not do."""
+        self.closing = RLock()  # for signal handlers
+        self.job: Job | None = None  # of the staging that is under way
+
+    def _new_session(self, arena: Arena) -> Session:
+        return Session(arena, {number: member.engine for number, member in list(self._members.items())})
+
+    @property
+    def residency(self) -> str:
+        return self._residency.name
+
+    @property
+    def leases(self) -> int:
+        """How many calls and pins are held, on any version."""
+        return sum(map(self.gate.leases, self._residency.sessions))
+
+    def join(self, artifact: Artifact, engine: Engine) -> Member:
+        """Let an artifact's graphs run on the weights, too. Raises Unsupported if they have others."""
+        check_same_weights(self._weights, artifact)
+        with self.turns.claimed(wait=None):
+            member = new_member(artifact, engine, next(self._numbers))
+            sessions = self._residency.sessions
+            bound = [bind(engine, each.arena) for each in sessions]
+            live = self.gate.current.session if self.gate.current else None
+            for session, each in zip(sessions, bound, strict=True):
+                if session is live:
+                    with session.arena.writing(join=True), session.arena.stream():
+                        run_prologue(each, "the weights that are served")
+            for session, each in zip(sessions, bound, strict=True):
+                session.add(member.id, each, prepared=session is live)
+            self._members[member.id] = member
+            self._open.add(member.id)
+        return member
+
+    def close(self, member: Member) -> None:
+        """A model has closed. With the last one all memory is let go, as soon as no lease holds it."""
+        with self.closing:
+            self._open.discard(member.id)
+            if not self._open:
+                self.gate.close()
+                self._residency = Ended(self._residency.name)
+
+    def leave(self, number: int) -> None:
+        """What no model, pin or staging can call any more goes: its graphs, its state, its goldens."""
+        self._open.discard(number)
+        self._members.pop(number, None)
+        self._transforms.pop(number, None)
+        for session in self._residency.sessions:
+            session.bound.pop(number, None)
+
+    def stage(self, member: Member, request: SwapRequest, job: Job) -> Candidate:
+        """Read and verify what is requested, beside the weights that serve. The caller has a claim."""
+        self.job = job
+        try:
+            with _memory_errors(printable(request.path)), open_weights(request.path, job.check) as weights:
+                return self._stage(member, weights, request, job)
+        except RuntimeError as error:
+            if not is_of_device(error):
+                raise
+            raise DeviceError(f"{printable(request.path)}: {error}") from error
+        finally:
+            self.job = None
+
+    def _stage(self, member: Member, weights: WeightSet, request: SwapRequest, job: Job) -> Candidate:
+        delta = delta_stamp(weights)
+        owner = self._owner(delta or weights.stamp, member)
+        trials = find_trials(weights.location, owner, list(self._members.values()), request, job.check)
+        candidate = self._candidate(owner, weights, delta, request, job)
+        verified, seconds = try_out(candidate, trials, request, job)
+        candidate.contents = candidate.contents.proven(verified, seconds)
+        return candidate
+
+    def _owner(self, stamp: Stamp | DeltaStamp | None, asked: Member) -> Member:
+        """The artifact that a file was packed for, if it is one of those that share the weights."""
+        members = list(self._members.values())
+        packed_for = [member for member in members if stamp and member.artifact.graph_id == stamp.graph_id]
+        return asked if asked in packed_for or not packed_for else packed_for[0]
+
+    def _candidate(
+        self, member: Member, weights: WeightSet, delta: DeltaStamp | None, request: SwapRequest, job: Job
+    ) -> Candidate:
+        """What the file leads to: a set of its own, or a patch of the weights that are served."""
+        manifest, where = member.artifact.manifest, weights.where
+        if delta:
+            change = stage_delta(weights, delta, self._served(where), manifest, self._workers, job, request)
+            return self._patched(change, request, job)
+        opened, transforms = plan(weights, manifest, request), partial(self._open_transforms, member)
+        if request.only:
+            change = stage_part(opened, self._served(where), manifest, self._workers, job, transforms, request)
+            return self._patched(change, request, job)
+        served = self.gate.current.identity if self.gate.current else None
+        with self._residency.target(request.timeout, job) as (session, staged_in):
+            contents = stage_full(opened, session.arena, self._workers, job, transforms, request, served)
+        session.content = contents.identity.digests
+        return _ready(StagedSet(contents.placed(staged_in), session))
+
+    def _patched(self, change: StagedChange, request: SwapRequest, job: Job) -> Candidate:
+        candidate = self._residency.stage_patch(change.patch, change.contents, request.timeout, job)
+        return _ready(candidate) if isinstance(candidate, StagedSet) else candidate
+
+    def _served(self, where: str) -> Served:
+        """The weights that are served, for a staging that builds on them. Raises BaseMismatch."""
+        if self.gate.current is None or self.gate.broken is not None:
+            why = "no weights are served yet" if self.gate.current is None else "the model has failed"
+            raise BaseMismatch(
+                f"{where}: changes a part of the weights that are served, but {why}. Swap a full weight file first."
+            )
+        return Served(self.gate.current.session.arena, self.gate.current.identity)
+
+    def _open_transforms(self, member: Member) -> Transforms:
+        if member.id not in self._transforms:
+            from weightswap_runtime.staging.transforms import Transforms  # needs torch
+
+            self._transforms[member.id] = Transforms(member.artifact)
+        return self._transforms[member.id]
+
+    def commit(self, member: Member, candidate: Candidate, by: str, timeout: float | None, check: Check) -> SwapReceipt:
+        """Serve what was staged. `check` is called while calls and pins are waited for."""
+        contents = candidate.contents
+        with self._refusals(member, by, contents.kind, contents.source):
+            before = self._current_id
+            committed = self._residency.commit(candidate, timeout, check)
+        return self._receipt(member, committed, before, contents, by)
+
+    def rollback(self, member: Member, by: str, wait: float | None, timeout: float | None) -> SwapReceipt:
+        with self._refusals(member, by, "rollback", "rollback"), self.turns.claimed(wait):
+            before, old = self._current_id, self.gate.current
+            committed = self._residency.rollback(timeout)
+            identity, left = committed.version.identity, old.identity.nonfinite if old else None
+            found = newly_nonfinite(self._weights, identity.nonfinite, left)
+            contents = Contents(identity, "rollback", "rollback", nonfinite=found)
+            return self._receipt(member, committed, before, contents, by)
+
+    @property
+    def _current_id(self) -> str | None:
+        return self.gate.current.weights_id if self.gate.current else None
+
+    @contextmanager
+    def _refusals(self, member: Member, by: str, operation: Kind, source: str) -> Iterator[None]:
+        """Tell of what ends a commit or a rollback."""
+        start = time.perf_counter()
+        try:
+            with _memory_errors(source):
+                yield
+        except BaseException as error:
+            interrupted = not isinstance(error, Exception)
+            if interrupted and self.gate.broken is None:
+                raise
+            kind: EventKind = "failed" if interrupted or isinstance(error, ModelFailed) else "refused"
+            tell = partial(Event, kind, source, by, member.artifact.graph_id, operation=operation, phase="committing")
+            # no variable refers to the error, or it and this frame would keep each other, and the staging, alive
+            self.events.emit(tell(error=error, seconds=time.perf_counter() - start))
+            raise
+
+    def _receipt(
+        self, member: Member, committed: Committed, before: str | None, contents: Contents, by: str
+    ) -> SwapReceipt:
+        version = committed.version
+        receipt = SwapReceipt(
+            generation=version.generation,
+            weights_id=version.weights_id,
+            previous_weights_id=before,
+            graph_id=member.artifact.graph_id,
+            kind=contents.kind,
+            source=contents.source,
+            by=by,
+            labels=version.labels,
+            only=contents.only,
+            ignored=contents.ignored,
+            residency=self.residency,
+            staged_in=contents.staged_in,
+            bytes_read=contents.bytes_read,
+            bytes_copied=committed.bytes_copied,
+            verified=contents.verified,
+            seconds_staged=contents.seconds_staged,
+            seconds_verified=contents.seconds_verified,
+            seconds_paused=committed.seconds_paused,
+            committed_at=time.time(),
+            nonfinite=dict(contents.nonfinite),
+            contexts=self.contexts.outdated_by(version.weights_id),
+        )
+        self.history.append(receipt)
+        kind: EventKind = "rolled back" if contents.kind == "rollback" else "committed"
+        tell = partial(Event, kind, receipt.source, by, receipt.graph_id, receipt.weights_id, receipt=receipt)
+        self.events.emit(tell(operation=receipt.kind, labels=receipt.labels, nonfinite=receipt.nonfinite))
+        return receipt

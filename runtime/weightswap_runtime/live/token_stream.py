@@ -1,0 +1,139 @@
+"""What a model generates, token by token."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from pathlib import Path
+from threading import RLock
+from typing import Any
+
+import numpy as np
+
+from weightswap_runtime.engines.engine import Engine
+from weightswap_runtime.errors import InputMismatch, Unsupported
+from weightswap_runtime.format.manifest import Generation
+from weightswap_runtime.generation.generating import Tokens, Wanted, check, generate, rows_of
+from weightswap_runtime.generation.sampling import Scores
+from weightswap_runtime.generation.text import TOKENIZER, Tokenizer
+from weightswap_runtime.sources.location import Location
+from weightswap_runtime.tensors.content import array_content, as_array
+
+from .context import Context
+
+_END = object()
+Stop = int | str | Sequence[int]
+Run = Callable[..., Any]
+
+
+class Prompts:
+    """What is to be continued: `rows` of tokens, and what their continuations are given back as."""
+
+    def __init__(self, prompt: Any, tokenizer: Callable[[], Tokenizer]) -> None:
+        """prompt: tokens of one row or of several, or texts. tokenizer: opens that of texts. Raises InputMismatch."""
+        texts = [prompt] if isinstance(prompt, str) else list(prompt) if _is_texts(prompt) else None
+        self._tokenizer = tokenizer() if texts is not None else None
+        if texts is not None and self._tokenizer is not None:
+            self.rows, self.single = [self._tokenizer.encode(text) for text in texts], isinstance(prompt, str)
+        else:
+            self.rows, self.single = rows_of(prompt)
+
+    def stopped(self, wanted: Stop | Sequence[Stop]) -> Callable[[Sequence[int]], bool]:
+        """Whether new tokens end with one of the stops, or their text has one in it. Raises InputMismatch."""
+        stops: Sequence[Any] = [wanted] if isinstance(wanted, str | int) else wanted
+        if "" in stops:
+            raise InputMismatch("generate", ["stop: an empty text ends everything"])
+        texts = [stop for stop in stops if isinstance(stop, str)]
+        tails = [[stop] if isinstance(stop, int) else list(stop) for stop in stops if not isinstance(stop, str)]
+        tokenizer = self._tokenizer
+        if texts and tokenizer is None:
+            raise InputMismatch("generate", ["stop: texts end texts; give the prompt as text, or the stop as tokens"])
+
+        def ended(tokens: Sequence[int]) -> bool:
+            if any(tail and list(tokens[-len(tail) :]) == tail for tail in tails):
+                return True
+            return bool(texts) and tokenizer is not None and any(text in tokenizer.decode(tokens) for text in texts)
+
+        return ended
+
+    def pieces(self, steps: Iterator[list[int | None]]) -> Iterator[Any]:
+        """A step's tokens as they are given back. Raises Unsupported for several texts."""
+        if not self.single:
+            if self._tokenizer is not None:
+                raise Unsupported("stream=True with several texts: stream one at a time, or give tokens")
+            return steps
+        tokens = (token for step in steps for token in step if token is not None)
+        return tokens if self._tokenizer is None else self._tokenizer.pieces(tokens)
+
+    def whole(self, steps: Iterator[list[int | None]]) -> Any:
+        """All new tokens of each prompt, or their texts."""
+        found = [[token for token in row if token is not None] for row in zip(*steps, strict=True)]
+        given = found if self._tokenizer is None else [self._tokenizer.decode(row) for row in found]
+        return given[0] if self.single else given
+
+
+def _is_texts(prompt: Any) -> bool:
+    return isinstance(prompt, list | tuple) and bool(prompt) and all(isinstance(each, str) for each in prompt)
+
+
+def find_tokenizer(*folders: Location) -> Tokenizer:
+    """That of the first local folder with one. Raises Unsupported, and MissingExtra."""
+    local = (folder for folder in folders if isinstance(folder, Path))
+    found = next((folder for folder in local if (folder / TOKENIZER).is_file()), None)
+    if found is None:
+        raise Unsupported(
+            f"a text prompt needs a {TOKENIZER}; there is none beside the weights, nor in the artifact. Say "
+            "tokenizer=PATH, or give tokens"
+        )
+    return Tokenizer(found)
+
+
+def generated(
+    find: Callable[[str], Run], engine: Engine, context: Context, wanted: Wanted, generation: Generation
+) -> Iterator[list[int | None]]:
+    """The next tokens of each row, by calls with a context, which is closed at the end. find: a method by its name."""
+
+    def call(method: str, ids: Tokens, mask: Tokens, positions: Tokens, position: Tokens) -> Scores:
+        given = [engine.tensor(array_content(array)) for array in (ids, mask, positions, position)]
+        logits = as_array(engine.content(find(method)(*given, context=context)))
+        return logits if logits.dtype in (np.float32, np.float64) else logits.astype(np.float32)
+
+    with context:
+        yield from generate(call, wanted, generation)
+
+
+class TokenStream(Iterator[Any], AsyncIterator[Any]):
+    """What is generated, piece by piece: for `for`, and for `async for`, where a thread waits for each piece.
+
+    The pieces are tokens; of several prompts lists with the next token of each, None for those that have ended; of a
+    text pieces of text. `close()` ends it early, as does dropping it.
+    """
+
+    def __init__(self, steps: Iterator[list[int | None]], pieces: Iterator[Any], context: Context) -> None:
+        self._steps = steps
+        self._pieces = pieces
+        self._context = context
+        self._turn = RLock()  # a thread that an awaiting task has given up may still be within a step
+
+    def __next__(self) -> Any:
+        with self._turn:
+            return next(self._pieces)
+
+    def __aiter__(self) -> TokenStream:
+        return self
+
+    async def __anext__(self) -> Any:
+        piece = await asyncio.to_thread(next, self, _END)
+        if piece is _END:
+            raise StopAsyncIteration
+        return piece
+
+    def close(self) -> None:
+        """End it, and let its context go, once a step that another thread is in has ended."""
+        with self._turn:
+            self._pieces = iter(())
+            self._steps.close()  # type: ignore[attr-defined]
+            self._context.close()
+
+
+__all__ = ["Prompts", "TokenStream", "Wanted", "check", "find_tokenizer", "generated"]

@@ -1,0 +1,91 @@
+"""Whose turn it is to change the weights: one staging at a time, and threads' swaps in a queue."""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from threading import Lock, RLock, get_ident
+
+from weightswap_runtime.errors import StagingBusy
+from weightswap_runtime.sources.byte_source import Check
+from weightswap_runtime.threads.claims import POLL_SECONDS, Claim, ClaimReference
+from weightswap_runtime.threads.forks import renew_in_children
+from weightswap_runtime.threads.job import Job
+
+
+class Turns:
+    """A claim keeps others from staging, until it ends. The queue is that of whole swaps."""
+
+    def __init__(self) -> None:
+        self._renew()
+        renew_in_children(self)
+        self._staging: ClaimReference | None = None
+
+    def _renew(self) -> None:
+        """What other threads were doing to the weights, a forked child does not do."""
+        self._swapping = Lock()
+        self._claiming = RLock()  # for signal handlers
+        self._swapper: int | None = None
+
+    @contextmanager
+    def queue(self) -> Iterator[None]:
+        """Wait for the swaps of other threads. Raises StagingBusy within a swap of this thread."""
+        if self._swapper == get_ident():
+            raise StagingBusy(
+                "a listener is told of a swap that has not ended, and cannot swap itself: let another thread do it "
+                "when the listener has returned"
+            )
+        with self._swapping:
+            try:
+                self._swapper = get_ident()
+                yield
+            finally:
+                self._swapper = None
+
+    @contextmanager
+    def wait_for_turn(self, check: Check) -> Iterator[None]:
+        """As `queue`, for a thread in which no signal handler runs. `check` is called meanwhile."""
+        while not self._swapping.acquire(timeout=POLL_SECONDS):
+            check()
+        try:
+            self._swapper = get_ident()
+            yield
+        finally:
+            self._swapper = None
+            self._swapping.release()
+
+    @contextmanager
+    def claimed(self, wait: float | None) -> Iterator[Claim]:
+        """Keep others from staging and committing for the length of a block."""
+        ticket = Claim()
+        try:
+            self.claim(ticket, wait, None)
+            yield ticket
+        finally:
+            ticket.end()
+
+    def claim(self, ticket: Claim, wait: float | None, job: Job | None) -> None:
+        """Keep others from staging until `ticket` ends. `wait`: for at most so many seconds; None: not at all.
+
+        Raises StagingBusy, and StageCancelled.
+        """
+        deadline = time.monotonic() + (wait or 0.0)
+        while not self._take(ticket):
+            if job is not None:
+                job.check()
+            if time.monotonic() >= deadline:
+                raise StagingBusy(
+                    "another staging of this model is open; commit or discard it first"
+                    + (f" (waited {wait} s)" if wait else ', or say busy="wait"')
+                )
+            time.sleep(min(POLL_SECONDS, max(0.0, deadline - time.monotonic())))
+
+    def _take(self, ticket: Claim) -> bool:
+        with self._claiming:
+            other = self._staging() if self._staging else None
+            if other is not None and other is not ticket and other.holds:
+                return False
+            self._staging = weakref.ref(ticket)
+            return True

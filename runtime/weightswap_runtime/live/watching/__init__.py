@@ -1,0 +1,1 @@
+"""A directory or prefix followed: each new file swapped in, and failures put aside."""

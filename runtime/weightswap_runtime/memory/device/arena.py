@@ -1,0 +1,227 @@
+"""Memory of a device at addresses that never change, holding one full set of weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import NamedTuple
+
+from weightswap_runtime.errors import OutOfMemory
+from weightswap_runtime.format.weight_file import ALIGNMENT
+from weightswap_runtime.memory.arena import Arena, ArenaLayout, ByteRange, HostArena, allocate
+from weightswap_runtime.memory.device import Buffer, Device, Event, LockedBuffer, Stream
+from weightswap_runtime.memory.patch import HostPatch
+from weightswap_runtime.threads.workers import Workers
+
+from .ring import BUFFER_BYTES, Ring
+
+
+class Copy(NamedTuple):
+    """Bytes of a buffer, from `begin` on, that belong at an offset of an arena."""
+
+    offset: int
+    begin: int
+    nbytes: int
+
+
+def plan_runs(slots: Sequence[ByteRange]) -> tuple[list[int], list[Copy]]:
+    """Where each slot lies in a buffer, so that neighbours in the arena move in one copy, with the gaps between them.
+
+    A gap that is smaller than ALIGNMENT belongs to no weight.
+    """
+    places: list[int] = []
+    runs: list[Copy] = []
+    for offset, size in slots:
+        last = runs[-1] if runs else None
+        if last and 0 <= (gap := offset - last.offset - last.nbytes) < ALIGNMENT:
+            places.append(last.begin + last.nbytes + gap)
+            runs[-1] = last._replace(nbytes=last.nbytes + gap + size)
+        else:
+            begin = -(-(last.begin + last.nbytes) // ALIGNMENT) * ALIGNMENT if last else 0
+            places.append(begin)
+            runs.append(Copy(offset, begin, size))
+    return places, runs
+
+
+class LockedArena(HostArena):
+    """An arena in page-locked memory of the host, from and to which the device copies by itself."""
+
+    def __init__(self, device: Device, layout: ArenaLayout) -> None:
+        """Raises MemoryError."""
+        self.layout = layout
+        self.buffer: LockedBuffer = device.lock(max(1, layout.nbytes))
+        self.memory = self.buffer.view  # type: ignore[assignment]  # as good as a map: it is only viewed
+        self.address = self.buffer.address
+
+    def write_to(self, other: Arena, workers: Workers) -> None:
+        """Copy every weight to an arena of the same layout; to one on the device in one piece."""
+        if isinstance(other, DeviceArena):
+            other.copy_part(self, 0, self.layout.nbytes)
+        else:
+            super().write_to(other, workers)
+
+    def copy_part(self, other: Arena, begin: int, end: int) -> None:
+        """Copy bytes `begin` to `end` of an arena of the same layout; the host waits for those of a device."""
+        if isinstance(other, DeviceArena):
+            other.download(begin, self.buffer, begin, end - begin)
+        else:
+            super().copy_part(other, begin, end)
+
+
+class Region:
+    """One allocation on a device. Who uses it and who writes to it is in order by streams; the host waits for nobody.
+
+    A call says `use()` first: its stream then waits for the last `writing()`. That waits for all streams in which calls
+    were, from the moment it begins on; that no call begins meanwhile is the gate's affair.
+    """
+
+    most = BUFFER_BYTES - (1 << 20)  # room for the gaps between slots
+
+    def __init__(self, device: Device, nbytes: int, ring: Ring) -> None:
+        """Raises MemoryError."""
+        self.device = device
+        self.buffer: Buffer = device.allocate(max(1, nbytes))
+        self.address = self.buffer.address
+        self._ring = ring
+        self._written: Event = device.mark(device.staging)  # what had the memory before may not be done yet
+        self._users: dict[int, tuple[Stream, Event]] = {}
+        self._writer: Stream | None = None
+
+    def use(self) -> None:
+        """Let the thread's current stream read the memory, from now on until something is written."""
+        key, written = self.device.current_key(), self._written
+        known = self._users.get(key)
+        if known is not None and known[1] is written:
+            return
+        stream = self.device.current()
+        self.device.wait(stream, written)
+        if known is None:
+            self.device.lend(self.buffer, stream)
+        self._users[key] = stream, written
+
+    @contextmanager
+    def writing(self, urgent: bool = False, join: bool = False) -> Iterator[None]:
+        """A block that writes in a stream of its own, in order with all calls. It is not the thread's current stream.
+
+        join: within another such block it does nothing; elsewhere calls may begin and go on meanwhile.
+        """
+        if join and self._writer is not None:
+            yield
+            return
+        stream = self.device.commits if urgent else self.device.staging
+        try:
+            self._writer = stream
+            for key, known in list(self._users.items()):
+                self.device.wait(stream, self.device.mark(known[0]))
+                if not join and self._users.get(key) is known:  # it comes again with its next call
+                    del self._users[key]
+            with self.device.on(stream):
+                self.use()
+            yield
+        finally:
+            self._writer = None
+            self._written = self.device.mark(stream)
+
+    def stream(self) -> AbstractContextManager[object]:
+        """A block whose work is done where that of `writing` is."""
+        return self.device.on(self._stream)
+
+    def _take(self) -> AbstractContextManager[LockedBuffer]:
+        ring = self._ring.urgent if self._stream is self.device.commits else self._ring
+        return ring.take(self._stream)
+
+    @property
+    def _stream(self) -> Stream:
+        return self._writer or self.device.staging
+
+    @contextmanager
+    def room(self, slots: Sequence[ByteRange]) -> Iterator[list[memoryview]]:
+        """Page-locked memory, from which the slots' content goes to the device. For more than `most`, any memory."""
+        places, runs = plan_runs(slots)
+        if runs and runs[-1].begin + runs[-1].nbytes > BUFFER_BYTES:
+            large = [memoryview(allocate(slot.nbytes)) for slot in slots]
+            yield large
+            for slot, data in zip(slots, large, strict=True):
+                self.write(slot.offset, data)
+            return
+        with self._take() as buffer:
+            yield [buffer.view[place : place + slot.nbytes] for place, slot in zip(places, slots, strict=True)]
+            with self.stream():
+                for offset, begin, nbytes in runs:
+                    self.device.copy(self.buffer, offset, buffer, begin, nbytes)
+
+    def write(self, offset: int, data: memoryview) -> None:
+        """Copy bytes to an offset, through the ring."""
+        for start in range(0, len(data), BUFFER_BYTES):
+            part = data[start : start + BUFFER_BYTES]
+            with self.room([ByteRange(offset + start, len(part))]) as (target,):
+                target[:] = part
+
+    def read(self, offset: int, target: memoryview) -> None:
+        """Copy bytes from an offset, through the ring; the host waits for them."""
+        for start in range(0, len(target), BUFFER_BYTES):
+            part = target[start : start + BUFFER_BYTES]
+            with self._take() as buffer:
+                self.download(offset + start, buffer, 0, len(part))
+                part[:] = buffer.view[: len(part)]
+
+    def fetch(self, offset: int, nbytes: int) -> memoryview:
+        """A copy of bytes."""
+        memory = memoryview(allocate(nbytes))
+        self.read(offset, memory)
+        return memory
+
+    def download(self, offset: int, target: LockedBuffer, at: int, nbytes: int) -> None:
+        """Copy bytes to page-locked memory; the host waits for them."""
+        with self.stream():
+            self.use()
+            self.device.copy(target, at, self.buffer, offset, nbytes)
+            self.device.finish(self.device.mark(self._stream))
+
+    def take_from(self, source: Region | LockedArena, runs: Iterable[Copy]) -> None:
+        """Copy runs of bytes; the host waits for nothing."""
+        with self.stream():
+            if isinstance(source, Region):
+                source.use()
+            for offset, begin, nbytes in runs:
+                self.device.copy(self.buffer, offset, source.buffer, begin, nbytes)
+
+    def beside(self, nbytes: int) -> Region:
+        """Other memory of the same device. Raises MemoryError."""
+        return Region(self.device, nbytes, self._ring)
+
+    def reserve(self, source: object) -> None:
+        """Have the page-locked memory through which other memory of the host goes. Raises OutOfMemory."""
+        if type(source) in (HostArena, HostPatch):
+            try:
+                with self._ring.urgent.take(self.device.commits):
+                    pass
+            except MemoryError as error:
+                raise OutOfMemory(f"no memory can be page-locked for the commit ({error})") from error
+
+    def synchronize(self) -> None:
+        """Keep the host waiting until all that was written is there. Raises what the device reports."""
+        self.device.finish(self._written)
+
+
+class DeviceArena(Region):
+    """Memory of a device that holds one full set of weights."""
+
+    def __init__(self, device: Device, layout: ArenaLayout, ring: Ring, *, serves: bool) -> None:
+        """serves: whether it stays as long as its model, and not just for one staging. Raises MemoryError."""
+        super().__init__(device, layout.nbytes, ring)
+        self.layout = layout
+        self.serves = serves
+
+    def write_to(self, other: Arena, workers: Workers) -> None:
+        """Copy every weight to an arena of the same layout; addresses stay."""
+        step = self.layout.nbytes if isinstance(other, DeviceArena | LockedArena) else BUFFER_BYTES
+        parts = self.layout.whole.split(max(1, step))
+        workers.run_all(lambda part: other.copy_part(self, part.offset, part.end), parts)
+
+    def copy_part(self, other: Arena, begin: int, end: int) -> None:
+        """Copy bytes `begin` to `end` of an arena of the same layout; the host waits only for pageable memory."""
+        if isinstance(other, DeviceArena | LockedArena):
+            self.take_from(other, [Copy(begin, begin, end - begin)])
+        else:
+            self.write(begin, other.fetch(begin, end - begin))

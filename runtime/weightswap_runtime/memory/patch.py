@@ -1,0 +1,113 @@
+"""Changes of a part of an arena, kept in memory of their own until they are applied."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+from weightswap_runtime.tensors.digests import BLOCK, Blocks
+from weightswap_runtime.threads.job import Job
+from weightswap_runtime.threads.workers import Workers
+
+from .arena import COPY_CHUNK, Arena, ByteRange, allocate
+
+
+class Span(NamedTuple):
+    """Bytes that belong at an offset of an arena."""
+
+    offset: int
+    data: memoryview
+
+
+class Patch(ABC):
+    """Changes of an arena, beside it."""
+
+    @property
+    @abstractmethod
+    def nbytes(self) -> int: ...
+
+    @abstractmethod
+    def write_to(self, arena: Arena, workers: Workers) -> None:
+        """Copy every span to its place; addresses stay."""
+
+    @abstractmethod
+    def lay_over(self, arena: Arena, workers: Workers, job: Job) -> None:
+        """As `write_to`, at the job's pace. Raises StageCancelled, with the copy half done."""
+
+    @abstractmethod
+    def undo(self, arena: Arena) -> Patch:
+        """What lies in the arena where this would be written, copied. Raises MemoryError."""
+
+    @abstractmethod
+    def saved(self, arena: Arena) -> HostPatch:
+        """As `undo`, in host memory, for as long as it takes. Raises MemoryError."""
+
+
+class HostPatch(Patch):
+    """Spans that do not overlap, in host memory; what lies between them stays."""
+
+    def __init__(self, spans: Iterable[Span]) -> None:
+        self.spans = tuple(spans)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(len(span.data) for span in self.spans)
+
+    def write_to(self, arena: Arena, workers: Workers) -> None:
+        """Copy every span to its place; addresses stay."""
+        workers.run_all(lambda span: arena.write(span.offset, span.data), _in_chunks(self.spans, COPY_CHUNK))
+
+    def lay_over(self, arena: Arena, workers: Workers, job: Job) -> None:
+        """As `write_to`, at the job's pace. Raises StageCancelled, with the copy half done."""
+        job.begin("copying", self.nbytes)
+
+        def write(span: Span) -> None:
+            for start, stop in job.steps(0, len(span.data)):
+                arena.write(span.offset + start, span.data[start:stop])
+
+        workers.run_all(write, _in_chunks(self.spans, COPY_CHUNK))
+
+    def undo(self, arena: Arena) -> HostPatch:
+        """What lies in the arena where this would be written, copied. Raises MemoryError."""
+        memory = memoryview(allocate(self.nbytes))
+        spans = []
+        for offset, data in self.spans:
+            kept, memory = memory[: len(data)], memory[len(data) :]
+            arena.read(offset, kept)
+            spans.append(Span(offset, kept))
+        return HostPatch(spans)
+
+    saved = undo
+
+
+def _in_chunks(spans: Iterable[Span], most: int) -> Iterable[Span]:
+    for offset, data in spans:
+        for start in range(0, len(data), most):
+            yield Span(offset + start, data[start : start + most])
+
+
+def differing(arena: Arena, one: Mapping[str, Blocks], other: Mapping[str, Blocks]) -> list[ByteRange]:
+    """Where two arenas of this layout differ that hold weights with these digests of blocks."""
+    found: list[ByteRange] = []
+    for name, weight in arena.layout.weights.items():
+        slot = arena.layout.slots[name]
+        if one[name] == other[name]:
+            continue
+        if weight.stride is not None:  # its blocks are scattered over the arena's memory
+            found.append(slot)
+            continue
+        blocks = zip(slot.split(BLOCK), one[name], other[name], strict=True)
+        found += [block for block, mine, theirs in blocks if mine != theirs]
+    return found
+
+
+def copy_ranges(target: Arena, source: Arena, ranges: Sequence[ByteRange], workers: Workers, job: Job) -> None:
+    """Copy parts of an arena to the same places of another. Raises StageCancelled, with the copy half done."""
+    job.begin("copying", sum(part.nbytes for part in ranges))
+
+    def copy(part: ByteRange) -> None:
+        for start, stop in job.steps(part.offset, part.end):
+            target.copy_part(source, start, stop)
+
+    workers.run_all(copy, (part for whole in ranges for part in whole.split(COPY_CHUNK)))

@@ -1,0 +1,1 @@
+"""Bytes at a path or URL: found, read without changing under us, written whole."""

@@ -1,0 +1,58 @@
+"""Opening what a path or a URL names, as a source of bytes."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from weightswap_runtime.errors import WeightFileError
+
+from .byte_source import ByteSource, Check
+from .local import LocalFile
+from .location import Url, as_location
+
+
+def open_source(path: str | os.PathLike[str] | Url, check: Check | None = None) -> ByteSource:
+    """Open a local file, or the object behind a URL; its content is pinned.
+
+    check: called every few milliseconds while a remote answer is waited for; what it raises ends the wait. Raises
+    WeightFileError, and Unsupported or MissingExtra for a URL of a kind that cannot be read here.
+    """
+    source = find_source(path, check)
+    if source is None:
+        raise WeightFileError(f"{as_location(path)}: cannot be opened (there is no such object)")
+    return source
+
+
+def find_source(path: str | os.PathLike[str] | Url, check: Check | None = None) -> ByteSource | None:
+    """As `open_source`, but None for a URL that nothing is behind."""
+    location = as_location(path)
+    if isinstance(location, Path):
+        return LocalFile(location)
+    from .remote.opening import find_object  # needs fsspec
+
+    return find_object(location, check)
+
+
+def read_small(path: str | os.PathLike[str] | Url, limit: int, check: Check | None = None) -> bytes | None:
+    """The bytes of a file or object of at most `limit` bytes; None if there is none. Raises as `open_source` does."""
+    try:
+        source = find_source(path, check)
+    except WeightFileError as error:
+        if isinstance(error.__cause__, FileNotFoundError | NotADirectoryError):
+            return None
+        raise
+    if source is None:
+        return None
+    try:
+        if source.size > limit:
+            raise WeightFileError(f"{source.where}: has {source.size} bytes, expected at most {limit}")
+        try:
+            content = bytearray(source.size)
+        except (MemoryError, OverflowError) as error:
+            raise WeightFileError(f"{source.where}: no memory for {source.size} bytes") from error
+        source.read_into([memoryview(content)], 0)
+        source.check_unchanged()
+        return bytes(content)
+    finally:
+        source.close()

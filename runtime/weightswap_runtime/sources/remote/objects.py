@@ -1,0 +1,203 @@
+"""An object behind a URL as a source of bytes: ranges are asked for side by side, and land where they belong."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from bisect import bisect_right
+from collections.abc import Callable, Coroutine
+from concurrent.futures import wait
+from itertools import accumulate
+from threading import Lock
+from typing import Any, NamedTuple, TypeVar
+from weakref import WeakKeyDictionary
+
+from weightswap_runtime.errors import StageCancelled, WeightFileError
+from weightswap_runtime.sources.byte_source import Check
+from weightswap_runtime.tensors.digests import digest_of
+
+from .retries import persist
+from .transport import Opened, Transient, Transport, changed, too_many
+
+T = TypeVar("T")
+POLL_SECONDS = 0.02  # how soon a cancel is noticed
+RANGE_BYTES = 8 << 20  # that one request asks for
+MOST_REQUESTS = 10  # at once, in this process: as many as the connections that aiobotocore keeps
+_gates: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = WeakKeyDictionary()
+Loop = Callable[[], asyncio.AbstractEventLoop]
+
+
+def wait_for(loop: asyncio.AbstractEventLoop, work: Coroutine[Any, Any, T], check: Check) -> T:
+    """Run a coroutine on a loop of another thread. It is cancelled if `check` raises, or an interrupt comes."""
+    future = asyncio.run_coroutine_threadsafe(work, loop)
+    try:
+        while not wait((future,), POLL_SECONDS).done:
+            check()
+        return future.result()
+    finally:
+        future.cancel()
+        del future  # it holds its error, whose frames hold this one
+
+
+class Landing:
+    """Memory that answers are written to as they come, until it is closed."""
+
+    def __init__(self, buffers: list[memoryview]) -> None:
+        self._buffers = buffers
+        *self._starts, self.size = accumulate(map(len, buffers), initial=0)
+        self._lock = Lock()
+        self._closed = False
+
+    def write(self, position: int, data: bytes) -> None:
+        """Copy bytes to `position`, counted over all buffers. Raises StageCancelled when it is closed."""
+        rest = memoryview(data)
+        with self._lock:
+            if self._closed:
+                raise StageCancelled("nobody waits for these bytes any more")
+            index = bisect_right(self._starts, position) - 1
+            while rest:
+                begin = position - self._starts[index]
+                target = self._buffers[index][begin : begin + len(rest)]
+                target[:] = rest[: len(target)]
+                position, rest, index = position + len(target), rest[len(target) :], index + 1
+
+    def close(self) -> None:
+        """When this returns, nothing is written any more, and the memory is let go."""
+        self._closed = True  # first: an interrupt may come while the lock is waited for
+        with self._lock:
+            self._buffers = []
+
+
+class _Early(NamedTuple):
+    """What was read while the object could still be written without a trace."""
+
+    start: int
+    size: int
+    digest: str
+
+
+class RemoteObject:
+    """A ByteSource over a Transport. Up to MOST_REQUESTS ranges of RANGE_BYTES are under way at once.
+
+    What arrives is copied to where it belongs at once, in pieces of at most some hundred kilobytes.
+    """
+
+    unit = 32 << 20
+
+    def __init__(self, where: str, transport: Transport, opened: Opened, loop: Loop, check: Check) -> None:
+        self.where = where
+        self._transport = transport
+        self._pin, self._head, self._settles_in = opened
+        self._settled_at = time.monotonic() + self._settles_in
+        self._early: list[_Early] = []
+        self._loop = loop
+        self._check = check
+
+    @property
+    def size(self) -> int:
+        return self._pin.size
+
+    def read_into(self, buffers: list[memoryview], offset: int) -> None:
+        landing, early = Landing(buffers), time.monotonic() < self._settled_at
+        try:
+            if offset + landing.size <= len(self._head):
+                landing.write(0, self._head[offset : offset + landing.size])
+            else:
+                wait_for(self._loop(), self._read(landing, offset), self._check)
+                if early:
+                    self._early.append(_Early(offset, landing.size, digest_of(buffers)))
+        finally:
+            landing.close()
+
+    async def _read(self, landing: Landing, offset: int) -> None:
+        end = offset + landing.size
+        starts = range(offset, end, RANGE_BYTES)
+        requests = [
+            asyncio.ensure_future(_RangeRequest(self, landing, offset, start, min(start + RANGE_BYTES, end)).run())
+            for start in starts
+        ]
+        try:
+            await asyncio.gather(*requests)
+        finally:
+            for request in requests:
+                request.cancel()
+            await asyncio.gather(*requests, return_exceptions=True)
+            requests.clear()  # they hold their errors, whose frames hold this one
+
+    async def fetch(self, start: int, stop: int, write: Callable[[bytes], None]) -> None:
+        async with _gate():
+            await self._transport.fetch(self._pin, start, stop, write)
+
+    def await_stable_mtime(self) -> None:
+        """Wait until the server's clock has left the second in which the object was written.
+
+        What was read before must then still be there.
+        """
+        if self._is_whole:
+            return
+        if not (self._pin.exact_tag or self._pin.modified):
+            raise WeightFileError(
+                f"{self.where}: has neither digests nor anything that shows when it changes (a strong ETag, "
+                "Last-Modified). Pack it with weightswap, or serve it with a strong ETag."
+            )
+        while (left := self._settled_at - time.monotonic()) > 0:
+            self._check()
+            time.sleep(min(left, POLL_SECONDS))
+        if self._settles_in:
+            self._compare_with_early()
+
+    def _compare_with_early(self) -> None:
+        """Raise WeightFileError unless the object still has what was read before it had settled."""
+        work = persist(self._transport.open, lambda: f"{self.where}: cannot be read")
+        opened = wait_for(self._loop(), work, self._check)
+        if opened is None or self._pin.differs(opened.pin) or opened.head != self._head:
+            raise changed(self.where)
+        for start, size, digest in self._early:
+            again = memoryview(bytearray(size))
+            self.read_into([again], start)
+            if digest_of([again]) != digest:
+                raise changed(self.where)
+        self._early.clear()
+
+    @property
+    def _is_whole(self) -> bool:
+        """Whether the first answer held all of it, so that nothing else is ever read."""
+        return len(self._head) == self.size
+
+    def check_unchanged(self, *, proven: bool = False) -> None:
+        if not self._is_whole:
+            wait_for(self._loop(), self._probe(), self._check)
+
+    async def _probe(self) -> None:
+        found = await persist(lambda: self._transport.probe(self._pin), lambda: f"{self.where}: cannot be read")
+        if found is None or self._pin.differs(found):
+            raise changed(self.where)
+
+    def close(self) -> None:
+        """Nothing: connections belong to the file system."""
+
+
+class _RangeRequest:
+    """Bytes `start` to `stop`. An attempt goes on where the one before it ended."""
+
+    def __init__(self, source: RemoteObject, landing: Landing, base: int, start: int, stop: int) -> None:
+        self._source, self._landing = source, landing
+        self._base, self._at, self._stop = base, start, stop
+
+    async def run(self) -> None:
+        await persist(self._attempt, lambda: f"{self._source.where}: cannot be read at byte {self._at}")
+
+    async def _attempt(self) -> None:
+        await self._source.fetch(self._at, self._stop, self._write)
+        if self._at < self._stop:
+            raise Transient(f"the answer ends {self._stop - self._at} bytes early")
+
+    def _write(self, data: bytes) -> None:
+        if self._at + len(data) > self._stop:
+            raise too_many(self._source.where)
+        self._landing.write(self._at - self._base, data)
+        self._at += len(data)
+
+
+def _gate() -> asyncio.Semaphore:
+    return _gates.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(MOST_REQUESTS))

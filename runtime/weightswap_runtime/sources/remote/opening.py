@@ -1,0 +1,112 @@
+"""Opening what is behind a URL: which file system, and how its objects are read."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+from weightswap_runtime.errors import MissingExtra, Unsupported, WeightFileError
+from weightswap_runtime.sources.byte_source import Check
+from weightswap_runtime.sources.location import Url, redact
+
+from .objects import Loop, RemoteObject, wait_for
+from .retries import persist
+from .transport import Transport
+
+_OURS = ("aiohttp", "fsspec", "gcsfs", "s3fs")  # what the extra installs
+
+
+def find_object(url: Url, check: Check | None = None) -> RemoteObject | None:
+    """Open what is behind a URL, and pin its content; None if nothing is there.
+
+    Raises WeightFileError, Unsupported, MissingExtra and what `check` raises.
+    """
+    fs, path = _file_system(url)
+    loop, check = _loop_of(fs, url), check or _go_on
+    transport = _transport(fs, path, url)
+    opened = wait_for(loop(), persist(transport.open, lambda: f"{url}: cannot be opened"), check)
+    return RemoteObject(str(url), transport, opened, loop, check) if opened else None
+
+
+def list_names(url: Url, likely: Sequence[str], check: Check | None = None) -> list[str] | None:
+    """The files of a folder; None if the URL is not one's.
+
+    A web server cannot be asked for them: of `likely`, those that exist, where the URL ends with a slash.
+    """
+    if url.is_web:
+        return None if url.name else [name for name in likely if find_object(url / name, check)]
+    from .generic import GenericObject
+
+    fs, path = _file_system(url)
+    folder = GenericObject(fs, path, url)
+    work = persist(folder.names, lambda: f"{url}: cannot be listed")
+    return wait_for(_loop_of(fs, url)(), work, check or _go_on) or None
+
+
+def _go_on() -> None:
+    """The check of those who do not cancel."""
+
+
+def _transport(fs: Any, path: str, url: Url) -> Transport:
+    if url.is_web:
+        from .web import WebObject
+
+        return WebObject(fs, url)
+    if url.protocol in ("s3", "s3a"):
+        from .s3 import S3Object
+
+        return S3Object(fs, path, url)
+    from .generic import GenericObject
+
+    return GenericObject(fs, path, url)
+
+
+def _file_system(url: Url) -> tuple[Any, str]:
+    """The file system of a URL, with the options that fsspec's configuration has for it, and the path in that."""
+    try:
+        from fsspec import get_filesystem_class
+        from fsspec.core import url_to_fs
+
+        # one that works in threads may still be at work for somebody who has given up
+        shared = getattr(get_filesystem_class(url.protocol), "async_impl", False)
+        fs, path = url_to_fs(url.raw, skip_instance_cache=not shared)
+    except ImportError as error:
+        raise missing(url, error) from error
+    except ValueError as error:
+        raise unknown(url, error) from None
+    except Exception as error:  # a constructor may look for credentials, or connect
+        text = f"{type(error).__name__}: {redact(str(error), url.raw)}"
+        raise WeightFileError(f"{url}: cannot be opened ({text}). Check the options of its file system.") from None
+    return fs, path
+
+
+def missing(url: Url, error: ImportError) -> Exception:
+    """What to say of a protocol whose package is not there."""
+    if error.name in _OURS or any(name in str(error) for name in _OURS):
+        return MissingExtra(f"reading {url.protocol}://", "remote")
+    return Unsupported(f"{url}: reading {url.protocol}:// needs another package ({redact(str(error), url.raw)})")
+
+
+def unknown(url: Url, error: ValueError) -> Exception:
+    """What to say of a protocol that there is not, or of a URL that is not one of its own."""
+    from fsspec.registry import known_implementations
+
+    if url.protocol in known_implementations:
+        return WeightFileError(f"{url}: not a URL of its kind ({redact(str(error), url.raw)})")
+    known = ", ".join(sorted(known_implementations))
+    return Unsupported(f"{url}: {url.protocol}:// is not known to fsspec. Known are {known}.")
+
+
+def _loop_of(fs: Any, url: Url) -> Loop:
+    """What gives the event loop on which a file system works; it is asked for each time, as it may be gone."""
+    from fsspec.asyn import get_loop
+
+    def loop() -> asyncio.AbstractEventLoop:
+        try:
+            found: asyncio.AbstractEventLoop = fs.loop if fs.async_impl else get_loop()
+        except RuntimeError:
+            raise WeightFileError(f"{url}: was opened before this process was forked; open it again") from None
+        return found
+
+    return loop

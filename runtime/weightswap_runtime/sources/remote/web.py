@@ -1,0 +1,168 @@
+"""Objects of a web server. Ranges, preconditions and validators: RFC 9110, 8.8, 13 and 14."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from email.utils import parsedate_to_datetime
+from typing import Any
+
+import aiohttp
+
+from weightswap_runtime.errors import DamagedFile, Unsupported
+from weightswap_runtime.sources.location import Url
+
+from .transport import (
+    HEAD_BYTES,
+    STALL,
+    ContentRange,
+    ObjectPin,
+    Opened,
+    Write,
+    changed,
+    check_range,
+    failed,
+    gather,
+    lost,
+    parse_content_range,
+    refused,
+    total_of,
+)
+
+_PAGE = re.compile(rb"(?:\xef\xbb\xbf)?\s*<(?:!doctype|html)", re.IGNORECASE)
+CLOCK_TICK = 2.0  # seconds: Last-Modified has whole ones, and may be written before the last byte is
+_PERMANENT = (
+    aiohttp.ClientResponseError,  # not HTTP; statuses do not raise it
+    aiohttp.InvalidURL,
+    aiohttp.TooManyRedirects,
+    aiohttp.ClientConnectorCertificateError,
+    aiohttp.ClientConnectorSSLError,
+    aiohttp.ServerFingerprintMismatch,
+)
+
+
+class WebObject:
+    """A Transport over the session of fsspec's HTTP file system. TLS, redirects and proxies are aiohttp's."""
+
+    def __init__(self, fs: Any, url: Url) -> None:
+        self._fs = fs
+        self._url = url
+        self._where = str(url)
+
+    async def open(self) -> Opened | None:
+        async with self._get(0, HEAD_BYTES) as response:
+            if response.status in (404, 410):
+                return None
+            if response.status == 416:  # an empty object has no range
+                return Opened(self._pin(response, total_of(self._range(response), self._where)), b"")
+            self._check_status(response)
+            found = self._range(response)
+            if response.status == 200:
+                self._check_whole(response)
+            size = total_of(found, self._where)
+            wanted = min(size, HEAD_BYTES)
+            check_range(found, 0, wanted, self._where)
+            head = await gather(response.content.iter_any(), wanted, self._where)
+            if _PAGE.match(head):
+                raise self._web_page()
+            return Opened(self._pin(response, size), head, self._settles_in(response))
+
+    def _check_whole(self, response: aiohttp.ClientResponse) -> None:
+        """Raise unless an answer that is no range is all of a small object."""
+        size = response.content_length
+        if response.content_type == "text/html" and (size is None or size > HEAD_BYTES):
+            raise self._web_page()
+        if size is not None and size > HEAD_BYTES:
+            raise self._without_ranges()
+
+    def _web_page(self) -> DamagedFile:
+        return DamagedFile(
+            f"{self._where}: the server answers with a web page, not a file. Check the URL; a folder's ends with a "
+            "slash."
+        )
+
+    async def fetch(self, pin: ObjectPin, start: int, stop: int, write: Write) -> None:
+        async with self._get(start, stop, pin) as response:
+            if response.status in (404, 410, 416):
+                raise changed(self._where)
+            self._check_status(response)
+            if response.status == 200:
+                raise self._without_ranges()
+            found = self._range(response)
+            if pin.differs(self._pin(response, found.total or pin.size)):
+                raise changed(self._where)
+            check_range(found, start, stop, self._where)
+            async for data in response.content.iter_any():
+                write(data)
+
+    async def probe(self, pin: ObjectPin) -> ObjectPin | None:
+        async with self._get(0, 1) as response:  # a signed URL may allow GET only
+            if response.status in (404, 410):
+                return None
+            self._check_status(response)
+            return self._pin(response, total_of(self._range(response), self._where))
+
+    @asynccontextmanager
+    async def _get(self, start: int, stop: int, pin: ObjectPin | None = None) -> AsyncIterator[aiohttp.ClientResponse]:
+        options: dict[str, Any] = {"timeout": aiohttp.ClientTimeout(None, sock_connect=STALL, sock_read=STALL)}
+        options |= self._fs.kwargs
+        headers = {"Range": f"bytes={start}-{stop - 1}", "Accept-Encoding": "identity", **_conditions(pin)}
+        options["headers"] = {**options.get("headers", {}), **headers}
+        try:
+            session = await self._fs.set_session()
+            async with session.get(self._fs.encode_url(self._url.raw), **options) as response:
+                yield response
+        except _PERMANENT as error:  # `from None`: the texts of the causes show credentials
+            raise failed(self._url, error) from None
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            raise lost(self._url, error) from None
+        except ValueError as error:
+            raise failed(self._url, error) from None
+
+    def _check_status(self, response: aiohttp.ClientResponse) -> None:
+        if response.status not in (200, 206):
+            retry_after = response.headers.get("Retry-After")
+            raise refused(self._where, response.status, response.reason or "", retry_after)
+        if response.headers.get("Content-Encoding", "identity") != "identity":
+            raise Unsupported(f"{self._where}: the server compresses it, so that ranges of it cannot be read")
+
+    def _range(self, response: aiohttp.ClientResponse) -> ContentRange:
+        if response.status == 200:  # the whole object
+            return ContentRange(0, response.content_length, response.content_length)
+        return parse_content_range(response.headers.get("Content-Range"), self._where)
+
+    def _without_ranges(self) -> Unsupported:
+        return Unsupported(
+            f"{self._where}: the server does not serve ranges of bytes. Use one that does, or copy the file and swap "
+            "the copy."
+        )
+
+    @staticmethod
+    def _pin(response: aiohttp.ClientResponse, size: int) -> ObjectPin:
+        return ObjectPin(size, response.headers.get("ETag", ""), response.headers.get("Last-Modified", ""))
+
+    @staticmethod
+    def _settles_in(response: aiohttp.ClientResponse) -> float:
+        """How long the second lasts in which the object may be written again without a trace.
+
+        An ETag does not shorten it: many servers make theirs of the same second, and the size.
+        """
+        date, modified = response.headers.get("Date"), response.headers.get("Last-Modified")
+        if not modified:
+            return 0.0
+        if not date:
+            return CLOCK_TICK
+        try:
+            age = (parsedate_to_datetime(date) - parsedate_to_datetime(modified)).total_seconds()
+        except (ValueError, TypeError):
+            return CLOCK_TICK
+        return min(CLOCK_TICK, max(0.0, CLOCK_TICK - age))
+
+
+def _conditions(pin: ObjectPin | None) -> dict[str, str]:
+    if pin is None:
+        return {}
+    if pin.exact_tag:  # weak ones never match: RFC 9110, 13.1.1
+        return {"If-Match": pin.exact_tag}
+    return {"If-Unmodified-Since": pin.modified} if pin.modified else {}

@@ -1,0 +1,1 @@
+"""A file becomes a verified set of weights: planned, read, computed, checked."""

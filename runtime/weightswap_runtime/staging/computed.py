@@ -1,0 +1,62 @@
+"""Weights that the adapter computes, from the files into an arena."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from weightswap_runtime.errors import OutOfMemory, WeightsMismatch, WeightswapError, lacks_memory
+from weightswap_runtime.format.nonfinite import count_nonfinite
+from weightswap_runtime.format.weight_set import WeightSet
+from weightswap_runtime.memory.arena import Arena
+from weightswap_runtime.tensors.digests import block_digests
+from weightswap_runtime.tensors.torch_tensors import as_tensor, tensor_bytes
+from weightswap_runtime.threads.job import Job
+from weightswap_runtime.threads.workers import Workers
+
+from .reading import Findings, lay, read_scratch
+from .transforms import Transforms
+
+
+def compute_weights(
+    weights: WeightSet,
+    computed: Mapping[str, Mapping[str, str]],
+    arena: Arena,
+    workers: Workers,
+    transforms: Transforms,
+    job: Job,
+) -> Findings:
+    """Compute each weight of `computed` into the arena; returns what was found, by weight.
+
+    One weight and what it is computed from are held beside the arena. Raises WeightFileError, WeightsMismatch,
+    OutOfMemory, StageCancelled and ArtifactError; the arena's content is then undefined.
+    """
+    names = {key: name for keys in computed.values() for key, name in keys.items()}
+    found = Findings({}, {})
+
+    def read(key: str) -> torch.Tensor:
+        stored = weights.tensors[names[key]]
+        scratch, _ = read_scratch(weights, [names[key]], workers, job)
+        return as_tensor(scratch.memory, stored.dtype, stored.shape)
+
+    try:
+        for name, value in transforms.compute(list(computed), read):
+            rows = tensor_bytes(value)
+            weight = arena.layout.weights[name]
+            found.digests[name] = block_digests(rows)
+            if nonfinite := count_nonfinite(weight.dtype, rows):
+                found.nonfinite[name] = nonfinite
+            lay(arena, weight, rows, job)
+    except (WeightswapError, MemoryError):
+        raise
+    except Exception as error:
+        if lacks_memory(error):
+            raise OutOfMemory(f"{weights.where}: no memory to compute a weight in ({error})") from error
+        raise WeightsMismatch(
+            weights.where,
+            [f"the adapter cannot compute its weights: {type(error).__name__}: {error}"],
+            "Load the checkpoint into the model on the build side and pack the model.",
+        ) from error
+    weights.check_unchanged()
+    return found

@@ -1,0 +1,248 @@
+"""Writing delta files: what differs between two weight files."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from weightswap_runtime.errors import DigestMismatch, GraphMismatch, Unsupported, WeightFileError, WeightsMismatch
+from weightswap_runtime.format.delta_file import DATA, DELTA_KEY, RUNS, DeltaStamp
+from weightswap_runtime.format.goldens import goldens_behind
+from weightswap_runtime.format.header import FileTensor, pack_ranges
+from weightswap_runtime.format.weight_file import (
+    Stamp,
+    TensorRow,
+    WeightFile,
+    canonical_order,
+    render_stamped,
+    write_tensors,
+)
+from weightswap_runtime.format.weight_set import goldens_path
+from weightswap_runtime.sources.atomic import companion
+from weightswap_runtime.sources.location import Location, Url, as_location, check_writable
+from weightswap_runtime.tensors.digests import BLOCK, TensorHasher
+from weightswap_runtime.tensors.dtypes import TensorType
+
+FEWEST = 256  # bytes that are compared together: each range takes 16 bytes of the file
+Runs = list[tuple[int, int]]
+Progress = Callable[[int, int], None]
+
+
+@dataclass(frozen=True)
+class Delta:
+    """A delta file that was written. `nbytes` is what it replaces, of `total_bytes`; `changed` are FQNs."""
+
+    path: Path
+    graph_id: str
+    base: str
+    weights_id: str
+    nbytes: int
+    total_bytes: int
+    changed: tuple[str, ...]
+    labels: dict[str, str]
+
+
+def write_delta(
+    base: str | os.PathLike[str],
+    new: str | os.PathLike[str],
+    out: str | os.PathLike[str],
+    *,
+    labels: Mapping[str, str] | None = None,
+    progress: Progress | None = None,
+) -> Delta:
+    """Write what changes from one weight file to another; both are files that weightswap packed, for one graph.
+
+    What is compared: the rows of a weight (of an embedding table, of a linear layer), several at once where they have
+    less than 256 bytes; pieces of 1 MiB where they have more than that, or there are none. Weights with equal digests
+    are not read. A few pieces are in memory at a time. labels: beside those of `new`. progress: called with bytes
+    compared, and bytes in all.
+
+    Goldens beside `new` are copied beside the delta, before that appears; others that are there are removed.
+
+    Raises WeightFileError, GraphMismatch, WeightsMismatch, and DigestMismatch for a damaged file.
+    """
+    check_writable(out)
+    with WeightFile(base) as old, WeightFile(new) as fresh:
+        for file in (old, fresh):
+            if _is_same(file.path, Path(out)):
+                raise Unsupported(f"{out}: the delta would take the place of a file that it is made of; name another")
+        stamps = _stamps(old, fresh)
+        runs = _compare(old, fresh, stamps, progress)
+        texts = {**stamps[1].labels, **(labels or {})}
+        try:
+            with companion(goldens_path(out)) as put:
+                _write(Path(out), fresh, stamps, runs, texts, lambda: put(_goldens_of(as_location(new))))
+        except (OSError, ValueError) as error:
+            reason = getattr(error, "strerror", None) or error
+            raise WeightFileError(f"{out!s:.200}: cannot be written ({reason})") from error
+        return Delta(
+            path=Path(out),
+            graph_id=stamps[1].graph_id,
+            base=stamps[0].weights_id,
+            weights_id=stamps[1].weights_id,
+            nbytes=sum(end - begin for stretches in runs.values() for begin, end in stretches),
+            total_bytes=sum(tensor.nbytes for tensor in fresh.tensors.values()),
+            changed=tuple(runs),
+            labels=texts,
+        )
+
+
+def _is_same(location: Location, out: Path) -> bool:
+    """Whether both are one file; False also for a name that no file can have."""
+    try:
+        return isinstance(location, Path) and location.samefile(out)
+    except (OSError, ValueError):  # there is none yet, or whoever writes will meet it
+        return False
+
+
+def _stamps(old: WeightFile, fresh: WeightFile) -> tuple[Stamp, Stamp]:
+    """Both files' stamps. Raises for files of which no delta can be made."""
+    for file in (old, fresh):
+        if DELTA_KEY in file.header.metadata:
+            raise WeightFileError(f"{file.where}: a delta; deltas are written between full weight files")
+        if file.stamp is None:
+            raise WeightFileError(
+                f"{file.where}: not packed by weightswap, so that its weights id is not known. Pack it first: "
+                "weightswap pack CHECKPOINT ARTIFACT -o FILE.safetensors"
+            )
+    assert old.stamp is not None
+    assert fresh.stamp is not None
+    if old.stamp.graph_id != fresh.stamp.graph_id:
+        raise GraphMismatch(
+            f"{fresh.where}: packed for the graph {fresh.stamp.graph_id[:12]}, {old.where} for "
+            f"{old.stamp.graph_id[:12]}. A delta is between two sets of weights for one graph."
+        )
+    types = [{name: (t.dtype, t.shape) for name, t in file.tensors.items()} for file in (old, fresh)]
+    odd = [name for name in sorted({*types[0], *types[1]}) if types[0].get(name) != types[1].get(name)]
+    if odd:
+        problems = [f"{name}: not the same in both files" for name in odd]
+        raise WeightsMismatch(fresh.where, problems, "Pack both again for one artifact.")
+    return old.stamp, fresh.stamp
+
+
+def _compare(
+    old: WeightFile, fresh: WeightFile, stamps: tuple[Stamp, Stamp], progress: Progress | None
+) -> dict[str, Runs]:
+    """The ranges that differ, of each weight of which any does."""
+    names = [name for name in fresh.tensors if stamps[0].digests[name] != stamps[1].digests[name]]
+    total = sum(fresh.tensors[name].nbytes for name in names)
+    done = 0
+    runs: dict[str, Runs] = {}
+    for name in sorted(names):
+        hashers = TensorHasher(), TensorHasher()
+        grain, stretches = _grain(fresh.tensors[name]), Runs()
+        for start, mine, theirs in _pairs(old, fresh, name, grain):
+            hashers[0].update(mine)
+            hashers[1].update(theirs)
+            for begin, end in _different(mine, theirs, grain):
+                _append(stretches, start + begin, start + end)
+            done += len(mine)
+            if progress:
+                progress(done, total)
+        for file, stamp, hasher in zip((old, fresh), stamps, hashers, strict=True):
+            if hasher.hexdigest() != stamp.digests[name]:
+                problem = f"{name}: its bytes are not those whose digest the file records"
+                raise DigestMismatch(file.where, [problem], "The file is damaged: copy it again, or pack it again.")
+        runs[name] = stretches
+    return runs
+
+
+def _grain(tensor: FileTensor) -> int:
+    """How many bytes are replaced or kept together."""
+    row = tensor.nbytes // tensor.shape[0] if len(tensor.shape) > 1 and tensor.nbytes else BLOCK
+    return -(-FEWEST // row) * row if row <= BLOCK else BLOCK
+
+
+def _pairs(old: WeightFile, fresh: WeightFile, name: str, grain: int) -> Iterator[tuple[int, memoryview, memoryview]]:
+    """Pieces of about 1 MiB of both files' tensor, whole grains: where in the tensor, and both contents."""
+    size = fresh.tensors[name].nbytes
+    step = max(grain, BLOCK // grain * grain)
+    for start in range(0, size, step):
+        length = min(step, size - start)
+        yield start, _read(old, name, start, length), _read(fresh, name, start, length)
+
+
+def _read(file: WeightFile, name: str, start: int, length: int) -> memoryview:
+    memory = memoryview(bytearray(length))
+    file.source.read_into([memory], file.header.data_start + file.tensors[name].begin + start)
+    return memory
+
+
+def _different(mine: memoryview, theirs: memoryview, grain: int) -> Iterator[tuple[int, int]]:
+    if mine == theirs:
+        return
+    if len(mine) <= grain:
+        yield 0, len(mine)
+        return
+    whole = len(mine) // grain * grain
+    rows, others = (np.frombuffer(side[:whole], f"V{grain}") for side in (mine, theirs))
+    for index in np.flatnonzero(rows != others):
+        yield int(index) * grain, (int(index) + 1) * grain
+    if mine[whole:] != theirs[whole:]:
+        yield whole, len(mine)
+
+
+def _append(runs: Runs, begin: int, end: int) -> None:
+    """Add a range; it joins the one before that ends where it begins."""
+    if runs and runs[-1][1] == begin:
+        runs[-1] = (runs[-1][0], end)
+    else:
+        runs.append((begin, end))
+
+
+def _write(
+    path: Path,
+    fresh: WeightFile,
+    stamps: tuple[Stamp, Stamp],
+    runs: dict[str, Runs],
+    labels: dict[str, str],
+    before: Callable[[], None],
+) -> None:
+    rows = [row for name, stretches in runs.items() for row in _rows(name, stretches)]
+    order = canonical_order(rows)
+    ranges = pack_ranges(order)
+    changes = {name: TensorType.of(fresh.tensors[name]) for name in runs}
+
+    def header(digests: Mapping[str, str]) -> bytes:
+        stamp = DeltaStamp(
+            graph_id=stamps[1].graph_id,
+            base=stamps[0].weights_id,
+            weights_id=stamps[1].weights_id,
+            changes=changes,
+            digests=dict(digests),
+            labels=labels,
+        )
+        return render_stamped(ranges, DELTA_KEY, stamp, labels)
+
+    def rename(_: Mapping[str, str]) -> Path:
+        fresh.check_unchanged()
+        before()
+        return path
+
+    write_tensors(path, order, ((row.name, _data(fresh, row.name, runs)) for row in order), header, rename)
+
+
+def _goldens_of(weights: Location) -> bytes | None:
+    if isinstance(weights, Url):
+        return goldens_behind(weights)
+    path = goldens_path(weights)
+    return path.read_bytes() if path.is_file() else None
+
+
+def _rows(name: str, runs: Runs) -> Iterable[TensorRow]:
+    yield TensorRow(DATA + name, "U8", (sum(end - begin for begin, end in runs),))
+    yield TensorRow(RUNS + name, "I64", (len(runs), 2))
+
+
+def _data(fresh: WeightFile, key: str, runs: Mapping[str, Runs]) -> Iterator[memoryview]:
+    name = key.removeprefix(DATA) if key.startswith(DATA) else key.removeprefix(RUNS)
+    if key.startswith(RUNS):
+        yield memoryview(np.array(runs[name], "<i8").tobytes())
+        return
+    for begin, end in runs[name]:
+        for start in range(begin, end, BLOCK):
+            yield _read(fresh, name, start, min(BLOCK, end - start))

@@ -1,0 +1,139 @@
+"""Verifying a staged session: it must reproduce the goldens, or at least give finite outputs on their inputs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from weightswap_runtime.engines.engine import Bound, Engine
+from weightswap_runtime.errors import (
+    GoldenMismatch,
+    GoldensError,
+    OutOfMemory,
+    Unsupported,
+    WeightswapError,
+    lacks_memory,
+)
+from weightswap_runtime.format.goldens import Environment, Goldens, Mode, check_mode
+from weightswap_runtime.format.manifest import Manifest
+from weightswap_runtime.format.recorded_call import Case, Value
+from weightswap_runtime.format.signature import Integer, Leaf, Tensor, leaves
+from weightswap_runtime.tensors.comparing import DEFAULT_TOLERANCES, EXACT, Tolerance, difference, not_finite
+from weightswap_runtime.tensors.content import TensorBytes
+from weightswap_runtime.tensors.dtypes import describe
+
+OTHER_KERNELS = 10  # times the tolerances: another device or other kernels sum in another order
+_Compare = Callable[[TensorBytes, TensorBytes], str | None]
+
+
+def verify(
+    goldens: Goldens,
+    bound: Bound,
+    engine: Engine,
+    manifest: Manifest,
+    weights_id: str,
+    *,
+    mode: Mode = "goldens",
+    check: Callable[[], None] = lambda: None,
+) -> Mode:
+    """Run every case of the goldens on a session that serves nobody, and judge its outputs.
+
+    bound: the session's of `engine`, with the weights `weights_id`. Each case starts from the initial state.
+    mode "goldens": outputs equal the recorded ones within the stated tolerance; without one, bit for bit where the
+    engine's environment is that of the recording, else within the tolerances of torch.testing for their dtype, or ten
+    times those on another kind of device or with other kernels. Bit for bit, NaN equals NaN and 0.0 is not -0.0.
+    Integers are always exact.
+    mode "finite": outputs are finite wherever the recorded ones are; to inputs alone, throughout. An artifact's own
+    goldens of other weights are checked in this mode, and so are goldens of another graph. mode "off": nothing is run.
+    check: called before each case; what it raises ends the verification.
+
+    Returns the mode in which it was done. Raises GoldenMismatch with the worst element of every output that is wrong,
+    GoldensError for a file of other weights, Unsupported for another mode; whatever `check` raises.
+    """
+    check_mode(mode)
+    if mode == "off":
+        return mode
+    compare = _comparison(goldens, weights_id, mode, engine.environment())
+    problems: list[str] = []
+    for number, case in enumerate(goldens.cases):
+        check()
+        outputs = leaves(manifest.methods[case.method].signature.output)
+        with engine.default_torch_modes():
+            found = list(_case_problems(goldens, case, bound, engine, outputs, compare))
+        problems += [f"case {number}, {case.method}{problem}" for problem in found]
+    done: Mode = "goldens" if compare else "finite"
+    if problems:
+        raise GoldenMismatch(goldens.where, problems, _ADVICE[done])
+    return done
+
+
+_ADVICE: dict[Mode, str] = {
+    "goldens": "These weights do not compute what the eager model did. Pack them again; if small differences are fine, "
+    "record the goldens with a tolerance=(rtol, atol).",
+    "finite": 'These weights give values that are not finite. Do not serve them; verify="off" would.',
+}
+
+
+def _comparison(goldens: Goldens, weights_id: str, mode: Mode, here: Environment | None) -> _Compare | None:
+    """How outputs are compared with the recorded ones; None where they only have to be finite."""
+    if mode == "finite" or not goldens.same_graph or goldens.weights_id is None:
+        return None
+    if goldens.weights_id != weights_id:
+        if goldens.bundled:
+            return None
+        raise GoldensError(
+            f"{goldens.where}: recorded for other weights: {goldens.weights_id[:12]}, those beside it are "
+            f"{weights_id[:12]}. Record the goldens again with pack(..., goldens=...), or remove the file."
+        )
+    stated, there = goldens.record.tolerance, goldens.record.environment
+    if stated is None and there == here:
+        return lambda expected, found: difference(expected, found, None)
+    factor = 1 if here and there and here.device == there.device else OTHER_KERNELS
+    return lambda expected, found: difference(expected, found, stated or default_tolerance(expected.dtype, factor))
+
+
+def default_tolerance(dtype: str, factor: int = 1) -> Tolerance:
+    """(rtol, atol) for outputs of a dtype where none is stated."""
+    rtol, atol = DEFAULT_TOLERANCES.get(dtype, EXACT)
+    return factor * rtol, factor * atol
+
+
+def _case_problems(
+    goldens: Goldens, case: Case, bound: Bound, engine: Engine, outputs: list[Leaf], compare: _Compare | None
+) -> Iterator[str]:
+    try:
+        found = bound.run(case.method, [_input(goldens, engine, value) for value in case.inputs])
+    except (WeightswapError, MemoryError):
+        raise
+    except Exception as error:  # an operator's own, such as an index out of range
+        if lacks_memory(error):
+            raise OutOfMemory(f"{goldens.where}: no memory for a trial call ({error})") from error
+        yield f": the graph raised {type(error).__name__}: {error}"
+        return
+    if not goldens.record.has_outputs:
+        tensors = ((leaf, value) for leaf, value in zip(outputs, found, strict=True) if isinstance(leaf, Tensor))
+        problems = ((leaf, _tensor_problem(engine, None, value, not_finite)) for leaf, value in tensors)
+        yield from (f", {leaf.name}{text}" for leaf, text in problems if text)
+        return
+    for leaf, recorded, value in zip(outputs, case.outputs, found, strict=True):
+        if isinstance(recorded, str):
+            text = _tensor_problem(engine, goldens.tensors[recorded], value, compare or not_finite)
+        else:
+            wrong = isinstance(leaf, Integer) and compare is not None and recorded != value
+            text = f": expected {recorded}, found {value}" if wrong else None
+        if text:
+            yield f", {leaf.name}{text}"
+
+
+def _tensor_problem(
+    engine: Engine, recorded: TensorBytes | None, value: Any, compare: Callable[[Any, TensorBytes], str | None]
+) -> str | None:
+    try:
+        found = engine.content(value)
+    except Unsupported as error:  # no file has such a dtype
+        return f": expected {describe(recorded.dtype, recorded.shape)}, but {error}" if recorded else None
+    return compare(recorded, found)
+
+
+def _input(goldens: Goldens, engine: Engine, value: Value) -> Any:
+    return engine.tensor(goldens.tensors[value]) if isinstance(value, str) else value

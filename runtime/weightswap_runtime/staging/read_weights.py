@@ -1,0 +1,73 @@
+"""Tensors of a weight file as arrays, for tools: no artifact, no model."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+from weightswap_runtime.errors import DigestMismatch, MissingExtra, Unsupported
+from weightswap_runtime.format.selection import patterns, select
+from weightswap_runtime.format.weight_set import WeightSet, open_weights
+from weightswap_runtime.memory.arena import Scratch
+from weightswap_runtime.tensors.content import TensorBytes, as_array
+from weightswap_runtime.tensors.digests import tensor_digest
+from weightswap_runtime.tensors.dtypes import DTYPES
+from weightswap_runtime.threads.job import Job
+from weightswap_runtime.threads.workers import Workers
+
+from .full import DAMAGED, digest_problems
+from .reading import Piece, new_piece, read_pieces
+
+Framework = Literal["numpy", "torch"]
+
+
+def read_weights(
+    path: str | os.PathLike[str], only: str | Sequence[str] | None = None, *, framework: Framework = "numpy"
+) -> dict[str, Any]:
+    """Read tensors by name from a weight file, or a checkpoint in safetensors files (also sharded, or a directory).
+
+    only: patterns of the names in the file, such as "encoder.*" (`*` also matches dots); only their bytes are read.
+    framework: "numpy" gives writable arrays, "torch" tensors on the CPU; each has memory of its own.
+    bfloat16 and 8-bit floats are arrays of ml_dtypes. Digests, where the file has them, are checked.
+
+    Raises WeightFileError, DigestMismatch, and Unsupported for patterns that match nothing and for elements of
+    less than a byte.
+    """
+    with open_weights(path) as weights:
+        names = sorted(weights.tensors)
+        if only is not None:
+            names = sorted(select(names, patterns(only), weights.where))
+        converted = _converter(framework)
+        _check_dtypes(weights, names)
+        memory = {name: Scratch([weights.tensors[name].nbytes]) for name in names}
+        pieces = [new_piece(weights, name, scratch, scratch.slots[0]) for name, scratch in memory.items()]
+        read_pieces(pieces, Workers(), Job())
+        weights.check_unchanged(proven=weights.stamp is not None)
+        _check_digests(weights, pieces)
+        stored = weights.tensors
+        return {name: converted(each.memory, stored[name].dtype, stored[name].shape) for name, each in memory.items()}
+
+
+def _check_digests(weights: WeightSet, pieces: Sequence[Piece]) -> None:
+    found = {piece.key: tensor_digest(piece.digests) for piece in pieces}
+    if weights.stamp and (problems := digest_problems(weights.stamp, found)):
+        raise DigestMismatch(weights.where, problems, DAMAGED)
+
+
+def _check_dtypes(weights: WeightSet, names: Sequence[str]) -> None:
+    for name in names:
+        if DTYPES[dtype := weights.tensors[name].dtype].torch is None:
+            raise Unsupported(f"{weights.where}: {name} is {dtype}, which neither numpy nor torch has")
+
+
+def _converter(framework: Framework) -> Callable[[memoryview, str, tuple[int, ...]], Any]:
+    if framework == "numpy":
+        return lambda memory, dtype, shape: as_array(TensorBytes(dtype, shape, memory))
+    if framework != "torch":
+        raise Unsupported(f'framework={framework!r}: expected "numpy" or "torch"')
+    try:
+        from weightswap_runtime.tensors.torch_tensors import as_tensor
+    except ImportError as error:
+        raise MissingExtra('read_weights(framework="torch")', "torch") from error
+    return as_tensor

@@ -1,0 +1,288 @@
+"""Reading: bytes from weight files into memory, hashed on the same pass."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import reduce
+from typing import NamedTuple
+
+import numpy as np
+from blake3 import blake3
+
+from weightswap_runtime.format.manifest import NamedTensor
+from weightswap_runtime.format.nonfinite import Counts, count_nonfinite
+from weightswap_runtime.format.weight_set import WeightSet
+from weightswap_runtime.memory.arena import Arena, ByteRange, Room, Scratch, allocate
+from weightswap_runtime.sources.byte_source import MOST_BUFFERS, ByteSource
+from weightswap_runtime.tensors.digests import BLOCK, Blocks, block_count
+from weightswap_runtime.threads.job import Job
+from weightswap_runtime.threads.workers import Workers
+
+READS, GROUP_BYTES = 8, 8 << 20  # at most, that a thread does in a row
+SCRATCH = 64 << 20  # bytes beside the arena, or one tensor
+COPY_STEP = 4 << 20  # bytes that are moved into another order before a cancel is noticed
+_BLANK = b""
+
+
+# a weight that the arena keeps in another order than the file, or None for what only its digest is read of; and a name
+Scratched = tuple[NamedTensor | None, str]
+
+
+class Piece(NamedTuple):
+    """A tensor of a file, and the slot that it goes to. `begin` counts from the file's start.
+
+    `nonfinite` gets an entry for each block that is not finite throughout.
+    """
+
+    key: str
+    dtype: str
+    source: ByteSource
+    begin: int
+    room: Room
+    slot: ByteRange
+    digests: list[bytes]
+    nonfinite: list[Counts]
+
+
+class Findings(NamedTuple):
+    """What was found in tensors that were read, by name in the set: their blocks' digests, and what is not finite."""
+
+    digests: dict[str, Blocks]
+    nonfinite: dict[str, Counts]
+
+    @classmethod
+    def of(cls, pieces: Iterable[Piece]) -> Findings:
+        found = cls({}, {})
+        for piece in pieces:
+            found.digests[piece.key] = tuple(piece.digests)
+            if piece.nonfinite:
+                found.nonfinite[piece.key] = reduce(Counts.plus, piece.nonfinite)
+        return found
+
+    def add(self, other: Findings) -> None:
+        self.digests.update(other.digests)
+        self.nonfinite.update(other.nonfinite)
+
+
+class Part(NamedTuple):
+    """Some neighbouring blocks of a piece: bytes `start` to `stop` of the tensor."""
+
+    piece: Piece
+    start: int
+    stop: int
+
+    @property
+    def slot(self) -> ByteRange:
+        return ByteRange(self.piece.slot.offset + self.start, self.stop - self.start)
+
+
+def read_tensors(
+    weights: WeightSet, found: Mapping[str, tuple[str, ...]], arena: Arena, workers: Workers, job: Job
+) -> Findings:
+    """Read each weight from its first name in `found` into the arena; returns what was found, by name in the set.
+
+    Further names of a tied weight are read too, into scratch memory, for their digests. Raises StageCancelled, and
+    WeightFileError for a file that ends early, that cannot be read, or that was written to meanwhile; the arena's
+    content is then undefined, but nothing writes to it any more.
+    """
+    rows = arena.layout.weights
+    slots = arena.layout.slots
+    plain = [
+        new_piece(weights, keys[0], arena, slots[name]) for name, keys in found.items() if rows[name].stride is None
+    ]
+    read_pieces(plain, workers, job)
+    read = Findings.of(plain)
+    others: list[Scratched] = [(rows[name], keys[0]) for name, keys in found.items() if rows[name].stride is not None]
+    others += [(None, key) for keys in found.values() for key in keys[1:]]
+    for batch in _batches(weights, others):
+        read.add(_read_batch(weights, batch, arena, workers, job))
+    weights.check_unchanged(proven=weights.stamp is not None)
+    return read
+
+
+def _batches(weights: WeightSet, items: Iterable[Scratched]) -> Iterator[list[Scratched]]:
+    """As many at once as SCRATCH bytes hold, at least one."""
+    batch: list[Scratched] = []
+    size = 0
+    for item in items:
+        nbytes = weights.tensors[item[1]].nbytes
+        if batch and size + nbytes > SCRATCH:
+            yield batch
+            batch, size = [], 0
+        batch.append(item)
+        size += nbytes
+    if batch:
+        yield batch
+
+
+def _read_batch(weights: WeightSet, batch: Sequence[Scratched], arena: Arena, workers: Workers, job: Job) -> Findings:
+    """Read tensors into memory of their own, and from there into the arena."""
+    keys = [key for _, key in batch]
+    scratch, found = read_scratch(weights, keys, workers, job)
+    for index, (weight, _) in enumerate(batch):
+        if weight is not None:
+            lay(arena, weight, scratch.part(index), job)
+    return found
+
+
+def read_scratch(weights: WeightSet, keys: Sequence[str], workers: Workers, job: Job) -> tuple[Scratch, Findings]:
+    """Read tensors into memory of their own; returns it with what was found.
+
+    Raises WeightFileError, StageCancelled and MemoryError.
+    """
+    scratch = Scratch([weights.tensors[key].nbytes for key in keys])
+    pieces = [new_piece(weights, key, scratch, slot) for key, slot in zip(keys, scratch.slots, strict=True)]
+    read_pieces(pieces, workers, job)
+    return scratch, Findings.of(pieces)
+
+
+def new_piece(weights: WeightSet, key: str, room: Room, slot: ByteRange) -> Piece:
+    """Where one tensor is in its file, and where it goes; both have the same size."""
+    stored = weights.tensors[key]
+    blanks = [_BLANK] * block_count(stored.nbytes)
+    return Piece(key, stored.dtype, stored.file.source, stored.offset, room, slot, blanks, [])
+
+
+def read_pieces(pieces: Iterable[Piece], workers: Workers, job: Job) -> None:
+    """Fill every piece's slot, its list of digests, and that of what is not finite."""
+    ordered = sorted(pieces, key=lambda piece: (id(piece.source), piece.begin))
+    reads = list(_reads((part for piece in ordered for part in _parts(piece, _unit(piece, job))), job))
+    workers.run_all(_reader(job), _groups(reads))
+
+
+def _unit(piece: Piece, job: Job) -> int:
+    """How many bytes suit the file, the memory and the job at once."""
+    return job.unit(min(piece.source.unit, piece.room.most))
+
+
+def _parts(piece: Piece, unit: int) -> Iterator[Part]:
+    unit = max(BLOCK, unit // BLOCK * BLOCK)
+    size = piece.slot.nbytes
+    for start in range(0, max(1, size), unit):
+        yield Part(piece, start, min(start + unit, size))
+
+
+def _reads(parts: Iterable[Part], job: Job) -> Iterator[list[Part]]:
+    """Neighbours in a file that one scattered read fills, of about the size that suits the file and the job."""
+    read: list[Part] = []
+    room = end = 0
+    for part in parts:
+        begin, length = part.piece.begin + part.start, part.stop - part.start
+        piece, first = part.piece, read[0].piece if read else None
+        follows = first and piece.source is first.source and piece.room is first.room and begin == end
+        if not (follows and length <= room and len(read) < MOST_BUFFERS):
+            if read:
+                yield read
+            read, room = [], max(_unit(part.piece, job), length)
+        read.append(part)
+        room -= length
+        end = begin + length
+    if read:
+        yield read
+
+
+def _groups(reads: Iterable[list[Part]]) -> Iterator[Sequence[list[Part]]]:
+    """What a thread reads in a row, to one room: one large read, or several small ones."""
+    group: list[list[Part]] = []
+    size = 0
+    for read in reads:
+        nbytes, room = sum(part.stop - part.start for part in read), read[0].piece.room
+        full = len(group) == READS or size >= GROUP_BYTES or size + nbytes > room.most
+        if group and (full or room is not group[0][0].piece.room):
+            yield group
+            group, size = [], 0
+        group.append(read)
+        size += nbytes
+    if group:
+        yield group
+
+
+def _reader(job: Job) -> Callable[[Sequence[list[Part]]], None]:
+    def work(reads: Sequence[list[Part]]) -> None:
+        room = reads[0][0].piece.room
+        with room.room([part.slot for read in reads for part in read]) as memory:
+            waiting = iter(memory)
+            for read in reads:
+                piece, start, _ = read[0]
+                targets = [next(waiting) for _ in read]
+                for low, high in job.steps(0, sum(map(len, targets))):
+                    piece.source.read_into(_between(targets, low, high), piece.begin + start + low)
+                for part, target in zip(read, targets, strict=True):
+                    _hash(part, target)
+
+    return work
+
+
+def _between(buffers: list[memoryview], low: int, high: int) -> list[memoryview]:
+    """The parts of neighbouring buffers that are bytes `low` to `high` of the whole."""
+    found = []
+    for buffer in buffers:
+        found += [buffer[max(0, low) : high]] if low < len(buffer) and high > 0 else []
+        low, high = low - len(buffer), high - len(buffer)
+    return found
+
+
+def _hash(part: Part, target: memoryview) -> None:
+    first = part.start // BLOCK
+    for index, start in enumerate(range(0, max(1, len(target)), BLOCK), first):
+        block = target[start : start + BLOCK]
+        part.piece.digests[index] = blake3(block).digest()
+        if found := count_nonfinite(part.piece.dtype, block):  # while it is in the cache
+            part.piece.nonfinite.append(found)
+
+
+def lay(arena: Arena, weight: NamedTensor, rows: memoryview, job: Job) -> None:
+    """Copy a row-major tensor into an arena, which may keep its dimensions in another order.
+
+    Raises StageCancelled, with the copy half done.
+    """
+    with arena.room([arena.layout.slots[weight.name]]) as (target,):
+        write_rows(weight, rows, target, job)
+
+
+def write_rows(weight: NamedTensor, source: bytearray | memoryview, target: memoryview, job: Job) -> None:
+    """As `lay`, into the memory of one weight."""
+    if weight.stride is None:
+        target[:] = source
+    else:
+        rows, kept = _both_orders(weight, source, target)
+        _copy(kept, rows, job)
+
+
+def read_rows(weight: NamedTensor, source: memoryview, job: Job) -> memoryview:
+    """The bytes of a tensor of an arena, row-major: the arena's own memory, unless that keeps another order."""
+    if weight.stride is None:
+        return source
+    memory = memoryview(allocate(len(source)))
+    rows, kept = _both_orders(weight, memory, source)
+    _copy(rows, kept, job)
+    return memory
+
+
+def _copy(target: np.ndarray, source: np.ndarray, job: Job) -> None:
+    """Element by element, in steps between which a cancel is noticed; each is one piece of the target's memory."""
+    order = np.argsort([-step for step in target.strides], kind="stable")
+    _copy_in_order(target.transpose(order), source.transpose(order), job)
+
+
+def _copy_in_order(target: np.ndarray, source: np.ndarray, job: Job) -> None:
+    job.check()
+    if target.nbytes <= COPY_STEP or not target.ndim:
+        target[...] = source
+        return
+    step = max(1, len(target) * COPY_STEP // target.nbytes)
+    for start in range(0, len(target), step):
+        part = slice(start, start + step) if len(target) > 1 else 0
+        _copy_in_order(target[part], source[part], job)
+
+
+def _both_orders(
+    weight: NamedTensor, row_major: bytearray | memoryview, arena: memoryview
+) -> tuple[np.ndarray, np.ndarray]:
+    """The same tensor in the order of a file, and in the order of an arena."""
+    assert weight.stride is not None
+    size = len(arena) // max(1, int(np.prod(weight.shape)))
+    element = np.dtype(f"V{size}")
+    strides = [step * size for step in weight.stride]
+    kept = np.lib.stride_tricks.as_strided(np.frombuffer(arena, element), weight.shape, strides)
+    return np.frombuffer(row_major, element).reshape(weight.shape), kept

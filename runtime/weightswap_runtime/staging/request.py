@@ -1,0 +1,116 @@
+"""What a caller wants staged, what was staged, and what is served meanwhile."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Literal, NamedTuple
+
+from weightswap_runtime.errors import Unsupported
+from weightswap_runtime.format.goldens import Mode, check_mode
+from weightswap_runtime.format.identity import Identity
+from weightswap_runtime.format.name_matching import KEYS, NAMES, UNAMBIGUOUS, Keys, Readings
+from weightswap_runtime.format.nonfinite import Allowed, Nonfinite
+from weightswap_runtime.memory.arena import Arena
+from weightswap_runtime.memory.host import IN_PLACE, StagedIn
+from weightswap_runtime.memory.patch import HostPatch
+
+LEASE_TIMEOUT = 60.0  # seconds
+Busy = Literal["refuse", "wait"]
+Kind = Literal["full", "partial", "delta", "rollback"]
+READINGS: dict[str | None, Readings] = {None: UNAMBIGUOUS, "checkpoint": KEYS, "fqn": NAMES}
+_WEIGHTS_ID = re.compile(r"[0-9a-f]{64}")
+
+
+class SwapRequest(NamedTuple):
+    """What a caller wants staged, and how. `only` are patterns of FQNs; empty: everything. `ignore` are patterns of
+    names in the file, which are as if they were not there.
+
+    `allow_nonfinite`: the weights that may have values that are not finite where the served ones have none: all, none,
+    or some; None: all, but whoever swaps does not say so. `by` who asks. `rate_limit` in bytes per second. `busy`: what
+    is done where another staging is open. `timeout` in seconds, for that and for leases; None: for ever.
+    """
+
+    path: str | os.PathLike[str]
+    keys: Keys | None = None
+    only: tuple[str, ...] = ()
+    expect: str | None = None
+    allow_other_graph: bool = False
+    verify: Mode = "goldens"
+    allow_nonfinite: Allowed = None
+    by: str = ""
+    rate_limit: float | None = None
+    busy: Busy = "refuse"
+    timeout: float | None = LEASE_TIMEOUT
+    ignore: tuple[str, ...] = ()
+
+    @property
+    def patience(self) -> float | None:
+        """For how many seconds another staging is waited for; None: not at all."""
+        return patience(self.busy, self.timeout)
+
+    def check(self) -> None:
+        """Raise Unsupported for what cannot be meant."""
+        if self.keys not in READINGS:
+            raise Unsupported(f"keys={self.keys!r}: the names of a file are read as {', '.join(map(repr, READINGS))}")
+        if self.expect is not None and not (isinstance(self.expect, str) and _WEIGHTS_ID.fullmatch(self.expect)):
+            raise Unsupported(f"expect={self.expect!r}: a weights id has 64 hexadecimal digits")
+        check_mode(self.verify)
+        check_busy(self.busy)
+
+
+def check_busy(busy: str) -> None:
+    """Raise Unsupported for what `busy=` cannot be."""
+    if busy not in ("refuse", "wait"):
+        raise Unsupported(f'busy={busy!r}: expected "refuse" or "wait"')
+
+
+def patience(busy: Busy, timeout: float | None) -> float | None:
+    """For how many seconds another staging is waited for; None: not at all."""
+    if busy == "refuse":
+        return None
+    return math.inf if timeout is None else timeout
+
+
+class Contents(NamedTuple):
+    """What was staged. Times in seconds: reading and hashing, then comparing. `verified`: how goldens were.
+
+    `nonfinite`: the weights that have NaN or infinities which those that are served have not.
+    """
+
+    identity: Identity
+    kind: Kind
+    source: str
+    ignored: tuple[str, ...] = ()
+    bytes_read: int = 0
+    seconds_staged: float = 0.0
+    seconds_verified: float = 0.0
+    verified: str = "none"
+    only: tuple[str, ...] = ()
+    staged_in: StagedIn = IN_PLACE
+    nonfinite: Mapping[str, Nonfinite] = MappingProxyType({})
+
+    def placed(self, staged_in: StagedIn) -> Contents:
+        """The same, in memory from which it is copied to where it serves."""
+        return self._replace(staged_in=staged_in)
+
+    def proven(self, verified: str, seconds: float) -> Contents:
+        """The same after goldens were tried for `seconds`."""
+        return self._replace(verified=verified, seconds_verified=self.seconds_verified + seconds)
+
+
+class Served(NamedTuple):
+    """The weights that are served: which, and where they lie."""
+
+    arena: Arena
+    identity: Identity
+
+
+class StagedChange(NamedTuple):
+    """A verified full set of weights, as what changes in the live arena."""
+
+    contents: Contents
+    patch: HostPatch

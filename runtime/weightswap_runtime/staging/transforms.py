@@ -1,0 +1,142 @@
+"""Value transforms: weights computed from a checkpoint's tensors by the adapter's graph, one weight at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from weightswap_runtime.errors import ArtifactError, MissingExtra
+from weightswap_runtime.format.artifact import Artifact
+from weightswap_runtime.format.manifest import ADAPTER_CONSTANTS_NAME, ADAPTER_NAME, NamedTensor
+from weightswap_runtime.tensors.dtypes import TORCH_NAMES, describe
+
+try:
+    import torch
+except ImportError as error:
+    raise MissingExtra("a checkpoint from which weights have to be computed", "torch") from error
+
+from weightswap_runtime.engines.graphs.compiling import compile_graph
+from weightswap_runtime.engines.graphs.opening import checked, read_graph
+from weightswap_runtime.engines.graphs.operators import ForeignFunction, find_operator
+from weightswap_runtime.engines.graphs.schema import Graph, Node, argument_names
+from weightswap_runtime.tensors.torch_modes import default_torch_modes
+from weightswap_runtime.tensors.torch_tensors import copied_tensor
+
+Read = Callable[[str], torch.Tensor]
+CPU = torch.device("cpu")
+
+
+class Transform(NamedTuple):
+    """One weight as a function of some inputs of the adapter's graph. `needs` are their positions, then its calls'."""
+
+    row: NamedTensor
+    call: Callable[..., Any]
+    inputs: tuple[int, ...]
+    needs: tuple[int, ...]
+
+
+class Transforms:
+    """The graph of an artifact's adapter. Only functional operators are accepted: inputs are never changed."""
+
+    def __init__(self, artifact: Artifact) -> None:
+        """Open the graph. Raises ArtifactError."""
+        self._where = str(artifact.path / ADAPTER_NAME)
+        adapter = artifact.manifest.adapter
+        rows = {weight.name: weight for weight in artifact.manifest.weights}
+        computed = [source for source in adapter.sources if source.transform is not None]
+        raw = artifact.read(ADAPTER_NAME)
+        graph = read_graph(raw, self._where)
+        if len(graph.inputs) != len(adapter.inputs) or len(graph.outputs) != len(computed):
+            raise ArtifactError(f"{self._where}: its inputs and outputs are not those of the adapter in the manifest")
+        self._inputs = adapter.inputs
+        parts = checked(raw, self._where, lambda: _parts(graph))
+        self._transforms = {
+            source.weight: Transform(rows[source.weight], *parts[source.transform or 0]) for source in computed
+        }
+        self._constants = _constants(artifact)
+
+    def compute(self, weights: Sequence[str], read: Read) -> Iterator[tuple[str, torch.Tensor]]:
+        """Compute weights, in an order in which neighbours share inputs.
+
+        `read(key)` gives a tensor of the checkpoint with the recorded dtype and shape; a result may be a view of it. No
+        more is held than one weight, what it is computed from, and inputs that the next one needs too.
+
+        Raises ArtifactError, and what `read` and the operators raise.
+        """
+        order = sorted(weights, key=lambda weight: self._transforms[weight].needs)
+        held: dict[int, torch.Tensor] = {}
+        for weight, following in zip(order, [*order[1:], None], strict=True):
+            transform = self._transforms[weight]
+            value = self._run(transform, held, read)
+            self._check_result(transform.row, value)
+            yield weight, value
+            wanted = self._transforms[following].inputs if following else ()
+            held = {place: held[place] for place in wanted if place in held}
+
+    def _run(self, transform: Transform, held: dict[int, torch.Tensor], read: Read) -> torch.Tensor:
+        for place in transform.inputs:
+            if place not in held:
+                item = self._inputs[place]
+                held[place] = read(item.name) if item.kind == "key" else self._constants[item.name]
+        with default_torch_modes():
+            (value,) = transform.call(*(held[place] for place in transform.inputs))
+        result: torch.Tensor = value
+        return result
+
+    def _check_result(self, row: NamedTensor, value: torch.Tensor) -> None:
+        found = TORCH_NAMES.get(str(value.dtype).removeprefix("torch.")), tuple(value.shape)
+        if found != (row.dtype, row.shape):
+            raise ArtifactError(
+                f"{self._where}: computes {found[0]}{list(found[1])} for {row.name}, expected "
+                f"{describe(row.dtype, row.shape)}. Export again."
+            )
+
+
+def _parts(graph: Graph) -> list[tuple[Callable[..., Any], tuple[int, ...], tuple[int, ...]]]:
+    """By output of a graph: its part that gives it, the inputs that this takes, and the positions of all it needs."""
+    for node in graph.nodes:
+        operator = find_operator(node.target)
+        if operator.mutable or operator.higher_order:
+            raise ForeignFunction(f"a call of {node.target!r:.80} in an adapter")
+    made = {name: place for place, item in enumerate(graph.inputs) for name in argument_names(item)}
+    count = len(graph.inputs)
+    made |= {
+        name: place
+        for place, node in enumerate(graph.nodes, count)
+        for item in node.outputs
+        for name in argument_names(item)
+    }
+    uses = {place: _uses(node, made) for place, node in enumerate(graph.nodes, count)}
+    found = []
+    for output in graph.outputs:
+        needs = _needed([made[name] for name in argument_names(output) if name in made], uses)
+        inputs = tuple(place for place in needs if place < count)
+        part = Graph(
+            inputs=tuple(graph.inputs[place] for place in inputs),
+            outputs=(output,),
+            nodes=tuple(graph.nodes[place - count] for place in needs[len(inputs) :]),
+        )
+        found.append((compile_graph(part, CPU).call, inputs, needs))
+    return found
+
+
+def _uses(node: Node, made: Mapping[str, int]) -> set[int]:
+    return {made[name] for item in node.inputs for name in argument_names(item.arg) if name in made}
+
+
+def _needed(places: Sequence[int], uses: Mapping[int, set[int]]) -> tuple[int, ...]:
+    """The places and all that they are computed from, in order."""
+    found, waiting = set(places), list(places)
+    while waiting:
+        new = uses.get(waiting.pop(), set()) - found
+        found |= new
+        waiting += new
+    return tuple(sorted(found))
+
+
+def _constants(artifact: Artifact) -> Mapping[str, torch.Tensor]:
+    rows = [item for item in artifact.manifest.adapter.inputs if item.kind == "constant"]
+    if not rows:
+        return {}
+    found = artifact.tensors(ADAPTER_CONSTANTS_NAME, rows)
+    return {row.name: copied_tensor(found[row.name]) for row in rows}

@@ -1,0 +1,146 @@
+"""Comparing two tensors: whether they are the same within a tolerance, and where they differ most."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .content import TensorBytes, as_array, as_float64
+from .dtypes import DTYPES, describe, has_fractions
+
+Tolerance = tuple[float, float]  # relative, absolute
+EXACT: Tolerance = (0.0, 0.0)
+# https://docs.pytorch.org/docs/stable/testing.html#torch.testing.assert_close; every other dtype is compared exactly
+DEFAULT_TOLERANCES: dict[str, Tolerance] = {
+    "F16": (1e-3, 1e-5),
+    "BF16": (1.6e-2, 1e-5),
+    "F32": (1.3e-6, 1e-5),
+    "F64": (1e-7, 1e-7),
+    "C64": (1.3e-6, 1e-5),
+}
+
+
+def difference(expected: TensorBytes, found: TensorBytes, tolerance: Tolerance | None) -> str | None:
+    """Where two tensors differ most, in words; None where they do not.
+
+    tolerance: (rtol, atol), as `torch.isclose` has them with `expected` as its second operand. None means bit for bit,
+    where any NaN equals any other, but 0.0 is not -0.0: the same operations in the same order give the same sign, so
+    another one tells that something else was computed. Tensors that are neither floating nor complex are always
+    compared exactly. Another dtype or shape is a difference.
+    """
+    if expected.dtype != found.dtype or expected.shape != found.shape:
+        return f": expected {_type(expected)}, found {_type(found)}"
+    differ = differing(expected, found, tolerance)
+    count = int(differ.sum())
+    if not count:
+        return None
+    return f"{_worst(expected, found, differ)}; {count} of {differ.size} elements differ{_beyond(tolerance, found)}"
+
+
+def differing(expected: TensorBytes, found: TensorBytes, tolerance: Tolerance | None) -> NDArray[np.bool_]:
+    """Which elements of two tensors of one type differ, in row-major order; see `difference`."""
+    return _differ_in_bits(expected, found) if tolerance is None else _differ_in_value(expected, found, tolerance)
+
+
+def furthest(expected: TensorBytes, found: TensorBytes, differ: NDArray[np.bool_]) -> int:
+    """The position of that one of the elements that `differ` which is furthest from the expected one."""
+    gaps = np.nan_to_num(_gaps(as_float64(expected), as_float64(found)), nan=np.inf)
+    return int(np.where(differ, gaps, -1).argmax())
+
+
+def number(tensor: TensorBytes, position: int) -> Any:
+    """An element as Python has it, from its position in row-major order."""
+    values = as_float64(tensor) if has_fractions(tensor.dtype) else as_array(tensor).reshape(-1)
+    return values[position].item()
+
+
+def index_of(position: int, shape: Sequence[int]) -> tuple[int, ...]:
+    """The index of an element, from its position in row-major order."""
+    return tuple(int(part) for part in np.unravel_index(position, shape))
+
+
+def not_finite(recorded: TensorBytes | None, found: TensorBytes) -> str | None:
+    """Where `found` is not finite although `recorded`, if there is any, is, in words; None where it is.
+
+    An output of another shape than the recorded one, which depends on the weights, must be finite throughout if
+    `recorded` is.
+    """
+    if not has_fractions(found.dtype):
+        return None
+    values = as_float64(found)
+    wrong: NDArray[np.bool_] = ~np.isfinite(values)
+    if recorded is not None:
+        expected = np.isfinite(as_float64(recorded))
+        wrong &= expected if recorded.shape == found.shape else expected.all()
+    count = int(wrong.sum())
+    if not count:
+        return None
+    index = int(wrong.argmax())
+    value = values[index].item()
+    return f"{_place(index, found.shape)}: expected a finite value, found {value}; {count} of {wrong.size} are not"
+
+
+def _type(tensor: TensorBytes) -> str:
+    return describe(tensor.dtype, tensor.shape)
+
+
+def _beyond(tolerance: Tolerance | None, found: TensorBytes) -> str:
+    if tolerance is None or not has_fractions(found.dtype):
+        return ", compared bit for bit"
+    rtol, atol = tolerance
+    return f" by more than rtol={rtol:g}, atol={atol:g}"
+
+
+def _differ_in_bits(expected: TensorBytes, found: TensorBytes) -> NDArray[Any]:
+    differ: NDArray[Any] = _bits(expected) != _bits(found)
+    if has_fractions(found.dtype) and differ.any():
+        differ &= ~(np.isnan(as_float64(expected)) & np.isnan(as_float64(found)))
+    return differ
+
+
+def _bits(tensor: TensorBytes) -> NDArray[Any]:
+    """One unsigned integer for each element."""
+    return np.frombuffer(tensor.data, f"u{DTYPES[tensor.dtype].bits // 8}")
+
+
+def _differ_in_value(expected: TensorBytes, found: TensorBytes, tolerance: Tolerance) -> NDArray[Any]:
+    if not has_fractions(found.dtype):
+        return _differ_in_bits(expected, found)
+    return ~_close(as_float64(expected), as_float64(found), *tolerance)
+
+
+def _close(expected: NDArray[Any], found: NDArray[Any], rtol: float, atol: float) -> NDArray[Any]:
+    """What `torch.isclose(found, expected, ..., equal_nan=True)` says; an infinity is close to itself alone."""
+    equal = (found == expected) | (np.isnan(found) & np.isnan(expected))
+    gaps = _gaps(expected, found)
+    with np.errstate(all="ignore"):
+        near = np.isfinite(gaps) & (gaps <= atol + np.abs(rtol * expected))
+    close: NDArray[Any] = equal | near
+    return close
+
+
+def _gaps(expected: NDArray[Any], found: NDArray[Any]) -> NDArray[Any]:
+    with np.errstate(all="ignore"):  # between infinities there is NaN, between large numbers infinity
+        gaps: NDArray[Any] = np.abs(found - expected)
+    return gaps
+
+
+def _worst(expected: TensorBytes, found: TensorBytes, differ: NDArray[np.bool_]) -> str:
+    position = furthest(expected, found, differ)
+    wanted, got = number(expected, position), number(found, position)
+    return f"{_place(position, found.shape)}: expected {wanted}, found {got}{_gap(wanted, got)}"
+
+
+def _gap(wanted: Any, got: Any) -> str:
+    """The absolute and the relative difference of two numbers."""
+    absolute = abs(got - wanted)
+    relative = absolute / abs(wanted) if wanted else float("inf") if absolute else 0.0
+    return f", absolute difference {absolute:.6g}, relative {relative:.6g}"
+
+
+def _place(position: int, shape: Sequence[int]) -> str:
+    """`[1, 2]`; empty for a scalar."""
+    return str(list(index_of(position, shape))) if shape else ""

@@ -1,0 +1,82 @@
+"""Tensors between files, engines and comparisons, and the arrays that they are in numpy, some by way of ml_dtypes."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import ml_dtypes
+import numpy as np
+from numpy.typing import NDArray
+
+from weightswap_runtime.errors import Unsupported
+
+from .dtypes import DTYPES, TORCH_NAMES, has_fractions
+
+
+class TensorBytes(NamedTuple):
+    """A tensor's safetensors dtype, its shape, and its row-major, little-endian bytes."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    data: memoryview
+
+    @property
+    def nbytes(self) -> int:
+        return len(self.data)
+
+    def read_into(self, memory: memoryview, begin: int) -> None:
+        """Fill the memory with the bytes from `begin` on."""
+        memory[:] = self.data[begin : begin + len(memory)]
+
+
+def numpy_dtype(dtype: str) -> np.dtype[Any]:
+    """numpy's type, or that of ml_dtypes. Raises Unsupported for elements that do not fill whole bytes."""
+    name = DTYPES[dtype].torch
+    if name is None:
+        raise Unsupported(f"dtype {dtype}: numpy has no such type")
+    return np.dtype(getattr(ml_dtypes, name, name))
+
+
+def is_numpys(dtype: str) -> bool:
+    """Whether the type is numpy's own."""
+    return numpy_dtype(dtype).isbuiltin == 1
+
+
+def as_array(content: TensorBytes) -> NDArray[Any]:
+    """An array over the bytes, whose memory it shares. Raises Unsupported where numpy has no such type."""
+    return np.frombuffer(content.data, numpy_dtype(content.dtype).newbyteorder("<")).reshape(content.shape)
+
+
+def array_content(array: NDArray[Any]) -> TensorBytes:
+    """The content of an array; shares its memory where that is in order already.
+
+    Raises Unsupported for a dtype without a safetensors name.
+    """
+    name = TORCH_NAMES.get(array.dtype.name)
+    if name is None:
+        raise Unsupported(f"numpy's {array.dtype} has no place in the safetensors format")
+    rows = np.ascontiguousarray(array, array.dtype.newbyteorder("<"))
+    return TensorBytes(name, array.shape, rows.reshape(-1).view(np.uint8).data)
+
+
+def as_float64(content: TensorBytes, out: NDArray[Any] | None = None) -> NDArray[Any]:
+    """The elements as float64 or complex128, in row-major order and one dimension. Integers beyond 2**53 are rounded.
+
+    out: memory for the result, of its dtype and size. Raises Unsupported for dtypes whose elements do not fill whole
+    bytes.
+    """
+    values = as_array(content).reshape(-1)
+    if DTYPES[content.dtype].bits == 8 and has_fractions(content.dtype):  # several times as fast as a cast
+        return np.take(_float8_values(content.dtype), values.view(np.uint8), out=out, mode="clip")
+    if out is None:
+        out = np.empty(len(values), np.complex128 if values.dtype.kind == "c" else np.float64)
+    with np.errstate(invalid="ignore"):  # a signalling NaN is made a quiet one
+        np.copyto(out, values, casting="unsafe")
+    return out
+
+
+@functools.cache
+def _float8_values(dtype: str) -> NDArray[Any]:
+    """Of every code."""
+    return np.arange(256, dtype=np.uint8).view(numpy_dtype(dtype)).astype(np.float64)

@@ -1,0 +1,55 @@
+"""Functions of the application that are told what happens. What they raise goes to the log and no further."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from threading import RLock
+from typing import Generic, ParamSpec
+
+from weightswap_runtime.errors import Unsupported
+
+from .forks import renew_in_children
+
+P = ParamSpec("P")
+Stop = Callable[[], None]
+
+
+class Listeners(Generic[P]):
+    """Tells each listener in turn, in the thread that tells. Truthy while there are any."""
+
+    def __init__(self, log: logging.Logger) -> None:
+        self.all: tuple[Callable[P, object], ...] = ()
+        self._log = log
+        self._renew()
+        renew_in_children(self)
+
+    def _renew(self) -> None:
+        self._changing = RLock()  # for signal handlers
+
+    def add(self, listener: Callable[P, object]) -> Stop:
+        """Tell `listener` from now on, until the returned function is called; a second time that does nothing."""
+        if not callable(listener):
+            raise Unsupported(f"{listener!r} cannot be called; give a function")
+        entry: list[Callable[P, object]] = [listener]
+        with self._changing:
+            self.all += (listener,)
+
+        def stop() -> None:
+            with self._changing:
+                if entry:
+                    self.all = _without(self.all, entry.pop())
+
+        return stop
+
+    def tell(self, *args: P.args, **kwargs: P.kwargs) -> None:
+        for listener in self.all:
+            try:
+                listener(*args, **kwargs)
+            except Exception:
+                self._log.exception("%r failed", listener)
+
+
+def _without(hooks: tuple[Callable[P, object], ...], gone: Callable[P, object]) -> tuple[Callable[P, object], ...]:
+    place = hooks.index(gone)
+    return hooks[:place] + hooks[place + 1 :]

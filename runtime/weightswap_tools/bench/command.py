@@ -1,0 +1,116 @@
+"""`weightswap bench`: how fast an artifact's engines answer, and what swaps cost."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress
+
+from weightswap_tools.bench import BenchReport, bench
+from weightswap_tools.terminal import HtmlOption, JsonOption, OpLibraryOption, errors_as_exit, print_json, say
+
+MOST_SECONDS = 86400.0
+bench_command = typer.Typer(add_completion=False)
+
+
+@bench_command.command(name="bench")
+def bench_(
+    artifact: Annotated[str, typer.Argument(help="An artifact's folder, or its URL.")],
+    weights: Annotated[str, typer.Argument(help="The weight file or checkpoint to serve and to swap in.")],
+    engine: Annotated[
+        list[str] | None, typer.Option(help="An engine to measure, by default all; may be repeated.")
+    ] = None,
+    method: Annotated[str | None, typer.Option(help="The method to call; by default forward, or the first.")] = None,
+    batch: Annotated[str, typer.Option(help="Sizes of the dimension `batch`, or of the first dynamic one.")] = "1,8,32",
+    size: Annotated[str, typer.Option(help="Sizes of other dynamic dimensions, as length=128,rows=7.")] = "",
+    inputs: Annotated[
+        Path | None, typer.Option("--input", "-i", help="Inputs by name, a .safetensors or .npz file; not random ones.")
+    ] = None,
+    threads: Annotated[int, typer.Option(min=1, help="How many call at once.")] = 1,
+    seconds: Annotated[
+        float, typer.Option(min=0, max=MOST_SECONDS, help="How long to call with each size, in each residency.")
+    ] = 1.0,
+    swaps: Annotated[int, typer.Option(min=0, help="How often to swap the file in, in each residency.")] = 5,
+    html: HtmlOption = None,
+    op_library: OpLibraryOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Measure calls and swaps of every engine that the artifact and this machine offer.
+
+    Each engine runs in processes of its own. The status is 1 if any of them failed.
+    """
+    batches, sizes = _numbers(batch), _sizes(size)
+    with errors_as_exit(as_json):
+        with _progress() as progress:
+            found = bench(
+                artifact,
+                weights,
+                engines=engine or (),
+                method=method,
+                batches=batches,
+                sizes=sizes,
+                inputs=inputs,
+                threads=threads,
+                seconds=seconds,
+                swaps=swaps,
+                op_libraries=op_library or (),
+                progress=progress,
+            )
+        _show(found, html, as_json)
+    if any(result.failed for result in found.engines):
+        raise typer.Exit(1)
+
+
+@contextmanager
+def _progress() -> Iterator[Callable[[int, int], None]]:
+    """A bar for processes done of processes in all, on a terminal only."""
+    console = Console(stderr=True)
+    columns = ("measuring", BarColumn(), MofNCompleteColumn())
+    with Progress(*columns, console=console, disable=not console.is_terminal, transient=True) as bar:
+        task = bar.add_task("", total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
+def _numbers(text: str) -> list[int]:
+    try:
+        return [_size(part) for part in text.split(",")]
+    except ValueError as error:
+        raise typer.BadParameter(f"--batch {text!r}: expected numbers, such as 1,8,32") from error
+
+
+def _sizes(text: str) -> dict[str, int]:
+    try:
+        pairs = (part.partition("=") for part in text.split(",") if part)
+        return {name: _size(value) for name, _, value in pairs}
+    except ValueError as error:
+        raise typer.BadParameter(f"--size {text!r}: expected names and numbers, such as length=128,rows=7") from error
+
+
+def _size(text: str) -> int:
+    """Raises ValueError for what is no size."""
+    number = int(text)
+    if number < 0:
+        raise ValueError(text)
+    return number
+
+
+def _show(found: BenchReport, html: Path | None, as_json: bool) -> None:
+    if html:
+        from weightswap_tools.reports import write_report
+
+        from .show_page import bench_report
+
+        write_report(html, bench_report(found))
+    if as_json:
+        print_json(found)
+        return
+    from .show_text import print_bench
+
+    print_bench(found)
+    if html:
+        say(f"report      {html}")

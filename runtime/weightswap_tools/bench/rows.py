@@ -1,0 +1,100 @@
+"""What both the terminal and the page say."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from statistics import median
+
+from weightswap_tools.bench import EngineBench
+from weightswap_tools.reports import Cell, Column
+
+CALLS = (
+    Column("engine"),
+    Column("residency"),
+    Column("sizes"),
+    *(Column(name, "number") for name in ("threads", "calls", "p50 (ms)", "p90 (ms)", "p99 (ms)")),
+    *(Column(name, "number") for name in ("calls/s", "samples/s")),
+)
+SWAPS = (
+    Column("engine"),
+    Column("residency"),
+    *(
+        Column(name, "number")
+        for name in ("swaps", "staged (ms)", "verified (ms)", "paused (µs)", "longest pause (µs)")
+    ),
+    Column("read", "bytes"),
+)
+MEMORY = (
+    Column("engine"),
+    Column("residency"),
+    Column("load (s)", "number"),
+    *(Column(name, "bytes") for name in ("before the load", "after it", "at most while swapping")),
+)
+Row = tuple[Cell, ...]
+
+
+def sizes_text(sizes: dict[str, int]) -> str:
+    """`batch=8, length=3`."""
+    return ", ".join(f"{name}={size}" for name, size in sizes.items()) or "as exported"
+
+
+def call_rows(results: Sequence[EngineBench]) -> list[Row]:
+    """What the calls took, in the order of CALLS."""
+    return [
+        (
+            result.engine,
+            result.residency,
+            sizes_text(calls.sizes),
+            calls.threads,
+            calls.calls,
+            *(milli(seconds) for seconds in (calls.p50, calls.p90, calls.p99)),
+            round(calls.calls_per_second, 1),
+            None if calls.samples_per_second is None else round(calls.samples_per_second, 1),
+        )
+        for result in results
+        for calls in result.calls
+    ]
+
+
+def swap_rows(results: Sequence[EngineBench]) -> list[Row]:
+    """Medians of what the swaps took, in the order of SWAPS."""
+    return [
+        (
+            result.engine,
+            result.residency,
+            len(result.swaps),
+            milli(median(swap.staged for swap in result.swaps)),
+            milli(median(swap.verified for swap in result.swaps)),
+            micro(median(swap.paused for swap in result.swaps)),
+            micro(max(swap.paused for swap in result.swaps)),
+            result.swaps[0].bytes_read,
+        )
+        for result in results
+        if result.swaps
+    ]
+
+
+def memory_rows(results: Sequence[EngineBench]) -> list[Row]:
+    """What the processes took, in the order of MEMORY."""
+    return [
+        (
+            result.engine,
+            result.residency,
+            round(result.load_seconds, 3),
+            result.memory.before_load,
+            result.memory.after_load,
+            result.memory.peak_swapping,
+        )
+        for result in results
+        if result.memory
+    ]
+
+
+def milli(seconds: float) -> float:
+    """Milliseconds, to the microsecond."""
+    return round(seconds * 1e3, 3)
+
+
+def micro(seconds: float) -> float:
+    """Microseconds, to a tenth."""
+    return round(seconds * 1e6, 1)

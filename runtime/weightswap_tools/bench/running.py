@@ -1,0 +1,176 @@
+"""What is measured, and one process after another that measures it."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+import msgspec
+
+from weightswap_runtime.engines.choosing import ENGINES, available_engines, choose_engine, is_compiled
+from weightswap_runtime.errors import Unsupported
+from weightswap_runtime.format.artifact import Artifact
+from weightswap_runtime.format.conditions import evaluate, parse_condition
+from weightswap_runtime.format.signature import Signature
+from weightswap_runtime.format.weight_set import open_weights
+from weightswap_runtime.live.residency.opening import RESIDENCIES
+from weightswap_runtime.sources.location import printable
+from weightswap_tools.random_inputs import common_sizes
+
+from .report import BenchReport, BenchRequest, EngineBench
+
+BATCH = "batch"
+
+
+def bench(
+    artifact: str | os.PathLike[str],
+    weights: str | os.PathLike[str],
+    *,
+    engines: Sequence[str] = (),
+    method: str | None = None,
+    batches: Sequence[int] = (1, 8, 32),
+    sizes: Mapping[str, int] | None = None,
+    inputs: str | os.PathLike[str] | None = None,
+    threads: int = 1,
+    seconds: float = 1.0,
+    swaps: int = 5,
+    op_libraries: Sequence[str] = (),
+    progress: Callable[[int, int], None] | None = None,
+) -> BenchReport:
+    """Measure calls and swaps of every engine on the CPU, each in processes of its own, one for each residency.
+
+    engines: names; by default those that the artifact and this machine offer. batches: sizes of the dimension that is
+    called "batch", or of the first dynamic one; those that the signature does not allow are left out. sizes: of other
+    dynamic dimensions, by name; else 2, 3 or 5. inputs: a .safetensors or .npz file with inputs by name, instead of
+    random ones. threads: that call at once. seconds: of calls, for each batch in each residency. swaps: of the same
+    file. op_libraries: packages and .so files that register operators, as `load` takes them. progress: called with
+    processes done, and processes in all.
+
+    An engine that fails has the reason as its result. Raises ArtifactError, WeightFileError, and Unsupported for an
+    engine, a method or sizes that the artifact does not have.
+    """
+    opened = Artifact.open(artifact)
+    name = method or _default_method(opened)
+    if name not in opened.methods:
+        raise Unsupported(f"{name!r} is not a method of {opened.path}; there are {', '.join(opened.methods)}")
+    signature = opened.manifest.methods[name].signature
+    chosen = _chosen(opened, engines)
+    with open_weights(weights):
+        pass  # what cannot be opened is told once
+    dimension = None if inputs is not None else _batch_dimension(signature, sizes or {})
+    wanted = [] if inputs is not None else _size_sets(signature, dimension, batches, sizes or {})
+    allowed = [found for found in wanted if _is_allowed(signature, found)]
+    if wanted and not allowed:
+        raise Unsupported(f"the method takes none of {', '.join(map(str, wanted))}; it has {_ranges(signature)}")
+    refused = {_told(found): f"the method has {_ranges(signature)}" for found in wanted if found not in allowed}
+    lacking = {engine: _lacking(opened, engine) for engine in ENGINES if engine not in chosen}
+    request = BenchRequest(
+        artifact=os.fspath(artifact),
+        weights=os.fspath(weights),
+        engine="",
+        method=name,
+        sizes=tuple(allowed) or ({},),
+        residency="double",
+        threads=threads,
+        seconds=seconds,
+        swaps=swaps,
+        inputs=None if inputs is None else os.fspath(inputs),
+        op_libraries=tuple(op_libraries),
+        batch_dimension=dimension,
+    )
+    return BenchReport(
+        artifact=str(opened.path),
+        graph_id=opened.graph_id,
+        weights=printable(os.fspath(weights)),
+        method=name,
+        machine=f"{len(os.sched_getaffinity(0))} processors, {platform.machine()}, {platform.system()}",
+        engines=tuple(_measured(request, chosen, progress)),
+        left_out=({} if engines else lacking) | refused,
+        batch_dimension=dimension,
+    )
+
+
+def _default_method(artifact: Artifact) -> str:
+    return "forward" if "forward" in artifact.methods else artifact.methods[0]
+
+
+def _chosen(artifact: Artifact, engines: Sequence[str]) -> list[str]:
+    """Engines by name, each once; without names all that there are. Raises Unsupported for one that is asked for."""
+    offered = available_engines(artifact)
+    chosen = list(dict.fromkeys(choose_engine(engine, artifact) for engine in engines)) or list(offered)
+    if missing := [engine for engine in chosen if engine not in offered]:
+        raise Unsupported(f"engine {missing[0]!r}: {_lacking(artifact, missing[0])}")
+    return chosen
+
+
+def _lacking(artifact: Artifact, engine: str) -> str:
+    if is_compiled(engine, artifact):
+        return "this machine cannot run it"
+    return f"not compiled: weightswap compile {artifact.path} --engine {engine}"
+
+
+def _told(sizes: Mapping[str, int]) -> str:
+    return ", ".join(f"{name}={size}" for name, size in sizes.items())
+
+
+def _ranges(signature: Signature) -> str:
+    found = [
+        f"{name} from {limits.min} to {'any' if limits.max is None else limits.max}"
+        for name, limits in signature.dims.items()
+    ]
+    return ", ".join([*found, *signature.conditions]) or "no dynamic dimensions"
+
+
+def _batch_dimension(signature: Signature, sizes: Mapping[str, int]) -> str | None:
+    """The one that is called "batch", or else the first dynamic one that has no size of its own yet."""
+    return BATCH if BATCH in signature.dims else next((name for name in signature.dims if name not in sizes), None)
+
+
+def _size_sets(
+    signature: Signature, varied: str | None, batches: Sequence[int], sizes: Mapping[str, int]
+) -> list[dict[str, int]]:
+    """The dynamic dimensions' sizes, one set for each batch; a single empty one without such dimensions."""
+    unknown = [name for name in sizes if name not in signature.dims]
+    if unknown:
+        known = ", ".join(signature.dims) or "none"
+        raise Unsupported(f"{unknown[0]!r} is no dynamic dimension of the method; there are: {known}")
+    common = next(iter(common_sizes(signature)), {})
+    sets = [{**common, **sizes}] if varied is None or varied in sizes else []
+    return sets or [{**common, **sizes, str(varied): batch} for batch in batches]
+
+
+def _is_allowed(signature: Signature, sizes: Mapping[str, int]) -> bool:
+    if sizes.keys() != signature.dims.keys():
+        return False
+    within = all(
+        limits.min <= sizes[name] and (limits.max is None or sizes[name] <= limits.max)
+        for name, limits in signature.dims.items()
+    )
+    return within and all(evaluate(parse_condition(text), sizes) for text in signature.conditions)
+
+
+def _measured(
+    request: BenchRequest, engines: Sequence[str], progress: Callable[[int, int], None] | None
+) -> Iterator[EngineBench]:
+    runs = [(engine, residency) for engine in engines for residency in RESIDENCIES]
+    for done, (engine, residency) in enumerate(runs):
+        if progress:
+            progress(done, len(runs))
+        yield _run(msgspec.structs.replace(request, engine=engine, residency=residency))
+
+
+def _run(request: BenchRequest) -> EngineBench:
+    """Measure in a process of its own."""
+    command = [sys.executable, "-m", f"{__package__}.worker"]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    done = subprocess.run(
+        command, input=msgspec.json.encode(request), capture_output=True, env=environment, check=False
+    )
+    if done.returncode:
+        last = (done.stderr.decode(errors="replace").strip().splitlines() or ["it said nothing"])[-1]
+        text = f"the process that measured it ended with status {done.returncode}: {last}"
+        return EngineBench(engine=request.engine, residency=request.residency, failed=text)
+    return msgspec.json.decode(done.stdout.splitlines()[-1], type=EngineBench)

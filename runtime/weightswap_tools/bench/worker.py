@@ -1,0 +1,145 @@
+"""Measures one engine in one residency; run as a process of its own: a request as JSON comes in, and a result goes out.
+
+So memory is that of one engine alone, and what ends a process ends one measurement.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import msgspec
+import numpy as np
+
+from weightswap_runtime.format.signature import call_arguments
+from weightswap_runtime.live.loading import load
+from weightswap_runtime.live.model import Model, engine_of
+from weightswap_tools.call_inputs import engine_inputs, named_inputs
+from weightswap_tools.random_inputs import random_values
+from weightswap_tools.tensor_files import read_tensors
+
+from .report import BenchRequest, CallTimes, EngineBench, Memory, SwapTimes
+
+WARM_UP = 5  # calls that do not count
+Call = Callable[[], object]
+
+
+def measure(request: BenchRequest) -> EngineBench:
+    """Load, call and swap. Raises what these do."""
+    before = resident("VmRSS")
+    start = time.perf_counter()
+    model = load(
+        request.artifact,
+        request.weights,
+        engine=request.engine,  # type: ignore[arg-type]
+        residency=request.residency,
+        op_libraries=request.op_libraries,
+    )
+    loaded = time.perf_counter() - start
+    after = resident("VmRSS")
+    calls = tuple(_times(_call(model, request, sizes), sizes, request) for sizes in request.sizes)
+    reset_peak()
+    _swap(model, request.weights)  # the first makes room, and its trial calls are the first of a second session
+    swaps = tuple(_swap(model, request.weights) for _ in range(request.swaps))
+    memory = Memory(before_load=before, after_load=after, peak_swapping=resident("VmHWM"))
+    return EngineBench(
+        engine=model.engine,
+        residency=request.residency,
+        weights_id=model.weights_id or "",
+        load_seconds=loaded,
+        calls=calls,
+        swaps=swaps,
+        memory=memory,
+    )
+
+
+def resident(field: str) -> int:
+    """Memory of this process in bytes: VmRSS now, VmHWM at most since the last `reset_peak`; 0 where nobody tells."""
+    try:
+        lines = Path("/proc/self/status").read_text().splitlines()
+    except OSError:
+        return 0
+    return next((int(line.split()[1]) << 10 for line in lines if line.startswith(f"{field}:")), 0)
+
+
+def reset_peak() -> None:
+    """Let VmHWM begin again."""
+    try:
+        Path("/proc/self/clear_refs").write_text("5")
+    except OSError:  # the peak is then that since the start
+        return
+
+
+def _call(model: Model, request: BenchRequest, sizes: Mapping[str, int]) -> Call:
+    """A call of the method with inputs that are ready."""
+    signature, engine = model.signatures[request.method], engine_of(model)
+    if request.inputs is None:
+        flat = random_values(signature, sizes, np.random.default_rng(0))
+    else:
+        flat = named_inputs(request.method, signature, read_tensors(Path(request.inputs)))
+    args, kwargs = call_arguments(signature, engine_inputs(flat, engine))
+    method = model.method(request.method)
+    return lambda: method(*args, **kwargs)
+
+
+def _times(call: Call, sizes: dict[str, int], request: BenchRequest) -> CallTimes:
+    for _ in range(WARM_UP):
+        call()
+    taken: list[list[float]] = [[] for _ in range(request.threads)]
+    start = time.perf_counter()
+    threads = [threading.Thread(target=_call_until, args=(call, start + request.seconds, times)) for times in taken]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    seconds = time.perf_counter() - start
+    every = np.concatenate(taken)
+    p50, p90, p99 = np.percentile(every, (50, 90, 99)).tolist()
+    batch = sizes.get(request.batch_dimension or "")
+    return CallTimes(
+        sizes=sizes,
+        threads=request.threads,
+        calls=len(every),
+        seconds=seconds,
+        p50=p50,
+        p90=p90,
+        p99=p99,
+        samples_per_second=None if batch is None else batch * len(every) / seconds,
+    )
+
+
+def _call_until(call: Call, end: float, times: list[float]) -> None:
+    """At least once."""
+    begin = time.perf_counter()
+    while not times or begin < end:
+        call()
+        now = time.perf_counter()
+        times.append(now - begin)
+        begin = now
+
+
+def _swap(model: Model, weights: str) -> SwapTimes:
+    receipt = model.swap(weights)
+    return SwapTimes(
+        staged=receipt.seconds_staged,
+        verified=receipt.seconds_verified,
+        paused=receipt.seconds_paused,
+        bytes_read=receipt.bytes_read,
+    )
+
+
+def main() -> None:
+    request = msgspec.json.decode(sys.stdin.buffer.read(), type=BenchRequest)
+    try:
+        result = measure(request)
+    except Exception as error:  # of the graph's operators, too: the reader prints it
+        text = f"{type(error).__name__}: {error}"
+        result = EngineBench(engine=request.engine, residency=request.residency, failed=text)
+    sys.stdout.buffer.write(b"\n" + msgspec.json.encode(result) + b"\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,50 @@
+"""A call's arguments from tensors by name, as files of inputs have them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+from weightswap_runtime.engines.engine import Engine
+from weightswap_runtime.errors import InputMismatch
+from weightswap_runtime.format.signature import Integer, Literal, Signature, call_arguments, flatten, input_leaves
+from weightswap_runtime.live.model import Model, engine_of
+from weightswap_runtime.tensors.content import TensorBytes, as_array
+from weightswap_runtime.tensors.dtypes import describe, has_fractions
+
+
+def named_inputs(method: str, signature: Signature, tensors: Mapping[str, TensorBytes]) -> list[Any]:
+    """Flat inputs in the graph's order: tensors as contents, integers and literals as they are.
+
+    Raises InputMismatch for names that are missing or unknown, and for an integer that is not a single whole number.
+    """
+    found = input_leaves(signature)
+    names = {leaf.name for leaf in found if not isinstance(leaf, Literal)}
+    problems = [f"{name}: missing from the inputs (--input FILE)" for name in sorted(names - tensors.keys())]
+    known = ", ".join(sorted(names))
+    problems += [f"{name}: not an input (they are {known})" for name in sorted(tensors.keys() - names)]
+    integers = {leaf.name for leaf in found if isinstance(leaf, Integer)} & tensors.keys()
+    problems += [text for name in sorted(integers) for text in _integer_problems(name, tensors[name])]
+    if problems:
+        raise InputMismatch(method, problems)
+    values = {name: int(as_array(tensors[name]).item()) if name in integers else tensors[name] for name in names}
+    return [leaf.content if isinstance(leaf, Literal) else values[leaf.name] for leaf in found]
+
+
+def _integer_problems(name: str, content: TensorBytes) -> Iterator[str]:
+    if math.prod(content.shape) != 1 or has_fractions(content.dtype):
+        yield f"{name}: expected one integer, got {describe(content.dtype, content.shape)}"
+
+
+def engine_inputs(flat: Iterable[Any], engine: Engine) -> list[Any]:
+    """Flat inputs, contents as the engine's tensors."""
+    return [engine.tensor(value) if isinstance(value, TensorBytes) else value for value in flat]
+
+
+def call_flat(model: Model, method: str, flat: Iterable[Any]) -> list[Any]:
+    """The flat outputs of a call with flat inputs, tensors as contents on both sides."""
+    engine, signature = engine_of(model), model.signatures[method]
+    args, kwargs = call_arguments(signature, engine_inputs(flat, engine))
+    values = flatten(signature.output, model.method(method)(*args, **kwargs))
+    return [engine.content(value) if isinstance(value, engine.tensor_type) else value for value in values]

@@ -1,0 +1,1 @@
+"""Commands that run, swap and cut deltas."""

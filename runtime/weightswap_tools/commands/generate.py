@@ -1,0 +1,70 @@
+"""`weightswap generate`: the continuation of a prompt, as it comes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from weightswap_runtime.live.loading import load
+from weightswap_runtime.live.model import Model
+from weightswap_runtime.memory.opening import HOST
+from weightswap_runtime.messages import visible, visible_lines
+from weightswap_tools.terminal import DeviceOption, EngineOption, JsonOption, errors_as_exit, print_json
+
+generate_command = typer.Typer(add_completion=False)
+
+
+@generate_command.command()
+def generate(
+    artifact: Annotated[str, typer.Argument(help="The folder of an artifact that generates, or its URL.")],
+    weights: Annotated[str, typer.Argument(help="The weight file or checkpoint to put behind it, as for swap.")],
+    prompt: Annotated[str, typer.Argument(help="A text; with --tokens numbers, such as 5,17,3.")],
+    tokens: Annotated[bool, typer.Option("--tokens", help="Take and print tokens; no tokenizer is needed.")] = False,
+    most: Annotated[int | None, typer.Option("--max-new-tokens", help="By default until the cache is full.")] = None,
+    temperature: Annotated[float, typer.Option(help="0 takes the most likely token.")] = 0.0,
+    top_k: Annotated[int | None, typer.Option(help="Choose among so many of the most likely tokens.")] = None,
+    top_p: Annotated[float | None, typer.Option(help="Choose among the most likely with this probability.")] = None,
+    repetition_penalty: Annotated[float, typer.Option(help="Above 1: what has occurred is less likely.")] = 1.0,
+    seed: Annotated[int | None, typer.Option(help="The same seed gives the same tokens again.")] = None,
+    tokenizer: Annotated[
+        Path | None, typer.Option(help="A tokenizer.json; by default beside the weights, or in the artifact.")
+    ] = None,
+    engine: EngineOption = "torch",
+    device: DeviceOption = HOST,
+    as_json: JsonOption = False,
+) -> None:
+    """Continue a prompt, and print the text as it comes."""
+    with errors_as_exit(as_json):
+        model = load(artifact, weights, engine=engine, device=device)
+        given: str | list[int] = _numbers(prompt) if tokens else prompt
+        pieces = model.generate(
+            given,
+            max_new_tokens=most,
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            repetition_penalty=repetition_penalty,
+            seed=seed,
+            tokenizer=tokenizer,
+            stream=True,
+        )
+        if as_json:
+            _print_document(model, list(pieces), tokens)
+            return
+        for number, piece in enumerate(pieces):
+            typer.echo(f"{',' if number else ''}{piece}" if tokens else visible_lines(piece), nl=False)
+        typer.echo()
+
+
+def _numbers(prompt: str) -> list[int]:
+    try:
+        return [int(part) for part in prompt.split(",")]
+    except ValueError as error:
+        raise typer.BadParameter(f"--tokens: expected numbers such as 5,17,3, got {visible(prompt)}") from error
+
+
+def _print_document(model: Model, pieces: list[int | str], tokens: bool) -> None:
+    found = {"tokens": pieces} if tokens else {"text": "".join(map(str, pieces))}
+    print_json({"weights_id": model.weights_id, **found})

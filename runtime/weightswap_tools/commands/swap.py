@@ -1,0 +1,186 @@
+"""`weightswap swap`: put checkpoints behind an artifact, one after another, as a server would."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import StrEnum
+from functools import partial
+from typing import Annotated, NamedTuple
+
+import typer
+
+from weightswap_runtime.format.goldens import Mode
+from weightswap_runtime.format.name_matching import Keys
+from weightswap_runtime.live.loading import load
+from weightswap_runtime.live.receipt import SwapReceipt
+from weightswap_runtime.memory.opening import HOST
+from weightswap_tools.terminal import (
+    DeviceOption,
+    EngineOption,
+    HtmlOption,
+    IgnoreOption,
+    JsonOption,
+    OpLibraryOption,
+    errors_as_exit,
+    human_bytes,
+    print_json,
+    say,
+    warnings_said,
+)
+
+from .swap_report import reported
+from .swap_watch import StartChoice, print_event, print_event_as_json, watch_until_interrupt
+
+swap_command = typer.Typer(add_completion=False)
+
+
+class KeysChoice(StrEnum):
+    """What the names of a file are, where that cannot be told."""
+
+    CHECKPOINT = "checkpoint"
+    FQN = "fqn"
+
+
+KeysOption = Annotated[
+    KeysChoice | None,
+    typer.Option(help="What the names of a checkpoint are, where it would fit both ways with different results."),
+]
+
+
+def as_keys(choice: KeysChoice | None) -> Keys | None:
+    return choice.value if choice else None
+
+
+class VerifyChoice(StrEnum):
+    """How staged weights are tried before they are committed."""
+
+    GOLDENS = "goldens"
+    FINITE = "finite"
+    OFF = "off"
+
+
+class ResidencyChoice(StrEnum):
+    """How many sets of weights are held."""
+
+    DOUBLE = "double"
+    SINGLE = "single"
+
+
+@swap_command.command()
+def swap(
+    artifact: Annotated[str, typer.Argument(help="An artifact's folder, or its URL.")],
+    checkpoints: Annotated[
+        list[str] | None,
+        typer.Argument(
+            help="Weight files, deltas, .safetensors checkpoints, indices of shards, Hugging Face folders, or "
+            "their URLs."
+        ),
+    ] = None,
+    watch: Annotated[
+        str | None, typer.Option(help="Then swap in each new weight file of this directory or URL, until Ctrl-C.")
+    ] = None,
+    interval: Annotated[float, typer.Option(help="Seconds between two looks at the directory.")] = 5.0,
+    start: Annotated[
+        StartChoice, typer.Option(help="Which of the files that the directory has already are taken.")
+    ] = StartChoice.NEWEST,
+    keys: KeysOption = None,
+    engine: EngineOption = "torch",
+    device: DeviceOption = HOST,
+    residency: Annotated[ResidencyChoice, typer.Option(help="As the server will be loaded.")] = ResidencyChoice.DOUBLE,
+    allow_other_graph: Annotated[
+        bool, typer.Option("--allow-other-graph", help="Take files packed for another graph, if their tensors fit.")
+    ] = False,
+    verify: Annotated[
+        VerifyChoice, typer.Option(help="Try weights with recorded calls, for finite outputs alone, or not at all.")
+    ] = VerifyChoice.GOLDENS,
+    allow_nonfinite: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Refuse files that bring NaN or infinities to weights that were finite, but for weights of this name, "
+            "as `*.mask`; `*` takes all. May be repeated. Without it, only --watch refuses them."
+        ),
+    ] = None,
+    refuse_nonfinite: Annotated[
+        bool, typer.Option("--refuse-nonfinite", help="Refuse such files also without --watch.")
+    ] = False,
+    only: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Take only weights of this name, as `encoder.*`, of every file but the first; may be repeated."
+        ),
+    ] = None,
+    ignore: IgnoreOption = None,
+    expect: Annotated[str | None, typer.Option(help="Refuse the last file unless it gives this weights id.")] = None,
+    rate_limit: Annotated[
+        float | None, typer.Option(help="Read and copy at most so many bytes per second, as 200e6.")
+    ] = None,
+    html: HtmlOption = None,
+    op_library: OpLibraryOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Swap checkpoints in, one after another: whether a server would take them, and what it would cost.
+
+    The first that is refused ends the command with status 1. No server is touched. With --watch, each event is a line
+    (with --json a JSON document), and files of the directory that are refused do not end the command; Ctrl-C does,
+    with status 0.
+    """
+    if not checkpoints and watch is None:
+        raise typer.BadParameter("give files, or --watch DIR")
+    receipts: list[SwapReceipt] = []
+    document = {} if watch is not None else {"receipts": receipts}
+    with errors_as_exit(as_json, document):
+        told = print_event_as_json if as_json else print_event
+        listener = told if watch is not None else None
+        model = load(
+            artifact,
+            engine=engine,
+            device=device,
+            residency=residency.value,
+            on_event=listener,
+            op_libraries=op_library or (),
+        )
+        allowed = allow_nonfinite or (False if refuse_nonfinite else None)
+        options = _SwapOptions(as_keys(keys), allow_other_graph, verify.value, rate_limit, allowed, ignore or ())
+        with reported(html, model):
+            for place, path in enumerate(checkpoints or (), start=1):
+                part = only if place > 1 else None
+                last = expect if place == len(checkpoints or ()) else None
+                with warnings_said():
+                    receipts.append(model.swap(path, only=part, expect=last, **options._asdict()))
+                if not as_json and watch is None:
+                    _print(receipts[-1])
+            if watch is not None:
+                allowed = options.allow_nonfinite or False
+                more = {"start": start.value, "only": only, **options._asdict(), "allow_nonfinite": allowed}
+                watch_until_interrupt(partial(model.watch, watch, interval, **more))
+        if as_json and watch is None:
+            print_json(document)
+
+
+class _SwapOptions(NamedTuple):
+    """What every swap of the command has in common."""
+
+    keys: Keys | None
+    allow_other_graph: bool
+    verify: Mode
+    rate_limit: float | None
+    allow_nonfinite: bool | list[str] | None
+    ignore: Sequence[str]
+
+
+def _print(receipt: SwapReceipt) -> None:
+    say(f"generation  {receipt.generation}: {receipt.source}")
+    say(f"weights id  {receipt.weights_id}")
+    rate = receipt.bytes_read / max(receipt.seconds_staged, 1e-9)
+    size, speed = human_bytes(receipt.bytes_read), human_bytes(int(rate))
+    say(f"staged      {size} in {receipt.seconds_staged:.3f} s ({speed}/s)")
+    if receipt.verified != "none":
+        say(f"verified    {_VERIFIED[receipt.verified]}, in {receipt.seconds_verified:.3f} s")
+    say(f"paused      {receipt.seconds_paused * 1e6:.1f} us")
+    for name, found in receipt.nonfinite.items():
+        say(f"warning     {name} is not finite: {found}")
+    if receipt.ignored:
+        say(f"left out    {', '.join(receipt.ignored)}")
+
+
+_VERIFIED = {"goldens": "recorded outputs are reproduced", "finite": "outputs of recorded calls are finite"}

@@ -1,0 +1,114 @@
+"""What `weightswap swap` did, as a report for browsers: a timeline of swaps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from weightswap_runtime.errors import WeightswapError
+from weightswap_runtime.live.model import Model
+from weightswap_runtime.live.receipt import SwapReceipt
+from weightswap_runtime.messages import plural
+from weightswap_tools.reports import (
+    Block,
+    Cell,
+    Column,
+    Facts,
+    Lane,
+    Note,
+    Report,
+    Section,
+    Span,
+    Table,
+    Timeline,
+    write_report,
+)
+
+_COLUMNS = (
+    Column("generation", "number"),
+    Column("source"),
+    Column("kind"),
+    Column("weights id"),
+    Column("verified"),
+    Column("not finite"),
+    Column("read", "bytes"),
+    Column("copied", "bytes"),
+    Column("staged, ms", "number"),
+    Column("verified, ms", "number"),
+    Column("paused, ms", "number"),
+)
+
+
+@contextmanager
+def reported(path: Path | None, model: Model) -> Iterator[None]:
+    """Write a report of the swaps in this block, whether it ends with a refusal or not; without a path, nothing."""
+    refusal = ""
+    try:
+        yield
+    except WeightswapError as error:
+        refusal = f"{type(error).__name__}: {error}"
+        raise
+    finally:
+        if path is not None:
+            write_report(path, swaps_report(model, model.history, refusal))
+
+
+def swaps_report(model: Model, receipts: Sequence[SwapReceipt], refusal: str = "") -> Report:
+    """Facts, a timeline, and a row for each commit."""
+    facts = (
+        ("artifact", str(model.artifact.path)),
+        ("graph id", model.graph_id),
+        ("engine", model.engine),
+        ("device", model.device),
+        ("residency", model.residency),
+        ("weights id", model.weights_id or "none"),
+    )
+    notes: tuple[Block, ...] = (Note(refusal, "bad"),) if refusal else ()
+    swaps: tuple[Block, ...] = (Note("nothing was committed"),)
+    if receipts:
+        timeline = Timeline((Lane("swaps", tuple(_spans(receipts))),), "From the first byte to the commit.")
+        swaps = (timeline, Table(_COLUMNS, tuple(map(_row, receipts))))
+    count = len(receipts)
+    return Report(
+        title="Swaps",
+        subtitle=str(model.artifact.path),
+        sections=(Section("Model", (Facts(facts), *notes)), Section("Swaps", swaps)),
+        verdict="refused" if refusal else plural(count, "commit"),
+        good=not refusal,
+    )
+
+
+def _spans(receipts: Sequence[SwapReceipt]) -> Iterator[Span]:
+    """The phases of each commit, in seconds from the start of the first."""
+    begin = min(receipt.committed_at - _length(receipt) for receipt in receipts)
+    for receipt in receipts:
+        at = receipt.committed_at - _length(receipt) - begin
+        phases = {
+            "staged": receipt.seconds_staged,
+            "verified": receipt.seconds_verified,
+            "paused": receipt.seconds_paused,
+        }
+        for kind, length in phases.items():
+            yield Span(at, at + length, f"generation {receipt.generation}, {kind}: {receipt.source}", kind)
+            at += length
+
+
+def _length(receipt: SwapReceipt) -> float:
+    return receipt.seconds_staged + receipt.seconds_verified + receipt.seconds_paused
+
+
+def _row(receipt: SwapReceipt) -> tuple[Cell, ...]:
+    return (
+        receipt.generation,
+        receipt.source,
+        receipt.kind,
+        receipt.weights_id[:12],
+        receipt.verified,
+        ", ".join(f"{name}: {found}" for name, found in receipt.nonfinite.items()),
+        receipt.bytes_read,
+        receipt.bytes_copied,
+        round(receipt.seconds_staged * 1e3, 4),
+        round(receipt.seconds_verified * 1e3, 4),
+        round(receipt.seconds_paused * 1e3, 4),
+    )

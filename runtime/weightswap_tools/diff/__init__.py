@@ -1,0 +1,24 @@
+"""What changed between two sets of weights, or between two artifacts."""
+
+from weightswap_runtime.tensors.dtypes import TensorType
+
+from .artifacts import ArtifactsDiff, compare_artifacts
+from .fail_if import Policy
+from .report import Change, Histogram, Largest, Overall, SetInfo, TensorDiff, Values, WeightsDiff
+from .weights import compare_weights
+
+__all__ = [
+    "ArtifactsDiff",
+    "Change",
+    "Histogram",
+    "Largest",
+    "Overall",
+    "Policy",
+    "SetInfo",
+    "TensorDiff",
+    "TensorType",
+    "Values",
+    "WeightsDiff",
+    "compare_artifacts",
+    "compare_weights",
+]

@@ -1,0 +1,104 @@
+"""Rows along the first dimension that are zero throughout; a piece of a tensor may begin and end within a row."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from weightswap_runtime.tensors.content import TensorBytes, as_float64
+
+from .moments import BLOCK, cut
+
+Flags = NDArray[np.bool_]
+
+
+class RowTally(NamedTuple):
+    """What a piece knows: how many of its whole rows are dead on each side, and how many newly.
+
+    `parts` are the rows that it has in part: the row, and for each side whether what is there of it is zero.
+    """
+
+    dead: tuple[int, ...]
+    new: int
+    parts: tuple[tuple[int, tuple[bool, ...]], ...] = ()
+
+
+class DeadRows(NamedTuple):
+    """How many rows of a tensor are dead on each side, and how many in the second that were not in the first."""
+
+    dead: tuple[int, ...]
+    new: int
+
+    @classmethod
+    def of(cls, tallies: Iterable[RowTally]) -> DeadRows:
+        """Add up the pieces of a tensor."""
+        wholes, broken = [], defaultdict(list)
+        for tally in tallies:
+            wholes.append([*tally.dead, tally.new])
+            for row, flags in tally.parts:
+                broken[row].append(flags)
+        for parts in broken.values():
+            flags = tuple(all(side) for side in zip(*parts, strict=True))
+            wholes.append([*flags, _is_new(flags)])
+        *dead, new = np.sum(wholes, axis=0).tolist()
+        return cls(tuple(dead), new)
+
+
+def _is_new(flags: tuple[bool, ...]) -> bool:
+    return len(flags) > 1 and flags[1] and not flags[0]
+
+
+def dead_rows(pieces: Sequence[TensorBytes], shape: tuple[int, ...], begin: int) -> RowTally:
+    """What elements `begin` and following of one tensor, or of two, tell about its rows.
+
+    Tensors of fewer than two dimensions have no rows.
+    """
+    none = RowTally((0,) * len(pieces), 0)
+    length = math.prod(shape[1:])
+    count = math.prod(pieces[0].shape)
+    if len(shape) < 2 or not length or not count:
+        return none
+    first, last = -(-begin // length), (begin + count) // length  # whole rows
+    cuts = [0, min(count, first * length - begin), max(0, last * length - begin), count]
+    if first > last:  # the middle of one row
+        return none._replace(parts=((begin // length, _zeros(pieces, 0, count)),))
+    flags = [_dead(cut(piece, cuts[1], cuts[2]), length) for piece in pieces]
+    new = int((flags[1] & ~flags[0]).sum()) if len(flags) > 1 else 0
+    parts = [(first - 1, _zeros(pieces, *cuts[:2]))] if cuts[1] else []
+    parts += [(last, _zeros(pieces, *cuts[2:]))] if cuts[2] < count else []
+    return RowTally(tuple(int(side.sum()) for side in flags), new, tuple(parts))
+
+
+def _zeros(pieces: Sequence[TensorBytes], start: int, stop: int) -> tuple[bool, ...]:
+    return tuple(_is_zero(cut(piece, start, stop)) for piece in pieces)
+
+
+def _is_zero(piece: TensorBytes) -> bool:
+    count = math.prod(piece.shape)
+    return not any(as_float64(cut(piece, start, min(start + BLOCK, count))).any() for start in range(0, count, BLOCK))
+
+
+def _dead(rows: TensorBytes, length: int) -> Flags:
+    """Which whole rows are zero. Most rows are told to be alive by their first element."""
+    count = rows.shape[0] // length
+    if not count:
+        return np.zeros(0, np.bool_)
+    table = np.frombuffer(rows.data, np.uint8).reshape(count, -1)
+    size = table.shape[1] // length
+    dead: Flags = _values(rows.dtype, table[:, :size], size) == 0
+    candidates = np.flatnonzero(dead)
+    step = max(1, BLOCK // length)
+    for start in range(0, len(candidates), step):
+        group = candidates[start : start + step]
+        dead[group] = ~_values(rows.dtype, table[group], size).reshape(len(group), -1).any(axis=1)
+    return dead
+
+
+def _values(dtype: str, table: NDArray[np.uint8], size: int) -> NDArray[Any]:
+    """The elements of `size` bytes in a table of bytes."""
+    return as_float64(TensorBytes(dtype, (table.size // size,), np.ascontiguousarray(table).reshape(-1).data))

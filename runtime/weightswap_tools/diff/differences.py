@@ -1,0 +1,142 @@
+"""What is different between the same block of two tensors."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from weightswap_runtime.tensors.content import TensorBytes, as_array
+from weightswap_runtime.tensors.dtypes import has_fractions
+
+from .moments import Floats, Moments, Numbers, dot, workspace
+from .report import BINS
+
+EXACT_INTEGERS = ("I64", "U64")  # 64-bit floats do not have all of them
+_MANTISSA_BITS = 52
+
+
+class Differences(NamedTuple):
+    """Two sides of a block, where both are finite; sums are infinite if too large; `largest` is at `place`.
+
+    `squares` are of the differences, `before_squares` and `after_squares` of either side, whose `product` is inner.
+    """
+
+    changed: int
+    squares: float
+    before_squares: float
+    after_squares: float
+    product: float
+    largest: float
+    place: int
+    before: float
+    after: float
+    largest_ratio: float
+    sign_flips: int
+    new_nan: int
+    new_inf: int
+
+
+class _ValuePair(NamedTuple):
+    """What is finite in both: `chosen` of the elements, None for all; the sizes of the changes."""
+
+    before: Floats
+    after: Floats
+    sizes: Floats
+    chosen: NDArray[np.bool_] | None
+
+
+def unchanged(side: Moments) -> Differences:
+    """What is found where both sides have the same bytes."""
+    return Differences(0, 0.0, side.squares, side.squares, side.squares, 0.0, 0, 0.0, 0.0, 0.0, 0, 0, 0)
+
+
+def differences(
+    contents: tuple[TensorBytes, TensorBytes], sides: tuple[Numbers, Numbers]
+) -> tuple[Differences, NDArray[Any]]:
+    """What changed, and the histogram of by how much: a count for each exponent of a 64-bit float."""
+    differ = _differ(contents, sides)
+    pair = _pair(contents, sides)
+    changed = int(np.count_nonzero(differ))
+    found = Differences(
+        changed,
+        dot(pair.sizes, pair.sizes),
+        dot(pair.before, pair.before),
+        dot(pair.after, pair.after),
+        dot(pair.before, pair.after),
+        *_largest(pair),
+        _largest_ratio(pair),
+        _sign_flips(pair),
+        *_new(*sides),
+    )
+    return found, _histogram(pair, changed if pair.chosen is None else int(np.count_nonzero(differ[pair.chosen])))
+
+
+def _differ(contents: tuple[TensorBytes, TensorBytes], sides: tuple[Numbers, Numbers]) -> NDArray[np.bool_]:
+    """Which elements have another value."""
+    before, after = sides
+    if contents[0].dtype == contents[1].dtype and not has_fractions(contents[0].dtype):
+        exact: NDArray[np.bool_] = as_array(contents[0]) != as_array(contents[1])
+        return exact
+    differ: NDArray[np.bool_] = before.values != after.values
+    if before.finite is not None and after.finite is not None:
+        differ &= ~(np.isnan(before.values) & np.isnan(after.values))
+    return differ
+
+
+def _pair(contents: tuple[TensorBytes, TensorBytes], sides: tuple[Numbers, Numbers]) -> _ValuePair:
+    before, after = sides
+    chosen = None if before.finite is None and after.finite is None else before.mask & after.mask
+    old, new = before.picked(chosen), after.picked(chosen)
+    if contents[0].dtype == contents[1].dtype in EXACT_INTEGERS:
+        sizes = _distances(as_array(contents[0]), as_array(contents[1]))
+    else:
+        sizes = np.subtract(new, old, out=workspace("gaps", len(old)))
+        np.abs(sizes, out=sizes)
+    return _ValuePair(old, new, sizes, chosen)
+
+
+def _distances(before: NDArray[Any], after: NDArray[Any]) -> Floats:
+    """|B - A| of integers, rounded once."""
+    distances = after.view(np.uint64) - before.view(np.uint64)  # modulo 2**64
+    return np.where(after >= before, distances, -distances).astype(np.float64)
+
+
+def _largest(pair: _ValuePair) -> tuple[float, int, float, float]:
+    """The largest change, its place in the block, and what was and is there."""
+    if not len(pair.sizes):
+        return 0.0, 0, 0.0, 0.0
+    place = int(pair.sizes.argmax())
+    in_block = place if pair.chosen is None else int(np.flatnonzero(pair.chosen)[place])
+    return float(pair.sizes[place]), in_block, float(pair.before[place]), float(pair.after[place])
+
+
+def _largest_ratio(pair: _ValuePair) -> float:
+    spare = workspace("spare", len(pair.sizes))
+    ratios = np.divide(pair.sizes, np.abs(pair.before, out=spare), out=spare)
+    largest = float(ratios.max(initial=0.0))
+    return largest if np.isfinite(largest) else float(ratios[pair.before != 0].max(initial=0.0))
+
+
+def _sign_flips(pair: _ValuePair) -> int:
+    places = np.flatnonzero(np.signbit(pair.before) != np.signbit(pair.after))
+    return int(np.count_nonzero((pair.before[places] != 0) & (pair.after[places] != 0)))
+
+
+def _new(before: Numbers, after: Numbers) -> tuple[int, int]:
+    """How many elements are NaN that were not, or an Inf that they were not."""
+    if after.finite is None:
+        return 0, 0
+    old, new = before.values[~after.finite], after.values[~after.finite]
+    nan = np.isnan(new)
+    return int((nan & ~np.isnan(old)).sum()), int((~nan & (new != old)).sum())
+
+
+def _histogram(pair: _ValuePair, changed: int) -> NDArray[Any]:
+    spare = workspace("spare", len(pair.sizes)).view(np.int64)
+    exponents = np.right_shift(pair.sizes.view(np.int64), _MANTISSA_BITS, out=spare)
+    counts = np.bincount(exponents, minlength=BINS + 1)
+    counts[0] += changed - len(pair.sizes)  # what did not change has no exponent
+    counts[BINS - 1] += counts[BINS]  # those of infinite changes
+    return counts[:BINS]

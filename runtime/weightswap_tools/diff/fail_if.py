@@ -1,0 +1,164 @@
+"""Conditions on what became of a tensor: `new_nan or rel_change > 0.5 and name ~ "encoder.*"`.
+
+They are made of `or`, `and`, `not`, parentheses, and of `QUANTITY`, `QUANTITY < NUMBER` (also <=, >, >=, ==, !=) and
+`name ~ "PATTERN"`. A quantity alone holds where it is not zero. The text is parsed by `ast`, and never compiled or run.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Callable, Mapping
+from fnmatch import fnmatchcase
+
+from weightswap_runtime.errors import Unsupported
+from weightswap_runtime.format.conditions import COMPARISONS
+
+from .report import TensorDiff, WeightsDiff
+from .severity import new_values
+
+MOST_CHARACTERS = 2000
+_PATTERN = re.compile(r"""\bname\s*~\s*(?:"([^"]*)"|'([^']*)')""")
+Quantity = Callable[[TensorDiff], float | None]
+Test = Callable[[TensorDiff], bool]
+
+
+def _after(field: str) -> Quantity:
+    """Of what B holds."""
+    return lambda diff: getattr(diff.values_after, field) if diff.values_after else None
+
+
+def _change(field: str) -> Quantity:
+    return lambda diff: getattr(diff.change, field) if diff.change else None
+
+
+def _status(status: str) -> Quantity:
+    return lambda diff: float(diff.status == status)
+
+
+def _level(level: str) -> Quantity:
+    return lambda diff: float(diff.level == level)
+
+
+OF_VALUES = ("nan", "inf", "mean", "std", "norm", "dead_rows")  # also a tensor that is the same has them
+UNCHANGED: Mapping[str, float] = {
+    "rel_change": 0.0,
+    "max_change": 0.0,
+    "max_rel_change": 0.0,
+    "share_changed": 0.0,
+    "sign_flips": 0.0,
+    "cosine": 1.0,
+}
+"""What the quantities of a tensor are of which both files record the same digest."""
+QUANTITIES: Mapping[str, Quantity] = {
+    **{name: _after(name) for name in OF_VALUES},
+    "new_nan": lambda diff: new_values(diff)[0],
+    "new_inf": lambda diff: new_values(diff)[1],
+    "new_dead_rows": lambda diff: new_values(diff)[2],
+    **{name: _change(name) for name in UNCHANGED},
+    "max_change": lambda diff: (diff.change.largest.change if diff.change.largest else 0.0) if diff.change else None,
+    **{name: _status(name) for name in ("removed", "added", "reshaped", "retyped", "renamed")},
+    "changed": lambda diff: float(diff.level != "same" and diff.status != "renamed"),
+    **{name: _level(name) for name in ("alarm", "notice")},
+}
+
+
+class Policy:
+    """A parsed condition. `text` is what it was parsed from, `quantities` are the names that it uses."""
+
+    def __init__(self, text: str) -> None:
+        """Raises Unsupported, which says in which column, for what is no condition."""
+        self.text = text
+        if len(text) > MOST_CHARACTERS:
+            raise Unsupported(f"a condition of {len(text)} characters; the most are {MOST_CHARACTERS}")
+        tree = _parsed(text.strip())
+        self._test = _Tests(text.strip()).test(tree)
+        self.quantities = (
+            frozenset(node.id for node in ast.walk(tree) if isinstance(node, ast.Name)) & QUANTITIES.keys()
+        )
+
+    @property
+    def needs_values(self) -> bool:
+        """Whether it asks for what can only be told by reading tensors that did not change."""
+        return not self.quantities.isdisjoint(OF_VALUES)
+
+    def meets(self, tensor: TensorDiff) -> bool:
+        """Whether the condition holds for a tensor. A comparison with what is not known of it does not hold."""
+        return self._test(tensor)
+
+    def failures(self, diff: WeightsDiff) -> tuple[str, ...]:
+        """The names of all tensors for which it holds, the most alarming first."""
+        return tuple(tensor.name for tensor in diff.tensors if self.meets(tensor))
+
+
+def _parsed(text: str) -> ast.expr:
+    """The text as Python reads it, with every `name ~ "PATTERN"` as one word of the same width, in the same column."""
+    words = _PATTERN.sub(lambda match: "name".ljust(len(match[0]), "_"), text)
+    try:
+        return ast.parse(re.sub(r"\s", " ", words), mode="eval").body
+    except SyntaxError as error:
+        raise _refused(text, error.offset or len(text) + 1, error.msg) from error
+    except (ValueError, RecursionError, MemoryError) as error:
+        raise _refused(text, 1, str(error)) from error
+
+
+class _Tests:
+    """Makes tests of the nodes of a condition."""
+
+    def __init__(self, text: str) -> None:
+        self._text = text
+        self._patterns = {match.start(): match[1] or match[2] or "" for match in _PATTERN.finditer(text)}
+
+    def test(self, node: ast.expr) -> Test:
+        """What tells whether the condition holds. Raises Unsupported."""
+        match node:
+            case ast.BoolOp(operation, operands):
+                tests = [self.test(operand) for operand in operands]
+                combine = all if isinstance(operation, ast.And) else any
+                return lambda diff: combine(test(diff) for test in tests)
+            case ast.UnaryOp(ast.Not(), operand):
+                negated = self.test(operand)
+                return lambda diff: not negated(diff)
+            case ast.Compare(left, [operation], [right]) if type(operation) in COMPARISONS:
+                return self._comparison(self._quantity(left), COMPARISONS[type(operation)], self._number(right))
+            case ast.Name() if node.col_offset in self._patterns:
+                pattern = self._patterns[node.col_offset]
+                return lambda diff: fnmatchcase(diff.name, pattern)
+            case _:
+                quantity = self._quantity(node)
+                return lambda diff: bool(quantity(diff))
+
+    @staticmethod
+    def _comparison(quantity: Quantity, holds: Callable[[float, float], bool], number: float) -> Test:
+        return lambda diff: (value := quantity(diff)) is not None and holds(value, number)
+
+    def _quantity(self, node: ast.expr) -> Quantity:
+        if isinstance(node, ast.Name) and node.id in QUANTITIES:
+            return _known(node.id)
+        raise self._error(node, f'expected name ~ "PATTERN" or one of {", ".join(QUANTITIES)}')
+
+    def _number(self, node: ast.expr) -> float:
+        match node:
+            case ast.UnaryOp(ast.USub(), ast.Constant(value=int() | float() as value)):
+                return -value
+            case ast.Constant(value=int() | float() as value):
+                return value
+        raise self._error(node, "expected a number")
+
+    def _error(self, node: ast.expr, what: str) -> Unsupported:
+        return _refused(self._text, node.col_offset + 1, what)
+
+
+def _known(name: str) -> Quantity:
+    """The quantity, also of tensors that were not read as they did not change."""
+    unread = UNCHANGED.get(name)
+
+    def quantity(diff: TensorDiff) -> float | None:
+        found = QUANTITIES[name](diff)
+        return unread if found is None and diff.status in ("same", "renamed") and diff.change is None else found
+
+    return quantity
+
+
+def _refused(text: str, column: int, what: str) -> Unsupported:
+    return Unsupported(f"the condition {text!r}, column {column}: {what}")

@@ -1,0 +1,1 @@
+"""What a comparison found, on a terminal and on a page."""

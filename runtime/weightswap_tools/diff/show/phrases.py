@@ -1,0 +1,67 @@
+"""What both the terminal and the page say."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from weightswap_runtime.messages import listed, plural
+from weightswap_tools.diff import SetInfo, TensorDiff, WeightsDiff
+from weightswap_tools.diff.report import LEVELS
+from weightswap_tools.terminal import human_bytes
+
+NAMED = 20  # of the tensors that meet a condition
+
+
+def short(value: float | None) -> str:
+    """`0.0123`; nothing where there is no number."""
+    return "" if value is None else f"{value:.3g}"
+
+
+def percent(share: float) -> str:
+    """`100 %`, `0.02 %`; what is not 0 does not look like it."""
+    return f"{100 * share:.3g} %"
+
+
+def place(diff: TensorDiff) -> str:
+    """`0.5 at [3, 128]`: the largest change of one element."""
+    if diff.change is None or diff.change.largest is None:
+        return ""
+    largest = diff.change.largest
+    return f"{largest.change:.3g} at {list(largest.index)}" if largest.index else f"{largest.change:.3g}"
+
+
+def condition_words(condition: str, names: Sequence[str]) -> str:
+    """The condition, and the tensors that meet it; not all of many."""
+    return f"{condition}: {listed(names, NAMED)}" if names else condition
+
+
+def set_facts(info: SetInfo) -> str:
+    """`v1.safetensors (12 tensors, 1.2 MB)`; `last.pt, level model (...)`."""
+    level = f", level {info.level}" if info.level else ""
+    return f"{info.where}{level} ({info.tensors} tensors, {human_bytes(info.nbytes)})"
+
+
+def verdict(diff: WeightsDiff) -> str:
+    """`1 alarm, 2 notices, 3 changed, 4 the same`."""
+    counts = {level: sum(tensor.level == level for tensor in diff.tensors) for level in LEVELS}
+    words = {"alarm": "alarm", "notice": "notice", "changed": "changed", "same": "the same"}
+    return (
+        ", ".join(
+            f"{count} {words[level]}{'s' if count > 1 and level in ('alarm', 'notice') else ''}"
+            for level, count in counts.items()
+            if count
+        )
+        or "no tensors"
+    )
+
+
+def overall(diff: WeightsDiff) -> str:
+    """How much of the tensors that changed is different."""
+    found = diff.overall
+    if not found.tensors:
+        return "no value changed"
+    change = "infinite" if math.isinf(found.rel_change) else f"{found.rel_change:.3g}"
+    share = percent(found.changed / max(1, found.elements))
+    tensors = plural(found.tensors, "tensor")
+    return f"{change} (relative, of {tensors} with other values); {share} of the elements"

@@ -1,0 +1,136 @@
+"""A comparison of weights as a report."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+from weightswap_tools.diff import Histogram as Changes
+from weightswap_tools.diff import SetInfo, TensorDiff, WeightsDiff
+from weightswap_tools.reports import Column, Facts, Histogram, Note, Report, Section, Table
+
+from .change_map import change_map
+from .phrases import condition_words, overall, place, set_facts, verdict
+
+MOST_HISTOGRAMS = 6
+
+
+def weights_report(diff: WeightsDiff, failures: Mapping[str, tuple[str, ...]]) -> Report:
+    """Facts, conditions that are met, a map of where the change is, histograms of it, and every tensor."""
+    met = any(failures.values())
+    sections = [
+        Section("Overview", (Facts(tuple(_facts(diff))), *(Note(notice, "bad") for notice in diff.notices))),
+        *_conditions(failures),
+        Section("Where the change is", (change_map(diff.tensors),), _MAP_NOTE),
+        *_histograms(diff),
+        Section("Tensors", _tables(diff.tensors), _TABLE_NOTE),
+    ]
+    title = "What changed in the weights"
+    subtitle = f"{diff.before.where} → {diff.after.where}"
+    return Report(title, subtitle, tuple(sections), verdict(diff), not met and diff.level != "alarm")
+
+
+_MAP_NOTE = """Relative change ‖B - A‖ / ‖A‖: layers down, what is in each of them across.
+It is 0 where nothing changed, and infinite where all of A is zero."""
+_TABLE_NOTE = "The most alarming first. A is before, B after."
+
+
+def _facts(diff: WeightsDiff) -> Iterator[tuple[str, str]]:
+    yield from _set("before", diff.before)
+    yield from _set("after", diff.after)
+    yield "tensors", ", ".join(f"{count} {status}" for status, count in diff.counts.items())
+    yield "change", overall(diff)
+
+
+def _set(title: str, info: SetInfo) -> Iterator[tuple[str, str]]:
+    yield title, set_facts(info)
+    if info.weights_id:
+        yield "weights id", info.weights_id
+    yield from (("label", f"{label} = {text}") for label, text in info.labels.items())
+    if info.ignored:
+        yield "left out", ", ".join(info.ignored)
+
+
+def _conditions(failures: Mapping[str, tuple[str, ...]]) -> Iterator[Section]:
+    if failures:
+        notes = (
+            Note(condition_words(condition, names) if names else f"{condition}: no tensor", "bad" if names else "good")
+            for condition, names in failures.items()
+        )
+        yield Section("Conditions", tuple(notes), "Given with --fail-if. Where a tensor meets one, the status is 1.")
+
+
+def _histograms(diff: WeightsDiff) -> Iterator[Section]:
+    most = sorted((tensor for tensor in diff.tensors if tensor.change), key=lambda tensor: -tensor.rel_change)
+    changed = [(tensor.name, tensor.change.histogram) for tensor in most if tensor.change and tensor.change.changed]
+    if changed:
+        blocks = [_histogram("All tensors", diff.overall.histogram)]
+        blocks += [_histogram(name, changes) for name, changes in changed[:MOST_HISTOGRAMS]]
+        note = (
+            "Elements that changed, by the absolute size of the change: overall, and of the tensors that changed most."
+        )
+        yield Section("How large the changes are", tuple(blocks), note)
+
+
+def _histogram(caption: str, changes: Changes) -> Histogram:
+    return Histogram(changes.edges, changes.counts, "absolute change", "log", caption)
+
+
+_CHANGE_COLUMNS = (
+    Column("level"),
+    Column("tensor"),
+    Column("what"),
+    Column("relative change", "number"),
+    Column("largest change"),
+    Column("share changed", "number"),
+    Column("cosine", "number"),
+    Column("sign flips", "number"),
+    Column("new NaN", "number", flag=True),
+    Column("new Inf", "number", flag=True),
+    Column("new dead rows", "number", flag=True),
+)
+_VALUE_COLUMNS = (
+    Column("tensor"),
+    Column("type in A"),
+    Column("type in B"),
+    Column("mean of A", "number"),
+    Column("mean of B", "number"),
+    Column("std of A", "number"),
+    Column("std of B", "number"),
+    Column("largest relative change", "number"),
+)
+
+
+def _tables(tensors: Sequence[TensorDiff]) -> tuple[Table, Table]:
+    changes = Table(_CHANGE_COLUMNS, tuple(map(_change_row, tensors)), "What changed")
+    return changes, Table(_VALUE_COLUMNS, tuple(map(_value_row, tensors)), "What they hold")
+
+
+def _change_row(tensor: TensorDiff) -> tuple[str | int | float | None, ...]:
+    change = tensor.change
+    return (
+        tensor.level,
+        tensor.name,
+        "; ".join(tensor.reasons) if tensor.level != "changed" else "",
+        change.rel_change if change else None,
+        place(tensor),
+        change.share_changed if change else None,
+        change.cosine if change else None,
+        change.sign_flips if change else None,
+        change.new_nan if change else None,
+        change.new_inf if change else None,
+        change.new_dead_rows if change else None,
+    )
+
+
+def _value_row(tensor: TensorDiff) -> tuple[str | float | None, ...]:
+    old, new = tensor.values_before, tensor.values_after
+    return (
+        tensor.name,
+        str(tensor.before or ""),
+        str(tensor.after or ""),
+        old.mean if old else None,
+        new.mean if new else None,
+        old.std if old else None,
+        new.std if new else None,
+        tensor.change.max_rel_change if tensor.change else None,
+    )

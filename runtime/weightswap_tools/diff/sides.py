@@ -1,0 +1,154 @@
+"""Two sets of named tensors: what they are called, and where their bytes are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from types import MappingProxyType
+from typing import TYPE_CHECKING, NamedTuple
+
+from weightswap_runtime.errors import OutOfMemory, Unsupported, WeightFileError, WeightsMismatch
+from weightswap_runtime.format.artifact import Artifact
+from weightswap_runtime.format.delta_file import delta_stamp
+from weightswap_runtime.format.goldens import record_of
+from weightswap_runtime.format.name_matching import KEYS, NAMES, UNAMBIGUOUS, Keys, Match, Readings, resolve
+from weightswap_runtime.memory.arena import allocate
+from weightswap_runtime.tensors.content import TensorBytes
+from weightswap_tools.tensor_set import SetRequest, SetTensor, TensorSet
+
+from .readable import Computed, Tensor
+from .report import SetInfo
+from .streaming import digests_of
+
+if TYPE_CHECKING:
+    import torch
+
+    from weightswap_runtime.staging.transforms import Transforms
+
+_READINGS: dict[Keys | None, Readings] = {None: UNAMBIGUOUS, "checkpoint": KEYS, "fqn": NAMES}
+
+
+class Side(NamedTuple):
+    """One set of tensors under the names that are compared.
+
+    digests: those that the file records. sources: the names in the set that the tensors are made of. ties: names of
+    tensors that have others, too: the others.
+    """
+
+    info: SetInfo
+    tensors: Mapping[str, Tensor]
+    digests: Mapping[str, str]
+    sources: tuple[str, ...] = ()
+    ties: Mapping[str, tuple[str, ...]] = MappingProxyType({})
+
+
+def request(artifact: Artifact | None, keys: Keys | None, level: str | None) -> SetRequest:
+    """How to open what `side` takes."""
+    return SetRequest(level, artifact.manifest if artifact else None, _READINGS[keys])
+
+
+def side(weights: TensorSet, artifact: Artifact | None, keys: Keys | None) -> Side:
+    """The tensors of an opened set: under their own names, or with an artifact as its weights, under their FQNs.
+
+    Raises Unsupported for a delta file and for goldens, and WeightsMismatch for a set that does not fit the artifact,
+    or has different values for what is one tensor there.
+    """
+    if weights.weights and delta_stamp(weights.weights):
+        raise Unsupported(f"{weights.where}: a delta file; compare the weight files that it leads from and to")
+    if weights.weights and record_of(weights.weights):
+        raise Unsupported(f"{weights.where}: goldens, no weights; compare the files that they lie beside")
+    stamp = weights.weights.stamp if weights.weights else None
+    digests = stamp.digests if stamp else {}
+    if artifact is None:
+        tensors = {name: _stored(tensor) for name, tensor in weights.tensors.items()}
+        return Side(_info(weights, tensors), tensors, digests, tuple(tensors), weights.ties)
+    readings = NAMES if stamp else _READINGS[keys]
+    match = resolve(weights.tensors, artifact.manifest, weights.full_where, readings=readings)
+    _check_ties(weights, match)
+    tensors = {name: _stored(weights.tensors[names[0]]) for name, names in match.found.items()}
+    tensors |= _computed(weights, match, artifact)
+    own = {name: digests[names[0]] for name, names in match.found.items() if names[0] in digests}
+    return Side(_info(weights, tensors, match.ignored), tensors, own, tuple(_sources(match)))
+
+
+def _sources(match: Match) -> Iterator[str]:
+    for names in match.found.values():
+        yield from names
+    for keys in match.computed.values():
+        yield from keys.values()
+
+
+def _check_ties(weights: TensorSet, match: Match) -> None:
+    """Raise WeightsMismatch where several names of one weight have different values."""
+    several = [names for names in match.found.values() if len({weights.tensors[name].place for name in names}) > 1]
+    found = digests_of({name: _stored(weights.tensors[name]) for names in several for name in names})
+    problems = [
+        f"{' and '.join(names)} are one tensor in the graph, the checkpoint has different values for them"
+        for names in several
+        if len({found[name] for name in names}) > 1
+    ]
+    if problems:
+        advice = "Save the checkpoint from a model whose tied tensors are tied."
+        raise WeightsMismatch(weights.full_where, problems, advice)
+
+
+def _stored(tensor: SetTensor) -> Tensor:
+    if not tensor.whole:
+        return tensor
+    return Computed(tensor.dtype, tensor.shape, tensor.nbytes, lambda: _read_whole(tensor))
+
+
+def _read_whole(tensor: SetTensor) -> TensorBytes:
+    try:
+        memory = memoryview(allocate(tensor.nbytes))
+        tensor.read_into(memory, 0)
+    except MemoryError as error:
+        raise OutOfMemory(f"{tensor.file}: a tensor that can only be read whole takes {tensor.nbytes} bytes") from error
+    return TensorBytes(tensor.dtype, tensor.shape, memory)
+
+
+def _info(weights: TensorSet, tensors: Mapping[str, Tensor], ignored: tuple[str, ...] = ()) -> SetInfo:
+    stamp = weights.weights.stamp if weights.weights else None
+    return SetInfo(
+        where=weights.where,
+        level=weights.level,
+        tensors=len(tensors),
+        nbytes=sum(tensor.nbytes for tensor in tensors.values()),
+        weights_id=stamp.weights_id if stamp else None,
+        graph_id=stamp.graph_id if stamp else None,
+        labels=stamp.labels if stamp else {},
+        ignored=ignored,
+    )
+
+
+def _computed(weights: TensorSet, match: Match, artifact: Artifact) -> dict[str, Tensor]:
+    if not match.computed:
+        return {}
+    from weightswap_runtime.staging.transforms import Transforms  # needs torch
+
+    transforms = Transforms(artifact)
+    rows = {row.name: row for row in artifact.manifest.weights}
+    return {
+        name: Computed(
+            rows[name].dtype, rows[name].shape, rows[name].nbytes, _computer(weights, transforms, name, keys)
+        )
+        for name, keys in match.computed.items()
+    }
+
+
+def _computer(
+    weights: TensorSet, transforms: Transforms, name: str, keys: Mapping[str, str]
+) -> Callable[[], TensorBytes]:
+    from weightswap_runtime.tensors.torch_tensors import as_tensor, tensor_content
+
+    def read(key: str) -> torch.Tensor:
+        found = _read_whole(weights.tensors[keys[key]])
+        return as_tensor(found.data, found.dtype, found.shape)
+
+    def compute() -> TensorBytes:
+        try:
+            ((_, value),) = transforms.compute([name], read)
+        except Exception as error:
+            raise WeightFileError(f"{weights.where}: {name} cannot be computed from it ({error})") from error
+        return tensor_content(value)
+
+    return compute

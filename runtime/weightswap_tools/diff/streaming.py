@@ -1,0 +1,168 @@
+"""Reading two sets of tensors side by side, in pieces: what is in memory does not depend on the tensors' sizes."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+from weightswap_runtime.tensors.content import TensorBytes
+from weightswap_runtime.tensors.digests import Blocks, block_digests, digest_of, tensor_digest
+from weightswap_runtime.tensors.dtypes import DTYPES
+from weightswap_runtime.threads.workers import Workers
+
+from .readable import Computed, Readable, Tensor
+from .statistics import Summary, Tally, same_bytes, summary, tally
+
+PIECE = 1 << 20  # elements; a multiple of the blocks of statistics and, whatever the dtype, of those of digests
+Progress = Callable[[int, int], None]
+
+
+class Scanned(NamedTuple):
+    """What was found in a tensor, or in a pair: whether the bytes are equal, and each side's digest if asked for.
+
+    `summary` is None for dtypes whose elements do not fill bytes.
+    """
+
+    equal: bool
+    digests: tuple[str, ...]
+    summary: Summary | None
+
+
+class _ScannedPiece(NamedTuple):
+    equal: bool
+    digests: tuple[Blocks, ...]
+    tally: Tally | None
+
+
+class Scan:
+    """One tensor, or two of one shape, and what is known of their pieces. Several threads may work on them."""
+
+    def __init__(self, sides: Sequence[Readable], *, hashed: bool) -> None:
+        """hashed: whether digests are computed."""
+        self.sides: tuple[Readable, ...] = tuple(sides)
+        self._hashed = hashed
+        self._found: Scanned | None = None
+        self._shape = sides[0].shape
+        self._whole = all(DTYPES[side.dtype].bits % 8 == 0 for side in sides)
+        self._parts = any(side.dtype.startswith("C") for side in sides)
+        self._elements = math.prod(self._shape) if self._whole else sides[0].nbytes
+        self._left = max(1, -(-self._elements // PIECE))
+        self._pieces: list[_ScannedPiece | None] = [None] * self._left
+        self._lock = threading.Lock()
+
+    @property
+    def found(self) -> Scanned:
+        """What all pieces together tell, when all were worked on."""
+        assert self._found is not None
+        return self._found
+
+    def release(self) -> None:
+        """Forget the tensors, which may be in memory."""
+        self.sides = ()
+
+    def __len__(self) -> int:
+        return len(self._pieces)
+
+    def work(self, index: int, buffers: ReadBuffers) -> int:
+        """Read one piece and take its statistics; the last one adds them up. Returns how many bytes were read."""
+        begin = index * PIECE
+        count = min(PIECE, self._elements - begin)
+        contents = [self._read(place, begin, count, buffers) for place in range(len(self.sides))]
+        self._pieces[index] = self._piece(contents, begin)
+        with self._lock:
+            self._left -= 1
+            last = not self._left
+        if last:
+            self._add_up()
+        return sum(len(content.data) for content in contents)
+
+    def _read(self, place: int, begin: int, count: int, buffers: ReadBuffers) -> TensorBytes:
+        side = self.sides[place]
+        size = side.nbytes // max(1, self._elements)
+        memory = buffers.take(place, count * size)
+        side.read_into(memory, begin * size)
+        return TensorBytes(side.dtype, (count,), memory)
+
+    def _piece(self, contents: Sequence[TensorBytes], begin: int) -> _ScannedPiece:
+        return _ScannedPiece(
+            equal=same_bytes(contents[0], contents[-1]),
+            digests=tuple(block_digests(content.data) for content in contents) if self._hashed else (),
+            tally=tally(contents, self._shape, begin, parts=self._parts) if self._whole else None,
+        )
+
+    def _add_up(self) -> None:
+        pieces = [piece for piece in self._pieces if piece is not None]
+        tallies = [piece.tally for piece in pieces if piece.tally is not None]
+        sides = range(len(self.sides))
+        self._found = Scanned(
+            equal=all(piece.equal for piece in pieces),
+            digests=tuple(tensor_digest(_joined(pieces, side)) for side in sides) if self._hashed else (),
+            summary=summary(tallies, self._shape, parts=self._parts) if tallies else None,
+        )
+        self._pieces = [None] * len(self._pieces)
+
+
+def _joined(pieces: Sequence[_ScannedPiece], side: int) -> Blocks:
+    return tuple(block for piece in pieces for block in piece.digests[side])
+
+
+class ReadBuffers(threading.local):
+    """Memory of a thread's own that is used again for each piece."""
+
+    def __init__(self) -> None:
+        self._memory = [memoryview(bytearray()), memoryview(bytearray())]
+
+    def take(self, place: int, nbytes: int) -> memoryview:
+        """Memory number `place`, 0 or 1; what was taken before under that number is overwritten."""
+        if len(self._memory[place]) < nbytes:
+            self._memory[place] = memoryview(bytearray(nbytes))
+        return self._memory[place][:nbytes]
+
+
+class Reader:
+    """Works on scans with several threads, and says how far it is: bytes read, of bytes in all."""
+
+    def __init__(self, total: int, progress: Progress | None) -> None:
+        self._total = total
+        self._progress = progress
+        self._done = 0
+        self._lock = threading.Lock()
+        self._workers = Workers()
+        self._buffers = ReadBuffers()
+
+    def run(self, scans: Iterable[Scan]) -> None:
+        """Fill in what is `found` of each. Raises WeightFileError."""
+        self._workers.run_all(self._work, [(scan, index) for scan in scans for index in range(len(scan))])
+
+    def _work(self, item: tuple[Scan, int]) -> None:
+        scan, index = item
+        read = scan.work(index, self._buffers)
+        with self._lock:
+            self._done += read
+            if self._progress:
+                self._progress(self._done, self._total)
+
+
+def digests_of(tensors: Mapping[str, Tensor]) -> dict[str, str]:
+    """The digest of each tensor, by name. Raises WeightswapError."""
+    found: dict[str, str] = {}
+    readable = {name: tensor for name, tensor in tensors.items() if not isinstance(tensor, Computed)}
+    buffers = ReadBuffers()
+
+    def work(name: str) -> None:
+        found[name] = digest_of(_pieces(readable[name], buffers))
+
+    Workers().run_all(work, readable)
+    for name, tensor in tensors.items():
+        if isinstance(tensor, Computed):  # one after another: each is in memory
+            found[name] = digest_of([tensor.compute().data])
+    return found
+
+
+def _pieces(tensor: Readable, buffers: ReadBuffers) -> Iterator[memoryview]:
+    for begin in range(0, tensor.nbytes, PIECE):
+        memory = buffers.take(0, min(PIECE, tensor.nbytes - begin))
+        tensor.read_into(memory, begin)
+        yield memory

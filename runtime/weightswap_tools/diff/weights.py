@@ -1,0 +1,227 @@
+"""Comparing two sets of weights."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from typing import NamedTuple, TypeVar
+
+from weightswap_runtime.errors import DigestMismatch
+from weightswap_runtime.format.artifact import Artifact
+from weightswap_runtime.format.name_matching import Keys
+from weightswap_runtime.tensors.dtypes import DTYPES, TensorType
+from weightswap_tools.tensor_set import check_levels, open_set
+
+from .matching import Pairs, pair, strangers
+from .readable import Computed, Readable, Tensor
+from .report import Overall, Status, TensorDiff, WeightsDiff
+from .severity import alarm_order, graded
+from .sides import Side, request, side
+from .statistics import merged, ratio
+from .streaming import Progress, Reader, Scan
+
+T = TypeVar("T")
+MOST_NAMED = 5  # in a notice
+DAMAGED = "The file is damaged: copy it again, or pack it again."
+
+
+def compare_weights(
+    before: str | os.PathLike[str],
+    after: str | os.PathLike[str],
+    *,
+    artifact: str | os.PathLike[str] | Artifact | None = None,
+    keys: Keys | None = None,
+    levels: tuple[str | None, str | None] = (None, None),
+    values: bool = False,
+    progress: Progress | None = None,
+) -> WeightsDiff:
+    """What changed between two weight files or checkpoints.
+
+    before, after: safetensors files, and URLs, as `open_weights` takes them; with the exporter installed, pickled and
+    distributed checkpoints, too, as `pack` takes them.
+    artifact: both are read as its weights, under their FQNs, with keys renamed and values computed as its adapter
+    says; keys: what the names of a checkpoint are, where that cannot be told ("checkpoint" or "fqn"). Without an
+    artifact names are compared as they are.
+    levels: where in either the weights are, as keys joined with dots, if it is a pickled or distributed checkpoint.
+    None: the level that fits the artifact, or else the one with the most tensors.
+    values: look at tensors, too, of which both files record the same digest, or that were renamed; else they are not
+    read. progress: called with bytes read, and bytes in all, from several threads, one at a time.
+
+    Digests that the files record are checked for every tensor that is read, and so are torch's check sums. A few MiB
+    for each thread are in memory at a time, whatever the tensors' size. Weights that the adapter computes need torch,
+    and the memory of one; so do tensors that a checkpoint does not store as one row-major run. Files from before torch
+    1.6 are read whole.
+
+    Raises WeightFileError and CheckpointError (also for files that change meanwhile), DigestMismatch, WeightsMismatch
+    for a set that does not fit the artifact, ArtifactError, MissingExtra and Unsupported.
+    """
+    opened = artifact if artifact is None or isinstance(artifact, Artifact) else Artifact.open(artifact)
+    with ExitStack() as stack:
+        requests = [request(opened, keys, level) for level in levels]
+        sets = [stack.enter_context(open_set(*item)) for item in zip((before, after), requests, strict=True)]
+        check_levels(levels, sets)
+        sides = [side(weights, opened, keys) for weights in sets]
+        diff = compare_sides(sides[0], sides[1], values=values, by_artifact=opened is not None, progress=progress)
+        for weights, found in zip(sets, sides, strict=True):
+            weights.check(found.sources)
+    return diff
+
+
+def compare_sides(
+    before: Side, after: Side, *, values: bool, by_artifact: bool = False, progress: Progress | None = None
+) -> WeightsDiff:
+    """The comparison of two sides whose files are open. Raises WeightFileError and DigestMismatch."""
+    pairs = pair(before, after)
+    rows = list(_rows(pairs, before, after))
+    read = [row for row in rows if values or not _known_to_be_same(row, before, after)]
+    hashed = bool(before.digests or after.digests)
+    scans = _scanned(read, progress, hashed=hashed)
+    _check_digests(rows, scans, before, after)
+    diffs = sorted((graded(_diff(row, scans.get(row.name, ()))) for row in rows), key=alarm_order)
+    return WeightsDiff(
+        before=before.info,
+        after=after.info,
+        tensors=tuple(diffs),
+        overall=_overall(diffs),
+        notices=tuple(_notices(before, after, pairs, by_artifact=by_artifact)),
+    )
+
+
+class _DiffRow(NamedTuple):
+    """A tensor of either set, or of both."""
+
+    name: str
+    before: Tensor | None
+    after: Tensor | None
+    renamed_from: str | None = None
+
+    @property
+    def present(self) -> tuple[Tensor, ...]:
+        return tuple(tensor for tensor in (self.before, self.after) if tensor is not None)
+
+    @property
+    def comparable(self) -> bool:
+        """Whether each element has its counterpart."""
+        if self.before is None or self.after is None or self.before.shape != self.after.shape:
+            return False
+        whole = all(DTYPES[tensor.dtype].bits % 8 == 0 for tensor in self.present)
+        return whole or self.before.dtype == self.after.dtype
+
+
+Scans = tuple[Scan, ...]  # one of both sides, or one for each side that there is
+
+
+def _rows(pairs: Pairs, before: Side, after: Side) -> Iterator[_DiffRow]:
+    yield from (_DiffRow(*found) for found in pairs.pairs)
+    yield from (_DiffRow(name, before.tensors[name], None) for name in pairs.removed)
+    yield from (_DiffRow(name, None, after.tensors[name]) for name in pairs.added)
+
+
+def _known_to_be_same(row: _DiffRow, before: Side, after: Side) -> bool:
+    """Whether both files say so, or the contents were found to be equal."""
+    if row.renamed_from:
+        return True
+    digests = before.digests.get(row.name), after.digests.get(row.name)
+    return row.comparable and _status(row) == "same" and digests[0] is not None and digests[0] == digests[1]
+
+
+def _scanned(rows: Sequence[_DiffRow], progress: Progress | None, *, hashed: bool) -> dict[str, Scans]:
+    reader = Reader(sum(tensor.nbytes for row in rows for tensor in row.present), progress)
+    stored = {row.name: _scans(row, hashed=hashed) for row in rows if not _is_computed(row)}
+    reader.run(scan for scans in stored.values() for scan in scans)
+    for row in filter(_is_computed, rows):  # one after another: each is in memory
+        stored[row.name] = _scans(row, hashed=hashed)
+        reader.run(stored[row.name])
+        for scan in stored[row.name]:
+            scan.release()
+    return stored
+
+
+def _is_computed(row: _DiffRow) -> bool:
+    return any(isinstance(tensor, Computed) for tensor in row.present)
+
+
+def _scans(row: _DiffRow, *, hashed: bool) -> Scans:
+    sides: list[Readable] = [tensor.compute() if isinstance(tensor, Computed) else tensor for tensor in row.present]
+    return (Scan(sides, hashed=hashed),) if row.comparable else tuple(Scan([tensor], hashed=hashed) for tensor in sides)
+
+
+def _check_digests(rows: Sequence[_DiffRow], scans: Mapping[str, Scans], before: Side, after: Side) -> None:
+    """Raise DigestMismatch for bytes that are not those whose digests the file records."""
+    for place, found in enumerate((before, after)):
+        problems = []
+        for row in rows:
+            digests = _by_side(row, [digest for scan in scans.get(row.name, ()) for digest in scan.found.digests])
+            name = row.renamed_from if row.renamed_from and found is before else row.name
+            expected = found.digests.get(name)
+            if expected and digests and digests[place] != expected:
+                problems.append(f"{name}: its bytes are not those whose digest the file records")
+        if problems:
+            raise DigestMismatch(found.info.where, problems, DAMAGED)
+
+
+def _by_side(row: _DiffRow, found: Sequence[T]) -> tuple[T | None, T | None] | None:
+    """What was found of the sides that there are, as a pair; None if nothing was looked for."""
+    if not found:
+        return None
+    left = iter(found)
+    return next(left) if row.before is not None else None, next(left) if row.after is not None else None
+
+
+def _diff(row: _DiffRow, scans: Scans) -> TensorDiff:
+    summaries = [scan.found.summary for scan in scans]
+    values = _by_side(row, [values for found in summaries for values in (found.sides if found else (None,))])
+    comparable = row.comparable and bool(scans)
+    return TensorDiff(
+        name=row.name,
+        status="changed" if comparable and _status(row) == "same" and not scans[0].found.equal else _status(row),
+        before=row.before and TensorType.of(row.before),
+        after=row.after and TensorType.of(row.after),
+        renamed_from=row.renamed_from,
+        values_before=values[0] if values else None,
+        values_after=values[1] if values else None,
+        change=summaries[0].change if comparable and summaries[0] else None,
+    )
+
+
+def _status(row: _DiffRow) -> Status:
+    """What the types and names alone tell."""
+    if row.before is None or row.after is None:
+        return "added" if row.before is None else "removed"
+    if row.before.shape != row.after.shape:
+        return "reshaped"
+    if row.before.dtype != row.after.dtype:
+        return "retyped"
+    return "renamed" if row.renamed_from else "same"
+
+
+def _overall(diffs: Sequence[TensorDiff]) -> Overall:
+    """Of the tensors that changed: others are read or not, by what the files record."""
+    moved = [diff for diff in diffs if diff.change and diff.change.changed]
+    weighed = [diff for diff in moved if not diff.counts] or moved
+    measured = [(diff.change, diff.values_before) for diff in weighed if diff.change and diff.values_before]
+    change = math.hypot(*(change.norm for change, _ in measured))
+    before = math.hypot(*(values.norm for _, values in measured))
+    return Overall(
+        tensors=len(measured),
+        elements=sum(change.elements for change, _ in measured),
+        changed=sum(change.changed for change, _ in measured),
+        rel_change=ratio(change, before),
+        histogram=merged(change.histogram for change, _ in measured),
+    )
+
+
+def _notices(before: Side, after: Side, pairs: Pairs, *, by_artifact: bool) -> Iterator[str]:
+    for info, aliases in zip((before.info, after.info), pairs.aliases, strict=True):
+        if names := [f"{name} is {other}" for name, other in aliases.items()]:
+            more = f" and so on, {len(names)} names in all" if names[MOST_NAMED:] else ""
+            yield f"In {info.where} {', '.join(names[:MOST_NAMED])}{more}; the other set has one of the names alone."
+    if not by_artifact and before.tensors and after.tensors and strangers(before, after):
+        yield (
+            "The two sets have next to no names in common. If one has a checkpoint's names and the other is packed, "
+            "give --artifact (artifact=): both are then compared under the names that its weights have."
+        )
+    if before.info.graph_id and after.info.graph_id and before.info.graph_id != after.info.graph_id:
+        yield f"They are packed for different graphs, {before.info.graph_id[:12]} and {after.info.graph_id[:12]}."

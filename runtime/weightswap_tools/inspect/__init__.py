@@ -1,0 +1,1 @@
+"""What an artifact, a weight file, a delta or goldens hold."""

@@ -1,0 +1,153 @@
+"""What is told of a subject in pairs of a name and a text, for terminals and for reports."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+
+from weightswap_runtime.format.goldens import GoldensRecord
+from weightswap_runtime.format.manifest import Manifest, NamedTensor, Source
+from weightswap_runtime.messages import listed, plural
+from weightswap_tools.tensor_set import TensorSet
+from weightswap_tools.terminal import human_bytes
+from weightswap_tools.wording import signature_sentence, signature_text
+
+from .subject import ArtifactSubject, GoldensSubject, WeightsSubject
+
+Fact = tuple[str, str]
+MOST_LEVELS = 10
+
+
+def artifact_facts(subject: ArtifactSubject) -> Iterator[Fact]:
+    """Its ids, methods and engines, and where it comes from. A sentence without a name follows each method."""
+    manifest = subject.manifest
+    yield "artifact", str(subject.artifact.path)
+    yield "graph id", manifest.graph_id
+    yield "written by", f"weightswap {manifest.producer.weightswap}, torch {manifest.producer.torch}"
+    yield "device", manifest.device
+    for name, method in manifest.methods.items():
+        yield "method", signature_text(name, method.signature)
+        yield "", signature_sentence(name, method.signature)
+    yield "engines", ", ".join(engine_names(manifest))
+    yield from record_facts(subject.record)
+
+
+def engine_names(manifest: Manifest) -> list[str]:
+    """What it was compiled for: the engine, and the target where there are several."""
+    parts = [name.split("/") for name in manifest.files if name.startswith("engines/")]
+    return ["torch", *sorted({" ".join(part[1:-1]) for part in parts})]
+
+
+def record_facts(record: GoldensRecord | None) -> Iterator[Fact]:
+    """Goldens in one line; nothing if there are none."""
+    if record is None:
+        return
+    counts = Counter(case.method for case in record.cases)
+    cases = ", ".join(f"{count} of {method}" for method, count in counts.items())
+    if record.weights_id is None:
+        yield "inputs", f"{cases}; every set of weights must give finite outputs"
+    else:
+        yield "goldens", f"{cases}; of the weights {record.weights_id[:12]}; {exactness(record)}"
+
+
+def exactness(record: GoldensRecord) -> str:
+    """How near the recorded outputs a server has to come."""
+    if not record.has_outputs:
+        return "outputs were not recorded; they must be finite"
+    if record.tolerance:
+        return f"within rtol {record.tolerance[0]:g}, atol {record.tolerance[1]:g}"
+    return f"exact on {machine(record)}"
+
+
+def machine(record: GoldensRecord) -> str:
+    """What the calls were recorded on."""
+    made = record.environment
+    if made is None:
+        return "no machine: there were no weights"
+    return f"torch {made.torch}, {made.device} {made.capability}, {made.threads} threads"
+
+
+def weights_facts(subject: WeightsSubject) -> Iterator[Fact]:
+    """Its place, its ids, its labels, and what was done to it."""
+    yield "file", subject.weights.where
+    if len(subject.weights.files) > 1:
+        yield "shards", ", ".join(subject.weights.files.values())
+    yield from _level_facts(subject.weights)
+    yield from _delta_facts(subject) if subject.delta else _stamp_facts(subject)
+    for label, text in subject.labels.items():
+        yield "label", f"{label} = {text}"
+    yield from _cast_facts(subject)
+    yield from record_facts(subject.record)
+
+
+def _level_facts(weights: TensorSet) -> Iterator[Fact]:
+    """Which state dict of the checkpoint is shown, and what else is there."""
+    if weights.level is not None:
+        yield "level", weights.level or "the top"
+    fullest = sorted(weights.others.items(), key=lambda other: -other[1])
+    others = [f"{path or 'the top'} ({_count(count)})" for path, count in fullest]
+    if others:
+        yield "beside it", listed(others, MOST_LEVELS)
+
+
+def _delta_facts(subject: WeightsSubject) -> Iterator[Fact]:
+    if subject.delta:
+        yield "from", subject.delta.base
+        yield "to", subject.delta.weights_id
+        yield "graph id", subject.delta.graph_id
+
+
+def _stamp_facts(subject: WeightsSubject) -> Iterator[Fact]:
+    if subject.stamp:
+        yield "weights id", subject.stamp.weights_id
+        yield "graph id", subject.stamp.graph_id
+    elif subject.swappable:
+        yield "weights id", "not recorded; it is computed when the file is swapped in"
+    else:
+        yield "weights id", "not recorded; it is computed when the checkpoint is packed (weightswap pack)"
+
+
+def _cast_facts(subject: WeightsSubject) -> Iterator[Fact]:
+    for dtype, names in ((subject.stamp.cast or {}) if subject.stamp else {}).items():
+        yield "cast", f"{plural(len(names), 'tensor')} from {dtype}: {', '.join(names)}"
+
+
+def goldens_facts(subject: GoldensSubject) -> Iterator[Fact]:
+    """Of which weights and graph, on which machine, and how exactly they are to be reproduced."""
+    record = subject.record
+    yield "goldens", subject.where
+    yield "weights id", record.weights_id or "none: inputs alone"
+    yield "graph id", record.graph_id
+    if record.has_outputs:
+        yield "recorded", f"on {machine(record)}"
+    yield "compared", exactness(record)
+
+
+def size_fact(count: int, nbytes: int) -> str:
+    """`3 tensors, 1.2 MB`."""
+    return f"{_count(count)}, {human_bytes(nbytes)}"
+
+
+def _count(tensors: int) -> str:
+    return plural(tensors, "tensor")
+
+
+def origin(tensor: NamedTensor, source: Source | None) -> str:
+    """Where a weight comes from in a checkpoint, unless that has it under its own name."""
+    if source is None:
+        return ""
+    if source.transform is None:
+        return ", ".join(key for key in source.keys if key not in tensor.names)
+    return f"computed from {listed(source.keys, 4)}"
+
+
+def origin_kind(tensor: NamedTensor, source: Source) -> str:
+    """How a checkpoint's keys become a weight."""
+    if source.transform is not None:
+        return "computed"
+    return "as it is" if any(key in tensor.names for key in source.keys) else "renamed"
+
+
+def shape_text(shape: tuple[int, ...]) -> str:
+    """`3 × 5`; a scalar has no sizes."""
+    return " × ".join(map(str, shape)) or "scalar"

@@ -1,0 +1,49 @@
+"""Goldens as a report of their own, and as a section of what they belong to."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from weightswap_runtime.format.goldens import GoldensRecord
+from weightswap_runtime.messages import plural
+from weightswap_tools.reports import Column, Facts, Report, Section, Table
+
+from .facts import exactness, goldens_facts, machine
+from .subject import GoldensSubject
+
+
+def goldens_report(subject: GoldensSubject) -> Report:
+    """What a goldens file says of itself, and the types of what was recorded."""
+    cases = tuple(
+        (number, case.method, _told(subject, case.inputs), _told(subject, case.outputs))
+        for number, case in enumerate(subject.record.cases)
+    )
+    columns = (Column("case", "number"), Column("method"), Column("inputs"), Column("outputs"))
+    overview = Section("Overview", (Facts(tuple(goldens_facts(subject))),))
+    calls = Section("Recorded calls", (Table(columns, cases, "What goes in, and what the eager model gave"),))
+    return Report(Path(subject.where).name, f"Goldens: {_count(subject.record)}", (overview, calls))
+
+
+def _told(subject: GoldensSubject, values: Iterable[str | int | None]) -> str:
+    return ", ".join(map(subject.describe, values))
+
+
+def _count(record: GoldensRecord) -> str:
+    return plural(len(record.cases), "recorded call")
+
+
+def goldens_section(record: GoldensRecord | None) -> Iterator[Section]:
+    """The goldens in an artifact or beside a weight file; nothing if there are none."""
+    if record is None:
+        return
+    facts = (
+        ("weights id", record.weights_id or "none: inputs alone"),
+        ("calls", _count(record)),
+        ("recorded on", machine(record)),
+        ("compared", exactness(record)),
+    )
+    if record.has_outputs:
+        yield Section("Goldens", (Facts(facts),), "Calls of the eager model that staged weights must reproduce.")
+    else:
+        yield Section("Inputs", (Facts(facts),), "Inputs to which every set of weights must give finite outputs.")

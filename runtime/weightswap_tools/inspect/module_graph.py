@@ -1,0 +1,101 @@
+"""The graphs of an artifact by module, joined with the weights that the modules have."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Mapping
+
+from weightswap_runtime.engines.graphs.schema import UnknownPart
+from weightswap_runtime.format.manifest import Manifest
+from weightswap_runtime.messages import listed, plural
+from weightswap_tools.module_tree import Branch, fingerprints, grow, runs, sizes_below
+from weightswap_tools.reports import ModuleNode, ModuleRun
+from weightswap_tools.terminal import human_bytes
+
+from .graph_outline import Flow, Outline, outline
+from .subject import ArtifactSubject
+
+MOST_NAMED = 3  # modules that one value comes from or goes to
+MOST_FLOWS = 24
+SIZE_ARITHMETIC = ("_operator.", "aten.sym_", "math.", "torch.sym_")  # what operators on sizes are called
+
+
+def read_outline(subject: ArtifactSubject, method: str) -> Outline | str:
+    """A method's graph by module, or why it cannot be told. Raises ArtifactError."""
+    try:
+        return outline(subject.artifact, subject.manifest.methods[method])
+    except UnknownPart as reason:
+        return f"The graph of {method} cannot be shown by module: it has {reason}."
+
+
+def module_kinds(subject: ArtifactSubject) -> dict[str, str]:
+    """The class of each module that any graph calls, by path. Raises ArtifactError."""
+    kinds: dict[str, str] = {}
+    for method in subject.manifest.methods:
+        found = read_outline(subject, method)
+        if isinstance(found, Outline):
+            kinds.update({path: module.kind for path, module in found.modules.items() if module.kind})
+    return kinds
+
+
+def module_nodes(found: Outline, manifest: Manifest) -> ModuleNode:
+    """The modules of a graph as the nodes of a report.
+
+    Neighbours with consecutive numbers are one run if they have the same class, operators and weights, and so do the
+    modules in them. Arithmetic on sizes is left out of this, as a graph has it where a size is first used.
+    """
+    return _Nodes(found, manifest).tree()
+
+
+class _Nodes:
+    def __init__(self, found: Outline, manifest: Manifest) -> None:
+        self.found = found
+        sizes = {weight.name: weight.nbytes for weight in manifest.weights}
+        weights = grow(sizes)
+        sums = sizes_below(weights, sizes)
+        self.weights = {branch.path: (sum(1 for _ in branch.every_name()), sums[branch]) for branch in weights.walk()}
+        self.root = Branch()
+        for path in filter(None, found.modules):
+            self.root.reach(path.split("."))
+        self.marks = fingerprints(self.root, lambda name: name, self._likeness)
+
+    def tree(self) -> ModuleNode:
+        return self._node(self.root)
+
+    def _likeness(self, path: str) -> Hashable:
+        module = self.found.modules.get(path)
+        calls = module.calls.items() if module else ()
+        computed = frozenset(call for call in calls if not call[0].startswith(SIZE_ARITHMETIC))
+        return module and module.kind, computed, self.weights.get(path)
+
+    def _group(self, group: list[Branch]) -> ModuleNode | ModuleRun:
+        nodes = tuple(map(self._node, group))
+        return ModuleRun(nodes) if len(nodes) > 1 else nodes[0]
+
+    def _node(self, branch: Branch) -> ModuleNode:
+        module = self.found.modules.get(branch.path)
+        children = tuple(map(self._group, runs(branch.branches.values(), self.marks)))
+        if module is None:  # holds modules, and is not called itself
+            return ModuleNode(branch.name, "", self._weights(branch.path), (), (), (), children)
+        return ModuleNode(
+            branch.name,
+            module.kind.rpartition(".")[2],
+            self._weights(branch.path),
+            tuple(module.calls.most_common()),
+            _flows(module.takes, "from"),
+            _flows(module.gives, "to"),
+            children,
+        )
+
+    def _weights(self, path: str) -> str:
+        count, size = self.weights.get(path, (0, 0))
+        return f"{plural(count, 'weight')}, {human_bytes(size)}" if count else "no weights"
+
+
+def _flows(flows: Mapping[str, Flow], way: str) -> tuple[str, ...]:
+    told = [f"{flow.type}  {way} {_named(flow.others)}" for flow in flows.values()]
+    more = len(told) - MOST_FLOWS
+    return (*told[:MOST_FLOWS], *([f"and {more} more"] if more > 0 else []))
+
+
+def _named(others: Iterable[str]) -> str:
+    return listed(list(others), MOST_NAMED)

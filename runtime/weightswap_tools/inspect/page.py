@@ -1,0 +1,123 @@
+"""A subject as a report."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+from weightswap_runtime.format.delta_file import DATA, RUNS
+from weightswap_runtime.tensors.dtypes import describe
+from weightswap_runtime.tensors.dtypes import nbytes as size_of
+from weightswap_tools.reports import Column, Facts, Report, Section, Table
+from weightswap_tools.tensor_set import SetTensor
+
+from .artifact_page import artifact_report
+from .facts import shape_text, size_fact, weights_facts
+from .goldens_page import goldens_report, goldens_section
+from .maps import modules_table, weights_map
+from .subject import ArtifactSubject, GoldensSubject, Subject, WeightsSubject
+
+
+def report_of(subject: Subject) -> Report:
+    """All that is known of a subject. Raises ArtifactError for a graph that is damaged."""
+    match subject:
+        case ArtifactSubject():
+            return artifact_report(subject)
+        case WeightsSubject():
+            return _weights_report(subject)
+        case GoldensSubject():
+            return goldens_report(subject)
+
+
+def _weights_report(subject: WeightsSubject) -> Report:
+    read = _READ if subject.swappable else _DESCRIBED
+    sections = [Section("Overview", (Facts(tuple(weights_facts(subject))),), read)]
+    sections.append(_delta_section(subject) if subject.delta else _tensors_section(subject))
+    if len(subject.weights.files) > 1:
+        sections.append(_files_section(subject))
+    sections += goldens_section(subject.record)
+    kind = "Delta file" if subject.delta else "Weight file" if subject.stamp else "Checkpoint"
+    name = Path(subject.weights.where).name or subject.weights.where
+    total = size_fact(len(subject.weights.tensors), subject.total_bytes)
+    return Report(name, f"{kind}: {total}", tuple(sections))
+
+
+_READ = "The headers were read. The data is read, and its digests are checked, when the file is swapped in."
+_DESCRIBED = "The description of the tensors was read, and none of their values."
+
+
+def _tensors_section(subject: WeightsSubject) -> Section:
+    tensors = dict(subject.in_order())
+    details = {name: describe(tensor.dtype, tensor.shape) for name, tensor in tensors.items()}
+    sizes = subject.sizes
+    blocks = (weights_map(sizes, details, "all tensors"), modules_table(sizes), _tensors_table(subject, tensors))
+    return Section("Tensors", blocks)
+
+
+def _tensors_table(subject: WeightsSubject, tensors: Mapping[str, SetTensor]) -> Table:
+    columns = list(_tensor_columns(subject))
+    rows = (tuple(cell(name, tensor) for _, cell in columns) for name, tensor in tensors.items())
+    return Table(tuple(column for column, _ in columns), tuple(rows), "Tensors, as they lie in the file")
+
+
+_Cell = Callable[[str, SetTensor], str | int]
+
+
+def _tensor_columns(subject: WeightsSubject) -> Iterator[tuple[Column, _Cell]]:
+    """The columns in which there is something, each with what it shows of a tensor."""
+    yield Column("name"), lambda name, _: name
+    yield Column("dtype"), lambda _, tensor: tensor.dtype
+    yield Column("shape"), lambda _, tensor: shape_text(tensor.shape)
+    yield Column("size", "bytes"), lambda _, tensor: tensor.nbytes
+    if all(tensor.offset is not None for tensor in subject.weights.tensors.values()):
+        yield Column("offset", "number"), lambda _, tensor: tensor.offset or 0
+    if digests := subject.digests:
+        yield Column("digest"), lambda name, _: digests[name][:16]
+    if casts := _casts(subject):
+        yield Column("cast from"), lambda name, _: casts.get(name, "")
+    if ties := subject.ties:
+        yield Column("tied to"), lambda name, _: ", ".join(ties.get(name, ()))
+    if len(files := subject.weights.files) > 1:
+        yield Column("file"), lambda _, tensor: files.get(tensor.file, "")
+
+
+def _casts(subject: WeightsSubject) -> dict[str, str]:
+    """The dtype that a tensor had in the checkpoint, for those that were cast."""
+    cast = (subject.stamp.cast or {}) if subject.stamp else {}
+    return {name: dtype for dtype, names in cast.items() for name in names}
+
+
+def _files_section(subject: WeightsSubject) -> Section:
+    rows = tuple(
+        (name, len(tensors), sum(tensor.nbytes for tensor in tensors)) for name, tensors in subject.in_files().items()
+    )
+    return Section("Shards", (Table((Column("file"), Column("tensors", "number"), Column("size", "bytes")), rows),))
+
+
+def _delta_section(subject: WeightsSubject) -> Section:
+    changes = subject.delta.changes if subject.delta else {}
+    tensors = subject.weights.tensors
+    rows = tuple(
+        (
+            name,
+            describe(changed.dtype, changed.shape),
+            size_of(changed.dtype, changed.shape),
+            tensors[DATA + name].nbytes,
+            tensors[RUNS + name].shape[0],
+        )
+        for name, changed in changes.items()
+    )
+    columns = (
+        Column("weight"),
+        Column("type"),
+        Column("size", "bytes"),
+        Column("replaced", "bytes"),
+        Column("runs", "number"),
+    )
+    sizes = {name: tensors[DATA + name].nbytes for name in changes}
+    details = {name: describe(changed.dtype, changed.shape) for name, changed in changes.items()}
+    return Section(
+        "Changes",
+        (weights_map(sizes, details, "all that is replaced"), Table(columns, rows, "Weights that change")),
+        "Weights that are not listed are equal in both sets.",
+    )

@@ -1,0 +1,136 @@
+"""What can be inspected, opened and checked as far as showing it needs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import NamedTuple
+
+from weightswap_runtime.errors import Unsupported
+from weightswap_runtime.format.artifact import Artifact, is_artifact
+from weightswap_runtime.format.delta_file import DeltaStamp, delta_stamp
+from weightswap_runtime.format.goldens import GoldensRecord, artifact_goldens, record_beside, record_of
+from weightswap_runtime.format.manifest import Manifest
+from weightswap_runtime.format.recorded_call import Value
+from weightswap_runtime.format.weight_file import Stamp
+from weightswap_runtime.tensors.dtypes import describe
+from weightswap_tools.module_tree import natural
+from weightswap_tools.tensor_set import SetRequest, SetTensor, TensorSet, check_levels, open_set
+
+
+class ArtifactSubject(NamedTuple):
+    """An artifact, every file of which has its digest. `record` is that of its goldens."""
+
+    artifact: Artifact
+    record: GoldensRecord | None
+
+    @property
+    def manifest(self) -> Manifest:
+        return self.artifact.manifest
+
+
+class WeightsSubject(NamedTuple):
+    """A weight file, a checkpoint or a delta file, of which no values were read; `record` is beside it."""
+
+    weights: TensorSet
+    delta: DeltaStamp | None
+    record: GoldensRecord | None
+
+    @property
+    def kind(self) -> str:
+        if self.weights.weights is None:
+            return "checkpoint"
+        return "delta file" if self.delta else "weight file"
+
+    @property
+    def swappable(self) -> bool:
+        """Whether it is in files as swaps take them."""
+        return self.weights.weights is not None
+
+    @property
+    def stamp(self) -> Stamp | None:
+        return self.weights.weights.stamp if self.weights.weights else None
+
+    @property
+    def digests(self) -> Mapping[str, str]:
+        """By tensor; empty where the file has none."""
+        stamp = self.delta or self.stamp
+        return stamp.digests if stamp else {}
+
+    @property
+    def labels(self) -> Mapping[str, str]:
+        stamp = self.delta or self.stamp
+        return stamp.labels if stamp else {}
+
+    @property
+    def total_bytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self.weights.tensors.values())
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Bytes by name; layers in the order of their numbers."""
+        return {name: self.weights.tensors[name].nbytes for name in sorted(self.weights.tensors, key=natural)}
+
+    @property
+    def ties(self) -> dict[str, tuple[str, ...]]:
+        """The other names of each tensor that has several."""
+        return {name: others for name, others in self.weights.ties.items() if others}
+
+    def in_order(self) -> list[tuple[str, SetTensor]]:
+        """The tensors as they lie in the files."""
+        return sorted(self.weights.tensors.items(), key=lambda item: (item[1].file, item[1].offset or 0))
+
+    def in_files(self) -> dict[str, list[SetTensor]]:
+        """The tensors of each file, by what the file is called."""
+        tensors = self.weights.tensors.values()
+        return {name: [t for t in tensors if t.file == file] for file, name in self.weights.files.items()}
+
+
+class GoldensSubject(NamedTuple):
+    """A goldens file, of which the header alone was read."""
+
+    where: str
+    record: GoldensRecord
+    tensors: Mapping[str, SetTensor]
+
+    def describe(self, value: Value) -> str:
+        """An input or output of a recorded call: `F32[2, 10]`, an integer, or what the signature has fixed."""
+        if isinstance(value, str):
+            tensor = self.tensors.get(value)
+            return describe(tensor.dtype, tensor.shape) if tensor else f"{value}, which is missing"
+        return "fixed" if value is None else str(value)
+
+
+Subject = ArtifactSubject | WeightsSubject | GoldensSubject
+
+
+@contextmanager
+def open_subject(path: str, level: str | None = None) -> Iterator[Subject]:
+    """What is at a path or URL, open until the block ends.
+
+    level: where in a pickled or distributed checkpoint to look. Raises WeightswapError.
+    """
+    if is_artifact(path):
+        if level is not None:
+            raise Unsupported(f"{path}: an artifact, which has no levels; leave --level out")
+        yield _open_artifact(path)
+        return
+    with open_set(path, SetRequest(level)) as found:
+        check_levels([level], [found])
+        yield _of_tensors(found)
+
+
+def _open_artifact(path: str) -> ArtifactSubject:
+    artifact = Artifact.open(path)
+    artifact.verify()
+    goldens = artifact_goldens(artifact)
+    return ArtifactSubject(artifact, goldens.record if goldens else None)
+
+
+def _of_tensors(found: TensorSet) -> WeightsSubject | GoldensSubject:
+    weights = found.weights
+    if weights is None:
+        return WeightsSubject(found, None, None)
+    if record := record_of(weights):
+        return GoldensSubject(found.where, record, found.tensors)
+    return WeightsSubject(found, delta_stamp(weights), record_beside(weights.location))

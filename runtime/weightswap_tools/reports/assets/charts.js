@@ -1,0 +1,194 @@
+"use strict";
+
+// The options of a report, handed to ECharts, which draws SVG: there, variables of the style sheet are colours, and follow
+// it. Tooltips are elements, never HTML texts. Each chart has its numbers beside it as a table.
+
+const LINE = { lineStyle: { color: "var(--line)" } };
+const LABEL = { color: "var(--muted)", hideOverlap: true };
+const AXIS = { axisLine: LINE, axisTick: LINE, splitLine: LINE, axisLabel: LABEL, nameTextStyle: LABEL };
+const NUMBERS = { ...AXIS, axisLabel: { ...LABEL, formatter: numberText } };
+const THEME = {
+  animation: false,
+  categoryAxis: AXIS,
+  valueAxis: NUMBERS,
+  logAxis: NUMBERS,
+  legend: { textStyle: { color: "var(--text)" } },
+  dataZoom: {
+    borderColor: "var(--line)",
+    fillerColor: "var(--accent-soft)",
+    handleStyle: { color: "var(--surface)", borderColor: "var(--accent)" },
+    moveHandleStyle: { color: "var(--line)" },
+    emphasis: { handleStyle: { borderColor: "var(--text)" }, moveHandleStyle: { color: "var(--muted)" } },
+  },
+};
+const TOOLTIP = {
+  confine: true,
+  borderWidth: 1,
+  borderColor: "var(--line)",
+  backgroundColor: "var(--surface)",
+  textStyle: { color: "var(--text)", fontSize: 13 },
+  extraCssText: "max-width: 24rem; white-space: normal; overflow-wrap: anywhere;",
+};
+const FEW_HUES = 8;
+const LEAST_ENTERED = 4000; // square pixels of an area in which those in it are drawn
+const LEAST_NAMED = 1500; // in which its name is told
+const LEAST_MEASURED = 4500; // and its size, too
+
+function drawChart(figure, block) {
+  const box = figure.querySelector(".chart");
+  const chart = echarts.init(box, THEME, { renderer: "svg" });
+  const { fontFamily } = getComputedStyle(document.body);
+  const { option } = block;
+  for (const series of option.series) {
+    series.emphasis = { disabled: true }; // which would calculate with colours
+    series.renderItem = (at, api) => bar(at, api, series.data[at.dataIndex].label, fontFamily); // of custom series
+    if (series.type === "heatmap") series.data = series.data.map((cell) => signed(cell, option.visualMap.pieces));
+  }
+  const tooltip = { ...TOOLTIP, ...option.tooltip, formatter: (items) => told(block, [items].flat()) };
+  chart.setOption({ ...option, tooltip, textStyle: { fontFamily, color: "var(--text)" } });
+  new ResizeObserver(() => box.clientWidth === chart.getWidth() || chart.resize()).observe(box);
+  if (block.root) enterAreas(figure, block, chart);
+  const keys = figure.querySelectorAll(".key");
+  for (const key of keys) key.onclick = () => press(key, keys, chart);
+  for (const button of figure.querySelectorAll(".moves button")) button.onclick = () => move(chart, button.dataset);
+  const table = figure.querySelector("details");
+  table.addEventListener("toggle", () => drawTable(table, block), { once: true });
+}
+
+/** Black or white, whichever is read better on a colour; from this lightness on it is black. */
+function inkOn(colour) {
+  return `lab(from ${colour} calc((49.4 - l) * infinity) 0 0)`;
+}
+
+/** A tooltip of lines, the first of which is its heading: those of the data, or what the table has for a cell. */
+function told(block, items) {
+  if (block.root && !items[0].data.told) return ""; // between areas
+  const found = items
+    .sort((a, b) => b.value[1] - a.value[1])
+    .map((item) => item.data.told ?? cellTold(block, item.value));
+  const lines = [found[0][0], ...found.flatMap(([, ...lines]) => lines)];
+  return element("div", {}, ...lines.map((line, place) => element(place ? "div" : "strong", {}, line)));
+}
+
+function cellTold({ columns, rows }, [column, row]) {
+  return [rows[row][0], `${columns[column + 1].name}: ${numberText(rows[row][column + 1])}`];
+}
+
+function signed(cell, pieces) {
+  if (!cell.sign) return cell;
+  const label = { show: true, formatter: cell.sign, color: inkOn(pieces[cell.value[2]].color), fontSize: 11 };
+  return { value: cell.value, label };
+}
+
+/** A rectangle from one place to another, at least two pixels wide, with a text if it has room for one. */
+function bar(at, api, label = "", fontFamily) {
+  const [left, bottom] = api.coord([api.value(0), api.value(2)]);
+  const [right, top] = api.coord([api.value(1), api.value(3)]);
+  const x = Math.min(left, at.coordSys.x + at.coordSys.width - 2);
+  const whole = { x, y: top, width: Math.max(2, right - x - 1), height: bottom - top };
+  const shape = echarts.graphic.clipRectByRect(whole, at.coordSys);
+  if (!shape) return null;
+  const fill = api.visual("color");
+  const text = shape.width > 40 ? label : "";
+  const look = { width: shape.width - 10, overflow: "truncate", ellipsis: "…", fontFamily, fontSize: 12 };
+  return {
+    type: "rect",
+    shape: { ...shape, r: label && 3 },
+    style: { fill },
+    emphasisDisabled: true,
+    textContent: { type: "text", style: { text, fill: inkOn(fill), ...look } },
+    textConfig: { position: "insideLeft", distance: 5 },
+  };
+}
+
+/** A line is shown as long as all keys that name it are pressed. */
+function press(key, keys, chart) {
+  key.ariaPressed = String(key.ariaPressed !== "true");
+  const selected = {};
+  for (const { ariaPressed, dataset } of keys) {
+    for (const line of dataset.lines.split(" ")) selected[line] = ariaPressed === "true" && (selected[line] ?? true);
+  }
+  chart.setOption({ legend: { selected } });
+}
+
+/** Show another part of an axis: moved by so many of its widths, or another width. */
+function move(chart, { shift, scale }) {
+  const [{ start, end }] = chart.getOption().dataZoom;
+  const width = Math.min(100, Math.max(0.01, (end - start) * scale));
+  const to = (start + end) / 2 + shift * (end - start) + width / 2;
+  const last = Math.min(100, Math.max(width, to));
+  chart.dispatchAction({ type: "dataZoom", start: last - width, end: last });
+}
+
+/** The areas of one node at a time, which a click enters, a path of buttons leaves, and a list tells. */
+function enterAreas(figure, { root, columns }, chart) {
+  const trail = figure.querySelector(".trail");
+  const list = figure.querySelector(".parts");
+  const size = ({ value }) => amountText(value, columns[1].kind);
+  const share = (node, whole) => (whole.value ? `${((100 * node.value) / whole.value).toFixed(1)} %` : "");
+  let path;
+
+  function go(...nodes) {
+    path = nodes;
+    const node = path.at(-1);
+    trail.replaceChildren(...path.map(step));
+    list.replaceChildren(...node.children.map((child) => element("li", { title: child.detail }, part(child, node))));
+    const data = node.children.map((child, place) => {
+      const colour = colourOf(place, node.children.length);
+      const shade = (rank) => mixed(colour, 82 - (40 * rank) / child.children.length);
+      const inside = child.children.map((inner, rank) => area(inner, place, shade(rank)));
+      return { ...area(child, place, colour), children: pixels(child) < LEAST_ENTERED ? [] : inside.reverse() };
+    });
+    data.reverse(); // of equal ones, the last comes first
+    const fontSize = data.length > 60 ? 10 : 12;
+    const named = (between) => ({ fontSize, formatter: ({ data: item }) => areaText(item, between) });
+    chart.setOption({ series: [{ data, label: named("\n"), upperLabel: named("   ") }] });
+  }
+
+  function enter(...nodes) {
+    if (!nodes.at(-1)?.children.length) return;
+    go(...nodes);
+    trail.querySelector("[aria-current]").focus();
+  }
+
+  function step(node, place) {
+    const here = place === path.length - 1;
+    const attributes = { type: "button", "aria-current": here && "location" };
+    const button = element("button", { ...attributes, onclick: () => enter(...path.slice(0, place + 1)) }, node.name);
+    return element("li", {}, button, here ? element("span", { class: "muted" }, ` ${size(node)}`) : "");
+  }
+
+  function part(child, node) {
+    const texts = { name: child.name, number: size(child), "number muted": share(child, node) };
+    const enters = { type: "button", onclick: () => enter(...path, child) };
+    const [tag, attributes] = child.children.length ? ["button", enters] : ["div", {}];
+    return barRow(tag, attributes, child.value, node.value, texts);
+  }
+
+  function area({ name, value, detail }, place, color) {
+    const label = { color: inkOn(color) };
+    const told = [name, `${size({ value })}, ${share({ value }, root)} of all`, detail].filter(Boolean);
+    return { name, value, told, place, itemStyle: { color, borderColor: color }, label, upperLabel: label };
+  }
+
+  function pixels({ value }) {
+    return (chart.getWidth() * chart.getHeight() * value) / Math.max(1, path.at(-1).value);
+  }
+
+  function areaText(item, between) {
+    if (pixels(item) < LEAST_NAMED) return "";
+    return pixels(item) < LEAST_MEASURED ? item.name : `${item.name}${between}${size(item)}`;
+  }
+
+  chart.on("click", ({ data }) => data && enter(...path, path.at(-1).children[data.place]));
+  go(root);
+}
+
+/** Few parts have a hue each; many, as the layers of a model, are shades of one. */
+function colourOf(place, count) {
+  return count > FEW_HUES ? mixed("var(--hue-1)", 95 - (50 * place) / count) : `var(--hue-${place + 1})`;
+}
+
+function mixed(colour, share) {
+  return `color-mix(in srgb, ${colour} ${share.toFixed(1)}%, var(--surface))`;
+}

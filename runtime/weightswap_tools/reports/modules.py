@@ -1,0 +1,76 @@
+"""A graph by module as a page has it: each module with its path, its calls, and what is told of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from msgspec import structs, to_builtins
+
+from .blocks import ModuleGraph, ModuleNode, ModuleRun
+from .texts import number_text
+
+ROWS_AT_FIRST = 26
+Node = dict[str, Any]
+
+
+def module_tree(graph: ModuleGraph) -> Node:
+    """The block as data. Modules that are opened at first say so."""
+    root = _node(structs.replace(graph.root, name=""), "", "") | {"name": graph.root.name}
+    _open_first(root)
+    return {"type": "modules", "caption": graph.caption, "root": root}
+
+
+def _node(item: ModuleNode | ModuleRun, inside: str, above: str) -> Node:
+    """inside: what its path begins with; above: the name of what it is in."""
+    if isinstance(item, ModuleRun):
+        return _run(item.modules, inside, above)
+    path = _joined(inside, item.name)
+    children = [_node(child, path, item.name) for child in item.children]
+    own = sum(count for _, count in item.ops)
+    calls = own + sum(child["calls"] for child in children)
+    told = f"{number_text(own)} of its own, {number_text(calls)} with those of its modules"
+    if own == calls:
+        told = number_text(calls) if calls else "none of its own"
+    alone = to_builtins(structs.replace(item, children=()))
+    return {**alone, "children": children, "path": path, "calls": calls, "told": told}
+
+
+def _run(modules: tuple[ModuleNode, ...], inside: str, above: str) -> Node:
+    """The entry of modules that are alike: the class and the weights that each of them has."""
+    first, names = modules[0], f"{modules[0].name}-{modules[-1].name}"
+    children = [_node(module, inside, above) for module in modules]
+    counts = [child["calls"] for child in children]
+    least, most, calls = map(number_text, (min(counts), max(counts), sum(counts)))
+    each = least if least == most else f"{least} to {most}"
+    return {
+        "name": _joined(above, names),
+        "path": _joined(inside, names),
+        "kind": first.kind,
+        "detail": first.detail and f"each: {first.detail}",
+        "alike": len(modules),
+        "calls": sum(counts),
+        "told": f"{each} each, {calls} in all" if sum(counts) else "none of its own",
+        "children": children,
+        **dict.fromkeys(("ops", "takes", "gives"), ()),
+    }
+
+
+def _joined(*names: str) -> str:
+    return ".".join(filter(None, names))
+
+
+def _open_first(root: Node) -> None:
+    """Open the levels next to the model that fit on a screen; what is alike stays folded."""
+    rows, level = 1, [root]
+    while level:
+        rows += sum(len(node["children"]) for node in level)
+        if rows > ROWS_AT_FIRST and "open" in root:
+            break
+        for node in level:
+            node["open"] = True
+        level = list(_below(level))
+
+
+def _below(level: list[Node]) -> Iterable[Node]:
+    return (child for node in level for child in node["children"] if "alike" not in child)

@@ -1,0 +1,145 @@
+"""A report as one HTML file: its styles, scripts and data are in it, and it asks the network for nothing."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from functools import cache
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from msgspec import to_builtins
+
+from weightswap_runtime.sources.atomic import new_report
+
+from .blocks import Block, ChartBlock, Facts, ModuleGraph, Note, Report, Section, Table
+from .charts import chart_of
+from .embedding import embedded_json, markup
+from .modules import module_tree
+from .tables import table_markup
+
+POLICY = (
+    "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:; "
+    "base-uri 'none'; form-action 'none'"
+)
+STYLES = ("colours.css", "page.css", "blocks.css")
+SCRIPTS = ("page.js", "table.js", "modules.js", "charts.js", "start.js")
+CHART_LIBRARY = "vendor/echarts/echarts.min.js"
+Data = dict[str, Any]
+
+
+def write_report(path: str | os.PathLike[str], report: Report) -> None:
+    """Write the report as an HTML file, which appears whole or not at all. A pipe or a device is written to.
+
+    Raises OSError, and Unsupported for what cannot be written to in a row.
+    """
+    with new_report(Path(path)) as file:
+        file.write(render(report).encode())
+
+
+def render(report: Report) -> str:
+    """The report as HTML. The same report gives the same text."""
+    data: list[Data] = []
+    body = [*_body(report, data)]
+    script = f'<script type="application/json" id="data">{embedded_json(data)}</script>'
+    return "\n".join([*_head(report), *body, script, *_scripts(data), "</body>", "</html>", ""])
+
+
+def _head(report: Report) -> Iterator[str]:
+    yield from ("<!doctype html>", '<html lang="en">', "<head>", '<meta charset="utf-8">')
+    yield f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">'
+    yield '<meta name="viewport" content="width=device-width, initial-scale=1">'
+    yield '<meta name="color-scheme" content="light dark">'
+    yield '<meta name="referrer" content="no-referrer">'
+    yield '<link rel="icon" href="data:,">'
+    yield f"<title>{markup(report.title)}</title>"
+    yield from (f"<style>\n{_asset(f'assets/{name}')}</style>" for name in STYLES)
+    yield "</head>"
+
+
+def _body(report: Report, data: list[Data]) -> Iterator[str]:
+    yield "<body>"
+    yield '<a class="skip" href="#content">Skip to the content</a>'
+    yield '<header class="top"><div class="heading">'
+    yield f"<h1>{markup(report.title)}</h1>"
+    if report.verdict:
+        yield f'<p class="verdict {_tone(report.good)}">{markup(report.verdict)}</p>'
+    yield '</div><button type="button" id="theme" class="button" hidden></button>'
+    if report.subtitle:
+        yield f'<p class="subtitle">{markup(report.subtitle)}</p>'
+    yield "</header>"
+    yield "<noscript><p class='note bad'>Tables and charts of this page need JavaScript.</p></noscript>"
+    yield from _contents(report.sections)
+    yield '<main id="content">'
+    for place, section in enumerate(report.sections):
+        yield from _section(place, section, data)
+    yield "</main>"
+
+
+def _tone(good: bool | None) -> str:
+    return "plain" if good is None else "good" if good else "bad"
+
+
+def _contents(sections: tuple[Section, ...]) -> Iterator[str]:
+    if len(sections) < 2:
+        return
+    links = (
+        f'<li><a href="#section-{place}">{markup(section.title)}</a></li>' for place, section in enumerate(sections)
+    )
+    yield f'<nav class="contents" aria-label="Sections"><ul>{"".join(links)}</ul></nav>'
+
+
+def _section(place: int, section: Section, data: list[Data]) -> Iterator[str]:
+    yield f'<section id="section-{place}" aria-labelledby="title-{place}">'
+    yield f'<h2 id="title-{place}">{markup(section.title)}</h2>'
+    if section.note:
+        yield f'<p class="lead">{markup(section.note)}</p>'
+    for block in section.blocks:
+        yield _block(block, data)
+    yield "</section>"
+
+
+def _block(block: Block, data: list[Data]) -> str:
+    """A block as markup; what a script fills in is added to the data, and has its number."""
+    match block:
+        case Facts():
+            rows = (f"<div><dt>{markup(name)}</dt><dd>{markup(value)}</dd></div>" for name, value in block.rows)
+            return f'<dl class="facts">{"".join(rows)}</dl>'
+        case Note():
+            return f'<p class="note {block.kind}">{markup(block.text)}</p>'
+        case Table():
+            return _figure(block, table_markup(block), to_builtins(block), data)
+        case ModuleGraph():
+            return _figure(block, _MODULES, module_tree(block), data)
+        case _:
+            chart = chart_of(block)
+            numbers = {**to_builtins(chart.table), "type": "chart", "caption": block.caption}
+            return _figure(block, chart.markup(), {**numbers, "option": chart.option, "root": chart.root}, data)
+
+
+def _figure(block: Table | ModuleGraph | ChartBlock, inside: str, filling: Data, data: list[Data]) -> str:
+    data.append(filling)
+    caption = f"<figcaption>{markup(block.caption)}</figcaption>" if block.caption else ""
+    return f'<figure class="block" data-block="{len(data) - 1}">{caption}{inside}</figure>'
+
+
+_MODULES = """<div class="tools">
+<input type="search" aria-label="Search modules" placeholder="Search modules, classes, operators" autocomplete="off">
+<button type="button" class="button expand">Expand all</button>
+<button type="button" class="button collapse">Collapse all</button>
+<span class="muted" role="status"></span></div>
+<div class="modules">
+<div class="side"><ul class="tree" role="tree" aria-label="Modules"></ul><p class="muted"></p></div>
+<div class="panel" role="region" aria-label="The selected module" tabindex="0"></div></div>"""
+
+
+def _scripts(data: list[Data]) -> Iterator[str]:
+    library = [CHART_LIBRARY] if any("option" in each for each in data) else []
+    for name in (*library, *(f"assets/{name}" for name in SCRIPTS)):
+        yield f"<script>\n{_asset(name)}</script>"
+
+
+@cache
+def _asset(name: str) -> str:
+    return files(__package__).joinpath(name).read_text("utf-8")

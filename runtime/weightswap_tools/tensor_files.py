@@ -1,0 +1,74 @@
+"""Inputs and outputs of `weightswap run` as files: named tensors in .safetensors or .npz."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from weightswap_runtime.errors import Unsupported, WeightFileError, WeightswapError
+from weightswap_runtime.format.header import parse_file
+from weightswap_runtime.format.weight_file import encode_tensors
+from weightswap_runtime.sources.atomic import new_file
+from weightswap_runtime.tensors.content import TensorBytes, array_content, as_array, is_numpys
+from weightswap_runtime.tensors.dtypes import describe
+
+SUFFIXES = (".safetensors", ".npz")
+
+
+def read_tensors(path: Path) -> dict[str, TensorBytes]:
+    """Every tensor of a .safetensors or .npz file. Raises WeightFileError and Unsupported."""
+    _check_suffix(path)
+    try:
+        return _read_npz(path) if path.suffix == ".npz" else _read_safetensors(path)
+    except WeightswapError:
+        raise
+    except Exception as error:  # numpy's and zipfile's own, for files of another kind
+        raise WeightFileError(f"{path}: cannot be read ({error})") from error
+
+
+def write_tensors(path: Path, tensors: Mapping[str, TensorBytes]) -> None:
+    """Write tensors to a .safetensors or .npz file, which appears whole or not at all. Raises Unsupported."""
+    _check_suffix(path)
+    if path.suffix == ".npz":
+        arrays = {name: _array(name, tensor) for name, tensor in tensors.items()}
+        with new_file(path) as file:
+            np.savez(file, **arrays)
+        return
+    with new_file(path) as file:
+        file.writelines(encode_tensors(tensors))
+
+
+def describe_value(value: Any) -> Any:
+    """`F32[2, 10]` for a tensor; another value as it is."""
+    return describe(value.dtype, value.shape) if isinstance(value, TensorBytes) else value
+
+
+def _check_suffix(path: Path) -> None:
+    if path.suffix not in SUFFIXES:
+        raise Unsupported(f"{path}: tensors are read from and written to {' and '.join(SUFFIXES)} files")
+
+
+def _read_npz(path: Path) -> dict[str, TensorBytes]:
+    with np.load(path, allow_pickle=False) as arrays:
+        return {name: _content(path, name, arrays[name]) for name in arrays.files}
+
+
+def _content(path: Path, name: str, array: NDArray[Any]) -> TensorBytes:
+    try:
+        return array_content(array)
+    except Unsupported as error:
+        raise WeightFileError(f"{path}: {name}: {error}") from error
+
+
+def _read_safetensors(path: Path) -> dict[str, TensorBytes]:
+    return parse_file(path.read_bytes(), str(path))[0]
+
+
+def _array(name: str, tensor: TensorBytes) -> Any:
+    if not is_numpys(tensor.dtype):  # the file would not tell which type of ml_dtypes it was
+        raise Unsupported(f"{name}: numpy has no {tensor.dtype}; write a .safetensors file")
+    return as_array(tensor)

@@ -1,0 +1,205 @@
+"""`scripts/bench` on a small model: every row is there, with its peer, and the outputs are right. No time is tested."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests import ROOT
+from tests.support import warm
+
+BENCHMARKS = ROOT / "scripts" / "benchmarks"
+MAIN = "import main\nsys.exit(main.main())"
+LONGER = ("update", "call", "diff")
+FACTS = {"cpu", "cores", "memory_gb", "kernel", "python", "torch", "weightswap", "date"}
+
+
+Measure = Callable[[str], tuple[str, dict[str, Any]]]
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory: pytest.TempPathFactory) -> Measure:
+    """`measured(group)` is what is printed and written of a group, which is measured once."""
+
+    @cache
+    def measure(group: str) -> tuple[str, dict[str, Any]]:
+        out = tmp_path_factory.mktemp("bench")
+        done = bench(group, "--size-mb", "4", "--rounds", "1", "--billions", "0.01", "--out", str(out))
+        assert done.returncode == 0, done.stderr
+        return done.stdout, json.loads((out / "bench.json").read_text())
+
+    return measure
+
+
+def rows(*rows: tuple[Any, ...]) -> list[Any]:
+    """Parameters that begin with a group; most groups take longer than all other tests of this module together."""
+    return [pytest.param(*row, marks=[pytest.mark.slow] if row[0] in LONGER else []) for row in rows]
+
+
+def bench(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return python(MAIN, *arguments)
+
+
+def python(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run code that finds the modules of the benchmarks."""
+    start = f"import sys, warnings\nwarnings.simplefilter('ignore')\nsys.path.insert(0, {str(BENCHMARKS)!r})\n"
+    command = [warm.python(), "-c", start + code, *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=900, check=False)
+
+
+def test_the_report_knows_the_machine_and_the_settings(measured: Measure) -> None:
+    _, made = measured("swap")
+    assert made["machine"].keys() >= FACTS
+    assert made["settings"] == {"megabytes": 4, "rounds": 1, "billions": 0.01}
+
+
+@pytest.mark.parametrize(
+    ("group", "what", "peer"),
+    rows(
+        ("swap", "stage", "preadv, "),
+        ("swap", "stage", "preadv + BLAKE3"),
+        ("swap", "stage", "preadv into fresh memory"),
+        ("swap", "BLAKE3 alone", "preadv, "),
+        ("swap", "commit in single residency", "one torch copy_"),
+        ("swap", "commit in single residency", "memcpy, 1 thread"),
+        ("swap", "swap", "load_state_dict(load_file())"),
+        ("swap", "swap", "load_state_dict(torch.load(mmap=True))"),
+        ("swap", "swap", "load_state_dict(torch.load())"),
+        ("update", "p99 of a call, staging", "p99 without staging"),
+        ("update", "swap of a delta, 4.", "swap of the full file"),
+        ("diff", "diff of two files of 4.", "load_file, ‖B - A‖"),
+        ("diff", "diff of two files of 4.", "load_file, the statistics"),
+        ("call", "model(x), ", "bare graph"),
+        ("call", "model(x), ", "eager module"),
+        ("call", "model(x), ", "ep.module()"),
+        ("call", "model(x), 12-layer encoder, normalised weights", "prologue=False"),
+    ),
+)
+def test_each_subject_is_compared_with_its_peers(measured: Measure, group: str, what: str, peer: str) -> None:
+    _, made = measured(group)
+    found = [row for row in made["rows"] if row["what"].startswith(what) and (row["peer"] or "").startswith(peer)]
+    assert found
+    for row in found:
+        assert row["samples"] >= 1
+        assert min(row["median"], row["peer_median"], row["ratio"]) > 0
+
+
+@pytest.mark.parametrize(
+    ("group", "what", "figure", "sense", "limit"),
+    rows(
+        ("swap", "stage ", "ratio", "at least", 0.8),
+        ("swap", "looking for NaN while ", "ratio", "at least", 0.85),
+        ("swap", "commit, the caller's time, 1.0 MB, idle", "p99", "at most", 100),
+        ("swap", "commit, calls paused, 1.0 MB, 2 threads calling", "p99", "at most", 50),
+        ("swap", "commit, the caller's time, 4.", "p99", "at most", 100),
+        ("swap", "staged.commit()", "p99", "at most", 100),
+        ("swap", "commit in single residency", "ratio", "at most", 1.3),
+        ("update", "p99 of a call, staging", "ratio", "at most", 1.25),
+        ("update", "cancel of a staging", "p99", "at most", 50),
+        ("update", "swap of a delta, 4.", "ratio", "at most", 0.05),
+        ("call", "model(x) minus bare graph", "median", "at most", 20),
+    ),
+)
+def test_goals_are_judged(measured: Measure, group: str, what: str, figure: str, sense: str, limit: float) -> None:
+    _, made = measured(group)
+    judged = [row for row in made["rows"] if row["what"].startswith(what) and row["goal"]]
+    assert judged
+    for row in judged:
+        assert row["goal"] == {"figure": figure, "sense": sense, "limit": limit}
+        assert row["met"] is (row[figure] >= limit if sense == "at least" else row[figure] <= limit)
+
+
+def test_the_table_has_a_line_for_each_row(measured: Measure) -> None:
+    printed, made = measured("swap")
+    lines = [line for line in printed.splitlines() if line.startswith("| ")]
+    assert len([line for line in lines if not line.startswith("| what")]) == len(made["rows"])
+
+
+@pytest.mark.slow
+def test_exports(tmp_path: Path) -> None:
+    done = bench("export", "--rounds", "2", "--billions", "0.01", "--out", str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    rows = json.loads((tmp_path / "bench.json").read_text())["rows"]
+    goals = {(row["what"], row["peer"]): row["goal"] for row in rows}
+    start = "Llama, 0.0065 billion, 2 layers: class to artifact"
+    assert goals[f"{start}, time", "torch.export.export"] == {"figure": "ratio", "sense": "at most", "limit": 1.5}
+    for what in ("peak memory", "written"):
+        assert goals[f"{start}, {what}", "torch.export.export and save"] is None
+    families = [
+        what for what, peer in goals if what.endswith("model to artifact, time") and peer == "torch.export.export"
+    ]
+    assert len(families) == 3
+
+
+@pytest.mark.slow
+def test_verify(tmp_path: Path) -> None:
+    done = bench("verify", "--size-mb", "4", "--rounds", "1", "--out", str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    (row,) = json.loads((tmp_path / "bench.json").read_text())["rows"]
+    assert row["what"] == "weightswap verify, 12-layer encoder, 2 MB, 3 engines"
+    assert row["goal"] == {"figure": "median", "sense": "at most", "limit": 60}
+
+
+@pytest.mark.slow
+def test_all_engines(tmp_path: Path) -> None:
+    done = bench("engines", "--size-mb", "4", "--rounds", "2", "--billions", "0.01", "--out", str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    rows = json.loads((tmp_path / "bench.json").read_text())["rows"]
+    goals = {(row["what"], row["peer"]): row["goal"]["limit"] for row in rows if row["goal"]}
+    assert goals["model(x), engine aoti, 12 layers, 32 tokens", "AOTInductor, weights inside"] == 1.03
+    assert goals["model(x), engine onnx, 12 layers, 64 tokens", "ONNX Runtime, weights inside"] == 1.1
+    assert goals["swap 38 MB, engine onnx", "a new InferenceSession"] == 0.05
+    peers = {row["peer"] for row in rows}
+    assert {"torch.export.load().module()", "import torch", "ep.module()", "--engine torch"} <= peers
+    assert {"AOTInductor, load_constants(load_file())", "ONNX Runtime, a new InferenceSession"} <= peers
+    drawn = (tmp_path / "engines.svg").read_text()
+    assert drawn.count("beside ") == len({(row["what"], row["peer"]) for row in rows if row["ratio"] is not None})
+
+
+def test_an_unknown_group_is_refused_by_name() -> None:
+    done = bench("swop")
+    assert done.returncode == 2
+    assert "'swop' is none of swap, update, call, export, engines, open, aoti, onnx" in done.stderr
+
+
+def test_a_wrong_output_fails_the_run(tmp_path: Path) -> None:
+    program = f"import torch\ntorch.equal = lambda one, other: False\n{MAIN}"
+    done = python(program, "call", "--rounds", "1", "--out", str(tmp_path))
+    assert done.returncode == 1
+    assert "wrong output: Linear(16, 16): model: the output differs from eager's" in done.stderr
+    assert json.loads((tmp_path / "bench.json").read_text())["rows"] == []
+
+
+def test_an_interrupted_run_has_what_it_measured(tmp_path: Path) -> None:
+    program = """
+import types
+from report import Row
+def rows(settings):
+    yield Row("a call", "us", 2.0, 3)
+    raise KeyboardInterrupt
+sys.modules["groups.call"] = types.SimpleNamespace(rows=rows)
+"""
+    done = python(program + MAIN, "call", "--out", str(tmp_path))
+    assert done.returncode == 130
+    assert done.stderr == "call: a call: 2.00 us\ninterrupted\n"
+    assert [row["what"] for row in json.loads((tmp_path / "bench.json").read_text())["rows"]] == ["a call"]
+    assert "| a call | " in done.stdout
+
+
+def test_plots_are_drawn_again_from_the_report(tmp_path: Path) -> None:
+    row = {"group": "cuda", "what": "swap", "unit": "ms", "median": 2.0, "samples": 3, "p99": None, "met": True}
+    row |= {"peer": "load_state_dict", "peer_median": 8.0, "ratio": 0.25}
+    row["goal"] = {"figure": "ratio", "sense": "at most", "limit": 0.5}
+    alone = row | {"what": "commit", "peer": None, "peer_median": None, "ratio": None, "goal": None}
+    (tmp_path / "bench.json").write_text(json.dumps({"machine": {}, "settings": {}, "rows": [row, alone]}))
+    done = python("import runpy\nrunpy.run_module('plot', run_name='__main__')", str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    drawn = (tmp_path / "cuda.svg").read_text()
+    assert drawn.count("beside load_state_dict") == 1
+    assert "0.25" in drawn

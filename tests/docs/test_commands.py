@@ -1,0 +1,15 @@
+"""The commands of docs/commands.md run as they stand."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from tests.support.pages import prepare_recipe, shell
+
+
+def test_the_commands(tmp_path: Path) -> None:
+    (commands,) = re.findall(r"```sh\n(.*?)```", prepare_recipe(tmp_path), re.DOTALL)
+    said = shell(tmp_path, commands)
+    assert "forward(tokens: I64[batch, length], mask: F32[batch, length])" in said
+    assert (tmp_path / "outputs.safetensors").exists()

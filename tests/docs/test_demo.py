@@ -1,0 +1,115 @@
+"""The demo, in a short form, and its check of the answers: a check that finds nothing proves nothing."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from tests import ROOT
+from tests.support import warm
+
+DIGITS = ROOT / "scripts" / "digits"
+EPOCHS = 2
+PNG = b"\x89PNG\r\n\x1a\n"
+
+JUDGE = """
+import sys
+from pathlib import Path
+
+import numpy as np
+import torch
+from answers import Answer
+from checking import Checker
+from dataset import split_digits
+from network import DigitsNet
+
+checker = Checker(split_digits()[1])
+models = [DigitsNet().eval() for _ in range(2)]
+for epoch, model in enumerate(models):
+    path = Path(sys.argv[1]) / f"epoch-{epoch}.pt"
+    torch.save(model.state_dict(), path)
+    checker.learn(epoch, f"id-{epoch}", path)
+    checker.expect(epoch)
+mixture = DigitsNet().eval()
+mixture.load_state_dict({**models[0].state_dict(), "head.5.bias": models[1].state_dict()["head.5.bias"]})
+indices = np.array([3, 1, 4])
+images = split_digits()[1].images[torch.from_numpy(indices)]
+
+
+def judge(model, generation, weights_id):
+    with torch.no_grad():
+        logits = model(images).numpy()
+    return checker.judge(Answer(0.0, 0.0, generation, weights_id, indices, logits)).value
+
+
+print(judge(models[0], 0, "id-0"), judge(models[1], 1, "id-1"))
+print(judge(models[0], 1, "id-1"), judge(models[0], 0, "id-1"), judge(models[0], 2, "id-0"))
+print(judge(mixture, 0, "id-0"), judge(mixture, 1, "id-1"))
+"""
+
+
+@pytest.mark.parametrize("residency", ["double", pytest.param("single", marks=pytest.mark.slow)])
+def test_the_demo_keeps_every_promise(tmp_path: Path, residency: str) -> None:
+    out = tmp_path / "report"
+    arguments = [f"--epochs={EPOCHS}", "--pace=0.4", f"--residency={residency}", f"--out={out}"]
+    done = subprocess.run(
+        [sys.executable, str(DIGITS / "main.py"), *arguments], capture_output=True, text=True, timeout=80, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+    summary = json.loads((out / "summary.json").read_text())
+    assert summary["ok"]
+    assert summary["server_imports_clean"]
+    assert summary["totals"]["wrong"] == summary["totals"]["mixed"] == 0
+    assert summary["totals"]["requests"] > 100
+
+    generations = summary["generations"]
+    assert [row["generation"] for row in generations] == list(range(EPOCHS + 2))
+    assert [row["epoch"] for row in generations] == [*range(EPOCHS + 1), EPOCHS - 1]
+    assert all(row["requests"] for row in generations)
+    assert generations[0]["accuracy"] < 0.3
+    assert generations[EPOCHS]["accuracy"] > 0.7
+
+    assert [refused["error"] for refused in summary["refused"]] == ["TruncatedFile", "DigestMismatch"]
+    assert all(refused["unchanged"] and refused["answers_after"] for refused in summary["refused"])
+    assert {refused["weights_id"] for refused in summary["refused"]} == {generations[EPOCHS]["weights_id"]}
+    assert summary["rollback"]["correct"]
+    assert summary["rollback"]["weights_id"] == generations[EPOCHS - 1]["weights_id"]
+
+    picture = (out / "timeline.png").read_bytes()
+    assert picture.startswith(PNG)
+    assert len(picture) > 20_000
+    assert str(tmp_path) not in (out / "summary.json").read_text()
+    for row in generations:
+        assert row["weights_id"][:12] in done.stdout
+
+
+def test_the_check_tells_wrong_answers_from_mixed_ones(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [warm.python(), "-c", JUDGE, str(tmp_path)], cwd=DIGITS, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == ["right right", "wrong wrong wrong", "mixed mixed"]
+
+
+def test_it_imports_what_its_extra_installs() -> None:
+    """`scripts/demo` in a fresh clone has nothing else of what the tests have."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    lines = [*project["dependencies"], *extras["demo"], *extras["export"]]
+    installed = {name for line in lines for name in re.findall(r"^[\w-]+", line)}
+    files = list(DIGITS.glob("*.py"))
+    imported = {
+        name for file in files for name in re.findall(r"^\s*(?:from|import) (\w+)", file.read_text(), re.MULTILINE)
+    }
+    elsewhere = imported - sys.stdlib_module_names - {file.stem for file in files}
+    ours = {"weightswap_exporter", "weightswap_runtime"}
+    assert {"torch", "sklearn", *ours} <= elsewhere
+    assert elsewhere - ours - {"sklearn"} <= installed
+    assert "scikit-learn" in installed

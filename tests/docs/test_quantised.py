@@ -1,0 +1,22 @@
+"""The commands and the code of docs/quantised.md run as they stand."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.support.pages import page, python, shell
+
+pytest.importorskip("torchao.quantization", reason="needs torchao", exc_type=ImportError)
+
+
+def test_the_page_on_quantised_weights(tmp_path: Path) -> None:
+    text = page("quantised")
+    build, serve, floats = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    (swap,) = re.findall(r"```sh\n(.*?)```", text, re.DOTALL)
+    python(tmp_path, build, floats)
+    assert python(tmp_path, serve) == "torch.Size([3, 8])\n"
+    assert "0.weight.qdata" in shell(tmp_path, "weightswap inspect int8.artifact")
+    assert "generation  0: floats.safetensors" in shell(tmp_path, swap)

@@ -1,0 +1,26 @@
+"""The code of the README and of the tour runs as it stands, the build side in one process and the server in another."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from tests import ROOT
+from tests.support.pages import python
+
+
+def run_both_sides(page: Path, folder: Path, most: int) -> list[str]:
+    """What a page's build side and its server print; together they have at most so many lines of code."""
+    build, serve = re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
+    assert sum(bool(line.strip()) for line in (build + serve).splitlines()) <= most
+    return [python(folder, code) for code in (build, serve)]
+
+
+def test_the_twelve_lines(tmp_path: Path) -> None:
+    said = run_both_sides(ROOT / "README.md", tmp_path, 12)
+    assert re.fullmatch(r"1 [0-9a-f]{64}\n", said[1])
+
+
+def test_the_tour(tmp_path: Path) -> None:
+    said = run_both_sides(ROOT / "docs" / "tour.md", tmp_path, 25)
+    assert re.fullmatch(r"1 \{'step': '2'\} \d+\.\d µs\ntorch.Size\(\[5, 10\]\) [0-9a-f]{64}\n", said[1])

@@ -1,0 +1,428 @@
+"""Recording the adapter: what is a rename, what cannot be recorded, and what is said about it."""
+
+from __future__ import annotations
+
+import subprocess
+from contextlib import nullcontext
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+from torch import nn
+
+from tests.support import loading, warm
+from tests.support.models import Counter, Renamed
+from tests.support.setups import different
+from weightswap_exporter import MethodSpec, export, pack, skeleton
+from weightswap_exporter.adapter import recording
+from weightswap_exporter.capture.capture import capture
+from weightswap_exporter.capture.classify import classify
+from weightswap_runtime import CaptureError, CheckpointError, WeightsMismatch, load
+from weightswap_runtime.format.manifest import Source
+
+X = torch.ones(2, 4)
+State = dict[str, Any]
+
+
+def sources(artifact: Any) -> dict[str, Source]:
+    return {source.weight: source for source in artifact.manifest.adapter.sources}
+
+
+def test_hooks_that_only_save_are_covered_by_identity(tmp_path: Path) -> None:
+    artifact = export(Renamed().eval(), (torch.ones(1, 3),), out=tmp_path / "a.artifact")
+    assert sources(artifact)["layers.0.layer.weight"] == Source(
+        weight="layers.0.layer.weight", keys=("layers.0.weight",)
+    )
+    assert not (artifact.path / "adapter.pt2").exists()
+
+
+class Padded(nn.Module):
+    """Loads as transformers' tied heads do, which pad a bias to the rows of its weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 3)
+
+    def _load_from_state_dict(self, state: State, prefix: str, *others: Any) -> None:
+        bias = state[f"{prefix}linear.bias"]
+        missing = self.linear.weight.shape[0] - bias.shape[0]
+        state[f"{prefix}linear.bias"] = nn.functional.pad(bias, (0, missing))
+        super()._load_from_state_dict(state, prefix, *others)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x)
+
+
+def test_padding_by_nothing_is_a_rename(tmp_path: Path) -> None:
+    artifact = export(Padded().eval(), (X,), out=tmp_path / "a.artifact")
+    assert sources(artifact)["linear.bias"] == Source(weight="linear.bias", keys=("linear.bias",))
+    assert not (artifact.path / "adapter.pt2").exists()
+
+
+def test_keys_without_a_weight_are_reported(tmp_path: Path) -> None:
+    artifact = export(loading.ExtraState().eval(), (X,), out=tmp_path / "a.artifact")
+    extra = ("_extra_state", "linear._extra_state")
+    assert artifact.manifest.adapter.ignored == extra
+    model = different(loading.ExtraState, 1)
+    state = model.state_dict()
+    path = tmp_path / "c.safetensors"
+    safetensors.torch.save_file({name: value for name, value in state.items() if name != extra[1]}, path)
+    served = load(artifact)
+    assert served.swap(path).ignored == extra[:1]
+    assert pack(state, artifact, out=tmp_path / "v.safetensors").ignored == extra[:1]
+
+
+def test_state_is_ignored(tmp_path: Path) -> None:
+    artifact = export(Counter(), (torch.ones(2, 3),), out=tmp_path / "a.artifact")
+    assert artifact.manifest.adapter.ignored == ("steps",)
+
+
+def test_loading_code_that_reads_values_leaves_packing(tmp_path: Path) -> None:
+    model = different(loading.ReadsValues, 1)
+    with pytest.warns(UserWarning, match=r"cannot be recorded: _rescale \(loading.py, line \d+\): .* pack them on the"):
+        artifact = export(model, (X,), out=tmp_path / "a.artifact")
+    with torch.no_grad():
+        model.linear.weight[0, 0] = 3
+    checkpoint = {name: value.clone() for name, value in model.state_dict().items()}
+    path = tmp_path / "c.safetensors"
+    safetensors.torch.save_file(checkpoint, path)
+    served = load(artifact)
+    with pytest.raises(WeightsMismatch, match=r"could not be recorded at export: _rescale \(loading.py, line"):
+        served.swap(path)
+    with pytest.raises(WeightsMismatch, match=r"weightswap pack --recipe"):
+        pack(checkpoint, artifact, out=tmp_path / "v.safetensors")
+    loaded = different(loading.ReadsValues, 2)
+    served.swap(pack(path, artifact, out=tmp_path / "v.safetensors", model=loaded).path)
+    model.load_state_dict(checkpoint)
+    assert model.linear.weight[0, 0] == 1.5
+    with torch.no_grad():
+        assert torch.equal(served(X), model(X))
+    served.swap(path, keys="fqn")
+    assert not torch.equal(served(X), model(X).detach())
+
+
+class Custom(nn.Module):
+    """Its checkpoints come in a form that only `read` knows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x)
+
+    @staticmethod
+    def read(model: nn.Module, checkpoint: State) -> None:
+        weight, bias = checkpoint["all"].split([16, 4])
+        model.load_state_dict({"linear.weight": weight.view(4, 4), "linear.bias": bias})
+
+
+def test_a_loading_function_is_traced(tmp_path: Path) -> None:
+    example = {"all": torch.zeros(20, device="meta")}
+    artifact = export(Custom().eval(), (X,), out=tmp_path / "a.artifact", load=Custom.read, checkpoint=example)
+    checkpoint = {"all": torch.randn(20, generator=torch.Generator().manual_seed(1))}
+    path = tmp_path / "c.safetensors"
+    safetensors.torch.save_file(checkpoint, path)
+    model = Custom()
+    Custom.read(model, checkpoint)
+    with torch.no_grad():
+        assert torch.equal(load(artifact, path)(X), model(X))
+
+
+EXPLICIT: dict[str, tuple[Any, type[Exception], str]] = {
+    "a key of another name": (
+        {"linear.weight": torch.zeros(4, 4), "linear.bais": torch.zeros(4)},
+        CaptureError,
+        "bais",
+    ),
+    "a key too many": (
+        {"linear.weight": torch.zeros(4, 4), "linear.bias": torch.zeros(4), "more": torch.zeros(1)},
+        CaptureError,
+        "more",
+    ),
+    "a level above": ({"model": {"a": torch.zeros(1)}}, CheckpointError, r"below 'model'; give checkpoint\['model'\]"),
+    "a path of nothing": ("nowhere.pt", CheckpointError, "nowhere.pt: no such file"),
+    "a number": (3, CheckpointError, "expected tensors by key or a path, got a int"),
+}
+
+
+@pytest.mark.parametrize(("checkpoint", "error", "says"), EXPLICIT.values(), ids=EXPLICIT)
+def test_an_example_that_the_model_does_not_load_is_refused(
+    checkpoint: Any, error: type[Exception], says: str, tmp_path: Path
+) -> None:
+    with pytest.raises(error, match=says):
+        export(Custom().eval(), (X,), out=tmp_path / "a.artifact", checkpoint=checkpoint)
+
+
+@pytest.mark.parametrize("name", ["old.safetensors", "old.pt", "nested.pt"])
+def test_an_example_may_be_a_file(name: str, tmp_path: Path) -> None:
+    old = loading.Renaming.old(1)
+    if name == "old.safetensors":
+        safetensors.torch.save_file(old, tmp_path / name)
+    else:
+        torch.save({"model": old, "epoch": 1} if name == "nested.pt" else old, tmp_path / name)
+    artifact = export(loading.Renaming().eval(), (X,), out=tmp_path / "a.artifact", checkpoint=tmp_path / name)
+    assert sources(artifact)["blocks.0.inner.weight"].keys == ("blocks.0.weight",)
+
+
+def test_keys_that_a_loading_function_leaves_out_are_reported(tmp_path: Path) -> None:
+    def read(model: nn.Module, checkpoint: State) -> None:
+        model.load_state_dict(checkpoint, strict=False, assign=True)
+
+    checkpoint = {**Custom().state_dict(), "more": torch.zeros(1)}
+    with pytest.warns(UserWarning, match="no weight comes from these keys of a checkpoint: more$"):
+        artifact = export(Custom().eval(), (X,), out=tmp_path / "a.artifact", load=read, checkpoint=checkpoint)
+    assert artifact.manifest.adapter.ignored == ("more",)
+
+
+@pytest.mark.parametrize("wrap", [partial(torch.compile, backend="eager"), nn.DataParallel])
+def test_a_wrapper_is_taken_off(wrap: Any, tmp_path: Path) -> None:
+    model = different(Custom, 1)
+    artifact = export(wrap(model), (X,), out=tmp_path / "a.artifact")
+    assert artifact.manifest == export(model, (X,), out=tmp_path / "b.artifact").manifest
+    packed = pack(wrap(model), artifact, out=tmp_path / "v.safetensors")
+    assert packed.weights_id == pack(model, artifact, out=tmp_path / "w.safetensors").weights_id
+
+
+class Partly(nn.Module):
+    """Loads the first row of a weight only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(2, 4))
+
+    def _load_from_state_dict(self, state: State, prefix: str, *rest: Any) -> None:
+        with torch.no_grad():
+            self.weight[0].copy_(state["row"])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ self.weight.T
+
+
+class Lacking(loading.InPieces):
+    """Never loads its gain."""
+
+    def _load_from_state_dict(self, state: State, prefix: str, *rest: Any) -> None:
+        super()._load_from_state_dict({**state, "gain": self.gain.detach() / 2}, prefix, *rest)
+
+
+def test_a_weight_that_a_checkpoint_never_gives_is_reported(tmp_path: Path) -> None:
+    checkpoint = {"gate": torch.zeros(4, 4), "up": torch.zeros(2, 4)}
+    with pytest.warns(UserWarning, match="leaves old values in a part of gain"):
+        export(Lacking(), (X,), out=tmp_path / "a.artifact", checkpoint=checkpoint)
+
+
+def test_weights_of_which_a_checkpoint_gives_a_part_are_reported(tmp_path: Path) -> None:
+    says = "recorded: loading a checkpoint leaves old values in a part of weight. A server takes weight files"
+    with pytest.warns(UserWarning, match=says):
+        artifact = export(Partly(), (X,), out=tmp_path / "a.artifact", checkpoint={"row": torch.zeros(4)})
+    assert all(not source.keys for source in sources(artifact).values())
+    path = tmp_path / "c.safetensors"
+    safetensors.torch.save_file(Partly().state_dict(), path)
+    with pytest.raises(WeightsMismatch, match="leaves old values in a part of weight"):
+        load(artifact, path)
+
+
+class Scaled(nn.Module):
+    """One tensor under two names; its checkpoints have another for each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(3, 4), nn.Linear(4, 3, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(x)
+
+    @staticmethod
+    def read(model: nn.Module, checkpoint: State) -> None:
+        scaled = {"embed.weight": checkpoint["w"], "head.weight": checkpoint["w"] * 2}
+        model.load_state_dict(scaled, assign=True)
+
+
+def test_tied_tensors_that_loading_tears_apart_are_reported(tmp_path: Path) -> None:
+    with pytest.warns(UserWarning, match=r"loading a checkpoint gives embed.weight and head.weight, which are one"):
+        export(
+            Scaled().eval(),
+            (X,),
+            out=tmp_path / "a.artifact",
+            load=Scaled.read,
+            checkpoint={"w": torch.zeros(3, 4)},
+        )
+
+
+def test_the_last_of_two_tied_tensors_that_have_to_be_cast_counts(tmp_path: Path) -> None:
+    names = ("embed.weight", "head.weight")
+    checkpoint = {name: torch.zeros(3, 4, dtype=torch.bfloat16) for name in names}
+    artifact = export(Scaled().eval(), (X,), out=tmp_path / "a.artifact", checkpoint=checkpoint)
+    assert sources(artifact)["embed.weight"].keys == ("head.weight",)
+
+
+class Relative(nn.Module):
+    """Checkpoints hold the difference to what the model has; a hook keeps the parameter itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4))
+        weight = self.weight
+        self.register_load_state_dict_pre_hook(
+            lambda module, state, prefix, *_: state.update(weight=state["weight"] + weight)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.weight
+
+
+@pytest.mark.parametrize("hollow", [False, True])
+def test_present_values_of_the_model_do_not_become_a_part_of_the_adapter(hollow: bool, tmp_path: Path) -> None:
+    with skeleton() if hollow else nullcontext():
+        model = Relative()
+    with pytest.raises(CaptureError, match="the loading code uses values that the model has now"):
+        export(model, (X,), out=tmp_path / "a.artifact")
+
+
+class Versioned(nn.Module):
+    """Doubles what an older version has saved."""
+
+    _version = 2
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4))
+
+    def _load_from_state_dict(self, state: State, prefix: str, metadata: State, *rest: Any) -> None:
+        if metadata.get("version", 1) < 2:
+            state[f"{prefix}weight"] = state[f"{prefix}weight"] * 2
+        super()._load_from_state_dict(state, prefix, metadata, *rest)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.weight
+
+
+def test_checkpoints_are_of_the_version_that_the_model_saves(tmp_path: Path) -> None:
+    model = different(Versioned, 1)
+    artifact = export(model, (X,), out=tmp_path / "a.artifact")
+    assert sources(artifact)["weight"].transform is None
+    old = {"weight": torch.zeros(4)}
+    assert sources(export(model, (X,), out=tmp_path / "b.artifact", checkpoint=old))["weight"].transform == 0
+
+
+class Table(nn.Module):
+    """Loading computes a constant of the graph."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4))
+        self.register_buffer("squares", torch.ones(4), persistent=False)
+        self.register_load_state_dict_post_hook(self._compute)
+
+    @staticmethod
+    def _compute(module: nn.Module, _: Any) -> None:
+        module.squares = module.weight.detach() ** 2
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.squares
+
+
+def test_loading_that_changes_a_constant_is_refused(tmp_path: Path) -> None:
+    model = Table()
+    squares = model.squares
+    with pytest.raises(CaptureError, match="replaces squares, which belongs to the graph"):
+        export(model, (X,), out=tmp_path / "a.artifact")
+    assert model.squares is squares
+
+
+class FailsToSave(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4))
+        self._register_state_dict_hook(self._fail)
+
+    @staticmethod
+    def _fail(module: nn.Module, *_: Any) -> None:
+        raise ValueError("no saving today")
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.weight
+
+
+def test_a_state_dict_that_fails_is_named(tmp_path: Path) -> None:
+    says = r"model.state_dict\(\) fails: _fail \(test_recording.py, line \d+\): ValueError: no saving today"
+    with pytest.warns(UserWarning, match=says):
+        export(FailsToSave(), (X,), out=tmp_path / "a.artifact")
+
+
+@pytest.mark.parametrize(
+    ("checkpoint", "says"),
+    [
+        ({"linear.weight": torch.zeros(5, 4), "linear.bias": torch.zeros(4)}, "size mismatch for linear.weight"),
+        ({"linear.weight": torch.zeros(4, 4)}, "linear.bias"),
+    ],
+)
+def test_a_checkpoint_of_another_model_is_refused_at_export(checkpoint: State, says: str, tmp_path: Path) -> None:
+    def strictly(model: nn.Module, state: State) -> None:
+        model.load_state_dict(state, assign=True)
+
+    with pytest.raises(
+        CaptureError, match=f"a checkpoint like the given one does not load into the model: (.|\n)*{says}"
+    ):
+        export(Custom().eval(), (X,), out=tmp_path / "a.artifact", load=strictly, checkpoint=checkpoint)
+    assert not (tmp_path / "a.artifact").exists()
+
+
+def test_recurrent_layers_keep_their_own_list_of_weights(tmp_path: Path) -> None:
+    model = nn.LSTM(4, 4).eval()
+    flat = list(model._flat_weights)
+    export(model, (X,), out=tmp_path / "a.artifact", load=lambda m, c: m.load_state_dict(c, assign=True))
+    assert all(one is other for one, other in zip(model._flat_weights, flat, strict=True))
+    assert all(one is other for one, other in zip(model._flat_weights, model.parameters(), strict=True))
+
+
+NEEDS_AN_OPERATOR = """
+import sys, torch
+from contextlib import nullcontext
+from functools import partial
+from pathlib import Path
+from weightswap_runtime import ArtifactError, load
+
+model = load(sys.argv[1])
+try:
+    model.swap(sys.argv[2], keys="checkpoint")
+except ArtifactError as error:
+    assert "adapter.pt2: needs torch.ops.weightswap_test.halve.default, which this process lacks" in str(error), error
+else:
+    raise AssertionError
+"""
+
+
+def test_an_operator_that_the_server_lacks_is_named(tmp_path: Path) -> None:
+    with torch.library._scoped_library("weightswap_test", "FRAGMENT") as library:
+        library.define("halve(Tensor x) -> Tensor")
+        library.impl("halve", lambda x: x / 2, "CompositeExplicitAutograd")
+
+        def read(model: nn.Module, checkpoint: State) -> None:
+            halved = {name: torch.ops.weightswap_test.halve(value) for name, value in checkpoint.items()}
+            model.load_state_dict(halved, assign=True)
+
+        artifact = export(Custom().eval(), (X,), out=tmp_path / "a.artifact", load=read)
+        path = tmp_path / "c.safetensors"
+        safetensors.torch.save_file(dict(Custom().state_dict()), path)
+        load(artifact, path, keys="checkpoint")
+    subprocess.run([warm.python(), "-c", NEEDS_AN_OPERATOR, artifact.path, path], check=True)
+
+
+def test_the_loading_code_of_norms_needs_no_recording(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is known to change no weight: what is recorded without it is what tracing records."""
+    model = nn.Sequential(nn.Conv2d(2, 2, 1), nn.BatchNorm2d(2), nn.InstanceNorm2d(2, track_running_stats=True)).eval()
+    tables = classify(model, {"forward": capture(model, "forward", MethodSpec("forward", (torch.ones(1, 2, 4, 4),)))})
+    traced: list[str] = []
+    trace = recording.trace_loading
+    monkeypatch.setattr(recording, "trace_loading", lambda *given: traced.append("once") or trace(*given))
+    found = recording.record_adapter(model, tables)
+    assert not traced
+    monkeypatch.setattr(recording, "_PLAIN_LOADING", {nn.Module._load_from_state_dict})
+    assert recording.record_adapter(model, tables) == found
+    assert traced

@@ -1,0 +1,149 @@
+"""Finding what a call changes: the quick look at a program never misses what functionalising it finds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from weightswap_exporter.capture.capture import MethodSpec, capture
+from weightswap_exporter.capture.mutations import functionalised_mutations, is_plain, may_mutate, mutated_buffers
+from weightswap_runtime import CaptureError
+
+X = torch.ones(2, 4)
+
+
+class Does(nn.Module):
+    """Calls `act(self, x)`, which may change `state`."""
+
+    def __init__(self, act: Callable[[Does, torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.act = act
+        self.norm = nn.BatchNorm1d(4)
+        self.table = nn.Embedding(3, 4, max_norm=1.0)
+        self.weight = nn.Parameter(torch.ones(4))
+        self.register_buffer("state", torch.zeros(2, 4))
+        self.register_buffer("lasting", torch.zeros(4), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.act(self, x)
+
+
+def in_region(model: Does, x: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        model.state.add_(x)
+    return x * model.state
+
+
+def reading_region(model: Does, x: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        angles = model.lasting.float() * 2
+    with torch.autocast("cpu", enabled=False):
+        return x * angles.cos()
+
+
+def view_from_region(model: Does, x: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        row = model.state[0]
+    row.add_(1)
+    return x + row
+
+
+def of_a_split(model: Does, x: torch.Tensor) -> torch.Tensor:
+    model.state.split(1)[1].zero_()
+    return x
+
+
+def own_memory(model: Does, x: torch.Tensor) -> torch.Tensor:
+    y = x * model.weight
+    y += model.state
+    return y.relu_()
+
+
+def a_branch(model: Does, x: torch.Tensor) -> torch.Tensor:
+    return torch.cond(x.sum() > 0, lambda x: x + model.state, lambda x: x - model.state, (x,))
+
+
+ACTS: dict[str, tuple[Callable[[Does, torch.Tensor], torch.Tensor], set[str]]] = {
+    "nothing": (lambda m, x: functional.linear(x, m.state, m.weight[:2]) + m.lasting.shape[0], set()),
+    "in place": (lambda m, x: m.state.add_(x), {"state"}),
+    "through views": (lambda m, x: m.state.view(-1)[2:4].t().mul_(2).sum() + x, {"state"}),
+    "through a result that may be a view": (lambda m, x: m.state.contiguous().reshape(2, 4).add_(x), {"state"}),
+    "through dropout that drops nothing": (lambda m, x: functional.dropout(m.state, training=False).add_(x), {"state"}),
+    "through a part of a split": (of_a_split, {"state"}),
+    "in a region without gradients": (in_region, {"state"}),
+    "through a view from a region": (view_from_region, {"state"}),
+    "a region that reads": (reading_region, set()),
+    "memory of the call": (own_memory, set()),
+    "out=": (lambda m, x: torch.add(x, x, out=m.state), {"state"}),
+    "foreach": (lambda m, x: (torch._foreach_add_([m.state, m.lasting], 1), x)[1], {"state", "lasting"}),
+    "index_put": (lambda m, x: (m.lasting.__setitem__(torch.tensor([1]), x[0, 0]), x)[1], {"lasting"}),
+    "statistics": (
+        lambda m, x: functional.batch_norm(x, m.lasting, m.state[0], training=True),
+        {"lasting", "state"},
+    ),
+    "statistics that rest": (lambda m, x: functional.batch_norm(x, m.lasting, m.state[0]), set()),
+    "a branch": (a_branch, set()),
+    "a size that follows from values": (lambda m, x: torch.unique_consecutive(x), set()),
+}
+
+
+@pytest.mark.parametrize(("act", "expected"), ACTS.values(), ids=ACTS)
+@pytest.mark.filterwarnings("ignore:.*torch.cond:UserWarning", "ignore:Pred is a Python constant")
+def test_what_a_call_changes_is_found(act: Callable[[Does, torch.Tensor], torch.Tensor], expected: set[str]) -> None:
+    program = torch.export.export(Does(act).eval(), (X,), strict=False)
+    assert mutated_buffers(program) == functionalised_mutations(program) == expected
+
+
+SECRET: dict[str, Callable[[Does, torch.Tensor], torch.Tensor]] = {
+    "unsafe_split": lambda m, x: torch.unsafe_split(m.state, 1)[0].add_(1) + x,
+    "unsafe_chunk": lambda m, x: torch.unsafe_chunk(m.state, 2)[0].view(-1).add_(1) + x[0],
+    "_unsafe_view": lambda m, x: torch.ops.aten._unsafe_view(m.state, [4, 2]).mul_(2).sum() + x,
+}
+
+
+@pytest.mark.parametrize("act", SECRET.values(), ids=SECRET)
+def test_a_write_that_torch_does_not_see_is_refused(act: Callable[[Does, torch.Tensor], torch.Tensor]) -> None:
+    with pytest.raises(CaptureError, match="which may be a view: use the safe operator"):
+        mutated_buffers(torch.export.export(Does(act).eval(), (X,), strict=False))
+
+
+def test_views_that_are_only_read_are_no_matter() -> None:
+    program = torch.export.export(Does(lambda m, x: torch.unsafe_split(m.state, 1)[0] + x).eval(), (X,), strict=False)
+    assert mutated_buffers(program) == frozenset()
+
+
+class Assigns(nn.Module):
+    """Assigns buffers in a call, after one that is None."""
+
+    def __init__(self, names: tuple[str, ...]) -> None:
+        super().__init__()
+        for name in names:
+            self.register_buffer(name, None if name == "none" else torch.zeros(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.a = self.a + x
+        assert getattr(self, "none", None) is None
+        return self.a + self.b
+
+
+@pytest.mark.parametrize("names", [("none", "a", "b"), ("a", "none", "b"), ("a", "b")])
+def test_an_assigned_buffer_is_found_beside_one_that_is_none(names: tuple[str, ...]) -> None:
+    model = Assigns(names)
+    captured = capture(model, "forward", MethodSpec("forward", (torch.ones(2),)))
+    assert captured.mutated == {"a"}
+    assert tuple(model._buffers) == names
+    assert torch.equal(model.a, torch.zeros(2))
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["nothing", "a region that reads", "memory of the call", "statistics that rest", "a size that follows from values"],
+)
+def test_the_quick_look_spares_functionalising(name: str) -> None:
+    program = torch.export.export(Does(ACTS[name][0]).eval(), (X,), strict=False)
+    assert not may_mutate(program)
+    assert is_plain(program) is (name not in {"memory of the call", "a size that follows from values"})

@@ -1,0 +1,383 @@
+"""Distributed checkpoints: put together from the chunks of several processes; damaged or hostile ones are refused."""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+import shutil
+import subprocess
+import sys
+import zipfile
+from collections.abc import Callable
+from itertools import pairwise, product
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.support import warm
+from tests.support.checkpoints import saved_distributed
+from tests.support.models import Renamed
+from weightswap_exporter import export, pack
+from weightswap_exporter.checkpoints.dcp_metadata import _gaps, read_metadata
+from weightswap_runtime import Artifact, CheckpointError, WeightsMismatch
+from weightswap_runtime.tensors.torch_tensors import tensor_bytes
+from weightswap_tools.diff import compare_weights
+from weightswap_tools.tensor_set import open_set
+
+RANK = """
+import os, sys, warnings, torch, torch.distributed as dist, torch.distributed.checkpoint as dcp
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from tests.support.models import Renamed
+
+warnings.simplefilter("ignore")
+rank, folder = int(sys.argv[1]), sys.argv[2]
+dist.init_process_group("gloo", init_method=f"file://{folder}.rendezvous", rank=rank, world_size=2)
+mesh = init_device_mesh("cpu", (2,))
+torch.manual_seed(5)
+state = {key: value for key, value in Renamed().state_dict().items() if isinstance(value, torch.Tensor)}
+placements = dict(zip(state, [Shard(0), Replicate(), Shard(1), Shard(0)], strict=True))
+sharded = {key: distribute_tensor(value, mesh, [placements[key]]) for key, value in state.items()}
+optimizer = {"exp_avg": distribute_tensor(torch.zeros(1, 2), mesh, [Shard(0)]), "lr": 0.1}
+dcp.save({"model": sharded, "optimizer": optimizer, "step": 7}, checkpoint_id=folder)
+dist.barrier()
+dist.destroy_process_group()
+os._exit(0)  # all is saved; the threads of gloo may still run, and abort a process that leaves them behind
+"""
+
+
+@pytest.fixture
+def renamed(tmp_path: Path) -> Artifact:
+    return export(Renamed().eval(), (torch.zeros(2, 3),), out=tmp_path / "renamed.artifact")
+
+
+@pytest.fixture(scope="module")
+def sharded(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What two processes have saved; rows over both, columns over both, copies, and an uneven share of each."""
+    folder = tmp_path_factory.mktemp("sharded") / "dcp"
+    command = [warm.python(), "-c", RANK]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    ranks = [subprocess.Popen([*command, str(rank), str(folder)], env=environment) for rank in range(2)]
+    assert [rank.wait(120) for rank in ranks] == [0, 0]
+    return folder
+
+
+def test_the_chunks_of_two_processes_make_up_the_weights(sharded: Path, renamed: Artifact, tmp_path: Path) -> None:
+    chunks = {name: len(tensor.chunks) for name, tensor in read_metadata(sharded / ".metadata").items()}
+    assert sorted(chunks.values()) == [1, 1, 2, 2, 2]
+    torch.manual_seed(5)
+    expected = pack(Renamed(), renamed, out=tmp_path / "expected.safetensors")
+    packed = pack(sharded, renamed, out=tmp_path / "v.safetensors")
+    assert packed.path.read_bytes() == expected.path.read_bytes()
+    assert packed.level == "model"
+
+
+def test_pieces_are_read_across_the_chunks_of_two_processes(sharded: Path) -> None:
+    torch.manual_seed(5)
+    state = {key: value for key, value in Renamed().state_dict().items() if isinstance(value, torch.Tensor)}
+    with open_set(sharded) as found:
+        assert found.level == "model"
+        assert found.others == {"optimizer": 1}
+        assert sorted(tensor.whole for tensor in found.tensors.values()) == [False, False, False, True]
+        for name, tensor in found.tensors.items():
+            expected = bytes(tensor_bytes(state[name]))
+            for size in (1, 7, len(expected)):
+                pieces = [bytearray(len(expected[begin:][:size])) for begin in range(0, len(expected), size)]
+                for place, piece in enumerate(pieces):
+                    tensor.read_into(memoryview(piece), place * size)
+                assert b"".join(pieces) == expected
+        found.check(found.tensors)
+
+
+def test_columns_are_read_some_rows_at_a_time(
+    sharded: Path, renamed: Artifact, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from weightswap_exporter.checkpoints import dcp
+
+    expected = pack(sharded, renamed, out=tmp_path / "expected.safetensors")
+    monkeypatch.setattr(dcp, "PIECE", 1)
+    assert pack(sharded, renamed, out=tmp_path / "v.safetensors").weights_id == expected.weights_id
+
+
+def test_a_chunk_that_is_stored_transposed(renamed: Artifact, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Renamed()
+    state = {key: value.detach().t().contiguous().t() for key, value in model.named_parameters()}
+    folder = saved_distributed(tmp_path / "dcp", state)
+    packed = pack(folder, renamed, out=tmp_path / "v.safetensors")
+    assert packed.weights_id == pack(model, renamed, out=tmp_path / "w.safetensors").weights_id
+    for part in (1 << 20, 0):  # larger ones are not read again and again
+        monkeypatch.setattr("weightswap_exporter.checkpoints.dcp.PART", part)
+        with open_set(folder) as found:
+            assert {name for name, tensor in found.tensors.items() if tensor.whole} == (
+                set() if part else {name for name in state if name.endswith("weight")}
+            )
+        diff = compare_weights(folder, packed.path, artifact=renamed)
+        assert diff.level == "same"
+
+
+def test_torch_agrees_about_the_metadata(sharded: Path) -> None:
+    document = pickle.loads((sharded / ".metadata").read_bytes())
+    for name, tensor in read_metadata(sharded / ".metadata").items():
+        theirs = document.state_dict_metadata[name]
+        assert (tensor.dtype, tensor.shape) == (theirs.properties.dtype, tuple(theirs.size))
+        assert not tensor.problems
+
+
+def test_metadata_of_torch_2_0(good: Path, renamed: Artifact, tmp_path: Path) -> None:
+    from torch.distributed._shard.sharded_tensor.metadata import TensorProperties
+
+    def age(document: Any) -> None:
+        for entry in document.state_dict_metadata.values():
+            entry.properties = TensorProperties(dtype=entry.properties.dtype)
+        del document.storage_meta, document.version
+
+    expected = pack(good, renamed, out=tmp_path / "w.safetensors")
+    folder = remade(Path(shutil.copytree(good, tmp_path / "dcp")), age)
+    assert pack(folder, renamed, out=tmp_path / "v.safetensors").weights_id == expected.weights_id
+
+
+def remade(folder: Path, change: Callable[[Any], None]) -> Path:
+    """A checkpoint whose metadata are what `change` makes of them."""
+    path = folder / ".metadata"
+    document = pickle.loads(path.read_bytes())
+    change(document)
+    path.write_bytes(pickle.dumps(document))
+    return folder
+
+
+def chunk_of(document: Any, name: str) -> Any:
+    return next(info for index, info in document.storage_data.items() if index.fqn == name)
+
+
+def set_place(name: str, **values: Any) -> Callable[[Any], None]:
+    return lambda document: vars(chunk_of(document, name)).update(values)
+
+
+def forget(document: Any) -> None:
+    document.storage_data = {
+        index: info for index, info in document.storage_data.items() if index.fqn != "layers.0.weight"
+    }
+
+
+def grow(document: Any) -> None:
+    document.state_dict_metadata["layers.0.weight"].chunks[0].sizes = torch.Size([4, 3])
+
+
+def shrink(document: Any) -> None:
+    document.state_dict_metadata["layers.0.weight"].chunks[0].sizes = torch.Size([2, 3])
+
+
+def overlap(document: Any) -> None:
+    chunks = document.state_dict_metadata["layers.0.weight"].chunks
+    chunks[0].sizes = torch.Size([2, 3])
+    chunks.append(type(chunks[0])(torch.Size([1, 0]), torch.Size([1, 3])))
+
+
+def retype(document: Any) -> None:
+    document.state_dict_metadata["layers.0.weight"].properties.dtype = torch.int32
+    document.state_dict_metadata["layers.0.weight"].size = torch.Size([3, 3])
+
+
+class Arbitrary:
+    """Runs `Path.touch` when it is unpickled."""
+
+    def __reduce__(self) -> Any:
+        return (Path.touch, (Path("executed"),))
+
+
+class Shell:
+    def __reduce__(self) -> Any:
+        return (os.system, ("touch executed",))
+
+
+def hostile(folder: Path, value: object) -> Path:
+    (folder / ".metadata").write_bytes(pickle.dumps(value))
+    return folder
+
+
+def hidden(document: Any) -> None:
+    document.planner_data["layers.0.weight"] = Shell()
+
+
+def without_file(folder: Path) -> Path:
+    (folder / "__0_0.distcp").unlink()
+    return folder
+
+
+def cut(folder: Path, name: str, keep: int) -> Path:
+    path = folder / name
+    path.write_bytes(path.read_bytes()[:keep])
+    return folder
+
+
+def scribbled(folder: Path) -> Path:
+    path = folder / "__0_0.distcp"
+    path.write_bytes(b"?" * path.stat().st_size)
+    return folder
+
+
+def deflated(folder: Path) -> Path:
+    """Each chunk with its description compressed, and as long as it was."""
+
+    def change(document: Any) -> None:
+        raw = (folder / "__0_0.distcp").read_bytes()
+        written = b""
+        for info in document.storage_data.values():
+            chunk, made = io.BytesIO(raw[info.offset : info.offset + info.length]), io.BytesIO()
+            with zipfile.ZipFile(chunk) as old, zipfile.ZipFile(made, "w", zipfile.ZIP_DEFLATED) as new:
+                for name in old.namelist():
+                    new.writestr(name, old.read(name))
+            info.offset, info.length = len(written), len(made.getvalue())
+            written += made.getvalue()
+        (folder / "__0_0.distcp").write_bytes(written)
+
+    return remade(folder, change)
+
+
+def many_times() -> Any:
+    """A tuple of 2 ** 40 numbers, in 41 tuples."""
+    value: Any = (1, 1)
+    for _ in range(40):
+        value = (value, value)
+    return value
+
+
+def wide(document: Any) -> None:
+    next(iter(document.state_dict_metadata.values())).size = many_times()
+
+
+def planned(document: Any) -> None:
+    document.planner_data = dict.fromkeys(document.state_dict_metadata, (many_times(), many_times()))
+    wide(document)
+
+
+BAD: dict[str, tuple[Callable[[Path], Path], str]] = {
+    "no data file": (without_file, "dcp/__0_0.distcp: missing, and the metadata name it. Save the"),
+    "a cut off data file": (
+        lambda folder: cut(folder, "__0_0.distcp", 4000),
+        "dcp/__0_0.distcp: cut off: it has 4000 bytes, and the metadata place tensors behind them. Save the",
+    ),
+    "a data file of something else": (scribbled, "The file is damaged or cut off"),
+    "cut off metadata": (
+        lambda folder: cut(folder, ".metadata", 200),
+        ".metadata: not the metadata of a distributed checkpoint",
+    ),
+    "empty metadata": (lambda folder: cut(folder, ".metadata", 0), "not the metadata of a distributed checkpoint"),
+    "another pickle": (lambda folder: hostile(folder, {"a": 1}), "lacks what the metadata of a checkpoint have"),
+    "metadata that run something": (lambda folder: hostile(folder, Shell()), "names posix.system, which"),
+    "metadata that run a method": (lambda folder: hostile(folder, Arbitrary()), "names pathlib.Path.touch, which"),
+    "something that runs among good metadata": (lambda folder: remade(folder, hidden), "names posix.system, which"),
+    "a chunk that is nowhere": (
+        lambda folder: remade(folder, forget),
+        "layers.0.weight: the metadata do not say where its chunk at [0, 0] is stored",
+    ),
+    "a chunk beyond the tensor": (
+        lambda folder: remade(folder, grow),
+        "layers.0.weight: its chunk [4, 3] at [0, 0] reaches over its shape [3, 3]",
+    ),
+    "a hole": (
+        lambda folder: remade(folder, shrink),
+        "layers.0.weight: its chunks have 6 elements, its shape [3, 3] has 9",
+    ),
+    "an overlap": (lambda folder: remade(folder, overlap), "its chunks at [0, 0] and [1, 0] overlap"),
+    "another dtype": (lambda folder: remade(folder, retype), "expected F32[3, 3], found I32[3, 3]"),
+    "a file outside": (
+        lambda folder: remade(folder, set_place("layers.0.weight", relative_path="../__0_0.distcp")),
+        "layers.0.weight: is stored in '../__0_0.distcp', outside the checkpoint's folder",
+    ),
+    "an extension": (
+        lambda folder: remade(folder, set_place("layers.0.weight", transform_descriptors=["zstd"])),
+        "was written through extensions (zstd); save without them",
+    ),
+    "another chunk": (
+        lambda folder: remade(folder, set_place("layers.0.bias", offset=0, length=1577)),
+        "the chunk of layers.0.bias at byte 0 is not the torch.float32 [3] that the metadata promise",
+    ),
+    "compressed chunks": (deflated, "is compressed, which torch.save does not do"),
+    "sizes that cannot be printed": (lambda folder: remade(folder, wide), "expected sizes, found ((("),
+    "keys that cannot be printed": (lambda folder: remade(folder, planned), "expected sizes, found ((("),
+    "a place that is no number": (
+        lambda folder: remade(folder, set_place("layers.0.weight", offset="0")),
+        "lacks what the metadata of a checkpoint have",
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    state = {key: value.detach() for key, value in sorted(Renamed().named_parameters(), reverse=True)}
+    folder = tmp_path_factory.mktemp("good") / "dcp"
+    return saved_distributed(folder, {key.replace("layer.", ""): value for key, value in state.items()})
+
+
+@pytest.mark.parametrize(("damage", "says"), BAD.values(), ids=BAD)
+def test_damaged_and_hostile_checkpoints_are_refused(
+    damage: Callable[[Path], Path], says: str, good: Path, renamed: Artifact, tmp_path: Path, monkeypatch: Any
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    folder = Path(shutil.copytree(good, tmp_path / "dcp"))
+    pack(folder, renamed, out=tmp_path / "good.safetensors")
+    with pytest.raises((CheckpointError, WeightsMismatch)) as refused:
+        pack(damage(folder), renamed, out=tmp_path / "v.safetensors")
+    assert says in str(refused.value)
+    assert not list(tmp_path.glob("*v.safetensors*"))
+    assert not (tmp_path / "executed").exists()
+
+
+def test_one_file_of_it_is_no_checkpoint(good: Path, renamed: Artifact, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="one file of a distributed checkpoint; give the folder"):
+        pack(next(good.glob("*.distcp")), renamed, out=tmp_path / "v.safetensors")
+
+
+def test_a_missing_file_is_said_once(good: Path, renamed: Artifact, tmp_path: Path) -> None:
+    folder = without_file(Path(shutil.copytree(good, tmp_path / "dcp")))
+    with pytest.raises(CheckpointError) as refused:
+        pack(folder, renamed, out=tmp_path / "v.safetensors")
+    assert len(str(refused.value).splitlines()) == 1
+
+
+def test_reading_the_metadata_leaves_torch_as_it_is(good: Path, tmp_path: Path) -> None:
+    """A pickle can set attributes of the classes that it names."""
+    from torch.distributed.checkpoint.metadata import StorageMeta
+
+    name = StorageMeta.__module__.encode(), StorageMeta.__qualname__.encode()
+    path = tmp_path / ".metadata"
+    path.write_bytes(b"c%b\n%b\n(N}S'marked'\nI1\nstb." % name)
+    with pytest.raises(CheckpointError, match="not the metadata of a distributed checkpoint"):
+        read_metadata(path)
+    assert not hasattr(StorageMeta, "marked")
+    pickle.loads(path.read_bytes())
+    assert StorageMeta.marked == 1
+    del StorageMeta.marked
+
+
+def test_damage_to_what_is_not_wanted_does_not_matter(sharded: Path, renamed: Artifact, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(sharded, tmp_path / "dcp"))
+    lost = set_place("optimizer.exp_avg", relative_path="nowhere.distcp")
+    packed = pack(remade(folder, lost), renamed, out=tmp_path / "v.safetensors")
+    assert packed.level == "model"
+
+
+@given(st.data())
+def test_chunks_that_do_not_cover_a_tensor_once_are_noticed(data: st.DataObject) -> None:
+    shape = data.draw(st.lists(st.integers(0, 4), max_size=3).map(tuple))
+    cuts = [sorted({0, size, *data.draw(st.lists(st.integers(0, size), max_size=3))}) for size in shape]
+    edges = [list(pairwise(cut)) or [(0, 0)] for cut in cuts]
+    blocks = [
+        (tuple(begin for begin, _ in place), tuple(end - begin for begin, end in place)) for place in product(*edges)
+    ]
+    assert list(_gaps(shape, data.draw(st.permutations(blocks)))) == []
+    moved = data.draw(st.integers(0, len(blocks) - 1))
+    offsets = tuple(data.draw(st.integers(0, size)) for size in shape)
+    blocks[moved] = offsets, blocks[moved][1]
+    covered = np.zeros(shape, int)
+    for begins, sizes in blocks:
+        covered[tuple(slice(begin, begin + size) for begin, size in zip(begins, sizes, strict=True))] += 1
+    over = any(begin + size > whole for begin, size, whole in zip(*blocks[moved], shape, strict=True))
+    assert bool(list(_gaps(shape, blocks))) == (over or not (covered == 1).all())

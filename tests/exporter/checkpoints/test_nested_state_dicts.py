@@ -1,0 +1,238 @@
+"""Where in a checkpoint the weights are: said by the caller, or by the message that refuses the checkpoint."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support.checkpoints import saved, saved_distributed, saved_safetensors, tensors
+from tests.support.models import Renamed
+from weightswap_exporter import export, pack
+from weightswap_runtime import Artifact, CheckpointError, WeightsMismatch, WeightswapError
+
+State = dict[str, Any]
+
+
+@pytest.fixture
+def renamed(tmp_path: Path) -> Artifact:
+    return export(Renamed().eval(), (torch.zeros(2, 3),), out=tmp_path / "renamed.artifact")
+
+
+def prefixed(prefix: str, state: State) -> State:
+    return {f"{prefix}{key}": value for key, value in tensors(state).items()}
+
+
+def other(state: State) -> State:
+    """Another set of weights."""
+    return {key: value + 1 for key, value in tensors(state).items()}
+
+
+def flat(tree: State, start: str = "") -> State:
+    return {
+        name: value
+        for key, below in tree.items()
+        for name, value in (flat(below, f"{start}{key}.") if isinstance(below, dict) else {start + key: below}).items()
+    }
+
+
+FORMS: dict[str, Callable[[State, Path], Any]] = {
+    "a dict": lambda tree, path: tree,
+    ".pt": lambda tree, path: saved(path / "c.pt", tree),
+    ".safetensors": lambda tree, path: saved_safetensors(path / "c.safetensors", flat(tree)),
+    "distributed": lambda tree, path: saved_distributed(path / "dcp", tree),
+}
+
+
+@pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
+@pytest.mark.parametrize("level", ["ema", "app.model", "dotted.key", "", "model"])
+def test_a_level_that_is_named_is_taken_even_if_others_fit(
+    level: str, form: Callable[[State, Path], Any], renamed: Artifact, tmp_path: Path
+) -> None:
+    state, wrong = tensors(Renamed().state_dict()), other(Renamed().state_dict())
+    trees: dict[str, State] = {
+        "ema": {"ema": state, "model": wrong, "state_dict": other(wrong), "step": torch.ones(1)},
+        "app.model": {"app": {"model": state, "optim": {"layers.0.bias": torch.ones(1)}}, "model": wrong},
+        "dotted.key": {"dotted.key": state, "dotted": {"other": torch.ones(1)}, "model": wrong},
+        "model": {"model": state, "state_dict": wrong},
+        "": state,
+    }
+    packed = pack(form(trees[level], tmp_path), renamed, out=tmp_path / "v.safetensors", level=level)
+    assert packed.weights_id == pack(state, renamed, out=tmp_path / "w.safetensors").weights_id
+    assert (packed.level, packed.ignored) == (level, ())
+
+
+@pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
+@pytest.mark.parametrize("level", [None, "state_dict"])
+def test_a_prefix_leaves_the_other_tensors_out(
+    level: str | None, form: Callable[[State, Path], Any], renamed: Artifact, tmp_path: Path
+) -> None:
+    state = Renamed().state_dict()
+    inner = prefixed("net.", state) | prefixed("teacher.net.", other(state)) | {"loss": torch.ones(2)}
+    tree = {"state_dict": inner, "epoch": torch.ones(1)} if level else inner
+    packed = pack(form(tree, tmp_path), renamed, out=tmp_path / "v.safetensors", prefix="net.", level=level)
+    assert packed.weights_id == pack(tensors(state), renamed, out=tmp_path / "w.safetensors").weights_id
+    assert packed.level == (level or "")
+    assert sorted(packed.ignored) == sorted([*prefixed("teacher.net.", state), "loss"])
+
+
+def test_a_prefix_is_looked_for_on_every_level(renamed: Artifact, tmp_path: Path) -> None:
+    state = Renamed().state_dict()
+    path = saved(tmp_path / "c.ckpt", {"epoch": 1, "state_dict": prefixed("net.", state) | {"net.extra.b": 1}})
+    packed = pack(path, renamed, out=tmp_path / "v.safetensors", prefix="net.")
+    assert packed.level == "state_dict"
+
+
+def test_a_prefix_passes_over_keys_that_are_no_texts(renamed: Artifact, tmp_path: Path) -> None:
+    state = prefixed("1.", Renamed().state_dict())
+    packed = pack({**state, 1: torch.ones(1), 12: 3}, renamed, out=tmp_path / "v.safetensors", prefix="1.")
+    assert packed.ignored == ("1",)
+
+
+def test_the_prefix_of_a_module(renamed: Artifact, tmp_path: Path) -> None:
+    whole = torch.nn.ModuleDict({"net": Renamed(), "loss": torch.nn.Linear(2, 2)})
+    packed = pack(whole, renamed, out=tmp_path / "v.safetensors", prefix="net.")
+    assert packed.weights_id == pack(whole["net"], renamed, out=tmp_path / "w.safetensors").weights_id
+    assert packed.ignored == ("loss.weight", "loss.bias")
+
+
+def test_ignored_names_have_their_prefix(tmp_path: Path) -> None:
+    model = torch.nn.BatchNorm1d(3)
+    with pytest.warns(UserWarning, match="as in training"):
+        artifact = export(model.train(), (torch.ones(2, 3),), out=tmp_path / "a.artifact")
+    packed = pack(prefixed("net.", model.state_dict()), artifact, out=tmp_path / "v.safetensors", prefix="net.")
+    assert packed.ignored == ("net.running_mean", "net.running_var", "net.num_batches_tracked")
+
+
+@pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
+def test_a_level_and_a_prefix_go_before_the_models_own_loading_code(
+    form: Callable[[State, Path], Any], tmp_path: Path
+) -> None:
+    model = torch.nn.Linear(3, 2)
+    artifact = export(model, (torch.zeros(1, 3),), out=tmp_path / "a.artifact")
+    state = model.state_dict()
+    source = form({"ema": prefixed("net.", state) | {"loss": torch.ones(1)}, "model": other(state)}, tmp_path)
+    arguments: dict[str, Any] = {"model": torch.nn.Linear(3, 2), "level": "ema", "prefix": "net."}
+    packed = pack(source, artifact, out=tmp_path / "v.safetensors", **arguments)
+    assert packed.weights_id == pack(state, artifact, out=tmp_path / "w.safetensors").weights_id
+
+
+BAD: dict[str, tuple[Callable[[State], State], dict[str, Any], type[WeightswapError], str]] = {
+    "an unknown level": (
+        lambda state: {"ema": {"net": state}, "model": other(state), "step": 3},
+        {"level": "em"},
+        CheckpointError,
+        "the state dict: has no level 'em'; it has 'ema.net' (4 tensors), 'model' (4 tensors). Give one of them",
+    ),
+    "a level that is a tensor": (
+        lambda state: {"model": state},
+        {"level": "model.layers.0.bias"},
+        CheckpointError,
+        "has no level 'model.layers.0.bias'; it has 'model' (4 tensors)",
+    ),
+    "an unknown prefix": (
+        lambda state: prefixed("net.", state),
+        {"prefix": "nat."},
+        CheckpointError,
+        "no tensor's name begins with the prefix 'nat.'; they begin with 'net.' (4 tensors), 'net.layers.' (4 tensors)",
+    ),
+    "another level that fits": (
+        lambda state: {"ema": state, "step": torch.ones(1)},
+        {},
+        WeightsMismatch,
+        "1 problem\n  - the names of the graph are in 'ema', where no state dict is looked for: pass level='ema'\n"
+        "Pass it (--level)",
+    ),
+    "levels without tensors": (
+        lambda state: {"ema": state, "app": {"model": state}},
+        {},
+        CheckpointError,
+        "It has 'ema' (4 tensors), 'app.model' (4 tensors): pass the one that is meant as level=... (--level)",
+    ),
+    "nothing at all": (lambda state: {"step": 3}, {}, CheckpointError, "holds no tensors; give a state dict"),
+    "a named level without tensors": (
+        lambda state: {"optimizer": {"lr": 3}, "model": state},
+        {"level": "optimizer"},
+        CheckpointError,
+        "the state dict, optimizer: holds no tensors; give a state dict",
+    ),
+    "two levels": (
+        lambda state: {"model": state, "module": other(state)},
+        {},
+        WeightsMismatch,
+        "Say which: level='model' or level='module' (--level).",
+    ),
+    "a common prefix": (
+        lambda state: prefixed("net.", state),
+        {},
+        WeightsMismatch,
+        "1 problem\n  - its names are those of the graph after 'net.' (all its names begin so): pass prefix='net.'",
+    ),
+    "a common prefix of two parts below state_dict": (
+        lambda state: {"state_dict": prefixed("module.net.", state), "epoch": 3},
+        {},
+        WeightsMismatch,
+        "the state dict, state_dict: refused, 1 problem\n  - its names are those of the graph after 'module.net.'",
+    ),
+    "a prefix of some": (
+        lambda state: {"state_dict": prefixed("net.", state) | {"loss": torch.ones(2)}},
+        {},
+        WeightsMismatch,
+        "after 'net.' (the others, 1, are then left out): pass prefix='net.'",
+    ),
+    "a prefix that is too short": (
+        lambda state: prefixed("a.net.", state),
+        {"prefix": "a."},
+        WeightsMismatch,
+        "the state dict, prefix 'a.': refused, 1 problem\n  - its names are those of the graph after 'net.' "
+        "(all its names begin so): pass prefix='a.net.'",
+    ),
+    "a prefix without its dot": (
+        lambda state: prefixed("net.", state),
+        {"prefix": "net"},
+        WeightsMismatch,
+        "pass prefix='net.'",
+    ),
+    "a named level that does not fit": (
+        lambda state: {"ema": {"other": torch.ones(1)}, "model": state},
+        {"level": "ema"},
+        WeightsMismatch,
+        "the state dict, ema: refused, 5 problems",
+    ),
+}
+
+
+@pytest.mark.parametrize(("make", "arguments", "error", "says"), BAD.values(), ids=BAD)
+def test_a_refusal_names_the_way_out(
+    make: Callable[[State], State],
+    arguments: dict[str, Any],
+    error: type[WeightswapError],
+    says: str,
+    renamed: Artifact,
+    tmp_path: Path,
+) -> None:
+    with pytest.raises(error) as refused:
+        pack(make(tensors(Renamed().state_dict())), renamed, out=tmp_path / "v.safetensors", **arguments)
+    assert says in str(refused.value)
+    assert not list(tmp_path.glob("*v.safetensors*"))
+
+
+FLAT_LEVELS = {  # a distributed checkpoint says itself which parts of a name were keys
+    ".safetensors": "'', the top (5 tensors), 'app' (5 tensors), '",
+    "distributed": "'app' (1 tensor), 'app.model' (4 tensors). Give one",
+}
+
+
+@pytest.mark.parametrize("name", FLAT_LEVELS)
+def test_flat_files_name_the_way_out(name: str, renamed: Artifact, tmp_path: Path) -> None:
+    form = FORMS[name]
+    state = Renamed().state_dict()
+    source = form({"app": {"model": tensors(state), "optim": torch.ones(1)}}, tmp_path)
+    with pytest.raises(WeightsMismatch, match=r"after 'app\.model\.' \(the others, 1, are then left out\)"):
+        pack(source, renamed, out=tmp_path / "v.safetensors")
+    with pytest.raises(CheckpointError, match=re.escape(f"no level 'app.x'; it has {FLAT_LEVELS[name]}")):
+        pack(source, renamed, out=tmp_path / "v.safetensors", level="app.x")

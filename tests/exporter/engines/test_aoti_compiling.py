@@ -1,0 +1,76 @@
+"""Compiling for the engine `aoti`: what cannot be compiled is refused by name."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from tests.support.compiled import WIDTH, needs_compiler
+from weightswap_exporter import MethodSpec, compile_engines, export
+from weightswap_runtime import (
+    Artifact,
+    CaptureError,
+    ExportError,
+    Unsupported,
+)
+
+pytestmark = needs_compiler
+
+
+@pytest.fixture
+def linear(tmp_path: Path) -> Artifact:
+    return export(nn.Linear(2, 2), (torch.zeros(1, 2),), out=tmp_path / "linear.artifact")
+
+
+def test_without_a_compiler_nothing_is_written(linear: Artifact, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = sorted(linear.path.rglob("*"))
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    with pytest.raises(ExportError, match=r"finds no 'no-such-compiler'. Install g\+\+"):
+        compile_engines(linear, ["aoti"])
+    assert sorted(linear.path.rglob("*")) == before
+
+
+def test_a_machine_without_a_target_is_refused(linear: Artifact, monkeypatch: pytest.MonkeyPatch) -> None:
+    from weightswap_exporter.engines import aoti_packages
+
+    monkeypatch.setattr(aoti_packages, "machine_targets", lambda: ())
+    with pytest.raises(Unsupported, match="compiles for x86_64 with AVX2 on Linux; this machine is"):
+        compile_engines(linear, ["aoti"])
+
+
+def test_samples_in_another_order_are_refused(tmp_path: Path) -> None:
+    turned = torch.zeros(3, WIDTH).t()
+    artifact = export(nn.Linear(3, 3), (turned,), out=tmp_path / "turned.artifact")
+    with pytest.raises(CaptureError, match=r"'input' of shape \[16, 3\] in the strides \[1, 16\].*contiguous sample"):
+        compile_engines(artifact, ["aoti"])
+
+
+class Own(nn.Module):
+    """Calls an operator of a Python package."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = torch.ops.weightswap_aoti_tests.twice(x)
+        return result
+
+
+def test_operators_without_a_c_function_are_refused_by_name(tmp_path: Path) -> None:
+    twice = torch.library.custom_op(
+        "weightswap_aoti_tests::twice", lambda x: x * 2, mutates_args=(), schema="(Tensor x) -> Tensor"
+    )
+    twice.register_fake(torch.empty_like)
+    cache = tmp_path / "cache"
+    artifact = export(
+        Own(), methods={"forward": MethodSpec("forward", (torch.zeros(3),))}, out=tmp_path / "own.artifact"
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(cache))
+        with pytest.raises(
+            CaptureError, match=r"'forward'.*calls weightswap_aoti_tests::twice. Use the engine 'torch'"
+        ):
+            compile_engines(artifact, ["aoti"])
+        assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(cache)
+    assert not cache.exists()

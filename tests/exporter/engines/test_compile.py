@@ -1,0 +1,284 @@
+"""Compiling an artifact for other engines, and ONNX models that point into weight files."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+import safetensors.torch
+import torch
+from torch import nn
+from torch.export import Dim
+from typer.testing import CliRunner
+
+from tests.support.loading import Fused
+from tests.support.models import Counter, Everything
+from weightswap_exporter import MethodSpec, compile_engines, export, export_onnx, exporting, pack, skeleton
+from weightswap_exporter.commands.build import export_command
+from weightswap_exporter.engines import compiling
+from weightswap_runtime import (
+    Artifact,
+    ArtifactError,
+    CaptureError,
+    ExportError,
+    UnknownMethod,
+    Unsupported,
+    WeightsMismatch,
+    load,
+)
+
+SHAPES = {"x": {0: Dim("batch", max=8)}}
+
+
+class Tied(nn.Module):
+    """Tied weights, one of which is kept in another order than row-major, and a constant."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one = nn.Linear(4, 4, bias=False)
+        self.two = nn.Linear(4, 4, bias=False)
+        self.two.weight = self.one.weight
+        self.turned = nn.Parameter(torch.randn(3, 4).T)
+        self.plain = torch.arange(4.0)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.relu(self.two(self.one(x)) + self.plain) @ self.turned
+
+
+@pytest.fixture
+def artifact(tmp_path: Path) -> Artifact:
+    return export(Tied(), (torch.ones(2, 4),), out=tmp_path / "a", dynamic_shapes=SHAPES)
+
+
+def run(path: Path, **inputs: torch.Tensor) -> list[Any]:
+    session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
+    found: list[Any] = session.run(None, {name: value.numpy() for name, value in inputs.items()})
+    return found
+
+
+def files(artifact: Artifact) -> dict[str, bytes]:
+    return {name: (artifact.path / name).read_bytes() for name in artifact.manifest.files}
+
+
+def test_compiling_adds_files_and_keeps_the_rest(artifact: Artifact) -> None:
+    before = files(artifact)
+    compiled = compile_engines(artifact.path, ["onnx", "torch"])
+    after = files(compiled)
+    assert after.keys() - before.keys() == {"engines/onnx/forward.onnx"}
+    assert {name: after[name] for name in before} == before
+    assert compiled.graph_id == artifact.graph_id
+    compiled.verify()
+    assert files(compile_engines(artifact, ["onnx"], trial=False)) == after
+
+
+def test_export_compiles_too_from_a_skeleton_and_to_the_same_bytes(tmp_path: Path) -> None:
+    with skeleton():
+        hollow = Tied()
+    for name, model in (("one", hollow), ("two", Tied())):
+        export(model, (torch.ones(2, 4),), out=tmp_path / name, dynamic_shapes=SHAPES, engines=["torch", "onnx"])
+    one, two = (Artifact.open(tmp_path / name) for name in ("one", "two"))
+    assert files(one) == files(two)
+    assert "engines/onnx/forward.onnx" in one.manifest.files
+
+
+def test_a_graph_that_cannot_be_compiled_leaves_nothing(tmp_path: Path) -> None:
+    class Looked(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.linalg.eigvals(x).real
+
+    with pytest.raises(CaptureError, match=r"method 'forward': .*ONNX has no aten\.linalg_eig\."):
+        export(Looked(), (torch.eye(3),), out=tmp_path / "a", engines=["onnx"])
+    assert list(tmp_path.iterdir()) == []
+    plain = export(Looked(), (torch.eye(3),), out=tmp_path / "a")
+    before = {path.name for path in plain.path.rglob("*")}
+    with pytest.raises(CaptureError):
+        compile_engines(plain, ["onnx"])
+    assert {path.name for path in plain.path.rglob("*")} == before
+    assert load(plain).engine == "torch"
+
+
+class Writer(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x.add_(1)
+        return x * 2
+
+
+def test_what_onnx_would_lose_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(CaptureError, match="changes the input 'x', which ONNX cannot express"):
+        export(Writer(), (torch.ones(2),), out=tmp_path / "a", engines=["onnx"])
+
+
+def test_an_export_over_a_compiled_artifact_says_what_is_gone(tmp_path: Path) -> None:
+    out, linear = tmp_path / "a", nn.Linear(2, 2)
+    export(linear, (torch.ones(1, 2),), out=out, engines=["onnx"])
+    with pytest.warns(UserWarning, match="had been compiled for onnx, and this has not; weightswap compile does it"):
+        export(linear, (torch.ones(1, 2),), out=out)
+    export(linear, (torch.ones(1, 2),), out=out)  # warnings are errors
+
+
+@pytest.mark.parametrize("engines", ["onnx", ["tensorrt"], ["onnx", 3], None, {"onnx"}])
+def test_engines_that_there_are_not(engines: Any, artifact: Artifact) -> None:
+    with pytest.raises(Unsupported, match="expected a sequence of 'torch', 'aoti', 'onnx'"):
+        compile_engines(artifact, engines)
+
+
+def test_an_altered_graph_is_not_compiled(artifact: Artifact) -> None:
+    (artifact.path / "graphs/forward.pt2").write_bytes(b"else")
+    with pytest.raises(ArtifactError, match="altered since the export"):
+        compile_engines(artifact, ["onnx"])
+
+
+def test_a_graph_points_into_a_weight_file(artifact: Artifact, tmp_path: Path) -> None:
+    model = Tied()
+    x = torch.randn(5, 4)
+    (tmp_path / "weights").mkdir()
+    packed = pack(model, artifact, out=tmp_path / "weights" / "v1.safetensors").path
+    for compiled in (artifact, compile_engines(artifact, ["onnx"], trial=False)):
+        path = export_onnx(compiled, packed, out=tmp_path / "model.onnx")
+        onnx.checker.check_model(path, full_check=True)
+        assert path.stat().st_size < packed.stat().st_size + 4000
+        with torch.no_grad():
+            np.testing.assert_allclose(run(path, x=x)[0], model(x), rtol=1e-5, atol=1e-6)
+    other = Tied()
+    pack(other, artifact, out=packed)
+    with torch.no_grad():
+        np.testing.assert_allclose(run(path, x=x)[0], other(x), rtol=1e-5, atol=1e-6)
+    shutil.move(tmp_path / "weights", tmp_path / "b" / "weights")
+    shutil.move(path, tmp_path / "b" / "model.onnx")
+    assert run(tmp_path / "b" / "model.onnx", x=x)[0].shape == (5, 3)
+
+
+def test_shards_and_checkpoint_keys_are_pointed_into_too(artifact: Artifact, tmp_path: Path) -> None:
+    model = Tied()
+    folder = tmp_path / "shards"
+    folder.mkdir()
+    state = {key: value.contiguous().clone() for key, value in model.state_dict().items()}
+    names = {key: f"part{number}.safetensors" for number, key in enumerate(state)}
+    for key, name in names.items():
+        safetensors.torch.save_file({key: state[key]}, folder / name)
+    index = folder / "model.safetensors.index.json"
+    index.write_text(f'{{"weight_map": {str(names).replace(chr(39), chr(34))}}}')
+    path = export_onnx(artifact, index, out=folder / "model.onnx")
+    with torch.no_grad():
+        x = torch.randn(2, 4)
+        np.testing.assert_allclose(run(path, x=x)[0], model(x), rtol=1e-5, atol=1e-6)
+
+
+def test_state_stays_an_input(tmp_path: Path) -> None:
+    model = Counter()
+    methods = {"forward": MethodSpec("forward", (torch.ones(2, 3),)), "peek": MethodSpec("peek")}
+    artifact = export(model, methods=methods, out=tmp_path / "a")
+    packed = pack(model, artifact, out=tmp_path / "v.safetensors").path
+    path = export_onnx(artifact, packed, out=tmp_path / "m.onnx", method="forward")
+    x, steps, mean = torch.randn(2, 3), torch.tensor(4), torch.ones(3)
+    y, *after = run(path, x=x, steps=steps, mean=mean)
+    with torch.no_grad():
+        model.steps.copy_(steps)
+        model.mean.copy_(mean)
+        np.testing.assert_allclose(y, model(x), rtol=1e-5)
+    assert [int(value) for value in after if value.dtype == np.int64] == [5]
+    with pytest.raises(UnknownMethod, match="'encode' is not a method of this artifact, which has: forward, peek"):
+        export_onnx(artifact, packed, out=tmp_path / "n.onnx", method="encode")
+
+
+def test_weight_files_elsewhere_or_of_other_weights_are_refused(artifact: Artifact, tmp_path: Path) -> None:
+    packed = pack(Tied(), artifact, out=tmp_path / "v.safetensors").path
+    with pytest.raises(ExportError, match="must lie in a folder that holds"):
+        export_onnx(artifact, packed, out=tmp_path / "deeper" / "m.onnx")
+    safetensors.torch.save_file({"one.weight": torch.zeros(4, 4)}, tmp_path / "w.safetensors")
+    with pytest.raises(WeightsMismatch, match="turned: missing"):
+        export_onnx(artifact, tmp_path / "w.safetensors", out=tmp_path / "m.onnx")
+    assert not list(tmp_path.rglob("*.onnx"))
+    with pytest.raises(ExportError, match="is a folder"):
+        export_onnx(artifact, packed, out=tmp_path)
+    before = packed.read_bytes()
+    with pytest.raises(ExportError, match="is the weight file itself"):
+        export_onnx(artifact, packed, out=tmp_path / "a" / ".." / "v.safetensors")
+    assert packed.read_bytes() == before
+
+
+def test_weights_without_elements_are_written_into_the_model(tmp_path: Path) -> None:
+    class Hollow(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.nothing = nn.Parameter(torch.empty(0, 3))
+            self.weight = nn.Parameter(torch.ones(3))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.cat([x * self.weight, self.nothing])
+
+    artifact = export(Hollow(), (torch.ones(2, 3),), out=tmp_path / "a")
+    packed = pack(Hollow(), artifact, out=tmp_path / "v.safetensors").path
+    (found,) = run(export_onnx(artifact, packed, out=tmp_path / "m.onnx"), x=torch.full((2, 3), 2.0))
+    np.testing.assert_array_equal(found, np.full((2, 3), 2.0))
+
+
+def test_weights_that_are_computed_have_to_be_packed(tmp_path: Path) -> None:
+    model = Fused(4)
+    artifact = export(model, (torch.ones(2, 4),), out=tmp_path / "a")
+    safetensors.torch.save_file(dict(model.state_dict()), tmp_path / "c.safetensors")
+    with pytest.raises(WeightsMismatch, match="has to be computed by the adapter"):
+        export_onnx(artifact, tmp_path / "c.safetensors", out=tmp_path / "m.onnx")
+    packed = pack(model, artifact, out=tmp_path / "v.safetensors").path
+    assert export_onnx(artifact, packed, out=tmp_path / "m.onnx").exists()
+
+
+def test_a_model_with_everything_has_one_graph_for_each_method(tmp_path: Path) -> None:
+    methods = {
+        "forward": MethodSpec("forward", (torch.randn(2, 1, 5, 5),)),
+        "encode": MethodSpec("encode", (torch.tensor([0, 3]),)),
+    }
+    artifact = export(Everything().eval(), methods=methods, out=tmp_path / "a", engines=["onnx"])
+    assert sorted(path.name for path in (artifact.path / "engines/onnx").iterdir()) == ["encode.onnx", "forward.onnx"]
+
+
+class TwoWays(nn.Module):
+    def encode(self, x: torch.Tensor) -> torch.Tensor:
+        return x + 1
+
+    def decode(self, x: torch.Tensor) -> torch.Tensor:
+        return x - 1
+
+
+def test_what_is_compiled_is_told_with_its_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for engine in ("aoti", "onnx"):
+        monkeypatch.setitem(compiling._MAKERS, engine, lambda artifact, method, device: (method + device, b""))
+    monkeypatch.setattr(compiling, "try_engines", lambda *_: None)
+    told: list[str] = []
+    methods = {name: MethodSpec(name, (torch.ones(2),)) for name in ("encode", "decode")}
+    artifact = export(TwoWays(), methods=methods, out=tmp_path / "a", tell=told.append)
+    assert told == ["capturing encode, decode"]
+    told.clear()
+    compile_engines(artifact, ["torch", "aoti", "onnx"], tell=told.append)
+    assert told == [
+        "compiling encode for the engine aoti (1 of 4)",
+        "compiling decode for the engine aoti (2 of 4)",
+        "compiling encode for the engine onnx (3 of 4)",
+        "compiling decode for the engine onnx (4 of 4)",
+        "trying what was compiled",
+    ]
+
+
+def test_an_export_shows_on_a_terminal_what_it_compiles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(exporting, "try_engines", lambda *_: None)
+    (tmp_path / "recipe.py").write_text(RECIPE)
+    command = [f"{tmp_path}/recipe.py:build", "-o", str(tmp_path / "a"), "--engine", "onnx", "--engine", "torch"]
+    said = CliRunner().invoke(export_command, command, env={"FORCE_COLOR": "1", "COLUMNS": "100"})
+    assert "compiling forward for the engine onnx (1 of 1)" in said.stderr
+    assert "compiling" not in CliRunner().invoke(export_command, command).output
+    told: list[str] = []
+    export(nn.Linear(2, 2).eval(), (torch.ones(1, 2),), out=tmp_path / "b", tell=told.append)
+    assert told == ["capturing forward"]
+
+
+RECIPE = """
+import torch
+
+def build():
+    return torch.nn.Linear(2, 2).eval(), (torch.ones(1, 2),)
+"""

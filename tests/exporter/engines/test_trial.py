@@ -1,0 +1,149 @@
+"""What was compiled is tried before it becomes part of an artifact: faults are planted, or are torch's own."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import onnx
+import pytest
+import torch
+from torch import nn
+from torch.export import Dim
+
+from tests.support.models import Counter
+from weightswap_exporter import MethodSpec, compile_engines, export
+from weightswap_exporter.engines import onnx_graphs, trial
+from weightswap_runtime import Artifact, CaptureError, load
+
+ROWS = {0: Dim("rows", max=64)}
+Function = Callable[..., Any]
+
+
+class Told(nn.Module):
+    """A weight, and a function of it and the inputs."""
+
+    def __init__(self, function: Function) -> None:
+        super().__init__()
+        self.function = function
+        self.weight = nn.Parameter(torch.ones(4, 4))
+
+    def forward(self, *inputs: torch.Tensor) -> Any:
+        return self.function(self.weight, *inputs)
+
+
+X, PLACES = torch.randn(3, 4), torch.tensor([0, 1, 1])
+
+
+def compiled(function: Function, folder: Path, *inputs: torch.Tensor, **options: Any) -> Artifact:
+    artifact = export(Told(function), inputs, out=folder / "a", **options)
+    return compile_engines(artifact, ["onnx"])
+
+
+WRONG: dict[str, tuple[Function, tuple[torch.Tensor, ...], str]] = {
+    "a mean of scattered values": (
+        lambda w, x, i: torch.zeros(3, 4).scatter_reduce(
+            0, i[:, None].expand(3, 4), x * w[0], "mean", include_self=False
+        ),
+        (X, PLACES),
+        "forward: output: off by",
+    ),
+    "a pooling with a divisor": (
+        lambda w, x: nn.functional.avg_pool2d((x @ w)[None], 2, divisor_override=1),
+        (X,),
+        "forward: output: off by",
+    ),
+    "strides of something that is not in order": (
+        lambda w, x: (x @ w).t().as_strided((3, 4), (4, 1)) * 2,
+        (X,),
+        "forward: output: off by",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_translations_are_refused(name: str, tmp_path: Path) -> None:
+    function, inputs, message = WRONG[name]
+    with pytest.raises(CaptureError, match=message):
+        compiled(function, tmp_path, *inputs)
+    artifact = Artifact.open(tmp_path / "a")
+    assert not any(file.startswith("engines/") for file in artifact.manifest.files)
+    assert "engines/onnx/forward.onnx" in compile_engines(artifact, ["onnx"], trial=False).manifest.files
+
+
+def test_a_trial_starts_an_interpreter_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other tests have it forked from one that is warm: see tests/support/quick.py."""
+    monkeypatch.setattr(trial, "sys", sys)
+    test_wrong_translations_are_refused("a mean of scattered values", tmp_path)
+
+
+def test_an_export_that_asks_for_the_engine_is_refused_whole(tmp_path: Path) -> None:
+    function, inputs, message = WRONG["a pooling with a divisor"]
+    with pytest.raises(CaptureError, match=message):
+        export(Told(function), inputs, out=tmp_path / "a", engines=["onnx"])
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_ends_the_process_is_refused(tmp_path: Path) -> None:
+    bag = nn.EmbeddingBag(8, 4, mode="mean")
+    artifact = export(bag, (torch.tensor([[1, 2], [3, 4]]),), out=tmp_path / "a")
+    with pytest.raises(CaptureError, match=r"ends the process that runs it|is not the graph"):
+        compile_engines(artifact, ["onnx"])
+
+
+FINE: dict[str, tuple[Function, tuple[torch.Tensor, ...], dict[str, Any]]] = {
+    "random numbers": (lambda w, x: (x + torch.rand_like(x)) @ w, (X,), {}),
+    "inputs that the model cannot take": (lambda w, i: w[i + 100], (PLACES,), {}),
+    "sizes rounded up": (
+        lambda w, x: (x @ w, -(-x.shape[0] // 2), -x.shape[0] % 4),
+        (X,),
+        {"dynamic_shapes": {"inputs": (ROWS,)}},
+    ),
+    "half precision": (lambda w, x: (x.half().sum(), x.half().cumsum(0), x @ w), (X,), {}),
+    "integers and truth": (lambda w, x, i: ((x @ w) > 0, i.sum(), x.argmax()), (X, PLACES), {}),
+    "nothing": (lambda w, x: x[:0] @ w, (X,), {}),
+}
+
+
+@pytest.mark.parametrize("name", FINE)
+def test_right_ones_are_taken(name: str, tmp_path: Path) -> None:
+    function, inputs, options = FINE[name]
+    artifact = compiled(function, tmp_path, *inputs, **options)
+    assert load(artifact, engine="onnx").engine == "onnx"
+
+
+def test_state_is_compared_from_the_beginning(tmp_path: Path) -> None:
+    methods = {"forward": MethodSpec("forward", (torch.ones(2, 3),)), "peek": MethodSpec("peek")}
+    artifact = export(Counter(), methods=methods, out=tmp_path / "a", engines=["onnx"])
+    assert list(trial.differences(artifact, "onnx")) == []
+
+
+def test_a_planted_fault_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    original = onnx_graphs.onnx_graph
+
+    def with_fault(artifact: Artifact, name: str) -> bytes:
+        model = onnx.load_from_string(original(artifact, name))
+        for node in model.graph.node:
+            if node.op_type == "Add":
+                node.op_type = "Sub"
+        return model.SerializeToString()
+
+    monkeypatch.setattr(onnx_graphs, "onnx_graph", with_fault)
+    with pytest.raises(CaptureError, match=r"forward with \{'.*': 2\}: output: off by"):
+        compiled(lambda w, x: x @ w + w[0], tmp_path, X, dynamic_shapes={"inputs": (ROWS,)})
+
+
+def test_what_is_too_large_to_try_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trial, "MOST_BYTES", 0)
+    with pytest.warns(UserWarning, match=r"engine 'onnx' could not be tried: its weights take more than"):
+        compiled(lambda w, x: x @ w, tmp_path, X)
+
+
+def test_operators_of_packages_are_not_there_in_another_process(tmp_path: Path) -> None:
+    library = torch.library.Library("weightswap_trial", "FRAGMENT")
+    library.define("twice(Tensor x) -> Tensor")
+    library.impl("twice", lambda x: x * 2, "CompositeImplicitAutograd")
+    with pytest.warns(UserWarning, match=r"could not be tried: .*torch\.ops\.weightswap_trial\.twice"):
+        compiled(lambda w, x: torch.ops.weightswap_trial.twice(x) @ w, tmp_path, X)

@@ -1,0 +1,192 @@
+"""Goldens beside packed weights: both files change together, or not at all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.support.checkpoints import saved
+from tests.support.goldens import IMAGE, verified
+from tests.support.models import Everything
+from tests.support.setups import different
+from weightswap_exporter import export, pack
+from weightswap_runtime import (
+    CheckpointError,
+    RecordingError,
+    WeightFile,
+    WeightsMismatch,
+    load,
+)
+from weightswap_runtime.format.goldens import goldens_beside
+
+
+class Packing:
+    """An artifact, its model, and weights with goldens that are there already."""
+
+    def __init__(self, folder: Path) -> None:
+        self.model = different(Everything, 1)
+        self.artifact = export(self.model, (IMAGE,), out=folder / "m.artifact")
+        self.out = folder / "v1.safetensors"
+        self.beside = folder / "v1.goldens.safetensors"
+        self.pack(goldens=[(IMAGE,)])
+        self.before = self.files()
+        self.newer = different(Everything, 2)
+
+    def pack(self, source: Any = None, **options: Any) -> Any:
+        return pack(self.model if source is None else source, self.artifact, out=self.out, **options)
+
+    def files(self) -> dict[str, bytes]:
+        return {path.name: path.read_bytes() for path in self.out.parent.iterdir() if path.is_file()}
+
+
+@pytest.fixture
+def packing(tmp_path: Path) -> Packing:
+    return Packing(tmp_path)
+
+
+def test_a_module_or_a_checkpoint_with_its_model(packing: Packing, tmp_path: Path) -> None:
+    first = packing.files()
+    assert sorted(first) == ["v1.goldens.safetensors", "v1.safetensors"]
+    source = saved(tmp_path / "c.pt", packing.model.state_dict())
+    packed = packing.pack(source, model=different(Everything, 2), goldens=[(IMAGE,)])
+    assert packed.goldens == 1
+    source.unlink()
+    assert packing.files() == first
+    found = goldens_beside(packed.path, packing.artifact.manifest)
+    assert found is not None
+    assert verified(found, load(packing.artifact, packed.path)) == "goldens"
+
+
+def test_a_pack_without_goldens_removes_those_of_the_file_before(packing: Packing) -> None:
+    assert packing.pack().goldens == 0
+    assert sorted(packing.files()) == ["v1.safetensors"]
+
+
+def renames(monkeypatch: pytest.MonkeyPatch, act: Callable[[Path, Path], None]) -> None:
+    """Let `act(temporary, target)` see every rename, just before it."""
+    original = Path.replace
+
+    def replace(self: Path, target: Path) -> Path:
+        act(self, target)
+        return original(self, target)
+
+    monkeypatch.setattr(Path, "replace", replace)
+
+
+@pytest.mark.parametrize("calls", [[(IMAGE,)], None], ids=["goldens", "none"])
+def test_whoever_finds_the_weight_file_finds_its_goldens(
+    calls: Any, packing: Packing, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    renamed: list[str] = []
+
+    def act(temporary: Path, target: Path) -> None:
+        renamed.append(target.name)
+        if target == packing.out:
+            with WeightFile(temporary) as file:
+                assert file.stamp is not None
+                found = goldens_beside(target, packing.artifact.manifest)
+                assert (found and found.weights_id) == (file.stamp.weights_id if calls else None)
+
+    renames(monkeypatch, act)
+    packing.pack(different(Everything, 2), goldens=calls)
+    assert renamed == (["v1.goldens.safetensors"] if calls else []) + ["v1.safetensors"]
+
+
+def failing_rename(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """Renaming a file to `name` fails once."""
+
+    def act(temporary: Path, target: Path) -> None:
+        if target.name == name:
+            monkeypatch.undo()
+            raise OSError(28, "No space left on device")
+
+    renames(monkeypatch, act)
+
+
+def random_outputs(packing: Packing, monkeypatch: pytest.MonkeyPatch) -> None:
+    packing.newer.train()
+
+
+def full_disk(packing: Packing, monkeypatch: pytest.MonkeyPatch) -> None:
+    def write(*args: Any) -> Iterator[memoryview]:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("weightswap_exporter.packing.pieces", write)
+
+
+CALLS = [(IMAGE,)]
+
+
+Prepare = Callable[[Packing, pytest.MonkeyPatch], None]
+
+
+FAILURES: dict[str, tuple[Prepare, Any, type[Exception]]] = {
+    "recording": (random_outputs, CALLS, RecordingError),
+    "writing the weights": (full_disk, CALLS, CheckpointError),
+    "writing the weights alone": (full_disk, None, CheckpointError),
+    "renaming the goldens": (lambda packing, patch: failing_rename(patch, packing.beside.name), CALLS, CheckpointError),
+    "renaming the weights": (lambda packing, patch: failing_rename(patch, packing.out.name), CALLS, CheckpointError),
+    "renaming the weights alone": (
+        lambda packing, patch: failing_rename(patch, packing.out.name),
+        None,
+        CheckpointError,
+    ),
+}
+
+
+@pytest.mark.parametrize(("prepare", "calls", "error"), FAILURES.values(), ids=FAILURES)
+def test_a_pack_that_fails_leaves_both_files_as_they_were(
+    prepare: Prepare, calls: Any, error: type[Exception], packing: Packing, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prepare(packing, monkeypatch)
+    with pytest.raises(error):
+        packing.pack(packing.newer, goldens=calls)
+    assert packing.files() == packing.before
+
+
+def test_a_checkpoint_is_no_model(packing: Packing) -> None:
+    for source in (packing.model.state_dict(), packing.out):
+        with pytest.raises(CheckpointError, match="recorded with the eager model, and a checkpoint is none"):
+            packing.pack(source, goldens=[(IMAGE,)])
+    with pytest.raises(CheckpointError, match=r"\*.goldens.safetensors are names of goldens"):
+        pack(packing.model, packing.artifact, out=packing.beside)
+    with pytest.raises(WeightsMismatch):
+        packing.pack({"conv.weight": torch.zeros(1)}, goldens=None)
+    assert packing.files() == packing.before
+
+
+def refusal(packing: Packing, model: nn.Module, **options: Any) -> str:
+    with pytest.raises(RecordingError) as refused:
+        packing.pack(model, goldens=[(IMAGE,)], **options)
+    assert packing.files() == packing.before
+    return str(refused.value)
+
+
+def test_a_model_that_is_not_the_exported_one_is_refused(packing: Packing) -> None:
+    assert "conv.weight: the artifact has F32[6, 1, 3, 3] on the CPU, the model F64[6, 1, 3, 3] on cpu" in refusal(
+        packing, different(lambda: Everything().double(), 1), dtype="float32"
+    )
+    assert "embed.weight: the artifact has F32[6, 6], the model no such tensor" in refusal(packing, nn.Linear(3, 3))
+    other = different(Everything, 1)
+    other.get_buffer("table")[2] += 1
+    assert "table is not the artifact's constant[2]: expected 0.4" in refusal(packing, other)
+
+
+def test_a_call_that_changes_a_weight_is_refused_by_name(packing: Packing) -> None:
+    def write(module: nn.Module, inputs: Any) -> None:
+        module.get_parameter("weight").data.fill_(1)  # has no version that would tell
+
+    packing.model.get_submodule("conv").register_forward_pre_hook(write)
+    assert "a call has changed conv.weight, which is no state" in refusal(packing, packing.model)
+
+
+def test_a_model_of_inference_mode_can_be_recorded(packing: Packing) -> None:
+    with torch.inference_mode():
+        model = different(Everything, 1)
+        packing.pack(model, goldens=[(IMAGE,)])
+    assert packing.files() == packing.before

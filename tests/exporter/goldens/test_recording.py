@@ -1,0 +1,163 @@
+"""Recording goldens: what eager gives is what a server is asked for, and the model is left as it was."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+from torch import nn
+
+from tests.support.goldens import LINEAR, ROWS, SETTINGS, Setting, every, everything_in, recorded, same, verified
+from tests.support.sessions import bound_of
+from tests.support.setups import different
+from weightswap_exporter import export, pack
+from weightswap_runtime import (
+    GoldenMismatch,
+    load,
+)
+from weightswap_runtime.format.goldens import artifact_goldens, goldens_beside
+from weightswap_runtime.live.model import engine_of
+from weightswap_runtime.staging.golden_check import verify
+
+
+@every
+def test_a_server_reproduces_what_was_recorded_bit_for_bit(setting: Setting, tmp_path: Path) -> None:
+    artifact, model, found = recorded(setting, tmp_path)
+    artifact.verify()
+    packed = pack(model, artifact, out=tmp_path / "v1.safetensors")
+    assert (found.weights_id, len(found.cases)) == (packed.weights_id, setting.count)
+    served = load(artifact, packed.path)
+    assert verified(found, served) == "goldens"
+    assert verified(found, served) == "goldens"  # the state was put back
+
+
+@every
+def test_the_model_and_the_random_numbers_are_left_as_they_were(setting: Setting, tmp_path: Path) -> None:
+    model = different(setting.build, 1)
+    artifact = export(model, methods=setting.methods, out=tmp_path / "m.artifact")
+    for row in artifact.manifest.state:
+        model.get_buffer(row.name).fill_(7)  # a trainer's state is not the artifact's
+    for name, spec in setting.methods.items():
+        setattr(model, name, getattr(model, spec.fn_name))
+    before = everything_in(model)
+    pack(model, artifact, out=tmp_path / "v1.safetensors", goldens=setting.goldens)
+    assert same(before, everything_in(model))
+
+
+def test_goldens_are_no_part_of_the_graph_and_always_the_same_bytes(tmp_path: Path) -> None:
+    setting = SETTINGS["several methods"]
+    artifact, model, _ = recorded(setting, tmp_path)
+    raw = artifact.read("goldens.safetensors")
+    assert recorded(setting, tmp_path)[0].read("goldens.safetensors") == raw
+    plain = export(model, methods=setting.methods, out=tmp_path / "plain.artifact")
+    assert plain.graph_id == artifact.graph_id
+    assert "goldens.safetensors" not in plain.manifest.files
+    assert artifact_goldens(plain) is None
+
+
+def test_other_weights_are_refused_for_every_output(tmp_path: Path) -> None:
+    artifact, model, found = recorded(SETTINGS["several methods"], tmp_path)
+    with torch.no_grad():
+        model.get_parameter("embed.weight")[0, 0] += 1
+    served = load(artifact, pack(model, artifact, out=tmp_path / "v2.safetensors").path)
+    assert verified(found, served) == "finite"  # the artifact's own goldens are of other weights
+    with pytest.raises(GoldenMismatch) as refused:
+        verify(found, bound_of(served), engine_of(served), artifact.manifest, found.weights_id)
+    names = [problem.partition("[")[0] for problem in refused.value.problems]
+    assert names == [
+        "case 0, forward, logits",
+        "case 0, forward, scaled",
+        "case 1, forward, logits",
+        "case 1, forward, scaled",
+        "case 2, code, output",
+    ]
+
+
+def test_weights_that_are_not_finite_are_refused(tmp_path: Path) -> None:
+    artifact, model, found = recorded(SETTINGS["minus infinity"], tmp_path)
+    with torch.no_grad():
+        model.get_parameter("linear.bias")[1] = torch.nan
+    served = load(artifact, pack(model, artifact, out=tmp_path / "v2.safetensors").path, verify="off")
+    with pytest.raises(GoldenMismatch, match=r"output\[\d, 1\]: expected a finite value, found nan"):
+        verified(found, served)
+
+
+def test_state_starts_from_that_of_the_artifact(tmp_path: Path) -> None:
+    artifact, model, found = recorded(SETTINGS["counters"], tmp_path)
+    with torch.no_grad():
+        model(ROWS)  # a trainer has counted on
+    pack(model, artifact, out=tmp_path / "v1.safetensors", goldens={"forward": [(ROWS,)]})
+    beside = goldens_beside(tmp_path / "v1.safetensors", artifact.manifest)
+    assert beside is not None
+    assert bytes(beside.tensors["0.output.0"].data) == bytes(found.tensors["0.output.0"].data)
+    assert int(model.get_buffer("steps")) == 1
+
+
+def test_batch_norm_that_trains_is_state(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
+    with pytest.warns(UserWarning, match="behaves as in training"):
+        artifact = export(model, (ROWS,), out=tmp_path / "m.artifact", goldens=[(ROWS,), (ROWS * 2,)])
+    found = artifact_goldens(artifact)
+    assert found is not None
+    assert verified(found, load(artifact, pack(model, artifact, out=tmp_path / "v1.safetensors").path)) == "goldens"
+    assert int(model.get_buffer("1.num_batches_tracked")) == 0
+
+
+def test_a_tolerance_is_recorded(tmp_path: Path) -> None:
+    found = recorded(SETTINGS["minus infinity"], tmp_path, tolerance=(1, 0.5))[2]
+    assert found.record.tolerance == (1.0, 0.5)
+
+
+def test_integers_are_compared(tmp_path: Path) -> None:
+    artifact, model, found = recorded(SETTINGS["integers"], tmp_path)
+    case = msgspec.structs.replace(found.cases[0], outputs=(found.cases[0].outputs[0], 5))
+    altered = found._replace(record=msgspec.structs.replace(found.record, cases=(case,), tolerance=(1.0, 1.0)))
+    served = load(artifact, pack(model, artifact, out=tmp_path / "v1.safetensors").path)
+    with pytest.raises(GoldenMismatch) as refused:
+        verified(altered, served)
+    assert refused.value.problems == ("case 0, forward, 1: expected 5, found 2",)
+
+
+@dataclasses.dataclass
+class Answer:
+    score: torch.Tensor
+    parts: list[torch.Tensor]
+
+
+torch.export.register_dataclass(Answer, serialized_type_name="tests.exporter.goldens.test_recording.Answer")
+
+
+class Answering(nn.Module):
+    """A class of the model's goes in and comes out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+
+    def forward(self, before: Answer) -> Answer:
+        y = self.linear(before.score)
+        return Answer(y.sum(), [y, *before.parts])
+
+
+def test_classes_of_the_model_go_in_and_come_out(tmp_path: Path) -> None:
+    call = (Answer(ROWS, [torch.ones(2)]),)
+    model = Answering().eval()
+    artifact = export(model, call, out=tmp_path / "m.artifact", goldens=[call])
+    found = artifact_goldens(artifact)
+    assert found is not None
+    assert (found.cases[0].inputs, len(found.cases[0].outputs)) == (("0.input.0", "0.input.1"), 3)
+    assert verified(found, load(artifact, pack(model, artifact, out=tmp_path / "v1.safetensors").path)) == "goldens"
+
+
+def test_random_inputs_of_random_sizes(tmp_path: Path) -> None:
+    calls = [(torch.randn(random.randrange(9), 3),) for _ in range(8)]
+    setting = Setting(lambda: nn.Linear(3, 2), LINEAR, calls, 8)
+    artifact, model, found = recorded(setting, tmp_path)
+    with torch.no_grad():
+        for number, (x,) in enumerate(calls):
+            assert bytes(found.tensors[f"{number}.output.0"].data) == model(x).numpy().tobytes()
+    assert verified(found, load(artifact, pack(model, artifact, out=tmp_path / "v.safetensors").path)) == "goldens"

@@ -1,0 +1,196 @@
+"""Models and calls whose goldens would prove nothing are refused by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from tests.support.goldens import LINEAR, ROWS, SETTINGS, everything_in, recorded, same
+from weightswap_exporter import export, pack, skeleton
+from weightswap_runtime import (
+    ExportError,
+    RecordingError,
+)
+
+
+class Random(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        y = self.linear(x)
+        return {"plain": y, "noisy": y + torch.rand_like(y)}
+
+
+class Dropping(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(3, 8), nn.Dropout())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x)
+
+
+@pytest.mark.filterwarnings("ignore:the exported graph behaves as in training")
+@pytest.mark.parametrize(("build", "output"), [(Random, "noisy"), (Dropping, "output")])
+def test_a_model_that_is_not_deterministic_is_refused_by_name(
+    build: Callable[[], nn.Module], output: str, tmp_path: Path
+) -> None:
+    model = build()
+    before = everything_in(model)
+    with pytest.raises(RecordingError) as refused:
+        export(model, (ROWS,), out=tmp_path / "m.artifact", goldens=[(ROWS,)])
+    (problem,) = refused.value.problems
+    assert problem.startswith(
+        f"case 0, forward, {output} is not deterministic: two runs of the eager model differ at ["
+    )
+    assert str(refused.value).endswith("call model.eval().")
+    assert same(before, everything_in(model))
+    assert list(tmp_path.iterdir()) == []
+
+
+class Failing(nn.Module):
+    """Counts, and then looks up what may not be there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(3, 2)
+        self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        self.steps += 1
+        return self.embed(ids)
+
+
+def test_what_the_model_raises_is_told_and_leaves_it_as_it_was(tmp_path: Path) -> None:
+    model = Failing().eval()
+    before = everything_in(model)
+    with pytest.raises(RecordingError) as refused:
+        export(
+            model,
+            (torch.arange(2),),
+            out=tmp_path / "m.artifact",
+            goldens=[(torch.tensor([0, 9]),), (torch.arange(2),)],
+        )
+    (problem,) = refused.value.problems
+    assert problem.startswith("case 0, forward: the model raised forward (test_refused.py, line ")
+    assert "IndexError: index out of range" in problem
+    assert same(before, everything_in(model))
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "another dtype and size": (
+        {"goldens": [(torch.zeros(2, 4, dtype=torch.int64),), (ROWS[:, :2],)]},
+        "case 0, forward: input: expected dtype F32, got I64\n"
+        "  - case 0, forward: input: dimension 1 expected 3, got 4\n"
+        "  - case 1, forward: input: dimension 1 expected 3, got 2\nGive inputs",
+    ),
+    "nothing given": ({"goldens": [()]}, "case 0, forward: input: missing"),
+    "a tensor for a call": (
+        {"goldens": [ROWS]},
+        "forward, call 0: expected (args, kwargs), got a Tensor",
+    ),
+    "a call for a list": ({"goldens": (ROWS,)}, "forward: expected a list of calls, got a tuple"),
+    "no calls": ({"goldens": []}, "no calls to record"),
+    "another method": ({"goldens": {"encode": [(ROWS,)]}}, "no method 'encode'; there are forward"),
+    "half a tolerance": ({"goldens": [(ROWS,)], "tolerance": (0.1,)}, "expected (rtol, atol), finite and not negative"),
+    "a negative tolerance": ({"goldens": [(ROWS,)], "tolerance": (0.1, -1)}, "got (0.1, -1)"),
+    "no number": ({"goldens": [(ROWS,)], "tolerance": (float("nan"), 0)}, "got (nan, 0)"),
+    "a tolerance of nothing": (
+        {"tolerance": (0.1, 0.1)},
+        "tolerance: says how goldens are compared, and there are none",
+    ),
+}
+
+
+@pytest.mark.parametrize(("options", "says"), REFUSED.values(), ids=REFUSED)
+def test_wrong_requests_are_refused_by_export_and_by_pack(options: Any, says: str, tmp_path: Path) -> None:
+    model = nn.Linear(3, 2).eval()
+    with pytest.raises(RecordingError) as refused:
+        export(model, methods=LINEAR, out=tmp_path / "m.artifact", **options)
+    assert says in str(refused.value)
+    assert list(tmp_path.iterdir()) == []
+    artifact = export(model, methods=LINEAR, out=tmp_path / "m.artifact")
+    with pytest.raises(RecordingError) as refused:
+        pack(model, artifact, out=tmp_path / "v1.safetensors", **options)
+    assert says in str(refused.value)
+    assert [path.name for path in tmp_path.iterdir()] == ["m.artifact"]
+
+
+def test_a_skeleton_cannot_be_recorded_with_weights(tmp_path: Path) -> None:
+    with skeleton():
+        model = nn.Linear(3, 2).eval()
+    artifact = export(model, (ROWS,), out=tmp_path / "m.artifact")
+    real = pack(nn.Linear(3, 2), artifact, out=tmp_path / "v1.safetensors").path
+    with pytest.raises(ExportError, match=r"2 tensors of the model have no values, the first is weight(.|\n)*outside"):
+        pack(real, artifact, out=tmp_path / "v2.safetensors", model=model, goldens=[(ROWS,)])
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"goldens": [(torch.zeros(2, 7),)]}, "case 0, forward: input"),
+        ({"goldens": [(torch.zeros(2, 3, device="meta"),)]}, "got one on meta"),
+        (
+            {"goldens": [(FakeTensorMode().from_tensor(torch.zeros(2, 3)),)]},
+            "input: has no values\nMake the inputs outside",
+        ),
+    ],
+)
+def test_inputs_of_a_skeleton_that_are_none(options: Any, says: str, tmp_path: Path) -> None:
+    with skeleton():
+        model = nn.Linear(3, 2).eval()
+    with pytest.raises(RecordingError) as refused:
+        export(model, (ROWS,), out=tmp_path / "m.artifact", **options)
+    assert says in str(refused.value)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_model_that_trains_is_refused_and_its_statistics_are_put_back(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)).eval()
+    artifact = export(model, (ROWS,), out=tmp_path / "m.artifact")
+    model.train()
+    before = everything_in(model)
+    with pytest.raises(RecordingError) as refused:
+        pack(model, artifact, out=tmp_path / "v1.safetensors", goldens=[(ROWS,)])
+    assert "a call has changed 1.running_mean, which is no state" in refused.value.problems
+    assert same(before, everything_in(model))
+
+
+def test_a_method_that_the_model_calls_otherwise_is_named(tmp_path: Path) -> None:
+    setting = SETTINGS["several methods"]
+    artifact, model, found = recorded(setting, tmp_path)
+    with pytest.raises(RecordingError, match="the model has no attribute 'code' to call for the method 'code'"):
+        pack(model, artifact, out=tmp_path / "v1.safetensors", goldens=setting.goldens)
+    model.code = model.encode
+    pack(model, artifact, out=tmp_path / "v1.safetensors", goldens=setting.goldens)
+    assert (tmp_path / "v1.goldens.safetensors").read_bytes() == artifact.read("goldens.safetensors")
+    assert found.cases[2].method == "code"
+
+
+class Choosing(nn.Module):
+    """Gives another tree for other inputs, which the capture cannot know."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+        self.more = False
+
+    def forward(self, x: torch.Tensor) -> Any:
+        y = self.linear(x)
+        return {"y": y, "more": y} if self.more else {"y": y}
+
+
+def test_a_model_with_other_outputs_is_refused(tmp_path: Path) -> None:
+    model = Choosing().eval()
+    artifact = export(model, (ROWS,), out=tmp_path / "m.artifact")
+    model.more = True
+    with pytest.raises(RecordingError, match="expected the outputs y, the model gives y, more"):
+        pack(model, artifact, out=tmp_path / "v1.safetensors", goldens=[(ROWS,)])

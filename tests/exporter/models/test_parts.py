@@ -1,0 +1,110 @@
+"""Tensors that are made of others: what they are taken apart into, and which are refused by name."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from tests.support.composed import Rows, Sum, summed
+from weightswap_exporter import export, pack
+from weightswap_exporter.models.parts import kind_of, parts_of, put_together
+from weightswap_exporter.models.tensors import named_tensors
+from weightswap_runtime import CaptureError, Unsupported, load
+
+X = torch.randn(2, 3, generator=torch.Generator().manual_seed(7))
+
+
+class Nested(nn.Module):
+    """Its weight is a sum of sums, of which two parts are one tensor."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        shared = torch.randn(3, 3)
+        whole = Sum(Sum(shared, torch.randn(3, 3)), Sum(shared, torch.randn(3, 3)), "outer")
+        self.weight = nn.Parameter(whole, requires_grad=False)
+        self.bias = nn.Parameter(torch.zeros(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.linear(x, self.weight, self.bias)
+
+
+def test_parts_of_parts_have_paths_for_names() -> None:
+    whole = Nested(0).weight
+    parts = parts_of("w", whole)
+    assert list(parts) == ["w.one.one", "w.one.two", "w.two.one", "w.two.two"]
+    again = put_together("w", whole, {name: part + 1 for name, part in parts.items()})
+    inner = {"type": "Sum", "note": None}
+    assert kind_of(again) == kind_of(whole) == {"type": "Sum", "note": "outer", "parts": {"one": inner, "two": inner}}
+    assert torch.equal(again.two.one, whole.two.one + 1)
+
+
+def test_a_graph_puts_parts_of_parts_together(tmp_path: Path) -> None:
+    artifact = export(Nested(0).eval(), (X,), out=tmp_path / "a.artifact")
+    trained = Nested(1).eval()
+    model = load(artifact.path, pack(trained, artifact, out=tmp_path / "v1.safetensors").path)
+    assert torch.equal(model(X), trained(X))
+    assert list(named_tensors(trained)) == [*parts_of("weight", trained.weight), "bias"]
+    assert artifact.manifest.weights[0].aliases == ("weight.two.one",)
+    assert json.loads((artifact.path / "parts.json").read_bytes()) == {"weight": kind_of(trained.weight)}
+
+
+class Failing(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = summed(nn.Linear(3, 3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x) if x.sum().item() > 0 else x
+
+
+def test_a_failed_export_leaves_the_model_as_it_was(tmp_path: Path) -> None:
+    model = Failing().eval()
+    weight, kind = model.layer.weight, type(model.layer)
+    with pytest.raises(CaptureError):
+        export(model, (X,), out=tmp_path / "a.artifact")
+    assert (model.layer.weight is weight, type(model.layer) is kind, not model.layer._modules) == (True, True, True)
+    assert [name for name, _ in model.named_parameters()] == ["layer.weight", "layer.bias"]
+
+
+class Opaque(nn.Module):
+    """A call that the class of its weight has no function for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = summed(nn.Linear(3, 3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ self.layer.weight
+
+
+def test_a_call_that_a_class_does_not_take_apart_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(CaptureError, match=r"has to take what is called apart in __torch_function__"):
+        export(Opaque().eval(), (X,), out=tmp_path / "a.artifact")
+
+
+def test_what_json_cannot_say_is_refused_by_name(tmp_path: Path) -> None:
+    model = nn.Sequential(summed(nn.Linear(3, 3), {"random": [torch.Generator()]}))
+    with pytest.raises(
+        Unsupported, match=r"^0.weight is a Sum with a Generator in it, which an artifact cannot record"
+    ):
+        export(model, (X,), out=tmp_path / "a.artifact")
+    assert not (tmp_path / "a.artifact").exists()
+
+
+def test_only_parameters_are_taken_apart(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(3, 3))
+    model.register_buffer("kept", Sum(torch.ones(2), torch.ones(2)))
+    with pytest.raises(Unsupported, match=r"^kept is a Sum, and only parameters may be made of other tensors"):
+        export(model, (X,), out=tmp_path / "a.artifact")
+
+
+def test_shards_are_refused_by_name(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(3, 3))
+    model[0].weight = nn.Parameter(torch.zeros(3, 3).as_subclass(Rows))
+    with pytest.raises(Unsupported, match=r"^0.weight is a Rows, which has a part of the values alone. Export the"):
+        export(model, (X,), out=tmp_path / "a.artifact")

@@ -1,0 +1,250 @@
+"""Skeletons: parameters without memory, everything else as it is, and the same export as from a real model."""
+
+from __future__ import annotations
+
+import copy
+import resource
+import threading
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+from torch import nn
+from torch.nn.utils import parametrizations
+
+from tests.support.composed import Rows, Sum, summed
+from tests.support.models import Everything
+from weightswap_exporter import export, pack, skeleton
+from weightswap_exporter.models.tensors import is_fake
+from weightswap_runtime import CaptureError, CheckpointError, load
+
+
+class Zoo(nn.Module):
+    """Initialisers, conversions, parametrizations and copies that touch parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
+        self.encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+        self.rnn = nn.LSTM(16, 16, batch_first=True)
+        self.normed = parametrizations.weight_norm(nn.Linear(16, 16))
+        self.register_buffer("rotary", 1 / torch.arange(1, 17.0))
+        own = nn.Parameter(torch.zeros(16))
+        self.one, self.two = own, own
+        nn.init.trunc_normal_(self.normed.bias, std=0.02)
+        nn.init.orthogonal_(self.rnn.weight_hh_l0)
+        self.one.data.fill_(3.0)
+        with torch.no_grad():
+            self.normed.bias.zero_()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.rnn(self.normed(self.encoder(x * self.rotary)))[0] + self.one + self.two
+
+
+@pytest.mark.parametrize("convert", [lambda m: m, lambda m: m.half().float(), lambda m: m.to(torch.bfloat16)])
+def test_the_export_is_that_of_the_real_model(convert: Any, tmp_path: Path) -> None:
+    with skeleton():
+        hollow = convert(Zoo()).eval()
+    real = convert(Zoo()).eval()
+    assert all(is_fake(parameter) for parameter in hollow.parameters())
+    assert not any(is_fake(buffer) for buffer in hollow.buffers())
+    assert hollow.one is hollow.two
+    x = torch.zeros(2, 5, 16, dtype=next(real.parameters()).dtype)
+    one = export(hollow, (x,), out=tmp_path / "one.artifact")
+    two = export(real, (x,), out=tmp_path / "two.artifact")
+    assert one.manifest == two.manifest
+
+
+def test_parameters_cost_no_memory() -> None:
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with skeleton():
+        model = nn.Sequential(*[nn.Linear(8192, 8192) for _ in range(16)])
+    grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+    assert sum(parameter.numel() for parameter in model.parameters()) * 4 > 4e9
+    assert grown < 200_000  # kilobytes
+
+
+def test_a_constructor_that_reads_a_value_is_named() -> None:
+    class Reads(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(3))
+            self.scale = self.weight.sum().item()
+
+    says = r"__init__ \(test_skeleton.py, line \d+\): the model's constructor needs the values .* is .*Reads.weight"
+    with pytest.raises(CaptureError, match=says), skeleton():
+        Reads()
+
+
+def filled() -> nn.Module:
+    model = nn.Linear(8, 8)
+    model.weight.data.normal_()
+    model.weight.data[0] = 0
+    with torch.no_grad():
+        model.weight.copy_(torch.eye(8))
+        model.bias.zero_()
+    return model
+
+
+def assigned() -> nn.Module:
+    model = nn.Linear(8, 8)
+    model.weight = nn.Parameter(torch.ones(8, 8))
+    model.weight.data = torch.zeros(8, 8)
+    model.register_parameter("gain", nn.Parameter(torch.ones(3), requires_grad=False))
+    return model
+
+
+def loaded() -> nn.Module:
+    model = nn.Linear(8, 8)
+    model.load_state_dict({"weight": torch.ones(8, 8), "bias": torch.zeros(8)})
+    return model
+
+
+def initialised() -> nn.Module:
+    """By references that were taken before the skeleton began, as libraries hold them."""
+    model = nn.Linear(8, 8)
+    for initialise in INITIALISERS:
+        initialise(model.weight)
+    return model
+
+
+INITIALISERS = (
+    nn.init.trunc_normal_,
+    nn.init.kaiming_normal_,
+    nn.init.orthogonal_,
+    nn.init.eye_,
+    lambda weight: nn.init.sparse_(weight, 0.1),
+)
+BUILDS = {
+    "weight norm": lambda: parametrizations.weight_norm(nn.Linear(8, 8)).double(),
+    "spectral norm": lambda: parametrizations.spectral_norm(nn.Linear(8, 8)),
+    "values that are set": filled,
+    "parameters that are assigned": assigned,
+    "a checkpoint that is loaded": loaded,
+    "initialisers": initialised,
+    "a copy": lambda: nn.Sequential(layer := nn.Linear(8, 8), copy.deepcopy(layer)),
+    "a parameter that is a view": lambda: nn.ParameterList([nn.Parameter(torch.zeros(64).view(8, 8))]),
+}
+
+
+@pytest.mark.parametrize("build", BUILDS.values(), ids=BUILDS)
+def test_what_constructors_do_to_parameters_works(build: Callable[[], nn.Module], tmp_path: Path) -> None:
+    artifacts = []
+    for name, context in (("hollow", skeleton), ("real", nullcontext)):
+        with context():
+            model = Holds(build()).eval()
+        assert all(is_fake(parameter) is (name == "hollow") for parameter in model.parameters())
+        x = torch.zeros(2, 8, dtype=next(model.parameters()).dtype)
+        artifacts.append(export(model, (x,), out=tmp_path / f"{name}.artifact"))
+    assert artifacts[0].manifest == artifacts[1].manifest
+
+
+class Holds(nn.Module):
+    """Calls what it holds, or multiplies with it."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ self.inner[0] if isinstance(self.inner, nn.ParameterList) else self.inner(x)
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm.*is deprecated:FutureWarning")
+@pytest.mark.parametrize("normed", [nn.utils.weight_norm, nn.utils.spectral_norm])
+def test_the_old_norms_work(normed: Callable[[nn.Module], nn.Module], tmp_path: Path) -> None:
+    with skeleton():
+        hollow = nn.Sequential(normed(nn.Linear(8, 8))).double().eval()
+    real = nn.Sequential(normed(nn.Linear(8, 8))).double().eval()
+    x = torch.ones(2, 8, dtype=torch.float64)
+    one = export(hollow, (x,), out=tmp_path / "one.artifact")
+    assert one.manifest == export(real, (x,), out=tmp_path / "two.artifact").manifest
+    path = tmp_path / "c.safetensors"
+    safetensors.torch.save_file(real.state_dict(), path)
+    with torch.no_grad():
+        assert torch.equal(load(one, path)(x), real(x))
+
+
+WANT_VALUES: dict[str, Callable[[], object]] = {
+    "numpy": lambda: nn.Linear(8, 8).weight.detach().numpy(),
+    "set_": lambda: nn.Linear(8, 8).weight.data.set_(torch.ones(8, 8)),
+    "a condition": lambda: bool(nn.Linear(8, 8).weight.sum() > 0),
+    "an orthogonal parametrization": lambda: parametrizations.orthogonal(nn.Linear(8, 8)),
+}
+
+
+@pytest.mark.parametrize("build", WANT_VALUES.values(), ids=WANT_VALUES)
+def test_constructors_that_need_values_are_named(build: Callable[[], object]) -> None:
+    says = r"\(test_skeleton.py, line \d+\): .* the last one made is Linear.bias"
+    with pytest.raises(CaptureError, match=says), skeleton():
+        build()
+
+
+def test_an_error_of_the_constructor_s_own_is_left_alone() -> None:
+    with pytest.raises(ZeroDivisionError), skeleton():
+        print(1 / 0)
+
+
+def test_lazy_parameters_are_named() -> None:
+    with pytest.raises(CaptureError, match=r"LazyLinear.weight: a lazy parameter has no shape"), skeleton():
+        nn.LazyLinear(3)
+
+
+def test_only_this_block_and_this_thread_are_touched() -> None:
+    register, kaiming = nn.Module.register_parameter, nn.init.kaiming_uniform_
+    built: list[nn.Module] = []
+    with skeleton():
+        other = threading.Thread(target=lambda: built.append(nn.Linear(2, 2)))
+        other.start()
+        other.join()
+        with pytest.raises(CaptureError, match="one at a time"), skeleton():
+            pass
+    assert not is_fake(built[0].weight)
+    assert nn.Module.register_parameter is register
+    assert nn.init.kaiming_uniform_ is kaiming
+    assert not is_fake(nn.Linear(2, 2).weight)
+
+
+def test_a_skeleton_cannot_be_packed(tmp_path: Path) -> None:
+    with skeleton():
+        model = Everything().eval()
+    artifact = export(model, (torch.zeros(2, 1, 5, 5),), out=tmp_path / "a.artifact")
+    with pytest.raises(CheckpointError, match="has no values"):
+        pack(model, artifact, out=tmp_path / "v.safetensors")
+
+
+def test_constants_computed_from_parameters_are_named(tmp_path: Path) -> None:
+    class Derived(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(3))
+            self.register_buffer("norm", self.weight.detach() * 2, persistent=False)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x * self.norm
+
+    with skeleton():
+        model = Derived().eval()
+    with pytest.raises(CaptureError, match="norm: constants and state go into the artifact"):
+        export(model, (torch.zeros(3),), out=tmp_path / "a.artifact")
+
+
+def test_a_skeleton_does_not_take_quantisation_away(tmp_path: Path) -> None:
+    with skeleton():
+        hollow = nn.Sequential(summed(nn.Linear(3, 3))).eval()
+    assert isinstance(hollow[0].weight, Sum)
+    assert is_fake(hollow[0].weight.one)
+    artifact = export(hollow, (torch.ones(1, 3),), out=tmp_path / "a")
+    assert [row.name for row in artifact.manifest.weights] == ["0.weight.one", "0.weight.two", "0.bias"]
+
+
+def test_a_skeleton_holds_no_shards() -> None:
+    with (
+        pytest.raises(CaptureError, match=r"Linear.weight: is a Rows, which a skeleton cannot hold. Export the whole"),
+        skeleton(),
+    ):
+        nn.Linear(3, 3).weight = nn.Parameter(torch.zeros(3, 3).as_subclass(Rows))

@@ -1,0 +1,388 @@
+"""`compare()`: what is compared, with what, and what cannot be."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from torch import nn
+
+from tests.exporter.parity.models import IDS, SHAPES, tied
+from tests.support.accelerators import on_every_device
+from tests.support.models import Counter, Everything, Nested
+from weightswap_exporter import MethodSpec, export, pack, skeleton
+from weightswap_exporter.parity import Run, compare, first_divergence
+from weightswap_exporter.parity.calls import Given
+from weightswap_exporter.parity.executions import EngineSide
+from weightswap_runtime import Artifact, ParityError, Unsupported
+from weightswap_runtime.errors import GoldensError
+
+
+@pytest.fixture(scope="module")
+def artifact(tmp_path_factory: pytest.TempPathFactory) -> Artifact:
+    return export(tied(), (IDS,), out=tmp_path_factory.mktemp("compare") / "a", dynamic_shapes=SHAPES, engines=["onnx"])
+
+
+def test_generated_calls_reach_the_ends_of_the_ranges(artifact: Artifact) -> None:
+    report = compare(tied(), artifact)
+    assert report.same
+    assert [engine.engine for engine in report.engines] == ["torch", "onnx"]
+    assert [case.case for case in report.engines[0].cases] == [
+        "random with batch=2, length=3",
+        "random with batch=1, length=1",
+        "random with batch=32, length=1",
+        "random with batch=1, length=64",
+        "random with batch=0, length=1",
+        "random with batch=1, length=0",
+    ]
+    assert {output.name for case in report.engines[0].cases for output in case.outputs} == {"left", "right"}
+    measures = [output.measure for case in report.engines[1].cases for output in case.outputs]
+    assert any(measure and 0 < measure.max_abs < 1e-5 for measure in measures)  # onnx does compute it by itself
+    torch, onnx, *refused = report.text.splitlines()[1:]
+    assert (torch, onnx) == (
+        "torch: equal bit for bit, 6 calls",
+        "onnx: equal within the tolerances of the dtypes, 6 calls",
+    )
+    assert [line.partition(": InputMismatch")[0] for line in refused] == [
+        "onnx takes no such call: forward, random with batch=0, length=1",
+        "onnx takes no such call: forward, random with batch=1, length=0",
+    ]
+
+
+def test_the_seed_decides_the_inputs(artifact: Artifact) -> None:
+    def sizes(seed: int) -> list[Any]:
+        report = compare(tied(), artifact, cases="generated", engines=["onnx"], seed=seed)
+        return [output.measure for case in report.engines[0].cases for output in case.outputs]
+
+    assert sizes(1) == sizes(1) != sizes(2)
+
+
+def test_calls_of_the_caller_as_goldens_are_given(artifact: Artifact) -> None:
+    report = compare(tied(), artifact, cases=[(IDS,), ((), {"ids": IDS[:1]})], engines=["torch"])
+    assert [(case.case, case.origin) for case in report.engines[0].cases] == [("case 0", "given"), ("case 1", "given")]
+    assert report.same
+
+
+def test_recorded_inputs_are_used_whatever_they_were_recorded_for(tmp_path: Path) -> None:
+    made = export(tied(1), (IDS,), out=tmp_path / "a", goldens=[(IDS,)])
+    weights = pack(tied(), made, out=tmp_path / "v.safetensors", goldens=[(IDS.flip(0),)]).path
+    report = compare(tied(), made, weights, cases="goldens")
+    assert [case.case for case in report.engines[0].cases] == ["golden 0", "golden 0 of the artifact"]
+    assert [case.origin for case in compare(tied(), made).engines[0].cases] == ["golden", "generated"]
+    assert report.same
+
+
+def test_without_a_model_the_reference_is_the_engine_torch(artifact: Artifact, tmp_path: Path) -> None:
+    weights = pack(tied(), artifact, out=tmp_path / "v.safetensors").path
+    report = compare(None, artifact, weights)
+    assert (report.reference, [engine.engine for engine in report.engines]) == ("torch", ["onnx"])
+    assert report.same
+
+
+def test_methods_state_literals_and_nested_inputs(tmp_path: Path) -> None:
+    x = torch.randn(2, 1, 8, 8)
+    methods = {"forward": MethodSpec("forward", (x,)), "codes": MethodSpec("encode", (IDS % 6,))}
+    made = export(Everything().eval(), out=tmp_path / "methods", methods=methods)
+    torch.manual_seed(0)
+    model = Everything().eval()
+    report = compare(model, made, functions={"codes": "encode"})
+    assert {case.method for case in report.engines[0].cases} == {"forward", "codes"}
+    assert report.same, report.text
+    counter = Counter().eval()
+    counted = export(counter, (torch.ones(2, 3),), out=tmp_path / "state")
+    assert compare(counter, counted, cases=[(torch.ones(2, 3),)] * 3).same
+    assert counter.steps == 0
+    nested = Nested().eval()
+    parts = [torch.randn(4), {"deep": torch.randn(4)}]
+    call = ((torch.randn(2, 4), parts, torch.randn(2, 4)), {"options": {"gain": 2.0}, "flag": True})
+    made = export(nested, *call, out=tmp_path / "nested")
+    report = compare(nested, made, cases=[call])
+    assert report.same, report.text
+    assert [output.name for output in report.engines[0].cases[0].outputs][:2] == ["0.0", "0.1"]
+
+
+def test_a_report_is_one_json_document(artifact: Artifact) -> None:
+    report = compare(tied(), artifact, engines=["torch"])
+    document = msgspec.json.decode(msgspec.json.encode(report))
+    assert document["engines"][0]["cases"][0]["outputs"][0]["measure"]["max_ulp"] == 0
+
+
+def test_weights_without_a_stamp_are_loaded_by_their_keys(artifact: Artifact, tmp_path: Path) -> None:
+    from safetensors.torch import save_model
+
+    save_model(tied(), str(tmp_path / "model.safetensors"))
+    assert compare(tied(), artifact, tmp_path / "model.safetensors").same
+
+
+class Shifted(nn.Module):
+    """Looks rows up, some places further down."""
+
+    def __init__(self, shift: int) -> None:
+        super().__init__()
+        self.table = nn.Embedding(10, 2)
+        self.register_buffer("shift", torch.tensor(shift), persistent=False)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.table(ids + self.shift)
+
+
+def test_what_an_engine_raises_is_a_difference(tmp_path: Path) -> None:
+    made = export(Shifted(100), (IDS % 3,), out=tmp_path / "a")
+    report = compare(Shifted(0), made, cases=[(IDS % 3,)])
+    assert not report.same
+    assert report.engines[0].cases[0].error.startswith("IndexError: ")
+    assert "forward, case 0: raised IndexError" in report.text
+    assert report.engines[0].note.startswith(
+        "the graph raises in table (Embedding), node embedding, aten.embedding.default: IndexError: "
+    )
+
+
+@on_every_device
+def test_a_model_is_compared_on_a_device_with_a_copy_of_it(device: str, artifact: Artifact) -> None:
+    model = tied()
+    report = compare(model, artifact, cases=[(IDS,)], engines=["torch"], devices=["cpu", device])
+    assert report.same, report.text
+    assert [engine.device for engine in report.engines] == ["cpu", device]
+    assert model.left.weight.device.type == "cpu"
+
+
+class Random(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x) + torch.rand(3)
+
+
+def with_dropout() -> nn.Module:
+    return nn.Sequential(nn.Linear(3, 3), nn.Dropout()).train()
+
+
+@pytest.mark.parametrize("build", [Random, with_dropout])
+def test_a_model_that_is_not_deterministic_is_no_mismatch(build: Callable[[], nn.Module], tmp_path: Path) -> None:
+    model = build()
+    made = export(build().eval(), (torch.randn(2, 3),), out=tmp_path / "a")
+    with pytest.raises(ParityError, match=r"not deterministic: two runs of the eager model differ") as caught:
+        compare(model, made)
+    assert "call model.eval()" in str(caught.value)
+    assert caught.value.problems[0].startswith("forward, random, output is not deterministic")
+
+
+def test_a_graph_that_is_not_deterministic(tmp_path: Path) -> None:
+    made = export(Random(), (torch.randn(2, 3),), out=tmp_path / "a")
+    with pytest.raises(ParityError, match=r"two runs of the engine torch with random\.safetensors differ"):
+        compare(None, made, pack(Random(), made, out=tmp_path / "random.safetensors").path, engines=["onnx"])
+
+
+class Writes(nn.Module):
+    """With `clamps`, each call writes to the weight, and the second call what the first one did."""
+
+    def __init__(self, clamps: bool) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(3))
+        self.clamps = clamps
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.clamps:
+            self.weight.data = self.weight.detach().clamp(-0.1, 0.1)
+        return x * self.weight
+
+
+def test_a_model_whose_calls_write_to_a_weight(tmp_path: Path) -> None:
+    made = export(Writes(clamps=False), (torch.randn(3),), out=tmp_path / "a")
+    weights = pack(Writes(clamps=False), made, out=tmp_path / "v.safetensors").path
+    with pytest.raises(ParityError, match=r"a call of the model has changed weight, which is no state"):
+        compare(Writes(clamps=True), made, weights)
+    with pytest.raises(ParityError, match=r"Build the model again: its parameters keep what was written to them"):
+        first_divergence(made, Writes(clamps=True), weights)
+
+
+class Picky(nn.Module):
+    """Takes positive numbers alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.sqrt() * self.weight
+
+
+class Refusing(Picky):
+    """The same, and says so: a check in Python, which no graph has."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not torch.compiler.is_exporting() and (x < 0).any():
+            raise ValueError("a negative number")
+        return super().forward(x)
+
+
+def test_generated_inputs_that_the_model_refuses_are_left_out(tmp_path: Path) -> None:
+    made = export(Refusing(), (torch.ones(3),), out=tmp_path / "a", goldens=[(torch.ones(3),)])
+    report = compare(Refusing(), made)
+    assert [case.case for case in report.engines[0].cases] == ["golden 0 of the artifact"]
+    assert re.fullmatch(r"forward, random: the eager model raised forward \(test_compare.py, line \d+\): ValueError: a "
+                        r"negative number", report.skipped[0])  # fmt: skip
+    assert "left out: forward, random" in report.text
+    with pytest.raises(ParityError, match="give cases="):
+        compare(Refusing(), made, cases="generated")
+
+
+BAD: list[tuple[dict[str, Any], str]] = [
+    ({"cases": [(IDS.float(),)]}, "case 0, forward: ids: expected dtype I64, got F32"),
+    ({"cases": [(IDS.expand(3, 2, 5),)]}, "case 0, forward: ids: expected 2 dimensions [batch, length], got [3, 2, 5]"),
+    ({"cases": []}, "no calls to record"),
+    ({"cases": {"encode": [(IDS,)]}}, "no method 'encode'; there are forward"),
+    ({"cases": "recorded"}, "cases='recorded' is not known"),
+    ({"cases": "goldens"}, "there are no goldens for these weights"),
+    ({"cases": [(IDS + 50,)]}, "case 0: the eager model raised"),
+    ({"model": None}, "there are no weights"),
+    ({"model": nn.Linear(2, 2)}, "the model no such tensor"),
+    ({"model": tied().double()}, "the artifact has F32[16, 8] on the CPU, the model F64[16, 8] on cpu"),
+]
+
+
+@pytest.mark.parametrize(("changed", "says"), BAD, ids=[says for _, says in BAD])
+def test_what_cannot_be_compared(changed: dict[str, Any], says: str, artifact: Artifact) -> None:
+    arguments: dict[str, Any] = {"model": tied(), "artifact": artifact} | changed
+    with pytest.raises(ParityError) as caught:
+        compare(**arguments)
+    assert says in str(caught.value)
+
+
+def test_a_skeleton_cannot_be_compared(artifact: Artifact) -> None:
+    with skeleton():
+        model = tied()
+    with pytest.raises(ParityError, match="build the model outside skeleton"):
+        compare(model, artifact)
+
+
+def test_nothing_to_compare_with(artifact: Artifact, tmp_path: Path) -> None:
+    weights = pack(tied(), artifact, out=tmp_path / "v.safetensors").path
+    with pytest.raises(ParityError, match="nothing to compare the engine 'torch' with"):
+        compare(None, artifact, weights, engines=["torch"])
+
+
+def test_engines_that_are_not_there(artifact: Artifact) -> None:
+    with pytest.raises(Unsupported, match="not compiled for the engine 'aoti'"):
+        compare(tied(), artifact, engines=["aoti"])
+    with pytest.raises(Unsupported, match="engine 'tensorrt'"):
+        compare(tied(), artifact, engines=["tensorrt"])
+
+
+def test_goldens_of_another_graph_and_damaged_ones(artifact: Artifact, tmp_path: Path) -> None:
+    other = export(Counter(), (torch.ones(2, 3),), out=tmp_path / "other")
+    pack(Counter(), other, out=tmp_path / "v.safetensors", goldens=[(torch.ones(2, 3),)])
+    pack(tied(), artifact, out=tmp_path / "w.safetensors")
+    beside = tmp_path / "w.goldens.safetensors"
+    beside.write_bytes((tmp_path / "v.goldens.safetensors").read_bytes())
+    with pytest.raises(GoldensError, match="unusable goldens"):
+        compare(tied(), artifact, tmp_path / "w.safetensors")
+    beside.write_bytes(b"no safetensors file")
+    with pytest.raises(Exception, match=r"w\.goldens\.safetensors") as caught:
+        compare(tied(), artifact, tmp_path / "w.safetensors")
+    assert type(caught.value).__module__ == "weightswap_runtime.errors"
+
+
+def test_a_model_with_other_outputs(artifact: Artifact) -> None:
+    model = tied()
+    forward = model.forward
+    model.forward = lambda ids: {"left": forward(ids)["left"]}  # type: ignore[method-assign]
+    with pytest.raises(ParityError, match="the graph gives left, right, the model left"):
+        compare(model, artifact)
+
+
+def test_first_divergence_refuses_what_compare_refuses(artifact: Artifact, tmp_path: Path) -> None:
+    run = Run(pack(tied(), artifact, out=tmp_path / "v.safetensors").path)
+    with pytest.raises(ParityError, match="the model no such tensor"):
+        first_divergence(artifact, nn.Linear(2, 2), run)
+
+
+def test_an_engine_that_takes_no_empty_inputs_is_named_but_not_blamed(
+    artifact: Artifact, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = EngineSide.run
+
+    def refusing(self: EngineSide, given: Given) -> list[Any]:
+        if any(isinstance(value, torch.Tensor) and not value.numel() for value in given.flat):
+            raise RuntimeError("a size of 0")
+        return run(self, given)
+
+    monkeypatch.setattr(EngineSide, "run", refusing)
+    report = compare(tied(), artifact, engines=["onnx"])
+    assert report.same
+    assert "onnx takes no such call: forward, random with batch=0, length=1: RuntimeError: a size of 0" in report.text
+    asked = compare(tied(), artifact, engines=["onnx"], cases=[(IDS[:0],)], locate=False)
+    assert asked.engines[0].cases[0].error == "RuntimeError: a size of 0"
+
+
+def test_a_call_that_an_engine_refuses_is_a_mismatch_unless_it_was_generated(artifact: Artifact) -> None:
+    asked = compare(tied(), artifact, engines=["torch", "onnx"], cases=[(IDS[:0],)], locate=False)
+    torch_engine, onnx = asked.engines
+    assert torch_engine.same
+    assert not onnx.same
+    assert "ids: is empty, which the engine onnx does not take" in onnx.cases[0].error
+
+
+class Named(nn.Module):
+    """A method that has another name in the artifact."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+
+    def encode(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x)
+
+
+NEVER: list[tuple[dict[str, Any], str]] = [
+    ({}, "the model has no attribute 'enc' to call for the method 'enc'"),
+    ({"functions": {"enc": "encode"}, "devices": ()}, "devices is empty"),
+    ({"functions": {"enc": "encode"}, "tolerance": (float("inf"), 0.0)}, "finite and not negative"),
+    ({"functions": {"enc": "encode"}, "tolerance": 1e-3}, "expected (rtol, atol), finite and not negative, got 0.001"),
+    ({"functions": {"enc": "encode"}, "tolerance": ("a", "b")}, "finite and not negative"),
+    ({"functions": {"enc": "encode"}, "seed": -1}, "seed: expected an integer from 0, got -1"),
+    ({"engines": "torch"}, "engines: expected a list of names, got 'torch'"),
+    ({"devices": "cpu"}, "devices: expected a list of names, got 'cpu'"),
+    ({"functions": {"enc": "encode"}, "seed": 1.5}, "seed: expected an integer from 0, got 1.5"),
+]
+
+
+@pytest.mark.parametrize(("changed", "says"), NEVER, ids=[says for _, says in NEVER])
+def test_nothing_is_equal_that_was_not_compared(changed: dict[str, Any], says: str, tmp_path: Path) -> None:
+    made = export(Named(), out=tmp_path / "a", methods={"enc": MethodSpec("encode", (torch.ones(2, 3),))})
+    with pytest.raises(ParityError) as caught:
+        compare(Named(), made, **changed)
+    assert says in str(caught.value)
+
+
+def test_nan_on_both_sides_is_said(tmp_path: Path) -> None:
+    model = nn.Linear(3, 2)
+    made = export(model, (torch.ones(2, 3),), out=tmp_path / "a")
+    model.weight.data[0, 0] = math.nan
+    report = compare(model, made)
+    assert report.same
+    assert report.notes == ["NaN on both sides: forward, random, output"]
+    assert report.text.endswith(report.notes[0])
+
+
+def test_checkpoints_are_taken_wherever_weights_are(artifact: Artifact, tmp_path: Path) -> None:
+    torch.save(tied().state_dict(), tmp_path / "c.pt")
+    assert compare(tied(), artifact, tmp_path / "c.pt").same
+    assert first_divergence(artifact, tied(), tmp_path / "c.pt") is None
+
+
+def test_first_divergence_tells_dropout_from_a_difference(tmp_path: Path) -> None:
+    model = with_dropout()
+    made = export(model.eval(), (torch.randn(2, 3),), out=tmp_path / "a")
+    weights = pack(model, made, out=tmp_path / "v.safetensors").path
+    assert first_divergence(made, model, weights) is None
+    with pytest.raises(ParityError, match="not deterministic"):
+        first_divergence(made, model.train(), weights)

@@ -1,0 +1,297 @@
+"""Planted faults: each is found, at the right module and node."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.exporter.parity.models import IDS, SHAPES, tied
+from weightswap_exporter import compile_engines, export, pack
+from weightswap_exporter.engines import onnx_graphs
+from weightswap_exporter.parity import ParityReport, Run, compare, first_divergence
+from weightswap_runtime import Artifact
+from weightswap_runtime.engines.graphs import operators
+
+State = dict[str, torch.Tensor]
+
+
+@pytest.fixture(scope="module")
+def artifact(tmp_path_factory: pytest.TempPathFactory) -> Artifact:
+    return export(tied(), (IDS,), out=tmp_path_factory.mktemp("parity") / "a", dynamic_shapes=SHAPES, engines=["onnx"])
+
+
+def packed(artifact: Artifact, folder: Path, fault: Callable[[State], object] = lambda state: None) -> Path:
+    state = {name: value.clone() for name, value in tied().state_dict().items()}
+    fault(state)
+    return pack(state, artifact, out=folder / "faulty.safetensors").path
+
+
+def only_divergence(report: ParityReport) -> Any:
+    """Of all engines."""
+    assert not any(engine.same for engine in report.engines), report.text
+    places = {(engine.divergence.module, engine.divergence.operator) for engine in report.engines if engine.divergence}
+    assert len(places) == 1, report.text
+    return report.engines[0].divergence
+
+
+def swap_ties(state: State) -> None:
+    for one, other in (("left.weight", "right.weight"), ("left_head.weight", "right_head.weight")):
+        state[one], state[other] = state[other], state[one]
+
+
+def transpose(state: State) -> None:
+    state["blocks.1.square.weight"] = state["blocks.1.square.weight"].t().contiguous()
+
+
+def round_trip(state: State) -> None:
+    state["blocks.2.out.weight"] = state["blocks.2.out.weight"].bfloat16().float()
+
+
+def last_bit(state: State) -> None:
+    scale = state["blocks.0.norm.weight"]
+    state["blocks.0.norm.weight"] = torch.nextafter(scale, scale + 1)
+
+
+@pytest.mark.parametrize(
+    ("fault", "module", "operator", "weight"),
+    [
+        (swap_ties, "left", "aten.embedding.default", "left.weight"),
+        (transpose, "blocks.1.square", "aten.linear.default", "blocks.1.square.weight"),
+        (round_trip, "blocks.2.out", "aten.linear.default", "blocks.2.out.weight"),
+    ],
+)
+def test_wrong_weights(
+    fault: Callable[[State], object], module: str, operator: str, weight: str, artifact: Artifact, tmp_path: Path
+) -> None:
+    weights = packed(artifact, tmp_path, fault)
+    report = compare(tied(), artifact, weights)
+    found = only_divergence(report)
+    assert (found.module, found.operator) == (module, operator)
+    assert weight in found.weights
+    assert weight in report.other_values
+    assert f"first divergence: {module} (" in report.text
+    clean = Run(pack(tied(), artifact, out=tmp_path / "clean.safetensors").path)
+    between = first_divergence(artifact, clean, Run(weights))
+    assert between is not None
+    assert (between.module, between.operator, between.weights) == (module, operator, found.weights)
+
+
+def test_one_bit_of_one_weight_is_found_by_the_exact_engine_alone(artifact: Artifact, tmp_path: Path) -> None:
+    report = compare(tied(), artifact, packed(artifact, tmp_path, last_bit))
+    torch_, onnx = report.engines
+    assert onnx.same
+    assert torch_.divergence is not None
+    assert (torch_.divergence.module, torch_.divergence.kind) == ("blocks.0.norm", "LayerNorm")
+
+
+def test_a_wrong_constant(artifact: Artifact, tmp_path: Path) -> None:
+    model = tied()
+    model.table[3] += 0.25
+    found = only_divergence(report := compare(model, artifact))
+    assert (found.module, found.kind, found.operator) == ("", "Tied", "aten.mul.Tensor")
+    assert "table" in found.weights
+    assert report.other_values == ("table",)
+
+
+def test_a_wrong_literal_in_the_graph(tmp_path: Path) -> None:
+    other = tied()
+    other.blocks[1].scale = 0.75
+    found = only_divergence(compare(tied(), export(other, (IDS,), out=tmp_path / "a")))
+    assert (found.module, found.kind, found.operator) == ("blocks.1", "Block", "aten.mul.Tensor")
+    assert found.within == ("",)
+
+
+class Rounds(nn.Module):
+    """A layer whose output goes through bfloat16, or not."""
+
+    def __init__(self, layer: nn.Module, *, rounds: bool) -> None:
+        super().__init__()
+        self.layer = layer
+        self.rounds = rounds
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.layer(x)
+        return y.bfloat16().float() if self.rounds else y
+
+
+def stack(wrong: set[int]) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(*(Rounds(nn.Linear(6, 6), rounds=place in wrong) for place in range(4))).eval()
+
+
+def chain(activations: list[type[nn.Module]]) -> nn.Module:
+    torch.manual_seed(0)
+    blocks = [nn.Sequential(nn.Linear(6, 6), activation(), nn.Linear(6, 6)) for activation in activations]
+    return nn.Sequential(*blocks).eval()
+
+
+G, S = nn.GELU, nn.SiLU
+
+
+@pytest.mark.parametrize(
+    ("eager", "exported", "module", "alone"),
+    [
+        (stack({1}), stack(set()), "1", ("the eager model: aten::_to_copy",) * 2),
+        (stack({3}), stack(set()), "3", ("the eager model: aten::_to_copy",) * 2),
+        (stack(set()), stack({3}), "3", ("the graph: aten::_to_copy",) * 2),
+        (chain([G, G]), chain([G, S]), "1.1", ("the eager model: aten::gelu", "the graph: aten::silu")),
+        (chain([G] * 6), chain([G, S] * 3), "1.1", ("the eager model: aten::gelu", "the graph: aten::silu")),
+    ],
+)
+def test_what_one_side_alone_computes(
+    eager: nn.Module, exported: nn.Module, module: str, alone: tuple[str, ...], tmp_path: Path
+) -> None:
+    found = only_divergence(report := compare(eager, export(exported, (torch.randn(2, 6),), out=tmp_path / "a")))
+    assert (found.module, found.alone) == (module, alone)
+    assert f"one side alone calls {', '.join(alone)}" in report.text
+
+
+class Harmless(nn.Sequential):
+    """The eager model alone casts zeros, which changes nothing."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self[0](x) * 0
+        return self[1](y if torch.compiler.is_exporting() else y.bfloat16().float())
+
+
+def test_what_one_side_alone_computes_is_not_blamed_for_a_wrong_weight(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = Harmless(nn.Linear(6, 6), nn.Linear(6, 6)).eval()
+    artifact = export(model, (torch.randn(2, 6),), out=tmp_path / "a")
+    weights = pack(model, artifact, out=tmp_path / "v.safetensors").path
+    with torch.no_grad():
+        model[1].bias += 1
+    found = only_divergence(compare(model, artifact, weights))
+    assert (found.module, found.weights, found.alone) == ("1", ("1.weight", "1.bias"), ())
+
+
+class Twice(nn.Module):
+    """One layer under two names, called under both."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one = nn.Linear(6, 6)
+        self.other = self.one
+        self.head = nn.Linear(6, 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.other(self.one(x)).relu())
+
+
+def test_a_layer_that_is_called_twice(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = Twice().eval()
+    artifact = export(model, (torch.randn(2, 6),), out=tmp_path / "a")
+    weights = pack(model, artifact, out=tmp_path / "v.safetensors").path
+    with torch.no_grad():
+        model.head.bias += 1
+    assert only_divergence(compare(model, artifact, weights)).module == "head"
+
+
+class Part(nn.Module):
+    """Some rows of a layer's output, which is a view."""
+
+    def __init__(self, first: int) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer, self.first = nn.Linear(6, 6), first
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x)[self.first : self.first + 2]
+
+
+def test_a_fault_in_a_view_shows_in_the_outputs(tmp_path: Path) -> None:
+    found = only_divergence(compare(Part(0), export(Part(1), (torch.randn(4, 6),), out=tmp_path / "a")))
+    assert (found.kind, found.agreed) == ("its outputs", 1)
+
+
+@pytest.fixture
+def fast_gelu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """An engine that takes a cheaper function for GELU."""
+
+    def fast(x: torch.Tensor, **_: Any) -> torch.Tensor:
+        return torch.nn.functional.gelu(x, approximate="tanh")
+
+    monkeypatch.setitem(operators._FASTER, torch.ops.aten.gelu.default, fast)
+    operators.find_operator.cache_clear()
+    yield
+    operators.find_operator.cache_clear()
+
+
+@pytest.mark.usefixtures("fast_gelu")
+def test_an_engine_with_fast_math(artifact: Artifact) -> None:
+    report = compare(tied(), artifact)
+    torch_, onnx = report.engines
+    assert onnx.same, onnx
+    assert torch_.divergence is not None
+    assert (torch_.divergence.module, torch_.divergence.operator) == ("blocks.0", "aten.gelu.default")
+    assert "the engine torch with" in torch_.divergence.text
+
+
+def fast_adapt(program: torch.export.ExportedProgram, adapt: Callable[..., None] = onnx_graphs.adapt) -> None:
+    for node in program.graph.nodes:
+        if node.target is torch.ops.aten.gelu.default:
+            node.kwargs = {"approximate": "tanh"}
+    adapt(program)
+
+
+def test_a_compiler_with_fast_math(artifact: Artifact, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The fault is in every graph that is compiled here, with or without intermediate results."""
+    monkeypatch.setattr(onnx_graphs, "adapt", fast_adapt)
+    made = export(tied(), (IDS,), out=tmp_path / "a", dynamic_shapes=SHAPES)
+    compile_engines(made, ["onnx"], trial=False)
+    report = compare(tied(), tmp_path / "a", tolerance=(1e-5, 1e-6))
+    torch_, onnx = report.engines
+    assert torch_.same
+    assert onnx.divergence is not None
+    assert (onnx.divergence.module, onnx.divergence.operator) == ("blocks.0", "aten.gelu.default")
+
+
+def test_a_compiled_graph_that_compiling_does_not_give(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As after an update of the compiler, or if somebody has replaced a file and its digest."""
+    made = export(tied(), (IDS,), out=tmp_path / "a", dynamic_shapes=SHAPES)
+    with monkeypatch.context() as block:
+        block.setattr(onnx_graphs, "adapt", fast_adapt)
+        compile_engines(made, ["onnx"], trial=False)
+    report = compare(tied(), tmp_path / "a", tolerance=(1e-5, 1e-6))
+    onnx = report.engines[1]
+    assert not onnx.same
+    assert onnx.divergence is None
+    assert "is not what its graph gives on this machine. Run: weightswap compile" in onnx.note
+
+
+@pytest.mark.slow
+def test_an_engine_that_compiles_machine_code(artifact: Artifact, tmp_path: Path) -> None:
+    made = export(tied(), (IDS,), out=tmp_path / "a", dynamic_shapes=SHAPES, engines=["aoti"])
+    clean = pack(tied(), made, out=tmp_path / "clean.safetensors").path
+    assert compare(tied(), made, clean).same
+    found = first_divergence(made, Run(clean), Run(packed(made, tmp_path, round_trip), "aoti"))
+    assert found is not None
+    assert (found.module, found.operator) == ("blocks.2.out", "aten.linear.default")
+
+
+def test_nothing_is_found_where_nothing_is_wrong(artifact: Artifact, tmp_path: Path) -> None:
+    report = compare(tied(), artifact)
+    assert report.same
+    assert [engine.divergence for engine in report.engines] == [None, None]
+    weights = packed(artifact, tmp_path)
+    assert compare(tied(), artifact, weights).other_values == ()
+    for run in (Run(weights), Run(weights, "onnx")):
+        assert first_divergence(artifact, tied(), run) is None
+        assert first_divergence(artifact, Run(weights), run) is None
+
+
+def test_the_modules_that_are_off_are_listed_in_order(artifact: Artifact, tmp_path: Path) -> None:
+    found = first_divergence(artifact, tied(), Run(packed(artifact, tmp_path, transpose)))
+    assert found is not None
+    right = [error.module for error in found.modules if not error.scaled]
+    wrong = [error.module for error in found.modules if error.scaled]
+    assert wrong[0] == "blocks.1.square"
+    assert {"left", "right", "blocks.0", "blocks.0.norm", "blocks.0.square", "blocks.0.out", "blocks.1.norm"} < {*right}
+    assert set(wrong[1:]) >= {"blocks.1.out", "blocks.2", "left_head", "right_head"}
+    assert 0 < found.agreed < found.compared

@@ -1,0 +1,246 @@
+"""`verify()` and `weightswap verify`: goldens, parity and the swap itself."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import pytest
+import torch
+from typer.testing import CliRunner, Result
+
+from tests.exporter.parity.models import IDS, SHAPES, tied
+from weightswap_exporter import export, pack
+from weightswap_exporter.commands.verify import verify_command
+from weightswap_exporter.goldens.calls import GoldenCall, Wanted
+from weightswap_exporter.goldens.recording import record
+from weightswap_exporter.parity import verification
+from weightswap_exporter.parity.verification import verify
+from weightswap_runtime import Artifact, CheckpointError, GoldensError, Model, SwapReceipt, WeightFileError
+
+RECIPE = """
+from tests.exporter.parity.models import IDS, SHAPES, tied
+
+def build():
+    return {"model": tied(), "args": (IDS,), "dynamic_shapes": SHAPES}
+
+def fails():
+    raise ValueError("no model today")
+"""
+CASES = [(IDS,)]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An artifact, packed weights with goldens, others, and a checkpoint."""
+    path = tmp_path_factory.mktemp("verify")
+    artifact = export(tied(), (IDS,), out=path / "a", dynamic_shapes=SHAPES, engines=["onnx"])
+    pack(tied(), artifact, out=path / "v1.safetensors", goldens=CASES)
+    pack(tied(1), artifact, out=path / "v2.safetensors")
+    torch.save(tied().state_dict(), path / "checkpoint.pt")
+    (path / "recipes.py").write_text(RECIPE)
+    return path
+
+
+def recipe() -> dict[str, Any]:
+    """The model has other weights than the files; it gets theirs."""
+    return {"model": tied(7), "args": (IDS,)}
+
+
+@pytest.mark.parametrize("weights", ["v1.safetensors", "checkpoint.pt"])
+def test_everything_is_verified(weights: str, folder: Path) -> None:
+    said: list[str] = []
+    found = verify(folder / "a", folder / weights, recipe(), tell=said.append)
+    assert found.same, found.problems
+    recorded = "goldens" if weights == "v1.safetensors" else "none"
+    assert [(check.engine, check.verified) for check in found.goldens] == [("torch", recorded), ("onnx", recorded)]
+    assert found.parity is not None
+    assert (found.parity.reference, found.parity.other_values) == ("eager", ())
+    cases = [case.case for case in found.parity.engines[0].cases]
+    assert cases[0] == "case 0"
+    assert ("golden 0" in cases) == (weights == "v1.safetensors")
+    swaps = [(check.engine, check.residency) for check in found.swaps]
+    assert swaps == [(engine, kind) for engine in ("torch", "onnx") for kind in ("double", "single")]
+    empty = sum("=0" in case for case in cases)
+    assert empty
+    assert {check.engine: check.calls for check in found.swaps} == dict.fromkeys(("torch", "onnx"), len(cases) - empty)
+    assert all(check.bytes_read > 0 for check in found.swaps)
+    assert found.before == "random weights"
+    assert "a swap on onnx, single residency" in said
+
+
+def test_without_a_recipe_engines_are_compared_with_torch(folder: Path) -> None:
+    found = verify(folder / "a", folder / "v1.safetensors", before=folder / "v2.safetensors")
+    assert found.same
+    assert found.parity is not None
+    assert (found.parity.reference, [each.engine for each in found.parity.engines]) == ("torch", ["onnx"])
+    assert found.before.endswith("v2.safetensors")
+
+
+def test_what_is_not_checked_is_said(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(verification, "MOST_BYTES", 100)
+    found = verify(folder / "a", folder / "v1.safetensors", engines=["torch"])
+    assert found.same
+    assert found.swaps == ()
+    assert [note.partition(":")[0] for note in found.notes] == [
+        "engines were compared with nothing",
+        "no swap was tried",
+    ]
+
+
+def test_weights_that_do_not_reproduce_their_goldens(folder: Path, tmp_path: Path) -> None:
+    artifact = Artifact.open(folder / "a")
+    state = {name: value.clone() for name, value in tied().state_dict().items()}
+    state["blocks.0.out.bias"][3] += 0.5
+    packed = pack(state, artifact, out=tmp_path / "v.safetensors")
+    calls = Wanted([GoldenCall("forward", (IDS,), {})], None)
+    recording = record(tied(), calls, artifact.manifest, artifact.constants(), {"forward": "forward"})
+    (tmp_path / "v.goldens.safetensors").write_bytes(recording.encode(packed.weights_id))
+    found = verify(folder / "a", packed.path, engines=["torch"])
+    assert not found.same
+    assert found.problems[0].startswith("goldens, torch: case 0, forward, left")
+
+
+def test_a_swap_that_leaves_old_weights(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if a commit had not reached what serves."""
+    swap = Model.swap
+    first: WeakKeyDictionary[Model, Any] = WeakKeyDictionary()
+
+    def stale(self: Model, path: Any, **options: Any) -> SwapReceipt:
+        return swap(self, first.setdefault(self, path), **options)
+
+    monkeypatch.setattr(Model, "swap", stale)
+    found = verify(folder / "a", folder / "v1.safetensors", engines=["torch"], before=folder / "v2.safetensors")
+    assert not found.same
+    assert {(check.residency, bool(check.problems)) for check in found.swaps} == {("double", True), ("single", True)}
+    assert found.problems[0].startswith("swap, torch, double residency: after the swap, forward, golden 0, left[")
+
+
+def test_a_rollback_that_gives_something_else(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Model, "rollback", lambda self: None)
+    found = verify(folder / "a", folder / "v1.safetensors", engines=["torch"])
+    assert all(": after the rollback, " in problem for problem in found.problems)
+    assert found.problems
+
+
+def test_a_graph_that_is_not_the_models(folder: Path) -> None:
+    model = tied()
+    model.blocks[1].scale = 0.75
+    found = verify(folder / "a", folder / "v1.safetensors", {"model": model, "args": (IDS,)})
+    assert not found.same
+    assert found.parity is not None
+    divergence = found.parity.engines[0].divergence
+    assert divergence is not None
+    assert divergence.module == "blocks.1"
+    assert found.problems[0].startswith("parity, torch: forward, case 0, left: [")
+
+
+def command(folder: Path, *arguments: str) -> Result:
+    return CliRunner().invoke(verify_command, [str(folder / arguments[0]), *arguments[1:]])
+
+
+def test_the_command(folder: Path, tmp_path: Path) -> None:
+    weights, report = str(folder / "v1.safetensors"), tmp_path / "report.html"
+    built = f"{folder / 'recipes.py'}:build"
+    result = command(folder, "a", weights, "--recipe", built, "--html", str(report))
+    assert result.exit_code == 0, result.output
+    for said in ("recorded calls", "reproduced", "calls, against eager", "bit for bit", "swap from random weights"):
+        assert said in result.output
+    assert "of the largest value" in result.output
+    assert "ULP" not in result.output  # of numbers near zero there are billions, within the tolerance
+    assert re.search(r"^verified, in \d+\.\d s$", result.output, re.MULTILINE)
+    page = report.read_text()
+    assert "Calls, against eager" in page
+    assert "blocks.0" not in page  # nothing parts
+
+
+def test_a_mismatch_has_status_1_and_says_where(folder: Path, tmp_path: Path) -> None:
+    weights, report = str(folder / "v1.safetensors"), tmp_path / "report.html"
+    other = RECIPE.replace('"model": tied()', '"model": wrong()') + (
+        "\ndef wrong():\n    model = tied()\n    model.blocks[1].scale = 0.75\n    return model\n"
+    )
+    (tmp_path / "wrong_recipe.py").write_text(other)
+    arguments = ("a", weights, "--recipe", f"{tmp_path / 'wrong_recipe.py'}:build", "--engines", "torch,onnx")
+    result = command(folder, *arguments, "--html", str(report))
+    assert result.exit_code == 1
+    assert "torch, first divergence: blocks.1 (Block)\n  node mul_2, aten.mul.Tensor" in result.output
+    assert "problem: parity, torch: forward, case 0, left: [" in result.output
+    assert re.search(r"^not verified, \d+ problems", result.output, re.MULTILINE)
+    assert "Where torch and onnx part" in report.read_text()
+    document = json.loads(command(folder, *arguments, "--json").output)
+    assert document["same"] is False
+    assert document["verification"]["parity"]["engines"][0]["divergence"]["module"] == "blocks.1"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "says"),
+    [
+        (("--recipe", "{}/recipes.py:fails"), 2, "raised ValueError: no model today"),
+        (("--recipe", "{}/recipes.py:absent"), 2, "has no function 'absent'"),
+        (("--recipe", ""), 2, "'' is not a recipe"),
+        (("--engines", " ,"), 2, "--engines names none"),
+        (("--engine", "tensorrt"), 2, "engine 'tensorrt'"),
+        (("--engine", "aoti"), 2, "was not compiled for the engine 'aoti'"),
+        (("--tolerance", "1e-3"), 2, "expected RTOL,ATOL"),
+        (("--tolerance", "1e-3,-1"), 2, "expected two finite numbers from 0"),
+        (("--from", "{}/absent.safetensors"), 1, "absent.safetensors: cannot be opened"),
+    ],
+)
+def test_bad_requests(arguments: tuple[str, str], status: int, says: str, folder: Path) -> None:
+    option, value = arguments
+    result = command(folder, "a", str(folder / "v1.safetensors"), option, value.format(folder))
+    assert result.exit_code == status
+    assert says in " ".join(result.output.replace("│", " ").split())
+
+
+NO_WEIGHTS = [("absent.safetensors", WeightFileError), ("recipes.py", CheckpointError)]
+
+
+@pytest.mark.parametrize(("weights", "error"), NO_WEIGHTS)
+def test_weights_that_are_none(weights: str, error: type[Exception], folder: Path) -> None:
+    with pytest.raises(error, match=weights):
+        verify(folder / "a", folder / weights, recipe())
+
+
+def test_a_recipe_for_another_model(folder: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"v1\.safetensors: is not for this model"):
+        verify(folder / "a", folder / "v1.safetensors", {"model": torch.nn.Linear(2, 2), "args": (IDS,)})
+
+
+def test_goldens_of_other_weights_are_refused(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "v.safetensors").write_bytes((folder / "v2.safetensors").read_bytes())
+    (tmp_path / "v.goldens.safetensors").write_bytes((folder / "v1.goldens.safetensors").read_bytes())
+    with pytest.raises(GoldensError, match="recorded for other weights"):
+        verify(folder / "a", tmp_path / "v.safetensors")
+    result = command(folder, "a", str(tmp_path / "v.safetensors"), "--json")
+    assert result.exit_code == 1
+    assert '"error": "GoldensError"' in result.output
+
+
+def test_weights_of_another_graph_name_what_does_not_fit(folder: Path, tmp_path: Path) -> None:
+    other = export(torch.nn.Linear(2, 2).eval(), (torch.ones(1, 2),), out=tmp_path / "a")
+    weights = pack(torch.nn.Linear(2, 2), other, out=tmp_path / "v.safetensors").path
+    with pytest.raises(CheckpointError, match="not in the file"):
+        verify(folder / "a", weights, recipe())
+
+
+def test_a_checkpoint_that_the_recipe_loads_and_others_before_it(folder: Path, tmp_path: Path) -> None:
+    torch.save({"deep": {"net": tied().state_dict()}}, tmp_path / "deep.pt")
+    torch.save(tied(1).state_dict(), tmp_path / "other.pt")
+
+    def load_deep(model: torch.nn.Module, checkpoint: dict[str, Any]) -> None:
+        model.load_state_dict(checkpoint["deep"]["net"])
+
+    found = verify(folder / "a", tmp_path / "deep.pt", recipe() | {"load": load_deep}, before=tmp_path / "other.pt")
+    assert found.same, found.problems
+
+
+def test_a_file_that_the_model_refuses_and_a_server_takes(folder: Path, tmp_path: Path) -> None:
+    """Without the second name of tied weights."""
+    from safetensors.torch import save_model
+
+    save_model(tied(), str(tmp_path / "model.safetensors"))
+    assert verify(folder / "a", tmp_path / "model.safetensors", recipe(), engines=["torch"]).same

@@ -1,0 +1,302 @@
+"""Swaps that are refused, and reads that fail: after each the live model is as it was."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+
+from tests import ROOT
+from tests.runtime.format.test_header import BROKEN
+from tests.support import warm
+from tests.support.tiny import TinyArtifact, WriteWeights, X, plain, serves
+from weightswap_runtime import (
+    DigestMismatch,
+    GraphMismatch,
+    InputMismatch,
+    OutOfMemory,
+    SwapError,
+    WeightFileError,
+    WeightsMismatch,
+    load,
+)
+from weightswap_runtime.memory import arena
+
+
+def copy_of(path: Path, change: Callable[[bytearray], None]) -> Path:
+    raw = bytearray(path.read_bytes())
+    change(raw)
+    copy = path.with_name("changed.safetensors")
+    copy.write_bytes(raw)
+    return copy
+
+
+REFUSED: dict[str, tuple[Callable[[TinyArtifact, WriteWeights, Path], Path], type[SwapError], str]] = {
+    "empty": (lambda t, w, p: copy_of(w(1), bytearray.clear), WeightFileError, "too few"),
+    "truncated": (
+        lambda t, w, p: copy_of(w(1), lambda raw: raw.__delitem__(slice(-1, None))),
+        WeightFileError,
+        "truncated",
+    ),
+    "too long": (lambda t, w, p: copy_of(w(1), lambda raw: raw.append(0)), WeightFileError, "1 bytes follow"),
+    "a flipped bit": (
+        lambda t, w, p: copy_of(w(1), lambda raw: raw.__setitem__(-1, raw[-1] ^ 1)),
+        DigestMismatch,
+        "the file records the digest",
+    ),
+    "another graph": (
+        lambda t, w, p: t.write(p, t.values(1), graph_id="1" * 64),
+        GraphMismatch,
+        "allow_other_graph=True",
+    ),
+    "a wrong weights id": (
+        lambda t, w, p: copy_of(w(1), forge_weights_id),
+        DigestMismatch,
+        "records the weights id",
+    ),
+    "missing": (lambda t, w, p: plain(t, p, bias=None), WeightsMismatch, "bias: missing"),
+    "unexpected": (lambda t, w, p: plain(t, p, biass=torch.ones(5)), WeightsMismatch, "biass: unexpected"),
+    "another shape": (
+        lambda t, w, p: plain(t, p, weight=torch.ones(5, 3)),
+        WeightsMismatch,
+        "expected F32[3, 5], found F32[5, 3]",
+    ),
+    "another dtype": (
+        lambda t, w, p: plain(t, p, weight=torch.ones(3, 5).half()),
+        WeightsMismatch,
+        "Only the dtypes differ",
+    ),
+    "ties that differ": (
+        lambda t, w, p: plain(t, p, again=torch.tensor([9.0])),
+        WeightsMismatch,
+        "tied and again are one",
+    ),
+    "the artifact": (lambda t, w, p: t.path, WeightFileError, "an artifact, not a checkpoint"),
+    "a part of an artifact": (
+        lambda t, w, p: without_manifest(shutil.copytree(t.path, p / "part")),
+        WeightFileError,
+        "looks like an artifact whose manifest.json is missing",
+    ),
+}
+
+
+def without_manifest(folder: Path) -> Path:
+    (folder / "manifest.json").unlink()
+    return folder
+
+
+def test_a_named_pipe_is_refused_at_once(tiny: TinyArtifact, weight_file: WriteWeights, tmp_path: Path) -> None:
+    model = load(tiny.path, weight_file(0))
+    os.mkfifo(tmp_path / "pipe.safetensors")
+    with pytest.raises(WeightFileError, match="not a regular file"):
+        model.swap(tmp_path / "pipe.safetensors")
+    for odd in ("a\0b", "\ud800", "x" * 5000):
+        with pytest.raises(WeightFileError, match="cannot be opened"):
+            model.swap(odd)
+    model.swap(weight_file(1))
+
+
+def test_inputs_must_lie_where_the_graph_runs(tiny: TinyArtifact, weight_file: WriteWeights) -> None:
+    model = load(tiny.path, weight_file(0))
+    for odd, says in ((X.to("meta"), "one on meta"), (X.to_sparse(), "expected a dense tensor")):
+        with pytest.raises(InputMismatch, match=says):
+            model(odd)
+
+
+def test_what_an_interrupt_leaves_behind_ends_by_itself(residency: str, tmp_path: Path) -> None:
+    command = [warm.python(), "-m", "tests.promises.all_or_nothing.interrupts", str(tmp_path), residency]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("raw", [raw for raw, _ in BROKEN.values()], ids=BROKEN)
+def test_no_broken_file_touches_a_live_model(
+    raw: bytes, tiny: TinyArtifact, weight_file: WriteWeights, tmp_path: Path
+) -> None:
+    path = tmp_path / "broken.safetensors"
+    path.write_bytes(raw)
+    for residency in ("double", "single"):
+        model = load(tiny.path, weight_file(0), residency=residency)
+        with pytest.raises(WeightFileError):
+            model.swap(path)
+        assert (model.generation, serves(model, 0)) == (0, True)
+
+
+def forge_weights_id(raw: bytearray) -> None:
+    start = raw.index(b"weights_id") + len(rb"weights_id\":\"")
+    raw[start : start + 64] = b"0" * 64
+
+
+@pytest.mark.parametrize(("make", "error", "says"), REFUSED.values(), ids=REFUSED)
+def test_a_refused_swap_changes_nothing(
+    make: Callable[[TinyArtifact, WriteWeights, Path], Path],
+    error: type[SwapError],
+    says: str,
+    tiny: TinyArtifact,
+    weight_file: WriteWeights,
+    residency: str,
+    tmp_path: Path,
+) -> None:
+    model = load(tiny.path, weight_file(0), residency=residency)
+    identity = (model.weights_id, model.generation)
+    bad = make(tiny, weight_file, tmp_path / "other.safetensors")
+    for attempt in (model.swap, model.stage):
+        with pytest.raises(error) as refused:
+            attempt(bad)
+        assert says in str(refused.value)
+        assert (model.weights_id, model.generation) == identity
+        assert serves(model, 0)
+    model.swap(weight_file(1))
+    assert serves(model, 1)
+
+
+def test_a_file_for_another_graph_is_taken_when_its_tensors_fit_and_the_caller_says_so(
+    tiny: TinyArtifact, weight_file: WriteWeights, tmp_path: Path
+) -> None:
+    model = load(tiny.path, weight_file(0))
+    other = tiny.write(tmp_path / "other.safetensors", tiny.values(1), graph_id="1" * 64)
+    model.swap(other, allow_other_graph=True)
+    assert serves(model, 1)
+
+
+@pytest.mark.parametrize("rename", [{}, {"weight": "w"}, {"tied": "again"}])
+def test_files_of_other_tools_are_taken(rename: dict[str, str], tiny: TinyArtifact, tmp_path: Path) -> None:
+    path = tmp_path / "plain.safetensors"
+    safetensors.torch.save_file({rename.get(name, name): value for name, value in tiny.values(5).items()}, path)
+    model = load(tiny.path, path)
+    assert serves(model, 5)
+    assert model.weights_id == load(tiny.path, tiny.write(tmp_path / "ours.safetensors", tiny.values(5))).weights_id
+
+
+@pytest.mark.parametrize("failure", [OSError(5, "Input/output error"), MemoryError(), KeyboardInterrupt(), 0])
+def test_any_failure_of_a_read_leaves_the_model_as_it_was(
+    failure: BaseException | int,
+    tiny: TinyArtifact,
+    weight_file: WriteWeights,
+    residency: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = load(tiny.path, weight_file(0), residency=residency)
+
+    def failing(fd: int, buffers: list[memoryview], offset: int) -> int:
+        for buffer in buffers:
+            buffer[:] = b"\xff" * len(buffer)
+        if isinstance(failure, int):
+            return failure
+        raise failure
+
+    monkeypatch.setattr(os, "preadv", failing)
+    expected = {int: WeightFileError, OSError: WeightFileError, MemoryError: OutOfMemory}
+    with pytest.raises(expected.get(type(failure), type(failure))):
+        model.swap(weight_file(1))
+    monkeypatch.undo()
+    assert serves(model, 0)
+    model.swap(weight_file(1))
+    assert serves(model, 1)
+
+
+def test_short_reads_are_continued(
+    tiny: TinyArtifact, weight_file: WriteWeights, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original = os.preadv
+    monkeypatch.setattr(os, "preadv", lambda fd, buffers, offset: original(fd, [buffers[0][:3]], offset))
+    assert serves(load(tiny.path, weight_file(4)), 4)
+
+
+def test_previous_weights_that_are_kept_survive_a_refused_staging(
+    tiny: TinyArtifact, weight_file: WriteWeights, residency: str
+) -> None:
+    model = load(tiny.path, weight_file(0), residency=residency, keep_previous="host")
+    model.swap(weight_file(1))
+    with pytest.raises(DigestMismatch):
+        model.swap(copy_of(weight_file(2), lambda raw: raw.__setitem__(-1, raw[-1] ^ 1)))
+    model.stage(weight_file(3)).discard()
+    assert serves(model, 1)
+    model.rollback()
+    assert serves(model, 0)
+    model.rollback()
+    assert serves(model, 1)
+
+
+def test_no_memory_to_stage_into_is_a_refused_swap(
+    tiny: TinyArtifact, weight_file: WriteWeights, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = load(tiny.path, weight_file(0), residency="single")
+
+    def failing(*args: object, **kwargs: object) -> None:
+        raise OSError(12, "Cannot allocate memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("weightswap_runtime.memory.arena.mmap.mmap", failing)
+        with pytest.raises(OutOfMemory, match=r"a set of weights of \d+ bytes cannot be allocated"):
+            model.swap(weight_file(1))
+    assert serves(model, 0)
+    model.swap(weight_file(1))
+    assert serves(model, 1)
+
+
+class Maps:
+    """Memory for so many more sets of weights."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.left = 100
+        original = arena._map
+
+        def limited(nbytes: int) -> mmap.mmap:
+            self.left -= 1
+            if self.left < 0:
+                raise OSError("Cannot allocate memory")
+            return original(nbytes)
+
+        monkeypatch.setattr(arena, "_map", limited)
+
+
+@pytest.mark.parametrize(
+    ("residency", "keep", "left", "advice"),
+    [
+        ("double", None, 1, 'residency="single"'),
+        ("double", "host", 2, "without keep_previous"),
+        ("single", None, 0, "it serves from one set, and holds no other"),
+    ],
+)
+def test_advice_fits_what_lacks_memory_while_loading(
+    residency: Any, keep: Any, left: int, advice: str, tiny: TinyArtifact, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Maps(monkeypatch).left = left
+    with pytest.raises(OutOfMemory, match=re.escape(advice)) as caught:
+        load(tiny.path, residency=residency, keep_previous=keep)
+    assert ('residency="single"' in str(caught.value)) == (residency == "double" and keep is None)
+
+
+@pytest.mark.parametrize(("keep", "left", "advice"), [("host", 1, "without keep_previous"), (None, 0, "swap a delta")])
+def test_advice_in_single_residency_is_not_single_residency(
+    keep: Any, left: int, advice: str, tiny: TinyArtifact, weight_file: WriteWeights, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = load(tiny.path, weight_file(0), residency="single", keep_previous=keep)
+    maps = Maps(monkeypatch)
+    maps.left = left
+    with pytest.raises(OutOfMemory, match=advice) as caught:
+        model.swap(weight_file(1))
+    assert "residency" not in str(caught.value)
+    assert serves(model, 0)
+    assert not model.failed
+    maps.left = 100
+    model.swap(weight_file(1))
+    if keep:
+        maps.left = 0
+        with pytest.raises(OutOfMemory, match=advice):
+            model.rollback()
+        assert serves(model, 1)
+        assert not model.failed
+        maps.left = 100
+        model.rollback()
+        assert serves(model, 0)

@@ -1,0 +1,310 @@
+"""Calls from many threads while weights change in every way: each output comes from exactly one generation."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from copy import deepcopy
+from functools import cache, partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.export import Dim
+
+from tests.support.accelerators import moved, on_accelerator, use_own_stream
+from tests.support.compiled import needs_compiler
+from weightswap_exporter import export, pack
+from weightswap_runtime import (
+    Artifact,
+    BaseMismatch,
+    DigestMismatch,
+    Model,
+    StageCancelled,
+    SwapReceipt,
+    WeightFileError,
+    load,
+    write_delta,
+)
+
+SETS, THREADS = 4, 8
+STEPS, LONG = 120, 1000
+Served = tuple[int, int]  # the sets that `front` and `back` are of
+
+
+class Deep(nn.Module):
+    """Enough layers that a mixture of two sets of weights would show."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.front = nn.Sequential(*[nn.Linear(24, 24) for _ in range(4)])
+        self.back = nn.Sequential(*[nn.Linear(24, 24) for _ in range(4)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.back(self.front(x))
+
+
+def content(output: Any) -> bytes:
+    """The bytes of a tensor or an array."""
+    return np.asarray(moved(output, "cpu")).tobytes()
+
+
+class Seen(NamedTuple):
+    """An output: what was served by the model that gives it, and the generations before and after the call."""
+
+    served: Served
+    first: int
+    last: int
+
+
+class Files:
+    """An artifact for an engine, its sets of weights, deltas between any two of them, and a damaged file."""
+
+    def __init__(self, folder: Path, engine: str) -> None:
+        torch.manual_seed(0)
+        self.models = [Deep().eval() for _ in range(SETS)]
+        shapes = {"x": {0: Dim("batch", max=32)}}
+        x, out = torch.zeros(2, 24), folder / "a.artifact"
+        self.artifact: Artifact = export(self.models[0], (x,), out=out, dynamic_shapes=shapes, engines=[engine])
+        self.full = [
+            pack(model, self.artifact, out=folder / f"v{index}.safetensors").path
+            for index, model in enumerate(self.models)
+        ]
+        self.deltas = {
+            (base, new): write_delta(self.full[base], self.full[new], folder / f"d{base}{new}.safetensors").path
+            for base, new in itertools.permutations(range(SETS), 2)
+        }
+        self.damaged = folder / "damaged.safetensors"
+        raw = bytearray(self.full[1].read_bytes())
+        raw[-5] ^= 0x10
+        self.damaged.write_bytes(raw)
+
+
+FilesOf = Callable[[str], Files]
+
+
+@pytest.fixture(scope="module")
+def files_of(tmp_path_factory: pytest.TempPathFactory) -> FilesOf:
+    """`files_of(engine)` is made once."""
+    return cache(lambda engine: Files(tmp_path_factory.mktemp("storm"), engine))
+
+
+class Storm:
+    """The model, its files, every possible answer, and what the threads have seen."""
+
+    def __init__(
+        self, files: Files, residency: str, engine: str = "torch", device: str = "cpu", **options: Any
+    ) -> None:
+        self.files, self.deltas, self.damaged = files.full, files.deltas, files.damaged
+        inputs = [torch.randn(batch, 24) for batch in (1, 2, 7, 32)]
+        opened = partial(load, files.artifact, self.files[0], engine=engine, device=device, **options)
+        if engine == "torch":
+            self.inputs: list[Any] = moved(inputs, device)
+            eager = [deepcopy(model).to(device) for model in files.models]
+            self.answers = [self._answers(eager, x) for x in self.inputs]
+        else:
+            self.inputs = [x.numpy() for x in inputs] if engine == "onnx" else inputs
+            self.answers = self._own_answers(opened())
+        self.model: Model = opened(residency=residency, keep_previous="host")
+        self.now: Served = (0, 0)
+        self.ledger = {0: self.now}
+        self.stop = threading.Event()
+        self.failures: list[str] = []
+        self.seen: list[list[Seen]] = [[] for _ in range(THREADS)]
+
+    @staticmethod
+    @torch.no_grad()
+    def _answers(models: list[Deep], x: torch.Tensor) -> dict[bytes, Served]:
+        pairs = itertools.product(range(SETS), repeat=2)
+        answers = {content(models[back].back(models[front].front(x))): (front, back) for front, back in pairs}
+        assert len(answers) == SETS**2
+        return answers
+
+    def _own_answers(self, model: Model) -> list[dict[bytes, Served]]:
+        """What the engine gives where nothing else runs."""
+        answers: list[dict[bytes, Served]] = [{} for _ in self.inputs]
+        for front, back in itertools.product(range(SETS), repeat=2):
+            model.swap(self.files[front])
+            model.swap(self.files[back], only="back.*")
+            for found, x in zip(answers, self.inputs, strict=True):
+                found[content(model(x))] = (front, back)
+        assert all(len(found) == SETS**2 for found in answers)
+        return answers
+
+    @contextmanager
+    def calls(self) -> Iterator[None]:
+        """Threads call without pause as long as the block runs."""
+        threads = [threading.Thread(target=self._call, args=(index,)) for index in range(THREADS)]
+        for thread in threads:
+            thread.start()
+        try:
+            yield
+        finally:
+            self.stop.set()
+            for thread in threads:
+                thread.join(60)
+        assert not any(thread.is_alive() for thread in threads)
+
+    def _call(self, thread: int) -> None:
+        choose = random.Random(thread)
+        if thread % 2:
+            use_own_stream(self.model.device)
+        try:
+            while not self.stop.is_set():
+                index = choose.randrange(len(self.inputs))
+                if choose.random() < 0.5:
+                    first = self.model.generation
+                    output = self.model(self.inputs[index])
+                    self._note(thread, output, index, first, self.model.generation)
+                else:
+                    with self.model.pin() as session:
+                        for _ in range(2):
+                            output = session(self.inputs[index])
+                            self._note(thread, output, index, session.generation, session.generation)
+        except BaseException as error:
+            self.failures.append(f"{type(error).__name__}: {error}")
+            raise
+
+    def _note(self, thread: int, output: Any, index: int, first: int | None, last: int | None) -> None:
+        served = self.answers[index].get(content(output))
+        assert served is not None, "an output of no set"
+        assert first is not None
+        assert last is not None
+        self.seen[thread].append(Seen(served, first, last))
+
+    def committed(self, receipt: SwapReceipt, served: Served) -> None:
+        self.now = served
+        self.ledger[receipt.generation] = served
+
+    def check(self) -> None:
+        """Each output is of a generation that was served during the call, and no thread goes back to an older one."""
+        assert self.failures == []
+        assert sorted(self.ledger) == list(range(len(self.ledger)))
+        for seen in self.seen:
+            reached = 0
+            for served, first, last in seen:
+                fitting = [gen for gen in range(max(first, reached), last + 1) if self.ledger[gen] == served]
+                assert fitting, f"{served} between generations {max(first, reached)} and {last}"
+                reached = fitting[0]
+
+
+class Changes:
+    """What can happen to the weights."""
+
+    def __init__(self, storm: Storm, choose: random.Random) -> None:
+        self._storm, self._model, self._files, self._choose = storm, storm.model, storm.files, choose
+        self._previous = storm.now
+        self.swap()  # so that there is something to roll back to
+
+    def any(self) -> None:
+        self._choose.choice(self.all)()
+
+    @property
+    def all(self) -> list[Callable[[], None]]:
+        commits = [self.swap, self.part, self.delta, self.rollback, self.background]
+        return [*commits, self.cancel, self.discard, self.refused, self.missing]
+
+    def _committed(self, receipt: SwapReceipt, served: Served) -> None:
+        self._previous = self._storm.now
+        self._storm.committed(receipt, served)
+
+    def swap(self) -> None:
+        new = self._choose.randrange(SETS)
+        self._committed(self._model.swap(self._files[new]), (new, new))
+
+    def part(self) -> None:
+        new, front, back = self._choose.randrange(SETS), *self._storm.now
+        if self._choose.random() < 0.5:
+            self._committed(self._model.swap(self._files[new], only="front.*"), (new, back))
+        else:
+            self._committed(self._model.swap(self._files[new], only=["back.*"]), (front, new))
+
+    def delta(self) -> None:
+        base, new = self._storm.now[0], self._choose.randrange(SETS - 1)
+        new += new >= base
+        if self._storm.now == (base, base):
+            self._committed(self._model.swap(self._storm.deltas[base, new]), (new, new))
+        else:
+            with pytest.raises(BaseMismatch):
+                self._model.swap(self._storm.deltas[base, new])
+
+    def rollback(self) -> None:
+        self._committed(self._model.rollback(), self._previous)
+
+    def background(self) -> None:
+        new = self._choose.randrange(SETS)
+        self._committed(self._model.stage(self._files[new], background=True, rate_limit=1e8).commit(), (new, new))
+
+    def cancel(self) -> None:
+        only = self._choose.choice([None, "front.*"])
+        staged = self._model.stage(self._files[0], only=only, background=True, rate_limit=1e4)
+        time.sleep(self._choose.random() * 0.004)
+        staged.cancel()
+        with pytest.raises(StageCancelled):
+            staged.wait()
+
+    def discard(self) -> None:
+        with self._model.stage(self._files[self._choose.randrange(SETS)]) as staged:
+            assert content(staged(self._storm.inputs[0])) in self._storm.answers[0]
+
+    def refused(self) -> None:
+        with pytest.raises(DigestMismatch):
+            self._model.swap(self._storm.damaged, only=self._choose.choice([None, "*"]))
+
+    def missing(self) -> None:
+        with pytest.raises(WeightFileError):
+            self._model.swap(self._files[0].with_name("nowhere.safetensors"))
+
+
+@pytest.mark.parametrize("engine", ["torch", pytest.param("aoti", marks=needs_compiler), "onnx"])
+@pytest.mark.parametrize("steps", [STEPS, pytest.param(LONG, marks=pytest.mark.slow)])
+def test_eight_threads_call_while_weights_change_in_every_way(
+    engine: str, steps: int, files_of: FilesOf, residency: str
+) -> None:
+    storm = Storm(files_of(engine), residency, engine)
+    changes = Changes(storm, random.Random(99))
+    with storm.calls():
+        for change in changes.all:
+            change()
+        for _ in range(steps):
+            changes.any()
+    storm.check()
+    generations = [{seen.last for seen in thread} for thread in storm.seen]
+    assert len(set().union(*generations)) > steps // 20  # calls and commits were mixed
+    assert all(generations)
+
+
+@on_accelerator
+@pytest.mark.parametrize("staging", ["device", "host"])
+def test_the_storm_on_an_accelerator(device: str, staging: str, files_of: FilesOf, residency: str) -> None:
+    storm = Storm(files_of("torch"), residency, device=device, staging=staging)
+    changes = Changes(storm, random.Random(5))
+    with storm.calls():
+        for change in changes.all:
+            change()
+        for _ in range(500):
+            changes.any()
+    storm.check()
+    assert all(storm.seen)
+
+
+def test_swaps_from_several_threads_run_one_after_another(files_of: FilesOf, residency: str) -> None:
+    storm = Storm(files_of("torch"), residency)
+    receipts: list[int] = []
+
+    def swap() -> None:
+        receipts.extend(storm.model.swap(file).generation for file in storm.files)
+
+    threads = [threading.Thread(target=swap) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert sorted(receipts) == list(range(1, 3 * SETS + 1))

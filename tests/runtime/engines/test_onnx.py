@@ -1,0 +1,497 @@
+"""The engine `onnx`: what it takes and gives, state, dtypes, and graphs that are not what the manifest says."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import weakref
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import onnx
+import pytest
+import torch
+from onnx import TensorProto, helper
+from torch import nn
+from torch.export import Dim
+
+from tests.support.forged import replace_file
+from tests.support.forks import in_a_child
+from tests.support.models import Counter, Everything, Nested
+from weightswap_exporter import MethodSpec, compile_engines, export, pack
+from weightswap_exporter.engines.compiling import with_files
+from weightswap_exporter.parity import compare
+from weightswap_runtime import Artifact, ArtifactError, Context, InputMismatch, Model, Unsupported, load
+from weightswap_runtime.engines.choosing import choose_engine
+from weightswap_runtime.engines.onnx.engine import OnnxEngine
+from weightswap_runtime.format.manifest import encode_manifest
+
+Array = np.ndarray[Any, Any]
+FILE = "engines/onnx/forward.onnx"
+
+
+class Scaled(nn.Module):
+    """`x * weight`, the weight itself, and the input itself."""
+
+    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.arange(1, 4).to(dtype))
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        y = x * self.weight
+        return y, y, self.weight, x
+
+
+def served(model: nn.Module, args: tuple[Any, ...], folder: Path, **options: Any) -> Model:
+    """A model on the engine, with the weights of `model`."""
+    settings = {key: options.pop(key) for key in ("methods", "dynamic_shapes", "kwargs") if key in options}
+    artifact = export(model.eval(), *([] if "methods" in settings else [args]), out=folder / "a", **settings)
+    packed = pack(model, artifact, out=folder / "v.safetensors")
+    return load(compile_engines(artifact, ["onnx"], trial=False), packed.path, engine="onnx", **options)
+
+
+@pytest.fixture
+def scaled(tmp_path: Path) -> Model:
+    batch = {"x": {0: Dim("batch", max=64)}}
+    return served(Scaled(), (torch.ones(2, 3),), tmp_path, dynamic_shapes=batch)
+
+
+X = np.arange(6, dtype=np.float32).reshape(2, 3)
+TRIPLE = np.array([1, 2, 3], np.float32)
+
+
+def test_outputs_are_arrays_of_their_own(scaled: Model) -> None:
+    for _ in range(2):
+        outputs = scaled(X)
+        for found, expected in zip(outputs, (X * TRIPLE, X * TRIPLE, TRIPLE, X), strict=True):
+            np.testing.assert_array_equal(found, expected)
+            assert found.flags.writeable
+        assert not any(np.shares_memory(one, X) for one in outputs)
+        for found in outputs:
+            found[...] = -1
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        np.asfortranarray,
+        lambda x: np.repeat(x, 2, axis=1)[:, ::2],
+        lambda x: np.frombuffer(b"\0" + x.tobytes(), np.float32, offset=1).reshape(x.shape),
+        lambda x: np.broadcast_to(x[:1], x.shape),
+        lambda x: x[::-1],
+    ],
+    ids=["fortran", "strided", "misaligned", "broadcast", "reversed"],
+)
+def test_arrays_of_any_layout_are_taken(scaled: Model, change: Callable[[Array], Array]) -> None:
+    x = change(X)
+    np.testing.assert_array_equal(scaled(x)[0], x * TRIPLE)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        (torch.ones(2, 3), r"x: expected a numpy\.ndarray, got Tensor"),
+        (X.astype(np.float64), "x: expected dtype F32, got F64"),
+        (X.astype(">f4"), "x: expected dtype F32, got >f4"),
+        (X[:, :2], "x: dimension 1 expected 3, got 2"),
+        (np.ma.masked_array(X, X > 2), "expected a plain array, got a masked one"),
+        (X.tolist(), r"expected a numpy\.ndarray, got list"),
+        (np.zeros((65, 3), np.float32), r"batch in 0\.\.64, got 65"),
+    ],
+)
+def test_other_inputs_are_refused(scaled: Model, wrong: Any, message: str) -> None:
+    scaled(X)
+    with pytest.raises(InputMismatch, match=message):
+        scaled(wrong)
+
+
+def test_no_rows_at_all(scaled: Model) -> None:
+    """ONNX Runtime could here, and ends the process where an LSTM is."""
+    with pytest.raises(InputMismatch, match="x: is empty, which the engine onnx does not take; engine 'torch' does"):
+        scaled(X[:0])
+    np.testing.assert_array_equal(scaled(X)[0], X * TRIPLE)
+
+
+class Recurrent(nn.Module):
+    """ONNX Runtime aborts the process at an empty batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rnn = nn.LSTM(3, 2, batch_first=True)
+
+    def forward(self, x: torch.Tensor, fixed: torch.Tensor) -> tuple[torch.Tensor, int]:
+        return self.rnn(x)[0] + fixed.sum(), x.shape[0]
+
+
+@pytest.mark.parametrize("engine", ["torch", "onnx"])
+def test_an_empty_batch_ends_no_process(engine: str, tmp_path: Path) -> None:
+    """Neither in a call nor in a verification; what is empty by the signature is taken."""
+    eager = Recurrent().eval()
+    args = torch.ones(2, 5, 3), torch.ones(0)
+    dynamic = {"x": {0: Dim("batch", max=8)}, "fixed": None}
+    model = served(eager, args, tmp_path, dynamic_shapes=dynamic)
+    for size in (1, 3):
+        np.testing.assert_allclose(
+            model(np.ones((size, 5, 3), np.float32), np.ones(0, np.float32))[0],
+            eager(torch.ones(size, 5, 3), torch.ones(0))[0].detach(),
+            rtol=1e-5,
+        )
+    report = compare(eager, tmp_path / "a", tmp_path / "v.safetensors", engines=[engine])
+    assert report.same
+    assert any(case.refused for found in report.engines for case in found.cases) == (engine == "onnx")
+
+
+def test_outputs_outlive_the_model(tmp_path: Path) -> None:
+    model = served(Scaled(), (torch.ones(2, 3),), tmp_path)
+    kept = model(X)[0]
+    del model
+    np.testing.assert_array_equal(kept, X * TRIPLE)
+
+
+def test_every_kind_of_weight_and_constant(tmp_path: Path) -> None:
+    model = Everything()
+    methods = {
+        "forward": MethodSpec("forward", (torch.randn(2, 1, 5, 5),)),
+        "encode": MethodSpec("encode", (torch.tensor([0, 3]),)),
+    }
+    x, ids = torch.randn(2, 1, 5, 5), torch.tensor([5, 1])
+    found = served(model, (), tmp_path, methods=methods)
+    with torch.no_grad():
+        for name, value in model(x).items():
+            np.testing.assert_allclose(found(x.numpy())[name], value, rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(found.encode(ids.numpy()), model.encode(ids), rtol=1e-5, atol=1e-6)
+
+
+def test_nested_inputs_literals_and_integers(tmp_path: Path) -> None:
+    model = Nested()
+    one = torch.randn(2, 4)
+    kwargs = {"options": {"gain": torch.tensor(2.0)}}
+    args = (one, [one, {"deep": one}], one)
+    found = served(model, args, tmp_path, kwargs=kwargs)
+    array = one.numpy()
+    (first, second), items, more = found(
+        array, [array, {"deep": array}], array, options={"gain": np.array(2.0, np.float32)}
+    )
+    with torch.no_grad():
+        expected = model(*args, **kwargs)
+    np.testing.assert_allclose(first, expected[0].first, rtol=1e-5)
+    np.testing.assert_allclose(second, expected[0].second, rtol=1e-5)
+    assert items == expected[1]
+    np.testing.assert_allclose(more["z"][0], expected[2]["z"][0], rtol=1e-5)
+    assert more[3].shape == ()
+
+
+class Sized(nn.Module):
+    """An integer that varies goes in, and sizes come out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3))
+
+    def forward(self, x: torch.Tensor, count: int) -> tuple[torch.Tensor, int, int]:
+        return (x * self.weight * count), x.shape[0], count
+
+
+def test_integers_vary(tmp_path: Path) -> None:
+    shapes = {"x": {0: Dim("batch", max=64)}, "count": Dim.DYNAMIC}
+    model = served(Sized(), (torch.ones(2, 3), 5), tmp_path, dynamic_shapes=shapes)
+    y, rows, count = model(np.ones((4, 3), np.float32), 7)
+    np.testing.assert_array_equal(y, np.full((4, 3), 7, np.float32))
+    assert (rows, count) == (4, 7)
+    assert type(rows) is type(count) is int
+
+
+def test_state_is_kept_between_calls_with_a_context(tmp_path: Path, residency: str) -> None:
+    model = Counter()
+    methods = {"forward": MethodSpec("forward", (torch.ones(2, 3),)), "peek": MethodSpec("peek")}
+    found = served(model, (), tmp_path, methods=methods, residency=residency)
+    x, context = torch.randn(2, 3), found.new_context()
+    with torch.no_grad():
+        for _ in range(3):
+            np.testing.assert_allclose(found(x.numpy(), context=context), model(x), rtol=1e-5, atol=1e-6)
+        steps, mean = found.peek(context=context)
+        assert (steps.dtype, steps.shape, int(steps)) == (np.int64, (), 3)
+        np.testing.assert_allclose(mean, model.mean, rtol=1e-5)
+    steps += 10
+    assert int(found.peek(context=context)[0]) == 3
+    found.swap(tmp_path / "v.safetensors")
+    assert int(found.peek()[0]) == 0
+
+
+class Late(nn.Module):
+    """Its state is changed after its last use, in one way or the other."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+        self.register_buffer("position", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("last", torch.zeros(3))
+
+    def forward(self, x: torch.Tensor) -> Any:
+        y = x + self.position + self.last
+        if self.kind == "counted":
+            self.position.add_(x.shape[0])
+        elif self.kind == "kept":
+            self.last.copy_(x.sum(0))
+            self.position += 1
+        else:
+            self.position.add_(1)
+            return y, self.position
+        return y
+
+
+@pytest.mark.parametrize("kind", ["counted", "kept", "returned"])
+def test_state_that_is_changed_after_its_last_use_is_kept(kind: str, tmp_path: Path) -> None:
+    model, eager = served(Late(kind), (torch.ones(2, 3),), tmp_path), Late(kind)
+    context = model.new_context()
+    for factor in range(3):
+        x = torch.full((2, 3), float(factor))
+        expected, found = eager(x), model(x.numpy(), context=context)
+        for left, right in zip(*(each if kind == "returned" else (each,) for each in (expected, found)), strict=True):
+            assert np.array_equal(left.numpy(), right)
+
+
+def test_calls_with_contexts_run_side_by_side(tmp_path: Path) -> None:
+    methods = {"forward": MethodSpec("forward", (torch.ones(2, 3),)), "peek": MethodSpec("peek")}
+    model = served(Counter(), (), tmp_path, methods=methods)
+    x = np.ones((2, 3), np.float32)
+    contexts = [model.new_context() for _ in range(4)]
+
+    def work(context: Context) -> None:
+        for _ in range(50):
+            model(x, context=context)
+
+    threads = [threading.Thread(target=work, args=(context,)) for context in contexts]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert [int(model.peek(context=context)[0]) for context in contexts] == [50] * 4
+
+
+@pytest.mark.parametrize(
+    ("dtype", "numpy"),
+    [
+        (torch.float16, np.float16),
+        (torch.float64, np.float64),
+        (torch.int32, np.int32),
+        (torch.int64, np.int64),
+    ],
+)
+def test_dtypes(dtype: torch.dtype, numpy: type[Any], tmp_path: Path) -> None:
+    model = Scaled.__new__(Scaled)
+    nn.Module.__init__(model)
+    model.register_buffer("weight", torch.arange(1, 4).to(dtype))
+    found = served(model, (torch.ones(2, 3).to(dtype),), tmp_path)
+    x = X.astype(numpy)
+    np.testing.assert_array_equal(found(x)[0], x * np.arange(1, 4, dtype=numpy))
+    assert found(x)[0].dtype == numpy
+
+
+class Casting(nn.Module):
+    """Weights, inputs and outputs of one dtype, computed with in float32."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.register_buffer("weight", torch.tensor([1.0, 2.0, 3.0]).to(dtype))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x.float() * self.weight.float()).to(x.dtype)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz"])
+def test_dtypes_that_numpy_lacks_are_those_of_ml_dtypes(dtype: str, tmp_path: Path) -> None:
+    kind = getattr(torch, dtype)
+    model = Casting(kind)
+    found = served(model, (torch.ones(2, 3).to(kind),), tmp_path)
+    x = np.array([[0.5, 1, 1.5], [2, 4, 3]]).astype(getattr(ml_dtypes, dtype))
+    expected = model(torch.tensor(x.astype(np.float32)).to(kind))
+    y = found(x)
+    assert y.dtype == x.dtype
+    assert y.tobytes() == expected.view(torch.uint8).numpy().tobytes()
+
+
+def test_dtypes_that_onnx_runtime_lacks_are_refused_by_name(tmp_path: Path) -> None:
+    with pytest.raises(Unsupported, match="weight: ONNX Runtime has no C64"):
+        served(Scaled(torch.complex64), (torch.ones(2, 3).cfloat(),), tmp_path)
+
+
+def test_an_artifact_that_was_not_compiled_says_how(tmp_path: Path) -> None:
+    artifact = export(Scaled(), (torch.ones(2, 3),), out=tmp_path / "a")
+    with pytest.raises(Unsupported, match=r"was not compiled for the engine 'onnx'\. Run: weightswap compile"):
+        load(artifact, engine="onnx")
+    assert load(artifact, engine="auto").engine == "torch"
+    with pytest.raises(Unsupported, match="engine 'tensorrt': expected 'torch', "):
+        load(artifact, engine="tensorrt")  # type: ignore[arg-type]
+
+
+def test_auto_takes_onnx_where_torch_is_absent(scaled: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert choose_engine("auto", scaled.artifact) == "torch"
+    for broken in (None, ImportError("libtorch_cpu.so: cannot open shared object file")):
+        monkeypatch.setattr("weightswap_runtime.engines.choosing.import_module", partial(fail, broken))
+        assert choose_engine("auto", scaled.artifact) == "onnx"
+
+
+def fail(error: Exception | None, name: str) -> None:
+    raise error or ModuleNotFoundError(name)
+
+
+def test_the_number_of_threads_is_for_onnx_alone(scaled: Model) -> None:
+    one = load(scaled.artifact.path, scaled.artifact.path.with_name("v.safetensors"), engine="onnx", threads=1)
+    np.testing.assert_array_equal(one(X)[0], X * TRIPLE)
+    for engine, threads in (("torch", 1), ("onnx", 0), ("onnx", True), ("onnx", "2")):
+        with pytest.raises(Unsupported, match=f"threads={threads!r}: expected"):
+            load(scaled.artifact.path, engine=engine, threads=threads)  # type: ignore[arg-type]
+
+
+def test_one_swap_changes_models_of_both_engines(scaled: Model, tmp_path: Path) -> None:
+    other = load(scaled.artifact.path, share=scaled)
+    changed = Scaled()
+    with torch.no_grad():
+        changed.weight.mul_(10)
+    pack(changed, scaled.artifact.path, out=tmp_path / "w.safetensors")
+    scaled.swap(tmp_path / "w.safetensors")
+    np.testing.assert_array_equal(scaled(X)[0], X * TRIPLE * 10)
+    np.testing.assert_array_equal(other(torch.from_numpy(X))[0], X * TRIPLE * 10)
+
+
+def test_a_forked_child_can_call(scaled: Model) -> None:
+    scaled(X)
+    assert in_a_child(lambda: bool((scaled(X)[0] == X * TRIPLE).all()))
+    np.testing.assert_array_equal(scaled(X)[0], X * TRIPLE)
+
+
+def test_an_error_of_an_operator_leaves_the_model_able_to_serve(tmp_path: Path) -> None:
+    model = served(nn.Embedding(4, 2), (torch.tensor([1, 2]),), tmp_path)
+    good = model(np.array([0, 3]))
+    for beyond in (9, 4, -1, -4):
+        with pytest.raises(Exception, match="out of data bounds"):
+            model(np.array([0, beyond]))
+    np.testing.assert_array_equal(model(np.array([0, 3])), good)
+
+
+def graph(
+    inputs: dict[str, tuple[int, list[Any]]], outputs: dict[str, tuple[int, list[Any]]], **more: Any
+) -> onnx.ModelProto:
+    """A model whose outputs are twice its last input."""
+    infos = [[helper.make_tensor_value_info(name, *row) for name, row in part.items()] for part in (inputs, outputs)]
+    names = list(inputs)
+    nodes = [helper.make_node("Add", [names[-1], names[-1]], [name]) for name in outputs]
+    made = helper.make_graph(nodes, "graph", *infos, **more)
+    return helper.make_model(made, opset_imports=[helper.make_opsetid("", 20)], ir_version=10)
+
+
+WEIGHT = {"weight": (TensorProto.FLOAT, [3])}
+INPUT = {"x": (TensorProto.FLOAT, ["batch", 3])}
+OUTPUTS = {name: (TensorProto.FLOAT, ["batch", 3]) for name in ("0", "1", "2", "3")}
+
+
+def external(place: str) -> onnx.ModelProto:
+    """A model with a constant that lies in another file."""
+    tensor = TensorProto(name="constant", data_type=TensorProto.FLOAT, dims=[3], data_location=TensorProto.EXTERNAL)
+    for key, value in (("location", place), ("offset", "0"), ("length", "12")):
+        entry = tensor.external_data.add()
+        entry.key, entry.value = key, value
+    model = graph(WEIGHT | INPUT, OUTPUTS, initializer=[tensor])
+    model.graph.node[0].input[0] = "constant"
+    return model
+
+
+BROKEN: dict[str, tuple[Callable[[], bytes], str]] = {
+    "no graph at all": (lambda: b"not a graph", "cannot open it"),
+    "nothing": (lambda: b"", "cannot open it|is not the graph"),
+    "a weight of another dtype": (
+        lambda: graph({"weight": (TensorProto.DOUBLE, [3])} | INPUT, OUTPUTS).SerializeToString(),
+        r"takes 'weight' as tensor\(double\)\[3\], expected F32",
+    ),
+    "a weight of another shape": (
+        lambda: graph({"weight": (TensorProto.FLOAT, [1])} | INPUT, OUTPUTS).SerializeToString(),
+        r"takes 'weight' as tensor\(float\)\[1\]",
+    ),
+    "a weight that nobody knows": (
+        lambda: graph({"other": (TensorProto.FLOAT, [3])} | INPUT, OUTPUTS).SerializeToString(),
+        "takes 'other', which the manifest does not list",
+    ),
+    "an input that is missing": (lambda: graph(WEIGHT, OUTPUTS).SerializeToString(), "it lacks the input 'x'"),
+    "other outputs": (
+        lambda: graph(WEIGHT | INPUT, {"y": (TensorProto.FLOAT, ["n", 3])}).SerializeToString(),
+        r"its outputs are \['y'\], expected \['0'",
+    ),
+    "data in another file": (lambda: external("secret.bin").SerializeToString(), "cannot open it"),
+    "data anywhere": (lambda: external("/etc/passwd").SerializeToString(), "cannot open it"),
+}
+
+
+@pytest.mark.parametrize("case", BROKEN)
+def test_a_graph_that_is_not_the_method_s_is_refused(
+    case: str, scaled: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    make, message = BROKEN[case]
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "secret.bin").write_bytes(bytes(12))
+    raw = make()
+    path = scaled.artifact.path
+    (path / FILE).write_bytes(raw)
+    with pytest.raises(ArtifactError, match="altered since the export"):
+        load(path, engine="onnx")
+    manifest = with_files(Artifact.open(path).manifest, {FILE: raw})
+    (path / "manifest.json").write_bytes(encode_manifest(manifest))
+    with pytest.raises(ArtifactError, match=message):
+        load(path, engine="onnx")
+    assert capfd.readouterr().err == ""  # nothing but the error
+
+
+def test_operators_without_a_kernel_are_said(scaled: Model) -> None:
+    dtypes = {"weight": (TensorProto.BFLOAT16, [3]), "x": (TensorProto.BFLOAT16, ["batch", 3])}
+    raw = graph(dtypes, {name: (TensorProto.BFLOAT16, row[1]) for name, row in OUTPUTS.items()}).SerializeToString()
+    path = scaled.artifact.path
+    (path / FILE).write_bytes(raw)
+    (path / "manifest.json").write_bytes(encode_manifest(with_files(Artifact.open(path).manifest, {FILE: raw})))
+    with pytest.raises(Unsupported, match=r"cannot run it: .*Could not find an implementation"):
+        load(path, engine="onnx")
+
+
+def test_bindings_are_made_once_for_each_thread(scaled: Model, tmp_path: Path) -> None:
+    version = scaled._gate.current
+    assert version is not None
+    bound: Any = version.session.bound[0]
+    call = bound._calls["forward"]
+    (binding,) = call._pool
+    for _ in range(20):
+        scaled(X)
+        scaled.swap(tmp_path / "v.safetensors")
+    assert call._pool == [binding]
+
+
+def test_a_call_keeps_neither_its_inputs_nor_its_outputs(scaled: Model) -> None:
+    x = X.copy()
+    references = [weakref.ref(x)]
+    outputs = scaled(x)
+    references += [weakref.ref(output) for output in outputs]
+    del x, outputs
+    gc.collect()
+    assert [reference() for reference in references] == [None] * 5
+
+
+def test_opening_tells_the_engine_s_name(scaled: Model) -> None:
+    assert scaled.engine == OnnxEngine.name == "onnx"
+
+
+def test_a_graph_reads_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    served(Scaled(), (torch.ones(2, 3),), tmp_path)
+    (tmp_path / "secret").write_bytes(bytes(12))
+    graph = onnx.load(tmp_path / "a" / FILE)
+    outside = TensorProto(name="extra", data_type=TensorProto.FLOAT, dims=[3], data_location=TensorProto.EXTERNAL)
+    for key, value in (("location", "secret"), ("offset", "0"), ("length", "12")):
+        outside.external_data.add(key=key, value=value)
+    graph.graph.initializer.append(outside)
+    graph.graph.node[0].input[list(graph.graph.node[0].input).index("weight")] = "extra"
+    replace_file(tmp_path / "a", FILE, graph.SerializeToString())
+    for folder in (tmp_path, tmp_path / "a"):
+        monkeypatch.chdir(folder)
+        with pytest.raises(ArtifactError, match="External data path"):
+            load(tmp_path / "a", engine="onnx")

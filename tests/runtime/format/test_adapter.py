@@ -1,0 +1,224 @@
+"""Matching names: by FQN, by checkpoint key, everything wrong at once, near misses suggested."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from tests.support.tiny import TinyArtifact
+from weightswap_runtime import WeightsMismatch
+from weightswap_runtime.format.header import FileTensor
+from weightswap_runtime.format.manifest import Adapter, Manifest, NamedTensor, Source
+from weightswap_runtime.format.name_matching import KEYS_THEN_NAMES, NAMES, resolve
+
+Found = dict[str, FileTensor]
+
+
+def tensors(*names: str) -> Found:
+    shapes = {"weight": ("F32", (3, 5)), "w": ("F32", (3, 5)), "bias": ("F32", (5,)), "steps": ("I64", ())}
+    return {name: FileTensor(*shapes.get(name, ("F32", (1,))), 0, 0) for name in names}
+
+
+@pytest.mark.parametrize(
+    ("names", "weight", "tied"),
+    [
+        (("weight", "bias", "tied", "steps"), "weight", ("tied",)),
+        (("weight", "bias", "again", "steps"), "weight", ("again",)),
+        (("w", "bias", "tied", "again", "steps"), "w", ("tied", "again")),
+        (("w", "bias", "tied", "steps", "extra"), "w", ("tied",)),
+    ],
+)
+def test_names_and_keys_are_found(
+    names: tuple[str, ...], weight: str, tied: tuple[str, ...], tiny: TinyArtifact
+) -> None:
+    match = resolve(tensors(*names), tiny.manifest, "file")
+    assert match.found["weight"] == (weight,)
+    assert match.found["tied"] == tied
+    assert match.ignored == tuple(name for name in names if name == "extra")
+
+
+def test_every_problem_is_reported_with_near_misses(tiny: TinyArtifact) -> None:
+    found = {**tensors("tied", "again", "other"), "wieght": FileTensor("F32", (3, 5), 0, 0)}
+    found |= {"bias": FileTensor("F16", (5,), 0, 0), "steps": FileTensor("I64", (1,), 0, 0)}
+    with pytest.raises(WeightsMismatch) as refused:
+        resolve(found, tiny.manifest, "file")
+    assert set(refused.value.problems) == {
+        "weight: missing, F32[3, 5] (did you mean wieght?)",
+        "bias: expected F32[5], found F16[5]",
+        "steps: expected I64[], found I64[1]",
+        "wieght: unexpected (did you mean weight?)",
+        "other: unexpected",
+    }
+    assert "file: refused, 5 problems" in str(refused.value)
+
+
+def test_the_nearer_reading_is_reported(tiny: TinyArtifact) -> None:
+    with pytest.raises(WeightsMismatch) as refused:
+        resolve(tensors("w", "bias", "steps"), tiny.manifest, "file")
+    assert refused.value.problems == ("tied or again: missing, F32[1]",)
+
+
+def test_the_advice_fits_the_problem(tiny: TinyArtifact) -> None:
+    halves = {name: FileTensor("F16", t.shape, 0, 0) for name, t in tensors("weight", "bias", "tied", "steps").items()}
+    with pytest.raises(WeightsMismatch, match="Only the dtypes differ: cast when packing"):
+        resolve(halves, tiny.manifest, "file")
+    with pytest.raises(WeightsMismatch, match="Give a checkpoint of the architecture that was exported"):
+        resolve(halves | tensors("more"), tiny.manifest, "file")
+
+
+def test_no_name_is_suggested_twice(tiny: TinyArtifact) -> None:
+    fields = {name: getattr(tiny.manifest, name) for name in tiny.manifest.__struct_fields__}
+    rows = tuple(
+        type(tiny.manifest.weights[0])(name=f"norm.{name}", dtype="F32", shape=(5,)) for name in ("weight", "bias")
+    )
+    adapter = Adapter(sources=tuple(Source(weight=row.name, keys=(row.name,)) for row in rows))
+    manifest = Manifest(**{**fields, "weights": rows, "adapter": adapter})
+    found = {f"norm.{name}": FileTensor("F32", (5,), 0, 0) for name in ("weights", "gain")}
+    with pytest.raises(WeightsMismatch) as refused:
+        resolve(found, manifest, "file")
+    assert set(refused.value.problems) == {
+        "norm.weight: missing, F32[5] (did you mean norm.weights?)",
+        "norm.bias: missing, F32[5]",
+        "norm.weights: unexpected (did you mean norm.weight?)",
+        "norm.gain: unexpected",
+    }
+
+
+def test_long_lists_are_cut_in_the_text_alone(tiny: TinyArtifact) -> None:
+    with pytest.raises(WeightsMismatch) as refused:
+        resolve(tensors("weight", "bias", "tied", "steps", *map(str, range(99))), tiny.manifest, "file")
+    assert len(refused.value.problems) == 99
+    assert "and 49 more" in str(refused.value)
+
+
+def crossed(manifest: Manifest) -> Manifest:
+    """An adapter whose checkpoint keys are the FQNs of other weights."""
+    fields = {name: getattr(manifest, name) for name in manifest.__struct_fields__}
+    sources = [Source(weight="bias", keys=("other",)), Source(weight="other", keys=("bias",))]
+    weights = [weight for weight in manifest.weights if weight.name == "bias"]
+    twin = type(weights[0])(name="other", dtype="F32", shape=(5,))
+    return Manifest(**{**fields, "weights": (weights[0], twin), "adapter": Adapter(sources=tuple(sources))})
+
+
+def test_a_set_that_fits_both_ways_is_refused_unless_it_is_said_which(tiny: TinyArtifact) -> None:
+    manifest = crossed(tiny.manifest)
+    found = {name: FileTensor("F32", (5,), 0, 0) for name in ("bias", "other")}
+    with pytest.raises(WeightsMismatch, match="fit both as runtime names and as checkpoint keys"):
+        resolve(found, manifest, "file")
+    assert resolve(found, manifest, "file", readings=NAMES).found["bias"] == ("bias",)
+    assert resolve(found, manifest, "file", readings=KEYS_THEN_NAMES).found["bias"] == ("other",)
+
+
+def test_a_weight_without_keys_says_what_to_do(tiny: TinyArtifact) -> None:
+    manifest = crossed(tiny.manifest)
+    fields = {name: getattr(manifest, name) for name in manifest.__struct_fields__}
+    sources = (Source(weight="bias", keys=()), Source(weight="other", keys=("other",)))
+    broken = Manifest(**{**fields, "adapter": Adapter(sources=sources)})
+    with pytest.raises(WeightsMismatch, match="bias: the adapter knows no checkpoint key that gives it"):
+        resolve({"other": FileTensor("F32", (5,), 0, 0)}, broken, "file", readings=KEYS_THEN_NAMES)
+
+
+PLAIN = ("w", "bias", "tied", "steps", "extra")
+WRAPPED = {
+    "DDP": [f"module.{name}" for name in PLAIN],
+    "torch.compile": [f"_orig_mod.{name}" for name in PLAIN],
+    "both": [f"module._orig_mod.{name}" for name in PLAIN],
+    "a nesting level": [f"state_dict.{name}" for name in PLAIN],
+    "nesting around a wrapper": [f"model.module.{name}" for name in PLAIN],
+    "a wrapped part": ["_checkpoint_wrapped_module.w", "bias", "tied", "steps"],
+    "FQNs": ["module.weight", "module.bias", "module.again", "module.steps"],
+}
+
+
+@pytest.mark.parametrize("names", WRAPPED.values(), ids=WRAPPED)
+def test_what_wrappers_add_is_stripped(names: list[str], tiny: TinyArtifact) -> None:
+    types = tensors(*PLAIN, "weight", "again")
+    match = resolve({name: types[name.split(".")[-1]] for name in names}, tiny.manifest, "file")
+    assert {key for keys in match.found.values() for key in keys} == {n for n in names if not n.endswith("extra")}
+    assert match.ignored == tuple(name for name in names if name.endswith("extra"))
+
+
+NOT_WRAPPED = {
+    "one key is left over": (["module.w", "module.bias", "module.tied", "module.steps", "module.more"], "module.more"),
+    "one key is missing": (["module.w", "module.bias", "module.tied"], "module.bias: unexpected"),
+    "one key is not wrapped": (["module.w", "bias", "tied", "steps", "module.bias"], "module.bias: unexpected"),
+    "another prefix": ([f"net.{name}" for name in PLAIN], "net.bias: unexpected"),
+}
+
+
+@pytest.mark.parametrize(("names", "says"), NOT_WRAPPED.values(), ids=NOT_WRAPPED)
+def test_nothing_is_stripped_unless_the_keys_then_are_the_model_s(
+    names: list[str], says: str, tiny: TinyArtifact
+) -> None:
+    types = tensors(*PLAIN)
+    found = {name: types.get(name.split(".")[-1], types["bias"]) for name in names}
+    with pytest.raises(WeightsMismatch, match=says):
+        resolve(found, tiny.manifest, "file")
+
+
+def test_types_are_checked_under_the_stripped_names(tiny: TinyArtifact) -> None:
+    found = {f"module.{name}": typed for name, typed in tensors(*PLAIN).items()}
+    found["module.bias"] = FileTensor("F16", (5,), 0, 0)
+    with pytest.raises(WeightsMismatch) as refused:
+        resolve(found, tiny.manifest, "file")
+    assert refused.value.problems == ("bias: expected F32[5], found F16[5]",)
+
+
+def test_a_model_whose_own_names_look_wrapped_is_read_as_it_is(tiny: TinyArtifact) -> None:
+    manifest = crossed(tiny.manifest)
+    fields = {name: getattr(manifest, name) for name in manifest.__struct_fields__}
+    weight = type(manifest.weights[0])(name="module.bias", dtype="F32", shape=(5,))
+    adapter = Adapter(sources=(Source(weight="module.bias", keys=("module.bias",)),))
+    named = Manifest(**{**fields, "weights": (weight,), "adapter": adapter})
+    assert resolve({"module.bias": FileTensor("F32", (5,), 0, 0)}, named, "file").found == {
+        "module.bias": ("module.bias",)
+    }
+
+
+def test_loading_code_that_was_not_recorded_leaves_weight_files_and_what_is_said_to_be_fqns(tiny: TinyArtifact) -> None:
+    fields = {name: getattr(tiny.manifest, name) for name in tiny.manifest.__struct_fields__}
+    adapter = Adapter(sources=tiny.manifest.adapter.sources, untraceable="hook (model.py, line 3): wants values")
+    manifest = Manifest(**{**fields, "adapter": adapter})
+    found = tensors("weight", "bias", "tied", "steps")
+    with pytest.raises(WeightsMismatch, match=r"could not be recorded at export: hook \(model.py, line 3\)"):
+        resolve(found, manifest, "file")
+    assert resolve(found, manifest, "file", readings=NAMES).found["weight"] == ("weight",)
+
+
+def with_layers(manifest: Manifest, count: int) -> Manifest:
+    rows = tuple(NamedTensor(name=f"layers.{i}.weight", dtype="F32", shape=(1,)) for i in range(count))
+    adapter = Adapter(sources=tuple(Source(weight=row.name, keys=(row.name,)) for row in rows))
+    return msgspec.structs.replace(manifest, weights=rows, adapter=adapter)
+
+
+def test_many_problems_show_what_the_file_has_beside_what_is_wanted(tiny: TinyArtifact) -> None:
+    found = tensors(*(f"blocks.{i}.w" for i in range(90)))
+    with pytest.raises(WeightsMismatch) as refused:
+        resolve(found, with_layers(tiny.manifest, 80), "file")
+    said = str(refused.value)
+    assert said.count(": missing, F32[1]") == said.count(": unexpected") == 25
+    assert "and 120 more" in said
+    assert len(refused.value.problems) == len(set(refused.value.problems)) == 170
+
+
+PEFT = "base_model.model.layers.0.lora_A.default.weight"
+
+
+def test_names_of_an_adapter_are_told_with_what_to_do(tiny: TinyArtifact) -> None:
+    found = tensors(
+        *(f"base_model.model.layers.{i}.{kind}.weight" for i in range(60) for kind in ("base_layer", "lora_A.default"))
+    )
+    with pytest.raises(WeightsMismatch) as refused:
+        resolve(found, with_layers(tiny.manifest, 60), "file")
+    said = str(refused.value)
+    assert "layers.0.weight: missing" in said
+    assert "base_model.model.layers.0.base_layer.weight: unexpected" in said
+    assert "merge the adapter into the model first (model.merge_and_unload())" in said
+
+
+def test_an_adapter_that_the_export_has_recorded_is_not_to_be_merged(tiny: TinyArtifact) -> None:
+    adapter = Adapter(sources=(Source(weight="w", keys=(PEFT,)),))
+    row = NamedTensor(name="w", dtype="F32", shape=(1,))
+    manifest = msgspec.structs.replace(tiny.manifest, weights=(row,), adapter=adapter)
+    with pytest.raises(WeightsMismatch, match="Give a checkpoint of the architecture"):
+        resolve(tensors("base_model.model.other"), manifest, "file")

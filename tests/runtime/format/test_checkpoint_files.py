@@ -1,0 +1,181 @@
+"""Sets of tensors over one file or several: what is found in a directory, and what a wrong index says."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import safetensors.numpy
+
+from weightswap_runtime import WeightFileError
+from weightswap_runtime.format import weight_set as weightset
+from weightswap_runtime.format.weight_file import WeightFile
+from weightswap_runtime.format.weight_set import open_weights
+
+VALUES = {name: np.full((2, size), size, np.float32) for size, name in enumerate("abcd", start=1)}
+SHARDS = {"model-1.safetensors": ("a", "d"), "model-2.safetensors": ("b", "c")}
+INDEX = "model.safetensors.index.json"
+
+
+def write_shards(folder: Path, shards: dict[str, tuple[str, ...]] = SHARDS) -> dict[str, str]:
+    for name, keys in shards.items():
+        safetensors.numpy.save_file({key: VALUES[key] for key in keys}, folder / name)
+    weight_map = {key: name for name, keys in shards.items() for key in keys}
+    write_index(folder, weight_map)
+    return weight_map
+
+
+def write_index(folder: Path, weight_map: object) -> None:
+    (folder / INDEX).write_text(json.dumps({"metadata": {"total_size": 80}, "weight_map": weight_map}))
+
+
+def read(path: Path) -> dict[str, list[float]]:
+    found = {}
+    with open_weights(path) as opened:
+        for name, tensor in opened.tensors.items():
+            raw = tensor.file.path.read_bytes()[tensor.offset : tensor.offset + tensor.nbytes]
+            found[name] = np.frombuffer(raw, np.float32).reshape(tensor.shape).tolist()
+        opened.check_unchanged()
+    assert all(file.source.fd == -1 for file in opened.files)
+    return found
+
+
+WANTED = {name: value.tolist() for name, value in VALUES.items()}
+
+
+@pytest.mark.parametrize("name", ["", INDEX], ids=["directory", "index"])
+def test_shards_are_one_set(name: str, tmp_path: Path) -> None:
+    write_shards(tmp_path)
+    assert read(tmp_path / name) == WANTED
+
+
+def test_a_link_that_is_turned_while_shards_are_opened_gives_no_mixture(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for version, factor in (("one", 1), ("two", 2)):
+        (tmp_path / version).mkdir()
+        write_shards(tmp_path / version)
+        for name in SHARDS:
+            path = tmp_path / version / name
+            values = {key: value * factor for key, value in safetensors.numpy.load_file(path).items()}
+            safetensors.numpy.save_file(values, path)
+    link = tmp_path / "current"
+    link.symlink_to("one")
+
+    def opened(path: Path, check: object) -> WeightFile:
+        file = WeightFile(path)
+        link.unlink(missing_ok=True)
+        link.symlink_to("two")
+        return file
+
+    monkeypatch.setattr(weightset, "WeightFile", opened)
+    assert read(link) == WANTED
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "other.safetensors", "model-00001-of-00001.safetensors"])
+def test_a_directory_with_one_file(name: str, tmp_path: Path) -> None:
+    safetensors.numpy.save_file(VALUES, tmp_path / name)
+    (tmp_path / "config.json").write_text("{}")
+    assert read(tmp_path) == WANTED
+
+
+def test_shards_may_be_links_and_lie_in_folders_below(tmp_path: Path) -> None:
+    (tmp_path / "blobs").mkdir()
+    snapshot = tmp_path / "snapshot"
+    (snapshot / "parts").mkdir(parents=True)
+    write_shards(snapshot, {"parts/one.safetensors": ("a", "b", "c", "d")})
+    (snapshot / "parts/one.safetensors").rename(tmp_path / "blobs" / "0123")
+    (snapshot / "parts/one.safetensors").symlink_to(tmp_path / "blobs" / "0123")
+    assert read(snapshot) == WANTED
+
+
+def missing_shard(folder: Path) -> None:
+    write_shards(folder)
+    (folder / "model-2.safetensors").unlink()
+
+
+def truncated_shard(folder: Path) -> None:
+    write_shards(folder)
+    shard = folder / "model-2.safetensors"
+    shard.write_bytes(shard.read_bytes()[:-4])
+
+
+def escaping(name: str) -> Callable[[Path], None]:
+    def write(folder: Path) -> None:
+        safetensors.numpy.save_file(VALUES, folder.parent / "outside.safetensors")
+        write_index(folder, dict.fromkeys(VALUES, name.replace("@", str(folder.parent))))
+
+    return write
+
+
+def contradicting(change: dict[str, str]) -> Callable[[Path], None]:
+    return lambda folder: write_index(folder, write_shards(folder) | change)
+
+
+def lacking(folder: Path) -> None:
+    weight_map = write_shards(folder)
+    del weight_map["d"]
+    write_index(folder, weight_map)
+
+
+def several(folder: Path) -> None:
+    for name in ("one", "two"):
+        safetensors.numpy.save_file(VALUES, folder / f"{name}.safetensors")
+
+
+def lost(*numbers: int) -> Callable[[Path], None]:
+    def write(folder: Path) -> None:
+        for number in numbers:
+            safetensors.numpy.save_file(VALUES, folder / f"model-{number:05}-of-00003.safetensors")
+
+    return write
+
+
+BAD: dict[str, tuple[Callable[[Path], object], str]] = {
+    "missing shard": (missing_shard, "names the shard model-2.safetensors, which is missing"),
+    "truncated shard": (truncated_shard, "model-2.safetensors: the tensors need 40 bytes, the file holds 36"),
+    "escapes upwards": (escaping("../outside.safetensors"), "expected the name of a .safetensors file in the index's"),
+    "escapes below": (escaping("a/../../outside.safetensors"), "expected the name of a .safetensors file in the index"),
+    "absolute": (escaping("@/outside.safetensors"), "expected the name of a .safetensors file in the index's folder"),
+    "another kind of file": (escaping("weights.bin"), "names the shard 'weights.bin'; expected"),
+    "a key in another shard": (contradicting({"a": "model-2.safetensors"}), "'a' is not in model-2.safetensors"),
+    "a key nowhere": (contradicting({"e": "model-2.safetensors"}), "'e' is not in model-2.safetensors"),
+    "a tensor that it lacks": (lacking, "model-1.safetensors has 'd' (F32[2, 4]), it does not list that"),
+    "not JSON": (lambda folder: (folder / INDEX).write_text("{"), "not an index of safetensors shards"),
+    "no map": (lambda folder: (folder / INDEX).write_text("{}"), "`weight_map`"),
+    "a map of numbers": (lambda folder: write_index(folder, {"a": 1}), "Expected `str`, got `int`"),
+    "an empty map": (lambda folder: write_index(folder, {}), "an index without tensors"),
+    "a pipe": (lambda folder: os.mkfifo(folder / INDEX), "cannot be opened (not a regular file)"),
+    "an empty directory": (lambda folder: None, "a directory without a .safetensors file"),
+    "a pickled checkpoint": (
+        lambda folder: (folder / "pytorch_model.bin").write_bytes(b""),
+        "holds pytorch_model.bin, which is pickled",
+    ),
+    "several files": (several, "holds 2 candidates (one.safetensors, two.safetensors) and no model.safetensors"),
+    "a lost index": (
+        lost(1, 2, 3),
+        "checkpoint: holds 3 of 3 shards, but not their index, model.safetensors.index.json. Copy that, too",
+    ),
+    "a lost index and shards": (lost(2), "holds 1 of 3 shards, but not their index"),
+}
+
+
+@pytest.mark.parametrize(("damage", "says"), BAD.values(), ids=BAD)
+def test_a_wrong_directory_is_refused_with_a_reason(
+    damage: Callable[[Path], object], says: str, tmp_path: Path
+) -> None:
+    folder = tmp_path / "checkpoint"
+    folder.mkdir()
+    damage(folder)
+    with pytest.raises(WeightFileError) as refused:
+        open_weights(folder)
+    assert says in str(refused.value)
+
+
+def test_what_is_no_path_is_refused() -> None:
+    with pytest.raises(WeightFileError, match="expected the path or URL of a weight file, got a int"):
+        open_weights(3)  # type: ignore[arg-type]

@@ -1,0 +1,154 @@
+"""The safetensors header: a generator for valid files, a table for broken ones, the reference reader as the oracle."""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+from pathlib import Path
+
+import pytest
+import safetensors
+import safetensors.torch
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from weightswap_runtime import WeightFile, WeightFileError
+from weightswap_runtime.format.header import MAX_HEADER, header_length, pack_ranges, parse_header, render_header
+from weightswap_runtime.tensors.dtypes import DTYPES, TORCH_NAMES, nbytes
+
+GOOD = {
+    "a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]},
+    "b": {"dtype": "U8", "shape": [3], "data_offsets": [8, 11]},
+}
+
+
+def raw_file(header: object, data: bytes = b"\0" * 11) -> bytes:
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    return struct.pack("<Q", len(text)) + text + data
+
+
+def broken(**changes: object) -> dict[str, object]:
+    return {**GOOD, "b": {**GOOD["b"], **changes}}
+
+
+DUPLICATES = (
+    b'{"a":{"dtype":"U8","shape":[0],"data_offsets":[0,0]},"a":{"dtype":"U8","shape":[0],"data_offsets":[0,0]}}'
+)
+BROKEN = {
+    "empty": (b"", "0 bytes are too few"),
+    "shorter than its length field": (b"\x08\0\0", "3 bytes are too few"),
+    "header cut off": (struct.pack("<Q", 500) + b'{"a":', "the header claims 500 bytes, the file has 5"),
+    "header over 100 MB": (struct.pack("<Q", MAX_HEADER + 1) + b"{}", "the format allows 100000000"),
+    "huge length": (b"\xff" * 8 + b"{}", "the format allows 100000000"),
+    "not an object": (raw_file(b"[1, 2]"), "does not begin with '{'"),
+    "padding first": (raw_file(b" {}", b""), "does not begin with '{'"),
+    "not JSON": (raw_file(b'{"a": nope}'), "is not JSON"),
+    "not UTF-8": (raw_file(b'{"\xff\xfe": 1}'), "is not JSON"),
+    "nested beyond reason": (raw_file(b'{"a":' * 100_000), "is not JSON"),
+    "duplicate keys": (raw_file(DUPLICATES, b""), "duplicate keys: a"),
+    "a torch checkpoint": (b"PK\x03\x04" + b"\0" * 40, "weightswap pack"),
+    "a git-lfs pointer": (
+        b"version https://git-lfs.github.com/spec/v1\noid sha256:" + b"0" * 64 + b"\nsize 12345\n",
+        "a git-lfs pointer, not the file that it stands for. Fetch that: git lfs pull",
+    ),
+    "metadata not strings": (raw_file({**GOOD, "__metadata__": {"a": 1}}), "__metadata__ is not an object of strings"),
+    "metadata a list": (raw_file({**GOOD, "__metadata__": []}), "__metadata__ is not an object of strings"),
+    "entry not an object": (raw_file({**GOOD, "b": 3}), "'b' is not an object"),
+    "entry without offsets": (raw_file({**GOOD, "b": {"dtype": "U8", "shape": [3]}}), "'b' is not an object"),
+    "unknown dtype": (raw_file(broken(dtype="F31")), "unknown dtype 'F31'"),
+    "dtype not a string": (raw_file(broken(dtype=[])), "unknown dtype"),
+    "negative size": (raw_file(broken(shape=[-3])), "not a list of at most 64 sizes"),
+    "fractional size": (raw_file(broken(shape=[3.0])), "not a list of at most 64 sizes"),
+    "boolean size": (raw_file(broken(shape=[True, 3])), "not a list of at most 64 sizes"),
+    "too many dimensions": (raw_file(broken(shape=[1] * 65)), "not a list of at most 64 sizes"),
+    "sizes that overflow": (raw_file(broken(shape=[2**62, 4])), "bytes, but its range is [8, 11]"),
+    "size beyond 64 bits": (raw_file(broken(shape=[2**63])), "not a list of at most 64 sizes"),
+    "three offsets": (raw_file(broken(data_offsets=[8, 9, 11])), "not two byte offsets"),
+    "end before begin": (raw_file(broken(data_offsets=[11, 8])), "but its range is [11, 8]"),
+    "shape and range disagree": (raw_file(broken(shape=[4])), "4 bytes, but its range is [8, 11]"),
+    "bits that fill no bytes": (raw_file(broken(dtype="F4", shape=[3])), "None bytes, but its range"),
+    "overlap": (raw_file(broken(data_offsets=[7, 10])), "inside the tensor before it"),
+    "hole": (raw_file(broken(data_offsets=[9, 12]), b"\0" * 12), "belong to no tensor"),
+    "trailing bytes": (raw_file(GOOD, b"\0" * 12), "1 bytes follow the last tensor"),
+    "data cut off": (raw_file(GOOD, b"\0" * 10), "it is truncated"),
+}
+
+
+@pytest.mark.parametrize(("raw", "says"), BROKEN.values(), ids=BROKEN)
+def test_broken_files_are_refused_with_a_reason(raw: bytes, says: str, tmp_path: Path) -> None:
+    path = tmp_path / "broken.safetensors"
+    path.write_bytes(raw)
+    with pytest.raises(WeightFileError) as refused:
+        WeightFile(path)
+    assert says in str(refused.value)
+    assert str(path) in str(refused.value)
+    assert len(str(refused.value)) < 600
+
+
+def test_ranges_may_come_in_any_order_of_names() -> None:
+    reordered = {"z": GOOD["b"], "a": GOOD["a"]}
+    raw = raw_file(reordered)
+    header = parse_header(raw[8:-11], len(raw), "x")
+    assert header.tensors["z"].begin == 8
+
+
+@pytest.mark.parametrize("path", [Path("nowhere.safetensors"), Path()])
+def test_unreadable_paths_are_named(path: Path, tmp_path: Path) -> None:
+    with pytest.raises(WeightFileError, match=r"cannot be (opened|read)"):
+        WeightFile(tmp_path / path)
+
+
+DTYPE_NAMES = st.sampled_from(sorted(DTYPES))
+ROWS = st.dictionaries(
+    st.text(st.characters(exclude_categories=("Cs",)), min_size=1, max_size=12).filter(
+        lambda name: name != "__metadata__"
+    ),
+    st.tuples(DTYPE_NAMES, st.lists(st.integers(0, 5), max_size=4).map(tuple)).filter(lambda t: nbytes(*t) is not None),
+    max_size=8,
+)
+
+
+@given(ROWS, st.dictionaries(st.text(max_size=5), st.text(max_size=20), max_size=3))
+def test_what_is_rendered_is_parsed_again(
+    rows: dict[str, tuple[str, tuple[int, ...]]], metadata: dict[str, str]
+) -> None:
+    placed = pack_ranges([(name, dtype, shape) for name, (dtype, shape) in rows.items()])
+    try:
+        rendered = render_header(placed, metadata)
+    except UnicodeEncodeError:
+        return  # a lone surrogate in the metadata
+    size = len(rendered) + max((place.end for place in placed.values()), default=0)
+    assert len(rendered) % 4096 == 0
+    assert header_length(rendered[:8], size, "x") == len(rendered) - 8
+    header = parse_header(rendered[8:], size, "x")
+    assert header == (placed, metadata, len(rendered))
+
+
+@settings(max_examples=300)
+@given(st.data())
+def test_mutated_headers_give_named_errors_only(data: st.DataObject) -> None:
+    raw = bytearray(raw_file({**GOOD, "__metadata__": {"format": "pt"}}))
+    for _ in range(data.draw(st.integers(1, 4))):
+        position = data.draw(st.integers(0, len(raw) - 1))
+        raw[position] = data.draw(st.integers(0, 255))
+    try:
+        length = header_length(bytes(raw[:8]), len(raw), "x")
+        header = parse_header(bytes(raw[8 : 8 + length]), len(raw), "x")
+    except WeightFileError:
+        return
+    safetensors.deserialize(bytes(raw))  # what we take, the reference takes
+    assert all(place.end <= len(raw) - header.data_start for place in header.tensors.values())
+
+
+def test_every_torch_dtype_of_the_table_exists_and_agrees_with_safetensors(tmp_path: Path) -> None:
+    for torch_name, name in TORCH_NAMES.items():
+        dtype = getattr(torch, torch_name)
+        assert dtype.itemsize * 8 == DTYPES[name].bits
+        if name == "F8_E8M0":
+            continue  # the reference writes it and cannot read it back
+        path = tmp_path / f"{name}.safetensors"
+        safetensors.torch.save_file({"x": torch.zeros(2, 3).to(dtype)}, path)
+        with WeightFile(path) as file:
+            assert file.tensors["x"] == (name, (2, 3), 0, math.prod((2, 3)) * dtype.itemsize)

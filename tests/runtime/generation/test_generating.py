@@ -1,0 +1,413 @@
+"""Generation: transformers' own `generate`, token by token, and what a swap in the middle does."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import json
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+import transformers
+import typer
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from weightswap_exporter import export, export_decoder, pack, skeleton
+from weightswap_exporter.commands.build import export_command
+from weightswap_runtime import Artifact, CallError, InputMismatch, Model, StaleContext, TokenStream, Unsupported, load
+from weightswap_runtime.engines.aten.graph_call import GraphCall
+from weightswap_runtime.generation.sampling import Sampling, choose, probabilities
+from weightswap_runtime.messages import visible_lines
+from weightswap_tools.commands.generate import generate_command
+
+LENGTH, VOCABULARY = 24, 64
+PROMPT = [3, 51, 58, 35]
+PROMPTS = [[3, 51, 58, 35], [9], [1, 2, 3, 4, 5, 6]]
+_SIZES = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "head_dim": 8,
+    "eos_token_id": 63,
+    "pad_token_id": 0,
+}
+_GPT2 = {
+    "vocab_size": VOCABULARY,
+    "n_embd": 32,
+    "n_layer": 2,
+    "n_head": 4,
+    "n_positions": 64,
+    "eos_token_id": 63,
+    "bos_token_id": 1,
+    "pad_token_id": 0,
+}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "Llama": _SIZES,
+    "GPT2LMHead": _GPT2,
+    "Qwen2": _SIZES,
+    "Qwen3": _SIZES,
+    "Mistral": {**_SIZES, "sliding_window": 6},
+    "Gemma": _SIZES,
+    "Gemma2": {**_SIZES, "sliding_window": 6},
+    "Phi3": _SIZES,
+}
+_CONFIGS = {"GPT2LMHead": "GPT2Config"}
+
+
+def built(family: str, seed: int = 0) -> Any:
+    """A tiny model with random weights, all of which matter."""
+    config = getattr(transformers, _CONFIGS.get(family, f"{family}Config"))(**FAMILIES[family])
+    name = f"{family}Model" if family.endswith("Head") else f"{family}ForCausalLM"
+    torch.manual_seed(seed)
+    model = getattr(transformers, name)(config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.2)
+    return model
+
+
+def expected(model: Any, prompts: list[list[int]], new: int, **options: Any) -> list[list[int]]:
+    """What transformers generates, without the prompts and what follows an end."""
+    width = max(map(len, prompts))
+    ids = torch.tensor([[0] * (width - len(prompt)) + prompt for prompt in prompts])
+    mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts])
+    options = {"do_sample": False, "max_new_tokens": new, "pad_token_id": 0} | options
+    rows = model.generate(ids, attention_mask=mask, **options)[:, width:].tolist()
+    return [row[: row.index(63) + 1] if 63 in row else row for row in rows]
+
+
+class Exported(NamedTuple):
+    models: list[Any]
+    artifact: Artifact
+    files: list[Path]
+
+    def served(self, **options: Any) -> Model:
+        return load(self.artifact, self.files[0], **options)
+
+
+def exported(family: str, batch: int, folder: Path, **options: Any) -> Exported:
+    models = [built(family, seed) for seed in range(2)]
+    artifact = export_decoder(models[0], out=folder / "a.artifact", length=LENGTH, batch=batch, **options)
+    files = [pack(each, artifact, out=folder / f"v{n}.safetensors").path for n, each in enumerate(models)]
+    return Exported(models, artifact, files)
+
+
+@pytest.fixture(scope="module")
+def one(tmp_path_factory: pytest.TempPathFactory) -> Exported:
+    return exported("Llama", 1, tmp_path_factory.mktemp("one"))
+
+
+@pytest.fixture(scope="module")
+def three(tmp_path_factory: pytest.TempPathFactory) -> Exported:
+    return exported("GPT2LMHead", 3, tmp_path_factory.mktemp("three"))
+
+
+def check_generation(found: Exported, prompts: list[list[int]]) -> None:
+    model = found.served()
+    for number in range(2):
+        if number:
+            model.swap(found.files[number])
+        assert model.generate(prompts, max_new_tokens=15) == expected(found.models[number], prompts, 15)
+
+
+def test_tokens_are_those_of_transformers(one: Exported) -> None:
+    check_generation(one, [PROMPT])
+
+
+def test_prompts_of_several_lengths_go_side_by_side(three: Exported) -> None:
+    check_generation(three, PROMPTS)
+    model = three.served()
+    alone = model.generate(PROMPTS[1], max_new_tokens=15)  # the other rows are padding
+    assert alone == expected(three.models[0], [PROMPTS[1]], 15)[0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family(family: str, batch: int, tmp_path: Path) -> None:
+    check_generation(exported(family, batch, tmp_path), PROMPTS[:batch])
+
+
+def test_a_skeleton_is_exported_and_a_checkpoint_swapped_in(one: Exported, tmp_path: Path) -> None:
+    with skeleton():
+        hollow = transformers.LlamaForCausalLM(transformers.LlamaConfig(**_SIZES)).eval()
+    artifact = export_decoder(hollow, out=tmp_path / "a.artifact", length=LENGTH)
+    assert artifact.graph_id == one.artifact.graph_id
+    one.models[1].save_pretrained(tmp_path / "checkpoint")
+    model = load(artifact, tmp_path / "checkpoint")
+    assert model.generate(PROMPT, max_new_tokens=9) == expected(one.models[1], [PROMPT], 9)[0]
+
+
+def test_a_directory_is_exported_and_generates_by_the_command(
+    one: Exported, tokenizer: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, artifact = tokenizer.parent, tmp_path / "a.artifact"
+    one.models[0].save_pretrained(folder)
+    assert run(export_command, f"hf:{folder}", "-o", artifact, "--task", "generate", "--length", LENGTH) == 0
+    assert Artifact.open(artifact).graph_id == one.artifact.graph_id
+    assert Artifact.open(artifact).manifest.generation == one.artifact.manifest.generation
+    capsys.readouterr()
+    expected = load(artifact, folder).generate("ABC", max_new_tokens=6)
+    assert run(generate_command, artifact, folder, "ABC", "--max-new-tokens", 6) == 0
+    assert capsys.readouterr().out == f"{visible_lines(expected)}\n"
+    assert run(generate_command, artifact, folder, "3,51", "--tokens", "--max-new-tokens", 4, "--json") == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document["tokens"] == one.served().generate([3, 51], max_new_tokens=4)
+    assert run(generate_command, artifact, folder, "3;51", "--tokens") == 2
+    assert run(export_command, "recipe.py:build", "-o", artifact, "--task", "generate") == 2
+    assert "--task generate is for hf:DIR" in capsys.readouterr().err
+
+
+def run(command: typer.Typer, *arguments: object) -> int:
+    """The exit code of a command."""
+    try:
+        typer.main.get_command(command)([str(argument) for argument in arguments], standalone_mode=True)
+    except SystemExit as end:
+        return int(end.code or 0)
+    return 0
+
+
+def test_caches_take_no_bytes_in_the_artifact(one: Exported) -> None:
+    state = sum(row.nbytes for row in one.artifact.manifest.state)
+    assert state == 2 * 2 * 2 * LENGTH * 8 * 4
+    stored = one.artifact.tensors("constants.safetensors", one.artifact.manifest.constants)
+    assert not {row.name for row in one.artifact.manifest.state} & stored.keys()
+
+
+@pytest.mark.parametrize("residency", ["single", "double"])
+def test_a_swap_in_the_middle_follows_the_policy(residency: str, one: Exported) -> None:
+    model = one.served(residency=residency)
+    old, new = (expected(each, [PROMPT], 12)[0] for each in one.models)
+    assert old[3:] != new[3:]
+    kept, broken = (model.generate(PROMPT, stream=True, on_swap=policy) for policy in ("keep", "invalidate"))
+    begun = [[next(stream) for _ in range(3)] for stream in (kept, broken)]
+    pinned = model.generate(PROMPT, max_new_tokens=12, stream=True) if residency == "double" else None
+    first = next(pinned) if pinned else None
+    assert model.swap(one.files[1]).contexts == {"invalidated": 1, "kept": 1} | ({"pinned": 1} if pinned else {})
+    assert begun == [old[:3]] * 2
+    with pytest.raises(StaleContext):
+        next(broken)
+    assert len(list(kept)) == LENGTH + 1 - len(PROMPT) - 3
+    if pinned:
+        assert [first, *pinned] == old
+    assert model.generate(PROMPT, max_new_tokens=12) == new
+    model.swap(one.files[0], timeout=0)  # nothing holds weights any more
+
+
+def test_a_stream_that_is_dropped_or_closed_holds_nothing(one: Exported) -> None:
+    model = one.served(residency="single")
+    stream = model.generate(PROMPT, stream=True)
+    next(stream)
+    del stream
+    gc.collect()
+    model.swap(one.files[1], timeout=0)
+    closed = model.generate(PROMPT, stream=True)
+    next(closed)
+    closed.close()
+    closed.close()
+    assert list(closed) == []
+    model.swap(one.files[0], timeout=0)
+
+
+def test_streams_for_asyncio(one: Exported) -> None:
+    model = one.served()
+
+    async def collect() -> list[int]:
+        stream: TokenStream = model.generate(PROMPT, max_new_tokens=8, stream=True)
+        return [token async for token in stream]
+
+    with ThreadPoolExecutor(1) as thread:  # other tests leave a loop running in this one
+        found = thread.submit(lambda: asyncio.run(collect())).result(60)
+    assert found == expected(one.models[0], [PROMPT], 8)[0]
+
+
+def test_a_stream_is_closed_while_a_thread_is_within_a_step(one: Exported, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = one.served(residency="single")
+    inside, go_on = threading.Event(), threading.Event()
+    original = GraphCall.__call__
+
+    def slow(self: GraphCall, *args: Any) -> Any:
+        inside.set()
+        assert go_on.wait(30)
+        return original(self, *args)
+
+    monkeypatch.setattr(GraphCall, "__call__", slow)
+
+    async def give_up() -> None:
+        stream = model.generate(PROMPT, stream=True)
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(stream.__anext__(), 0.2)
+        assert inside.is_set()
+        go_on.set()
+        stream.close()
+
+    with ThreadPoolExecutor(1) as thread:
+        thread.submit(lambda: asyncio.run(give_up())).result(60)
+    model.swap(one.files[1], timeout=0)
+
+
+def test_weights_that_give_no_numbers_are_told(one: Exported, tmp_path: Path) -> None:
+    broken = built("Llama", 1)
+    torch.nn.init.constant_(broken.lm_head.weight, float("nan"))
+    model = load(one.artifact, pack(broken, one.artifact, out=tmp_path / "nan.safetensors").path)
+    for temperature in (0.0, 1.0):
+        with pytest.raises(CallError, match="not numbers"):
+            model.generate(PROMPT, temperature=temperature)
+
+
+def test_what_ends_a_row(one: Exported, three: Exported) -> None:
+    model = one.served()
+    whole = model.generate(PROMPT)
+    assert len(whole) == LENGTH + 1 - len(PROMPT)  # until the cache is full
+    assert model.generate(PROMPT, stop=whole[4]) == model.generate(PROMPT, stop=[whole[4]])
+    assert model.generate(PROMPT, stop=[whole[4]]) == whole[: whole.index(whole[4]) + 1]
+    assert model.generate(PROMPT, stop=[whole[3:5]]) == whole[:5]
+    assert model.generate(torch.tensor(PROMPT), max_new_tokens=1) == whole[:1]
+    rows = three.served().generate(np.asarray([PROMPT] * 2), stop=[[60000]], max_new_tokens=3)
+    assert rows[0] == rows[1]
+
+
+def test_sampling_is_seeded(one: Exported) -> None:
+    model = one.served()
+
+    def sample(seed: int) -> list[int]:
+        tokens: list[int] = model.generate(PROMPT, temperature=1.5, top_k=40, top_p=0.95, seed=seed, max_new_tokens=12)
+        return tokens
+
+    assert sample(1) == sample(1)
+    assert len({tuple(sample(seed)) for seed in range(6)}) > 3
+
+
+REFUSED: dict[str, tuple[Callable[[Model], Any], type[Exception], str]] = {
+    "a long prompt": (lambda m: m.generate([1] * 25), InputMismatch, "has 25 tokens, and the cache holds 24"),
+    "too many": (lambda m: m.generate(PROMPT, max_new_tokens=22), InputMismatch, "22 new ones do not fit"),
+    "no tokens": (lambda m: m.generate([]), InputMismatch, "no tokens"),
+    "no prompts": (lambda m: m.generate([[]][1:]), InputMismatch, "no tokens"),
+    "several": (lambda m: m.generate([[1], [2]]), InputMismatch, "expected 1 to 1 prompts, got 2"),
+    "numbers": (lambda m: m.generate([1.5]), InputMismatch, "expected tokens"),
+    "unknown": (lambda m: m.generate([3, 64]), InputMismatch, "the token 64, and the vocabulary 64"),
+    "negative": (lambda m: m.generate([[-1]]), InputMismatch, "expected tokens"),
+    "no tokenizer": (lambda m: m.generate("text"), Unsupported, "tokenizer.json"),
+    "a text to stop at": (lambda m: m.generate(PROMPT, stop=["."]), InputMismatch, "stop"),
+    "temperature": (lambda m: m.generate(PROMPT, temperature=-1), Unsupported, "temperature=-1"),
+    "top_k": (lambda m: m.generate(PROMPT, top_k=0), Unsupported, "top_k=0"),
+    "top_p": (lambda m: m.generate(PROMPT, top_p=1.5), Unsupported, r"top_p=1\.5"),
+    "penalty": (lambda m: m.generate(PROMPT, repetition_penalty=0), Unsupported, "repetition_penalty=0"),
+    "half a token": (lambda m: m.generate(PROMPT, max_new_tokens=2.5), Unsupported, r"max_new_tokens=2\.5"),
+    "half a choice": (lambda m: m.generate(PROMPT, top_k=2.5), Unsupported, r"top_k=2\.5"),
+    "seed": (lambda m: m.generate(PROMPT, seed=-1), Unsupported, "seed=-1"),
+    "nothing to stop at": (lambda m: m.generate(PROMPT, stop=[""]), InputMismatch, "an empty text"),
+    "tokens": (lambda m: m.generate(PROMPT, max_new_tokens=0), Unsupported, "max_new_tokens=0"),
+    "policy": (lambda m: m.generate(PROMPT, on_swap="drop"), Unsupported, "on_swap='drop'"),
+}
+
+
+@pytest.mark.parametrize(("call", "error", "text"), REFUSED.values(), ids=REFUSED)
+def test_what_cannot_be_is_refused(call: Any, error: type[Exception], text: str, one: Exported) -> None:
+    model = one.served(residency="single")
+    with pytest.raises(error, match=text):
+        call(model)
+    model.swap(one.files[1], timeout=0)
+
+
+def test_models_that_do_not_generate(tmp_path: Path) -> None:
+    linear = torch.nn.Linear(2, 2)
+    with pytest.raises(Unsupported, match="no language model"):
+        export_decoder(linear, out=tmp_path / "a", length=8)
+    with pytest.raises(Unsupported, match="has learned 64 positions"):
+        export_decoder(built("GPT2LMHead"), out=tmp_path / "a", length=65)
+    with pytest.raises(Unsupported, match="length=0"):
+        export_decoder(built("Llama"), out=tmp_path / "a", length=0)
+    artifact = export(linear.eval(), (torch.ones(1, 2),), out=tmp_path / "b")
+    model = load(artifact, pack(linear, artifact, out=tmp_path / "b.safetensors").path)
+    with pytest.raises(Unsupported, match="does not generate"):
+        model.generate([1])
+
+
+# text
+
+
+@pytest.fixture
+def tokenizer(tmp_path: Path) -> Path:
+    from tokenizers import Tokenizer
+    from tokenizers.decoders import ByteLevel as Back
+    from tokenizers.models import BPE
+    from tokenizers.pre_tokenizers import ByteLevel
+
+    letters = sorted(ByteLevel.alphabet())[:63]
+    built = Tokenizer(BPE({letter: number for number, letter in enumerate(letters)}, []))
+    built.pre_tokenizer, built.decoder = ByteLevel(add_prefix_space=False), Back()
+    built.save(str(tmp_path / "tokenizer.json"))
+    return tmp_path / "tokenizer.json"
+
+
+def test_text_in_and_out(one: Exported, tokenizer: Path) -> None:
+    from tokenizers import Tokenizer
+
+    model, plain = one.served(), Tokenizer.from_file(str(tokenizer))
+    tokens = model.generate(plain.encode("ABC").ids, max_new_tokens=10)
+    text = model.generate("ABC", max_new_tokens=10, tokenizer=tokenizer)
+    assert text == plain.decode(tokens)
+    assert "".join(model.generate("ABC", max_new_tokens=10, tokenizer=tokenizer, stream=True)) == text
+    assert model.generate(["ABC"], max_new_tokens=10, tokenizer=tokenizer.parent) == [text]
+    cut = model.generate("ABC", max_new_tokens=10, tokenizer=tokenizer, stop=[text[2:4]])
+    assert text.startswith(cut)
+    assert text[2:4] in cut
+
+
+def test_the_tokenizer_beside_the_weights_is_found(one: Exported, tokenizer: Path) -> None:
+    beside = tokenizer.parent / "v.safetensors"
+    beside.write_bytes(one.files[0].read_bytes())
+    model = load(one.artifact, beside)
+    assert model.generate("ABC", max_new_tokens=4) == model.generate("ABC", max_new_tokens=4, tokenizer=tokenizer)
+
+
+# sampling alone, against transformers' own
+
+
+@pytest.fixture
+def draws() -> Iterator[np.random.Generator]:
+    return np.random.default_rng(0)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    seed=st.integers(0, 10_000),
+    temperature=st.sampled_from([0.3, 1.0, 2.5]),
+    top_k=st.sampled_from([None, 1, 5, 64, 100]),
+    top_p=st.sampled_from([None, 0.05, 0.5, 0.9, 1.0]),
+)
+def test_probabilities_are_those_of_transformers(seed: int, temperature: float, top_k: Any, top_p: Any) -> None:
+    from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+
+    logits = np.random.default_rng(seed).normal(size=64) * 3
+    found = probabilities(logits, Sampling(temperature, top_k, top_p))
+    warpers = [TemperatureLogitsWarper(temperature)]
+    warpers += [TopKLogitsWarper(top_k)] if top_k else []
+    warpers += [TopPLogitsWarper(top_p)] if top_p is not None and top_p < 1 else []
+    scores = torch.from_numpy(logits)[None]
+    for warper in warpers:
+        scores = warper(torch.zeros(1, 0, dtype=torch.int64), scores)
+    np.testing.assert_allclose(found, scores.softmax(-1)[0].numpy(), rtol=1e-6, atol=1e-12)
+
+
+@pytest.mark.parametrize("penalty", [0.5, 1.0, 3.0])
+def test_the_penalty_on_repetition_is_that_of_transformers(penalty: float, draws: np.random.Generator) -> None:
+    from transformers import RepetitionPenaltyLogitsProcessor
+
+    process = RepetitionPenaltyLogitsProcessor(penalty)
+    for _ in range(50):
+        logits, seen = draws.normal(size=16), draws.integers(0, 16, 6).tolist()
+        scores = process(torch.tensor([seen]), torch.from_numpy(logits)[None])
+        assert choose(logits, seen, Sampling(repetition_penalty=penalty), draws) == int(scores.argmax())

@@ -1,0 +1,364 @@
+"""Stagings in the background: progress, waiting, cancelling, the rate, who may stage when."""
+
+from __future__ import annotations
+
+import gc
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.support.forks import in_a_child
+from tests.support.tiny import SLOW, TinyArtifact, WriteWeights, X, serves
+from weightswap_runtime import (
+    DigestMismatch,
+    Event,
+    LeaseTimeout,
+    Model,
+    NothingToRollBack,
+    StageCancelled,
+    StageClosed,
+    Staged,
+    StagingBusy,
+    Unsupported,
+    WeightFileError,
+    load,
+    write_delta,
+)
+from weightswap_runtime.live.pinned import Pinned
+from weightswap_runtime.threads.job import Job
+
+
+@pytest.fixture
+def model(tiny: TinyArtifact, weight_file: WriteWeights, residency: str) -> Model:
+    return load(tiny.path, weight_file(0), residency=residency)
+
+
+def test_a_commit_waits_for_the_staging(model: Model, weight_file: WriteWeights) -> None:
+    assert model.stage(weight_file(1), background=True).commit().generation == 1
+    assert serves(model, 1)
+
+
+def test_a_cancelled_staging_leaves_nothing(model: Model, weight_file: WriteWeights) -> None:
+    threads = threading.active_count()
+    for _ in range(5):
+        staged = model.stage(weight_file(1), background=True, rate_limit=SLOW)
+        time.sleep(0.01)
+        staged.cancel()
+        assert staged.done
+        assert staged.progress.phase == "cancelled"
+        for use in (staged.wait, staged.commit):
+            with pytest.raises(StageCancelled, match="nothing was changed"):
+                use()
+        assert serves(model, 0)
+    model.swap(weight_file(2))
+    assert serves(model, 2)
+    assert threading.active_count() <= threads
+
+
+def test_a_cancel_is_quick(model: Model, weight_file: WriteWeights) -> None:
+    taken = []
+    for _ in range(5):
+        staged = model.stage(weight_file(1), background=True, rate_limit=SLOW)
+        while staged.progress.phase != "reading":
+            time.sleep(0.001)
+        start = time.perf_counter()
+        staged.cancel()
+        taken.append(time.perf_counter() - start)
+    assert min(taken) < 1  # 50 ms in the benchmarks; here only that it does not wait for the rate
+
+
+@pytest.mark.parametrize("leave", [lambda staged: staged.__exit__(), lambda staged: staged.discard()])
+def test_leaving_it_cancels(model: Model, weight_file: WriteWeights, leave: Callable[[Staged], None]) -> None:
+    staged = model.stage(weight_file(1), background=True, rate_limit=SLOW)
+    leave(staged)
+    assert staged.done
+    assert serves(model, 0)
+    model.swap(weight_file(2))
+
+
+def test_dropping_it_cancels(model: Model, weight_file: WriteWeights) -> None:
+    staged = model.stage(weight_file(1), background=True, rate_limit=SLOW)
+    del staged
+    gc.collect()
+    model.swap(weight_file(2), busy="wait")
+    assert serves(model, 2)
+
+
+def test_a_thread_that_has_not_quite_ended_keeps_nobody_from_staging(
+    model: Model, weight_file: WriteWeights, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its last reference is dropped while the system has not let its thread end."""
+    threads: list[threading.Thread] = []
+    start = threading.Thread.start
+    monkeypatch.setattr(threading.Thread, "start", lambda self: (threads.append(self), start(self))[1])
+    for _ in range(3):
+        model.stage(weight_file(2), background=True).wait(SLOW)
+    assert len(threads) >= 3
+    model.swap(weight_file(2))
+
+
+def test_errors_come_when_it_is_asked(model: Model, weight_file: WriteWeights) -> None:
+    missing = model.stage("nowhere.safetensors", background=True)
+    for use in (missing.wait, missing.commit, lambda: missing(X)):
+        with pytest.raises(WeightFileError, match="cannot be opened"):
+            use()
+    broken = weight_file(1)
+    broken.write_bytes(broken.read_bytes()[:-1] + b"?")
+    with pytest.raises(DigestMismatch):
+        model.stage(broken, background=True).wait(30)
+    assert serves(model, 0)
+    model.swap(weight_file(2))
+
+
+def test_what_cannot_be_meant_is_refused_at_once(model: Model, weight_file: WriteWeights) -> None:
+    for wrong in ({"rate_limit": 0}, {"rate_limit": -1.0}, {"busy": "never"}, {"keys": "other"}, {"expect": "12"}):
+        with pytest.raises(Unsupported, match=next(iter(wrong))):
+            model.stage(weight_file(1), background=True, **wrong)
+    model.swap(weight_file(1))
+
+
+def test_a_second_one_waits_if_asked(model: Model, weight_file: WriteWeights) -> None:
+    first = model.stage(weight_file(1))
+    second = model.stage(weight_file(2), background=True, busy="wait")
+    time.sleep(0.05)
+    assert second.progress.phase == "waiting"
+    first.commit()
+    assert second.commit().generation == 2
+    assert serves(model, 2)
+    with model.stage(weight_file(3)), pytest.raises(StagingBusy, match=r"waited 0\.05 s"):
+        model.swap(weight_file(1), busy="wait", timeout=0.05)
+    with model.stage(weight_file(3)):
+        waiting = model.stage(weight_file(1), background=True, busy="wait", timeout=None)
+        waiting.cancel()
+        with pytest.raises(StageCancelled):
+            waiting.wait()
+    assert serves(model, 2)
+
+
+def test_a_fork_does_not_wait_for_a_thread_that_it_has_not(model: Model, weight_file: WriteWeights) -> None:
+    staged = model.stage(weight_file(1), background=True, rate_limit=SLOW)
+
+    def work() -> bool:
+        staged.cancel()
+        model.swap(weight_file(2))
+        return serves(model, 2)
+
+    assert in_a_child(work)
+    staged.cancel()
+    assert serves(model, 0)
+
+
+def test_the_rate_is_kept(tiny: TinyArtifact, weight_file: WriteWeights) -> None:
+    model = load(tiny.path, weight_file(0))
+    start = time.perf_counter()
+    model.swap(weight_file(1), rate_limit=920)
+    assert time.perf_counter() - start > 0.05  # 92 bytes take 0.1 s; the last piece need not be waited for
+
+
+def test_the_interpreter_ends_without_waiting(tiny: TinyArtifact, weight_file: WriteWeights) -> None:
+    script = (
+        "import sys, time\nfrom weightswap_runtime import load\n"
+        "model = load(sys.argv[1], sys.argv[2])\n"
+        f"staged = model.stage(sys.argv[3], background=True, rate_limit={SLOW})\n"
+        "while staged.progress.phase != 'reading':\n    time.sleep(0.01)\n"
+    )
+    command = [sys.executable, "-c", script, str(tiny.path), str(weight_file(0)), str(weight_file(1))]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+def test_a_rollback_does_not_wait_for_a_swap_and_undo_it(model: Model, weight_file: WriteWeights) -> None:
+    swap = threading.Thread(target=lambda: model.swap(weight_file(1), rate_limit=200))
+    swap.start()
+    while model.generation == 0 and not model._store.job:
+        time.sleep(0.001)
+    with pytest.raises(StagingBusy, match='busy="wait"'):
+        model.rollback()
+    swap.join()
+    assert serves(model, 1)
+    with pytest.raises(Unsupported, match="busy='never'"):
+        model.rollback(busy="never")  # type: ignore[arg-type]
+    if model.residency == "double":
+        with model.stage(weight_file(2)), pytest.raises(StagingBusy, match=r"waited 0\.02 s"):
+            model.rollback(busy="wait", timeout=0.02)
+
+
+def test_copies_within_memory_keep_the_rate_and_are_cancelled(
+    tiny: TinyArtifact, weight_file: WriteWeights, tmp_path: Path
+) -> None:
+    delta = write_delta(weight_file(1), weight_file(2), tmp_path / "d.safetensors").path
+    model = load(tiny.path, weight_file(0), keep_previous="host")
+    model.swap(weight_file(1))
+    for path in (delta, weight_file(2)):  # the first saves the previous set before it copies the live one
+        staged = model.stage(path, background=True, rate_limit=1500)
+        while not (staged.done or staged.progress.phase == "copying"):
+            time.sleep(0.001)
+        assert staged.progress.bytes_total == 1024
+        staged.cancel()
+        assert staged.progress.phase == "cancelled"
+        assert serves(model, 1)
+        model.rollback()
+        assert serves(model, 0)
+        model.swap(weight_file(1))
+
+
+def test_what_a_lost_thread_has_staged_is_not_committed_in_a_child(
+    tiny: TinyArtifact, weight_file: WriteWeights
+) -> None:
+    model = load(tiny.path, weight_file(0))
+    staged = model.stage(weight_file(1), background=True).wait(30)
+
+    def work() -> bool:
+        model.swap(weight_file(2))
+        with pytest.raises(StageClosed):
+            staged.commit()
+        return serves(model, 2)
+
+    assert in_a_child(work)
+    staged.commit()
+    assert serves(model, 1)
+
+
+def test_children_do_not_wait_for_locks_of_threads_that_they_have_not(
+    tiny: TinyArtifact, weight_file: WriteWeights
+) -> None:
+    model = load(tiny.path, weight_file(0))
+    staged = model.stage(weight_file(1))
+
+    def work() -> bool:
+        staged.discard()
+        model.swap(weight_file(2))
+        return serves(model, 2)
+
+    with (
+        model._gate._lock,
+        model._store.turns._claiming,
+        model._store.closing,
+        staged._closing,
+        staged._task.job._lock,
+    ):
+        assert in_a_child(work)  # as if other threads had the locks
+    staged.commit()
+    assert serves(model, 1)
+
+
+def test_slips_are_refused_by_name(tiny: TinyArtifact, weight_file: WriteWeights) -> None:
+    model = load(tiny.path, weight_file(0), residency="single", keep_previous="host")
+    with pytest.raises(WeightFileError, match="is empty"):
+        model.swap("")
+    for listen in (model.listen, model.observe):
+        with pytest.raises(Unsupported, match="'print' cannot be called"):
+            listen("print")  # type: ignore[arg-type]
+    with pytest.raises(NothingToRollBack, match="nothing was committed before"):
+        model.rollback()
+    for odd in ("200MB", float("inf"), float("nan"), 0):
+        with pytest.raises(Unsupported, match="expected bytes per second"):
+            model.swap(weight_file(1), rate_limit=odd)  # type: ignore[arg-type]
+    assert serves(model, 0)
+
+
+def test_a_listener_cannot_commit_in_the_staging_s_own_thread(model: Model, weight_file: WriteWeights) -> None:
+    refused: list[BaseException] = []
+    begun = threading.Event()
+    found: list[Staged] = []
+
+    def commit(event: Event) -> None:
+        if event.kind == "staged":
+            begun.wait(30)
+            try:
+                found[0].commit()
+            except StagingBusy as error:
+                refused.append(error)
+
+    model.listen(commit)
+    found.append(model.stage(weight_file(1), background=True))
+    begun.set()
+    found[0].wait(30).commit()
+    assert len(refused) == 1
+    assert serves(model, 1)
+
+
+def test_a_fork_does_not_wait_for_calls_of_a_pin_that_threads_share(model: Model) -> None:
+    held, forked = threading.Event(), threading.Event()
+
+    def call(session: Pinned) -> None:
+        with session._open:
+            held.set()
+            forked.wait(60)
+
+    with model.pin() as session, ThreadPoolExecutor(1) as pool:
+        other = pool.submit(call, session)
+        assert held.wait(30)
+        assert in_a_child(lambda: session(X) is not None)
+        forked.set()
+        other.result()
+
+
+def test_a_trial_of_a_delta_in_single_residency_keeps_the_rate(tmp_path: Path) -> None:
+    """Before goldens are tried, a full set is copied; that is cancelled and limited as any copy is."""
+    tiny = TinyArtifact(tmp_path / "tiny.artifact")
+    files = [tiny.write(tmp_path / f"v{seed}.safetensors", tiny.values(seed)) for seed in range(2)]
+    delta = write_delta(*files, tmp_path / "d.safetensors").path
+    model = load(tiny.path, files[0], residency="single")
+    staged = model.stage(delta)
+    candidate = staged._task.candidate
+    assert candidate is not None
+    slow = Job(1e4)
+    threading.Timer(0.05, slow.cancel).start()
+    slow._free_at = time.monotonic() + 60
+    with pytest.raises(StageCancelled):
+        candidate.trial_session(slow)
+    assert torch.equal(staged(X), TinyArtifact.eager(1, X))
+
+
+def committing(staged: Staged, timeout: float | None) -> threading.Thread:
+    """A thread whose commit waits for a pin."""
+
+    def commit() -> None:
+        with suppress(LeaseTimeout):
+            staged.commit(timeout=timeout)
+
+    thread = threading.Thread(target=commit)
+    thread.start()
+    while not staged._committing:
+        time.sleep(0.001)
+    return thread
+
+
+@pytest.mark.parametrize("residency", ["single"])
+def test_a_discard_beside_a_commit_waits_for_no_pin(model: Model, weight_file: WriteWeights) -> None:
+    events: list[Event] = []
+    model.listen(events.append)
+    staged = model.stage(weight_file(1))
+    with model.pin():
+        thread = committing(staged, None)
+        discarding = threading.Thread(target=staged.discard, daemon=True)
+        discarding.start()
+        discarding.join(30)
+        assert not discarding.is_alive()
+        assert thread.is_alive()
+    thread.join(60)
+    assert serves(model, 1)  # the commit was first
+    assert [event.kind for event in events] == ["staging", "staged", "committed"]
+
+
+@pytest.mark.parametrize("residency", ["single"])
+def test_a_discard_beside_a_commit_that_fails_is_done(model: Model, weight_file: WriteWeights) -> None:
+    events: list[Event] = []
+    model.listen(events.append)
+    staged = model.stage(weight_file(1))
+    with model.pin():
+        thread = committing(staged, 0.2)
+        staged.discard()
+        thread.join(60)
+    assert [event.kind for event in events] == ["staging", "staged", "refused", "discarded"]
+    model.swap(weight_file(2))
+    assert serves(model, 2)

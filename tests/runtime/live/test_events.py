@@ -1,0 +1,339 @@
+"""Events and observers: every staging ends in exactly one way, and nothing that a hook does reaches the model."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from tests.support import warm
+from tests.support.forks import in_a_child
+from tests.support.tiny import TinyArtifact, WriteWeights, X, serves
+from weightswap_runtime import (
+    Event,
+    InputMismatch,
+    LeaseTimeout,
+    ModelFailed,
+    NothingToRollBack,
+    NoWeights,
+    StageCancelled,
+    StagingBusy,
+    WeightFileError,
+    load,
+)
+from weightswap_runtime.live.store import Store
+from weightswap_runtime.memory.arena import HostArena
+
+
+class Told:
+    """Collects events."""
+
+    def __init__(self) -> None:
+        self.events: list[Event] = []
+
+    def __call__(self, event: Event) -> None:
+        self.events.append(event)
+
+    @property
+    def kinds(self) -> list[str]:
+        return [event.kind for event in self.events]
+
+
+def test_a_swap_is_told_from_begin_to_end(tiny: TinyArtifact, weight_file: WriteWeights, residency: str) -> None:
+    told = Told()
+    model = load(tiny.path, residency=residency, on_event=told)  # type: ignore[arg-type]
+    receipt = model.swap(weight_file(1), by="trainer")
+    assert told.kinds == ["staging", "staged", "committed"]
+    begun, staged, committed = told.events
+    assert {event.source for event in told.events} == {receipt.source}
+    assert {(event.by, event.graph_id) for event in told.events} == {("trainer", model.graph_id)}
+    assert (begun.weights_id, begun.operation) == (None, None)
+    assert (staged.weights_id, staged.operation, staged.nbytes) == (receipt.weights_id, "full", receipt.bytes_read)
+    assert (staged.seconds_staged, staged.seconds_verified) == (receipt.seconds_staged, receipt.seconds_verified)
+    assert staged.seconds >= staged.seconds_staged
+    assert (committed.receipt, committed.operation) == (receipt, "full")
+
+
+def test_labels_are_told(tiny: TinyArtifact, tmp_path: Path) -> None:
+    from weightswap_runtime.format.weight_file import TensorRow, write_weight_file
+
+    values = tiny.values(3)
+    rows = [TensorRow(row.name, row.dtype, row.shape) for row in tiny.manifest.weights]
+    order = ["steps", "bias", "tied", "weight"]
+    data = {name: [memoryview(values[name].numpy().tobytes())] for name in order}
+    path = tmp_path / "labelled.safetensors"
+    write_weight_file(path, rows, data, graph_id=tiny.manifest.graph_id, labels={"step": "3"})
+    told = Told()
+    load(tiny.path, path, on_event=told)
+    assert [dict(event.labels) for event in told.events] == [{}, {"step": "3"}, {"step": "3"}]
+
+
+def test_events_and_receipts_become_plain_values(tiny: TinyArtifact, weight_file: WriteWeights) -> None:
+    told = Told()
+    model = load(tiny.path, weight_file(1), on_event=told)
+    with pytest.raises(WeightFileError):
+        model.swap(weight_file(1).with_name("nowhere"))
+    receipt = model.history[0].as_dict()
+    assert json.loads(json.dumps(receipt))["staged_in"] == list(receipt["staged_in"])
+    assert (receipt["generation"], receipt["weights_id"], receipt["staged_in"][0]) == (0, model.weights_id, "in place")
+    committed, refused = told.events[2].as_dict(), told.events[-1].as_dict()
+    assert committed["receipt"] == receipt
+    assert (committed["kind"], committed["error"]) == ("committed", None)
+    said = {"error": "WeightFileError", "message": str(told.events[-1].error), "problems": []}
+    assert json.loads(json.dumps(refused))["error"] == said
+
+
+def test_a_refused_file_is_told_with_its_reason_and_its_phase(tiny: TinyArtifact, weight_file: WriteWeights) -> None:
+    told = Told()
+    model = load(tiny.path, weight_file(1))
+    model.listen(told)
+    path = weight_file(2)
+    raw = bytearray(path.read_bytes())
+    raw[-1] ^= 1
+    path.write_bytes(raw)
+    with pytest.raises(Exception, match="digest") as caught:
+        model.swap(path)
+    with pytest.raises(WeightFileError):
+        model.swap(path.with_name("nowhere"), only="bias")
+    assert told.kinds == ["staging", "refused"] * 2
+    damaged, missing = told.events[1], told.events[3]
+    assert (damaged.error, damaged.phase, damaged.nbytes) == (caught.value, "verifying", 92)
+    assert (missing.phase, missing.nbytes, missing.operation) == ("opening", 0, "partial")
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_a_busy_model_refuses_and_says_so(tiny: TinyArtifact, weight_file: WriteWeights, background: bool) -> None:
+    told = Told()
+    model = load(tiny.path, weight_file(1))
+    with model.stage(weight_file(2)):
+        model.listen(told)
+        with pytest.raises(StagingBusy):
+            model.stage(weight_file(3), background=background)
+        with pytest.raises(StagingBusy):
+            model.rollback()
+    assert told.kinds == ["refused", "refused", "discarded"]
+    assert [(event.phase, event.operation) for event in told.events[:2]] == [
+        ("waiting", None),
+        ("committing", "rollback"),
+    ]
+
+
+def test_a_commit_that_is_refused_leaves_the_staging_open(tiny: TinyArtifact, weight_file: WriteWeights) -> None:
+    told = Told()
+    model = load(tiny.path, weight_file(1), residency="single", on_event=told)
+    staged = model.stage(weight_file(2))
+    with model.pin(), pytest.raises(LeaseTimeout):
+        staged.commit(timeout=0)
+    staged.commit()
+    with pytest.raises(NothingToRollBack):
+        model.rollback()
+    assert told.kinds[3:] == ["staging", "staged", "refused", "committed", "refused"]
+    assert [(event.phase, event.operation) for event in told.events if event.kind == "refused"] == [
+        ("committing", "full"),
+        ("committing", "rollback"),
+    ]
+
+
+def test_a_broken_commit_is_told(
+    tiny: TinyArtifact, weight_file: WriteWeights, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = load(tiny.path, weight_file(1), residency="single")
+    staged = model.stage(weight_file(2))
+    told = Told()
+    model.listen(told)
+
+    def broken(*_: object) -> None:
+        raise OSError("broken")
+
+    monkeypatch.setattr(HostArena, "write_to", broken)
+    with pytest.raises(ModelFailed):
+        staged.commit()
+    monkeypatch.undo()
+    staged.discard()
+    assert told.kinds == ["failed", "discarded"]
+    assert (told.events[0].operation, told.events[0].source) == ("full", str(weight_file(2)))
+
+
+@pytest.mark.parametrize("raised", [KeyboardInterrupt, StageCancelled])
+def test_a_staging_that_is_given_up_is_told(
+    raised: type[BaseException], tiny: TinyArtifact, weight_file: WriteWeights, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told = Told()
+    model = load(tiny.path, weight_file(1))
+    model.listen(told)
+
+    def interrupted(*_: object) -> None:
+        raise raised
+
+    monkeypatch.setattr(Store, "stage", interrupted)
+    with pytest.raises(raised):
+        model.swap(weight_file(2))
+    assert told.kinds == ["staging", "cancelled"]
+    assert isinstance(told.events[1].error, raised)
+
+
+def test_a_listener_that_fails_harms_nobody(
+    tiny: TinyArtifact, weight_file: WriteWeights, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fails(event: Event) -> None:
+        raise ValueError("a listener's own")
+
+    told = Told()
+    model = load(tiny.path, on_event=fails)
+    model.listen(told)
+    model.swap(weight_file(1))
+    assert told.kinds == ["staging", "staged", "committed"]
+    assert serves(model, 1)
+    assert [record.exc_info[0] for record in caplog.records if record.exc_info] == [ValueError] * 3
+
+
+def test_listening_ends(tiny: TinyArtifact, weight_file: WriteWeights) -> None:
+    model, once, twice = load(tiny.path), Told(), Told()
+    stop = model.listen(once)
+    also = model.listen(twice)
+    again = model.listen(twice)
+    stop()
+    stop()
+    also()
+    model.swap(weight_file(1))
+    assert (once.kinds, twice.kinds) == ([], ["staging", "staged", "committed"])
+    again()
+    model.swap(weight_file(2))
+    assert len(twice.events) == 3
+
+
+def test_listeners_come_and_go_from_many_threads(tiny: TinyArtifact, weight_file: WriteWeights) -> None:
+    model = load(tiny.path)
+    kept = [Told() for _ in range(4)]
+
+    def churn(told: Told) -> None:
+        for _ in range(500):
+            model.listen(Told())()
+        model.listen(told)
+
+    threads = [threading.Thread(target=churn, args=(told,)) for told in kept]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    model.swap(weight_file(1))
+    assert [told.kinds for told in kept] == [["staging", "staged", "committed"]] * 4
+
+
+def test_calls_can_be_observed(tiny: TinyArtifact, weight_file: WriteWeights) -> None:
+    seen: list[tuple[str, type | None]] = []
+    model = load(tiny.path)
+    stop = model.observe(lambda method, seconds, error: seen.append((method, type(error) if error else None)))
+    with pytest.raises(NoWeights):
+        model(X)
+    model.swap(weight_file(1))
+    with pytest.raises(InputMismatch):
+        model("x")
+    assert serves(model, 1)
+    with model.pin() as pinned:
+        pinned.forward(X)
+    with model.stage(weight_file(2)) as staged:
+        staged(X)
+    stop()
+    model(X)
+    assert seen == [("forward", NoWeights), ("forward", InputMismatch), ("forward", None), ("forward", None)]
+
+
+def test_an_observer_that_fails_harms_no_call(
+    tiny: TinyArtifact, weight_file: WriteWeights, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fails(*_: object) -> None:
+        raise ValueError("an observer's own")
+
+    model = load(tiny.path, weight_file(1))
+    model.observe(fails)
+    assert serves(model, 1)
+    with pytest.raises(InputMismatch):
+        model()
+    assert len(caplog.records) == 2
+
+
+def test_progress_is_that_of_the_staging_under_way(
+    tiny: TinyArtifact, weight_file: WriteWeights, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = load(tiny.path, weight_file(1))
+    assert model.progress is None
+    seen = []
+    model.listen(lambda event: seen.append(model.progress))
+    original = Store._stage
+
+    def look(store: Store, member: object, weights: object, request: object, job: object) -> object:
+        seen.append(model.progress)
+        return original(store, member, weights, request, job)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Store, "_stage", look)
+    model.swap(weight_file(2))
+    assert seen == [None, ("opening", 0, 0), None, None]
+    assert model.progress is None
+
+
+SWAPS = """
+import logging, sys
+from weightswap_runtime import WeightFileError, load
+if sys.argv[3] == "configured":
+    logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s %(message)s")
+model = load(sys.argv[1], sys.argv[2])
+try:
+    model.swap("nowhere.safetensors", by="me")
+except WeightFileError:
+    print("refused")
+"""
+
+
+def swap_in_a_process(tiny: TinyArtifact, path: Path, logs: str) -> subprocess.CompletedProcess[str]:
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    command = [warm.python(), "-c", SWAPS, str(tiny.path), str(path), logs]
+    return subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
+
+
+def test_the_log_is_quiet_by_default(tiny: TinyArtifact, weight_file: WriteWeights) -> None:
+    done = swap_in_a_process(tiny, weight_file(1), "default")
+    assert (done.stdout, done.stderr) == ("refused\n", "")
+
+
+def test_the_log_is_informative_where_it_is_configured(tiny: TinyArtifact, weight_file: WriteWeights) -> None:
+    path = weight_file(1)
+    lines = swap_in_a_process(tiny, path, "configured").stderr.splitlines()
+    assert [line.partition(":")[0] for line in lines] == [
+        "INFO weightswap.events staged",
+        "INFO weightswap.events committed",
+        "WARNING weightswap.events refused for me while opening",
+    ]
+    assert f"{path}, weights " in lines[0]
+    assert lines[1].endswith(", generation 0")
+    assert "WeightFileError: nowhere.safetensors: cannot be opened" in lines[2]
+
+
+def test_a_child_that_is_forked_during_a_swap_can_swap(tiny: TinyArtifact, weight_file: WriteWeights) -> None:
+    model = load(tiny.path, weight_file(1))
+    path = weight_file(2)
+    begun, go_on = threading.Event(), threading.Event()
+
+    def wait(event: Event) -> None:
+        if event.kind == "staging" and event.by == "parent":
+            begun.set()
+            go_on.wait(60)
+
+    model.listen(wait)
+    thread = threading.Thread(target=model.swap, args=(path,), kwargs={"by": "parent"})
+    thread.start()
+    assert begun.wait(60)
+
+    def work() -> bool:
+        model.swap(path, by="child")
+        return serves(model, 2) and model.progress is None
+
+    assert in_a_child(work)
+    go_on.set()
+    thread.join(60)
+    assert serves(model, 2)

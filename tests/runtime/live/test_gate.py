@@ -1,0 +1,221 @@
+"""The gate: a property-based machine drives it against a plain model; threads test what a machine cannot."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from weightswap_runtime import LeaseTimeout, ModelFailed, NoWeights
+from weightswap_runtime.format.identity import Identity
+from weightswap_runtime.live.gate import Gate, Version, _held_leases
+from weightswap_runtime.threads.claims import Claim, ClaimReference
+
+
+class Place:
+    """Stands for a session."""
+
+    def __init__(self) -> None:
+        self.leases: dict[int, ClaimReference] = {}
+
+
+class GateMachine(RuleBasedStateMachine):
+    """One thread, two places: what is current, and how many leases are out on each."""
+
+    @initialize()
+    def start(self) -> None:
+        self.gate: Gate[Place] = Gate()
+        self.places = [Place(), Place()]
+        self.current: Version[Place] | None = None
+        self.failed = False
+        self.leases: list[tuple[Place, Claim]] = []
+
+    @rule(index=st.integers(0, 1))
+    def exchange(self, index: int) -> None:
+        generation = self.current.generation + 1 if self.current else 0
+        self.current = Version(self.places[index], generation, Identity(str(generation), {}, {}))
+        self.gate.exchange(self.current)
+        self.failed = False
+
+    @rule()
+    def acquire(self) -> None:
+        expected = ModelFailed if self.failed else NoWeights if self.current is None else None
+        if expected:
+            with pytest.raises(expected):
+                self.gate.acquire(Claim())
+            return
+        lease = Claim()
+        version = self.gate.acquire(lease)
+        assert version is self.current
+        self.leases.append((version.session, lease))
+
+    @precondition(lambda self: self.leases)
+    @rule(data=st.data())
+    def release(self, data: st.DataObject) -> None:
+        place, lease = self.leases.pop(data.draw(st.integers(0, len(self.leases) - 1)))
+        self.gate.release(place, lease)
+        self.gate.release(place, lease)
+
+    @precondition(lambda self: self.leases)
+    @rule(data=st.data())
+    def forget(self, data: st.DataObject) -> None:
+        """A lease whose frame was interrupted."""
+        self.leases.pop(data.draw(st.integers(0, len(self.leases) - 1)))
+
+    @rule()
+    def fail(self) -> None:
+        self.gate.fail("broken")
+        self.failed = True
+
+    @rule(index=st.integers(0, 1))
+    def wait_idle(self, index: int) -> None:
+        if any(place is self.places[index] for place, _ in self.leases):
+            with pytest.raises(LeaseTimeout):
+                self.gate.wait_idle(self.places[index], 0)
+        else:
+            self.gate.wait_idle(self.places[index], 0)
+
+    @invariant()
+    def leases_add_up(self) -> None:
+        for place in self.places:
+            assert len(_held_leases(place)) == sum(leased is place for leased, _ in self.leases)
+
+
+TestGateMachine = GateMachine.TestCase
+TestGateMachine.settings = settings(max_examples=60)
+
+
+def opened() -> tuple[Gate[Place], Place]:
+    gate: Gate[Place] = Gate()
+    place = Place()
+    gate.exchange(Version(place, 0, Identity("first", {}, {})))
+    return gate, place
+
+
+def test_a_hold_waits_for_leases_and_keeps_new_calls_waiting() -> None:
+    gate, place = opened()
+    order: list[str] = []
+    lease = Claim()
+    version = gate.acquire(lease)
+    entered = threading.Event()
+
+    def commit() -> None:
+        with gate.hold(place, 10):
+            order.append("held")
+            entered.set()
+            time.sleep(0.05)
+            gate.exchange(Version(place, 1, Identity("second", {}, {})))
+            order.append("committed")
+
+    def call() -> None:
+        entered.wait(10)
+        own = Claim()
+        seen = gate.acquire(own)
+        order.append(seen.weights_id)
+        gate.release(seen.session, own)
+
+    threads = [threading.Thread(target=target) for target in (commit, call)]
+    for each in threads:
+        each.start()
+    time.sleep(0.05)
+    assert order == []
+    gate.release(version.session, lease)
+    for each in threads:
+        each.join(10)
+    assert order == ["held", "committed", "second"]
+
+
+def test_a_hold_that_gives_up_lets_the_calls_go() -> None:
+    gate, place = opened()
+    lease = Claim()
+    gate.acquire(lease)
+    failures: list[BaseException] = []
+
+    def commit() -> None:
+        try:
+            with gate.hold(place, 0.05):
+                pass
+        except LeaseTimeout as error:
+            failures.append(error)
+
+    committer = threading.Thread(target=commit)
+    committer.start()
+    committer.join(10)
+    assert "the time given for that was over" in str(failures[0])
+    own = Claim()
+    gate.release(gate.acquire(own).session, own)
+    gate.release(place, lease)
+
+
+def test_holds_come_one_after_another() -> None:
+    gate, place = opened()
+    inside = 0
+    most = 0
+    lock = threading.Lock()
+
+    def commit() -> None:
+        nonlocal inside, most
+        with gate.hold(place, 10):
+            with lock:
+                inside += 1
+                most = max(most, inside)
+            time.sleep(0.01)
+            with lock:
+                inside -= 1
+
+    threads = [threading.Thread(target=commit) for _ in range(4)]
+    for each in threads:
+        each.start()
+    for each in threads:
+        each.join(10)
+    assert most == 1
+
+
+def test_a_lease_may_be_given_back_by_another_thread() -> None:
+    gate, place = opened()
+    lease = Claim()
+    gate.acquire(lease)
+    other = threading.Thread(target=gate.release, args=(place, lease))
+    other.start()
+    other.join(10)
+    gate.wait_idle(place, 0)
+
+
+def test_a_thread_with_the_number_of_one_that_ended_has_not_pinned_anything() -> None:
+    gate, place = opened()
+    numbers: list[int] = []
+    leases = []
+    refusals: list[str] = []
+
+    def pin() -> None:
+        numbers.append(threading.get_ident())
+        leases.append(Claim())
+        gate.acquire(leases[-1])
+
+    def commit() -> None:
+        numbers.append(threading.get_ident())
+        with pytest.raises(LeaseTimeout) as caught, gate.hold(place, 0):
+            pass
+        refusals.append(str(caught.value))
+
+    for target in (pin, *[commit] * 20):
+        thread = threading.Thread(target=target)
+        thread.start()
+        thread.join(10)
+    assert numbers[0] in numbers[1:]  # the system gives them out again
+    assert len(refusals) == 20
+    assert all("still held by 1 call" in refusal for refusal in refusals)
+
+
+def test_a_hold_that_was_left_behind_ends_with_its_frame() -> None:
+    gate, place = opened()
+    hold = gate.hold(place, 1)
+    hold.__enter__()
+    del hold  # as after an interrupt: nobody leaves the block
+    lease = Claim()
+    gate.acquire(lease)
+    gate.release(place, lease)

@@ -1,0 +1,249 @@
+"""A model through its public API, over a hand-made artifact, in both residencies."""
+
+from __future__ import annotations
+
+import gc
+import os
+import threading
+from functools import partial
+
+import pytest
+import torch
+
+from tests.support.tiny import TinyArtifact, WriteWeights, X, serves
+from weightswap_runtime import (
+    LeaseTimeout,
+    ModelFailed,
+    NothingToRollBack,
+    NoWeights,
+    PinReleased,
+    StageClosed,
+    StagingBusy,
+    UnknownMethod,
+    Unsupported,
+    WeightFileError,
+    load,
+)
+from weightswap_runtime.memory.arena import HostArena
+
+
+def test_swap_replaces_every_weight(tiny: TinyArtifact, weight_file: WriteWeights, residency: str) -> None:
+    model = load(tiny.path, weight_file(0), residency=residency)
+    assert (model.generation, model.graph_id) == (0, tiny.manifest.graph_id)
+    assert serves(model, 0)
+    receipt = model.swap(weight_file(1))
+    assert serves(model, 1)
+    assert (receipt.generation, receipt.weights_id) == (1, model.weights_id)
+    assert receipt.previous_weights_id != receipt.weights_id
+    assert receipt.source.endswith("v1.safetensors")
+    assert receipt.bytes_read == 92
+    assert (receipt.bytes_copied == 0) == (residency == "double")
+    assert min(receipt.seconds_staged, receipt.seconds_verified, receipt.seconds_paused) >= 0
+
+
+def test_without_weights_calls_are_refused_until_the_first_swap(
+    tiny: TinyArtifact, weight_file: WriteWeights, residency: str
+) -> None:
+    model = load(tiny.path, residency=residency)
+    assert (model.generation, model.weights_id) == (None, None)
+    with pytest.raises(NoWeights, match=r"call model.swap\(path\) first"):
+        model(X)
+    with pytest.raises(NoWeights), model.pin():
+        pass
+    with pytest.raises(NothingToRollBack):
+        model.rollback()
+    with pytest.raises(WeightFileError):
+        model.swap("nowhere.safetensors")
+    assert model.swap(weight_file(3)).generation == 0
+    assert serves(model, 3)
+
+
+def test_stage_commit_discard(tiny: TinyArtifact, weight_file: WriteWeights, residency: str) -> None:
+    model = load(tiny.path, weight_file(0), residency=residency)
+    staged = model.stage(weight_file(1))
+    assert torch.equal(staged(X), TinyArtifact.eager(1, X))
+    assert serves(model, 0)
+    with pytest.raises(StagingBusy):
+        model.stage(weight_file(2))
+    with pytest.raises(StagingBusy):
+        model.swap(weight_file(2))
+    with pytest.raises(StagingBusy):
+        model.rollback()
+    staged.discard()
+    staged.discard()
+    for use in (lambda: staged(X), staged.commit):
+        with pytest.raises(StageClosed):
+            use()
+    assert serves(model, 0)
+    with model.stage(weight_file(2)) as second:
+        assert second.commit().weights_id == second.weights_id
+        with pytest.raises(StageClosed):
+            second.commit()
+    assert serves(model, 2)
+
+
+def test_a_staging_that_is_dropped_is_discarded(tiny: TinyArtifact, weight_file: WriteWeights) -> None:
+    model = load(tiny.path, weight_file(0))
+    staged = model.stage(weight_file(1))
+    del staged
+    gc.collect()
+    model.swap(weight_file(2))
+    assert serves(model, 2)
+
+
+def test_rollback_goes_back_and_forth(tiny: TinyArtifact, weight_file: WriteWeights, residency: str) -> None:
+    model = load(tiny.path, weight_file(0), residency=residency, keep_previous="host")
+    first = model.weights_id
+    model.swap(weight_file(1))
+    receipt = model.rollback()
+    assert serves(model, 0)
+    assert (receipt.generation, receipt.weights_id, receipt.source) == (2, first, "rollback")
+    model.rollback()
+    assert serves(model, 1)
+    model.swap(weight_file(2))
+    model.rollback()
+    assert serves(model, 1)
+    assert model.generation == 5
+
+
+def test_single_residency_keeps_nothing_unless_asked(tiny: TinyArtifact, weight_file: WriteWeights) -> None:
+    model = load(tiny.path, weight_file(0), residency="single")
+    model.swap(weight_file(1))
+    with pytest.raises(NothingToRollBack, match='keep_previous="host"'):
+        model.rollback()
+    assert serves(model, 1)
+
+
+def test_a_staging_takes_the_place_of_the_previous_weights(tiny: TinyArtifact, weight_file: WriteWeights) -> None:
+    model = load(tiny.path, weight_file(0))
+    model.swap(weight_file(1))
+    with pytest.raises(WeightFileError):
+        model.swap("nowhere.safetensors")  # refused before a byte is written: the rollback is still there
+    model.rollback()
+    model.stage(weight_file(2)).discard()
+    with pytest.raises(NothingToRollBack, match="a staging has overwritten them"):
+        model.rollback()
+    assert serves(model, 0)
+
+
+def test_a_broken_in_place_commit_fails_the_model_until_a_swap_succeeds(
+    tiny: TinyArtifact, weight_file: WriteWeights, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = load(tiny.path, weight_file(0), residency="single", keep_previous="host")
+
+    def breaking(arena: HostArena, other: HostArena, workers: object) -> None:
+        arena.view("weight")[:] = bytes(60)
+        raise RuntimeError("the device is gone")
+
+    with model.stage(weight_file(1)) as staged:
+        with monkeypatch.context() as patch:
+            copies = iter([HostArena.write_to, breaking])  # the first one keeps the previous weights
+            patch.setattr(HostArena, "write_to", lambda *args: next(copies)(*args))  # noqa: PLW0108
+            with pytest.raises(ModelFailed, match="the device is gone"):
+                staged.commit()
+        assert model.failed
+        for use in (partial(model, X), model.pin().__enter__):
+            with pytest.raises(ModelFailed, match="swap or roll back"):
+                use()
+    model.rollback()
+    assert not model.failed
+    assert serves(model, 0)
+    model.swap(weight_file(2))
+    assert serves(model, 2)
+
+
+def test_a_pin_sees_one_version(tiny: TinyArtifact, weight_file: WriteWeights) -> None:
+    model = load(tiny.path, weight_file(0))
+    with model.pin() as session:
+        pinned = session.weights_id
+        model.swap(weight_file(1))
+        assert serves(model, 1)
+        assert torch.equal(session(X), TinyArtifact.eager(0, X))
+        assert (session.weights_id, session.generation) == (pinned, 0)
+        with pytest.raises(LeaseTimeout, match="this thread itself has pinned"):
+            model.swap(weight_file(2))
+        assert torch.equal(session(X), TinyArtifact.eager(0, X))
+    for use in (lambda: session(X), session.__enter__):
+        with pytest.raises(PinReleased):
+            use()
+    model.swap(weight_file(2))
+    assert serves(model, 2)
+
+
+def test_in_single_residency_a_commit_waits_for_pins_and_then_says_so(
+    tiny: TinyArtifact, weight_file: WriteWeights
+) -> None:
+    model = load(tiny.path, weight_file(0), residency="single")
+    pinned, done = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with model.pin() as session:
+            pinned.set()
+            done.wait(10)
+            assert torch.equal(session(X), TinyArtifact.eager(0, X))
+            assert serves(model, 0)  # a plain call within a pin is let through, or the two would wait for each other
+
+    holder = threading.Thread(target=hold)
+    holder.start()
+    pinned.wait(10)
+    with pytest.raises(LeaseTimeout, match=r"still held by 1 pin"):
+        model.swap(weight_file(1), timeout=0.05)
+    assert serves(model, 0)
+    threading.Timer(0.05, done.set).start()
+    model.swap(weight_file(1))
+    holder.join()
+    assert serves(model, 1)
+
+
+def test_inputs_are_checked_before_anything_runs(tiny: TinyArtifact, weight_file: WriteWeights) -> None:
+    model = load(tiny.path, weight_file(0))
+    with pytest.raises(TypeError, match=r"x: dimension 0 expected batch with batch in 0\.\.8, got 9"):
+        model(torch.zeros(9, 3))
+    assert torch.equal(model(x=X), model(X))
+
+
+def test_methods_are_attributes(tiny: TinyArtifact, weight_file: WriteWeights) -> None:
+    model = load(tiny.path, weight_file(0))
+    assert torch.equal(model.forward(X), model(X))
+    assert torch.equal(model.method("forward")(X), model(X))
+    with pytest.raises(UnknownMethod, match="nor a method of this artifact, which has: forward"):
+        model.encode(X)
+    assert not hasattr(model, "encode")
+    with pytest.raises(UnknownMethod, match=r"did you mean swap\?"):
+        model.swapp("v1.safetensors")
+    with pytest.raises(WeightFileError, match=r"got a dict; write one with weightswap_exporter.pack\(\)"):
+        model.swap(tiny.values(0))
+
+
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        ({"device": "cuda"}, Unsupported),
+        ({"engine": "onnx"}, Unsupported),
+        ({"residency": "triple"}, Unsupported),
+        ({"keep_previous": "disk"}, Unsupported),
+    ],
+)
+def test_what_this_version_cannot_do_is_said(
+    options: dict[str, str], error: type[Exception], tiny: TinyArtifact
+) -> None:
+    with pytest.raises(error, match=next(iter(options.values()))):
+        load(tiny.path, **options)  # type: ignore[arg-type]
+
+
+def test_a_forked_child_has_weights_of_its_own(tiny: TinyArtifact, weight_file: WriteWeights) -> None:
+    model = load(tiny.path, weight_file(0))
+    model.swap(weight_file(1))
+    other = weight_file(2)
+    child = os.fork()
+    if not child:  # only swap and leave: torch's own threads do not survive a fork
+        try:
+            model.swap(other)
+            model.swap(other)
+            os._exit(0)
+        except BaseException:
+            os._exit(1)
+    assert os.waitpid(child, 0)[1] == 0
+    assert serves(model, 1)
+    model.rollback()
+    assert serves(model, 0)

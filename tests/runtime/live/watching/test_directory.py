@@ -1,0 +1,228 @@
+"""Listings of directories: which files count, in which order, and what shows that one changed."""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import fsspec
+import pytest
+
+from tests.support.desk import in_place
+from weightswap_runtime import MissingExtra, Unsupported, WeightFileError
+from weightswap_runtime.live.watching.directory import UNKNOWN, Entry, open_directory, order
+from weightswap_runtime.sources.local import CLOCK_TICK_NS
+from weightswap_runtime.sources.location import printable
+
+IN_ORDER = [
+    "best.safetensors",
+    "step-000000009-ffffffffffff.safetensors",
+    "step-000000010-000000000000.safetensors",
+    "step-1000-000000000000.safetensors",
+    "v1.safetensors",
+    "v1-1.safetensors",
+    "v1-2.safetensors",
+    "v1-10.safetensors",
+    "v2.safetensors",
+    "v10.safetensors",
+]
+
+
+def entry(name: str, modified: float = 0.0) -> Entry:
+    return Entry(name, Path(name), modified, modified)
+
+
+def test_numbers_in_names_count_by_their_value() -> None:
+    entries = [entry(name) for name in IN_ORDER]
+    random.Random(3).shuffle(entries)
+    assert [each.name for each in sorted(entries, key=order)] == IN_ORDER
+
+
+def test_of_two_files_of_one_published_step_the_later_one_is_last() -> None:
+    early = entry("step-000000007-ffffffffffff.safetensors", 1.0)
+    late = entry("step-000000007-000000000000.safetensors", 2.0)
+    following = entry("step-000000008-000000000000.safetensors", 0.5)
+    assert sorted([following, late, early], key=order) == [early, late, following]
+
+
+@pytest.mark.parametrize(
+    ("name", "counts"),
+    {
+        "v1.safetensors": True,
+        "v1.goldens.safetensors": False,
+        ".v1.safetensors": False,
+        ".v1.safetensors.tmp-01234567": False,
+        "v1.safetensors.part": False,
+        "v1.safetensors.index.json": False,
+        "v1.bin": False,
+    }.items(),
+)
+def test_which_names_count(name: str, counts: bool, tmp_path: Path) -> None:
+    (tmp_path / name).write_bytes(b"x")
+    assert [found.name for found in open_directory(tmp_path)()] == [name] * counts
+
+
+def test_other_goldens_make_a_file_another_one(tmp_path: Path) -> None:
+    (tmp_path / "v1.safetensors").write_bytes(b"x")
+    found = []
+    for content in (None, b"half", b"whole goldens"):
+        if content is not None:
+            (tmp_path / "v1.goldens.safetensors").write_bytes(content)
+        found += [file.fingerprint for file in open_directory(tmp_path)()]
+    assert len(set(found)) == 3
+
+
+def test_a_local_directory(tmp_path: Path) -> None:
+    (tmp_path / "v1.safetensors").write_bytes(b"one")
+    (tmp_path / "link.safetensors").symlink_to(tmp_path / "v1.safetensors")
+    (tmp_path / "lost.safetensors").symlink_to(tmp_path / "nowhere")
+    (tmp_path / "folder.safetensors").mkdir()
+    (tmp_path / "notes.txt").write_bytes(b"")
+    listing = open_directory(tmp_path)
+    found = {each.name: each for each in listing()}
+    assert found.keys() == {"v1.safetensors", "link.safetensors"}
+    assert found["v1.safetensors"].path == tmp_path / "v1.safetensors"
+    assert found["v1.safetensors"].modified == (tmp_path / "v1.safetensors").stat().st_mtime
+
+
+def test_a_file_whose_status_cannot_be_had_is_listed_as_unknown(tmp_path: Path) -> None:
+    path = tmp_path / "v1.safetensors"
+    path.symlink_to(path)
+    assert open_directory(tmp_path)() == [Entry("v1.safetensors", path, UNKNOWN, 0.0)]
+
+
+def change_size(path: Path) -> None:
+    path.write_bytes(b"another")
+
+
+def replace(path: Path) -> None:
+    times = path.stat()
+    other = path.with_name("other")
+    other.write_bytes(path.read_bytes())
+    os.utime(other, ns=(times.st_atime_ns, times.st_mtime_ns))
+    other.replace(path)
+
+
+def rewrite(path: Path) -> None:
+    path.write_bytes(path.read_bytes())
+    os.utime(path, ns=(1, 1))
+
+
+@pytest.mark.parametrize("change", [change_size, replace, rewrite])
+def test_a_fingerprint_changes_with_the_file(change: Callable[[Path], None], tmp_path: Path) -> None:
+    path = tmp_path / "v1.safetensors"
+    path.write_bytes(b"one")
+    listing = open_directory(tmp_path)
+    before = listing()
+    path.chmod(0o600)
+    (tmp_path / "name").hardlink_to(path)
+    assert listing()[0]._replace(changed=before[0].changed) == before[0]
+    change(path)
+    assert [each.name for each in listing()] == ["v1.safetensors"]
+    assert listing()[0].fingerprint != before[0].fingerprint
+
+
+@pytest.mark.parametrize("url", [False, True], ids=["path", "url"])
+@pytest.mark.parametrize("written", ["v1.safetensors", "v1.goldens.safetensors"])
+def test_a_rewrite_that_sets_the_time_back_shows(written: str, url: bool, tmp_path: Path) -> None:
+    for name in ("v1.safetensors", "v1.goldens.safetensors"):
+        (tmp_path / name).write_bytes(b"one")
+    listing = open_directory(f"file://{tmp_path}" if url else tmp_path)
+    before = listing()
+    time.sleep(2 * CLOCK_TICK_NS / 1e9)
+    in_place(tmp_path / written, b"two")
+    (after,) = listing()
+    assert after.fingerprint == before[0].fingerprint
+    assert after.changed != before[0].changed
+
+
+def test_a_relative_directory_stays_where_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for folder in ("one", "two"):
+        (tmp_path / folder / "box").mkdir(parents=True)
+        (tmp_path / folder / "box" / f"{folder}.safetensors").write_bytes(b"x")
+    monkeypatch.chdir(tmp_path / "one")
+    listing = open_directory("box")
+    monkeypatch.chdir(tmp_path / "two")
+    assert [each.path for each in listing()] == [tmp_path / "one" / "box" / "one.safetensors"]
+
+
+def test_without_a_working_directory_nothing_can_be_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    with pytest.raises(WeightFileError, match="cannot be listed"):
+        open_directory("box")()
+
+
+@pytest.mark.parametrize("where", ["nowhere", "file", "a\0b"])
+def test_what_cannot_be_listed(where: str, tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"")
+    with pytest.raises(WeightFileError, match="cannot be listed"):
+        open_directory(tmp_path / where)()
+
+
+def test_a_url(tmp_path: Path) -> None:
+    memory = fsspec.filesystem("memory")
+    listing = open_directory("memory://run7/weights")
+    with pytest.raises(WeightFileError, match="memory://run7/weights: cannot be listed"):
+        listing()
+    for name in ("v2.safetensors", "v2.goldens.safetensors", "notes.txt", "deeper/v3.safetensors"):
+        memory.pipe(f"/run7/weights/{name}", b"12345678")
+    (first,) = listing()
+    assert (first.name, first.path) == ("v2.safetensors", "memory:///run7/weights/v2.safetensors")
+    assert first.modified > 0
+    assert fsspec.open(str(first.path)).open().read() == b"12345678"
+    assert listing() == [first]
+    memory.pipe("/run7/weights/v2.safetensors", b"87654321")
+    assert listing()[0].fingerprint != first.fingerprint
+    memory.rm("/run7", recursive=True)
+
+
+@pytest.mark.parametrize("url", ["http://host/run/", "HTTPS://me:s3cret@host/run"])
+def test_a_web_server_is_not_watched(url: str) -> None:
+    with pytest.raises(Unsupported, match="a web server lists no files; watch a folder of a bucket") as refused:
+        open_directory(url)
+    assert "s3cret" not in str(refused.value)
+
+
+def test_messages_show_no_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(WeightFileError) as caught:
+        open_directory("memory://me:password@host/nowhere?signature=s3cret")()
+    assert str(caught.value).startswith("memory://***@host/nowhere?signature=***: cannot be listed (FileNotFoundError")
+    assert not {"password", "s3cret"} & set(re.findall(r"\w+", str(caught.value)))
+    assert "password" not in printable("https://me:password@host/run?signature=s3cret")
+    assert "s3cret" not in printable("https://me:password@host/run?signature=s3cret")
+    assert printable(Path("a?b@c")) == "a?b@c"
+
+
+def test_a_file_url_lists_what_the_path_does(tmp_path: Path) -> None:
+    for name in ("v1.safetensors", "v2.safetensors", ".v3.safetensors"):
+        (tmp_path / name).write_bytes(b"12345678")
+    local, remote = open_directory(tmp_path)(), open_directory(f"file://{tmp_path}")()
+    assert {(each.name, each.modified) for each in remote} == {(each.name, each.modified) for each in local}
+
+
+@pytest.mark.parametrize("directory", [7, None, b"bytes", "nothing-known://x"])
+def test_what_is_no_directory(directory: object) -> None:
+    with pytest.raises(Unsupported):
+        open_directory(directory)  # type: ignore[arg-type]
+
+
+def test_a_protocol_that_is_not_installed_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "fsspec", None)
+    with pytest.raises(MissingExtra, match=r"watching s3:// URLs .* needs the extra `remote`"):
+        open_directory("s3://bucket/run")
+
+
+def test_a_local_directory_needs_no_fsspec() -> None:
+    code = "import sys\nfrom weightswap_runtime.live.watching.directory import open_directory\nopen_directory('.')()\n"
+    code += "print('fsspec' in sys.modules)"
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment)
+    assert done.stdout == "False\n"

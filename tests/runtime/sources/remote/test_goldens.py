@@ -1,0 +1,82 @@
+"""Goldens beside a weight file behind a URL."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.support.handmade import hand_made, written
+from tests.support.servers import Asked, Bucket, Handler, WebServer
+from tests.support.tiny import TinyArtifact, WriteWeights, X, serves
+from weightswap_runtime import GoldenMismatch, Model, WeightFileError, load, write_delta
+
+
+@pytest.fixture
+def goldens(tiny: TinyArtifact, tmp_path: Path) -> bytes:
+    """Goldens for the weights of seed 1."""
+    tensors, document = hand_made(tiny, tmp_path)
+    return written(tmp_path / "v1.goldens.safetensors", tensors, document).read_bytes()
+
+
+def test_goldens_are_tried(tiny: TinyArtifact, weight_file: WriteWeights, goldens: bytes, bucket: Bucket) -> None:
+    model = load(tiny.path, weight_file(2))
+    bucket.put("v1.safetensors", weight_file(1).read_bytes())
+    assert model.swap(bucket.url("v1.safetensors")).verified == "none"
+    bucket.put("v1.goldens.safetensors", goldens)
+    assert model.swap(bucket.url("v1.safetensors")).verified == "goldens"
+
+
+def test_goldens_that_do_not_fit_refuse_the_weights(
+    tiny: TinyArtifact, model: Model, tmp_path: Path, weight_file: WriteWeights, bucket: Bucket
+) -> None:
+    tensors, document = hand_made(tiny, tmp_path, **{"0.output.0": X @ X.T @ X.new_ones(2, 5)})
+    bucket.put("v1.goldens.safetensors", written(tmp_path / "wrong", tensors, document).read_bytes())
+    bucket.put("v1.safetensors", weight_file(1).read_bytes())
+    with pytest.raises(GoldenMismatch, match=r"v1\.goldens\.safetensors"):
+        model.swap(bucket.url("v1.safetensors"))
+    assert serves(model, 1)
+
+
+@pytest.mark.parametrize("status", [401, 403])
+def test_goldens_that_may_not_be_read_are_none(
+    status: int, model: Model, weight_file: WriteWeights, server: WebServer
+) -> None:
+    def fault(handler: Handler, asked: Asked) -> bool:
+        if "goldens" in asked.path:
+            handler.reply(status)
+        return "goldens" in asked.path
+
+    server.fault = fault
+    assert model.swap(server.put("v2.safetensors", weight_file(2).read_bytes())).verified == "none"
+    assert serves(model, 2)
+
+
+def test_goldens_that_cannot_be_read_refuse_the_weights(
+    model: Model, weight_file: WriteWeights, server: WebServer
+) -> None:
+    def fault(handler: Handler, asked: Asked) -> bool:
+        if "goldens" in asked.path:
+            handler.reply(503)
+        return "goldens" in asked.path
+
+    server.fault = fault
+    with pytest.raises(WeightFileError, match=r"v2\.goldens\.safetensors: cannot be opened, after 6 attempt"):
+        model.swap(server.put("v2.safetensors", weight_file(2).read_bytes()))
+    assert serves(model, 1)
+
+
+def test_a_delta_between_urls_has_the_goldens_of_the_new(
+    tiny: TinyArtifact, weight_file: WriteWeights, goldens: bytes, bucket: Bucket, tmp_path: Path
+) -> None:
+    for seed in (1, 2):
+        bucket.put(f"v{seed}.safetensors", weight_file(seed).read_bytes())
+    bucket.put("v1.goldens.safetensors", goldens)
+    out = tmp_path / "delta.safetensors"
+    write_delta(bucket.url("v2.safetensors"), bucket.url("v1.safetensors"), out)
+    assert (tmp_path / "delta.goldens.safetensors").read_bytes() == goldens
+    model = load(tiny.path, weight_file(2))
+    assert model.swap(out).verified == "goldens"
+    assert serves(model, 1)
+    write_delta(bucket.url("v1.safetensors"), bucket.url("v2.safetensors"), out)
+    assert not (tmp_path / "delta.goldens.safetensors").exists()

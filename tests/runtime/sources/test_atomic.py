@@ -1,0 +1,69 @@
+"""Temporary files: gone with their writer's error, removed for a dead writer, left alone while the writer lives."""
+
+from __future__ import annotations
+
+import fcntl
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import pytest
+
+from weightswap_runtime.sources import atomic as files
+from weightswap_runtime.sources.atomic import new_file, remove_abandoned
+
+
+def abandoned(folder: Path, name: str = "step-1.safetensors") -> Path:
+    path = folder / f".{name}.tmp-0123abcd"
+    path.write_bytes(b"half")
+    return path
+
+
+def test_only_abandoned_files_with_the_prefix_are_removed(tmp_path: Path) -> None:
+    left = [tmp_path / ".step-1.safetensors", tmp_path / "step-1.tmp-0123abcd"]
+    for path in left:
+        path.write_bytes(b"whole")
+    left.append(abandoned(tmp_path, "other.safetensors"))
+    gone = abandoned(tmp_path)
+    with new_file(tmp_path / "step-2.safetensors") as file:
+        assert remove_abandoned(tmp_path, "step-") == [gone]
+        file.write(b"data")
+    assert sorted(tmp_path.iterdir()) == sorted([*left, tmp_path / "step-2.safetensors"])
+    assert remove_abandoned(tmp_path / "nowhere", "step-") == []
+
+
+def test_a_file_may_get_its_name_at_the_end(tmp_path: Path) -> None:
+    with new_file(tmp_path / "a", lambda: tmp_path / "b") as file:
+        file.write(b"data")
+        assert [path.name[:6] for path in tmp_path.iterdir()] == [".a.tmp"]
+    assert [path.name for path in tmp_path.iterdir()] == ["b"]
+
+
+def test_a_file_that_is_removed_before_it_is_locked_is_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lock, removed = files._lock, []
+
+    def late(file: BinaryIO, **options: Any) -> bool:
+        if not removed:
+            removed.append(Path(file.name))
+            removed[0].unlink()
+        return lock(file, **options)
+
+    monkeypatch.setattr(files, "_lock", late)
+    with new_file(tmp_path / "a") as file:
+        file.write(b"data")
+    assert removed
+    assert (tmp_path / "a").read_bytes() == b"data"
+
+
+def test_where_there_are_no_locks_files_are_written_and_nothing_is_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_locks(*_: object) -> None:
+        raise OSError("not supported")
+
+    monkeypatch.setattr(fcntl, "flock", no_locks)
+    with new_file(tmp_path / "a") as file:
+        file.write(b"data")
+    abandoned(tmp_path)
+    assert remove_abandoned(tmp_path, "step-") == []

@@ -1,0 +1,219 @@
+"""Outputs that are named where something is already: links stay, and devices, pipes and sockets are never replaced."""
+
+from __future__ import annotations
+
+import errno
+import os
+import socket
+import stat
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NoReturn
+
+import pytest
+import torch
+from torch import nn
+from typer.testing import CliRunner
+
+from tests.support.varied import RichFiles
+from weightswap_exporter import export, pack, publish
+from weightswap_exporter.engines.onnx_external import export_onnx
+from weightswap_exporter.parity.recorded import record_outputs
+from weightswap_runtime import Unsupported, load, write_delta
+from weightswap_runtime.format.weight_set import goldens_path
+from weightswap_runtime.sources import atomic as files
+from weightswap_runtime.sources.atomic import new_file, new_folder
+from weightswap_runtime.tensors.content import TensorBytes
+from weightswap_tools.inspect.command import inspect_command
+from weightswap_tools.reports import Report
+from weightswap_tools.reports.page import write_report
+from weightswap_tools.tensor_files import write_tensors
+
+REPORT = Report("title", "", ())
+Write = Callable[[RichFiles, Path], object]
+WRITERS: dict[str, Write] = {
+    "pack": lambda files, out: pack(files.models[1], files.artifact, out=out),
+    "delta": lambda files, out: write_delta(files.full[0], files.full[1], out),
+    "tensors": lambda _, out: write_tensors(out, {"a": TensorBytes("F32", (1,), memoryview(bytes(4)))}),
+    "export": lambda _, out: export(nn.Linear(2, 2).eval(), (torch.zeros(2),), out=out),
+    "onnx": lambda files, out: export_onnx(files.artifact, files.full[0], out=out),
+    "goldens": lambda files, out: record_outputs(out, files.models[1], files.artifact),
+    "publish": lambda files, out: publish(files.models[1], out, files.artifact, step=1).wait(),
+}
+
+
+@pytest.fixture(scope="module")
+def rich(tmp_path_factory: pytest.TempPathFactory) -> RichFiles:
+    return RichFiles(tmp_path_factory.mktemp("special"), 2)
+
+
+@contextmanager
+def pipe(path: Path) -> Iterator[None]:
+    os.mkfifo(path)
+    yield
+
+
+@contextmanager
+def device(path: Path) -> Iterator[None]:
+    """One of our own that takes everything, as /dev/null does."""
+    try:
+        os.mknod(path, 0o600 | stat.S_IFCHR, os.makedev(1, 3))
+    except PermissionError:
+        pytest.skip("making devices is not allowed")
+    yield
+
+
+@contextmanager
+def bound_socket(path: Path) -> Iterator[None]:
+    with socket.socket(socket.AF_UNIX) as made:
+        made.bind(str(path))
+        yield
+
+
+SPECIAL = {"pipe": pipe, "device": device, "socket": bound_socket}
+
+
+@pytest.mark.parametrize("special", SPECIAL.values(), ids=SPECIAL)
+@pytest.mark.parametrize("linked", [False, True], ids=["itself", "link"])
+@pytest.mark.parametrize("write", WRITERS.values(), ids=WRITERS)
+def test_what_is_no_file_is_not_replaced(
+    write: Write, linked: bool, special: Callable[[Path], Iterator[None]], rich: RichFiles, tmp_path: Path
+) -> None:
+    out = tmp_path / "out.safetensors"
+    there = tmp_path / "there" if linked else out
+    with special(there):  # type: ignore[attr-defined]
+        if linked:
+            out.symlink_to(there)
+        before = there.lstat()
+        with pytest.raises(Unsupported, match=r"is a (named pipe|device|socket), and no file takes its place"):
+            write(rich, out)
+        assert (there.lstat().st_ino, there.lstat().st_mode) == (before.st_ino, before.st_mode)
+        assert out.is_symlink() == linked
+        assert sorted(tmp_path.iterdir()) == sorted({out, there})
+
+
+@pytest.mark.parametrize("special", SPECIAL.values(), ids=SPECIAL)
+def test_goldens_that_are_no_file_are_not_replaced(
+    special: Callable[[Path], Iterator[None]], rich: RichFiles, tmp_path: Path
+) -> None:
+    out = tmp_path / "v.safetensors"
+    with special(goldens_path(out)):  # type: ignore[attr-defined]
+        for write in (WRITERS["pack"], WRITERS["delta"]):
+            with pytest.raises(Unsupported, match="no file takes its place"):
+                write(rich, out)
+            assert list(tmp_path.iterdir()) == [goldens_path(out)]
+
+
+@pytest.mark.parametrize("write", [WRITERS[name] for name in ("pack", "delta")])
+@pytest.mark.parametrize("exists", [True, False])
+def test_a_link_stays_and_its_file_is_replaced(write: Write, exists: bool, rich: RichFiles, tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    target, out = tmp_path / "elsewhere" / "real.safetensors", tmp_path / "v.safetensors"
+    if exists:
+        target.write_bytes(b"old")
+    out.symlink_to("hop")
+    (tmp_path / "hop").symlink_to(Path("elsewhere", "real.safetensors"))
+    write(rich, out)
+    assert str(out.readlink()) == "hop"
+    assert target.is_file()
+    assert target.stat().st_size > 100
+    assert [path.name for path in target.parent.iterdir()] == ["real.safetensors"]
+
+
+def test_a_link_to_an_artifact_stays(tmp_path: Path) -> None:
+    link = tmp_path / "net.artifact"
+    link.symlink_to("real.artifact")
+    for size in (2, 3):
+        export(nn.Linear(size, size).eval(), (torch.zeros(size),), out=link)
+        assert str(link.readlink()) == "real.artifact"
+        assert load(link).artifact.manifest.weights[0].shape[-1] == size
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["net.artifact", "real.artifact"]
+
+
+def test_a_loop_of_links_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "a").symlink_to("b")
+    (tmp_path / "b").symlink_to("a")
+    for write in (new_file, new_folder, files.new_report):
+        with pytest.raises(OSError, match="symbolic links"), write(tmp_path / "a"):  # type: ignore[operator]
+            pass
+    assert str((tmp_path / "a").readlink()) == "b"
+
+
+@pytest.mark.parametrize("linked", [False, True], ids=["itself", "link"])
+def test_a_report_is_written_through_a_pipe(linked: bool, tmp_path: Path) -> None:
+    there, out = tmp_path / "pipe", tmp_path / "link"
+    os.mkfifo(there)
+    if linked:
+        out.symlink_to(there)
+    read: list[bytes] = []
+    reader = threading.Thread(target=lambda: read.append(there.read_bytes()))
+    reader.start()
+    write_report(out if linked else there, REPORT)
+    reader.join(60)
+    assert read[0].startswith(b"<!doctype html>")
+    assert read[0].rstrip().endswith(b"</html>")
+    assert stat.S_ISFIFO(there.lstat().st_mode)
+
+
+def test_a_report_may_go_to_a_device(tmp_path: Path) -> None:
+    with device(tmp_path / "null"):
+        write_report(tmp_path / "null", REPORT)
+        assert stat.S_ISCHR((tmp_path / "null").lstat().st_mode)
+        assert len(list(tmp_path.iterdir())) == 1
+
+
+def test_a_report_is_no_socket(tmp_path: Path) -> None:
+    with bound_socket(tmp_path / "socket"), pytest.raises(Unsupported, match="is a socket"):
+        write_report(tmp_path / "socket", REPORT)
+
+
+def test_html_says_at_once_where_it_cannot_go(rich: RichFiles, tmp_path: Path) -> None:
+    asked = [str(rich.full[0]), "--html"]
+    with bound_socket(tmp_path / "socket"):
+        done = CliRunner().invoke(inspect_command, [*asked, str(tmp_path / "socket")])
+    assert done.exit_code == 2
+    assert "no file takes its" in " ".join(done.output.replace("│", " ").split())
+    with device(tmp_path / "null"):
+        done = CliRunner().invoke(inspect_command, [*asked, str(tmp_path / "null")])
+        assert done.exit_code == 0
+        assert stat.S_ISCHR((tmp_path / "null").lstat().st_mode)
+
+
+def without_sync(code: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Folders cannot be synchronised; files can."""
+    original = os.fsync
+
+    def fsync(fd: int) -> None:
+        if stat.S_ISDIR(os.fstat(fd).st_mode):
+            fail(code)
+        original(fd)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+
+
+def fail(code: int) -> NoReturn:
+    raise OSError(code, os.strerror(code))
+
+
+@pytest.mark.parametrize("name", ["pack", "delta", "publish"])
+def test_a_folder_that_is_not_synchronised_has_the_new_file_all_the_same(
+    name: str, rich: RichFiles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    without_sync(errno.EIO, monkeypatch)
+    out = tmp_path if name == "publish" else tmp_path / "v.safetensors"
+    with pytest.warns(RuntimeWarning, match="written, but after a power failure it may not be there") as told:
+        WRITERS[name](rich, out)
+    assert all(str(tmp_path) in str(warning.message) for warning in told)
+    (written,) = tmp_path.glob("*.safetensors")
+    assert written.stat().st_size > 100
+
+
+@pytest.mark.parametrize("code", [errno.EINVAL, errno.ENOTSUP])
+def test_file_systems_that_cannot_synchronise_folders_are_fine(
+    code: int, rich: RichFiles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    without_sync(code, monkeypatch)
+    WRITERS["pack"](rich, tmp_path / "v.safetensors")
+    assert (tmp_path / "v.safetensors").is_file()

@@ -1,0 +1,306 @@
+"""Delta files: written between weight files, applied to live weights, refused where they do not fit."""
+
+from __future__ import annotations
+
+import itertools
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import safetensors.numpy
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tests.support.blocks import make_blocks_small, save
+from tests.support.tiny import TinyArtifact, WriteDelta, WriteWeights, X, serves
+from weightswap_runtime import (
+    BaseMismatch,
+    DigestMismatch,
+    UnexpectedWeights,
+    Unsupported,
+    WeightFileError,
+    load,
+    read_weights,
+    write_delta,
+)
+from weightswap_runtime.format.delta_file import DELTA_KEY, DeltaStamp, delta_stamp
+from weightswap_runtime.format.identity import identify
+from weightswap_runtime.format.manifest import NamedTensor
+from weightswap_runtime.format.nonfinite import Counts
+from weightswap_runtime.format.weight_file import TensorRow, canonical_order, write_weight_file
+from weightswap_runtime.format.weight_set import open_weights
+from weightswap_runtime.live.residency import double
+from weightswap_runtime.memory.arena import ArenaLayout, ByteRange, HostArena
+from weightswap_runtime.staging import delta_writing as deltas
+from weightswap_runtime.staging.delta import stage_delta
+from weightswap_runtime.staging.reading import write_rows
+from weightswap_runtime.staging.request import Served, SwapRequest
+from weightswap_runtime.tensors.digests import block_digests
+from weightswap_runtime.threads.job import Job
+from weightswap_runtime.threads.workers import Workers
+
+pytestmark = pytest.mark.usefixtures("_blocks")
+
+
+@pytest.mark.parametrize(("base", "new"), [*itertools.permutations(range(3), 2), (1, 1)])
+def test_a_delta_gives_the_weights_of_the_full_file(
+    base: int, new: int, tiny: TinyArtifact, weight_file: WriteWeights, delta: WriteDelta, residency: str
+) -> None:
+    model = load(tiny.path, weight_file(base), residency=residency)
+    receipt = model.swap(delta(base, new))
+    assert serves(model, new)
+    assert receipt.kind == "delta"
+    assert receipt.weights_id == load(tiny.path, weight_file(new)).weights_id
+
+
+@pytest.mark.parametrize("shape", [(5, 27), (8, 20), (24, 8), (9, 37), (1000, 1), (65, 1, 1)])
+@pytest.mark.parametrize("places", [[0], [-1], [0, -1], [60, -2]])
+def test_the_last_rows_may_be_fewer_than_are_compared_together(
+    shape: tuple[int, ...], places: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(deltas, "FEWEST", 256)
+    values = [np.zeros(shape, np.float32), np.zeros(shape, np.float32)]
+    values[1].reshape(-1)[places] = 1
+    files = [tmp_path / "base.safetensors", tmp_path / "new.safetensors"]
+    for path, value in zip(files, values, strict=True):
+        write_weight_file(
+            path, [TensorRow("w", "F32", shape)], {"w": [value.reshape(-1).data.cast("B")]}, graph_id="g" * 64
+        )
+    written = safetensors.numpy.load_file(write_delta(*files, tmp_path / "delta.safetensors").path)
+    content, rest = bytearray(values[0].tobytes()), written["data:w"].tobytes()
+    for begin, end in written["runs:w"].tolist():
+        content[begin:end], rest = rest[: end - begin], rest[end - begin :]
+    assert (bytes(content), rest) == (values[1].tobytes(), b"")
+
+
+def test_a_chain_is_taken_in_order_and_refused_otherwise(
+    tiny: TinyArtifact, weight_file: WriteWeights, delta: WriteDelta, residency: str
+) -> None:
+    model = load(tiny.path, weight_file(0), residency=residency, keep_previous="host")
+    with pytest.raises(BaseMismatch, match="in order"):
+        model.swap(delta(1, 2))
+    for base in range(4):
+        model.swap(delta(base, base + 1))
+        assert serves(model, base + 1)
+        with pytest.raises(BaseMismatch, match=rf"{model.weights_id[:12]} are served"):
+            model.swap(delta(base, base + 1))
+    for expected in (3, 4, 3):
+        model.rollback()
+        assert serves(model, expected)
+    model.swap(delta(3, 0))
+    assert serves(model, 0)
+
+
+def test_a_delta_needs_weights_that_are_served(tiny: TinyArtifact, delta: WriteDelta, residency: str) -> None:
+    model = load(tiny.path, residency=residency)
+    with pytest.raises(BaseMismatch, match="no weights are served yet"):
+        model.swap(delta(0, 1))
+
+
+def test_a_refused_delta_leaves_the_rollback(
+    tiny: TinyArtifact, weight_file: WriteWeights, delta: WriteDelta, tmp_path: Path
+) -> None:
+    model = load(tiny.path, weight_file(0))
+    model.swap(weight_file(1))
+    broken = delta(1, 2)
+    broken.write_bytes(broken.read_bytes()[:-1] + b"?")
+    with pytest.raises(DigestMismatch):
+        model.swap(broken)
+    model.rollback()
+    assert serves(model, 0)
+
+
+def test_trying_a_staged_delta(
+    tiny: TinyArtifact, weight_file: WriteWeights, delta: WriteDelta, residency: str
+) -> None:
+    model = load(tiny.path, weight_file(0), residency=residency)
+    with model.stage(delta(0, 1)) as staged:
+        assert torch.equal(staged(X), TinyArtifact.eager(1, X))
+        assert serves(model, 0)
+        with pytest.raises(UnexpectedWeights):
+            load(tiny.path, weight_file(0)).swap(delta(0, 2), expect=staged.weights_id)
+    assert serves(model, 0)
+    assert model.swap(delta(0, 1), expect=staged.weights_id).generation == 1
+
+
+def test_a_chain_costs_what_it_changes(tiny: TinyArtifact, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_blocks_small(monkeypatch, 16)
+    values = tiny.values(0)
+    files = []
+    for step in range(5):
+        values["bias"][step] += 1
+        files.append(tiny.write(tmp_path / f"v{step}.safetensors", values))
+    model = load(tiny.path, files[0])
+    copied: list[int] = []  # by the first staging everything: nobody knows what is in the other arena
+
+    def count(target: HostArena, source: HostArena, ranges: list[ByteRange], *rest: Any) -> None:
+        copied.append(sum(part.nbytes for part in ranges))
+        copy(target, source, ranges, *rest)
+
+    copy = double.copy_ranges
+    monkeypatch.setattr(double, "copy_ranges", count)
+    for step in range(1, 5):
+        written = write_delta(files[step - 1], files[step], tmp_path / "d.safetensors")
+        receipt = model.swap(written.path)
+        assert receipt.bytes_read == written.nbytes + 16 * len(written.changed)
+    assert copied == [load(tiny.path)._store._residency.sessions[0].arena.layout.nbytes, 16, 16, 16]
+
+
+def test_in_single_residency_only_what_changes_is_copied(tiny: TinyArtifact, tmp_path: Path) -> None:
+    values = tiny.values(0)
+    first = tiny.write(tmp_path / "v0.safetensors", values)
+    values["steps"] += 1
+    second = tiny.write(tmp_path / "v1.safetensors", values)
+    model = load(tiny.path, first, residency="single", keep_previous="host")
+    receipt = model.swap(write_delta(first, second, tmp_path / "d.safetensors").path)
+    assert receipt.bytes_copied == 8
+    assert model.rollback().bytes_copied == 8
+    assert serves(model, 0)
+
+
+def test_large_tables_give_their_changed_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_blocks_small(monkeypatch, 256)
+    monkeypatch.setattr(deltas, "FEWEST", 30)
+    table = np.arange(1000 * 8, dtype=np.float32).reshape(1000, 8)
+    changed = table.copy()
+    changed[[3, 4, 700]] += 1
+    flat, other = np.zeros(100, np.uint8), np.zeros(100, np.uint8)
+    other[99] = 1
+    files = [
+        save(tmp_path / f"{i}.safetensors", {"table": t, "flat": f})
+        for i, (t, f) in enumerate([(table, flat), (changed, other)])
+    ]
+    written = write_delta(*files, tmp_path / "d.safetensors")
+    assert written.nbytes == 3 * 32 + 100
+    parts = read_weights(written.path)
+    assert parts["runs:table"].tolist() == [[3 * 32, 5 * 32], [700 * 32, 701 * 32]]
+    assert parts["data:table"].tobytes() == changed[[3, 4, 700]].tobytes()
+    assert parts["runs:flat"].tolist() == [[0, 100]]
+    monkeypatch.setattr(deltas, "FEWEST", 256)  # now eight rows are compared at once
+    assert write_delta(*files, tmp_path / "d.safetensors").nbytes == 2 * 256 + 100
+
+
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_any_change_arrives(data: st.DataObject, tmp_path_factory: pytest.TempPathFactory) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        make_blocks_small(patch, data.draw(st.sampled_from([8, 24, 64])))
+        folder = tmp_path_factory.mktemp("delta")
+        random = np.random.default_rng(data.draw(st.integers(0, 99)))
+        weights = data.draw(st.lists(_weights(), min_size=1, max_size=4, unique_by=lambda weight: weight.name))
+        some = np.array([0, 1, 0x7F, 0x80, 0xC0, 0xFF], np.uint8)  # values that are often not finite
+        old = {w.name: random.choice(some, w.nbytes) for w in weights}
+        new = {name: value.copy() for name, value in old.items()}
+        for name, value in new.items():
+            for _ in range(data.draw(st.integers(0, 4)) if value.size else 0):
+                start = data.draw(st.integers(0, value.size - 1), label=name)
+                value[start : start + data.draw(st.integers(1, 40))] ^= 1
+        files = [_save_bytes(folder / f"{i}.safetensors", weights, values) for i, values in enumerate((old, new))]
+        written = write_delta(*files, folder / "d.safetensors").path
+        arena = _arena(weights, old)
+        identity = identify(weights, {n: block_digests(v.data) for n, v in old.items()}, {}, _nonfinite(old))
+        with open_weights(written) as opened:
+            stamp = delta_stamp(opened)
+            assert stamp is not None
+            manifest: Any = SimpleNamespace(weights=tuple(weights), graph_id="0" * 64)
+            change = stage_delta(
+                opened, stamp, Served(arena, identity), manifest, Workers(2), Job(), SwapRequest(written)
+            )
+        undo = change.patch.undo(arena)
+        change.patch.write_to(arena, Workers(2))
+        assert _contents(arena) == _contents(_arena(weights, new))
+        wanted = identify(weights, {n: block_digests(v.data) for n, v in new.items()}, {})
+        assert change.contents.identity.digests == wanted.digests
+        assert change.contents.identity.nonfinite == _nonfinite(new)
+        undo.write_to(arena, Workers(2))
+        assert _contents(arena) == _contents(_arena(weights, old))
+
+
+def _nonfinite(values: dict[str, np.ndarray]) -> dict[str, Counts]:
+    floats = {name: value.view(np.float32) for name, value in values.items()}
+    found = {name: Counts(int(np.isnan(v).sum()), int(np.isinf(v).sum())) for name, v in floats.items()}
+    return {name: counts for name, counts in found.items() if any(counts)}
+
+
+@st.composite
+def _weights(draw: st.DrawFn) -> NamedTensor:
+    shape = tuple(draw(st.lists(st.integers(0, 9), min_size=0, max_size=3)))
+    permuted = len(shape) == 2 and min(shape) > 1 and draw(st.booleans())
+    stride = (1, shape[0]) if permuted else None
+    return NamedTensor(name=draw(st.sampled_from("abcdef")), dtype="F32", shape=shape, stride=stride)
+
+
+def _save_bytes(path: Path, weights: list[NamedTensor], values: dict[str, np.ndarray]) -> Path:
+    rows = [weight.row for weight in weights]
+    data = {row.name: [memoryview(values[row.name].tobytes())] for row in canonical_order(rows)}
+    write_weight_file(path, rows, data, graph_id="0" * 64)
+    return path
+
+
+def _arena(weights: list[NamedTensor], values: dict[str, np.ndarray]) -> HostArena:
+    arena = HostArena(ArenaLayout(weights))
+    for weight in weights:
+        write_rows(weight, memoryview(values[weight.name].tobytes()), arena.view(weight.name), Job())
+    return arena
+
+
+def _contents(arena: HostArena) -> dict[str, bytes]:
+    return {name: bytes(arena.view(name)) for name in arena.layout.slots}
+
+
+def test_labels_and_progress(tiny: TinyArtifact, weight_file: WriteWeights, tmp_path: Path) -> None:
+    seen: list[tuple[int, int]] = []
+    out = tmp_path / "d.safetensors"
+    written = write_delta(
+        weight_file(0),
+        weight_file(1),
+        out,
+        labels={"step": "9"},
+        progress=lambda done, total: seen.append((done, total)),
+    )
+    assert seen[-1] == (92, 92)
+    assert written.changed == ("bias", "steps", "tied", "weight")
+    model = load(tiny.path, weight_file(0))
+    assert model.swap(out).labels == {"step": "9"} == model.labels
+
+
+def test_only_and_deltas_do_not_mix(tiny: TinyArtifact, weight_file: WriteWeights, delta: WriteDelta) -> None:
+    model = load(tiny.path, weight_file(0))
+    with pytest.raises(Unsupported, match="a delta is taken whole"):
+        model.swap(delta(0, 1), only="bias")
+    assert serves(model, 0)
+
+
+def test_the_stamp_is_what_the_format_says(delta: WriteDelta, weight_file: WriteWeights, tmp_path: Path) -> None:
+    path = delta(0, 1)
+    with safetensors.safe_open(path, "np") as opened:
+        stamp = msgspec.json.decode(opened.metadata()[DELTA_KEY], type=DeltaStamp)
+    with open_weights(weight_file(0)) as base, open_weights(weight_file(1)) as new:
+        assert base.stamp is not None
+        assert new.stamp is not None
+        assert (stamp.base, stamp.weights_id) == (base.stamp.weights_id, new.stamp.weights_id)
+    assert stamp.changes.keys() == {"weight", "bias", "tied", "steps"}
+    shutil.copy(path, tmp_path / "again.safetensors")
+    assert (
+        write_delta(weight_file(0), weight_file(1), path).path.read_bytes()
+        == (tmp_path / "again.safetensors").read_bytes()
+    )
+
+
+def test_goldens_beside_the_target_stay_if_the_delta_cannot_be_written(
+    weight_file: WriteWeights, tmp_path: Path
+) -> None:
+    (tmp_path / "d.safetensors").mkdir()
+    goldens = tmp_path / "d.goldens.safetensors"
+    goldens.write_bytes(b"precious")
+    for beside in (False, True):
+        if beside:
+            (tmp_path / "v1.goldens.safetensors").write_bytes(b"others")
+        with pytest.raises(WeightFileError, match="cannot be written"):
+            write_delta(weight_file(0), weight_file(1), tmp_path / "d.safetensors")
+        assert goldens.read_bytes() == b"precious"

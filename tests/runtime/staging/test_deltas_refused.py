@@ -1,0 +1,183 @@
+"""What is no delta, in a table of broken ones, and what none can be made of."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import safetensors.numpy
+
+from tests.support.blocks import save
+from tests.support.tiny import TinyArtifact, WriteDelta, WriteWeights, serves
+from weightswap_runtime import (
+    DigestMismatch,
+    GraphMismatch,
+    SwapError,
+    Unsupported,
+    WeightFileError,
+    WeightsMismatch,
+    load,
+    write_delta,
+)
+from weightswap_runtime.format.delta_file import DELTA_KEY
+from weightswap_runtime.format.header import pack_ranges, render_header
+from weightswap_runtime.format.weight_file import TensorRow, canonical_order
+from weightswap_runtime.tensors.digests import block_digests
+
+pytestmark = pytest.mark.usefixtures("_blocks")
+
+
+def rewrite(path: Path, change: Callable[[dict[str, Any], dict[str, np.ndarray]], None]) -> Path:
+    """Change a delta's stamp and tensors, and make its digests right again unless the change was to them."""
+    with safetensors.safe_open(path, "np") as opened:
+        stamp: dict[str, Any] = msgspec.json.decode(opened.metadata()[DELTA_KEY])
+        tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+    digests = dict(stamp["digests"])
+    change(stamp, tensors)
+    if stamp.get("digests") == digests:
+        stamp["digests"] = {name: block_digest(value) for name, value in tensors.items()}
+    rows = [TensorRow(name, {"|u1": "U8", "<i8": "I64"}[t.dtype.str], t.shape) for name, t in tensors.items()]
+    order = canonical_order(rows)
+    header = render_header(pack_ranges(order), {DELTA_KEY: msgspec.json.encode(stamp).decode()})
+    path.write_bytes(header + b"".join(tensors[row.name].tobytes() for row in order))
+    return path
+
+
+def block_digest(value: np.ndarray) -> str:
+    from weightswap_runtime.tensors.digests import tensor_digest
+
+    return tensor_digest(block_digests(memoryview(value.tobytes())))
+
+
+def runs(values: list[list[int]]) -> Callable[[dict[str, Any], dict[str, np.ndarray]], None]:
+    def change(stamp: dict[str, Any], tensors: dict[str, np.ndarray]) -> None:
+        tensors["runs:bias"] = np.array(values, np.int64).reshape(-1, 2)
+
+    return change
+
+
+def drop(name: str) -> Callable[[dict[str, Any], dict[str, np.ndarray]], None]:
+    return lambda stamp, tensors: (tensors.pop(name), None)[1]
+
+
+def set_(key: str, value: Any) -> Callable[[dict[str, Any], dict[str, np.ndarray]], None]:
+    return lambda stamp, tensors: stamp.update({key: value})
+
+
+BROKEN: dict[str, tuple[Callable[[dict[str, Any], dict[str, np.ndarray]], None], type[SwapError], str]] = {
+    "beyond the weight": (runs([[4, 24]]), WeightFileError, "ranges of bias do not fit"),
+    "before the weight": (runs([[-4, 16]]), WeightFileError, "ranges of bias do not fit"),
+    "overlapping": (runs([[0, 12], [8, 16]]), WeightFileError, "ranges of bias do not fit"),
+    "falling": (runs([[12, 20], [0, 12]]), WeightFileError, "ranges of bias do not fit"),
+    "empty": (runs([[0, 0], [0, 20]]), WeightFileError, "ranges of bias do not fit"),
+    "too short": (runs([[0, 16]]), WeightFileError, "ranges of bias do not fit"),
+    "overflowing": (runs([[-(2**62), 2**62], [2**62, 20 - 2**62]]), WeightFileError, "ranges of bias do not fit"),
+    "other bytes": (
+        lambda stamp, tensors: tensors.update({"data:bias": tensors["data:bias"] ^ 1}),
+        DigestMismatch,
+        "leads to the weights",
+    ),
+    "a wrong digest": (
+        lambda stamp, tensors: stamp["digests"].update({"data:bias": "1" * 64}),
+        DigestMismatch,
+        "data:bias: the file records the digest 111111111111",
+    ),
+    "another result": (set_("weights_id", "1" * 64), DigestMismatch, "not to 111111111111"),
+    "no ids": (set_("base", "nothing"), WeightFileError, "64 hexadecimal digits"),
+    "no stamp": (lambda stamp, tensors: stamp.clear(), WeightFileError, "metadata cannot be read"),
+    "a lost tensor": (drop("runs:bias"), WeightFileError, "not those of the weights"),
+    "bytes of another kind": (
+        lambda stamp, tensors: tensors.update({"data:bias": np.zeros(3, np.int64)}),
+        WeightFileError,
+        r"the tensors of bias are I64\[3\] and I64\[1, 2\]",
+    ),
+    "another graph": (set_("graph_id", "1" * 64), GraphMismatch, "allow_other_graph=True"),
+    "another type": (
+        lambda stamp, tensors: stamp["changes"].update(bias={"dtype": "F32", "shape": [6]}),
+        WeightsMismatch,
+        r"bias: expected F32\[5\], found F32\[6\]",
+    ),
+    "no type": (
+        lambda stamp, tensors: stamp["changes"].update(bias={"dtype": "F4", "shape": [5]}),
+        WeightFileError,
+        r"bias has the type F4\[5\]",
+    ),
+    "an unknown type": (
+        lambda stamp, tensors: stamp["changes"].update(bias={"dtype": "F99", "shape": [5]}),
+        WeightFileError,
+        r"bias has the type F99\[5\]",
+    ),
+    "an unknown weight": (
+        lambda stamp, tensors: (
+            stamp["changes"].update(other=stamp["changes"].pop("bias")),
+            [tensors.update({f"{kind}:other": tensors.pop(f"{kind}:bias")}) for kind in ("data", "runs")],
+        )[0],
+        WeightsMismatch,
+        "other: unexpected",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", BROKEN)
+def test_broken_deltas_are_refused(
+    what: str, tiny: TinyArtifact, weight_file: WriteWeights, delta: WriteDelta, residency: str
+) -> None:
+    change, error, says = BROKEN[what]
+    model = load(tiny.path, weight_file(0), residency=residency)
+    with pytest.raises(error, match=says):
+        model.swap(rewrite(delta(0, 1), change))
+    assert serves(model, 0)
+    model.swap(delta(0, 1))
+    assert serves(model, 1)
+
+
+def test_a_delta_for_another_graph_is_taken_if_that_is_meant(
+    tiny: TinyArtifact, weight_file: WriteWeights, delta: WriteDelta
+) -> None:
+    model = load(tiny.path, weight_file(0))
+    model.swap(rewrite(delta(0, 1), set_("graph_id", "1" * 64)), allow_other_graph=True)
+    assert serves(model, 1)
+
+
+def test_what_no_delta_can_be_made_of(tiny: TinyArtifact, weight_file: WriteWeights, tmp_path: Path) -> None:
+    out = tmp_path / "d.safetensors"
+    plain = tmp_path / "plain.safetensors"
+    safetensors.numpy.save_file({"a": np.ones(3)}, plain)
+    with pytest.raises(WeightFileError, match=r"not packed by weightswap.*weightswap pack CHECKPOINT"):
+        write_delta(plain, weight_file(0), out)
+    other = tiny.write(tmp_path / "other.safetensors", tiny.values(1), graph_id="1" * 64)
+    with pytest.raises(GraphMismatch, match="two sets of weights for one graph"):
+        write_delta(weight_file(0), other, out)
+    fewer = save(tmp_path / "fewer.safetensors", {"a": np.ones(3, np.uint8)}, tiny.manifest.graph_id)
+    with pytest.raises(WeightsMismatch, match="bias: not the same in both files"):
+        write_delta(weight_file(0), fewer, out)
+    damaged = tmp_path / "damaged.safetensors"
+    raw = weight_file(1).read_bytes()
+    damaged.write_bytes(raw[:-1] + bytes([raw[-1] ^ 1]))
+    for pair in ((damaged, weight_file(0)), (weight_file(0), damaged)):
+        with pytest.raises(DigestMismatch, match="not those whose digest the file records"):
+            write_delta(*pair, out)
+    assert not out.exists()
+    before = weight_file(0).read_bytes()
+    for place in (weight_file(0), weight_file(1)):
+        with pytest.raises(Unsupported, match="take the place of a file that it is made of"):
+            write_delta(weight_file(0), weight_file(1), place)
+    assert weight_file(0).read_bytes() == before
+    made = write_delta(weight_file(0), weight_file(1), out).path
+    with pytest.raises(WeightFileError, match="a delta; deltas are written between full weight files"):
+        write_delta(made, weight_file(1), tmp_path / "dd.safetensors")
+    with pytest.raises(Unsupported, match="files are written locally"):
+        write_delta(weight_file(0), weight_file(1), "s3://bucket/d.safetensors")
+
+
+@pytest.mark.parametrize("name", ["x" * 255 + ".safetensors", "x\0.safetensors", "file/x.safetensors"])
+def test_a_name_that_no_file_can_have_is_refused(name: str, weight_file: WriteWeights, tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"")
+    with pytest.raises(
+        WeightFileError, match=r"cannot be written \((File name too long|.*null byte|Not a directory|File exists)"
+    ):
+        write_delta(weight_file(0), weight_file(1), tmp_path / name)

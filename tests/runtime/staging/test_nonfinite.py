@@ -1,0 +1,296 @@
+"""Values that are not finite: found in every dtype, counted through every swap, told, and refused on request."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import pickle
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from tests.support import varied
+from tests.support.tiny import TinyArtifact, WriteWeights, serves
+from tests.support.varied import Origin, Rich, RichFiles, small_blocks
+from weightswap_runtime import Event, Model, NonFiniteWeights, Unsupported, load, write_delta
+from weightswap_runtime.format import nonfinite
+from weightswap_runtime.format.identity import identify
+from weightswap_runtime.format.manifest import NamedTensor
+from weightswap_runtime.format.nonfinite import Counts, Nonfinite, count_nonfinite, newly_nonfinite
+from weightswap_runtime.memory.arena import ArenaLayout, HostArena
+from weightswap_runtime.staging.delta_overlay import ByteRanges, overlay
+from weightswap_runtime.tensors.digests import block_digests
+from weightswap_runtime.tensors.dtypes import DTYPES, has_fractions
+from weightswap_runtime.threads.job import Job
+from weightswap_runtime.threads.workers import Workers
+
+NAN, INF = math.nan, math.inf
+FRACTIONS = [name for name, row in DTYPES.items() if has_fractions(name) and row.torch]
+
+
+def wider(values: torch.Tensor) -> torch.Tensor:
+    return values.to(torch.complex128 if values.is_complex() else torch.float64)
+
+
+def counts(values: torch.Tensor) -> Counts:
+    """As torch sees it."""
+    wide = wider(values)
+    return Counts(int(torch.isnan(wide).sum()), int(torch.isinf(wide).sum()))
+
+
+def codes_of(dtype: str) -> np.ndarray:
+    """Every code where there are few of them, else those around the edges."""
+    size = DTYPES[dtype].bits // 8
+    if size <= 2:
+        return np.arange(1 << 8 * size).astype(f"u{size}")
+    part = size // 2 if dtype == "C64" else size
+    first = {4: 0x7F800000, 8: 0x7FF << 52}[part]
+    edges = [sign + first + step for sign in (0, 1 << (8 * part - 1)) for step in (-1, 0, 1)]
+    edges += [(1 << (8 * part)) - 1, (1 << (8 * part - 1)) - 1, 0, 1 << (8 * part - 1)]
+    return np.array(edges, np.uint64).astype(f"u{part}")
+
+
+@pytest.mark.parametrize("dtype", FRACTIONS)
+def test_each_code_is_judged_as_torch_does(dtype: str) -> None:
+    """Each alone, among zeros."""
+    element = getattr(torch, DTYPES[dtype].torch or "")
+    codes = codes_of(dtype)
+    rows = torch.full((len(codes), DTYPES[dtype].bits), 1 if dtype == "F8_E8M0" else 0, dtype=torch.uint8)
+    rows[:, : codes.itemsize] = torch.from_numpy(codes[:, None].view(np.uint8).copy())
+    wide = wider(rows.view(element))
+    expected = zip(wide.isnan().sum(1).tolist(), wide.isinf().sum(1).tolist(), strict=True)
+    for code, row, nans_and_infs in zip(codes, rows.numpy(), expected, strict=True):
+        found = count_nonfinite(dtype, memoryview(row))
+        assert found == (Counts(*nans_and_infs) if any(nans_and_infs) else None), code
+
+
+@pytest.mark.parametrize("dtype", [*(name for name in DTYPES if not has_fractions(name)), "F6_E2M3", "F6_E3M2", "F4"])
+def test_integers_and_the_smallest_floats_are_always_finite(dtype: str) -> None:
+    assert count_nonfinite(dtype, memoryview(b"\xff" * 48)) is None
+
+
+@pytest.mark.parametrize("offset", [0, 1, 3])  # bytes: a tensor in a scratch may lie anywhere
+@pytest.mark.parametrize("dtype", ["F32", "BF16", "F64", "F8_E4M3", "C64"])
+def test_one_value_among_many(dtype: str, offset: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nonfinite, "STEP", 256)
+    size = DTYPES[dtype].bits // 8
+    nan = {"F32": b"\0\0\xc0\x7f", "BF16": b"\xc0\xff", "F64": bytes(6) + b"\xf8\xff", "F8_E4M3": b"\xff"}
+    for place in (0, 1, 255 // size, 256 // size, 999 // size):
+        raw = bytearray(offset + 1000)
+        code = nan.get(dtype, bytes(4) + b"\0\0\xc0\xff")
+        raw[offset + place * size : offset + (place + 1) * size] = code
+        assert count_nonfinite(dtype, memoryview(raw)[offset:]) == (1, 0)
+        raw[offset + place * size : offset + (place + 1) * size] = bytes(size)
+        assert count_nonfinite(dtype, memoryview(raw)[offset:]) is None
+    assert count_nonfinite(dtype, memoryview(b"")) is None
+
+
+@pytest.mark.parametrize(
+    ("found", "served", "trained", "alarms"),
+    [
+        ((1, 0), (0, 0), False, True),
+        ((0, 1), (0, 0), False, True),
+        ((1, 1), (0, 3), False, True),
+        ((1, 1), (3, 0), False, True),
+        ((9, 9), (1, 1), True, False),
+        ((1, 0), None, False, True),
+        ((0, 1), None, False, False),  # a mask
+        ((0, 1), None, True, True),
+    ],
+)
+def test_what_was_finite_and_is_not_is_the_alarm(
+    found: tuple[int, int], served: tuple[int, int] | None, trained: bool, alarms: bool
+) -> None:
+    weight = NamedTensor(name="w", dtype="F32", shape=(4, 5), requires_grad=trained)
+    before = None if served is None else {"w": Counts(*served)} if any(served) else {}
+    expected = {"w": Nonfinite(*found, 20)} if alarms else {}
+    assert newly_nonfinite([weight], {"w": Counts(*found)}, before) == expected
+
+
+def poked(tiny: TinyArtifact, path: Path, seed: int, *pokes: tuple[str, float]) -> Path:
+    """The weights of a seed with a value of its own at the end of some of them."""
+    values = tiny.values(seed)
+    for name, value in pokes:
+        values[name].view(-1)[-1] = value
+    return tiny.write(path, values)
+
+
+def bits(model: Model) -> list[bytes]:
+    session = model._gate.current.session  # type: ignore[union-attr]
+    return [bytes(session.arena.fetch(*slot)) for slot in session.arena.layout.slots.values()]
+
+
+@pytest.mark.parametrize("way", ["full", "part", "delta", "staged"])
+def test_they_are_told_or_refused(
+    way: str, residency: str, tiny: TinyArtifact, weight_file: WriteWeights, tmp_path: Path
+) -> None:
+    events: list[Event] = []
+    model = load(tiny.path, weight_file(0), residency=residency, on_event=events.append)
+    before = bits(model)
+    path = poked(tiny, tmp_path / "bad.safetensors", 1, ("weight", NAN), ("bias", INF))
+    if way == "delta":
+        path = write_delta(weight_file(0), path, tmp_path / "delta.safetensors").path
+    only = "*" if way == "part" else None
+    with pytest.raises(NonFiniteWeights) as refused:
+        model.swap(path, only=only, allow_nonfinite=False)
+    assert refused.value.problems == ("bias: 1 infinite of 5 values", "weight: 1 NaN of 15 values")
+    assert "allow_nonfinite=True" in str(refused.value)
+    assert pickle.loads(pickle.dumps(refused.value.problems)) == refused.value.problems
+    assert (serves(model, 0), bits(model), model.generation) == (True, before, 0)
+    assert (events[-1].kind, type(events[-1].error)) == ("refused", NonFiniteWeights)
+    with pytest.raises(NonFiniteWeights, match=r"1 problem\n.*weight: 1 NaN"):
+        model.swap(path, only=only, allow_nonfinite="b*")
+    expected = {"bias": Nonfinite(0, 1, 5), "weight": Nonfinite(1, 0, 15)}
+    if way == "staged":
+        with model.stage(path, allow_nonfinite=True) as staged:
+            assert staged.nonfinite == expected
+            assert not torch.isfinite(staged(torch.ones(1, 3))).all()
+            receipt = staged.commit()
+    else:
+        receipt = model.swap(path, only=only)
+    assert receipt.nonfinite == expected
+    assert "not finite: bias, weight" in str(events[-1])
+    again = poked(tiny, tmp_path / "again.safetensors", 2, ("weight", NAN), ("bias", INF))
+    assert model.swap(again, allow_nonfinite=False).nonfinite == {}  # as what is served
+    other = poked(tiny, tmp_path / "other.safetensors", 2, ("weight", INF), ("bias", INF))
+    with pytest.raises(NonFiniteWeights, match="weight: 1 infinite"):
+        model.swap(other, allow_nonfinite=False)
+    model.swap(weight_file(1), allow_nonfinite=False)
+    with pytest.raises(NonFiniteWeights, match="2 problems"):
+        model.swap(again, allow_nonfinite=False)
+
+
+def test_a_rollback_to_them_is_told(residency: str, tiny: TinyArtifact, weight_file: WriteWeights) -> None:
+    bad = poked(tiny, tiny.path.parent / "bad.safetensors", 1, ("bias", NAN))
+    model = load(tiny.path, bad, residency=residency, keep_previous="host")
+    assert model.history[0].nonfinite == {"bias": Nonfinite(1, 0, 5)}
+    assert model.swap(weight_file(2)).nonfinite == {}
+    assert model.rollback().nonfinite == {"bias": Nonfinite(1, 0, 5)}
+    assert model.swap(bad, allow_nonfinite=False).nonfinite == {}
+    model.rollback()
+    model.rollback()
+    assert model.swap(poked(tiny, bad, 3, ("bias", NAN)), allow_nonfinite=False).nonfinite == {}
+
+
+def test_the_first_weights_and_those_of_models_that_share(
+    tiny: TinyArtifact, weight_file: WriteWeights, tmp_path: Path
+) -> None:
+    bad = poked(tiny, tmp_path / "bad.safetensors", 1, ("tied", NAN))
+    with pytest.raises(NonFiniteWeights, match="tied: 1 NaN of 1 value"):
+        load(tiny.path, bad, allow_nonfinite=False)
+    mask = poked(tiny, tmp_path / "mask.safetensors", 1, ("bias", -INF))
+    model = load(tiny.path, mask, allow_nonfinite=False)  # the artifact's weights require no gradient, as buffers do
+    other = load(tiny.path, share=model)
+    with pytest.raises(NonFiniteWeights):
+        other.swap(bad, allow_nonfinite=False)
+    assert other.swap(bad, allow_nonfinite="again").nonfinite == {"tied": Nonfinite(1, 0, 1)}  # its other name
+    assert model.swap(bad, allow_nonfinite=False).nonfinite == {}
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [("nothing*", r"allow_nonfinite='nothing\*': matches no weight"), ([], r"allow_nonfinite=\[\]"), (3, "allow_non")],
+)
+def test_what_cannot_be_allowed(given: object, says: str, tiny: TinyArtifact, weight_file: WriteWeights) -> None:
+    model = load(tiny.path)
+    for ask in (model.swap, model.stage, model.watch):
+        with pytest.raises(Unsupported, match=says):
+            ask(weight_file(0), allow_nonfinite=given)  # type: ignore[operator]
+
+
+def test_a_pin_and_an_open_staging_do_not_confuse_what_was_served(
+    tiny: TinyArtifact, weight_file: WriteWeights, tmp_path: Path
+) -> None:
+    model = load(tiny.path, weight_file(0))
+    bad = poked(tiny, tmp_path / "bad.safetensors", 1, ("bias", NAN))
+    model.stage(bad).discard()
+    with pytest.raises(NonFiniteWeights):
+        model.swap(bad, allow_nonfinite=False)
+    assert model.weights_id == load(tiny.path, weight_file(0)).weights_id
+
+
+def spoiled(seed: int) -> Rich:
+    """Each set has other values that are not finite, in some weights of every kind."""
+    model, draw = varied_filled(seed), random.Random(seed)
+    tensors = [*model.named_parameters(), *model.named_buffers()]
+    with torch.no_grad():
+        for _, tensor in tensors:
+            if tensor.is_floating_point() and tensor.numel() and draw.random() < 0.7:
+                for _ in range(draw.randint(1, 9)):
+                    index = tuple(draw.randrange(size) for size in tensor.shape)
+                    tensor[index] = draw.choice([NAN, INF, -INF])
+    return model
+
+
+varied_filled = varied.filled
+SETS = 3
+
+
+@pytest.fixture(scope="module")
+def spoiled_files(tmp_path_factory: pytest.TempPathFactory) -> RichFiles:
+    with pytest.MonkeyPatch.context() as patch, small_blocks():
+        patch.setattr(varied, "filled", lambda seed: spoiled(seed) if seed else varied_filled(seed))
+        return RichFiles(tmp_path_factory.mktemp("spoiled"), SETS)
+
+
+def numbers(files: RichFiles, origin: Origin) -> dict[str, Counts]:
+    found = {name: counts(files.tensors(seed)[name]) for name, seed in zip(files.names, origin, strict=True)}
+    return {name: some for name, some in found.items() if any(some)}
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_the_numbers_follow_every_kind_of_swap(seed: int, residency: str, spoiled_files: RichFiles) -> None:
+    """Full files, checkpoints with computed weights, parts, deltas and rollbacks, in any order; blocks of 64 bytes."""
+    files, draw = spoiled_files, random.Random(seed)
+    with small_blocks():
+        model = load(files.artifact, files.full[0], residency=residency, keep_previous="host")  # type: ignore[arg-type]
+        origin, before = files.whole(0), files.whole(0)
+        for _ in range(25):
+            new, kind = draw.randrange(SETS), draw.choice(["full", "checkpoint", "part", "delta", "rollback"])
+            if kind == "rollback" and len(model.history) > 1:
+                origin, before = before, origin
+                receipt = model.rollback()
+            elif kind == "part":
+                pattern = draw.choice(["conv*", "fused*", "embed*", "*bias", "scale", "*"])
+                origin, before = files.mixed(origin, pattern, new), origin
+                receipt = model.swap(files.full[new], only=pattern)
+            elif kind == "delta" and len(set(origin)) == 1 and origin[0] != new:
+                origin, before = files.whole(new), origin
+                receipt = model.swap(files.deltas[before[0], new])
+            else:
+                origin, before = files.whole(new), origin
+                receipt = model.swap(files.checkpoints[new] if kind == "checkpoint" else files.full[new])
+            now, then = numbers(files, origin), numbers(files, before)
+            assert dict(model._gate.current.identity.nonfinite) == now  # type: ignore[union-attr]
+            none = Counts(0, 0)
+            alarms = [n for n, c in now.items() if any(a and not b for a, b in zip(c, then.get(n, none), strict=True))]
+            assert sorted(receipt.nonfinite) == sorted(alarms)
+    assert len({receipt.kind for receipt in model.history}) >= 3
+
+
+@pytest.mark.parametrize(
+    ("begin", "data", "expected"), [(2, "c07f", (1, 0)), (6, "807f00008000", (0, 1)), (7, "00", None)]
+)
+def test_a_change_of_half_a_value_is_judged_with_the_other_half(
+    begin: int, data: str, expected: tuple[int, int] | None
+) -> None:
+    weight = NamedTensor(name="w", dtype="F32", shape=(4,))
+    arena, content = HostArena(ArenaLayout([weight])), memoryview(bytes.fromhex(data))
+    served = identify([weight], {"w": block_digests(arena.view("w"))}, {})
+    parts = ByteRanges.of(np.array([[begin, begin + len(content)]]), content)
+    found = overlay({"w": parts}, arena, served, Workers(1), Job()).nonfinite
+    assert found == ({} if expected is None else {"w": Counts(*expected)})
+
+
+def test_every_pair_of_first_and_later_kinds_was_met(spoiled_files: RichFiles) -> None:
+    """The sets differ enough to prove something."""
+    seen = {
+        tuple(bool(part) for pair in zip(one, other, strict=True) for part in pair)
+        for first, second in itertools.permutations(range(SETS), 2)
+        for name in spoiled_files.names
+        for one, other in [(counts(spoiled_files.tensors(first)[name]), counts(spoiled_files.tensors(second)[name]))]
+    }
+    assert len(seen) >= 8

@@ -1,0 +1,324 @@
+"""Weights that an adapter's graph computes, from an artifact written by hand."""
+
+from __future__ import annotations
+
+import gc
+import io
+import weakref
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+from blake3 import blake3
+from torch import nn
+
+from tests.support.tiny import TinyArtifact, X
+from weightswap_runtime import Artifact, ArtifactError, WeightFileError, WeightsMismatch, load
+from weightswap_runtime.format.header import pack_ranges, render_header
+from weightswap_runtime.format.manifest import Adapter, AdapterInput, Manifest, Source, encode_manifest
+from weightswap_runtime.format.weight_file import TensorRow
+from weightswap_runtime.staging import computed as computing
+from weightswap_runtime.staging.transforms import Transforms
+
+OFFSET = torch.tensor([0.25])
+INPUTS = (
+    AdapterInput(kind="key", name="halves", dtype="F32", shape=(2, 5, 3)),
+    AdapterInput(kind="key", name="both", dtype="F32", shape=(6,)),
+    AdapterInput(kind="constant", name="offset", dtype="F32", shape=(1,)),
+)
+SOURCES = (
+    Source(weight="weight", keys=("halves",), transform=0),
+    Source(weight="bias", keys=("both",), transform=1),
+    Source(weight="tied", keys=("both",), transform=2),
+    Source(weight="steps", keys=("steps",)),
+)
+Values = dict[str, torch.Tensor]
+
+
+class Sum(nn.Module):
+    """`weight` is a sum of transposed halves, `bias` and `tied` are parts of one tensor."""
+
+    def forward(self, halves: torch.Tensor, both: torch.Tensor, offset: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        bias, tied = both.split([5, 1])
+        return (halves[0] + halves[1]).t(), bias, tied - offset
+
+
+def checkpoint(seed: int) -> Values:
+    """What the adapter makes the weights of `seed` of."""
+    values = TinyArtifact.values(seed)
+    half = values["weight"].t() / 2
+    return {
+        "halves": torch.stack([half, half]),
+        "both": torch.cat([values["bias"], values["tied"] + OFFSET]),
+        "steps": values["steps"],
+    }
+
+
+def saved(path: Path, values: Values) -> Path:
+    safetensors.torch.save_file({name: value.contiguous() for name, value in values.items()}, path)
+    return path
+
+
+def write_adapter(
+    tiny: TinyArtifact, module: nn.Module, inputs: tuple[AdapterInput, ...] = INPUTS, **changes: Any
+) -> Manifest:
+    """Give the tiny artifact a graph for its adapter; the manifest is not checked."""
+    program = torch.export.export(module, tuple(torch.zeros(item.shape) for item in inputs))
+    program._example_inputs = None
+    graph = io.BytesIO()
+    torch.export.save(program, graph)
+    constants = render_header(pack_ranges([TensorRow("offset", "F32", (1,))]), {}) + OFFSET.numpy().tobytes()
+    files = {"adapter.pt2": graph.getvalue(), "adapter.safetensors": constants}
+    for name, content in files.items():
+        (tiny.path / name).write_bytes(content)
+    fields = {name: getattr(tiny.manifest, name) for name in tiny.manifest.__struct_fields__}
+    fields["adapter"] = Adapter(sources=SOURCES, ignored=("extra",), inputs=inputs)
+    fields["files"] = tiny.manifest.files | {name: blake3(content).hexdigest() for name, content in files.items()}
+    manifest = Manifest(**{**fields, **changes})
+    tiny.write_manifest(encode_manifest(manifest))
+    return manifest
+
+
+def with_adapter(tiny: TinyArtifact, module: nn.Module, **changes: Any) -> Artifact:
+    write_adapter(tiny, module, **changes)
+    return Artifact.open(tiny.path)
+
+
+@pytest.fixture
+def artifact(tiny: TinyArtifact) -> Artifact:
+    return with_adapter(tiny, Sum())
+
+
+@pytest.mark.parametrize("residency", ["double", "single"])
+def test_computed_weights_serve(residency: Any, artifact: Artifact, tiny: TinyArtifact, tmp_path: Path) -> None:
+    model = load(artifact, residency=residency)
+    for seed in range(3):
+        receipt = model.swap(saved(tmp_path / f"{seed}.safetensors", checkpoint(seed)))
+        packed = load(artifact, tiny.write(tmp_path / "packed.safetensors", weights(seed)))
+        assert torch.equal(model(X), packed(X))
+        assert receipt.weights_id == packed.weights_id
+        assert receipt.bytes_read == (30 + 6) * 4 + 8
+
+
+def weights(seed: int) -> Values:
+    values = checkpoint(seed)
+    weight, bias, tied = Sum()(values["halves"], values["both"], OFFSET)
+    return {"weight": weight, "bias": bias, "tied": tied, "steps": values["steps"]}
+
+
+@pytest.mark.parametrize(
+    "mode",
+    [
+        lambda: torch.autocast("cpu", dtype=torch.bfloat16),
+        torch.inference_mode,
+        torch.enable_grad,
+        lambda: torch.device("meta"),
+    ],
+    ids=["autocast", "inference", "gradients", "device"],
+)
+def test_what_the_caller_has_switched_on_changes_no_weight(mode: Any, artifact: Path, tmp_path: Path) -> None:
+    path = saved(tmp_path / "c.safetensors", checkpoint(1))
+    expected = load(artifact, path)
+    with mode():
+        model = load(artifact, path)
+    assert model.weights_id == expected.weights_id
+    assert torch.equal(model(X), expected(X))
+
+
+def test_shared_inputs_are_read_once(artifact: Artifact, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[str] = []
+    original = computing.read_scratch
+
+    def noted(weights: Any, keys: list[str], *rest: Any) -> Any:
+        read.extend(keys)
+        return original(weights, keys, *rest)
+
+    monkeypatch.setattr(computing, "read_scratch", noted)
+    load(artifact, saved(tmp_path / "c.safetensors", checkpoint(0)))
+    assert sorted(read) == ["both", "halves"]
+
+
+class Chain(nn.Module):
+    """Each result needs two inputs, one of which its neighbour needs too."""
+
+    def forward(self, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return tuple(((one * 2).exp() + other).t() for one, other in pairwise(inputs))
+
+
+def test_no_more_is_held_than_a_weight_and_what_it_is_made_of(tiny: TinyArtifact) -> None:
+    count = 8
+    inputs = tuple(AdapterInput(kind="key", name=f"k{i}", dtype="F32", shape=(3, 5)) for i in range(count + 1))
+    rows = tuple(type(tiny.manifest.weights[0])(name=f"w{i}", dtype="F32", shape=(5, 3)) for i in range(count))
+    sources = tuple(Source(weight=f"w{i}", keys=(f"k{i}", f"k{i + 1}"), transform=i) for i in range(count))
+    adapter = Adapter(sources=sources, inputs=inputs)
+    manifest = write_adapter(tiny, Chain(), inputs, weights=rows, adapter=adapter)
+    transforms = Transforms(Artifact(tiny.path, manifest))
+    alive: weakref.WeakSet[torch.Tensor] = weakref.WeakSet()
+    read: list[str] = []
+
+    def give(key: str) -> torch.Tensor:
+        read.append(key)
+        value = torch.full((3, 5), float(key[1:]))
+        alive.add(value)
+        gc.collect()
+        assert len(alive) <= 2
+        return value
+
+    shuffled = [f"w{i}" for i in (3, 0, 7, 1, 2, 6, 5, 4)]
+    results = [weight for weight, _ in transforms.compute(shuffled, give)]
+    assert results == [f"w{i}" for i in range(count)]
+    assert read == [f"k{i}" for i in range(count + 1)]
+
+
+BAD_CHECKPOINTS: dict[str, tuple[Callable[[Values], object], str]] = {
+    "an input is missing": (lambda values: values.pop("both"), "both: missing, F32[6]"),
+    "an input of another shape": (
+        lambda values: values.update(both=torch.zeros(7)),
+        "both: expected F32[6], found F32[7]",
+    ),
+    "an input of another dtype": (
+        lambda values: values.update(halves=values["halves"].double()),
+        "halves: expected F32[2, 5, 3], found F64[2, 5, 3]",
+    ),
+    "a key too many": (lambda values: values.update(bias=torch.zeros(5)), "bias: unexpected"),
+}
+
+
+@pytest.mark.parametrize(("damage", "says"), BAD_CHECKPOINTS.values(), ids=BAD_CHECKPOINTS)
+def test_a_checkpoint_that_does_not_fit_is_refused(
+    damage: Callable[[Values], object], says: str, artifact: Artifact, tmp_path: Path
+) -> None:
+    model = load(artifact, saved(tmp_path / "good.safetensors", checkpoint(0)))
+    expected = model(X)
+    values = checkpoint(1)
+    damage(values)
+    with pytest.raises(WeightsMismatch) as refused:
+        model.swap(saved(tmp_path / "bad.safetensors", values))
+    assert says in refused.value.problems
+    assert torch.equal(model(X), expected)
+
+
+def test_a_file_that_changes_while_weights_are_computed_is_refused(
+    artifact: Artifact, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = load(artifact, saved(tmp_path / "good.safetensors", checkpoint(0)))
+    expected = model(X)
+    path = saved(tmp_path / "c.safetensors", checkpoint(1))
+    original = computing.read_scratch
+
+    def rewrite(*args: Any) -> Any:
+        found = original(*args)
+        with path.open("r+b") as file:
+            file.seek(-4, 2)
+            file.write(b"oops")
+        return found
+
+    monkeypatch.setattr(computing, "read_scratch", rewrite)
+    with pytest.raises(WeightFileError, match="written to while it was read"):
+        model.swap(path)
+    assert torch.equal(model(X), expected)
+
+
+class Fails(Sum):
+    """Wants indices."""
+
+    def forward(self, halves: torch.Tensor, both: torch.Tensor, offset: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        weight, bias, tied = super().forward(halves, both, offset)
+        return weight, bias[both[:5].long()], tied
+
+
+def test_an_operator_that_fails_is_a_refused_swap(tiny: TinyArtifact, tmp_path: Path) -> None:
+    artifact = with_adapter(tiny, Fails())
+    values = checkpoint(0)
+    values["both"][:5] = torch.arange(5)
+    model = load(artifact, saved(tmp_path / "good.safetensors", values))
+    expected = model(X)
+    values["both"][0] = 99
+    with pytest.raises(WeightsMismatch, match="the adapter cannot compute its weights: IndexError"):
+        model.swap(saved(tmp_path / "bad.safetensors", values))
+    assert torch.equal(model(X), expected)
+
+
+class InPlace(Sum):
+    def forward(self, halves: torch.Tensor, both: torch.Tensor, offset: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return super().forward(halves, both.add_(1), offset)
+
+
+class Narrow(Sum):
+    def forward(self, halves: torch.Tensor, both: torch.Tensor, offset: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        weight, bias, tied = super().forward(halves, both, offset)
+        return weight[:2], bias, tied
+
+
+class Two(Sum):
+    def forward(self, halves: torch.Tensor, both: torch.Tensor, offset: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return super().forward(halves, both, offset)[:2]
+
+
+class Branch(Sum):
+    def forward(self, halves: torch.Tensor, both: torch.Tensor, offset: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        with torch.no_grad():
+            both = both * 2
+        return super().forward(halves, both, offset)
+
+
+BAD_ADAPTERS = {
+    "it changes an input": (InPlace(), "has a call of 'torch.ops.aten.add_.Tensor' in an adapter"),
+    "it gives another shape": (Narrow(), "computes F32[2, 5] for weight, expected F32[3, 5]"),
+    "it gives too little": (Two(), "its inputs and outputs are not those of the adapter"),
+    "it has a region of its own": (Branch(), "has a call of 'torch.ops.higher_order.wrap"),
+}
+
+
+@pytest.mark.parametrize(("module", "says"), BAD_ADAPTERS.values(), ids=BAD_ADAPTERS)
+def test_an_adapter_that_is_not_what_the_manifest_says_is_refused(
+    module: nn.Module, says: str, tiny: TinyArtifact, tmp_path: Path
+) -> None:
+    artifact = with_adapter(tiny, module)
+    with pytest.raises(ArtifactError) as refused:
+        load(artifact, saved(tmp_path / "c.safetensors", checkpoint(0)))
+    assert says in str(refused.value)
+    assert "adapter.pt2" in str(refused.value)
+
+
+def test_an_altered_adapter_is_refused(artifact: Artifact, tmp_path: Path) -> None:
+    for name in ("adapter.safetensors", "adapter.pt2"):
+        raw = bytearray((artifact.path / name).read_bytes())
+        raw[-1] ^= 1
+        (artifact.path / name).write_bytes(raw)
+        with pytest.raises(ArtifactError, match=f"{name}: altered since the export"):
+            load(artifact, saved(tmp_path / "c.safetensors", checkpoint(0)))
+
+
+MANIFESTS: dict[str, tuple[dict[str, Any], str]] = {
+    "an output twice": (
+        {"sources": (*SOURCES[:2], Source(weight="tied", keys=("both",), transform=1), SOURCES[3])},
+        "its adapter does not have one output for each weight that it computes",
+    ),
+    "an unknown input": (
+        {"sources": (Source(weight="weight", keys=("whole",), transform=0), *SOURCES[1:])},
+        "its adapter computes 'weight' from 'whole', which is not among its inputs",
+    ),
+    "an input twice": ({"inputs": (*INPUTS, INPUTS[0])}, "its adapter takes 'halves' twice"),
+    "an unknown dtype": (
+        {"inputs": (AdapterInput(kind="key", name="halves", dtype="F31", shape=(2,)), *INPUTS[1:])},
+        "its adapter takes 'halves' with the type F31[2]",
+    ),
+}
+
+
+@pytest.mark.parametrize(("changes", "says"), MANIFESTS.values(), ids=MANIFESTS)
+def test_a_manifest_that_contradicts_itself_is_refused(changes: dict[str, Any], says: str, tiny: TinyArtifact) -> None:
+    fields = {"sources": SOURCES, "ignored": (), "inputs": INPUTS}
+    with pytest.raises(ArtifactError) as refused:
+        with_adapter(tiny, Sum(), adapter=Adapter(**{**fields, **changes}))
+    assert says in str(refused.value)
+
+
+def test_a_manifest_without_the_adapter_s_files_is_refused(tiny: TinyArtifact) -> None:
+    with pytest.raises(ArtifactError, match=r"'adapter.pt2' is not among its files"):
+        with_adapter(tiny, Sum(), files=tiny.manifest.files)

@@ -1,0 +1,194 @@
+"""The rate of a staging, by a clock that only sleeping moves; and what the end of the interpreter makes of one."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+
+from tests.support.tiny import TinyArtifact, WriteWeights
+from weightswap_runtime.format.manifest import NamedTensor
+from weightswap_runtime.format.weight_set import open_weights
+from weightswap_runtime.memory.arena import ArenaLayout, HostArena
+from weightswap_runtime.memory.patch import HostPatch, Span, copy_ranges
+from weightswap_runtime.sources.local import LocalFile
+from weightswap_runtime.staging.reading import read_tensors
+from weightswap_runtime.threads import job as jobs
+from weightswap_runtime.threads.job import LONGEST_BURST, Job
+from weightswap_runtime.threads.workers import Workers
+
+RATE = 1e6  # bytes per second
+SIZES = (5 << 20, 3 << 20, 70_000, 1, 0)
+TOTAL = sum(SIZES)
+
+
+class Clock:
+    """In place of the module `time`."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+        self._lock = threading.Lock()
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        with self._lock:
+            self.now += seconds
+
+
+class Moves:
+    """When bytes were moved, by the clock."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.clock = Clock()
+        self.found: list[tuple[float, int]] = []
+        monkeypatch.setattr(jobs, "time", self.clock)
+
+    def watch(self, monkeypatch: pytest.MonkeyPatch, where: type, name: str, size: Callable[..., int]) -> None:
+        original = getattr(where, name)
+
+        def noted(*args: Any) -> Any:
+            if found := size(*args):
+                self.found.append((self.clock.now, found))
+            return original(*args)
+
+        monkeypatch.setattr(where, name, noted)
+
+    def check(self) -> None:
+        """No burst ever: not at the beginning, and not from several threads."""
+        assert sum(nbytes for _, nbytes in self.found) == TOTAL
+        assert max(nbytes for _, nbytes in self.found) <= RATE * LONGEST_BURST
+        before = 0
+        for time, nbytes in sorted(self.found):
+            assert before <= RATE * (time - 100.0) + 1e-3
+            before += nbytes
+
+
+@pytest.fixture
+def moves(monkeypatch: pytest.MonkeyPatch) -> Moves:
+    return Moves(monkeypatch)
+
+
+@pytest.fixture
+def layout() -> ArenaLayout:
+    return ArenaLayout(tuple(NamedTensor(name=f"w{i}", dtype="U8", shape=(size,)) for i, size in enumerate(SIZES)))
+
+
+@pytest.mark.parametrize("threads", [1, 4])
+def test_reading_is_even(
+    threads: int, moves: Moves, layout: ArenaLayout, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    values = {f"w{i}": torch.randint(0, 256, (size,), dtype=torch.uint8) for i, size in enumerate(SIZES)}
+    safetensors.torch.save_file(values, tmp_path / "w.safetensors")
+    arena, job = HostArena(layout), Job(RATE)
+    with open_weights(tmp_path / "w.safetensors") as weights:
+        moves.watch(monkeypatch, LocalFile, "read_into", lambda _, buffers, __: sum(map(len, buffers)))
+        job.begin("reading", TOTAL)
+        read_tensors(weights, {name: (name,) for name in values}, arena, Workers(threads), job)
+    moves.check()
+    assert job.progress.bytes_done == TOTAL
+    for name, value in values.items():
+        assert bytes(arena.fetch(*layout.slots[name])) == value.numpy().tobytes()
+
+
+@pytest.mark.parametrize("threads", [1, 4])
+def test_copying_is_even(threads: int, moves: Moves, layout: ArenaLayout, monkeypatch: pytest.MonkeyPatch) -> None:
+    source, target, job = HostArena(layout), HostArena(layout), Job(RATE)
+    ranges = list(layout.slots.values())
+    moves.watch(monkeypatch, HostArena, "copy_part", lambda _, __, begin, end: end - begin)
+    copy_ranges(target, source, ranges, Workers(threads), job)
+    moves.check()
+    assert job.progress.bytes_done == TOTAL
+
+
+@pytest.mark.parametrize("threads", [1, 4])
+def test_laying_a_patch_over_is_even(
+    threads: int, moves: Moves, layout: ArenaLayout, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arena = HostArena(layout)
+    patch = HostPatch(Span(offset, memoryview(bytearray([7]) * size)) for offset, size in layout.slots.values())
+    moves.watch(monkeypatch, HostArena, "write", lambda _, __, data: len(data))
+    patch.lay_over(arena, Workers(threads), Job(RATE))
+    moves.check()
+    assert all(bytes(arena.fetch(*slot)) == bytes([7]) * slot.nbytes for slot in layout.slots.values())
+
+
+def test_what_was_not_used_is_not_made_up_for(moves: Moves) -> None:
+    job = Job(RATE)
+    for _ in range(3):
+        start = moves.clock.now
+        for low, high in job.steps(0, 100_000):
+            assert low <= RATE * (moves.clock.now - start) + 1e-3
+            assert high - low <= RATE * LONGEST_BURST
+        moves.clock.sleep(1000.0)
+
+
+def test_without_a_limit_nothing_waits(moves: Moves) -> None:
+    assert list(Job().steps(3, 10 << 20)) == [(3, 10 << 20)]
+    assert moves.clock.now == 100.0
+    assert list(Job(RATE).steps(3, 3)) == []
+
+
+SLOW_SOURCE = """
+import sys, time
+from weightswap_runtime import load
+from weightswap_runtime.sources.local import LocalFile
+from weightswap_runtime.staging import reading
+
+model = load(sys.argv[1], sys.argv[2])
+reading.MOST_BUFFERS = reading.READS = 1  # a task for each of the four tensors
+read_into = LocalFile.read_into
+
+def slowly(self, buffers, offset):
+    if offset > 4000:
+        print("reads", flush=True)
+        time.sleep(1)
+    read_into(self, buffers, offset)
+
+LocalFile.read_into = slowly
+{begin}
+while not model.progress or model.progress.phase != "reading":
+    time.sleep(0.001)
+print("ends", flush=True)
+"""
+BACKGROUND = "staged = model.stage(sys.argv[3], background=True)"
+WATCH = """
+import os, shutil
+watcher = model.watch(os.path.dirname(sys.argv[3]) + "/box", 0.01, start="all")
+os.mkdir(os.path.dirname(sys.argv[3]) + "/box")
+shutil.copy(sys.argv[3], os.path.dirname(sys.argv[3]) + "/box/v.safetensors")
+"""
+DAEMON = """
+import contextlib, threading
+from weightswap_runtime import StageCancelled
+
+def swap():
+    with contextlib.suppress(StageCancelled):
+        model.swap(sys.argv[3])
+    time.sleep(60)
+
+threading.Thread(target=swap, daemon=True).start()
+"""
+
+
+@pytest.mark.parametrize("begin", [BACKGROUND, WATCH, DAEMON])
+@pytest.mark.parametrize("residency", ["double", pytest.param("single", marks=pytest.mark.slow)])
+def test_the_end_of_the_interpreter_cancels_a_staging(
+    begin: str, residency: str, tiny: TinyArtifact, weight_file: WriteWeights
+) -> None:
+    """What was begun is finished, and nothing more is: no thread reads on while the interpreter waits for it."""
+    script = SLOW_SOURCE.format(begin=begin).replace("sys.argv[2])", f"sys.argv[2], residency={residency!r})", 1)
+    command = [sys.executable, "-c", script, str(tiny.path), str(weight_file(0)), str(weight_file(1))]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    if begin != DAEMON:  # what Python does to daemon threads of others, in the middle of torch, is not ours
+        assert (done.returncode, done.stderr) == (0, "")
+    assert "ends" in done.stdout
+    assert done.stdout.count("reads") <= 2  # one for each thread that had begun

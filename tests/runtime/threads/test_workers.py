@@ -1,0 +1,36 @@
+"""Threads that work on one batch, and what an error of theirs leaves behind."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+
+import pytest
+
+from weightswap_runtime.threads.workers import Workers, forget_frames
+
+
+class Item:
+    """What a reference can be watched of."""
+
+
+@pytest.mark.usefixtures("_uncollected")
+@pytest.mark.parametrize("in_the_pool", [True, False])
+def test_an_error_of_any_thread_keeps_nothing_of_the_batch(in_the_pool: bool) -> None:
+    workers, caller = Workers(2), threading.get_ident()
+    items = [Item() for _ in range(100)]
+    left = weakref.WeakSet(items)
+    failed = threading.Event()
+
+    def function(item: Item) -> None:
+        if (threading.get_ident() != caller) == in_the_pool:
+            failed.set()
+            raise ValueError
+        failed.wait(60)
+
+    with pytest.raises(ValueError) as caught:
+        workers.run_all(function, items)
+    error = caught.value
+    del items, caught
+    forget_frames(error)  # as who keeps an error does; of threads that had not ended, frames are left
+    assert not left

@@ -1,0 +1,34 @@
+"""Blocks of a few bytes, so that small tensors take the roads of large ones."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from weightswap_runtime.format.weight_file import TensorRow, canonical_order, write_weight_file
+from weightswap_runtime.memory import patch as patches
+from weightswap_runtime.sources import local
+from weightswap_runtime.staging import delta_overlay as overlay
+from weightswap_runtime.staging import delta_writing as deltas
+from weightswap_runtime.staging import reading
+from weightswap_runtime.tensors import digests
+
+MODULES = (deltas, digests, overlay, patches, reading)
+DTYPES = {"u1": "U8", "f4": "F32"}
+
+
+def make_blocks_small(patch: pytest.MonkeyPatch, size: int) -> None:
+    for module in MODULES:
+        patch.setattr(module, "BLOCK", size)
+    patch.setattr(deltas, "FEWEST", 1)
+    patch.setattr(local.LocalFile, "unit", 3 * size)
+
+
+def save(path: Path, values: dict[str, np.ndarray], graph_id: str = "0" * 64) -> Path:
+    """A weight file of any arrays."""
+    rows = [TensorRow(name, DTYPES[value.dtype.str[1:]], value.shape) for name, value in values.items()]
+    data = {row.name: [memoryview(values[row.name].tobytes())] for row in canonical_order(rows)}
+    write_weight_file(path, rows, data, graph_id=graph_id)
+    return path

@@ -1,0 +1,99 @@
+"""A follower at work: a directory, a model, and a clock that the tests turn."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from tests.support.tiny import TinyArtifact
+from weightswap_runtime import (
+    Model,
+    StageCancelled,
+    WeightFileError,
+    load,
+    write_delta,
+)
+from weightswap_runtime.live.watching.directory import Entry, open_directory
+from weightswap_runtime.live.watching.follower import Follower, Start
+
+INTERVAL = 5.0
+
+
+def in_place(path: Path, content: bytes) -> None:
+    """Rewrite a file as nobody should: size, inode and time of modification are as before."""
+    status = path.stat()
+    assert len(content) == status.st_size
+    with path.open("r+b") as file:
+        file.write(content)
+    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+
+
+class Desk:
+    """A directory, the model behind which its files are put, and a clock. It is the follower's target."""
+
+    def __init__(self, tiny: TinyArtifact, folder: Path) -> None:
+        self.tiny = tiny
+        self.folder = folder
+        self.model: Model = load(tiny.path)
+        self.now = 1000.0
+        self.listings = self.outages = 0
+        self.tries: list[str] = []
+        self.taken: list[str] = []
+        self.told: list[tuple[str, str]] = []
+        self.errors: dict[str, list[BaseException]] = {}  # raised instead of the next swaps of a file
+        self.unlisted = False
+        self.stopped = False
+        folder.mkdir()
+        self.follow("newest")
+
+    def follow(self, start: Start) -> None:
+        self.follower = Follower(str(self.folder), self._list, INTERVAL, start, lambda: self.now)
+
+    def _list(self) -> list[Entry]:
+        self.listings += 1
+        if self.unlisted:
+            self.outages = 1
+            raise WeightFileError("unreachable")
+        return open_directory(self.folder)()
+
+    def check(self) -> None:
+        if self.stopped:
+            raise StageCancelled("stopped")
+
+    def serves(self, weights_id: str) -> bool:
+        return self.model.weights_id == weights_id
+
+    def swap(self, path: str | Path, weights_id: str | None, known: str | None = None) -> str | None:
+        name = Path(path).stem
+        self.tries.append(name)
+        if self.errors.get(name):
+            raise self.errors[name].pop(0)
+        with self.model.stage(path) as staged:
+            if staged.weights_id != known:
+                staged.commit()
+                self.taken.append(name)
+            return staged.weights_id
+
+    def tell(self, kind: str, source: str, error: BaseException) -> None:
+        self.told.append((f"{kind} {Path(source).stem}", type(error).__name__))
+
+    def look(self, after: float = INTERVAL) -> float:
+        self.now += after
+        return self.follower.look(self)
+
+    def write(self, name: str, seed: int) -> Path:
+        """Renamed into place, as weightswap writes files."""
+        return self.tiny.write(self.folder / f"{name}.safetensors", self.tiny.values(seed))
+
+    def delta(self, name: str, base: int, new: int) -> Path:
+        files = [self.tiny.write(self.folder.parent / f"{seed}", self.tiny.values(seed)) for seed in (base, new)]
+        out = self.folder / f"{name}.safetensors"
+        write_delta(*files, out)
+        return out
+
+    def damage(self, path: Path) -> None:
+        raw = bytearray(path.read_bytes())
+        raw[-1] ^= 1
+        replacement = path.with_name("damaged")
+        replacement.write_bytes(raw)
+        replacement.replace(path)

@@ -1,0 +1,39 @@
+"""Artifacts as somebody with malice could make them: altered, with digests and ids that agree."""
+
+from __future__ import annotations
+
+import io
+import json
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+from blake3 import blake3
+
+from tests.support.graphs import Document
+from weightswap_runtime.format.manifest import MANIFEST_NAME, Manifest, decode_manifest, encode_manifest, graph_identity
+
+
+def replace_file(artifact: Path, name: str, raw: bytes) -> None:
+    """Put another file in the place of one of an artifact's, and make the manifest agree."""
+    (artifact / name).write_bytes(raw)
+    place = artifact / MANIFEST_NAME
+    manifest: Manifest = decode_manifest(place.read_bytes(), str(place))
+    files = manifest.files | {name: blake3(raw).hexdigest()}
+    identity = graph_identity(manifest.methods, manifest.weights, manifest.state, manifest.constants, files)
+    place.write_bytes(encode_manifest(msgspec.structs.replace(manifest, files=files, graph_id=identity)))
+
+
+def with_document(raw: bytes, change: Callable[[Document], object]) -> bytes:
+    """A graph's archive with its document changed."""
+    written = io.BytesIO()
+    with zipfile.ZipFile(io.BytesIO(raw)) as source, zipfile.ZipFile(written, "w") as target:
+        for name in source.namelist():
+            content = source.read(name)
+            if name.endswith("/models/model.json"):
+                document = json.loads(content)
+                change(document)
+                content = json.dumps(document).encode()
+            target.writestr(name, content)
+    return written.getvalue()

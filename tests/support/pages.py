@@ -1,0 +1,43 @@
+"""The pages of the documentation: their code and commands, run as they stand."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from pathlib import Path
+
+from tests import ROOT
+from tests.support import warm
+
+DOCS = ROOT / "docs"
+
+
+def page(name: str) -> str:
+    return (DOCS / f"{name}.md").read_text()
+
+
+def shell(folder: Path, commands: str) -> str:
+    program = f"{warm.python()} -c 'from weightswap_tools.program import main; main()'"
+    script = f"set -e\n{commands.replace('weightswap ', program + ' ')}"
+    done = subprocess.run(["sh", "-c", script], cwd=folder, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def python(folder: Path, *parts: str) -> str:
+    command = [warm.python(), "-c", "\n".join(parts)]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True).stdout
+
+
+def prepare_recipe(folder: Path) -> str:
+    """The recipe of the page on the command line, and its checkpoints and inputs; returns the page."""
+    text = page("commands")
+    (recipe,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    (folder / "recipe.py").write_text(recipe)
+    prepare = (
+        "import numpy, recipe, torch; torch.save(recipe.Tagger().state_dict(), 'checkpoint.pt');"
+        "torch.save(recipe.Tagger().state_dict(), 'other.pt');"
+        "numpy.savez('inputs.npz', tokens=numpy.ones((3, 9), 'i8'), mask=numpy.ones((3, 9), 'f4'))"
+    )
+    python(folder, prepare)
+    return text

@@ -1,0 +1,68 @@
+"""A small model whose weights torchao has quantised, in each way that a CPU runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+quantization = pytest.importorskip("torchao.quantization", reason="needs torchao", exc_type=ImportError)
+
+X = torch.randn(5, 32, generator=torch.Generator().manual_seed(7))
+BATCH = {"input": {0: torch.export.Dim("batch", max=64)}}
+
+
+def floats(seed: int) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 32)).eval()
+
+
+def _float8_dynamic(model: nn.Module) -> None:
+    """As `quantize_` does it on a GPU: it refuses a CPU, which torch's own kernels do run on."""
+    from torchao.float8.inference import Float8MMConfig
+    from torchao.quantization.quantize_.common import KernelPreference
+    from torchao.quantization.quantize_.workflows import QuantizeTensorToFloat8Kwargs
+
+    rows, torchs = quantization.PerRow(), KernelPreference.TORCH
+    for layer in model.modules():
+        if isinstance(layer, nn.Linear):
+            quantised = quantization.Float8Tensor.from_hp(
+                layer.weight.detach(),
+                granularity=rows,
+                mm_config=Float8MMConfig(use_fast_accum=False),
+                act_quant_kwargs=QuantizeTensorToFloat8Kwargs(granularity=rows, kernel_preference=torchs),
+                kernel_preference=torchs,
+            )
+            layer.weight = nn.Parameter(quantised, requires_grad=False)
+
+
+def _by(config: object) -> Callable[[nn.Module], None]:
+    return lambda model: quantization.quantize_(model, config)
+
+
+def _packed_int4(model: nn.Module) -> None:
+    from torchao.prototype.quantization.int4 import PrototypeInt4WeightOnlyConfig
+
+    quantization.quantize_(model, PrototypeInt4WeightOnlyConfig(group_size=32))
+
+
+_INT4 = {"weight_dtype": torch.int4}
+KINDS: dict[str, Callable[[nn.Module], None]] = {
+    "int8": _by(quantization.Int8WeightOnlyConfig()),
+    "int8 dynamic": _by(quantization.Int8DynamicActivationInt8WeightConfig()),
+    "int4": _by(quantization.IntxWeightOnlyConfig(**_INT4, granularity=quantization.PerGroup(32))),
+    "int4 dynamic": _by(
+        quantization.Int8DynamicActivationIntxWeightConfig(**_INT4, weight_granularity=quantization.PerGroup(32))
+    ),
+    "int4 packed for a CPU": _packed_int4,
+    "float8": _by(quantization.Float8WeightOnlyConfig()),
+    "float8 dynamic": _float8_dynamic,
+}
+
+
+def quantised(kind: str, seed: int = 0) -> nn.Module:
+    model = floats(seed)
+    KINDS[kind](model)
+    return model

@@ -1,0 +1,12 @@
+"""What a model serves with, for tests that look behind its calls."""
+
+from __future__ import annotations
+
+from weightswap_runtime import Model
+from weightswap_runtime.engines.engine import Bound
+
+
+def bound_of(model: Model) -> Bound:
+    """The session that new calls get."""
+    assert model._gate.current is not None
+    return model._gate.current.session.bound[model._member.id]

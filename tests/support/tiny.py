@@ -1,0 +1,192 @@
+"""A tiny artifact written by hand from the format's specification, without the exporter."""
+
+from __future__ import annotations
+
+import functools
+import io
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import msgspec
+import safetensors.torch
+import torch
+from blake3 import blake3
+from torch import nn
+
+from weightswap_runtime import Model
+from weightswap_runtime.format.header import pack_ranges, render_header
+from weightswap_runtime.format.manifest import (
+    Adapter,
+    GraphInput,
+    Manifest,
+    Method,
+    NamedTensor,
+    Producer,
+    Source,
+    encode_manifest,
+    graph_identity,
+)
+from weightswap_runtime.format.signature import Dimension, Signature, Tensor
+from weightswap_runtime.format.weight_file import TensorRow, write_weight_file
+
+
+class Affine(nn.Module):
+    """`x @ weight + bias + tied + shift`, and `tied` once more as `again`. The weights' sizes need padding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(3, 5))
+        self.bias = nn.Parameter(torch.empty(5))
+        self.tied = nn.Parameter(torch.empty(1))
+        self.again = self.tied
+        self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("shift", torch.tensor([0.5]), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ self.weight + self.bias + self.tied * self.again + self.shift
+
+
+WEIGHTS = (
+    NamedTensor(name="weight", dtype="F32", shape=(3, 5)),
+    NamedTensor(name="bias", dtype="F32", shape=(5,)),
+    NamedTensor(name="tied", dtype="F32", shape=(1,), aliases=("again",)),
+    NamedTensor(name="steps", dtype="I64", shape=()),
+)
+SOURCES = (
+    Source(weight="weight", keys=("w",)),
+    Source(weight="bias", keys=("bias",)),
+    Source(weight="tied", keys=("tied", "again")),
+    Source(weight="steps", keys=("steps",)),
+)
+Values = dict[str, torch.Tensor]
+
+
+X = torch.arange(6.0).reshape(2, 3)
+WriteWeights = Callable[[int], Path]
+WriteDelta = Callable[[int, int], Path]
+SLOW = 20.0  # bytes per second: the tiny model's 92 bytes take longer than any test waits
+
+
+def serves(model: Model, seed: int) -> bool:
+    """Whether the model answers as the eager model with the weights of `seed` does."""
+    return torch.equal(model(X), TinyArtifact.eager(seed, X))
+
+
+class TinyArtifact:
+    """Writes the artifact to `path`. Checkpoints call `weight` `w`; everything else keeps its name."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        graph, targets = _graph()
+        files = {"graphs/forward.pt2": graph, "constants.safetensors": _constants()}
+        digests = {name: blake3(content).hexdigest() for name, content in files.items()}
+        inputs = [_graph_input(target) for target in targets]
+        signature = Signature(
+            args=(("x", Tensor("x", "F32", ("batch", 3))),),
+            kwargs=(),
+            output=Tensor("output", "F32", ("batch", 5)),
+            dims={"batch": Dimension(0, 8)},
+        )
+        methods = {"forward": Method(graph="graphs/forward.pt2", inputs=tuple(inputs), signature=signature)}
+        constants = (NamedTensor(name="shift", dtype="F32", shape=(1,)),)
+        self.manifest = Manifest(
+            format_version=1,
+            graph_id=graph_identity(methods, WEIGHTS, (), constants, digests),
+            producer=Producer(weightswap="0", torch=str(torch.__version__)),
+            device="cpu",
+            methods=methods,
+            weights=WEIGHTS,
+            state=(),
+            constants=constants,
+            adapter=Adapter(sources=SOURCES, ignored=("extra",)),
+            files=digests,
+        )
+        (path / "graphs").mkdir(parents=True)
+        for name, content in files.items():
+            (path / name).write_bytes(content)
+        self.write_manifest(encode_manifest(self.manifest))
+
+    def write_manifest(self, raw: bytes) -> None:
+        (self.path / "manifest.json").write_bytes(raw)
+
+    def document(self) -> dict[str, object]:
+        """The manifest as plain JSON, to be broken by a test."""
+        document: dict[str, object] = msgspec.json.decode((self.path / "manifest.json").read_bytes())
+        return document
+
+    @staticmethod
+    def values(seed: int) -> Values:
+        generator = torch.Generator().manual_seed(seed)
+        return {
+            "weight": torch.randn(3, 5, generator=generator),
+            "bias": torch.randn(5, generator=generator),
+            "tied": torch.randn(1, generator=generator),
+            "steps": torch.tensor(seed),
+        }
+
+    def write(self, path: Path, values: Mapping[str, torch.Tensor], graph_id: str | None = None) -> Path:
+        """Write a weight file with our writer."""
+        rows = {weight.name: TensorRow(weight.name, weight.dtype, weight.shape) for weight in WEIGHTS}
+        order = [
+            "weight",
+            "bias",
+            "steps",
+            "tied",
+        ]  # canonical: alignments 4, 4, 8, 4 -> by falling alignment, then name
+        order.sort(key=lambda name: (-(size & -size) if (size := values[name].nbytes) else 0, name))
+        data = {name: [_bytes(values[name])] for name in order}
+        write_weight_file(path, list(rows.values()), data, graph_id=graph_id or self.manifest.graph_id)
+        return path
+
+    @staticmethod
+    def eager(seed: int, x: torch.Tensor) -> torch.Tensor:
+        """What the eager model with the weights of `seed` gives."""
+        with torch.no_grad():
+            output: torch.Tensor = _filled(TinyArtifact.values(seed))(x)
+        return output
+
+
+@functools.cache
+def _graph() -> tuple[bytes, tuple[str | None, ...]]:
+    """A graph as torch saves it, and what its flat inputs are; None is the user's."""
+    batch = torch.export.Dim("batch", max=8)
+    model = _filled(TinyArtifact.values(0))
+    program = torch.export.export(model, (torch.zeros(2, 3),), dynamic_shapes={"x": {0: batch}})
+    for name, tensor in program.state_dict.items():
+        program.state_dict[name] = nn.Parameter(torch.empty_like(tensor, device="meta"), tensor.requires_grad)
+    for name, tensor in program.constants.items():
+        program.constants[name] = torch.empty_like(tensor, device="meta")
+    program._example_inputs = None  # torch would pickle them
+    saved = io.BytesIO()
+    torch.export.save(program, saved)
+    return saved.getvalue(), tuple(spec.target for spec in program.graph_signature.input_specs)
+
+
+def _graph_input(target: str | None) -> GraphInput:
+    if target is None:
+        return GraphInput(kind="input", name="x")
+    return GraphInput(kind="constant" if target == "shift" else "weight", name=target)
+
+
+def _filled(values: Values) -> Affine:
+    model = Affine()
+    with torch.no_grad():
+        for name, value in values.items():
+            getattr(model, name).copy_(value)
+    return model
+
+
+def _constants() -> bytes:
+    header = render_header(pack_ranges([TensorRow("shift", "F32", (1,))]), {"format": "pt"})
+    return header + _bytes(torch.tensor([0.5]))
+
+
+def _bytes(tensor: torch.Tensor) -> memoryview:
+    return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data
+
+
+def plain(tiny: TinyArtifact, path: Path, **changes: torch.Tensor | None) -> Path:
+    """A safetensors file of another tool, without a stamp."""
+    values = {**tiny.values(7), **changes}
+    safetensors.torch.save_file({name: value for name, value in values.items() if value is not None}, path)
+    return path

@@ -1,0 +1,142 @@
+"""An interpreter that has imported what takes seconds, and forks itself for every program that it is asked to run.
+
+`python()` is the path of a command that takes what `python -W error` takes (`-c CODE` or `-m MODULE`, and arguments; a
+`-u` before them changes nothing), in the caller's folder and environment, with its input and outputs.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import gc
+import json
+import os
+import runpy
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import traceback
+from pathlib import Path
+
+from tests import ROOT
+
+CLIENT = """#!{interpreter} -SE
+import json, os, socket, sys
+with socket.socket(socket.AF_UNIX) as server:
+    server.connect({address!r})
+    asked = json.dumps([os.getcwd(), dict(os.environ), sys.argv[1:]]).encode()
+    socket.send_fds(server, [len(asked).to_bytes(4, "big")], [0, 1, 2])
+    server.sendall(asked)
+    status = int(server.makefile().read() or 1)
+if status < 0:
+    os.kill(os.getpid(), -status)
+sys.exit(status)
+"""
+
+
+@functools.cache
+def python() -> str:
+    """The command, behind which an interpreter is started when this is first asked for."""
+    folder = tempfile.mkdtemp(prefix="warm-")
+    address, command = f"{folder}/socket", Path(folder, "python")
+    command.write_text(CLIENT.format(interpreter=sys.executable, address=address))
+    command.chmod(0o755)
+    server = socket.socket(socket.AF_UNIX)
+    server.bind(address)
+    server.listen()
+    program = [sys.executable, "-W", "error", "-m", "tests.support.warm", str(server.fileno()), str(command)]
+    running = subprocess.Popen(program, cwd=ROOT, pass_fds=[server.fileno()])
+    server.close()
+    atexit.register(end, running)
+    return str(command)
+
+
+def end(running: subprocess.Popen[bytes]) -> None:
+    running.kill()
+    running.wait()
+
+
+def serve(server: socket.socket) -> None:
+    """Take requests for ever. Returns in the forked processes alone, once for each program, which is to be run."""
+    running: list[int] = []
+    while True:
+        connection, _ = server.accept()
+        running = [child for child in running if os.waitpid(child, os.WNOHANG) == (0, 0)]
+        if child := os.fork():
+            running.append(child)
+            connection.close()
+            continue
+        server.close()
+        if (program := os.fork()) == 0:
+            return take(connection)
+        _, status = os.waitpid(program, 0)
+        connection.sendall(str(os.waitstatus_to_exitcode(status)).encode())
+        os._exit(0)
+
+
+def take(connection: socket.socket) -> None:
+    """Become what was asked for."""
+    size, streams, _, _ = socket.recv_fds(connection, 4, 3)
+    folder, environment, sys.argv[:] = json.loads(connection.makefile().read(int.from_bytes(size, "big")))
+    connection.close()
+    for number, stream in enumerate(streams):
+        os.dup2(stream, number)
+        os.close(stream)
+    sys.stdin, sys.stdout, sys.stderr = map(os.fdopen, range(3), "rww")
+    os.chdir(folder)
+    os.environ.clear()
+    os.environ.update(environment)
+    sys.path[0] = ""
+    sys.path += [path for path in environment.get("PYTHONPATH", "").split(os.pathsep) if path not in sys.path]
+
+
+def run() -> None:
+    """Run the program and end. What waits for the end of an interpreter is waited for; nothing is taken apart."""
+    status = 1
+    try:
+        kind, *sys.argv[:] = sys.argv[sys.argv[0] == "-u" :]
+        if kind == "-m":
+            sys.modules.pop(sys.argv[0], None)  # it begins as it would in a new interpreter
+            runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+        else:
+            code, sys.argv[0] = sys.argv[0], kind
+            exec(compile(code, "<string>", "exec"), {"__name__": "__main__"})
+        status = 0
+    except SystemExit as end:
+        status = end.code if isinstance(end.code, int) else int(end.code is not None)
+    except BaseException:
+        traceback.print_exc()
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
+
+
+def prepare() -> None:
+    """Import what programs need."""
+    import onnxscript  # noqa: F401
+    import safetensors.torch  # noqa: F401
+    import torch._dynamo
+    import torch.distributed.checkpoint
+    import torch.export  # noqa: F401
+
+    import weightswap_exporter.commands.build
+    import weightswap_exporter.packing  # noqa: F401
+    import weightswap_tools.program  # noqa: F401
+
+    gc.collect()
+    gc.freeze()
+
+
+if __name__ == "__main__":
+    from tests.support import quick
+
+    prepare()
+    address, command = sys.argv[1:]
+    quick.WarmInterpreter.executable = command  # trials of what programs export
+    with quick.quick_exports():
+        serve(socket.socket(fileno=int(address)))
+        run()

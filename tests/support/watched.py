@@ -1,0 +1,51 @@
+"""A directory of weight files that is watched."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from tests.support.tiny import TinyArtifact
+from weightswap_runtime import Watcher
+
+SOON = 0.01
+
+
+def eventually(condition: Callable[[], bool]) -> bool:
+    deadline = time.monotonic() + 60
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(SOON)
+    return True
+
+
+class Directory:
+    """A directory into which weight files are renamed."""
+
+    def __init__(self, tiny: TinyArtifact, path: Path) -> None:
+        self.tiny = tiny
+        self.path = path
+        path.mkdir()
+
+    def write(self, seed: int) -> Path:
+        return self.tiny.write(self.path / f"v{seed}.safetensors", self.tiny.values(seed))
+
+    def damaged(self, seed: int) -> Path:
+        path = self.tiny.write(self.path / "hidden", self.tiny.values(seed))
+        raw = bytearray(path.read_bytes())
+        raw[-1] ^= 1
+        path.write_bytes(raw)
+        return path.rename(self.path / f"v{seed}.safetensors")
+
+
+def environment() -> dict[str, str]:
+    return os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+
+
+def mark(watcher: Watcher) -> str | None:
+    taken = watcher._follower._mark
+    return taken.entry.name if taken else None

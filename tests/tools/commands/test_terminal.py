@@ -1,0 +1,129 @@
+"""What commands print where names and labels are hostile, nobody reads, or standard output is closed."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+import safetensors.torch
+import torch
+from torch import nn
+
+from tests.support import warm
+from weightswap_exporter import export, pack
+from weightswap_runtime.messages import visible
+from weightswap_tools.terminal import encode_json
+
+EVIL = "evil\nverdict     equal\r\x1b[31m\x9b2J\u202e[red]"
+MAIN = "from weightswap_tools.program import main; main()"
+WITHOUT_STDOUT = f"import os, sys; sys.kept = sys.stdout; os.close(1); sys.stdout = None; {MAIN}"
+RECIPE = """
+import torch
+from torch import nn
+
+def build():
+    return {"model": nn.Linear(2, 2).eval(), "args": (torch.zeros(2),)}
+"""
+COMMANDS = {
+    "inspect a file": ["inspect", "v1.safetensors"],
+    "inspect an artifact": ["inspect", EVIL],
+    "inspect a tree": ["inspect", "odd.safetensors", "--tree"],
+    "diff": ["diff", "v1.safetensors", "odd.safetensors", "--fail-if", "changed"],
+    "diff artifacts": ["diff", EVIL, EVIL],
+    "delta": ["delta", "v1.safetensors", "v2.safetensors", "-o", f"{EVIL}.delta", "--label", f"{EVIL}={EVIL}"],
+    "run": ["run", EVIL, "-w", "v1.safetensors", "-i", "in.safetensors"],
+    "swap": ["swap", EVIL, "v1.safetensors", f"{EVIL}.safetensors"],
+    "swap what does not fit": ["swap", EVIL, "odd.safetensors"],
+    "swap what is not there": ["swap", EVIL, f"no {EVIL}"],
+    "pack": ["pack", f"{EVIL}.pt", EVIL, "-o", f"{EVIL}.packed", "--level", EVIL, "--label", f"{EVIL}={EVIL}"],
+    "pack what does not fit": ["pack", "odd.safetensors", EVIL, "-o", "x.safetensors"],
+    "export": ["export", "recipe.py:build", "-o", f"{EVIL}.artifact"],
+    "verify": ["verify", EVIL, "v1.safetensors", "--recipe", "recipe.py:build"],
+    "export-onnx": ["export-onnx", EVIL, "v1.safetensors", "-o", f"{EVIL}.onnx"],
+    "help": ["inspect", "--help"],
+    "version": ["--version"],
+}
+ANSWERS_NO = {"diff", "swap what does not fit", "swap what is not there", "pack what does not fit"}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An artifact with an evil path, and weight files with evil paths, labels and names."""
+    folder = tmp_path_factory.mktemp("terminal")
+    (folder / "recipe.py").write_text(RECIPE)
+    torch.manual_seed(0)
+    model = nn.Linear(2, 2).eval()
+    artifact = export(model, (torch.zeros(2),), out=folder / EVIL)
+    pack(model, artifact, out=folder / "v1.safetensors", labels={EVIL: EVIL})
+    model.bias.data += 1
+    for name in ("v2.safetensors", f"{EVIL}.safetensors"):
+        pack(model, artifact, out=folder / name, labels={EVIL: EVIL})
+    torch.save({EVIL: model.state_dict()}, folder / f"{EVIL}.pt")
+    safetensors.torch.save_file({EVIL: torch.ones(2), f"a.{EVIL}": torch.ones(2)}, folder / "odd.safetensors")
+    safetensors.torch.save_file({"input": torch.zeros(2)}, folder / "in.safetensors")
+    return folder
+
+
+def run(folder: Path, script: str, arguments: list[str], **streams: int) -> subprocess.CompletedProcess[str]:
+    command = [warm.python(), "-c", script, *arguments]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE} | streams
+    done = subprocess.run(command, cwd=folder, text=True, errors="surrogateescape", check=False, **pipes)  # type: ignore[call-overload]
+    assert "Traceback" not in done.stderr
+    assert "Exception ignored" not in done.stderr
+    return done  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_what_is_printed_can_be_seen(name: str, folder: Path) -> None:
+    done = run(folder, MAIN, COMMANDS[name])
+    assert done.returncode == (name in ANSWERS_NO), done.stderr
+    for line in (done.stdout + done.stderr).split("\n"):
+        assert line.isprintable(), ascii(line)
+        assert not line.startswith("verdict     equal") or name == "diff artifacts"
+    if name not in ("help", "version", "run"):
+        assert visible(EVIL)[:8] in done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_a_reader_that_has_left_ends_a_command_quietly(name: str, folder: Path) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    try:
+        done = run(folder, MAIN, COMMANDS[name], stdout=writer)
+    finally:
+        os.close(writer)
+    # what is said on standard error alone is not in the reader's way
+    quiet = 1 if name == "help" else 141  # rich prints that
+    assert done.returncode == (name in ANSWERS_NO if done.stderr else quiet), done.stderr
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_a_closed_standard_output_is_none_of_a_commands_business(name: str, folder: Path) -> None:
+    done = run(folder, WITHOUT_STDOUT, COMMANDS[name])
+    assert done.returncode == (name in ANSWERS_NO), done.stderr
+    assert done.stdout == ""
+
+
+@pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
+def test_streams_that_a_shell_has_closed(closed: str, folder: Path) -> None:
+    """Files that are opened then have the numbers of these streams; a report goes into its own."""
+    script = f'exec "$0" "$@" {closed}'
+    command = ["sh", "-c", script, warm.sys.executable, "-c", MAIN]
+    done = subprocess.run(
+        [*command, "inspect", "odd.safetensors", "--html", "odd.html"], cwd=folder, capture_output=True, check=False
+    )
+    assert done.returncode == 0
+    assert b"Traceback" not in done.stderr
+    assert (folder / "odd.html").read_bytes().rstrip().endswith(b"</html>")
+    (folder / "odd.html").unlink()
+
+
+def test_json_has_no_raw_control_characters() -> None:
+    text = "a\x9b2J\x7f\x85é"
+    raw = encode_json({text: [text]})
+    assert raw == rb'{"a\u009b2J\u007f\u0085' + "é".encode() + rb'":["a\u009b2J\u007f\u0085' + "é".encode() + b'"]}'
+    assert json.loads(raw) == {text: [text]}
+    assert not any("\x7f" <= letter <= "\x9f" for letter in encode_json({"\udcff": text}).decode())

@@ -1,0 +1,289 @@
+"""`weightswap inspect` of everything that it takes: text, tree, document and report."""
+
+from __future__ import annotations
+
+import html
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+from torch import nn
+from torch.export import Dim
+from typer.testing import CliRunner
+
+from tests.support.models import Counter, Everything, Renamed
+from weightswap_exporter import MethodSpec, export, pack
+from weightswap_runtime import load, write_delta
+from weightswap_runtime.format.weight_set import goldens_path
+from weightswap_tools.inspect.command import inspect_command
+
+EVIL = "<img src=x onerror=alert(1)>.\x1b[31m[red]"
+CASES = {"cases": "3"}
+Inspect = Callable[..., str]
+
+
+class Layers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.ReLU()) for _ in range(12))
+        self.head = nn.Linear(4, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Artifacts, weight files, a delta, goldens and plain checkpoints."""
+    folder = tmp_path_factory.mktemp("inspect")
+    batch = {0: Dim("batch", max=9)}
+    torch.manual_seed(0)
+    model = Layers().eval()
+    export(model, (torch.rand(2, 4),), out=folder / "layers.artifact", dynamic_shapes={"x": batch})
+    goldens = [((torch.rand(3, 4),), {})]
+    pack(model, folder / "layers.artifact", out=folder / "v1.safetensors", labels={"step": "1"}, goldens=goldens)
+    with torch.no_grad():
+        model.head.bias += 1
+    pack(model, folder / "layers.artifact", out=folder / "v2.safetensors")
+    write_delta(folder / "v1.safetensors", folder / "v2.safetensors", folder / "d.safetensors")
+    methods = {
+        "forward": MethodSpec("forward", (torch.rand(2, 1, 8, 8),)),
+        "encode": MethodSpec("encode", (torch.arange(4),)),
+    }
+    export(Everything().eval(), methods=methods, out=folder / "everything.artifact")
+    export(Counter().eval(), (torch.rand(2, 3),), out=folder / "counter.artifact")
+    export(Renamed().eval(), (torch.rand(2, 3),), out=folder / "renamed.artifact")
+    safetensors.torch.save_file(
+        {EVIL: torch.ones(2), "b": torch.ones(3, dtype=torch.bfloat16)}, folder / "evil.safetensors"
+    )
+    save_sharded(folder / "shards", {f"layers.{place}.weight": torch.ones(2, 2) for place in range(12)})
+    return folder
+
+
+def save_sharded(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
+    """A Hugging Face directory with one shard for each tensor."""
+    folder.mkdir()
+    names = {key: f"model-{place:05}-of-{len(tensors):05}.safetensors" for place, key in enumerate(tensors, 1)}
+    for key, name in names.items():
+        safetensors.torch.save_file({key: tensors[key]}, folder / name)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
+
+
+@pytest.fixture
+def inspect(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Inspect:
+    monkeypatch.chdir(folder)
+
+    def run(*arguments: str, status: int = 0) -> str:
+        result = CliRunner().invoke(inspect_command, list(arguments))
+        assert result.exit_code == status, result.output
+        return result.output
+
+    return run
+
+
+def report(inspect: Inspect, path: str) -> tuple[str, list[dict[str, Any]]]:
+    """The visible texts of the report that inspect writes, and its data."""
+    assert inspect(path, "--html", "r.html") == "report     r.html\n"
+    page = Path("r.html").read_text()
+    (data,) = re.findall(r'<script type="application/json" id="data">(.*?)</script>', page)
+    body = re.sub(r"<[^>]*>", " ", page.partition("<body>")[2].partition("<script")[0])
+    return html.unescape(body), json.loads(data)
+
+
+def blocks(data: list[dict[str, Any]], kind: str, caption: str) -> list[dict[str, Any]]:
+    return [block for block in data if block["type"] == kind and block["caption"] == caption]
+
+
+def rows(data: list[dict[str, Any]], caption: str) -> list[list[Any]]:
+    (table,) = blocks(data, "table", caption)
+    found: list[list[Any]] = table["rows"]
+    return found
+
+
+def test_an_artifact_in_words(inspect: Inspect) -> None:
+    said = inspect("layers.artifact")
+    assert (
+        "forward takes x (a tensor of 32-bit floats, batch × 4), and returns a tensor of 32-bit floats, batch × 2; "
+        "batch is from 0 to 9.\n" in said
+    )
+    document = json.loads(inspect("layers.artifact", "--json"))
+    assert document["sentences"]["forward"] in said
+    assert document["kind"] == "artifact"
+    assert {"path": "layers.11.0", "tensors": 2, "nbytes": 80} in document["modules"]
+    assert {"weight": "head.bias", "how": "as it is", "keys": ["head.bias"]} in document["origins"]
+
+
+def test_layers_that_are_alike_are_told_once(inspect: Inspect) -> None:
+    said = inspect("layers.artifact", "--tree").splitlines()
+    assert said[0] == "layers.artifact  Layers  26 tensors, 1.0 kB"
+    assert "│   └── 0 … 11  (12 × alike)  Sequential  2 tensors, 80 B each" in said
+    assert sum("weight" in line for line in said) == 2
+    assert "    ├── weight  F32[2, 4]  32 B" in said
+
+
+def test_a_tree_tells_ties_and_roles(inspect: Inspect) -> None:
+    assert "tied to head.weight" in inspect("everything.artifact", "--tree")
+    said = inspect("counter.artifact", "--tree")
+    assert "steps  I64[]  8 B  state" in said
+
+
+def test_a_tree_of_a_checkpoint(inspect: Inspect) -> None:
+    said = inspect("shards", "--tree")
+    assert "0 … 11  (12 × alike)  1 tensor, 16 B each" in said  # in the file, 10 follows 1
+    assert "\x1b" not in inspect("evil.safetensors", "--tree")
+
+
+def test_a_report_of_an_artifact(inspect: Inspect) -> None:
+    seen, data = report(inspect, "layers.artifact")
+    document = json.loads(inspect("layers.artifact", "--json"))
+    manifest = document["manifest"]
+    for text in ("all digests match", manifest["graph_id"], document["sentences"]["forward"]):
+        assert text in seen
+    assert [row[0] for row in rows(data, "Weights")] == [weight["name"] for weight in manifest["weights"]]
+    assert [row[:2] for row in rows(data, "By module")] == [
+        [module["path"] or "(model)", module["tensors"]] for module in document["modules"]
+    ]
+    (areas,) = blocks(data, "chart", "Bytes by module")
+    assert areas["root"]["value"] == document["total_bytes"] == sum(leaf_sizes(areas["root"]))
+    assert rows(data, "Operators") == [["aten.linear.default", 13], ["aten.relu.default", 12]]
+    assert ["head.bias", "as it is", "head.bias"] in rows(data, "How checkpoints become weights")
+
+
+def leaf_sizes(area: dict[str, Any]) -> list[int]:
+    below = [size for child in area["children"] for size in leaf_sizes(child)]
+    return below or [area["value"]]
+
+
+def test_the_graph_of_every_method_is_there_by_module(inspect: Inspect) -> None:
+    seen, data = report(inspect, "everything.artifact")
+    assert "Graph of forward" in seen
+    assert "Graph of encode" in seen
+    forward, encode = blocks(data, "modules", "Modules, in the order of their first call")
+    assert [child["name"] for child in forward["root"]["children"]] == ["conv", "norm", "drop", "head"]
+    conv = forward["root"]["children"][0]
+    assert (conv["kind"], conv["ops"], conv["detail"]) == ("Conv2d", [["aten.conv2d.default", 1]], "2 weights, 240 B")
+    assert conv["takes"] == ["F32[2, 1, 8, 8]  from the input x"]
+    assert [child["name"] for child in encode["root"]["children"]] == ["embed", "head"]
+    assert ["embed.weight", "F32", "6 × 6", 144, "head.weight"] in rows(data, "Weights")
+    assert "table" in {row[0] for row in rows(data, "Constants")}
+
+
+def test_state_is_told_from_weights(inspect: Inspect) -> None:
+    _, data = report(inspect, "counter.artifact")
+    assert {row[0] for row in rows(data, "State")} == {"steps", "mean"}
+    assert {row[0] for row in rows(data, "Weights")} == {"linear.weight", "linear.bias"}
+
+
+def test_renamed_keys_are_told(inspect: Inspect) -> None:
+    assert "layers.0.weight" in inspect("renamed.artifact")
+    _, data = report(inspect, "renamed.artifact")
+    assert ["layers.0.layer.weight", "renamed", "layers.0.weight"] in rows(data, "How checkpoints become weights")
+    assert {row[0] for row in rows(data, "Other checkpoint keys")} == {"_extra_state"}
+
+
+def test_a_report_of_a_weight_file(inspect: Inspect) -> None:
+    seen, data = report(inspect, "v1.safetensors")
+    stamp = json.loads(inspect("v1.safetensors", "--json"))["stamp"]
+    for text in (
+        stamp["weights_id"],
+        stamp["graph_id"],
+        "step = 1",
+        "1 of forward",
+        "Weight file: 26 tensors",
+        "recorded on",
+    ):
+        assert text in seen
+    tensors = rows(data, "Tensors, as they lie in the file")
+    assert {row[0]: row[5] for row in tensors} == {name: digest[:16] for name, digest in stamp["digests"].items()}
+    assert [row[4] for row in tensors] == sorted(row[4] for row in tensors)
+
+
+def test_a_report_of_a_delta(inspect: Inspect) -> None:
+    seen, data = report(inspect, "d.safetensors")
+    assert "Delta file" in seen
+    assert rows(data, "Weights that change") == [["head.bias", "F32[2]", 8, 8, 1]]
+
+
+def test_a_report_of_shards(inspect: Inspect) -> None:
+    seen, data = report(inspect, "shards")
+    assert "Checkpoint: 12 tensors, 192 B" in seen
+    tensors = rows(data, "Tensors, as they lie in the file")
+    assert [row[-1] for row in tensors] == [f"model-{place:05}-of-00012.safetensors" for place in range(1, 13)]
+
+
+def test_goldens_are_inspected_alone(inspect: Inspect) -> None:
+    path = str(goldens_path("v1.safetensors"))
+    said = inspect(path)
+    document = json.loads(inspect(path, "--json"))
+    assert document["kind"] == "goldens file"
+    assert f"weights id {document['record']['weights_id']}\n" in said
+    assert "F32[3, 4]" in said
+    seen, data = report(inspect, path)
+    assert "Goldens: 1 recorded call" in seen
+    assert rows(data, "What goes in, and what the eager model gave") == [[0, "forward", "F32[3, 4]", "F32[3, 2]"]]
+    assert "goldens have no modules" in inspect(path, "--tree", status=2)
+
+
+def test_a_label_makes_no_goldens(inspect: Inspect, folder: Path) -> None:
+    weights = pack(folder / "v1.safetensors", folder / "layers.artifact", out=folder / "l.safetensors", labels=CASES)
+    document = json.loads(inspect(weights.path.name, "--json"))
+    assert (document["kind"], document["stamp"]["labels"]) == ("weight file", CASES)
+    assert load(folder / "layers.artifact", weights.path).weights_id == weights.weights_id
+
+
+def test_names_cannot_reach_a_terminal_or_a_browser(inspect: Inspect) -> None:
+    shown = "<img src=x onerror=alert(1)>.\\x1b[31m[red]"
+    assert shown in inspect("evil.safetensors")
+    assert "\x1b" not in inspect("evil.safetensors")
+    assert EVIL in json.loads(inspect("evil.safetensors", "--json"))["tensors"]
+    _, data = report(inspect, "evil.safetensors")
+    assert [row[0] for row in rows(data, "Tensors, as they lie in the file")] == [shown, "b"]
+    assert "<img src=x" not in Path("r.html").read_text()
+
+
+def test_one_answer_is_asked_for(inspect: Inspect) -> None:
+    assert "give one of them" in inspect("layers.artifact", "--tree", "--json", status=2)
+    document = json.loads(inspect("layers.artifact", "--json", "--html", "both.html"))
+    assert document["kind"] == "artifact"
+    assert Path("both.html").exists()
+
+
+def test_a_report_is_the_same_twice(inspect: Inspect) -> None:
+    inspect("layers.artifact", "--html", "one.html")
+    inspect("layers.artifact", "--html", "two.html")
+    assert Path("one.html").read_bytes() == Path("two.html").read_bytes()
+
+
+def test_a_damaged_artifact_is_not_shown(inspect: Inspect, folder: Path, tmp_path: Path) -> None:
+    broken = tmp_path / "broken.artifact"
+    (broken / "graphs").mkdir(parents=True)
+    for name in ("manifest.json", "constants.safetensors", "graphs/forward.pt2"):
+        (broken / name).write_bytes((folder / "layers.artifact" / name).read_bytes())
+    (broken / "graphs/forward.pt2").write_bytes(b"x")
+    assert "altered since the export" in inspect(str(broken), "--html", "broken.html", status=1)
+    assert not Path("broken.html").exists()
+
+
+SERVER = """
+import sys
+for name in ("torch", "onnxruntime", "safetensors"):
+    sys.modules[name] = None
+from weightswap_tools.inspect.command import inspect_command
+inspect_command(sys.argv[1:], standalone_mode=False)
+"""
+
+
+@pytest.mark.parametrize("form", [(), ("--tree",), ("--json",), ("--html", "r.html")])
+def test_no_torch_is_needed(form: tuple[str, ...], folder: Path) -> None:
+    command = [sys.executable, "-c", SERVER, "everything.artifact", *form]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,64 @@
+"""A browser for reports, where there is one: what it complains about and what it asks the network for is kept."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from weightswap_tools.reports import Report, write_report
+
+PROGRAMS = ("chromium", "chromium-browser", "google-chrome")
+ARGUMENTS = [
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+    "--no-first-run",
+]
+Open = Callable[..., Any]
+
+
+@pytest.fixture(scope="session")
+def browser() -> Iterator[Any]:
+    playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+    program = next(filter(None, map(shutil.which, PROGRAMS)), None)
+    if program is None:
+        pytest.skip(f"there is no browser ({', '.join(PROGRAMS)})")
+    with playwright.sync_playwright() as running:
+        browser = running.chromium.launch(executable_path=program, args=ARGUMENTS)
+        yield browser
+        browser.close()
+
+
+@pytest.fixture
+def open_report(browser: Any, tmp_path: Path) -> Iterator[Open]:
+    """`open_report(report, **context)` gives a page; at the end nothing was complained about or asked for."""
+    complaints: list[str] = []
+    requests: list[str] = []
+    contexts = []
+
+    def open_page(report: Report, **options: Any) -> Any:
+        path = tmp_path / "report.html"
+        write_report(path, report)
+        options = {"reduced_motion": "reduce", "viewport": {"width": 1200, "height": 900}} | options
+        contexts.append(browser.new_context(**options))
+        page = contexts[-1].new_page()
+        page.set_default_timeout(10_000)
+        page.on("console", lambda message: complaints.append(message.text))
+        page.on("pageerror", lambda error: complaints.append(str(error)))
+        page.on("request", lambda request: requests.append(request.url))
+        page.goto(path.as_uri())
+        page.wait_for_selector("html[data-ready]")
+        assert requests.pop() == path.as_uri()
+        return page
+
+    yield open_page
+    for context in contexts:
+        context.close()
+    assert complaints == []
+    assert requests == []

@@ -1,0 +1,87 @@
+"""What readers need who do not see a page, or use no mouse: names, an order, places to stop at, contrast."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.tools.reports.conftest import Open
+from tests.tools.reports.samples import EVERYTHING
+
+STOPS = "a, button, input, summary, [tabindex='0'], [role=img], [role=region], [role=group]"
+NAMELESS = """all => all.filter(one => !(
+    one.getAttribute("aria-label") || one.labels?.[0]?.textContent.trim() || one.textContent.trim()
+)).map(one => one.outerHTML)"""
+UNREACHED = """all => all.filter(one => {
+    const { overflowX, overflowY } = getComputedStyle(one);
+    const moves = (way, inside, outside) => /auto|scroll/.test(way) && inside > outside + 1;
+    return (moves(overflowX, one.scrollWidth, one.clientWidth) || moves(overflowY, one.scrollHeight, one.clientHeight))
+        && one.tabIndex < 0 && !one.querySelector("a, button, [tabindex='0']");
+}).map(one => one.className)"""
+FAINT = """all => {
+    const canvas = document.createElement("canvas").getContext("2d", { willReadFrequently: true });
+    const parsed = (colour) => {
+        canvas.clearRect(0, 0, 1, 1);
+        canvas.fillStyle = colour;
+        canvas.fillRect(0, 0, 1, 1);
+        return [...canvas.getImageData(0, 0, 1, 1).data];
+    };
+    const behind = (one) => {
+        const [red, green, blue, alpha] = parsed(getComputedStyle(one).backgroundColor);
+        if (alpha === 255 || !one.parentElement) return [red, green, blue];
+        const below = behind(one.parentElement);
+        return [red, green, blue].map((value, place) => (alpha * value + (255 - alpha) * below[place]) / 255);
+    };
+    const text = (one) => [...one.childNodes].some((node) => node.nodeType === 3 && node.textContent.trim());
+    const contrast = (one) => {
+        const lights = [parsed(getComputedStyle(one).color).slice(0, 3), behind(one)].map((colour) => {
+            const parts = colour.map((value) => (value <= 10 ? value / 3294 : ((value / 255 + 0.055) / 1.055) ** 2.4));
+            return 0.2126 * parts[0] + 0.7152 * parts[1] + 0.0722 * parts[2] + 0.05;
+        });
+        return Math.max(...lights) / Math.min(...lights);
+    };
+    const read = all.filter((one) => text(one) && !one.closest("svg, [aria-hidden], script, style, noscript"));
+    return [read.length, read.filter((one) => contrast(one) < 4.5).map((one) => one.outerHTML)];
+}"""
+
+
+@pytest.fixture
+def page(open_report: Open) -> Any:
+    page = open_report(EVERYTHING)
+    for summary in page.locator("summary").all():
+        summary.press("Enter")
+    return page
+
+
+def test_whatever_can_be_stopped_at_has_a_name(page: Any) -> None:
+    assert page.locator(STOPS).count() > 50
+    assert page.locator(STOPS).evaluate_all(NAMELESS) == []
+
+
+def test_the_order_is_that_of_the_page(page: Any) -> None:
+    assert page.locator("[tabindex]").evaluate_all("all => all.filter(one => one.tabIndex > 0).length") == 0
+    page.locator("h1").click()
+    seen = []
+    for _ in range(12):
+        page.keyboard.press("Tab")
+        seen.append(page.evaluate("document.activeElement.getBoundingClientRect().top + scrollY"))
+    assert seen == sorted(seen)
+
+
+def test_what_scrolls_can_be_reached(page: Any) -> None:
+    page.set_viewport_size({"width": 480, "height": 800})
+    assert page.locator("body *").evaluate_all(UNREACHED) == []
+
+
+def test_no_two_elements_have_one_id(page: Any) -> None:
+    ids = page.locator("[id]").evaluate_all("all => all.map(one => one.id)")
+    assert len(ids) == len(set(ids)) > 5
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_texts_stand_out(scheme: str, open_report: Open) -> None:
+    page = open_report(EVERYTHING, color_scheme=scheme)
+    count, faint = page.locator("body *").evaluate_all(FAINT)
+    assert count > 100
+    assert faint == []
