@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import weakref
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -44,9 +43,13 @@ class Staged(Caller, AbstractContextManager["Staged"]):
 
     def start(self) -> Staged:
         """Stage in the background, until the last reference to this is dropped."""
-        weakref.finalize(self, self._task.drop)
         self._task.start()
         return self
+
+    def __del__(self) -> None:
+        # No weakref.finalize: its registry would keep the task, whose error's frames refer to this object.
+        if hasattr(self, "_task"):
+            self._task.drop()
 
     def run(self) -> Staged:
         """Stage now, in this thread. Raises what the staging raises."""
