@@ -11,7 +11,7 @@ from tests.support.pages import page, python, shell
 def test_the_page_on_state(tmp_path: Path) -> None:
     text = page("state")
     blocks = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
-    assert len(blocks) == 4
+    assert len(blocks) == 5
     said = python(tmp_path, "\n".join(blocks)).split()
     assert 1 <= len(said) <= 8
     assert all(0 <= int(token) < 64 for token in said)
