@@ -62,6 +62,15 @@ def test_numbers_that_nobody_seeds_are_drawn_as_ever(tmp_path: Path) -> None:
     assert torch.equal(served(X), expected)
 
 
+@pytest.mark.parametrize("bounds", [{"from": 2.0, "to": 2.0}, None])
+def test_an_argument_may_be_called_as_pythons_keyword(bounds: dict[str, float] | None, tmp_path: Path) -> None:
+    model = Noisy(lambda: torch.empty(3).uniform_(**bounds) if bounds else torch.empty(3).uniform_(2.0, 2.0)).eval()
+    artifact = export(model, (X,), out=tmp_path / "a.artifact")
+    served = load(artifact, pack(model, artifact, out=tmp_path / "v.safetensors").path)
+    with torch.no_grad():
+        assert torch.equal(served(X), model(X))
+
+
 def test_other_threads_seed_meanwhile() -> None:
     with no_seeding():
         thread = threading.Thread(target=torch.manual_seed, args=(1,))
