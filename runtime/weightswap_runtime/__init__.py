@@ -40,12 +40,15 @@ from .errors import (
     StageTimeout,
     StagingBusy,
     StaleContext,
+    StaleVariant,
     Superseded,
     SwapError,
     TruncatedFile,
     UnexpectedWeights,
     UnknownMethod,
+    UnknownVariant,
     Unsupported,
+    VariantsBusy,
     WeightFileError,
     WeightsMismatch,
     WeightswapError,
@@ -64,6 +67,7 @@ from .live.watching.watcher import Watcher
 from .staging.delta_writing import Delta, write_delta
 from .staging.read_weights import read_weights
 from .threads.job import Progress
+from .variants.resident import VariantReceipt
 
 __all__ = [
     "AccessDenied",
@@ -112,6 +116,7 @@ __all__ = [
     "Staged",
     "StagingBusy",
     "StaleContext",
+    "StaleVariant",
     "Superseded",
     "SwapError",
     "SwapReceipt",
@@ -119,7 +124,10 @@ __all__ = [
     "TruncatedFile",
     "UnexpectedWeights",
     "UnknownMethod",
+    "UnknownVariant",
     "Unsupported",
+    "VariantReceipt",
+    "VariantsBusy",
     "Watcher",
     "WeightFile",
     "WeightFileError",

@@ -173,6 +173,10 @@ class StagingBusy(SwapError):
     """Another staging of this model is open."""
 
 
+class VariantsBusy(SwapError):
+    """Calls use all variants of a group, so that none can make room for another."""
+
+
 class StageClosed(SwapError):
     """This staging was already committed or discarded."""
 
@@ -227,6 +231,18 @@ class StaleContext(CallError):
             f"the context's state was made with the weights {self.made_with}, and {self.served} would answer now. "
             'Begin with a new one, reset() it, or make contexts with on_swap="reset", "keep" or "pin"'
         )
+
+
+class UnknownVariant(CallError, LookupError):
+    """A variant that is not resident, or of a group that the artifact does not declare."""
+
+
+class StaleVariant(CallError):
+    """A variant goes with other weights than those that would answer."""
+
+    def __init__(self, variant: str, base: str, served: str) -> None:
+        self.variant, self.base, self.served = brief(variant), brief(base), brief(served)
+        super().__init__(f"{self.variant} goes with the weights {self.base}, and {self.served} would answer now")
 
 
 class ContextBusy(CallError):

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from copy import copy
+from functools import partial
 from typing import Any
 
 from weightswap_runtime.engines.engine import Engine
-from weightswap_runtime.errors import ModelClosed, OutOfMemory, Unsupported, lacks_memory
+from weightswap_runtime.errors import ModelClosed, OutOfMemory, StaleVariant, UnknownVariant, Unsupported, lacks_memory
 from weightswap_runtime.format.artifact import Artifact
 from weightswap_runtime.format.context_file import read_context
 from weightswap_runtime.format.goldens import Mode
@@ -20,22 +21,24 @@ from weightswap_runtime.format.selection import patterns
 from weightswap_runtime.generation.generating import Wanted, check
 from weightswap_runtime.generation.sampling import Sampling
 from weightswap_runtime.generation.text import Tokenizer
+from weightswap_runtime.sources.location import printable
 from weightswap_runtime.staging.request import LEASE_TIMEOUT, Busy, SwapRequest, check_busy, patience
 from weightswap_runtime.tensors.content import TensorBytes
 from weightswap_runtime.threads.claims import Claim
 from weightswap_runtime.threads.job import Job, Progress
 from weightswap_runtime.threads.listeners import Stop
+from weightswap_runtime.variants.resident import MOST, Choice, VariantReceipt, Variants, Wanted
 
-from .calling import Caller, CallObserver, Methods
+from .calling import Caller, CallObserver, Methods, run_chosen
 from .context import Context, OnSwap, check_policy
-from .events import Listener
+from .events import Event, Listener
 from .gate import Gate, Version
 from .pinned import Pinned
 from .receipt import SwapReceipt
 from .session import Session
 from .staged import Staged
 from .staging_task import StagingTask
-from .store import Store
+from .store import Store, open_variants
 from .token_stream import Prompts, StopAt, TokenStream, find_tokenizer, generated
 from .watching.follower import Start
 from .watching.watcher import Watcher
@@ -49,14 +52,17 @@ class Model(Caller, AbstractContextManager["Model"]):
     Leaving its `with` block closes it.
     """
 
-    def __init__(self, artifact: Artifact, store: Store, *, device: str, engine: Engine) -> None:
+    def __init__(
+        self, artifact: Artifact, store: Store, *, device: str, engine: Engine, max_variants: int = MOST
+    ) -> None:
         self.artifact = artifact
         self.device = device
         self.engine = engine.name
         self._store = store
         self._gate = store.gate
         self._member = store.join(artifact, engine)
-        super().__init__(Methods(artifact.manifest, engine, self._member.id))
+        self._variants = open_variants(artifact.manifest, engine, store, max_variants)
+        super().__init__(Methods(artifact.manifest, engine, self._member.id, self._variants))
         self._stagings: weakref.WeakSet[Staged] = weakref.WeakSet()
         self._watchers: list[Watcher] = []
         # pins and stagings have the methods, too
@@ -77,6 +83,8 @@ class Model(Caller, AbstractContextManager["Model"]):
             watcher.stop()
         for staged in list(self._stagings):
             staged.cancel()
+        if self._variants is not None:
+            self._variants.clear()
         self._store.close(self._member)
         self._methods = copy(self._methods)  # pins have the original, with which the graphs go
 
@@ -389,12 +397,14 @@ class Model(Caller, AbstractContextManager["Model"]):
         made_with, served = saved.stamp.weights_id, self.weights_id
         if not allow_other_weights:
             saved.check_weights(served)
-        return self._new_context(saved.state, on_swap, served if made_with and served else made_with)
+        chosen = None if allow_other_weights or made_with is None else saved.stamp.variants or {}
+        return self._new_context(saved.state, on_swap, served if made_with and served else made_with, chosen)
 
     def generate(
         self,
         prompt: Any,
         *,
+        variants: Wanted | None = None,
         max_new_tokens: int | None = None,
         temperature: float = 0.0,
         top_k: int | None = None,
@@ -410,6 +420,7 @@ class Model(Caller, AbstractContextManager["Model"]):
 
         prompt: tokens, as a list, an array or a tensor of integers, or several of them, of any lengths; or a text, or a
           list of texts. What is returned is alike: new tokens, or text.
+        variants: those that answer, as in a call; chosen once, for all tokens.
         max_new_tokens: None: until the cache is full. A row also ends with a token that the artifact names as an end.
         temperature: 0 takes the most likely token. top_k, top_p, repetition_penalty: as in transformers.
         stop: tokens, sequences of tokens, or texts where the prompt is one, after which a row ends, too.
@@ -429,16 +440,88 @@ class Model(Caller, AbstractContextManager["Model"]):
         prompts = Prompts(prompt, lambda: self._tokenizer(tokenizer))
         wanted = Wanted(prompts.rows, sampling, max_new_tokens, prompts.stopped(stop), seed)
         check(wanted, generation)
+        choice = self._opened_variants().choose(variants) if variants else None
         context = self.new_context(on_swap=on_swap)
-        steps = generated(self.method, self._member.engine, context, wanted, generation)
+        find = partial(self._chosen_method, choice) if choice is not None else self.method
+        steps = generated(find, self._member.engine, context, wanted, generation)
         return TokenStream(steps, prompts.pieces(steps), context) if stream else prompts.whole(steps)
+
+    def _chosen_method(self, choice: Choice, name: str) -> Callable[..., Any]:
+        return partial(self.method(name), variants=choice)
+
+    def add_variant(
+        self,
+        group: str,
+        name: str,
+        path: Path,
+        *,
+        base: str | None = None,
+        expect: str | None = None,
+        allow_nonfinite: bool = False,
+        by: str = "",
+        rate_limit: float | None = None,
+    ) -> VariantReceipt:
+        """Stage, verify and name a variant, which calls then choose: `model(x, variants={group: name})`.
+
+        Calls that have chosen the name before go on with what it was. Where `max_variants` of the group are resident,
+        the least recently used one that no call uses goes. The weights are not touched, and calls do not wait.
+
+        path: a directory of PEFT's with LoRA, of the graph's rank or a lower one, or a safetensors file with the FQNs
+          of the group; a local path, or a URL as for weights.
+        base: the weights id that it goes with, such as `model.weights_id`: a commit of other weights drops it. None: it
+          goes with any.
+        expect: the weights id of the variant; anything else is refused. allow_nonfinite: let NaN and infinities in.
+
+        Raises UnknownVariant for a group that the artifact does not declare, StaleVariant where others than `base` are
+        served, VariantsBusy, WeightFileError, WeightsMismatch, DigestMismatch, UnexpectedWeights, NonFiniteWeights,
+        OutOfMemory, and Unsupported for what PEFT does and the graph does not.
+        """
+        variants = self._opened_variants()
+        request = SwapRequest(
+            path, expect=expect, allow_nonfinite=bool(allow_nonfinite), by=by, rate_limit=rate_limit
+        )
+        try:
+            request.check()
+            if base is not None and base != self.weights_id:
+                raise StaleVariant(f"{group}/{name}", base, str(self.weights_id))
+            return variants.add(group, name, request, base)
+        except Exception as error:
+            event = Event("variant refused", printable(path), by, self.graph_id, error=error, variant=f"{group}/{name}")
+            self._store.events.emit(event)
+            raise
+
+    def remove_variant(self, group: str, name: str, *, by: str = "") -> VariantReceipt:
+        """Take a variant's name away; its memory goes with the last call that uses it. Raises UnknownVariant."""
+        return self._opened_variants().remove(group, name, by)
+
+    @property
+    def variants(self) -> dict[str, dict[str, VariantReceipt]]:
+        """The variants that are resident, by group and name, the least recently used first."""
+        return self._variants.resident() if self._variants is not None else {}
+
+    @property
+    def variant_history(self) -> tuple[VariantReceipt, ...]:
+        """What happened to variants, the last 100 receipts, oldest first."""
+        return tuple(self._variants.history) if self._variants is not None else ()
+
+    def _opened_variants(self) -> Variants:
+        self._check_open()
+        if self._variants is None:
+            raise UnknownVariant(f"{self.artifact.path}: declares no variants; export(variants=...) does")
+        return self._variants
 
     def _tokenizer(self, path: Path | None) -> Tokenizer:
         if path is not None:
             return Tokenizer(path)
         return find_tokenizer((receipt.source for receipt in reversed(self.history)), self.artifact.path)
 
-    def _new_context(self, saved: Mapping[str, TensorBytes] | None, on_swap: OnSwap, made_with: str | None) -> Context:
+    def _new_context(
+        self,
+        saved: Mapping[str, TensorBytes] | None,
+        on_swap: OnSwap,
+        made_with: str | None,
+        variants: Mapping[str, str] | None = None,
+    ) -> Context:
         self._check_open()
         check_policy(on_swap)
         engine = self._member.engine
@@ -448,9 +531,9 @@ class Model(Caller, AbstractContextManager["Model"]):
             if lacks_memory(error):
                 raise OutOfMemory(f"no memory for a context's state ({error})") from error
             raise
-        return self._store.contexts.add(Context(self.artifact, engine, state, self._gate, on_swap, made_with))
+        return self._store.contexts.add(Context(self.artifact, engine, state, self._gate, on_swap, made_with, variants))
 
-    def _run(self, name: str, flat: list[Any], context: Context | None) -> list[Any]:
+    def _run(self, name: str, flat: list[Any], context: Context | None, choice: Choice | None) -> list[Any]:
         lease, gate = Claim(), self._gate
         version = None
         try:
@@ -459,9 +542,7 @@ class Model(Caller, AbstractContextManager["Model"]):
                 bound = version.session.bound[self._methods.member]
             except KeyError:
                 raise ModelClosed from None
-            if context is not None:
-                return context.run(bound, version.weights_id, name, flat)
-            return bound.run(name, flat)
+            return run_chosen(bound, version.weights_id, name, flat, context, choice)
         finally:
             lease.end()
             if version is not None:

@@ -13,8 +13,9 @@ from weightswap_runtime.staging.request import LEASE_TIMEOUT, Contents
 from weightswap_runtime.threads.claims import Claim
 from weightswap_runtime.threads.forks import renew_in_children
 from weightswap_runtime.threads.job import Job, Progress
+from weightswap_runtime.variants.resident import Choice
 
-from .calling import Caller, Methods
+from .calling import Caller, Methods, run_chosen
 from .context import Context
 from .receipt import SwapReceipt
 from .residency.candidate import Candidate
@@ -193,13 +194,13 @@ class Staged(Caller, AbstractContextManager["Staged"]):
         self._task.job.end(phase)
         self._task.ticket.end()
 
-    def _run(self, name: str, flat: list[Any], context: Context | None) -> list[Any]:
+    def _run(self, name: str, flat: list[Any], context: Context | None, choice: Choice | None) -> list[Any]:
         lease = Claim()
         with self._closing:
             session = self._opened().trial_session(Job())
             self._gate.acquire_session(session, lease)
         try:
             bound = session.bound[self._methods.member]
-            return bound.run(name, flat) if context is None else context.run(bound, self.weights_id, name, flat)
+            return run_chosen(bound, self.weights_id, name, flat, context, choice)
         finally:
             self._gate.release(session, lease)
