@@ -138,7 +138,8 @@ def export_decoder(
 
     model: with key-value caches, real or built under `skeleton()`. length: how many tokens, of a prompt and its answer
     together, a context holds. batch: how many sequences are generated side by side. Both are fixed. out, checkpoint,
-    engines, variants, tell: as for `export`, whose errors it raises, too; Unsupported for a model that remembers something else.
+    engines, variants, tell: as for `export`, whose errors it raises, too; Unsupported for a model that remembers
+    something else.
     """
     found = decoder(peft_base(model) if variants else model, length, batch)
     return _export(
@@ -203,7 +204,11 @@ def _compiled_for(path: Path) -> set[str]:
 
 
 def _artifact(
-    model: nn.Module, specs: Mapping[str, MethodSpec], load: Load | None, checkpoint: Checkpoint | None, groups: Groups
+    model: nn.Module,
+    specs: Mapping[str, MethodSpec],
+    load: Load | None,
+    checkpoint: Checkpoint | None,
+    groups: Groups,
 ) -> tuple[Manifest, dict[str, bytes]]:
     """The manifest, and the other files by name."""
     with huggingface.without_cache(model) if huggingface.is_pretrained(model) else nullcontext():
@@ -288,7 +293,9 @@ def _specs(
 
 
 def _record(model: nn.Module, tables: Tables, load: Load | None, checkpoint: Checkpoint | None) -> Recorded:
-    with unwrapped_layers(model) if tables.variants else nullcontext({}) as prefixes:  # a checkpoint is the base's, which knows nothing of them
+    with (
+        unwrapped_layers(model) if tables.variants else nullcontext({}) as prefixes
+    ):  # a checkpoint is the base's, which knows nothing of them
         if huggingface.is_pretrained(model) and not kinds_of(model):
             load = load or huggingface.load
             checkpoint = huggingface.checkpoint(model) if checkpoint is None else checkpoint

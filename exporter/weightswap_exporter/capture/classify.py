@@ -39,7 +39,7 @@ class Tables(NamedTuple):
     constants: tuple[NamedTensor, ...]
     inputs: dict[str, tuple[GraphInput, ...]]
     values: dict[str, torch.Tensor]
-    variants: dict[str, tuple[NamedTensor, ...]] = {}
+    variants: dict[str, tuple[NamedTensor, ...]]
 
     @property
     def loaded(self) -> set[str]:

@@ -82,7 +82,11 @@ def grouped(
     """The rows by group. Raises CaptureError for those that no method reads, and for inputs that calls choose by."""
     taken = {item.name for items in inputs.values() for item in items if item.kind == "variant"}
     if unread := [row.name for row in rows if not taken.intersection(row.names)]:
-        raise CaptureError(f"variants: no method reads {listed(unread)}; declare what calls are to choose, or delete it")
-    if rows and (named := [name for name, items in inputs.items() if ("input", CALLS_THEM) in {(i.kind, i.name) for i in items}]):
+        raise CaptureError(
+            f"variants: no method reads {listed(unread)}; declare what calls are to choose, or delete it"
+        )
+    if rows and (
+        named := [name for name, items in inputs.items() if ("input", CALLS_THEM) in {(i.kind, i.name) for i in items}]
+    ):
         raise CaptureError(f"method {named[0]!r}: an input is called {CALLS_THEM!r}, by which calls choose variants")
     return {group: tuple(row for row in rows if row.name in names) for group, names in groups.items()}

@@ -180,8 +180,8 @@ def graph_identity(
 ) -> str:
     """The graph id: BLAKE3 of everything but the weights that decides an output.
 
-    That is the methods, the tables of weights, state, constants and variants, and the bytes of graphs and constants. How a
-    checkpoint becomes weights (the adapter) and engines built from the graphs are not part of it.
+    That is the methods, the tables of weights, state, constants and variants, and the bytes of graphs and constants.
+    How a checkpoint becomes weights (the adapter) and engines built from the graphs are not part of it.
     """
     names = sorted({method.graph for method in methods.values()} | {CONSTANTS_NAME})
     document = [methods, weights, state, constants, {name: files.get(name) for name in names}]
@@ -228,7 +228,9 @@ def _problems(manifest: Manifest) -> Iterator[str]:
         yield "it has no methods that generate"
     if bool(manifest.variants) != (manifest.format_version == VARIANTS_VERSION):
         yield f"artifacts of format version {manifest.format_version} declare variants or not, and this is otherwise"
-    yield from (f"the group {name!r} of variants has no tensors" for name, rows in manifest.variants.items() if not rows)
+    yield from (
+        f"the group {name!r} of variants has no tensors" for name, rows in manifest.variants.items() if not rows
+    )
     actual = graph_identity(
         manifest.methods, manifest.weights, manifest.state, manifest.constants, manifest.files, manifest.variants
     )

@@ -63,8 +63,8 @@ class Context(AbstractContextManager["Context"]):
         weights_id: str | None = None,
         variants: Mapping[str, str] | None = None,
     ) -> None:
-        """engine: what the state is for. weights_id: of the weights that it was made with, if with any; variants: of the
-        variants by group, None where any will do.
+        """engine: what the state is for. weights_id: of the weights that it was made with, if with any. variants: the
+        ids of those that it was made with, by group; None where any will do.
         """
         self.on_swap: OnSwap = on_swap
         self._artifact = artifact
@@ -151,7 +151,7 @@ class Context(AbstractContextManager["Context"]):
     def run(
         self, bound: Bound, weights_id: str, method: str, inputs: list[Any], choice: Choice | None = None
     ) -> list[Any]:
-        """Call a method of the weights `weights_id`, with a choice of variants, with this state, which the caller uses."""
+        """Call a method of the weights `weights_id` and a choice of variants with this state, which the caller uses."""
         chosen, ids = (choice.chosen, choice.ids) if choice is not None else (None, {})
         if not self._artifact.manifest.methods[method].has_state:
             return bound.run(method, inputs, None, chosen)

@@ -74,8 +74,8 @@ class Event:
       once, until it was tried; a commit, or "skipped", ends it.
     unreachable: the directory cannot be listed, for `error`. Told once, until it could be listed again.
 
-    Of variants (`variant` is GROUP/NAME) come: variant added, replaced, removed, evicted (another took its place), dropped
-    (other weights were committed than it goes with), as in `VariantReceipt`; and refused, for `error`.
+    Of variants (`variant` is GROUP/NAME) come "variant added", "variant replaced", "variant removed", "variant evicted"
+    and "variant dropped", as in `VariantReceipt`, and "variant refused", for `error`.
 
     source: the path or URL, or "rollback". operation: what kind of swap it is, as in `SwapReceipt`; None where that is
     not known yet. nbytes: bytes read; of refused and cancelled stagings, bytes done in their last phase. seconds: since

@@ -27,7 +27,8 @@ from weightswap_runtime.tensors.content import TensorBytes
 from weightswap_runtime.threads.claims import Claim
 from weightswap_runtime.threads.job import Job, Progress
 from weightswap_runtime.threads.listeners import Stop
-from weightswap_runtime.variants.resident import MOST, Choice, VariantReceipt, Variants, Wanted
+from weightswap_runtime.variants.resident import MOST, Choice, VariantReceipt, Variants
+from weightswap_runtime.variants.resident import Wanted as WantedVariants
 
 from .calling import Caller, CallObserver, Methods, run_chosen
 from .context import Context, OnSwap, check_policy
@@ -404,7 +405,7 @@ class Model(Caller, AbstractContextManager["Model"]):
         self,
         prompt: Any,
         *,
-        variants: Wanted | None = None,
+        variants: WantedVariants | None = None,
         max_new_tokens: int | None = None,
         temperature: float = 0.0,
         top_k: int | None = None,
@@ -477,9 +478,7 @@ class Model(Caller, AbstractContextManager["Model"]):
         OutOfMemory, and Unsupported for what PEFT does and the graph does not.
         """
         variants = self._opened_variants()
-        request = SwapRequest(
-            path, expect=expect, allow_nonfinite=bool(allow_nonfinite), by=by, rate_limit=rate_limit
-        )
+        request = SwapRequest(path, expect=expect, allow_nonfinite=bool(allow_nonfinite), by=by, rate_limit=rate_limit)
         try:
             request.check()
             if base is not None and base != self.weights_id:

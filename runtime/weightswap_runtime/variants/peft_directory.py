@@ -113,7 +113,8 @@ def match_peft(
     Raises WeightsMismatch with what the file has and the graph wants.
     """
     found = {key.removeprefix(_PREFIX): key for key in tensors}
-    taken, problems = [], []
+    taken: list[Taken] = []
+    problems: list[str] = []
     for row in rows:
         parsed = _FQN.fullmatch(row.name)
         module = parsed["module"].removeprefix(_PREFIX) if parsed else ""

@@ -166,7 +166,9 @@ class Variants:
     def check_group(self, group: object) -> None:
         """Raise UnknownVariant for a group that the artifact does not declare."""
         if group not in self._residents:
-            raise UnknownVariant(f"{group!r} is no group of variants of this artifact, which has {listed(self._residents)}")
+            raise UnknownVariant(
+                f"{group!r} is no group of variants of this artifact, which has {listed(self._residents)}"
+            )
 
     def add(self, group: str, name: str, request: SwapRequest, base: str | None) -> VariantReceipt:
         """Stage, verify, and give it the name, in one step for those who choose. Raises what staging raises,

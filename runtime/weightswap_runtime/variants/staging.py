@@ -42,14 +42,12 @@ class StagedVariant(NamedTuple):
     nonfinite: Mapping[str, Nonfinite]
 
 
-def stage_variant(
-    rows: Sequence[NamedTensor], memory: Memory, workers: Workers, request: SwapRequest
-) -> StagedVariant:
+def stage_variant(rows: Sequence[NamedTensor], memory: Memory, workers: Workers, request: SwapRequest) -> StagedVariant:
     """Read and verify a variant: a directory of PEFT's, or a safetensors file with the FQNs of `rows`.
 
-    Of the request, its path, what it expects, allows and limits count. Raises WeightFileError, WeightsMismatch, DigestMismatch, UnexpectedWeights, NonFiniteWeights,
-    OutOfMemory, and Unsupported for what
-    PEFT does and the graph does not.
+    Of the request, its path, what it expects, allows and limits count. Raises WeightFileError, WeightsMismatch,
+    DigestMismatch, UnexpectedWeights, NonFiniteWeights, OutOfMemory, and Unsupported for what PEFT does and the graph
+    does not.
     """
     start, job = time.perf_counter(), Job(request.rate_limit)
     folder, file = weights_in(as_location(request.path))
@@ -98,7 +96,9 @@ def _read(
 ) -> tuple[Arena, Findings]:
     """Read the tensors, and lay them into an arena that has the rows."""
     if wrong := [t.key for t in taken if t.key and not _can_be(weights.tensors[t.key].dtype, t.row.dtype)]:
-        raise WeightsMismatch(weights.where, [f"{key}: is no floating point number" for key in wrong], "Train it again.")
+        raise WeightsMismatch(
+            weights.where, [f"{key}: is no floating point number" for key in wrong], "Train it again."
+        )
     stored = {t.key: weights.tensors[t.key] for t in taken if t.key is not None}
     raw = HostArena(ArenaLayout(NamedTensor(name=key, dtype=t.dtype, shape=t.shape) for key, t in stored.items()))
     read = read_tensors(weights, {key: (key,) for key in stored}, raw, workers, job)
@@ -136,7 +136,9 @@ def _row_bytes(taken: Taken, weights: WeightSet, stored: memoryview | None) -> m
     values = as_array(TensorBytes(has.dtype, has.shape, stored))
     with np.errstate(over="ignore", invalid="ignore"):  # what is not finite then is refused
         if taken.factor != 1.0:
-            wide = values.astype(np.result_type(values.dtype, np.float32) if has.dtype in ("F32", "F64") else np.float32)
+            wide = values.astype(
+                np.result_type(values.dtype, np.float32) if has.dtype in ("F32", "F64") else np.float32
+            )
             values = wide * wide.dtype.type(taken.factor)
         padded = np.zeros(row.shape, numpy_dtype(row.dtype))
         padded[tuple(slice(0, size) for size in has.shape)] = values.astype(padded.dtype)

@@ -137,9 +137,7 @@ class AotiCall:
     def run_prologue(self) -> None:
         """Nothing is computed ahead: what AOTInductor folds would go stale with a swap."""
 
-    def __call__(
-        self, inputs: list[Any], state: TorchState | None, chosen: ChosenTensors | None = None
-    ) -> list[Any]:
+    def __call__(self, inputs: list[Any], state: TorchState | None, chosen: ChosenTensors | None = None) -> list[Any]:
         """Flat inputs to flat outputs. No package was compiled of a graph with variants."""
         assert chosen is None
         given = [

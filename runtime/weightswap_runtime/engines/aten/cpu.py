@@ -245,9 +245,7 @@ class BoundTorch:
         except IndexError:
             return self._new_state()
 
-    def _run_with(
-        self, call: MethodCall, inputs: list[Any], state: State, chosen: ChosenTensors | None
-    ) -> list[Any]:
+    def _run_with(self, call: MethodCall, inputs: list[Any], state: State, chosen: ChosenTensors | None) -> list[Any]:
         assert isinstance(state, TorchState)
         outputs = call(inputs, state, chosen)
         moved = state.storages()  # after the call, which may have resized them

@@ -225,9 +225,7 @@ class BoundAccelerated(BoundTorch):
             return False
         return not torch.is_autocast_enabled(self._accelerator.torch.type)
 
-    def _run_with(
-        self, call: MethodCall, inputs: list[Any], state: State, chosen: ChosenTensors | None
-    ) -> list[Any]:
+    def _run_with(self, call: MethodCall, inputs: list[Any], state: State, chosen: ChosenTensors | None) -> list[Any]:
         assert isinstance(state, AcceleratedState)
         with state.in_turn():
             return super()._run_with(call, inputs, state, chosen)

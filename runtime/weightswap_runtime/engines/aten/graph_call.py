@@ -81,7 +81,9 @@ class GraphCall:
         self._slots: list[Any] = [None] * self._count + given
         self._places = [index for index, item in enumerate(inputs, self._count) if item.kind == "input"]
         self._states = [(index, item.name) for index, item in enumerate(inputs, self._count) if item.kind == "state"]
-        self._variable = [(index, item.name) for index, item in enumerate(inputs, self._count) if item.kind == "variant"]
+        self._variable = [
+            (index, item.name) for index, item in enumerate(inputs, self._count) if item.kind == "variant"
+        ]
         self.stateful = bool(self._states)
         varies = self.stateful or bool(self._variable)
         self._bound = self._slots[: self._places[0]] if self._inputs_last() and not varies else None
@@ -109,9 +111,7 @@ class GraphCall:
         count = len(self._places)
         return bool(count) and self._places == list(range(len(self._slots) - count, len(self._slots)))
 
-    def __call__(
-        self, inputs: list[Any], state: TorchState | None = None, chosen: ChosenTensors | None = None
-    ) -> Any:
+    def __call__(self, inputs: list[Any], state: TorchState | None = None, chosen: ChosenTensors | None = None) -> Any:
         """Flat inputs to flat outputs."""
         if self._bound is not None:
             return self._graph(*self._bound, *inputs)
