@@ -68,8 +68,9 @@ def classify(model: nn.Module, captured: Mapping[str, Captured], variants: Group
     Raises CaptureError for tensors that cannot be captured.
     """
     mutated = frozenset(fqn for method in captured.values() for fqn in method.mutated)
+    variable = frozenset(fqn for fqns in variants.values() for fqn in fqns)
     for method in captured.values():
-        _drop_unused(method.program, mutated)
+        _drop_unused(method.program, mutated | variable)
     tensors = named_tensors(model)
     parameters = named_parameters(model)
     lasting = parameters | persistent_buffers(model)
@@ -78,7 +79,6 @@ def classify(model: nn.Module, captured: Mapping[str, Captured], variants: Group
         groups.setdefault(tie_key(tensor), []).append(fqn)
     kinds: dict[str, str] = {}
     rows: dict[str, list[NamedTensor]] = {"weight": [], "state": [], "constant": [], "variant": []}
-    variable = {fqn for fqns in variants.values() for fqn in fqns}
     for fqns in groups.values():
         kind = "state" if mutated.intersection(fqns) else "weight" if lasting.intersection(fqns) else "constant"
         if kind == "state" and (shared := sorted(set(fqns).intersection(parameters))):
@@ -109,11 +109,11 @@ def renamed(fqn: str, prefixes: Mapping[str, str]) -> str:
     return next((new + fqn.removeprefix(old) for old, new in prefixes.items() if fqn.startswith(old)), fqn)
 
 
-def _drop_unused(program: ExportedProgram, state: frozenset[str]) -> None:
-    """Take from a graph the state that it does not look at: its calls then need none."""
+def _drop_unused(program: ExportedProgram, names: frozenset[str]) -> None:
+    """Take from a graph the state and what is variable that it does not look at: its calls then need none."""
     specs = program.graph_signature.input_specs
     for node, spec in zip(program.graph.find_nodes(op="placeholder"), list(specs), strict=True):
-        if spec.target in state and not node.users:
+        if spec.target in names and not node.users:
             program.graph.erase_node(node)
             specs.remove(spec)
     program.graph_module.recompile()

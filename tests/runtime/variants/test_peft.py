@@ -15,6 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from weightswap_exporter import export, export_decoder
 from weightswap_runtime import Model, Unsupported, WeightFileError, WeightsMismatch, load
 
+pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")
 IDS = torch.tensor([[3, 51, 58, 35, 7]])
 TARGETS = ["q_proj", "v_proj", "down_proj", "embed_tokens"]
 RANK = 8
@@ -56,7 +57,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("peft")
     base().save_pretrained(folder / "base")
     for name, config in VARIANTS.items():
-        tuned(**config).save_pretrained(folder / name)
+        tuned(**config).save_pretrained(folder / name, save_embedding_layers=False)
     wrapped = tuned(r=RANK, lora_alpha=32, target_modules=TARGETS)
     before = {name: value.clone() for name, value in wrapped.state_dict().items()}
     export(wrapped, (IDS,), out=folder / "artifact", variants={"lora": "*lora_*"}, goldens=[(IDS,)])
@@ -76,15 +77,18 @@ def test_each_variant_equals_pefts_own_model(model: Model, folder: Path) -> None
         receipt = model.add_variant("lora", name, folder / name)
         assert receipt.source.endswith("adapter_model.safetensors")
         expected = tuned(**config)(IDS).logits
-        torch.testing.assert_close(model(IDS, variants={"lora": name}).logits, expected, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(model(IDS, variants={"lora": name})["logits"], expected, rtol=1e-4, atol=1e-5)
         assert (expected - plain).abs().max() > 0.1
-    assert torch.equal(model(IDS).logits, plain)
+    assert torch.equal(model(IDS)["logits"], plain)
 
 
 def test_the_same_variant_has_the_same_id_wherever_it_comes_from(model: Model, folder: Path) -> None:
     receipts = [
         model.add_variant("lora", name, path)
-        for name, path in (("a", folder / "fewer targets"), ("b", folder / "fewer targets" / "adapter_model.safetensors"))
+        for name, path in (
+            ("a", folder / "fewer targets"),
+            ("b", folder / "fewer targets" / "adapter_model.safetensors"),
+        )
     ]
     assert receipts[0].weights_id == receipts[1].weights_id
 
@@ -117,12 +121,15 @@ def test_configurations_that_the_graph_does_not_compute(
 
 
 def test_targets_and_ranks_that_the_graph_has_no_place_for(model: Model, tmp_path: Path) -> None:
-    tuned(r=4, target_modules=["k_proj"]).save_pretrained(tmp_path / "target")
+    tuned(r=4, target_modules=["k_proj"]).save_pretrained(tmp_path / "target", save_embedding_layers=False)
     with pytest.raises(WeightsMismatch, match=r"k_proj\.lora_A\.weight: the graph has no place for it"):
         model.add_variant("lora", "a", tmp_path / "target")
-    tuned(r=16, target_modules=["q_proj"]).save_pretrained(tmp_path / "rank")
+    tuned(r=16, target_modules=["q_proj"]).save_pretrained(tmp_path / "rank", save_embedding_layers=False)
     with pytest.raises(WeightsMismatch, match="room for rank 8.*the file has rank 16"):
         model.add_variant("lora", "a", tmp_path / "rank")
+    tuned(r=4, target_modules=["embed_tokens"]).save_pretrained(tmp_path / "base", save_embedding_layers=True)
+    with pytest.raises(WeightsMismatch, match=r"embed_tokens\S*: is of the base.*save_embedding_layers=False"):
+        model.add_variant("lora", "a", tmp_path / "base")
     tensors = load_file(tmp_path / "rank" / "adapter_model.safetensors")
     save_file({k: v for k, v in tensors.items() if "lora_B" in k}, tmp_path / "rank" / "adapter_model.safetensors")
     with pytest.raises(WeightsMismatch, match="lora_A.*missing, and the other half is there"):
@@ -137,7 +144,9 @@ def test_generation_with_a_variant_equals_transformers(folder: Path, tmp_path: P
     for name in ("as the graph", "patterns"):
         model.add_variant("lora", name, folder / name)
         eager = tuned(**VARIANTS[name])
-        expected = eager.generate(input_ids=IDS, do_sample=False, max_new_tokens=12, attention_mask=torch.ones_like(IDS))
+        expected = eager.generate(
+            input_ids=IDS, do_sample=False, max_new_tokens=12, attention_mask=torch.ones_like(IDS)
+        )
         found = model.generate(IDS[0].tolist(), max_new_tokens=12, variants={"lora": name})
         assert found == expected[0, IDS.shape[1] :].tolist()
     plain = model.generate(IDS[0].tolist(), max_new_tokens=12)

@@ -69,7 +69,10 @@ class Files:
         self.tensors = {}
         for seed in range(4):
             generator = torch.Generator().manual_seed(100 + seed)
-            low = {"low_a": torch.randn(WIDTH, 2, generator=generator), "low_b": torch.randn(2, WIDTH, generator=generator)}
+            low = {
+                "low_a": torch.randn(WIDTH, 2, generator=generator),
+                "low_b": torch.randn(2, WIDTH, generator=generator),
+            }
             for group, found in (("low", low), ("shift", {"shift": torch.randn(WIDTH, generator=generator)})):
                 self.tensors[group, seed] = found
                 save_file(found, self.path(group, seed))
@@ -215,9 +218,7 @@ def test_the_least_recently_used_goes_and_those_in_use_stay(
     assert len(model.variants["low"]) == 2
 
 
-def test_a_running_call_keeps_what_it_has_chosen(
-    model: Model, files: Files, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_running_call_keeps_what_it_has_chosen(model: Model, files: Files, monkeypatch: pytest.MonkeyPatch) -> None:
     model.add_variant("low", "a", files.path("low", 0))
     found: list[torch.Tensor] = []
     held = hold_calls(monkeypatch)
