@@ -30,6 +30,7 @@ NAMED = (
     "cuda",
     "diff",
     "state",
+    "variants",
     "generate",
 )  # parts of `engines`, and what is asked for
 GROUPS = (*ALL, *NAMED)

@@ -11,7 +11,7 @@ import numpy as np
 from weightswap_runtime.errors import DigestMismatch, OutOfMemory, WeightsMismatch
 from weightswap_runtime.format.identity import Identity, identify
 from weightswap_runtime.format.manifest import NamedTensor
-from weightswap_runtime.format.nonfinite import Counts, Nonfinite, count_nonfinite, newly_nonfinite, refuse_nonfinite
+from weightswap_runtime.format.nonfinite import Nonfinite, count_nonfinite, newly_nonfinite, refuse_nonfinite
 from weightswap_runtime.format.weight_set import WeightSet, open_weights
 from weightswap_runtime.memory.arena import Arena, ArenaLayout, HostArena
 from weightswap_runtime.memory.host import Memory
@@ -21,7 +21,7 @@ from weightswap_runtime.staging.full import DAMAGED, digest_problems
 from weightswap_runtime.staging.reading import Findings, lay, read_tensors
 from weightswap_runtime.staging.request import SwapRequest
 from weightswap_runtime.tensors.content import TensorBytes, array_content, as_array, numpy_dtype
-from weightswap_runtime.tensors.digests import Blocks, block_digests, tensor_digest
+from weightswap_runtime.tensors.digests import block_digests, tensor_digest
 from weightswap_runtime.tensors.dtypes import describe
 from weightswap_runtime.threads.job import Job
 from weightswap_runtime.threads.workers import Workers
@@ -99,47 +99,48 @@ def _read(
         raise WeightsMismatch(
             weights.where, [f"{key}: is no floating point number" for key in wrong], "Train it again."
         )
-    stored = {t.key: weights.tensors[t.key] for t in taken if t.key is not None}
+    arena = memory.arena(ArenaLayout(each.row for each in taken))
+    as_is = [each for each in taken if _is_as_stored(each, weights)]
+    changed = [each for each in taken if each not in as_is]
+    stored = {each.key: weights.tensors[each.key] for each in changed if each.key is not None}
     raw = HostArena(ArenaLayout(NamedTensor(name=key, dtype=t.dtype, shape=t.shape) for key, t in stored.items()))
-    read = read_tensors(weights, {key: (key,) for key in stored}, raw, workers, job)
+    with arena.writing(join=True):
+        read = read_tensors(weights, {each.row.name: (str(each.key),) for each in as_is}, arena, workers, job)
+        found = Findings(
+            {each.row.name: read.digests[str(each.key)] for each in as_is},
+            {each.row.name: read.nonfinite[str(each.key)] for each in as_is if each.key in read.nonfinite},
+        )
+        read.add(read_tensors(weights, {key: (key,) for key in stored}, raw, workers, job))
+        for each in changed:
+            rows = _row_bytes(each, weights, raw)
+            counts = count_nonfinite(each.row.dtype, rows)
+            found.add(Findings({each.row.name: block_digests(rows)}, {each.row.name: counts} if counts else {}))
+            lay(arena, each.row, rows, job)
     stamp = weights.stamp
     if stamp and (corrupt := digest_problems(stamp, {key: tensor_digest(b) for key, b in read.digests.items()})):
         raise DigestMismatch(weights.where, corrupt, DAMAGED)
-    arena = memory.arena(ArenaLayout(each.row for each in taken))
-    found = Findings({}, {})
-    with arena.writing(join=True):
-        for each in taken:
-            stored_bytes = raw.view(each.key) if each.key is not None else None
-            rows = _row_bytes(each, weights, stored_bytes)
-            if each.key is not None and rows is stored_bytes:
-                digests, counts = read.digests[each.key], read.nonfinite.get(each.key)
-            else:
-                digests, counts = _look_at(each.row, rows)
-            found.add(Findings({each.row.name: digests}, {each.row.name: counts} if counts else {}))
-            lay(arena, each.row, rows, job)
     arena.synchronize()
     return arena, found
 
 
-def _look_at(row: NamedTensor, rows: memoryview) -> tuple[Blocks, Counts | None]:
-    return block_digests(rows), count_nonfinite(row.dtype, rows)
+def _is_as_stored(taken: Taken, weights: WeightSet) -> bool:
+    """Whether a row has the very bytes of the file."""
+    if taken.key is None or taken.factor != 1.0:
+        return False
+    stored = weights.tensors[taken.key]
+    return (stored.dtype, stored.shape) == (taken.row.dtype, taken.row.shape)
 
 
-def _row_bytes(taken: Taken, weights: WeightSet, stored: memoryview | None) -> memoryview:
-    """The row-major bytes of a row: those that were read, or these multiplied, cast and padded with zeros."""
+def _row_bytes(taken: Taken, weights: WeightSet, raw: HostArena) -> memoryview:
+    """The row-major bytes of a row: those that were read, multiplied, cast and padded with zeros."""
     row = taken.row
-    if taken.key is None or stored is None:
-        return memoryview(bytearray(row.nbytes))
-    has = weights.tensors[taken.key]
-    if taken.factor == 1.0 and (has.dtype, has.shape) == (row.dtype, row.shape):
-        return stored
-    values = as_array(TensorBytes(has.dtype, has.shape, stored))
-    with np.errstate(over="ignore", invalid="ignore"):  # what is not finite then is refused
-        if taken.factor != 1.0:
-            wide = values.astype(
-                np.result_type(values.dtype, np.float32) if has.dtype in ("F32", "F64") else np.float32
-            )
-            values = wide * wide.dtype.type(taken.factor)
-        padded = np.zeros(row.shape, numpy_dtype(row.dtype))
-        padded[tuple(slice(0, size) for size in has.shape)] = values.astype(padded.dtype)
+    padded = np.zeros(row.shape, numpy_dtype(row.dtype))
+    if taken.key is not None:
+        has = weights.tensors[taken.key]
+        values = as_array(TensorBytes(has.dtype, has.shape, raw.view(taken.key)))
+        with np.errstate(over="ignore", invalid="ignore"):  # what is not finite then is refused
+            if taken.factor != 1.0:
+                wide = values.astype(np.float64 if has.dtype == "F64" else np.float32)
+                values = wide * wide.dtype.type(taken.factor)
+            padded[tuple(map(slice, has.shape))] = values.astype(padded.dtype)
     return array_content(padded).data

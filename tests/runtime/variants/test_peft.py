@@ -125,14 +125,14 @@ def test_targets_and_ranks_that_the_graph_has_no_place_for(model: Model, tmp_pat
     with pytest.raises(WeightsMismatch, match=r"k_proj\.lora_A\.weight: the graph has no place for it"):
         model.add_variant("lora", "a", tmp_path / "target")
     tuned(r=16, target_modules=["q_proj"]).save_pretrained(tmp_path / "rank", save_embedding_layers=False)
-    with pytest.raises(WeightsMismatch, match="room for rank 8.*the file has rank 16"):
+    with pytest.raises(WeightsMismatch, match=r"room for rank 8.*the file has rank 16"):
         model.add_variant("lora", "a", tmp_path / "rank")
     tuned(r=4, target_modules=["embed_tokens"]).save_pretrained(tmp_path / "base", save_embedding_layers=True)
     with pytest.raises(WeightsMismatch, match=r"embed_tokens\S*: is of the base.*save_embedding_layers=False"):
         model.add_variant("lora", "a", tmp_path / "base")
     tensors = load_file(tmp_path / "rank" / "adapter_model.safetensors")
     save_file({k: v for k, v in tensors.items() if "lora_B" in k}, tmp_path / "rank" / "adapter_model.safetensors")
-    with pytest.raises(WeightsMismatch, match="lora_A.*missing, and the other half is there"):
+    with pytest.raises(WeightsMismatch, match=r"lora_A.*missing, and the other half is there"):
         model.add_variant("lora", "a", tmp_path / "rank")
 
 
