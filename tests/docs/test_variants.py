@@ -1,0 +1,14 @@
+"""The code of docs/variants.md runs as it stands."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from tests.support.pages import page, python
+
+
+def test_the_page_on_variants(tmp_path: Path) -> None:
+    (block,) = re.findall(r"```python\n(.*?)```", page("variants"), re.DOTALL)
+    said = python(tmp_path, block + 'print([*model.variants["lora"]])')
+    assert said.strip().endswith("['customer-a']")
