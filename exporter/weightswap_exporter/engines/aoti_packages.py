@@ -79,7 +79,7 @@ def _rows(program: ExportedProgram, inputs: tuple[GraphInput, ...]) -> dict[str,
         if item.kind not in ("input", "variant") and spec.target is not None and isinstance(tensor, torch.Tensor):
             dtype = TORCH_NAMES[str(tensor.dtype).removeprefix("torch.")]
             shape, stride = tuple(tensor.shape), tuple(tensor.stride())
-            rows[spec.target] = Taken(spec.target, item.kind, item.name, dtype, shape, stride)
+            rows[spec.target] = Taken(spec.target, item.kind, item.name, dtype, shape, stride)  # type: ignore[arg-type]
     return rows
 
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from weightswap_runtime.errors import DigestMismatch, OutOfMemory, WeightsMismatch
 from weightswap_runtime.format.identity import Identity, identify
@@ -140,7 +141,8 @@ def _row_bytes(taken: Taken, weights: WeightSet, raw: HostArena) -> memoryview:
         values = as_array(TensorBytes(has.dtype, has.shape, raw.view(taken.key)))
         with np.errstate(over="ignore", invalid="ignore"):  # what is not finite then is refused
             if taken.factor != 1.0:
-                wide = values.astype(np.float64 if has.dtype == "F64" else np.float32)
-                values = wide * wide.dtype.type(taken.factor)
+                wide: NDArray[Any] = values.astype(np.float64 if has.dtype == "F64" else np.float32)
+                factor: NDArray[Any] = np.asarray(taken.factor, wide.dtype)
+                values = wide * factor
             padded[tuple(map(slice, has.shape))] = values.astype(padded.dtype)
     return array_content(padded).data
