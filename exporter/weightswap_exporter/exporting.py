@@ -293,9 +293,8 @@ def _specs(
 
 
 def _record(model: nn.Module, tables: Tables, load: Load | None, checkpoint: Checkpoint | None) -> Recorded:
-    with (
-        unwrapped_layers(model) if tables.variants else nullcontext({}) as prefixes
-    ):  # a checkpoint is the base's, which knows nothing of them
+    # a checkpoint is the base's, which knows nothing of PEFT's layers
+    with unwrapped_layers(model if tables.variants else nn.Identity()) as prefixes:
         if huggingface.is_pretrained(model) and not kinds_of(model):
             load = load or huggingface.load
             checkpoint = huggingface.checkpoint(model) if checkpoint is None else checkpoint
