@@ -37,7 +37,7 @@ from .staged import Staged
 from .staging_task import StagingTask
 from .store import Store
 from .token_stream import Prompts, Stop, TokenStream, Wanted, check, find_tokenizer, generated
-from .watching.follower import Start
+from .watching.intake import Start
 from .watching.watcher import Watcher
 
 Path = str | os.PathLike[str]

@@ -28,8 +28,8 @@ from weightswap_runtime.threads.ending import Background
 from weightswap_runtime.threads.job import Job
 
 from .directory import open_directory
-from .follower import Follower, Start, Told
 from .header_peek import without_traceback
+from .intake import Intake, Start, Told
 
 _log = logging.getLogger("weightswap.watching")
 _log.addHandler(logging.NullHandler())  # quiet unless the application configures logging
@@ -61,8 +61,8 @@ class Watcher(AbstractContextManager["Watcher"]):
             )
         Job(request.rate_limit)
         self.directory = printable(directory)
-        self._follower = Follower(self.directory, open_directory(directory), interval, start)
-        self._loop = _Loop(model, store, member, request, self._follower, interval, callback)
+        self._intake = Intake(self.directory, open_directory(directory), interval, start)
+        self._loop = _Loop(model, store, member, request, self._intake, interval, callback)
         self._thread = Background(self._loop.run, "weightswap-watching", self._loop.stop)
         self._thread.start()
 
@@ -74,7 +74,7 @@ class Watcher(AbstractContextManager["Watcher"]):
     @property
     def last_error(self) -> BaseException | None:
         """What went wrong last; None again once weights were taken, or the directory could be listed again."""
-        return self._follower.last_error
+        return self._intake.last_error
 
     @property
     def skipped(self) -> dict[str, BaseException]:
@@ -82,12 +82,12 @@ class Watcher(AbstractContextManager["Watcher"]):
 
         One whose weights are served all the same, as somebody has swapped them in by hand, goes at the next look.
         """
-        return self._follower.skipped
+        return self._intake.skipped
 
     @property
     def waiting(self) -> dict[str, BaseException]:
         """Why deltas of the directory wait, by name, in order: the weights that they start from are not served."""
-        return self._follower.waiting
+        return self._intake.waiting
 
     def stop(self, timeout: float | None = None) -> bool:
         """Stop watching. A staging under way is cancelled; a commit that waits for calls or pins is not.
@@ -123,7 +123,7 @@ class _Loop:
         store: Store,
         member: Member,
         request: SwapRequest,
-        follower: Follower,
+        intake: Intake,
         interval: float,
         callback: Listener | None,
     ) -> None:
@@ -133,7 +133,7 @@ class _Loop:
         self.began = -1 if store.gate.current is None else store.gate.current.generation
         self.stopping = False
         self.job: Job | None = None
-        self._follower = follower
+        self._intake = intake
         self._interval = interval
         self._callback = callback
         self._model = weakref.ref(model)
@@ -168,10 +168,10 @@ class _Loop:
             self.stop()
             return 0.0
         try:
-            return self._follower.look(_ModelTarget(model._methods, self))
+            return self._intake.look(_ModelTarget(model._methods, self))
         except BaseException as error:  # a listener may raise SystemExit, which would end this thread without a word
             _log.exception("a look at the directory failed")
-            self._follower.last_error = without_traceback(error)
+            self._intake.last_error = without_traceback(error)
             return self._interval
 
     def _pass_on(self, event: Event) -> None:

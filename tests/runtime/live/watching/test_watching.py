@@ -18,7 +18,7 @@ from tests.support.tiny import TinyArtifact, serves
 from tests.support.watched import SOON, Directory, eventually, mark
 from weightswap_runtime import Event, MissingExtra, Model, StagingBusy, Unsupported, load, write_delta
 from weightswap_runtime.live.watching import watcher as watching
-from weightswap_runtime.live.watching.follower import Follower
+from weightswap_runtime.live.watching.intake import Intake
 from weightswap_tools.commands.swap_watch import print_event
 
 
@@ -229,15 +229,15 @@ def test_looks_keep_their_distance(model: Model, directory: Directory, monkeypat
 
     monkeypatch.setattr(watching._Loop, "_wait", wait)
     looks: list[int] = []
-    original = Follower.look
+    original = Intake.look
 
-    def look(follower: Follower, target: Any) -> float:
+    def look(intake: Intake, target: Any) -> float:
         looks.append(1)
         if len(looks) % 2:
             raise RuntimeError("a look's own")
-        return original(follower, target)
+        return original(intake, target)
 
-    monkeypatch.setattr(Follower, "look", look)
+    monkeypatch.setattr(Intake, "look", look)
     directory.damaged(1)
     watcher = model.watch(directory.path, 7.0)
     assert done.wait(60)

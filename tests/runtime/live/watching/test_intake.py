@@ -1,4 +1,4 @@
-"""Which files a follower takes, when, and in which order; with a clock that the tests turn."""
+"""Which files an intake takes, when, and in which order; with a clock that the tests turn."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ import pytest
 from tests.support.desk import INTERVAL, Desk
 from tests.support.tiny import serves
 from weightswap_runtime import DigestMismatch, GoldenMismatch
-from weightswap_runtime.live.watching import follower as following
 from weightswap_runtime.live.watching import header_peek
+from weightswap_runtime.live.watching import intake as taking
 from weightswap_runtime.live.watching.directory import UNKNOWN
-from weightswap_runtime.live.watching.follower import Start
+from weightswap_runtime.live.watching.intake import Start
 
 
 def test_new_files_are_taken_in_order_each_once(desk: Desk) -> None:
@@ -72,17 +72,17 @@ def away(desk: Desk) -> None:
 
 
 def empty(desk: Desk) -> None:
-    desk.follower._list = list
+    desk.intake._list = list
 
 
 def cut_short(desk: Desk) -> None:
     entries = [entry for entry in desk._list() if entry.name != "v2.safetensors"]
-    desk.follower._list = lambda: entries
+    desk.intake._list = lambda: entries
 
 
 def without_status(desk: Desk) -> None:
     entries = [entry._replace(fingerprint=UNKNOWN, modified=0.0) for entry in desk._list()]
-    desk.follower._list = lambda: entries
+    desk.intake._list = lambda: entries
 
 
 @pytest.mark.parametrize("flicker", [away, empty, cut_short, without_status])
@@ -95,16 +95,16 @@ def test_after_a_flicker_nothing_is_taken_again(flicker: Callable[[Desk], None],
     desk.look()
     desk.model.rollback(by="operator")
     told = list(desk.told)
-    listing = desk.follower._list
+    listing = desk.intake._list
     flicker(desk)
     for _ in range(looks):
         desk.look()
-    desk.follower._list, desk.unlisted = listing, False
+    desk.intake._list, desk.unlisted = listing, False
     for _ in range(3):
         desk.look()
     assert (desk.tries, serves(desk.model, 1)) == (["v0", "v1", "v2"], True)
     assert [what for what in desk.told if what not in told] == [("unreachable run", "WeightFileError")] * desk.outages
-    assert list(desk.follower.skipped) == ["v0.safetensors"]
+    assert list(desk.intake.skipped) == ["v0.safetensors"]
     desk.write("v3", 3)
     desk.look()
     assert desk.taken == ["v1", "v2", "v3"]
@@ -123,12 +123,12 @@ def test_a_file_that_is_moved_away_and_back_is_the_same(desk: Desk) -> None:
 
 
 def test_files_that_have_gone_are_remembered_up_to_a_number(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(following, "MOST_REMEMBERED", 3)
+    monkeypatch.setattr(taking, "MOST_REMEMBERED", 3)
     desk.look()
     for seed in range(9):
         desk.write("latest", seed)
         desk.look()
-    assert len(desk.follower._gone) == 3
+    assert len(desk.intake._gone) == 3
     assert len(desk.taken) == 9
 
 
@@ -136,10 +136,10 @@ def test_a_new_file_of_which_nothing_is_known_is_left_for_the_next_look(desk: De
     desk.look()
     desk.write("v1", 1)
     entries = desk._list()
-    desk.follower._list = lambda: [entry._replace(fingerprint=UNKNOWN) for entry in entries]
+    desk.intake._list = lambda: [entry._replace(fingerprint=UNKNOWN) for entry in entries]
     desk.look()
     assert desk.tries == []
-    desk.follower._list = desk._list
+    desk.intake._list = desk._list
     desk.look()
     assert desk.taken == ["v1"]
 
@@ -185,12 +185,12 @@ def test_a_damaged_file_is_skipped_once_until_it_changes(desk: Desk) -> None:
     for _ in range(5):
         desk.look()
     assert (desk.tries, desk.told) == (["v1"], [("skipped v1", "DigestMismatch")])
-    assert isinstance(desk.follower.last_error, DigestMismatch)
-    assert list(desk.follower.skipped) == ["v1.safetensors"]
+    assert isinstance(desk.intake.last_error, DigestMismatch)
+    assert list(desk.intake.skipped) == ["v1.safetensors"]
     desk.write("v1", 1)
     desk.look()
     assert desk.taken == ["v1"]
-    assert (desk.follower.last_error, desk.follower.skipped) == (None, {})
+    assert (desk.intake.last_error, desk.intake.skipped) == (None, {})
     path.unlink()
     desk.look()
     assert desk.tries == ["v1", "v1"]
@@ -201,10 +201,10 @@ def test_what_was_skipped_and_is_swapped_by_hand_is_not_skipped_any_more(desk: D
     path = desk.write("v1", 1)
     desk.errors["v1"] = [GoldenMismatch("v1", ["it is not that"], "Look at it.")]
     desk.look()
-    assert list(desk.follower.skipped) == ["v1.safetensors"]
+    assert list(desk.intake.skipped) == ["v1.safetensors"]
     desk.model.swap(path, verify="off")
     desk.look()
-    assert (desk.follower.skipped, desk.follower.last_error) == ({}, None)
+    assert (desk.intake.skipped, desk.intake.last_error) == ({}, None)
     assert desk.tries == ["v1"]
 
 
@@ -218,10 +218,10 @@ def test_what_comes_before_a_file_that_was_taken_is_passed_over(desk: Desk) -> N
     desk.look()
     assert desk.taken == ["v3"]
     assert desk.told[1:] == [("skipped v1", "Superseded"), ("skipped v2", "Superseded")]
-    assert "passed over, as v3.safetensors comes later" in str(desk.follower.skipped["v1.safetensors"])
+    assert "passed over, as v3.safetensors comes later" in str(desk.intake.skipped["v1.safetensors"])
     (desk.folder / "v1.safetensors").unlink()
     desk.look()
-    assert list(desk.follower.skipped) == ["v2.safetensors"]
+    assert list(desk.intake.skipped) == ["v2.safetensors"]
 
 
 def test_a_replaced_file_is_taken_again(desk: Desk) -> None:
@@ -275,5 +275,5 @@ def test_errors_that_are_kept_hold_no_frames(desk: Desk) -> None:
     desk.look()
     desk.damage(desk.write("v1", 1))
     desk.look()
-    error = desk.follower.skipped["v1.safetensors"]
+    error = desk.intake.skipped["v1.safetensors"]
     assert error.__traceback__ is None

@@ -92,8 +92,8 @@ class _NotNowError(Exception):
     """No file could be taken now."""
 
 
-class Follower:
-    """Takes the weight files of a directory, in order, each once. `look()` is called again and again.
+class Intake:
+    """What is taken of a directory: its weight files, in order, each once. `look()` is called again and again.
 
     A file is taken when it is complete. It never goes back: of files that could be taken, those that come before one
     that was taken are passed over. Failures that another try may mend are retried after `interval`, then after twice
