@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Collection, Hashable, Iterable
+from collections.abc import Set as AbstractSet
 from contextlib import suppress
 from dataclasses import dataclass, field
 from operator import attrgetter
@@ -13,9 +14,11 @@ from typing import Any, Literal, Protocol
 from weightswap_runtime.errors import (
     BaseMismatch,
     DamagedFile,
+    DesiredError,
     DigestMismatch,
     GoldenMismatch,
     GoldensError,
+    Held,
     LeaseTimeout,
     ModelFailed,
     OutOfMemory,
@@ -23,6 +26,7 @@ from weightswap_runtime.errors import (
     StagingBusy,
     Superseded,
     TruncatedFile,
+    Unproven,
     WeightFileError,
     WeightswapError,
 )
@@ -38,7 +42,7 @@ MOST_REMEMBERED = 10_000  # files that have gone
 PATIENCE = 60.0  # seconds without a change after which a file that is cut off counts as damaged
 # what other bytes under the same header can mend
 _MENDABLE = (DamagedFile, DigestMismatch, GoldenMismatch, GoldensError)
-_TRANSIENT = (BaseMismatch, LeaseTimeout, ModelFailed, OutOfMemory, StagingBusy, WeightFileError)
+_TRANSIENT = (BaseMismatch, DesiredError, LeaseTimeout, ModelFailed, OutOfMemory, StagingBusy, WeightFileError)
 
 
 class WatchTarget(Protocol):
@@ -108,6 +112,7 @@ class Intake:
         interval: float,
         start: Start,
         clock: Callable[[], float] = time.monotonic,
+        begun: Callable[[], AbstractSet[str]] | None = None,
     ) -> None:
         self.last_error: BaseException | None = None
         self._directory = directory
@@ -115,6 +120,7 @@ class Intake:
         self._interval = interval
         self._start = start
         self._clock = clock
+        self._begun = begun  # asked once for the names of files that were taken before, elsewhere or in another life
         self._files: dict[str, _File] = {}
         self._gone: dict[tuple[str, Hashable], _File] = {}  # by name and fingerprint, the last that went last
         self._old: set[str] | None = None  # the names found first, as long as none of them is taken
@@ -136,11 +142,15 @@ class Intake:
         """Take what can be taken. Returns after how many seconds to look again."""
         try:
             entries = self._list()
+            names = self._begun() if self._begun else ()
         except WeightswapError as error:
             return self._unreachable(error, target)
         if self._unlisted:
             self._unlisted, self.last_error = 0, None
         self._update(entries)
+        if self._begun is not None:
+            self._begun = None
+            self._go_on_after(names)
         self._forget_served(target)
         with suppress(StageCancelled):
             with suppress(_NotNowError):
@@ -156,10 +166,7 @@ class Intake:
         if self._old is None and isinstance(error.__cause__, FileNotFoundError):
             self._old = set()
         # to ask a local directory costs nothing
-        return self._interval if isinstance(error.__cause__, OSError) else self._delay(self._unlisted)
-
-    def _delay(self, attempts: int) -> float:
-        return min(self._interval * 2.0 ** min(attempts - 1, 30), max(self._interval, LONGEST_DELAY))
+        return self._interval if isinstance(error.__cause__, OSError) else delay(self._interval, self._unlisted)
 
     def _update(self, entries: list[Entry]) -> None:
         before = self._files.values()
@@ -170,6 +177,15 @@ class Intake:
             self._old = set(self._files) if self._start == "newest" else set()
             for file in found:
                 file.over = self._start == "new"
+
+    def _go_on_after(self, names: Collection[str]) -> None:
+        """The last of these files counts as taken: what comes before it is not taken any more."""
+        known = [file for file in self._files.values() if file.entry.name in names]
+        if not known:
+            return
+        self._mark, self._old = max(known, key=attrgetter("key")), set()
+        for file in self._files.values():
+            file.over = file.over or file is self._mark or self._is_past(file)
 
     def _forget_served(self, target: WatchTarget) -> None:
         """What was passed over, and is served all the same, as somebody has swapped it in by hand, is not any more."""
@@ -288,8 +304,12 @@ class Intake:
             if str(before) != str(error):
                 target.tell("skipped", printable(file.entry.path), error)
             return
-        file.attempts += 1
-        file.retry_at = self._clock() + self._delay(file.attempts)
+        if isinstance(error, Held):  # it ends at once when somebody ends it
+            if str(before) != str(error):
+                target.tell("waiting", printable(file.entry.path), error)
+        else:
+            file.attempts += 1
+        file.retry_at = self._clock() + delay(self._interval, max(1, file.attempts))
         file.peek = None
         if not isinstance(error, BaseMismatch | WeightFileError):
             raise _NotNowError
@@ -321,8 +341,13 @@ def _why_not_before(file: _File) -> str:
     return f"; before that: {why}" if why else ""
 
 
+def delay(interval: float, attempts: int) -> float:
+    """After how many seconds to try again what has failed so often."""
+    return min(interval * 2.0 ** min(attempts - 1, 30), max(interval, LONGEST_DELAY))
+
+
 def is_transient(error: Exception) -> bool:
     """Whether the same file may be taken another time: it could not be read, or the model was not ready for it."""
     if isinstance(error, WeightswapError):
-        return isinstance(error, _TRANSIENT) and not isinstance(error, DamagedFile)
+        return isinstance(error, _TRANSIENT) and not isinstance(error, DamagedFile | Unproven)
     return True

@@ -1,0 +1,93 @@
+"""A model that is kept at what a place says is desired."""
+
+from __future__ import annotations
+
+import time
+from typing import Any, NamedTuple
+
+from weightswap_runtime.desired.document import DesiredState
+from weightswap_runtime.desired.place import DesiredPlace
+from weightswap_runtime.errors import text_of
+from weightswap_runtime.live.events import Listener
+from weightswap_runtime.live.store import Store
+from weightswap_runtime.threads.claims import POLL_SECONDS
+
+from .loop import Subject, Watching, check_interval
+from .reconciler import Reconciler
+
+
+class FollowStatus(NamedTuple):
+    """What a process makes of what is desired: `agrees` where it serves just that.
+
+    revision, desired: what it has read last; None before that, or where nothing is desired. served: the weights id that
+    new calls get. error: why it does not agree, or cannot read the place; empty if all is well.
+    """
+
+    place: str
+    revision: int | None
+    desired: str | None
+    served: str | None
+    agrees: bool
+    reachable: bool
+    on_hold: bool
+    error: str
+
+    def as_dict(self) -> dict[str, Any]:
+        """The fields by name, as plain values."""
+        return self._asdict()
+
+
+class Follower(Watching):
+    """Follows a place in a thread of its own, until `stop()`, or until the model is dropped.
+
+    Dropping the follower does not stop it. The end of the interpreter does; a forked child has none.
+    """
+
+    def __init__(self, subject: Subject, place: DesiredPlace, interval: float, callback: Listener | None) -> None:
+        check_interval(interval)
+        subject.request.check()
+        self.place = place
+        self._reconciler = Reconciler(place, interval)
+        super().__init__(subject, (self._reconciler,), interval, callback)
+
+    @property
+    def desired(self) -> DesiredState | None:
+        """What the place said last; None as long as it was never read."""
+        return self._reconciler.state
+
+    @property
+    def agrees(self) -> bool:
+        """Whether what it has read last is what is served."""
+        return self.status.agrees
+
+    @property
+    def status(self) -> FollowStatus:
+        """What is desired, and what is served."""
+        state, error = self._reconciler.state, self.last_error
+        served = self._served
+        wanted = state.weights.weights_id if state and state.weights else None
+        return FollowStatus(
+            place=self.place.where,
+            revision=state.revision if state else None,
+            desired=wanted,
+            served=served,
+            agrees=wanted is not None and wanted == served,
+            reachable=self._reconciler.reachable,
+            on_hold=state is not None and state.hold is not None,
+            error=text_of(error) if error else "",
+        )
+
+    @property
+    def _served(self) -> str | None:
+        store: Store | None = getattr(self._loop, "store", None)  # none after its end
+        return store.gate.current.weights_id if store and store.gate.current else None
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Wait, for at most `timeout` seconds, until the model serves what is desired. Returns whether it does."""
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while not self.agrees and self.alive and (deadline is None or time.monotonic() < deadline):
+            time.sleep(POLL_SECONDS)
+        return self.agrees
+
+    def __repr__(self) -> str:
+        return self._described(self.place.where)
