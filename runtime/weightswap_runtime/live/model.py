@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import AbstractContextManager, asynccontextmanager
 from copy import copy
 from pathlib import Path as SystemPath
-from typing import Any, TypeVar
+from typing import Any, TypeVar, Unpack
 
 from weightswap_runtime.desired.place import DesiredPlace
 from weightswap_runtime.engines.engine import Engine
@@ -23,10 +23,12 @@ from weightswap_runtime.generation.sampling import Sampling
 from weightswap_runtime.generation.text import Tokenizer
 from weightswap_runtime.staging.request import LEASE_TIMEOUT, Busy, SwapRequest, check_busy, patience
 from weightswap_runtime.tensors.content import TensorBytes
+from weightswap_runtime.threads.awaiting import in_thread
 from weightswap_runtime.threads.claims import Claim
 from weightswap_runtime.threads.job import Job, Progress
 from weightswap_runtime.threads.listeners import Stop as StopListening
 
+from .asynchronous import AsyncStaging, StageOptions
 from .calling import Caller, CallObserver, Methods
 from .context import Context, OnSwap, check_policy
 from .events import Listener
@@ -266,6 +268,28 @@ class Model(Caller, AbstractContextManager["Model"]):
             ) as staged,
         ):
             return staged.commit(timeout=timeout)
+
+    async def aswap(self, path: Path, **options: Unpack[StageOptions]) -> SwapReceipt:
+        """As `swap`, for asyncio: the loop goes on meanwhile.
+
+        If the task is cancelled, the swap is given up, unless it commits just then; it has ended when the task has.
+        """
+        staging = AsyncStaging(self.stage, self._store.turns, path, options)
+        return await in_thread(staging.swap, staging.cancel)
+
+    @asynccontextmanager
+    async def astage(self, path: Path, **options: Unpack[StageOptions]) -> AsyncIterator[Staged]:
+        """`async with model.astage(path) as staged:` stages for asyncio; `await staged.acommit()` serves the weights.
+
+        Arguments and errors are those of `stage`. The block begins when they are staged and verified; its end, and a
+        task that is cancelled, gives up what was not committed.
+        """
+        staging = AsyncStaging(self.stage, self._store.turns, path, options)
+        staged = await in_thread(staging.stage, staging.cancel)
+        try:
+            yield staged
+        finally:
+            await in_thread(staged.discard)
 
     def rollback(self, *, by: str = "", busy: Busy = "refuse", timeout: float | None = LEASE_TIMEOUT) -> SwapReceipt:
         """Serve the previous weights again; a second rollback undoes the first. It is a commit of its own.
