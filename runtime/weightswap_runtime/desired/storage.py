@@ -117,8 +117,6 @@ class _RemoteStorage:
     def replace(self, before: Stored, content: bytes) -> bool:
         from weightswap_runtime.sources.remote.opening import replace_object
 
-        if before.tag == "":
-            raise DesiredError(f"{self._url}: the store has no ETag for it, without which it cannot be replaced safely")
         try:
             return replace_object(self._url, content, before.tag)
         except WeightFileError as error:

@@ -9,7 +9,7 @@ from typing import Any
 from weightswap_runtime.errors import StageClosed, StageTimeout, StagingBusy
 from weightswap_runtime.format.identity import Identity
 from weightswap_runtime.format.nonfinite import Nonfinite
-from weightswap_runtime.staging.request import LEASE_TIMEOUT, Contents
+from weightswap_runtime.staging.request import LEASE_TIMEOUT, Contents, Kind
 from weightswap_runtime.threads.awaiting import in_thread
 from weightswap_runtime.threads.claims import Claim
 from weightswap_runtime.threads.forks import renew_in_children
@@ -130,6 +130,11 @@ class Staged(Caller, AbstractContextManager["Staged"]):
     @property
     def labels(self) -> dict[str, str]:
         return dict(self._contents.identity.labels)
+
+    @property
+    def kind(self) -> Kind:
+        """What the file was: "full", "delta", or "partial" for a part of it, as in `SwapReceipt`."""
+        return self._contents.kind
 
     @property
     def verified(self) -> str:

@@ -1,0 +1,416 @@
+"""A model that follows a place: it serves what is desired, and serves on whatever becomes of the place."""
+
+from __future__ import annotations
+
+import time
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pytest
+import safetensors.torch
+import torch
+
+from tests.support.forks import in_a_child
+from tests.support.services import Service, weights_id_of
+from tests.support.tiny import TinyArtifact, serves
+from tests.support.watched import SOON, eventually
+from weightswap_runtime import (
+    DesiredDamaged,
+    DesiredError,
+    DesiredPlace,
+    DigestMismatch,
+    Event,
+    GraphMismatch,
+    Model,
+    ModelClosed,
+    NonFiniteWeights,
+    UnexpectedWeights,
+    Unsupported,
+    WeightFileError,
+    WeightsMismatch,
+    load,
+)
+from weightswap_runtime.desired.place import Known
+from weightswap_runtime.live.watching import reconciler as reconciling
+
+
+@pytest.fixture
+def service(tiny: TinyArtifact, tmp_path: Path) -> Service:
+    return Service(tiny, tmp_path / "service")
+
+
+def test_what_is_desired_is_served_from_the_start_and_from_then_on(model: Model, service: Service) -> None:
+    service.set(1, by="ana")
+    events: list[Event] = []
+    with model.follow(service.folder, SOON, callback=events.append) as follower:
+        assert follower.wait(60)
+        assert serves(model, 1)
+        for seed in (2, 3):
+            service.set(seed)
+            assert eventually(lambda: serves(model, seed))  # noqa: B023
+        service.place.rollback(revision=3, by="bo")
+        assert eventually(lambda: serves(model, 2))
+        assert follower.agrees
+        status = follower.status
+    assert not follower.alive
+    assert (status.place, status.revision, status.on_hold) == (str(service.folder), 4, True)
+    assert (status.desired, status.served, status.reachable, status.error) == (
+        service.desired,
+        model.weights_id,
+        True,
+        "",
+    )
+    assert [event.kind for event in events] == ["staging", "staged", "committed"] * 4
+    assert [receipt.by for receipt in model.history] == ["ana", "follow", "follow", "bo"]
+
+
+def test_what_is_swapped_by_hand_gives_way(service: Service, weight_file: Any) -> None:
+    model = load(service.tiny.path)
+    service.set(1)
+    with model.follow(service.folder, SOON) as follower:
+        assert follower.wait(60)
+        model.swap(weight_file(2), busy="wait")
+        assert eventually(lambda: serves(model, 1))
+        model.rollback(busy="wait")
+        assert eventually(lambda: serves(model, 1))
+
+
+def test_nothing_is_served_before_something_is_desired(model: Model, service: Service) -> None:
+    with model.follow(service.folder, SOON) as follower:
+        assert eventually(lambda: follower.desired is not None)
+        assert (follower.status.revision, follower.agrees, follower.last_error) == (0, False, None)
+        assert not follower.wait(0.05)
+        service.set(1)
+        assert follower.wait(60)
+
+
+def test_a_place_may_come_later(model: Model, tiny: TinyArtifact, tmp_path: Path) -> None:
+    events: list[Event] = []
+    with model.follow(tmp_path / "service", SOON, callback=events.append) as follower:
+        assert eventually(lambda: not follower.status.reachable)
+        assert isinstance(follower.last_error, DesiredError)
+        Service(tiny, tmp_path / "service").set(1)
+        assert follower.wait(60)
+        assert follower.status.reachable
+    assert [event.kind for event in events] == ["unreachable", "staging", "staged", "committed"]
+    assert events[0].source == str(tmp_path / "service")
+
+
+def test_a_process_that_cannot_reach_the_place_serves_on_and_says_so(
+    model: Model, service: Service, tmp_path: Path
+) -> None:
+    service.set(1)
+    events: list[Event] = []
+    with model.follow(service.folder, SOON, callback=events.append) as follower:
+        assert follower.wait(60)
+        away = service.folder.rename(tmp_path / "away")
+        assert eventually(lambda: not follower.status.reachable)
+        assert serves(model, 1)
+        assert "No such file" in follower.status.error
+        DesiredPlace(away).set(service.tiny.write(away / "v2.safetensors", service.tiny.values(2)), revision=1)
+        away.rename(service.folder)
+        assert eventually(lambda: serves(model, 2))
+        assert eventually(lambda: (follower.last_error, follower.status.reachable) == (None, True))
+    assert [event.kind for event in events].count("unreachable") == 1
+
+
+BROKEN = {
+    "torn": b'{"desired_version": 1, "revision": 9, "wei',
+    "of another version": b'{"desired_version": 7, "revision": 9}',
+    "empty": b"",
+}
+
+
+@pytest.mark.parametrize("content", BROKEN.values(), ids=BROKEN)
+def test_a_document_that_is_none_changes_nothing(content: bytes, model: Model, service: Service) -> None:
+    service.set(1)
+    document = service.folder / "desired.json"
+    with model.follow(service.folder, SOON) as follower:
+        assert follower.wait(60)
+        good = document.read_bytes()
+        document.write_bytes(content)
+        assert eventually(lambda: isinstance(follower.last_error, DesiredDamaged))
+        assert serves(model, 1)
+        document.write_bytes(good)
+        assert eventually(lambda: follower.last_error is None)
+        service.set(2)
+        assert eventually(lambda: serves(model, 2))
+
+
+@pytest.mark.parametrize("how", ["removed", "an older copy"])
+def test_a_place_does_not_go_back(how: str, model: Model, service: Service) -> None:
+    service.set(1)
+    document = service.folder / "desired.json"
+    old = document.read_bytes()
+    service.set(2)
+    with model.follow(service.folder, SOON) as follower:
+        assert follower.wait(60)
+        document.unlink() if how == "removed" else document.write_bytes(old)
+        assert eventually(lambda: "was at 2" in follower.status.error)
+        assert (serves(model, 2), follower.status.reachable) == (True, False)
+        service.set(2) if how == "an older copy" else [service.set(seed) for seed in (1, 2)]
+        service.set(3)
+        assert eventually(lambda: serves(model, 3))
+
+
+def damaged(service: Service, path: Path) -> None:
+    raw = bytearray(path.read_bytes())
+    raw[-1] ^= 1
+    other = path.with_name("hidden")
+    other.write_bytes(raw)
+    other.rename(path)
+
+
+def of_another_graph(service: Service, path: Path) -> None:
+    service.tiny.write(path, service.tiny.values(5), graph_id="0" * 64)
+
+
+def other_tensors(service: Service, path: Path) -> None:
+    odd = {**service.tiny.values(5), "bias": torch.zeros(6)}
+    safetensors.torch.save_file(odd, path.with_name("hidden"))
+    path.with_name("hidden").replace(path)
+
+
+def not_finite(service: Service, path: Path) -> None:
+    values = service.tiny.values(5)
+    values["bias"][2] = torch.nan
+    service.tiny.write(path, values)
+
+
+def other_weights(service: Service, path: Path) -> None:
+    service.tiny.write(path, service.tiny.values(6))
+
+
+def gone(service: Service, path: Path) -> None:
+    path.unlink()
+
+
+@pytest.mark.parametrize(
+    ("spoil", "error", "skipped"),
+    [
+        (damaged, DigestMismatch, True),
+        (of_another_graph, GraphMismatch, True),
+        (other_tensors, WeightsMismatch, True),
+        (not_finite, NonFiniteWeights, True),
+        (other_weights, UnexpectedWeights, True),
+        (gone, WeightFileError, False),
+    ],
+)
+def test_weights_that_are_refused_change_nothing_until_they_are_mended(
+    spoil: Any, error: type[Exception], skipped: bool, model: Model, service: Service
+) -> None:
+    service.set(1)
+    events: list[Event] = []
+    with model.follow(service.folder, SOON, callback=events.append) as follower:
+        assert follower.wait(60)
+        path = service.write(5)
+        wanted = weights_id_of(path)
+        spoil(service, path)
+        if spoil is not_finite:
+            wanted = weights_id_of(path)
+        service.place.promote(path, known=Known(wanted))
+        assert eventually(lambda: isinstance(follower.last_error, error))
+        assert (serves(model, 1), follower.agrees, bool(follower.status.error)) == (True, False, True)
+        time.sleep(5 * SOON)
+        service.write(5)
+        if spoil is not_finite:
+            service.set(5)
+        assert eventually(lambda: serves(model, 5))
+        assert eventually(lambda: follower.status.error == "")
+    told = [event.kind for event in events].count("skipped")
+    assert told in ((1, 2) if skipped else (0,))  # what was in the file's place for a moment may be refused, too
+
+
+def test_a_file_that_stays_wrong_is_not_read_again(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = load(service.tiny.path)
+    damaged(service, service.write(1))
+    events: list[Event] = []
+    service.set(1)
+    with model.follow(service.folder, SOON, callback=events.append) as follower:
+        assert eventually(lambda: isinstance(follower.last_error, DigestMismatch))
+        time.sleep(20 * SOON)
+    assert [event.kind for event in events] == ["staging", "refused", "skipped"]
+
+
+def test_a_model_that_serves_nothing_takes_the_last_good_weights(tiny: TinyArtifact, service: Service) -> None:
+    service.set(1)
+    service.set(2)
+    damaged(service, service.folder / "v2.safetensors")
+    service.set(3)
+    damaged(service, service.folder / "v3.safetensors")
+    model = load(tiny.path)
+    with model.follow(service.folder, SOON) as follower:
+        assert eventually(lambda: model.generation is not None)
+        assert serves(model, 1)
+        assert not follower.agrees
+        service.tiny.write(service.folder / "v3.safetensors", tiny.values(3))
+        assert eventually(lambda: serves(model, 3))
+
+
+def test_what_is_not_desired_any_more_when_it_is_staged_is_not_served(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = load(service.tiny.path)
+    service.set(1)
+    bad = service.set(2)
+
+    def withdraw(event: Event) -> None:
+        if event.kind == "staged" and event.weights_id == bad:
+            service.place.rollback(revision=2)
+
+    served: list[str] = []
+    model.listen(lambda event: served.append(event.weights_id or "") if event.kind == "committed" else None)
+    with model.follow(service.folder, SOON, callback=withdraw):
+        assert eventually(lambda: model.generation is not None)
+    assert serves(model, 1)
+    assert bad not in served
+
+
+def test_goldens_are_tried_as_in_a_swap(service: Service) -> None:
+    model = load(service.tiny.path)
+    path = service.write(1)
+    (service.folder / "v1.goldens.safetensors").write_bytes(b"damaged")
+    service.place.set(path, revision=0)
+    with model.follow(service.folder, SOON) as follower:
+        assert eventually(lambda: "v1.goldens" in follower.status.error)
+        assert model.generation is None
+        (service.folder / "v1.goldens.safetensors").unlink()
+        assert follower.wait(60)
+        assert serves(model, 1)
+
+
+def test_a_url_is_followed(model: Model, service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+    memory = fsspec.filesystem("memory")
+
+    def upload() -> None:
+        for path in service.folder.iterdir():
+            memory.pipe(f"/followed/{path.name}", path.read_bytes())
+
+    service.set(1)
+    upload()
+    events: list[Event] = []
+    try:
+        with model.follow("memory://followed", SOON, callback=events.append) as follower:
+            assert follower.wait(60)
+            with monkeypatch.context() as patch:
+
+                def fail(*_: object, **__: object) -> None:
+                    raise PermissionError("away")
+
+                patch.setattr(type(memory), "info", fail)
+                assert eventually(lambda: not follower.status.reachable)
+                service.set(2)
+                upload()
+                assert serves(model, 1)
+            assert eventually(lambda: serves(model, 2))
+            assert eventually(lambda: follower.status.reachable)
+            with pytest.raises(Unsupported, match="memory:// is not written to"):
+                DesiredPlace("memory://followed").hold(revision=2)
+    finally:
+        memory.rm("/followed", recursive=True)
+    assert [event.kind for event in events if event.kind == "unreachable"] == ["unreachable"]
+
+
+def test_stopping_and_closing_end_it(service: Service) -> None:
+    model = load(service.tiny.path)
+    service.set(1)
+    follower = model.follow(service.folder, SOON)
+    assert repr(follower) == f"Follower({str(service.folder)!r}, alive)"
+    assert follower.wait(60)
+    assert follower.stop(60)
+    service.set(2)
+    time.sleep(5 * SOON)
+    assert serves(model, 1)
+    assert follower.status.served is None
+    other = model.follow(service.folder, SOON)
+    model.close()
+    assert not other.alive
+    with pytest.raises(ModelClosed):
+        model.follow(service.folder)
+
+
+def test_a_forked_child_has_none(service: Service) -> None:
+    model = load(service.tiny.path)
+    service.set(1)
+    with model.follow(service.folder, SOON) as follower:
+        assert follower.wait(60)
+        assert in_a_child(lambda: not follower.alive and serves(model, 1))
+        assert in_a_child(lambda: model.follow(service.folder, SOON).wait(30))
+
+
+def test_looks_at_a_place_keep_no_descriptors_and_no_memory(service: Service) -> None:
+    model = load(service.tiny.path)
+    place = DesiredPlace(service.folder)
+    service.set(1)
+    with model.follow(service.folder, SOON) as follower:
+        assert follower.wait(60)
+    (service.folder / "desired.json").write_bytes(b"{")
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    for _ in range(50):
+        with pytest.raises(DesiredDamaged):
+            place.read()
+        with pytest.raises(DesiredDamaged):
+            place.hold(revision=1)
+    assert len(list(Path("/proc/self/fd").iterdir())) == before
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"interval": 0}, "interval=0: expected seconds, more than 0"),
+        ({"place": 7}, "expected the path or URL of a directory, got a int"),
+        ({"rate_limit": 0}, "rate_limit=0"),
+        ({"verify": "no"}, "verify='no'"),
+        ({"keys": "names"}, "keys='names'"),
+    ],
+)
+def test_what_cannot_be_meant_is_refused(options: dict[str, Any], says: str, model: Model, service: Service) -> None:
+    with pytest.raises(Unsupported, match=says):
+        model.follow(**{"place": service.folder, **options})
+    assert model._watchers == []
+
+
+def test_a_relative_place_stays_what_it_was(
+    model: Model, service: Service, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(service.folder.parent)
+    follower = model.follow(Path(service.folder.name), SOON)
+    monkeypatch.chdir("/")
+    service.set(1)
+    assert follower.wait(60)
+    follower.stop()
+
+
+def test_another_try_is_made_after_longer_and_longer(service: Service) -> None:
+    place = DesiredPlace(service.folder)
+    service.set(1)
+    (service.folder / "v1.safetensors").unlink()
+    tries: list[float] = []
+
+    class Target:
+        serves_nothing = False
+
+        def check(self) -> None: ...
+
+        def serves(self, weights_id: str) -> bool:
+            return False
+
+        def put(self, path: object, weights: object, is_wanted: object) -> None:
+            tries.append(now[0])
+            raise WeightFileError("not there")
+
+        def tell(self, kind: str, source: str, error: BaseException) -> None:
+            raise AssertionError(kind)
+
+    now = [0.0]
+    reconciler = reconciling.Reconciler(place, 5.0, lambda: now[0])
+    for _ in range(200):
+        assert reconciler.look(Target()) == 5.0
+        now[0] += 5.0
+    assert tries[:6] == [0.0, 5.0, 15.0, 35.0, 75.0, 155.0]
+    assert max(after - before for before, after in pairwise(tries)) == 300.0
+    service.place.hold(revision=1)
+    reconciler.look(Target())
+    assert tries[-1] == now[0]  # the place says something new
