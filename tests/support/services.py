@@ -14,16 +14,20 @@ FOLLOW = """
 import sys
 from weightswap_runtime import load
 
+def say(*words):
+    sys.stdout.write(" ".join(map(str, words)) + "\\n")  # in one piece: threads say things at once
+    sys.stdout.flush()
+
 def report(event):
     if event.kind == "committed":
-        print("serves", event.weights_id, flush=True)
+        say("serves", event.weights_id)
 
 model = load(sys.argv[1], on_event=report)
 follower = model.follow(sys.argv[2], 0.01)
-print("follows", flush=True)
+say("follows")
 for line in sys.stdin:
-    follower.wait(30)
-    print("status", follower.status.served, follower.status.revision, flush=True)
+    follower.wait(30, revision=int(line))
+    say("status", follower.status.served)
 """
 
 
@@ -72,7 +76,7 @@ class FollowingProcess:
     """Another process that follows a place. It says which weights it has served, in order."""
 
     def __init__(self, artifact: Path, place: Path | str) -> None:
-        command = [sys.executable, "-u", "-c", FOLLOW, str(artifact), str(place)]
+        command = [sys.executable, "-c", FOLLOW, str(artifact), str(place)]
         self.process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment()
         )
@@ -90,10 +94,10 @@ class FollowingProcess:
         self._read_until("follows")
         return self
 
-    def served(self) -> str:
-        """What it serves as soon as it agrees with what it has read."""
+    def served(self, revision: int) -> str:
+        """What it serves as soon as it agrees with what was desired at a revision, or later."""
         assert self.process.stdin is not None
-        self.process.stdin.write("\n")
+        self.process.stdin.write(f"{revision}\n")
         self.process.stdin.flush()
         return self._read_until("status")[1]
 

@@ -1,85 +1,117 @@
-"""A service's bad day: broken checkpoints, one with NaN, a rollback, a kill, a new process; nobody serves what is not desired."""
+"""A bad day: broken checkpoints, one with NaN, a rollback, a kill, a new process. Each ends on what was desired."""
 
 from __future__ import annotations
 
+from itertools import pairwise
 from pathlib import Path
 
 import torch
 
 from tests.support.services import FollowingProcess, Service, weights_id_of
-from tests.support.tiny import TinyArtifact, serves
+from tests.support.tiny import TinyArtifact
 from tests.support.watched import SOON, Directory, eventually
 from weightswap_runtime import Event, load
 
 CHECKPOINTS = 20
 DAMAGED, NOT_FINITE = (3, 6, 11, 14, 17), 9
-BAD = 12  # what the operator rolls back
-HELD = (13, 15)  # the first and last that come while it is on hold
+ROLLED_BACK, BACK_AT = 12, 10
+HELD = range(13, 16)  # the checkpoints that come while it is on hold
 
 
-def spoiled(directory: Directory, seed: int) -> None:
-    values = directory.tiny.values(seed)
-    values["weight"][1, 2] = torch.nan
-    directory.tiny.write(directory.path / f"v{seed}.safetensors", values)
+class Day:
+    """A trainer's directory, which one process watches, a place, and other processes that follow it."""
+
+    def __init__(self, tiny: TinyArtifact, root: Path) -> None:
+        self.tiny = tiny
+        self.directory, self.service = Directory(tiny, root / "outbox"), Service(tiny, root / "service")
+        self.good: dict[int, str] = {}
+        self.served: list[str] = []
+        self.model = load(tiny.path, on_event=self._note)
+        self.everybody: list[FollowingProcess] = []
+        self.alive = [self.start() for _ in range(2)]
+        self.watch()
+
+    def _note(self, event: Event) -> None:
+        if event.kind == "committed":
+            self.served.append(event.weights_id or "")
+
+    def watch(self) -> None:
+        self.watcher = self.model.watch(self.directory.path, SOON, promote=self.service.folder)
+
+    def start(self) -> FollowingProcess:
+        self.everybody.append(FollowingProcess(self.tiny.path, self.service.folder).ready())
+        return self.everybody[-1]
+
+    def train(self, seed: int) -> None:
+        if seed in DAMAGED:
+            self.directory.damaged(seed)
+            return
+        values = self.directory.tiny.values(seed)
+        if seed == NOT_FINITE:
+            values["weight"][1, 2] = torch.nan
+        path = self.directory.tiny.write(self.directory.path / f"v{seed}.safetensors", values)
+        if seed != NOT_FINITE:
+            self.good[seed] = weights_id_of(path)
+
+    def settle(self, seed: int) -> None:
+        """Wait for what comes of a checkpoint; then all agree."""
+        if seed in HELD:
+            assert self.service.desired == self.good[BACK_AT]
+        elif seed in self.good:
+            assert eventually(lambda: self.service.desired == self.good[seed])
+        else:
+            assert eventually(lambda: f"v{seed}.safetensors" in self.watcher.skipped)
+        self.agree()
+
+    def agree(self) -> None:
+        desired = self.service.desired
+        assert {process.served(self.service.revision) for process in self.alive} == {desired}
+        assert eventually(lambda: self.model.weights_id == desired)
+
+    def roll_back(self) -> None:
+        """And kill a process, start another, and restart what watches."""
+        self.service.place.rollback(revision=self.service.revision, by="operator", why="slow")
+        assert self.service.desired == self.good[BACK_AT]
+        self.agree()
+        self.alive.pop(0).kill()
+        self.alive.append(self.start())
+        assert self.watcher.stop(60)
+        self.watch()
+        self.agree()
+
+    def release(self) -> None:
+        self.service.place.release(revision=self.service.revision)
+        assert eventually(lambda: self.service.desired == self.good[HELD[-1]])
+        self.agree()
+
+    def end(self) -> None:
+        self.watcher.stop()
+        for process in self.alive:
+            process.kill()
 
 
 def test_every_process_ends_on_what_was_desired(tiny: TinyArtifact, tmp_path: Path) -> None:
-    directory, service = Directory(tiny, tmp_path / "outbox"), Service(tiny, tmp_path / "service")
-    trainer = load(tiny.path)
-    served: list[str] = []
-
-    def note(event: Event) -> None:
-        if event.kind in ("committed", "rolled back"):
-            served.append(event.weights_id or "")
-
-    trainer.listen(note)
-    others = [FollowingProcess(tiny.path, service.folder).ready() for _ in range(2)]
-    killed: list[FollowingProcess] = []
-    good: dict[int, str] = {}
-    watcher = trainer.watch(directory.path, SOON, promote=service.folder)
+    day = Day(tiny, tmp_path)
     try:
         for seed in range(1, CHECKPOINTS + 1):
-            if seed in DAMAGED:
-                directory.damaged(seed)
-            elif seed == NOT_FINITE:
-                spoiled(directory, seed)
-            else:
-                good[seed] = weights_id_of(directory.write(seed))
-            if HELD[0] <= seed <= HELD[1]:
-                assert service.desired == good[10]
-            elif seed in good:
-                assert eventually(lambda: service.desired == good[seed])  # noqa: B023
-            else:
-                assert eventually(lambda: f"v{seed}.safetensors" in watcher.skipped)  # noqa: B023
-            assert all(other.served() == service.desired for other in others)
-            if seed == BAD:
-                service.place.rollback(revision=service.revision, by="operator", why="slow")
-                assert eventually(lambda: serves(trainer, 10))
-                assert {other.served() for other in others} == {good[10]}
-                killed.append(others.pop(0))
-                killed[-1].kill()
-                others.append(FollowingProcess(tiny.path, service.folder).ready())
-                assert watcher.stop(60)  # and a restart of what watches
-                watcher = trainer.watch(directory.path, SOON, promote=service.folder)
-            if seed == HELD[1]:
-                assert {other.served() for other in others} == {good[10]}
-                service.place.release(revision=service.revision)
-                assert eventually(lambda: service.desired == good[HELD[1]])
-        last = good[CHECKPOINTS]
-        late = FollowingProcess(tiny.path, service.folder).ready()
-        others.append(late)
-        assert [other.served() for other in others] == [last] * 3
-        assert trainer.weights_id == service.desired == last
-        assert late.commits == [last]
+            day.train(seed)
+            day.settle(seed)
+            if seed == ROLLED_BACK:
+                day.roll_back()
+            if seed == HELD[-1]:
+                day.release()
+        day.alive.append(day.start())
+        day.agree()
+        assert day.service.desired == day.good[CHECKPOINTS]
     finally:
-        watcher.stop()
-        for other in others:
-            other.kill()
-    newcomer = next(other for other in others if other.commits[0] == good[10])
-    assert good[BAD] not in newcomer.commits
-    for commits in (served, *(other.commits for other in (*killed, *others))):
-        assert set(commits) <= set(good.values())
-        assert all(before != after for before, after in zip(commits, commits[1:], strict=False))
-        if good[BAD] in commits:  # once, before it was rolled back
-            assert commits.count(good[BAD]) == 1
-            assert commits[commits.index(good[BAD]) + 1 :][:1] in ([good[10]], [])
+        day.end()
+    first, _, replacement, last = (process.commits for process in day.everybody)
+    bad, back = day.good[ROLLED_BACK], day.good[BACK_AT]
+    for commits in (day.served, *(process.commits for process in day.everybody)):
+        assert set(commits) <= set(day.good.values())  # nothing that was refused
+        assert all(before != after for before, after in pairwise(commits))
+        assert commits.count(bad) <= 1  # and nothing again that was rolled back
+        assert bad not in commits or commits[commits.index(bad) + 1] == back
+    assert first[-1] == replacement[0] == back
+    assert bad not in replacement
+    assert last == [day.good[CHECKPOINTS]]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from typing import Any, NamedTuple
 
@@ -82,12 +83,19 @@ class Follower(Watching):
         store: Store | None = getattr(self._loop, "store", None)  # none after its end
         return store.gate.current.weights_id if store and store.gate.current else None
 
-    def wait(self, timeout: float | None = None) -> bool:
-        """Wait, for at most `timeout` seconds, until the model serves what is desired. Returns whether it does."""
-        deadline = None if timeout is None else time.monotonic() + timeout
-        while not self.agrees and self.alive and (deadline is None or time.monotonic() < deadline):
+    def wait(self, timeout: float | None = None, *, revision: int = 0) -> bool:
+        """Wait, for at most `timeout` seconds, until the model serves what is desired. Returns whether it does.
+
+        revision: what was desired before that one does not count.
+        """
+        deadline = math.inf if timeout is None else time.monotonic() + timeout
+        while not self._agrees_on(revision) and self.alive and time.monotonic() < deadline:
             time.sleep(POLL_SECONDS)
-        return self.agrees
+        return self._agrees_on(revision)
+
+    def _agrees_on(self, revision: int) -> bool:
+        status = self.status
+        return status.agrees and (status.revision or 0) >= revision
 
     def __repr__(self) -> str:
         return self._described(self.place.where)
