@@ -19,7 +19,7 @@ def say(*words):
     sys.stdout.flush()
 
 def report(event):
-    if event.kind == "committed":
+    if event.kind in ("committed", "rolled back"):
         say("serves", event.weights_id)
 
 model = load(sys.argv[1], on_event=report)

@@ -88,12 +88,19 @@ class _LocalStorage:
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
-        fd = os.open(self._folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        fd = self._open_lock()
         try:
             fcntl.flock(fd, fcntl.LOCK_EX)
             yield
         finally:
             os.close(fd)
+
+    def _open_lock(self) -> int:
+        path, flags = self._folder / LOCK, os.O_CREAT | os.O_CLOEXEC
+        try:
+            return os.open(path, flags | os.O_RDWR, 0o666)  # which NFS asks for
+        except PermissionError:  # another user has made it
+            return os.open(path, flags | os.O_RDONLY)
 
 
 class _RemoteStorage:

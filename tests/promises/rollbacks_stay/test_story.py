@@ -32,7 +32,7 @@ class Day:
         self.watch()
 
     def _note(self, event: Event) -> None:
-        if event.kind == "committed":
+        if event.kind in ("committed", "rolled back"):
             self.served.append(event.weights_id or "")
 
     def watch(self) -> None:

@@ -13,7 +13,7 @@ from queue import Empty, SimpleQueue
 from typing import Any, NamedTuple, Protocol, Self
 
 from weightswap_runtime.desired.document import DesiredWeights
-from weightswap_runtime.errors import StageCancelled, Superseded, Unsupported
+from weightswap_runtime.errors import NothingToRollBack, StageCancelled, Superseded, Unsupported
 from weightswap_runtime.format.identity import identify
 from weightswap_runtime.format.selection import part_of
 from weightswap_runtime.live.calling import Caller, Methods
@@ -220,9 +220,22 @@ class ModelTarget:
             if self.serves(weights.weights_id) or not is_wanted():  # others may have done it meanwhile
                 return
             by = weights.by or self._loop.request.by
+            if self._rolls_back_to(weights.weights_id, by):
+                return
             with self._staged(job, path=path, expect=weights.weights_id, by=by) as staged:
                 if is_wanted():
                     staged.commit(timeout=self._loop.request.timeout)
+
+    def _rolls_back_to(self, weights_id: str, by: str) -> bool:
+        """Whether these weights were still in memory, so that nothing had to be read."""
+        if self._store.previous_id != weights_id:
+            return False
+        request = self._loop.request
+        try:
+            self._store.rollback(self._loop.member, by, request.patience, request.timeout, weights_id)
+        except NothingToRollBack:  # meanwhile
+            return False
+        return True
 
     @contextmanager
     def _turn(self) -> Iterator[Job]:
@@ -252,8 +265,11 @@ class ModelTarget:
         return identify(part_of(manifest, only).weights, identity.digests, {}).weights_id
 
     def _wants(self, path: str | Path, weights_id: str) -> bool:
-        """Whether these weights are not served yet: others may have put them in. Raises Superseded."""
-        if receipt := self._rollback_of(weights_id):
+        """Whether these weights are not served yet: others may have put them in. Raises Superseded.
+
+        Where they are promoted, the place knows what was rolled back.
+        """
+        if self._loop.promotion is None and (receipt := self._rollback_of(weights_id)):
             where, by = printable(path), f" by {receipt.by}" if receipt.by else ""
             raise Superseded(
                 f"{where}: its weights {weights_id[:12]} were served, and rolled back{by} (generation "

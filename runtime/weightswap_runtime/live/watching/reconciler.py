@@ -63,7 +63,7 @@ class Reconciler:
             self._serve(state, target)
         return self._interval
 
-    def _read(self, check: Callable[[], None] | None = None) -> DesiredState:
+    def _read(self, check: Callable[[], None]) -> DesiredState:
         before, state = self.state, self._place.read(check)
         if before is not None and state.revision < before.revision:
             raise DesiredError(
@@ -98,7 +98,7 @@ class Reconciler:
     def _try(self, wanted: DesiredWeights, state: DesiredState, target: FollowTarget) -> None:
         path = self._place.locate(wanted)
         try:
-            target.put(path, wanted, lambda: self._still_wants(wanted))
+            target.put(path, wanted, lambda: self._still_wants(wanted, target.check))
             self._refusal = self.last_error = None
         except StageCancelled:
             raise
@@ -107,10 +107,12 @@ class Reconciler:
         if self._refusal is not None and target.serves_nothing:
             self._serve_last_good(state, target)
 
-    def _still_wants(self, wanted: DesiredWeights) -> bool:
+    def _still_wants(self, wanted: DesiredWeights, check: Callable[[], None]) -> bool:
         """Whether the place still says so, as far as it can be read: a staging takes its time."""
         try:
-            weights = self._place.read().weights
+            weights = self._place.read(check).weights
+        except StageCancelled:
+            raise
         except WeightswapError:
             return True
         return weights is not None and weights.weights_id == wanted.weights_id

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import time
 from itertools import pairwise
 from pathlib import Path
@@ -26,6 +27,7 @@ from weightswap_runtime import (
     Model,
     ModelClosed,
     NonFiniteWeights,
+    Staged,
     UnexpectedWeights,
     Unsupported,
     WeightFileError,
@@ -33,7 +35,9 @@ from weightswap_runtime import (
     load,
 )
 from weightswap_runtime.desired.place import Known
+from weightswap_runtime.live.staging_task import StagingTask
 from weightswap_runtime.live.watching import reconciler as reconciling
+from weightswap_runtime.threads.job import Job
 
 
 @pytest.fixture
@@ -51,8 +55,8 @@ def test_what_is_desired_is_served_from_the_start_and_from_then_on(model: Model,
             service.set(seed)
             assert eventually(lambda: serves(model, seed))  # noqa: B023
         service.place.rollback(revision=3, by="bo")
-        assert eventually(lambda: serves(model, 2))
-        assert follower.agrees
+        assert follower.wait(60, revision=4)
+        assert serves(model, 2)
         status = follower.status
     assert not follower.alive
     assert (status.place, status.revision, status.on_hold) == (str(service.folder), 4, True)
@@ -62,7 +66,9 @@ def test_what_is_desired_is_served_from_the_start_and_from_then_on(model: Model,
         True,
         "",
     )
-    assert [event.kind for event in events] == ["staging", "staged", "committed"] * 4
+    taken = ["staging", "staged", "committed"]
+    back = ["rolled back"] if model.residency == "double" else taken  # what is still there is not read
+    assert [event.kind for event in events] == taken * 3 + back
     assert [receipt.by for receipt in model.history] == ["ana", "follow", "follow", "bo"]
 
 
@@ -266,6 +272,38 @@ def test_what_is_not_desired_any_more_when_it_is_staged_is_not_served(
         assert eventually(lambda: model.generation is not None)
     assert serves(model, 1)
     assert bad not in served
+
+
+def test_what_is_still_there_is_served_again_without_its_file(service: Service) -> None:
+    model = load(service.tiny.path)
+    service.set(1)
+    with model.follow(service.folder, SOON) as follower:
+        assert follower.wait(60)
+        service.set(2)
+        assert follower.wait(60, revision=2)
+        state = service.place.rollback(revision=2, by="ana")
+        assert follower.wait(60, revision=state.revision)
+        assert serves(model, 1)
+    assert (model.history[-1].kind, model.history[-1].by) == ("rollback", "ana")
+
+
+def test_refusals_keep_no_descriptors_and_no_stagings(service: Service) -> None:
+    model = load(service.tiny.path)
+    service.set(1)
+    with model.follow(service.folder, SOON) as follower:
+        assert follower.wait(60)
+        before = len(list(Path("/proc/self/fd").iterdir()))
+        for seed in range(2, 22):
+            path = service.write(seed)
+            wanted = weights_id_of(path)
+            damaged(service, path)
+            state = service.place.promote(path, known=Known(wanted))
+            assert eventually(lambda: follower.status.revision == state.revision and follower.status.error != "")  # noqa: B023
+            assert eventually(lambda: path.name in follower.status.error)  # noqa: B023
+        assert len(list(Path("/proc/self/fd").iterdir())) == before
+        assert serves(model, 1)
+    gc.collect()
+    assert [thing for thing in gc.get_objects() if isinstance(thing, Staged | StagingTask | Job)] == []
 
 
 def test_goldens_are_tried_as_in_a_swap(service: Service) -> None:
