@@ -170,8 +170,3 @@ def rolled_back(state: DesiredState, target: DesiredWeights, hold: Hold | None) 
     again = {each.weights_id for each in later}
     withdrawn = (*(each for each in state.withdrawn if each.weights_id not in again), *later)[-MOST_WITHDRAWN:]
     return replace(state, weights=target, history=state.history[:place], withdrawn=withdrawn, hold=hold)
-
-
-def names_in(state: DesiredState) -> set[str]:
-    """The names of the files that it knows, without their folders."""
-    return {each.source.rstrip("/").rpartition("/")[2] for each in state.known}

@@ -49,6 +49,10 @@ class Known(NamedTuple):
     labels: dict[str, str] = {}  # noqa: RUF012
 
 
+def anything(state: DesiredState) -> None:
+    """What may be promoted after it, where nothing is asked."""
+
+
 class DesiredPlace:
     """A local directory, or a folder behind a URL, with the document `desired.json`: docs/desired.md.
 
@@ -63,6 +67,7 @@ class DesiredPlace:
     def __init__(self, place: Source) -> None:
         self._storage = open_storage(place)
         self.where = str(self._storage.folder)
+        self.is_local = isinstance(self._storage.folder, Path)
 
     def __repr__(self) -> str:
         return f"DesiredPlace({self.where!r})"
@@ -144,11 +149,20 @@ class DesiredPlace:
         """Let promotions through again. What was withdrawn stays away."""
         return self._write(revision, lambda state: replace(state, hold=None))
 
-    def promote(self, source: Source, *, known: Known | None = None, by: str = "", why: str = "") -> DesiredState:
+    def promote(
+        self,
+        source: Source,
+        *,
+        known: Known | None = None,
+        by: str = "",
+        why: str = "",
+        may: Callable[[DesiredState], None] = anything,
+    ) -> DesiredState:
         """Desire new weights, unless that would undo what an operator has done: for trainers and watchers.
 
-        known: what is known of the file by whoever has staged it; None: what its header says. It names no revision:
-        what other writers do meanwhile is looked at again. Weights that are desired already are left as they are.
+        known: what is known of the file by whoever has staged it; None: what its header says. may: raises what forbids
+        it, with what is desired then. It names no revision: what other writers do meanwhile is looked at again. Weights
+        that are desired already are left as they are.
 
         Raises Held, Superseded for weights that were desired or withdrawn before, DesiredError, and what `set` raises.
         """
@@ -158,6 +172,7 @@ class DesiredPlace:
             after = promoted(state, weights)
             if after is state:
                 return state
+            may(state)
             if written := self._replace(stored, state, after):
                 return written
         raise RevisionConflict(f"{self.where}: others write all the time; {MOST_TRIES} tries were in vain")

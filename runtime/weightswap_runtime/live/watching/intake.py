@@ -112,7 +112,7 @@ class Intake:
         interval: float,
         start: Start,
         clock: Callable[[], float] = time.monotonic,
-        begun: Callable[[], AbstractSet[str]] | None = None,
+        begun: Callable[[Iterable[Entry]], AbstractSet[str]] | None = None,
     ) -> None:
         self.last_error: BaseException | None = None
         self._directory = directory
@@ -120,7 +120,7 @@ class Intake:
         self._interval = interval
         self._start = start
         self._clock = clock
-        self._begun = begun  # asked once for the names of files that were taken before, elsewhere or in another life
+        self._begun = begun  # says once which files were taken before, elsewhere or in another life
         self._files: dict[str, _File] = {}
         self._gone: dict[tuple[str, Hashable], _File] = {}  # by name and fingerprint, the last that went last
         self._old: set[str] | None = None  # the names found first, as long as none of them is taken
@@ -142,7 +142,7 @@ class Intake:
         """Take what can be taken. Returns after how many seconds to look again."""
         try:
             entries = self._list()
-            names = self._begun() if self._begun else ()
+            names = self._begun(entries) if self._begun else ()
         except WeightswapError as error:
             return self._unreachable(error, target)
         if self._unlisted:

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from collections.abc import Set as AbstractSet
+from functools import partial
 from pathlib import Path
 from typing import Literal, NamedTuple, get_args
 
-from weightswap_runtime.desired.document import names_in
+from weightswap_runtime.desired.document import DesiredState
 from weightswap_runtime.desired.place import DesiredPlace, Known
-from weightswap_runtime.errors import Unproven, Unsupported
+from weightswap_runtime.errors import Superseded, Unproven, Unsupported
 from weightswap_runtime.live.staged import Staged
 from weightswap_runtime.sources.byte_source import Check
 from weightswap_runtime.sources.location import printable
+
+from .directory import Entry, order_of_names
 
 Policy = Literal["newest", "proven"]
 
@@ -34,11 +38,20 @@ class Promotion(NamedTuple):
         if self.policy == "proven":
             check_proven(printable(path), staged.verified, list(staged.nonfinite))
         known = Known(staged.weights_id, graph_id, staged.labels)
-        self.place.promote(path, known=known, by=self.by, why=self.policy)
+        self.place.promote(path, known=known, by=self.by, why=self.policy, may=partial(self._check_order, path))
 
-    def names(self) -> AbstractSet[str]:
-        """The names of files that were promoted, or put by hand. Raises DesiredError."""
-        return names_in(self.place.read())
+    def begun(self, entries: Iterable[Entry]) -> AbstractSet[str]:
+        """The names of the files of a directory that the place knows. Raises DesiredError."""
+        known = {str(self.place.locate(weights)) for weights in self.place.read().known}
+        return {entry.name for entry in entries if str(entry.path) in known}
+
+    def _check_order(self, path: str | Path, state: DesiredState) -> None:
+        """Raise Superseded where a later file of the directory was faster, through another watcher."""
+        folder, _, name = str(path).rpartition("/")
+        for weights in state.known:
+            known_folder, _, known_name = str(self.place.locate(weights)).rpartition("/")
+            if known_folder == folder and order_of_names(known_name) > order_of_names(name):
+                raise Superseded(f"{printable(path)}: not promoted, as {known_name} comes later and was")
 
 
 def check_promotion_policy(policy: str) -> None:

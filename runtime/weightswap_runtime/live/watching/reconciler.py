@@ -80,9 +80,8 @@ class Reconciler:
         self.reachable, self.last_error = False, without_traceback(error)
         if self._outages == 1:
             target.tell("unreachable", self._place.where, error)
-        cause = error.__cause__.__cause__ if error.__cause__ else None
         # to ask a local directory costs nothing
-        return self._interval if isinstance(cause, OSError) else delay(self._interval, self._outages)
+        return self._interval if self._place.is_local else delay(self._interval, self._outages)
 
     def _reached(self) -> None:
         if self._outages:

@@ -36,7 +36,7 @@ class Watcher(Watching):
         _check_part(subject, promotion)
         self.directory = printable(directory)
         listing = open_directory(directory)
-        self._intake = Intake(self.directory, listing, interval, start, begun=promotion.names if promotion else None)
+        self._intake = Intake(self.directory, listing, interval, start, begun=promotion.begun if promotion else None)
         lookers: tuple[Looker, ...] = (self._intake,)
         if promotion is not None:  # what is desired comes first: another may have written it, or an operator
             lookers = (Reconciler(promotion.place, interval), self._intake)

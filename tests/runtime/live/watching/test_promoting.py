@@ -111,6 +111,31 @@ def test_two_watchers_of_one_place_agree(tiny: TinyArtifact, directory: Director
     assert service.revision == 7
 
 
+def test_a_watcher_that_was_slower_does_not_go_back(tiny: TinyArtifact, directory: Directory, service: Service) -> None:
+    """What another watcher has promoted while this one staged an earlier file."""
+    model = load(tiny.path)
+
+    def hurry(event: Event) -> None:
+        if event.kind == "staged" and event.source.endswith("v1.safetensors"):
+            service.place.promote(directory.write(2))
+
+    directory.write(1)
+    with model.watch(directory.path, SOON, promote=service.folder, callback=hurry) as watcher:
+        assert eventually(lambda: model.generation is not None and serves(model, 2))
+        assert isinstance(watcher.skipped["v1.safetensors"], Superseded)
+    assert (model.generation, service.revision) == (0, 1)
+
+
+def test_another_directory_with_the_same_names_is_another_one(
+    tiny: TinyArtifact, directory: Directory, service: Service, tmp_path: Path
+) -> None:
+    service.promote(7)
+    model = load(tiny.path)
+    with model.watch(directory.path, SOON, promote=service.folder):
+        directory.write(1)
+        assert eventually(lambda: model.generation is not None and serves(model, 1))
+
+
 def test_what_nothing_has_proven_is_not_promoted(tiny: TinyArtifact, directory: Directory, service: Service) -> None:
     model = load(tiny.path)
     with model.watch(directory.path, SOON, promote=service.folder, policy="proven") as watcher:
