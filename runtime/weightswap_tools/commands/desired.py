@@ -55,6 +55,8 @@ def desired(
             changes.append(lambda seen: opened.hold(revision=seen, by=by, why=why))
         if release:
             changes.append(lambda seen: opened.release(revision=seen))
+        if changes and revision is None:
+            _refuse_unseen(opened, as_json)
         state = _changed(opened, changes, revision)
         if as_json:
             print_json({"place": opened.where, **state.as_dict()})
@@ -65,13 +67,15 @@ def desired(
 def _changed(place: DesiredPlace, changes: list[Change], revision: int | None) -> DesiredState:
     if len(changes) > 1:
         raise typer.BadParameter("--set, --rollback-to, --hold and --release are changes of their own: give one")
-    if not changes:
-        return place.read()
-    if revision is None:
-        found = place.read()
+    return changes[0](revision) if changes and revision is not None else place.read()
+
+
+def _refuse_unseen(place: DesiredPlace, as_json: bool) -> None:
+    """Show what would be changed, instead."""
+    found = place.read()
+    if not as_json:
         _print(place, found)
-        raise typer.BadParameter(f"say --revision {found.revision}, if this is what you want to change")
-    return changes[0](revision)
+    raise typer.BadParameter(f"say --revision {found.revision}, if this is what you want to change")
 
 
 def _print(place: DesiredPlace, state: DesiredState) -> None:
