@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,6 +18,7 @@ from weightswap_runtime.sources.location import Location, Url, as_location, fixe
 
 NAME = "desired.json"
 LOCK = ".desired.lock"
+PATIENCE, POLL_SECONDS = 30.0, 0.002
 MOST_BYTES = 4 << 20
 
 
@@ -90,10 +92,22 @@ class _LocalStorage:
     def _locked(self) -> Iterator[None]:
         fd = self._open_lock()
         try:
-            fcntl.flock(fd, fcntl.LOCK_EX)
+            self._lock(fd)
             yield
         finally:
             os.close(fd)
+
+    def _lock(self, fd: int) -> None:
+        """Wait for other writers, who have it for milliseconds; not for ever for one that was stopped."""
+        deadline = time.monotonic() + PATIENCE
+        while True:
+            try:
+                return fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                if time.monotonic() > deadline:
+                    text = f"{self._path}: another process has it locked for {PATIENCE} s ({LOCK}); look after that one"
+                    raise DesiredError(text) from error
+            time.sleep(POLL_SECONDS)
 
     def _open_lock(self) -> int:
         path, flags = self._folder / LOCK, os.O_CREAT | os.O_CLOEXEC

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import subprocess
@@ -29,7 +30,7 @@ from weightswap_runtime import (
     Unsupported,
     WeightFileError,
 )
-from weightswap_runtime.desired import document
+from weightswap_runtime.desired import document, storage
 from weightswap_runtime.desired.document import MOST_KEPT, encode
 
 
@@ -235,6 +236,19 @@ def test_a_place_without_permission_says_so(service: Service) -> None:
     with pytest.raises(DesiredError, match="cannot be written"):
         service.set(1)
     assert not (service.folder / "desired.json").exists()
+
+
+def test_a_writer_that_was_stopped_is_not_waited_for_for_ever(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(storage, "PATIENCE", 0.1)
+    service.set(1)
+    with (service.folder / ".desired.lock").open() as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        with pytest.raises(DesiredError, match=r"has it locked for 0\.1 s"):
+            service.set(2)
+        assert service.revision == 1
+    service.set(2)
 
 
 WRITE = """
