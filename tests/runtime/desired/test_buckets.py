@@ -9,6 +9,7 @@ from pathlib import Path
 import fsspec.config
 import pytest
 
+from tests.runtime.sources.remote.answers import status
 from tests.support.servers import S3Bucket, S3Server, WebServer
 from tests.support.services import weights_id_of
 from tests.support.tiny import TinyArtifact, serves
@@ -113,7 +114,7 @@ def test_a_bucket_that_is_away_for_a_while(
         assert eventually(lambda: follower.status.error == "")
 
 
-def test_a_web_server_is_read_alone(tiny: TinyArtifact, tmp_path: Path) -> None:
+def test_a_web_server_is_read_alone(tiny: TinyArtifact, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from tests.support.services import Service
 
     service = Service(tiny, tmp_path / "service")
@@ -126,6 +127,15 @@ def test_a_web_server_is_read_alone(tiny: TinyArtifact, tmp_path: Path) -> None:
         model = load(tiny.path)
         with model.follow(f"{web.url}/service/", SOON) as follower:
             assert follower.wait(60)
+            monkeypatch.setattr(retries, "ATTEMPTS", 1)
+            web.fault = lambda handler, asked: status(503)(handler, asked) is None
+            assert eventually(lambda: "503" in follower.status.error)
+            web.fault = None
+            assert eventually(lambda: follower.status.reachable)
+            document = web.contents.pop("/service/desired.json")
+            assert eventually(lambda: "was removed" in follower.status.error)
+            web.contents["/service/desired.json"] = document
+            assert eventually(lambda: follower.status.reachable)
         assert serves(model, 1)
         with pytest.raises(Unsupported, match="is not written to"):
             place.hold(revision=1)
