@@ -27,8 +27,6 @@ from weightswap_runtime import (
     load,
 )
 
-LONGEST_STEP = 0.001  # seconds of the loop
-
 
 class Timed:
     """An awaitable that notes how long each of its steps keeps the loop."""
@@ -168,7 +166,9 @@ def test_nothing_of_a_swap_is_kept(tiny: TinyArtifact, weight_file: WriteWeights
     asyncio.run(work(model))
     dropped = weakref.ref(model)
     del model
-    gc.collect()  # tasks and their errors refer to each other
+    deadline = time.monotonic() + 30
+    while dropped() is not None and time.monotonic() < deadline:  # until the last thread has ended
+        gc.collect()  # tasks and their errors refer to each other
     assert dropped() is None
 
 
@@ -210,8 +210,7 @@ def test_the_loop_waits_for_none_of_it(big: Big) -> None:
     runs = asyncio.run(work())
     shortest = [min(steps) for steps in zip(*runs, strict=True)]
     assert len(shortest) == 8  # each begins, and ends
-    assert max(shortest) < LONGEST_STEP
-    assert min(receipt.seconds_staged for receipt in big.model.history) > 2 * LONGEST_STEP
+    assert max(shortest) < min(receipt.seconds_staged for receipt in big.model.history) / 4
 
 
 def test_calls_go_on(model: Model, weight_file: WriteWeights) -> None:
