@@ -1,0 +1,63 @@
+"""What uvicorn leaves open: connections that send no request, that do not read their answers, and too many of them."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from .settings import Settings
+
+_BUSY = b'{"error":"too many connections"}'
+_TOO_MANY = (
+    b"HTTP/1.1 503 Service Unavailable\r\ncontent-type: application/json\r\nretry-after: 1\r\n"
+    b"connection: close\r\ncontent-length: %d\r\n\r\n%s" % (len(_BUSY), _BUSY)
+)
+
+
+def guarded_protocol(settings: Settings) -> type[HttpToolsProtocol]:
+    """uvicorn's protocol with the limits of the settings."""
+
+    class Guarded(HttpToolsProtocol):
+        _timer: asyncio.TimerHandle | None = None
+
+        def connection_made(self, transport: Any) -> None:
+            super().connection_made(transport)
+            if len(self.connections) > settings.max_connections:
+                transport.write(_TOO_MANY)
+                transport.close()
+            else:
+                self._expect()
+
+        def connection_lost(self, exc: Exception | None) -> None:
+            self._met()
+            super().connection_lost(exc)
+
+        def on_message_begin(self) -> None:
+            super().on_message_begin()
+            self._expect()
+
+        def on_headers_complete(self) -> None:
+            self._met()
+            super().on_headers_complete()
+
+        def pause_writing(self) -> None:
+            super().pause_writing()
+            self._expect()
+
+        def resume_writing(self) -> None:
+            super().resume_writing()
+            self._met()
+
+        def _expect(self) -> None:
+            """Break the connection off unless something comes, or is read, in time."""
+            self._met()
+            self._timer = self.loop.call_later(settings.body_timeout, self.transport.abort)
+
+        def _met(self) -> None:
+            if self._timer is not None:
+                self._timer.cancel()
+                self._timer = None
+
+    return Guarded
