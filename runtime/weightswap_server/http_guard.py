@@ -16,48 +16,51 @@ _TOO_MANY = (
 )
 
 
-def guarded_protocol(settings: Settings) -> type[HttpToolsProtocol]:
-    """uvicorn's protocol with the limits of the settings."""
+class GuardedProtocol(HttpToolsProtocol):
+    """uvicorn's protocol with limits. A connection that does not meet one in time is broken off."""
 
-    class Guarded(HttpToolsProtocol):
-        _timer: asyncio.TimerHandle | None = None
+    settings: Settings
+    _timer: asyncio.TimerHandle | None = None
 
-        def connection_made(self, transport: Any) -> None:
-            super().connection_made(transport)
-            if len(self.connections) > settings.max_connections:
-                transport.write(_TOO_MANY)
-                transport.close()
-            else:
-                self._expect()
-
-        def connection_lost(self, exc: Exception | None) -> None:
-            self._met()
-            super().connection_lost(exc)
-
-        def on_message_begin(self) -> None:
-            super().on_message_begin()
+    def connection_made(self, transport: Any) -> None:
+        super().connection_made(transport)
+        if len(self.connections) > self.settings.max_connections:
+            transport.write(_TOO_MANY)
+            transport.close()
+        else:
             self._expect()
 
-        def on_headers_complete(self) -> None:
-            self._met()
-            super().on_headers_complete()
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._met()
+        super().connection_lost(exc)
 
-        def pause_writing(self) -> None:
-            super().pause_writing()
-            self._expect()
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self._expect()
 
-        def resume_writing(self) -> None:
-            super().resume_writing()
-            self._met()
+    def on_headers_complete(self) -> None:
+        self._met()
+        super().on_headers_complete()
 
-        def _expect(self) -> None:
-            """Break the connection off unless something comes, or is read, in time."""
-            self._met()
-            self._timer = self.loop.call_later(settings.body_timeout, self.transport.abort)
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._expect()
 
-        def _met(self) -> None:
-            if self._timer is not None:
-                self._timer.cancel()
-                self._timer = None
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._met()
 
-    return Guarded
+    def _expect(self) -> None:
+        """Headers are to come, or bytes to be read."""
+        self._met()
+        self._timer = self.loop.call_later(self.settings.body_timeout, self.transport.abort)
+
+    def _met(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+
+def guarded_protocol(settings: Settings) -> type[GuardedProtocol]:
+    """The protocol with the limits of these settings."""
+    return type("GuardedProtocol", (GuardedProtocol,), {"settings": settings})

@@ -149,7 +149,8 @@ class Service:
         if served.thread.run_here(call):
             return call.answer.result()
         served.thread.submit(call)
-        return await self.wait(call.answer)
+        answer: Answer = await self.wait(call.answer)
+        return answer
 
     async def wait(self, answer: Future[Any]) -> Any:
         """What a future gives, within the time of a request. Raises TookTooLong."""

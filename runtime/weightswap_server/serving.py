@@ -45,7 +45,7 @@ class Source(msgspec.Struct, frozen=True, kw_only=True):
 class Server:
     """Serves models until it is told to stop."""
 
-    def __init__(self, models: Mapping[str, Model], settings: Settings = Settings()) -> None:
+    def __init__(self, models: Mapping[str, Model], settings: Settings) -> None:
         """models: by the names that requests call them by. The server closes them when it ends.
 
         Raises Unsupported.
