@@ -162,6 +162,15 @@ class Service:
                 raise
             raise TookTooLong(f"no answer within {self.settings.timeout:g} s") from error
 
+    def wait_here(self, answer: Future[Answer]) -> Answer:
+        """As `wait`, in a thread that has nothing else to do."""
+        try:
+            return answer.result(self.settings.timeout)
+        except TimeoutError as error:
+            if not answer.cancel() and answer.done():
+                raise
+            raise TookTooLong(f"no answer within {self.settings.timeout:g} s") from error
+
     def refused(self, name: str, error: BaseException) -> Failure:
         """What a client is told of an error, which is counted."""
         told = failure(error)

@@ -10,7 +10,7 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
 from threading import Thread
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import uvicorn
@@ -22,6 +22,9 @@ from .http_app import http_app
 from .http_guard import guarded_protocol
 from .service import Service
 from .settings import Settings
+
+if TYPE_CHECKING:
+    from .grpc_service import GrpcServer
 
 
 class Source(msgspec.Struct, frozen=True, kw_only=True):
@@ -53,6 +56,7 @@ class Server:
         self.settings = settings
         self.service = Service(models, settings)
         self._http = _Http(http_app(self.service), settings)
+        self._grpc: GrpcServer | None = None
         self._told: list[Callable[[], object]] = []
         self.http_port = 0
         self.grpc_port = 0
@@ -65,14 +69,26 @@ class Server:
         with _listening(self.settings.host, self.settings.http_port) as listener:
             self.http_port = listener.getsockname()[1]
             try:
+                self._listen_for_grpc()
                 asyncio.run(self._serve(listener))
             finally:
+                if self._grpc is not None:
+                    self._grpc.stop(self.settings.grace).wait()
                 self.service.close()
 
     def stop(self) -> None:
         """Stop accepting, finish what was accepted, and let `run()` return. From any thread, and from signals."""
         self.service.stopping = True
         self._http.should_exit = True
+        if self._grpc is not None:
+            self._grpc.stop(self.settings.grace)
+
+    def _listen_for_grpc(self) -> None:
+        if self.settings.grpc_port is not None:
+            from .grpc_service import GrpcServer
+
+            self._grpc = GrpcServer(self.service, self.settings)
+            self.grpc_port = self._grpc.port
 
     def on_listening(self, tell: Callable[[], object]) -> None:
         """Call `tell()` once requests are accepted and the ports are known."""

@@ -9,6 +9,7 @@ import time
 import zlib
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from typing import Any
 
 import numpy as np
@@ -161,7 +162,9 @@ def test_a_broken_request_is_refused(server: Server, body: Any, says: str) -> No
     assert ask(server, INFER, as_json(x=X)).json["outputs"][0]["data"] == expected(1).reshape(-1).tolist()
 
 
-def binary(size: Any = 24, tail: bytes = X.tobytes(), length: Any = None, **changes: Any) -> tuple[bytes, dict[str, str]]:
+def binary(
+    size: Any = 24, tail: bytes = X.tobytes(), length: Any = None, **changes: Any
+) -> tuple[bytes, dict[str, str]]:
     document = tensor(data=None, parameters={"binary_data_size": size}, **changes)
     head = json.dumps(document).encode()
     return head + tail, {"Inference-Header-Content-Length": str(len(head) if length is None else length)}
@@ -233,14 +236,16 @@ def test_a_batch_of_nothing(server: Server) -> None:
     assert (found.status, found.json["outputs"][0]["shape"]) == (200, [0, 5])
 
 
-@pytest.mark.parametrize("encoding", ["gzip", "deflate", "br"])
-def test_packed_bodies(server: Server, encoding: str) -> None:
-    pack = {"gzip": gzip.compress, "deflate": zlib.compress, "br": bytes}[encoding]
+@pytest.mark.parametrize(("encoding", "pack"), [("gzip", gzip.compress), ("deflate", zlib.compress)])
+def test_packed_bodies(server: Server, encoding: str, pack: Any) -> None:
     body, headers = binary()
     headers["Content-Encoding"] = encoding
-    assert ask(server, INFER, pack(body), headers).status == (400 if encoding == "br" else 200)
-    for broken, status in ((pack(body)[:-3], 400), (b"!" + pack(body), 400), (pack(bytes(1 << 20)), 413)):
-        assert ask(server, INFER, broken, headers).status == (400 if encoding == "br" and len(broken) < 9999 else status)
+    assert ask(server, INFER, pack(body), headers).status == 200
+    assert ask(server, INFER, pack(body)[:-3], headers).status == 400
+    assert ask(server, INFER, pack(body) + b"!", headers).status == 400
+    assert ask(server, INFER, b"!" + pack(body), headers).status == 400
+    assert ask(server, INFER, pack(bytes(1 << 20)), headers).status == 413
+    assert ask(server, INFER, pack(body), {"Content-Encoding": "br"}).status == 400
 
 
 def test_a_body_that_is_too_large(server: Server) -> None:
@@ -258,12 +263,17 @@ def test_a_body_that_never_ends(server: Server) -> None:
         assert raw.recv(12) == b"HTTP/1.1 408"
 
 
+def was_broken_off(raw: socket.socket) -> bool:
+    try:
+        return raw.recv(1) == b""
+    except ConnectionResetError:
+        return True
+
+
 def test_headers_that_never_end(server: Server) -> None:
     with socket.create_connection(("127.0.0.1", server.http_port), 10) as raw:
         raw.sendall(b"GET /v2 HTTP/1.1\r\nHo")
-        with pytest.raises(ConnectionResetError):
-            assert raw.recv(1) == b""
-            raise ConnectionResetError
+        assert was_broken_off(raw)
     with socket.create_connection(("127.0.0.1", server.http_port), 10) as raw:
         for _ in range(2):
             raw.sendall(b"GET /v2/health/live HTTP/1.1\r\nHost: x\r\n\r\n")
@@ -274,14 +284,10 @@ def test_headers_that_never_end(server: Server) -> None:
 
 
 def test_too_many_connections(server: Server) -> None:
-    opened = []
-    try:
-        for _ in range(21):
-            opened.append(socket.create_connection(("127.0.0.1", server.http_port), 10))
+    with ExitStack() as stack:
+        address = ("127.0.0.1", server.http_port)
+        opened = [stack.enter_context(socket.create_connection(address, 10)) for _ in range(21)]
         assert opened[-1].recv(12) == b"HTTP/1.1 503"
-    finally:
-        for raw in opened:
-            raw.close()
 
 
 def test_a_queue_that_is_full(server: Server) -> None:
