@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError, ThreadPoolExecutor
-from threading import Event
+from threading import Event, Timer
 from typing import Any
 
 import grpc
 import msgspec
 
-from weightswap_runtime.tensors.content import TensorBytes
+from weightswap_runtime.tensors.content import TensorBytes, as_array
 
 from .errors import BadRequest
+from .generating import END, Generation
 from .grpc_messages import SERVICE, message_class
-from .protocol import DATATYPE_OF
+from .protocol import DATATYPE_OF, GenerateParameters, GenerateRequest
 from .service import Service
 from .settings import Settings
 from .tensors_on_the_wire import Answer, chosen, dtype_of, from_bytes, from_values
@@ -76,6 +77,9 @@ class _Methods:
             "ModelInfer": self._infer,
         }
         handlers = {name: self._answering(name, method) for name, method in unary.items()}
+        handlers["ModelStreamInfer"] = grpc.stream_stream_rpc_method_handler(
+            self._stream, message_class("ModelInferRequest").FromString, _serialized
+        )
         return grpc.method_handlers_generic_handler(SERVICE, handlers)
 
     def _answering(self, name: str, method: Callable[[Any, Any], Any]) -> Any:
@@ -117,6 +121,55 @@ class _Methods:
         served.thread.submit(call)
         context.add_callback(call.answer.cancel)
         return response(request, self._service.wait_here(call.answer), wanted)
+
+    def _stream(self, requests: Iterator[Any], context: grpc.ServicerContext) -> Iterator[Any]:
+        """One answer to each request, or one for each token; an error is an answer, too."""
+        made = message_class("ModelStreamInferResponse")
+        for request in requests:
+            try:
+                if self._service.find_ready(request.model_name, request.model_version).generates:
+                    for found in self._generated(request):
+                        yield made(infer_response=found)
+                else:
+                    yield made(infer_response=self._infer(request, context))
+            except CancelledError:
+                return
+            except Exception as error:
+                yield made(error_message=self._service.refused(request.model_name, error).text)
+
+    def _generated(self, request: Any) -> Iterator[Any]:
+        generation = Generation(self._service, request.model_name, request.model_version, _prompt(request))
+        end = Timer(generation.left, generation.close)  # also where the client does not read
+        end.daemon = True
+        end.start()
+        try:
+            while (piece := generation.next_here()) is not END:
+                token = TensorBytes("I64", (1,), memoryview(piece.to_bytes(8, "little")))
+                yield response(request, Answer([("output_ids", token)], *msgspec.structs.astuple(generation.said)), [])
+            if request.parameters["triton_enable_empty_final_response"].bool_param:
+                last = response(request, Answer([], *msgspec.structs.astuple(generation.said)), [])
+                last.parameters["triton_final_response"].bool_param = True
+                yield last
+        finally:
+            end.cancel()
+            generation.close()
+
+
+def _prompt(request: Any) -> GenerateRequest:
+    """What is to be continued, from the input `input_ids` and the parameters. Raises BadRequest."""
+    tensors = _tensors(request)
+    if list(tensors) != ["input_ids"] or tensors["input_ids"].dtype != "I64":
+        raise BadRequest("expected one input, input_ids, which is INT64")
+    given = {
+        name: getattr(value, value.WhichOneof("parameter_choice") or "bool_param")
+        for name, value in request.parameters.items()
+        if not name.startswith("triton_")
+    }
+    try:
+        parameters = msgspec.convert(given, GenerateParameters)
+    except msgspec.ValidationError as error:
+        raise BadRequest(f"parameters: {error}") from error
+    return GenerateRequest(None, as_array(tensors["input_ids"]).reshape(-1).tolist(), request.id, parameters)
 
 
 def _serialized(message: Any) -> bytes:

@@ -15,10 +15,11 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from .errors import BadRequest, BodyTooLarge, BodyTooSlow, Failure
+from .generating import Generation, event_stream, whole
 from .openapi import description
-from .protocol import HEADER_LENGTH, Answered, ErrorDocument, InferRequest, InferResponse
+from .protocol import HEADER_LENGTH, Answered, ErrorDocument, GenerateRequest, InferRequest, InferResponse
 from .service import Service
-from .tensors_on_the_wire import Answer, chosen, read_request, write_outputs
+from .tensors_on_the_wire import Answer, chosen, decoded, read_request, write_outputs
 
 _JSON = "application/json"
 _RETRY_AFTER = "1"
@@ -38,6 +39,8 @@ def http_app(service: Service) -> Starlette:
         (model, "GET", pages.model),
         (f"{model}/ready", "GET", pages.model_ready),
         (f"{model}/infer", "POST", pages.infer),
+        (f"{model}/generate", "POST", pages.generate),
+        (f"{model}/generate_stream", "POST", pages.generate_stream),
         (f"{model}/versions/{{version}}", "GET", pages.model),
         (f"{model}/versions/{{version}}/ready", "GET", pages.model_ready),
         (f"{model}/versions/{{version}}/infer", "POST", pages.infer),
@@ -118,6 +121,18 @@ class _Pages:
         chosen_names = [output.name for output in asked.outputs or ()]
         call.method.check_outputs(chosen_names)
         return _answer(name, asked, await self._service.answer(served, call))
+
+    async def generate(self, request: Request) -> Response:
+        return _document(await whole(await self._generation(request)))
+
+    async def generate_stream(self, request: Request) -> Response:
+        return await event_stream(self._service, await self._generation(request))
+
+    async def _generation(self, request: Request) -> Generation:
+        name = request.path_params["name"]
+        self._service.find(name)
+        asked = decoded(await body_of(request, self._service), GenerateRequest)
+        return Generation(self._service, name, "", asked)
 
 
 def _answer(name: str, asked: InferRequest, answer: Answer) -> Response:

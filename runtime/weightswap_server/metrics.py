@@ -78,6 +78,12 @@ class ServerMetrics:
         self.queue_seconds.labels(*labels).observe(began - call.arrived)
         self.batch_calls.labels(*labels).observe(together)
 
+    def generated(self, name: str, weights_id: str, seconds: float) -> None:
+        """Count a generation that has ended."""
+        labels = self._labels(name, weights_id)
+        self.requests.labels(*labels, "200").inc()
+        self.seconds.labels(*labels).observe(seconds)
+
     def refused(self, name: str, weights_id: str | None, status: int) -> None:
         """Count a request that was not answered; a name that is not served is ''."""
         self.requests.labels(*self._labels(name, weights_id or ""), str(status)).inc()

@@ -10,6 +10,8 @@ from weightswap_runtime import __version__
 
 from .protocol import (
     ErrorDocument,
+    GenerateRequest,
+    GenerateResponse,
     IndexEntry,
     InferRequest,
     InferResponse,
@@ -17,14 +19,23 @@ from .protocol import (
     ServerMetadata,
 )
 
-_DOCUMENTS = (ErrorDocument, list[IndexEntry], InferRequest, InferResponse, ModelMetadata, ServerMetadata)
+_DOCUMENTS = (
+    ErrorDocument,
+    list[IndexEntry],
+    InferRequest,
+    InferResponse,
+    ModelMetadata,
+    ServerMetadata,
+    GenerateRequest,
+    GenerateResponse,
+)
 _TEMPLATE = "#/components/schemas/{name}"
 
 
 def description() -> dict[str, Any]:
     """The document at /openapi.json."""
     found, components = msgspec.json.schema_components(_DOCUMENTS, ref_template=_TEMPLATE)
-    error, index, infer, inferred, model, server = found
+    error, index, infer, inferred, model, server, generate, generated = found
     name, version = _parameter("name"), _parameter("version")
     paths: dict[str, Any] = {
         "/v2/health/live": {"get": _operation("Whether the server runs.", None)},
@@ -40,6 +51,9 @@ def description() -> dict[str, Any]:
         ready = _operation("Whether a model is ready.", None, unready=True)
         paths[f"{path}/ready"] = {"get": ready, "parameters": parameters}
         paths[f"{path}/infer"] = {"post": _operation("Call a model.", inferred, body=infer), "parameters": parameters}
+    for last, media in (("generate", "application/json"), ("generate_stream", "text/event-stream")):
+        operation = _operation("Continue a prompt.", generated, body=generate, media=media)
+        paths[f"/v2/models/{{name}}/{last}"] = {"post": operation, "parameters": [name]}
     for path in paths.values():
         for operation in path.values():
             if isinstance(operation, dict):

@@ -136,8 +136,8 @@ class GenerateParameters(Struct, forbid_unknown_fields=True):
     top_k: Annotated[int, Meta(ge=1)] | None = None
     top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
     repetition_penalty: Annotated[float, Meta(gt=0)] = 1.0
-    stop: list[str] | list[int] = []
-    seed: Annotated[int, Meta(ge=0, lt=1 << 63)] | None = None
+    stop: list[str | int] = []
+    seed: Count | None = None
 
 
 class GenerateRequest(Struct, forbid_unknown_fields=True):

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Mapping
 from concurrent.futures import Future
 from functools import partial
+from threading import Lock
 from typing import Any
 
 from weightswap_runtime import __version__
@@ -18,7 +19,7 @@ from .batching import Call, ModelThread, joined
 from .errors import Failure, NotReady, TookTooLong, UnknownModel, failure, log
 from .metrics import ServerMetrics
 from .models import Method
-from .protocol import EXTENSIONS, IndexEntry, ModelMetadata, ServerMetadata
+from .protocol import EXTENSIONS, IndexEntry, ModelMetadata, ServerMetadata, TensorMetadata
 from .settings import Settings
 from .tensors_on_the_wire import Answer
 
@@ -113,6 +114,8 @@ class Service:
         self.settings = settings
         self.metrics = ServerMetrics()
         self.stopping = False
+        self.streams = 0
+        self._counting = Lock()
         self.served = [Served(name, model, settings, self.metrics) for name, model in models.items()]
         self._by_name = {known: served for served in self.served for known in served.methods or (served.name,)}
 
@@ -134,14 +137,19 @@ class Service:
             raise UnknownModel(f"{name} version {version}: generation {served.model.generation} is served")
         return served
 
-    def call(self, name: str, version: str, tensors: Mapping[str, TensorBytes]) -> tuple[Served, Call]:
-        """A call, checked. Raises UnknownModel, NotReady, InputMismatch and BadRequest."""
+    def find_ready(self, name: str, version: str = "") -> Served:
+        """As `find`. Raises NotReady, too."""
         served = self.find(name, version)
         if not served.warm:
             raise NotReady(f"{name} has no weights yet, or is not warm")
+        return served
+
+    def call(self, name: str, version: str, tensors: Mapping[str, TensorBytes]) -> tuple[Served, Call]:
+        """A call, checked. Raises UnknownModel, NotReady, InputMismatch and BadRequest."""
+        served = self.find_ready(name, version)
         method = served.methods.get(name)
         if method is None:
-            raise Unsupported(f"{name} generates: ask /v2/models/{name}/generate, or generate_stream")
+            raise Unsupported(f"{name} generates: POST /v2/models/{name}/generate, or generate_stream")
         return served, Call(method, method.arguments(tensors), version)
 
     async def answer(self, served: Served, call: Call) -> Answer:
@@ -171,6 +179,12 @@ class Service:
                 raise
             raise TookTooLong(f"no answer within {self.settings.timeout:g} s") from error
 
+    def count_streams(self, more: int) -> None:
+        """Count generations that are open."""
+        with self._counting:
+            self.streams += more
+        self.metrics.streams.set(self.streams)
+
     def refused(self, name: str, error: BaseException) -> Failure:
         """What a client is told of an error, which is counted."""
         told = failure(error)
@@ -189,8 +203,8 @@ class Service:
             name,
             [] if model.generation is None else [str(model.generation)],
             PLATFORM,
-            method.inputs if method else [],
-            method.outputs if method else [],
+            method.inputs if method else [TensorMetadata("input_ids", "INT64", [-1])],
+            method.outputs if method else [TensorMetadata("output_ids", "INT64", [-1])],
             {"graph_id": model.graph_id, "weights_id": model.weights_id, "labels": model.labels},
         )
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 import numpy as np
@@ -16,6 +16,7 @@ from weightswap_runtime.tensors.dtypes import DTYPES, has_fractions
 from .errors import BadRequest
 from .protocol import BINARY_SIZE, DATATYPE_OF, DATATYPES, InferRequest, InputTensor, OutputTensor
 
+T = TypeVar("T")
 Named = tuple[str, TensorBytes]
 _INTEGERS = {dtype: np.iinfo(numpy_dtype(dtype)) for dtype in DATATYPE_OF if dtype[0] in "IU"}
 _LIMITS = {dtype: (int(limits.min), int(limits.max)) for dtype, limits in _INTEGERS.items()}
@@ -24,11 +25,16 @@ _LIMITS = {dtype: (int(limits.min), int(limits.max)) for dtype, limits in _INTEG
 def read_request(body: bytes, header_length: str | None) -> tuple[InferRequest, dict[str, TensorBytes]]:
     """A request's document and its inputs by name; these share the body's memory. Raises BadRequest."""
     head, tail = _split(memoryview(body), header_length)
+    request = decoded(head, InferRequest)
+    return request, _inputs(request.inputs, tail)
+
+
+def decoded(document: bytes | memoryview, kind: type[T]) -> T:
+    """A document of a request. Raises BadRequest."""
     try:
-        request = msgspec.json.decode(head, type=InferRequest)
+        return msgspec.json.decode(document, type=kind)
     except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
         raise BadRequest(f"the request's JSON: {error}") from error
-    return request, _inputs(request.inputs, tail)
 
 
 def _split(body: memoryview, header_length: str | None) -> tuple[memoryview, memoryview]:
