@@ -61,7 +61,7 @@ class _Pages:
 
     def __init__(self, service: Service) -> None:
         self._service = service
-        self._description = msgspec.json.encode(description())
+        self._description = msgspec.json.encode(description(service.names))
 
     def answering(self, page: Page) -> Page:
         """A page whose errors are answers, too."""

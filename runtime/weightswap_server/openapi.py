@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -32,11 +33,11 @@ _DOCUMENTS = (
 _TEMPLATE = "#/components/schemas/{name}"
 
 
-def description() -> dict[str, Any]:
-    """The document at /openapi.json."""
+def description(models: Sequence[str]) -> dict[str, Any]:
+    """The document at /openapi.json of a server with these models."""
     found, components = msgspec.json.schema_components(_DOCUMENTS, ref_template=_TEMPLATE)
     error, index, infer, inferred, model, server, generate, generated = found
-    name, version = _parameter("name"), _parameter("version")
+    name, version = _parameter("name", enum=list(models)), _parameter("version")
     paths: dict[str, Any] = {
         "/v2/health/live": {"get": _operation("Whether the server runs.", None)},
         "/v2/health/ready": {"get": _operation("Whether all models are ready.", None, unready=True)},
@@ -66,8 +67,8 @@ def description() -> dict[str, Any]:
     }
 
 
-def _parameter(name: str) -> dict[str, Any]:
-    return {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
+def _parameter(name: str, **more: Any) -> dict[str, Any]:
+    return {"name": name, "in": "path", "required": True, "schema": {"type": "string", **more}}
 
 
 def _content(schema: Any, media: str = "application/json") -> dict[str, Any]:
