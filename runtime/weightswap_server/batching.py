@@ -20,6 +20,7 @@ from .models import Flat, Method, Outputs
 from .tensors_on_the_wire import Answer
 
 QUICK = 1e-3  # seconds: a call that takes no longer may run in the thread that has received it
+_CHANCE = 4  # slow calls one after another
 
 Observe = Callable[["Call", Answer, float, int], object]  # the call, its answer, when it began, how many went as one
 
@@ -66,6 +67,7 @@ class ModelThread:
         self._queue: deque[Call | Task] = deque()
         self._changed = Condition()
         self._busy = self._stopped = False
+        self._slow = 0
         self._quick: dict[Method, int] = {}
         self._inline = model.device == "cpu" and model.residency == "double"  # else a call may wait
         self._thread = Thread(target=self._run, name="weightswap-model", daemon=True)
@@ -195,11 +197,12 @@ class ModelThread:
         return [Answer(part, generation, weights_id) for part in parts]
 
     def _learn(self, method: Method, nbytes: int, seconds: float) -> None:
-        """Up to which size calls are quick."""
+        """Up to which size calls are quick. A few slow ones are the machine's doing; more are the model's."""
         known = self._quick.get(method, -1)
-        if seconds > QUICK:
+        self._slow = self._slow + 1 if seconds > QUICK else 0
+        if self._slow > _CHANCE:
             self._quick[method] = min(known, nbytes - 1)
-        elif seconds < QUICK / 2:
+        elif seconds < QUICK:
             self._quick[method] = max(known, nbytes)
 
 

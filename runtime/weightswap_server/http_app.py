@@ -32,13 +32,13 @@ def http_app(service: Service) -> Starlette:
     pages = _Pages(service)
     model = "/v2/models/{name}"
     routes = [
+        (f"{model}/infer", "POST", pages.infer),  # first, as routes are tried in order
         ("/v2/health/live", "GET", pages.live),
         ("/v2/health/ready", "GET", pages.ready),
         ("/v2", "GET", pages.server),
         ("/v2/repository/index", "POST", pages.index),
         (model, "GET", pages.model),
         (f"{model}/ready", "GET", pages.model_ready),
-        (f"{model}/infer", "POST", pages.infer),
         (f"{model}/generate", "POST", pages.generate),
         (f"{model}/generate_stream", "POST", pages.generate_stream),
         (f"{model}/versions/{{version}}", "GET", pages.model),

@@ -13,7 +13,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from threading import Lock
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from weightswap_runtime.errors import MissingExtra
 
@@ -61,7 +61,7 @@ class ServerMetrics:
         )
         self.queued = Gauge("weightswap_server_queued", "Requests that wait.", ("model",), registry=registry)
         self.streams = Gauge("weightswap_server_streams", "Generations that are open.", registry=registry)
-        self._known: dict[tuple[str, str], None] = {}
+        self._known: dict[tuple[str, str], _Series] = {}
         self._lock = Lock()
         self._collectors: list[ModelCollector] = []
 
@@ -72,21 +72,22 @@ class ServerMetrics:
 
     def answered(self, names: Mapping[Method, str], call: Call, answer: Answer, began: float, together: int) -> None:
         """Count a call that was answered."""
-        labels = self._labels(names[call.method], answer.weights_id)
-        self.requests.labels(*labels, "200").inc()
-        self.seconds.labels(*labels).observe(time.perf_counter() - call.arrived)
-        self.queue_seconds.labels(*labels).observe(began - call.arrived)
-        self.batch_calls.labels(*labels).observe(together)
+        series = self._series(names[call.method], answer.weights_id)
+        series.answered.inc()
+        series.seconds.observe(time.perf_counter() - call.arrived)
+        series.queue_seconds.observe(began - call.arrived)
+        series.batch_calls.observe(together)
 
     def generated(self, name: str, weights_id: str, seconds: float) -> None:
         """Count a generation that has ended."""
-        labels = self._labels(name, weights_id)
-        self.requests.labels(*labels, "200").inc()
-        self.seconds.labels(*labels).observe(seconds)
+        series = self._series(name, weights_id)
+        series.answered.inc()
+        series.seconds.observe(seconds)
 
     def refused(self, name: str, weights_id: str | None, status: int) -> None:
         """Count a request that was not answered; a name that is not served is ''."""
-        self.requests.labels(*self._labels(name, weights_id or ""), str(status)).inc()
+        self._series(name, weights_id or "")
+        self.requests.labels(name, weights_id or "", str(status)).inc()
 
     def text(self) -> bytes:
         """Everything, as Prometheus reads it."""
@@ -96,19 +97,29 @@ class ServerMetrics:
         for collector in self._collectors:
             collector.close()
 
-    def _labels(self, name: str, weights_id: str) -> tuple[str, str]:
-        """Labels that are used now; of a model with too many weights, the oldest go with their series."""
-        key = name, weights_id
-        if next(reversed(self._known), None) != key:
-            with self._lock:
-                self._known.pop(key, None)
-                self._known[key] = None
-                mine = [known for known in self._known if known[0] == name]
-                for old in mine[:-MOST_WEIGHTS]:
-                    del self._known[old]
-                    for metric in (self.requests, self.seconds, self.queue_seconds, self.batch_calls):
-                        metric.remove_by_labels(dict(zip(_LABELS, old, strict=True)))
-        return key
+    def _series(self, name: str, weights_id: str) -> _Series:
+        """What is counted of these weights; of a model with too many, the oldest go with their series."""
+        found = self._known.get((name, weights_id))
+        if found is not None:
+            return found
+        with self._lock:
+            mine = [known for known in self._known if known[0] == name]
+            for old in mine[: max(0, len(mine) + 1 - MOST_WEIGHTS)]:
+                del self._known[old]
+                for metric in (self.requests, self.seconds, self.queue_seconds, self.batch_calls):
+                    metric.remove_by_labels(dict(zip(_LABELS, old, strict=True)))
+            made = self._known[name, weights_id] = _Series(
+                self.requests.labels(name, weights_id, "200"),
+                *(metric.labels(name, weights_id) for metric in (self.seconds, self.queue_seconds, self.batch_calls)),
+            )
+        return made
+
+
+class _Series(NamedTuple):
+    answered: Counter
+    seconds: Histogram
+    queue_seconds: Histogram
+    batch_calls: Histogram
 
 
 __all__ = ["ServerMetrics"]

@@ -23,13 +23,13 @@ INFER = "/v2/models/tiny/infer"
 
 
 def samples(server: Server, name: str) -> dict[Any, float]:
-    """The samples of a metric by their labels, as Prometheus' own parser reads them."""
+    """The samples of a metric that are not 0, by their labels, as Prometheus' own parser reads them."""
     text = ask(server, "/metrics").body.decode()
     return {
         tuple(sorted(sample.labels.items())): sample.value
         for family in text_string_to_metric_families(text)
         for sample in family.samples
-        if sample.name == name
+        if sample.name == name and sample.value
     }
 
 

@@ -128,7 +128,10 @@ def test_the_command_ends_with_a_signal(tiny: TinyArtifact, weight_file: WriteWe
 
 def test_the_command_watches(tiny: TinyArtifact, weight_file: WriteWeights, tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
-    with serve(f"mine={tiny.path}", "--watch", str(tmp_path / "run"), "--interval", "0.05") as (process, port):
+    with serve(f"mine={tiny.path}", "--watch", str(tmp_path / "run"), "--interval", "0.05", "--threads", "1") as (
+        process,
+        port,
+    ):
         assert get(port, "/v2/health/ready")[0] == 503
         weight_file(2).rename(tmp_path / "run" / "v2.safetensors")
         until_ready(port)

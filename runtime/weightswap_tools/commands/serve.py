@@ -102,7 +102,7 @@ def serve(
             "device": device,
             "residency": residency.value,
             "op_libraries": op_library or (),
-            "threads": threads,
+            "threads": threads if engine == "onnx" else None,  # else it is OpenMP's business
         }
         sources: dict[str, Source] = {
             name: Source(
