@@ -14,6 +14,7 @@ _TOO_MANY = (
     b"HTTP/1.1 503 Service Unavailable\r\ncontent-type: application/json\r\nretry-after: 1\r\n"
     b"connection: close\r\ncontent-length: %d\r\n\r\n%s" % (len(_BUSY), _BUSY)
 )
+_LARGE = 1 << 16
 
 
 class GuardedProtocol(HttpToolsProtocol):
@@ -23,7 +24,7 @@ class GuardedProtocol(HttpToolsProtocol):
     _timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: Any) -> None:
-        super().connection_made(transport)
+        super().connection_made(_Joining(transport, self.loop))
         if len(self.connections) > self.settings.max_connections:
             transport.write(_TOO_MANY)
             transport.close()
@@ -59,6 +60,35 @@ class GuardedProtocol(HttpToolsProtocol):
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
+
+
+class _Joining:
+    """A transport that sends what is written in one go, such as a head and a body, by one call of the system."""
+
+    def __init__(self, transport: Any, loop: asyncio.AbstractEventLoop) -> None:
+        self._transport, self._loop = transport, loop
+        self._parts: list[bytes] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
+
+    def write(self, data: bytes) -> None:
+        if len(data) > _LARGE:
+            self._flush()
+            self._transport.write(data)
+            return
+        if not self._parts:
+            self._loop.call_soon(self._flush)
+        self._parts.append(data)
+
+    def close(self) -> None:
+        self._flush()
+        self._transport.close()
+
+    def _flush(self) -> None:
+        if self._parts:
+            self._transport.write(b"".join(self._parts))
+            self._parts.clear()
 
 
 def guarded_protocol(settings: Settings) -> type[GuardedProtocol]:

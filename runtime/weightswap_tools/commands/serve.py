@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import re
@@ -112,6 +113,8 @@ def serve(
         }
         server = Server({name: source.open() for name, source in sources.items()}, settings)
         server.on_listening(lambda: _say_where(server))
+        gc.collect()
+        gc.freeze()  # else each full collection looks at all that torch is made of, for a tenth of a second
         server.run()
 
 

@@ -78,7 +78,7 @@ def _alone(
     for name, goal in (("http", HTTP), ("grpc", GRPC)):
         if name in taken:
             beyond = [one - bare for one, bare in zip(taken[name], taken["bare"], strict=True)]
-            yield spread(f"tritonclient[{name}], binary, 1 client: beyond model(x)", "ms", beyond, goal)
+            yield spread(f"tritonclient.{name}, binary, 1 client: beyond model(x)", "ms", beyond, goal)
     yield spread("model(x)", "ms", taken["bare"])
     for peer in _peers():
         yield compared("serve, HTTP, binary, 1 client", "ms", taken["ours"], peer, taken[peer])
