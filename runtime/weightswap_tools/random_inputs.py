@@ -18,10 +18,9 @@ from weightswap_runtime.format.signature import (
     Leaf,
     Literal,
     Signature,
-    Size,
     Tensor,
     input_leaves,
-    parse_size,
+    size_at,
 )
 from weightswap_runtime.format.weight_file import canonical_order, write_weight_file
 from weightswap_runtime.tensors.content import TensorBytes, array_content, is_numpys, numpy_dtype
@@ -101,7 +100,7 @@ def _largest(signature: Signature, least: Sizes, name: str, most: int) -> int:
 
 def _is_much(signature: Signature, sizes: Sizes, most: int) -> bool:
     tensors = [leaf for leaf in input_leaves(signature) if isinstance(leaf, Tensor)]
-    counts = [(leaf.dtype, math.prod(_size(size, sizes) for size in leaf.shape)) for leaf in tensors]
+    counts = [(leaf.dtype, math.prod(size_at(size, sizes) for size in leaf.shape)) for leaf in tensors]
     integers = sum(count for dtype, count in counts if not has_fractions(dtype))
     return sum(count for _, count in counts) > most or integers > MOST_INTEGERS
 
@@ -110,17 +109,10 @@ def _value(leaf: Leaf, sizes: Sizes, rng: np.random.Generator, bound: int) -> An
     if isinstance(leaf, Literal):
         return leaf.content
     if isinstance(leaf, Integer):
-        return _size(leaf.value, sizes)
-    shape = [_size(size, sizes) for size in leaf.shape]
+        return size_at(leaf.value, sizes)
+    shape = [size_at(size, sizes) for size in leaf.shape]
     drawn = rng.normal(0, 1, shape) if has_fractions(leaf.dtype) else rng.integers(0, bound, shape)
     return encoded(np.asarray(drawn), leaf.dtype)
-
-
-def _size(size: Size, sizes: Sizes) -> int:
-    if isinstance(size, int):
-        return size
-    factor, dim, offset = parse_size(size)
-    return factor * sizes[dim] + offset
 
 
 def _weight(dtype: str, shape: Sequence[int], rng: np.random.Generator) -> TensorBytes:

@@ -16,7 +16,7 @@ from tests.support import warm
 
 BENCHMARKS = ROOT / "scripts" / "benchmarks"
 MAIN = "import main\nsys.exit(main.main())"
-LONGER = ("update", "call", "diff")
+LONGER = ("update", "call", "diff", "generate")
 FACTS = {"cpu", "cores", "memory_gb", "kernel", "python", "torch", "weightswap", "date"}
 
 
@@ -79,6 +79,11 @@ def test_the_report_knows_the_machine_and_the_settings(measured: Measure) -> Non
         ("call", "model(x), ", "eager module"),
         ("call", "model(x), ", "ep.module()"),
         ("call", "model(x), 12-layer encoder, normalised weights", "prologue=False"),
+        ("state", "model(x, context=...)", "the same without state"),
+        ("state", "8 fitted members over one base", "one member"),
+        ("generate", "model.generate, torch, a token of 4 layers", "transformers, dynamic cache"),
+        ("generate", "model.generate, aoti, a token of 4 layers", "transformers, static cache"),
+        ("generate", "export_decoder, ", "torch.export of both methods"),
     ),
 )
 def test_each_subject_is_compared_with_its_peers(measured: Measure, group: str, what: str, peer: str) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import pytest
+
 from tests.support.pages import page, python, shell
 
 CHECKPOINTS = """
@@ -29,6 +31,7 @@ LlamaForCausalLM(config).save_pretrained("llama")
 """
 
 
+@pytest.mark.slow
 def test_the_page_on_checkpoints(tmp_path: Path) -> None:
     text = page("checkpoints")
     attention, serve, quantised, publish, samples, recipe = re.findall(r"```python\n(.*?)```", text, re.DOTALL)

@@ -5,11 +5,14 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import pytest
+
 from tests.support.compiled import needs_compiler
 from tests.support.pages import page, prepare_recipe, python, shell
 
 
 @needs_compiler
+@pytest.mark.slow
 def test_the_page_on_engines(tmp_path: Path) -> None:
     prepare_recipe(tmp_path)
     text = page("engines")

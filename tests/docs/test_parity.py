@@ -6,6 +6,8 @@ import re
 import subprocess
 from pathlib import Path
 
+import pytest
+
 from tests.support import warm
 from tests.support.pages import page, prepare_recipe, python, shell
 
@@ -21,6 +23,7 @@ pack(recipe.Tagger(), artifact, out="v2.safetensors")
 """
 
 
+@pytest.mark.slow
 def test_the_page_on_parity(tmp_path: Path) -> None:
     prepare_recipe(tmp_path)
     text = page("parity")

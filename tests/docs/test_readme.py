@@ -9,9 +9,12 @@ from tests import ROOT
 from tests.support.pages import python
 
 
-def run_both_sides(page: Path, folder: Path, most: int) -> list[str]:
-    """What a page's build side and its server print; together they have at most so many lines of code."""
-    build, serve = re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
+def run_both_sides(page: Path, folder: Path, most: int, place: int = 0) -> list[str]:
+    """What a build side and its server print; together they have at most so many lines of code.
+
+    place: which build side of the page, with the server that follows it.
+    """
+    build, serve = re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)[2 * place :][:2]
     assert sum(bool(line.strip()) for line in (build + serve).splitlines()) <= most
     return [python(folder, code) for code in (build, serve)]
 
@@ -24,3 +27,16 @@ def test_the_twelve_lines(tmp_path: Path) -> None:
 def test_the_tour(tmp_path: Path) -> None:
     said = run_both_sides(ROOT / "docs" / "tour.md", tmp_path, 25)
     assert re.fullmatch(r"1 \{'step': '2'\} \d+\.\d µs\ntorch.Size\(\[5, 10\]\) [0-9a-f]{64}\n", said[1])
+
+
+def test_text_across_a_live_swap(tmp_path: Path) -> None:
+    said = run_both_sides(ROOT / "docs" / "tour.md", tmp_path, 15, place=1)
+    begun, later = re.findall(r"\[([0-9, ]+)\]", said[1])
+    check = (
+        "from weightswap_runtime import load\n"
+        "for n in (1, 2):\n"
+        "    model = load('llama.artifact', f'llama-{n}.safetensors')\n"
+        "    print(*model.generate([1, 15, 31], max_new_tokens=8), sep=', ')"
+    )
+    assert python(tmp_path, check).splitlines() == [begun, later]
+    assert begun != later

@@ -9,7 +9,7 @@ import time
 import transformers
 
 from tests.wild import page
-from tests.wild.survey import EQUAL, REFUSED, Outcome, model_types, survey, warm
+from tests.wild.survey import EQUAL, REFUSED, TRACED, Outcome, model_types, survey, warm
 
 
 def main() -> None:
@@ -35,7 +35,7 @@ def _order(outcomes: dict[str, Outcome], seed: int) -> list[str]:
     """What is not known first, what was exported last."""
     types = model_types()
     random.Random(seed).shuffle(types)
-    exported = {name for name, outcome in outcomes.items() if outcome.what in (EQUAL, REFUSED)}
+    exported = {name for name, outcome in outcomes.items() if outcome.what in (EQUAL, TRACED, REFUSED)}
     return sorted(types, key=lambda name: (name in outcomes, name in exported))
 
 

@@ -10,15 +10,17 @@ import torch
 import transformers
 
 from tests import ROOT
-from tests.wild.survey import BROKEN, EQUAL, FOUND, REFUSED, SLOW, UNBUILT, UNKNOWN, Outcome
+from tests.wild.survey import BROKEN, EQUAL, FOUND, LARGE, REFUSED, SLOW, TRACED, UNBUILT, UNKNOWN, Outcome
 
 PAGE = ROOT / "docs" / "transformers.md"
 _MOST_LETTERS = 150  # of a reason
 _MEANINGS = {
     EQUAL: "inputs were found, the exported model served other weights, and its outputs equalled eager's bit for bit",
+    TRACED: "as equal, but to the outputs of `torch.export`'s own module: the model computes otherwise while captured",
     FOUND: "eager accepts the inputs that were found; no export was tried",
     REFUSED: "eager accepts the inputs, and the export is refused for the reason that is given",
     UNKNOWN: "no inputs were found that eager accepts: `--inputs` is needed",
+    LARGE: "this machine has not the memory for two sets of weights and what is computed from them",
     SLOW: "it took longer than a minute or two here",
     UNBUILT: "transformers builds no small model from the type's default configuration here",
     BROKEN: "a fault of weightswap's",
@@ -45,7 +47,9 @@ def read() -> dict[str, Outcome]:
 
 def _head(outcomes: Mapping[str, Outcome]) -> list[str]:
     counts = Counter(outcome.what for outcome in outcomes.values())
-    called = sum(counts[what] for what in (EQUAL, FOUND, REFUSED))
+    served = counts[EQUAL] + counts[TRACED]
+    called = served + sum(counts[what] for what in (FOUND, REFUSED, LARGE, BROKEN))
+    exportable = served + counts[BROKEN] + sum(_is_ours(outcome) for outcome in outcomes.values())
     built = called + counts[UNKNOWN]
     return [
         "# Model types of transformers",
@@ -56,7 +60,8 @@ def _head(outcomes: Mapping[str, Outcome]) -> list[str]:
         "[checkpoints.md](checkpoints.md#hugging-face-models) says how inputs are found, and how to give others.",
         "",
         f"Of {len(outcomes)} types, {built} can be built and tried here; inputs are found for {called} of these",
-        f"({100 * called / max(built, 1):.1f} %).",
+        f"({100 * called / max(built, 1):.1f} %). Of {exportable} that were tried and that `torch.export` captures,",
+        f"{served} are served ({100 * served / max(exportable, 1):.1f} %).",
         "",
         "| outcome | types | |",
         "|---|---|---|",
@@ -65,6 +70,11 @@ def _head(outcomes: Mapping[str, Outcome]) -> list[str]:
         "| type | outcome | inputs | why |",
         "|---|---|---|---|",
     ]
+
+
+def _is_ours(outcome: Outcome) -> bool:
+    """Whether weightswap has refused what torch captures."""
+    return outcome.what == REFUSED and "torch.export cannot capture it" not in outcome.reason
 
 
 def _row(name: str, outcome: Outcome) -> str:

@@ -11,7 +11,7 @@ import signal
 import time
 import traceback
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from importlib import import_module
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -24,14 +24,16 @@ from tests.wild.tiny import tiny
 from weightswap_exporter import pack
 from weightswap_exporter.commands.hf_directory import directory_model, export_directory
 from weightswap_exporter.commands.hf_inputs import describe, sample_inputs
-from weightswap_runtime import CaptureError, RecipeError, Unsupported, WeightswapError, load
+from weightswap_runtime import CaptureError, OutOfMemory, RecipeError, Unsupported, WeightswapError, load
 
 _MEMORY = 10 << 30
 _SECONDS_FOR_SIZES = 12
 
 EQUAL = "equal"
+TRACED = "equal to torch.export"
 FOUND = "inputs found"
 REFUSED = "not exported"
+LARGE = "too large"
 UNKNOWN = "inputs not found"
 UNBUILT = "not built"
 SLOW = "too slow"
@@ -101,10 +103,11 @@ def _survey(model_type: str, exporting: bool) -> Outcome:
         if not exporting:
             return Outcome(FOUND, describe(inputs))
         try:
-            is_equal = _exported_equals_eager(model, inputs, folder)
+            return Outcome(_comparison(model, inputs, folder), describe(inputs))
         except (CaptureError, Unsupported) as error:
             return Outcome(REFUSED, describe(inputs), str(error))
-        return Outcome(EQUAL, describe(inputs)) if is_equal else Outcome(BROKEN, describe(inputs), "outputs differ")
+        except OutOfMemory as error:
+            return Outcome(LARGE, describe(inputs), str(error))
 
 
 def _smallest(model_type: str, folder: Path) -> tuple[Any, dict[str, Any]] | Outcome:
@@ -137,7 +140,8 @@ def _configurations(model_type: str) -> Iterator[dict[str, Any]]:
     return tiny(CONFIG_MAPPING[model_type]().to_dict() | {"architectures": [architecture]})
 
 
-def _exported_equals_eager(model: Any, inputs: dict[str, Any], folder: Path) -> bool:
+def _comparison(model: Any, inputs: dict[str, Any], folder: Path) -> str:
+    """How the served outputs compare; a model may compute in another way while torch captures it."""
     artifact = export_directory(folder, out=folder / "a.artifact")
     with torch.no_grad():
         for tensor in model.state_dict().values():
@@ -145,7 +149,16 @@ def _exported_equals_eager(model: Any, inputs: dict[str, Any], folder: Path) -> 
                 tensor.add_(torch.randn_like(tensor), alpha=0.01)
         served = load(artifact, pack(model, artifact, out=folder / "w.safetensors").path)
         values = {name: torch.randn_like(x) if x.is_floating_point() else x for name, x in inputs.items()}
-        return equal(served(**values), _plain(model(**values)))
+        found = _seeded(served, values)
+        if equal(found, _plain(_seeded(model, values))):
+            return EQUAL
+        traced = torch.export.export(model, (), values, strict=False).module()
+        return TRACED if equal(found, _plain(_seeded(traced, values))) else BROKEN
+
+
+def _seeded(call: Callable[..., Any], values: dict[str, Any]) -> Any:
+    torch.manual_seed(1)
+    return call(**values)
 
 
 def _plain(value: Any) -> Any:

@@ -9,7 +9,20 @@ from datetime import date
 import pytest
 
 from tests.wild import page
-from tests.wild.survey import BROKEN, EQUAL, FOUND, REFUSED, SLOW, UNBUILT, UNKNOWN, Outcome, model_types, survey
+from tests.wild.survey import (
+    BROKEN,
+    EQUAL,
+    FOUND,
+    LARGE,
+    REFUSED,
+    SLOW,
+    TRACED,
+    UNBUILT,
+    UNKNOWN,
+    Outcome,
+    model_types,
+    survey,
+)
 
 _CALLED_SECONDS = 100
 _EXPORTED_SECONDS = 60
@@ -50,5 +63,14 @@ def test_a_type_that_nothing_can_be_given_to_is_named() -> None:
 def test_the_page_has_every_type_and_is_as_the_survey_prints_it() -> None:
     outcomes = page.read()
     assert list(outcomes) == model_types()
-    assert {outcome.what for outcome in outcomes.values()} <= {EQUAL, FOUND, REFUSED, UNKNOWN, UNBUILT, SLOW}
+    assert {outcome.what for outcome in outcomes.values()} <= {
+        EQUAL,
+        TRACED,
+        FOUND,
+        REFUSED,
+        LARGE,
+        UNKNOWN,
+        UNBUILT,
+        SLOW,
+    }
     assert page.text(outcomes) == page.PAGE.read_text()

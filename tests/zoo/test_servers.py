@@ -47,7 +47,7 @@ assert kinds <= {dict, tuple, list, torch.Tensor}, kinds
 """
 
 
-@pytest.mark.parametrize("name", ["bert", "clip"])
+@pytest.mark.parametrize("name", ["bert", pytest.param("clip", marks=pytest.mark.slow)])
 def test_outputs_are_plain_where_the_library_is_not_installed(name: str, shelf: Shelf, tmp_path: Path) -> None:
     entry = BY_NAME[name]
     eager = randomised(entry, 3)

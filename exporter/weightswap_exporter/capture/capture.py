@@ -22,6 +22,7 @@ from .composed import in_parts, name_parts
 from .inlining import inline_operators
 from .leftovers import is_read_later, stored_attributes
 from .mutations import mutated_buffers
+from .random_numbers import check_no_generator, no_seeding
 
 _OF_A_SKELETON = (
     "A skeleton's call gives values to what follows from no parameter; where that is not so, make it in __init__, or "
@@ -65,7 +66,9 @@ def _capture(root: nn.Module, name: str, spec: MethodSpec, parts: Mapping[str, s
     args, kwargs = _distinct((tuple(spec.args), dict(spec.kwargs)))
     try:
         with stored_attributes(root) as stored, _none_buffers_last(root), _no_new_tensors(root):
-            program = torch.export.export(root, args, kwargs, dynamic_shapes=spec.dynamic_shapes, strict=False)
+            with no_seeding():
+                program = torch.export.export(root, args, kwargs, dynamic_shapes=spec.dynamic_shapes, strict=False)
+            check_no_generator(program)
             if parts:
                 name_parts(program, parts)
                 inline_operators(program)

@@ -50,8 +50,8 @@ def decoder(model: nn.Module, length: int, batch: int) -> Decoder:
     name = type(model).__qualname__
     if not isinstance(model, transformers.PreTrainedModel) or not owner.can_generate():
         raise Unsupported(f"{name}: is no language model of transformers that generates")
-    if min(length, batch) < 1:
-        raise Unsupported(f"length={length}, batch={batch}: expected positive numbers")
+    if length < 2 or batch < 1:
+        raise Unsupported(f"length={length}, batch={batch}: expected a length of 2 or more, a batch of 1 or more")
     if length > (positions := _positions(owner)):
         raise Unsupported(f"length={length}: {name} has learned {positions} positions")
     shared = _sharing(model)
@@ -141,7 +141,7 @@ def _cache(owner: Any, position: torch.Tensor) -> Any:
 
 
 def _method(name: str, batch: int, length: int, tokens: int) -> MethodSpec:
-    one = torch.zeros(batch, min(tokens, length), dtype=torch.int64)
+    one = torch.zeros(batch, tokens, dtype=torch.int64)
     args = one, torch.ones(batch, length, dtype=torch.int64), one.clone(), torch.zeros((), dtype=torch.int64)
     if tokens == 1:
         return MethodSpec(name, args)

@@ -105,7 +105,7 @@ _TEXTS: dict[str, Callable[[str], bool]] = {
     "SymBoolArgument.as_name": is_identifier,
     "GraphArgument.name": is_identifier,
     "Node.name": is_identifier,
-    "NamedArgument.name": lambda text: not text or is_identifier(text),
+    "NamedArgument.name": lambda text: text in ("", "from") or is_identifier(text),  # uniform_ has one called so
     "InputToConstantInputSpec.name": is_identifier,
     "UserInputMutationSpec.user_input_name": is_identifier,
     "ModuleCallSignature.forward_arg_names": is_identifier,

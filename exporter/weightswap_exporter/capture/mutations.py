@@ -1,13 +1,14 @@
 """Which buffers a captured program changes.
 
-The program changes them in place. Functionalising a copy of it makes that explicit, and takes several times as long as
-the capture; so it is only done for programs in which an operator may write to a parameter's or a buffer's memory.
+The program changes them in place: an operator that writes to a parameter or a buffer itself names it. Functionalising a
+copy of the program shows all other changes, and takes several times as long as the capture; so it is only done where an
+operator may write to the memory of one by another way: through a view, in a subgraph, without declaring it.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from contextlib import nullcontext
 
 import torch
@@ -23,16 +24,21 @@ from weightswap_runtime.engines.graphs.effects import SECRET_VIEWS, STATISTICS
 from weightswap_runtime.errors import CaptureError
 from weightswap_runtime.messages import listed
 
-from .views import arguments, is_own, may_view, nodes, opname, viewed
+from .views import arguments, is_own, may_view, memory, nodes, opname, viewed
 
 _MUTATIONS = (OutputKind.PARAMETER_MUTATION, OutputKind.BUFFER_MUTATION)
+_NAMED = frozenset({InputKind.PARAMETER, InputKind.BUFFER})
 _RUNNING = {"running_mean", "running_var"}
 _REGIONS = {torch.ops.higher_order.wrap_with_set_grad_enabled, torch.ops.higher_order.wrap_with_autocast}
 
 
 def mutated_buffers(program: ExportedProgram) -> frozenset[str]:
     """FQNs of the buffers that a call changes. Raises CaptureError where it changes a parameter."""
-    return functionalised_mutations(program) if may_mutate(program) else frozenset()
+    written, kept = set(_written_nodes(program)), _placeholders(program, _NAMED)
+    if not written <= kept.keys():
+        return functionalised_mutations(program)
+    touched = {storage for place in written for storage in memory(place.meta["val"])}
+    return _buffers({name for place, name in kept.items() if touched & memory(place.meta["val"])}, program)
 
 
 def functionalised_mutations(program: ExportedProgram) -> frozenset[str]:
@@ -41,6 +47,11 @@ def functionalised_mutations(program: ExportedProgram) -> frozenset[str]:
         warnings.filterwarnings("ignore", "`isinstance\\(treespec, LeafSpec\\)`", FutureWarning)
         outputs = program.run_decompositions({}).graph_signature.output_specs
     changed = {str(spec.target) for spec in outputs if spec.kind in _MUTATIONS} | _written_in_a_run(program)
+    return _buffers(changed, program)
+
+
+def _buffers(changed: set[str], program: ExportedProgram) -> frozenset[str]:
+    """What changes, if that is no parameter."""
     if parameters := sorted(changed.intersection(program.graph_signature.parameters)):
         raise CaptureError(
             f"a call changes the parameter(s) {listed(parameters)}; weights are only changed by a swap, and weightswap "
@@ -56,7 +67,7 @@ def _written_in_a_run(program: ExportedProgram) -> set[str]:
     kept = {
         str(spec.target): value
         for spec, value in zip(program.graph_signature.input_specs, inputs, strict=True)
-        if spec.kind in (InputKind.PARAMETER, InputKind.BUFFER)
+        if spec.kind in _NAMED
     }
     before = {name: value._version for name, value in kept.items()}
     mode = detect_fake_mode(inputs)
@@ -95,28 +106,36 @@ def may_mutate(program: ExportedProgram) -> bool:
 
     Raises CaptureError for a write that functionalising would not find.
     """
-    kept = {spec.arg.name for spec in program.graph_signature.input_specs if spec.kind is not InputKind.USER_INPUT}
-    places = [node for node in program.graph.nodes if node.op == "placeholder"]
-    return _writes(program.graph_module, {node for node in places if node.name in kept})
+    return any(True for _ in _written_nodes(program))
 
 
-def _writes(module: GraphModule, kept: set[Node]) -> bool:
-    """Whether a node writes to memory of the placeholders `kept`."""
+def _written_nodes(program: ExportedProgram) -> Iterator[Node]:
+    kept = _placeholders(program, frozenset(InputKind) - {InputKind.USER_INPUT})
+    return _writes(program.graph_module, set(kept))
+
+
+def _placeholders(program: ExportedProgram, kinds: Set[InputKind]) -> dict[Node, str]:
+    """Those of some kinds, with the names of what they stand for."""
+    names = {spec.arg.name: str(spec.target) for spec in program.graph_signature.input_specs if spec.kind in kinds}
+    return {node: names[node.name] for node in program.graph.nodes if node.op == "placeholder" and node.name in names}
+
+
+def _writes(module: GraphModule, kept: set[Node]) -> Iterator[Node]:
+    """What is written to of the memory of the placeholders `kept`; where that is not declared, the node that does."""
     shared = set(kept)  # what may be of their memory; only where that is written to, it is looked at more closely
     origins = _Origins(kept)
     for node in module.graph.nodes:
         if node.op != "call_function" or not shared.intersection(node.all_input_nodes):
             continue
         if isinstance(node.target, OpOverload):
-            if any(item in origins for item in shared.intersection(_written(node))):
-                return True
+            written = (item for item in shared.intersection(_written(node)) if item in origins)
+            yield from (item if node.target._schema.is_mutable else node for item in written)
             if shared.intersection(may_view(node)):
                 shared.add(node)
-        elif not _is_python(node) and _region_writes(module, node, origins):
-            return True
         else:
+            if not _is_python(node) and _region_writes(module, node, origins):
+                yield node
             shared.add(node)
-    return False
 
 
 class _Origins:
@@ -153,10 +172,8 @@ def _region_writes(module: GraphModule, node: Node, origins: _Origins) -> bool:
     region = getattr(module, str(graphs[0].target))
     inputs = node.args[node.args.index(graphs[0]) + 1 :]
     places = [item for item in region.graph.nodes if item.op == "placeholder"]
-    return _writes(
-        region,
-        {place for place, given in zip(places, inputs, strict=True) if isinstance(given, Node) and given in origins},
-    )
+    kept = {place for place, given in zip(places, inputs, strict=True) if isinstance(given, Node) and given in origins}
+    return any(True for _ in _writes(region, kept))
 
 
 def _written(node: Node) -> Iterator[Node]:

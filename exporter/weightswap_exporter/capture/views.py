@@ -50,8 +50,8 @@ def _tried(node: Node, target: OpOverload) -> list[Node]:
     with FakeTensorMode(), torch.no_grad():
         given = {item: pytree.tree_map(_stand_in, item.meta["val"]) for item in node.all_input_nodes}
         args, kwargs = map_arg((node.args, node.kwargs), given.__getitem__)
-        result = _memory(target(*args, **kwargs))
-    return [item for item, value in given.items() if result & _memory(value)]
+        result = memory(target(*args, **kwargs))
+    return [item for item, value in given.items() if result & memory(value)]
 
 
 def _stand_in(value: Any) -> Any:
@@ -70,7 +70,8 @@ def _sample(size: Any) -> Any:
     return size.node.hint
 
 
-def _memory(value: Any) -> set[int]:
+def memory(value: Any) -> set[int]:
+    """The storages of the tensors in a value."""
     return {each.untyped_storage()._cdata for each in pytree.tree_leaves(value) if isinstance(each, torch.Tensor)}
 
 

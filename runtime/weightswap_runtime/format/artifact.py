@@ -33,8 +33,11 @@ def zeros(state: Sequence[NamedTensor]) -> dict[str, TensorBytes]:
     Raises ArtifactError.
     """
     rows = [row for row in state if row.zero]
+    if not rows:
+        return {}
+    size = max(1, *(row.nbytes for row in rows))
     try:
-        memory = memoryview(mmap(-1, max(1, *(row.nbytes for row in rows), 1), flags=MAP_PRIVATE | MAP_ANONYMOUS))
+        memory = memoryview(mmap(-1, size, flags=MAP_PRIVATE | MAP_ANONYMOUS))
     except (OSError, OverflowError, ValueError) as error:
         raise ArtifactError(f"{CONSTANTS_NAME}: no room for the zeros of {rows[0].name!r} ({error})") from error
     return {row.name: TensorBytes(row.dtype, row.shape, memory[: row.nbytes]) for row in rows}

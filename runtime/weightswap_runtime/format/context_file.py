@@ -9,9 +9,9 @@ from typing import NamedTuple
 
 import msgspec
 
-from weightswap_runtime.errors import ContextFileError, Unsupported, WeightFileError
+from weightswap_runtime.errors import ContextFileError, ContextMismatch, Unsupported, WeightFileError
 from weightswap_runtime.sources.location import as_location
-from weightswap_runtime.sources.opening import open_source
+from weightswap_runtime.sources.opening import read_small
 from weightswap_runtime.tensors.content import TensorBytes
 from weightswap_runtime.tensors.digests import digest_of
 from weightswap_runtime.tensors.dtypes import describe
@@ -41,6 +41,23 @@ class SavedContext(NamedTuple):
     where: str
     stamp: ContextStamp
     state: Mapping[str, TensorBytes]
+
+    def check_graph(self, graph_id: str) -> None:
+        """Raise ContextMismatch if it is of another graph."""
+        if self.stamp.graph_id != graph_id:
+            raise ContextMismatch(
+                f"{self.where}: is of the graph {self.stamp.graph_id[:12]}, and the model's is {graph_id[:12]}. Say "
+                "allow_other_graph=True if its state means the same there"
+            )
+
+    def check_weights(self, served: str | None) -> None:
+        """Raise ContextMismatch if it was made with others than the weights that are served."""
+        made_with = self.stamp.weights_id
+        if made_with is not None and served is not None and made_with != served:
+            raise ContextMismatch(
+                f"{self.where}: was made with the weights {made_with[:12]}, and {served[:12]} are served. "
+                "Swap those in, or say allow_other_weights=True"
+            )
 
 
 def write_context(
@@ -84,26 +101,16 @@ def read_context(path: str | os.PathLike[str], rows: Sequence[NamedTensor]) -> S
     """
     where = str(as_location(path))
     try:
-        state, metadata = parse_file(_read(path, MAX_HEADER + sum(row.nbytes for row in rows)), where)
+        content = read_small(path, MAX_HEADER + sum(row.nbytes for row in rows))
+        if content is None:
+            raise ContextFileError(f"{where}: there is no such file")
+        state, metadata = parse_file(content, where)
     except WeightFileError as error:
         raise ContextFileError(str(error)) from error
     stamp = _stamp(metadata, where)
     if problems := list(_problems(stamp, state, rows)):
         raise ContextFileError(f"{where}: is not the state of this model: {'; '.join(problems[:5])}")
     return SavedContext(where, stamp, state)
-
-
-def _read(path: str | os.PathLike[str], most: int) -> bytes:
-    source = open_source(path)
-    try:
-        if source.size > most:
-            raise WeightFileError(f"{source.where}: has {source.size} bytes, more than the state of this model")
-        content = bytearray(source.size)
-        source.read_into([memoryview(content)], 0)
-        source.check_unchanged(proven=True)  # by its digests
-        return bytes(content)
-    finally:
-        source.close()
 
 
 def _stamp(metadata: Mapping[str, str], where: str) -> ContextStamp:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import msgspec
@@ -105,6 +105,14 @@ def parse_size(text: str) -> SizeExpression:
     if match is None:
         raise ValueError(f"{text!r} is not a size expression")
     return SizeExpression(int(match["factor"] or 1), match["dim"], int(match["offset"] or 0))
+
+
+def size_at(size: Size, sizes: Mapping[str, int]) -> int:
+    """A size of a shape, where the named dimensions have these sizes."""
+    if isinstance(size, int):
+        return size
+    factor, dim, offset = parse_size(size)
+    return factor * sizes[dim] + offset
 
 
 def key_text(key: Key) -> str:

@@ -39,8 +39,8 @@ class Sampling(NamedTuple):
 
 def choose(logits: Scores, seen: Sequence[int], how: Sampling, random: np.random.Generator) -> int:
     """The next token of one row. logits: [vocabulary]. seen: the tokens that have occurred."""
-    if np.isnan(logits).any():
-        raise CallError("generate: the logits of the next token are not numbers; the weights give NaN")
+    if not np.isfinite(logits.max()):  # NaN wins; -inf forbids a token, but not all of them
+        raise CallError(f"generate: the logits of the next token have no greatest number, but {logits.max()}")
     scores = _penalised(logits, seen, how.repetition_penalty)
     if not how.temperature:
         return int(scores.argmax())

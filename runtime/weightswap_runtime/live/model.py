@@ -7,24 +7,24 @@ import weakref
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from copy import copy
-from pathlib import Path as SystemPath
 from typing import Any
 
 from weightswap_runtime.engines.engine import Engine
-from weightswap_runtime.errors import ContextMismatch, ModelClosed, OutOfMemory, Unsupported, lacks_memory
+from weightswap_runtime.errors import ModelClosed, OutOfMemory, Unsupported, lacks_memory
 from weightswap_runtime.format.artifact import Artifact
 from weightswap_runtime.format.context_file import read_context
 from weightswap_runtime.format.goldens import Mode
 from weightswap_runtime.format.name_matching import Keys
 from weightswap_runtime.format.nonfinite import as_allowed
 from weightswap_runtime.format.selection import patterns
+from weightswap_runtime.generation.generating import Wanted, check
 from weightswap_runtime.generation.sampling import Sampling
 from weightswap_runtime.generation.text import Tokenizer
 from weightswap_runtime.staging.request import LEASE_TIMEOUT, Busy, SwapRequest, check_busy, patience
 from weightswap_runtime.tensors.content import TensorBytes
 from weightswap_runtime.threads.claims import Claim
 from weightswap_runtime.threads.job import Job, Progress
-from weightswap_runtime.threads.listeners import Stop as StopListening
+from weightswap_runtime.threads.listeners import Stop
 
 from .calling import Caller, CallObserver, Methods
 from .context import Context, OnSwap, check_policy
@@ -36,7 +36,7 @@ from .session import Session
 from .staged import Staged
 from .staging_task import StagingTask
 from .store import Store
-from .token_stream import Prompts, Stop, TokenStream, Wanted, check, find_tokenizer, generated
+from .token_stream import Prompts, StopAt, TokenStream, find_tokenizer, generated
 from .watching.follower import Start
 from .watching.watcher import Watcher
 
@@ -130,14 +130,14 @@ class Model(Caller, AbstractContextManager["Model"]):
         job = self._store.job
         return job.progress if job is not None else None
 
-    def listen(self, listener: Listener) -> StopListening:
+    def listen(self, listener: Listener) -> Stop:
         """Call `listener(event)` for everything that happens to the weights, in the thread that does it; see `Event`.
 
         What it raises is logged. It must not swap or roll back itself. Returns a function that ends it.
         """
         return self._store.events.listen(listener)
 
-    def observe(self, observer: CallObserver) -> StopListening:
+    def observe(self, observer: CallObserver) -> Stop:
         """Call `observer(method, seconds, error)` after each call of this model and of its pins, in the same thread.
 
         `error` is what the call raised, or None. Trial calls of a staging are not told. What the observer raises is
@@ -383,22 +383,13 @@ class Model(Caller, AbstractContextManager["Model"]):
         Raises ContextFileError, also where nothing can be read, ContextMismatch, OutOfMemory; with on_swap="pin" what a
         call raises.
         """
-        manifest = self.artifact.manifest
-        saved = read_context(path, manifest.state)
-        if saved.stamp.graph_id != manifest.graph_id and not allow_other_graph:
-            raise ContextMismatch(
-                f"{saved.where}: is of the graph {saved.stamp.graph_id[:12]}, and the model's is "
-                f"{manifest.graph_id[:12]}. Say allow_other_graph=True if its state means the same there"
-            )
+        saved = read_context(path, self.artifact.manifest.state)
+        if not allow_other_graph:
+            saved.check_graph(self.graph_id)
         made_with, served = saved.stamp.weights_id, self.weights_id
-        if made_with is not None and served is not None and made_with != served:
-            if not allow_other_weights:
-                raise ContextMismatch(
-                    f"{saved.where}: was made with the weights {made_with[:12]}, and {served[:12]} are served. Swap "
-                    "those in, or say allow_other_weights=True"
-                )
-            made_with = served
-        return self._new_context(saved.state, on_swap, made_with)
+        if not allow_other_weights:
+            saved.check_weights(served)
+        return self._new_context(saved.state, on_swap, served if made_with and served else made_with)
 
     def generate(
         self,
@@ -409,7 +400,7 @@ class Model(Caller, AbstractContextManager["Model"]):
         top_k: int | None = None,
         top_p: float | None = None,
         repetition_penalty: float = 1.0,
-        stop: Stop | Sequence[Stop] = (),
+        stop: StopAt | Sequence[StopAt] = (),
         seed: int | None = None,
         on_swap: OnSwap = "pin",
         tokenizer: Path | None = None,
@@ -445,9 +436,7 @@ class Model(Caller, AbstractContextManager["Model"]):
     def _tokenizer(self, path: Path | None) -> Tokenizer:
         if path is not None:
             return Tokenizer(path)
-        sources = [SystemPath(receipt.source) for receipt in reversed(self.history)]
-        beside = [folder for source in sources for folder in (source, source.parent)]
-        return find_tokenizer(*beside, self.artifact.path)
+        return find_tokenizer((receipt.source for receipt in reversed(self.history)), self.artifact.path)
 
     def _new_context(self, saved: Mapping[str, TensorBytes] | None, on_swap: OnSwap, made_with: str | None) -> Context:
         self._check_open()

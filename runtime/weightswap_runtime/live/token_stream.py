@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from threading import RLock
 from typing import Any
@@ -13,7 +13,7 @@ import numpy as np
 from weightswap_runtime.engines.engine import Engine
 from weightswap_runtime.errors import InputMismatch, Unsupported
 from weightswap_runtime.format.manifest import Generation
-from weightswap_runtime.generation.generating import Tokens, Wanted, check, generate, rows_of
+from weightswap_runtime.generation.generating import Tokens, Wanted, generate, rows_of
 from weightswap_runtime.generation.sampling import Scores
 from weightswap_runtime.generation.text import TOKENIZER, Tokenizer
 from weightswap_runtime.sources.location import Location
@@ -22,7 +22,7 @@ from weightswap_runtime.tensors.content import array_content, as_array
 from .context import Context
 
 _END = object()
-Stop = int | str | Sequence[int]
+StopAt = int | str | Sequence[int]
 Run = Callable[..., Any]
 
 
@@ -38,7 +38,7 @@ class Prompts:
         else:
             self.rows, self.single = rows_of(prompt)
 
-    def stopped(self, wanted: Stop | Sequence[Stop]) -> Callable[[Sequence[int]], bool]:
+    def stopped(self, wanted: StopAt | Sequence[StopAt]) -> Callable[[Sequence[int]], bool]:
         """Whether new tokens end with one of the stops, or their text has one in it. Raises InputMismatch."""
         stops: Sequence[Any] = [wanted] if isinstance(wanted, str | int) else wanted
         if "" in stops:
@@ -76,9 +76,10 @@ def _is_texts(prompt: Any) -> bool:
     return isinstance(prompt, list | tuple) and bool(prompt) and all(isinstance(each, str) for each in prompt)
 
 
-def find_tokenizer(*folders: Location) -> Tokenizer:
-    """That of the first local folder with one. Raises Unsupported, and MissingExtra."""
-    local = (folder for folder in folders if isinstance(folder, Path))
+def find_tokenizer(sources: Iterable[str], artifact: Location) -> Tokenizer:
+    """That beside the first of these weights that has one, or in the artifact. Raises Unsupported, and MissingExtra."""
+    beside = [folder for source in map(Path, sources) for folder in (source, source.parent)]
+    local = (folder for folder in (*beside, artifact) if isinstance(folder, Path))
     found = next((folder for folder in local if (folder / TOKENIZER).is_file()), None)
     if found is None:
         raise Unsupported(
@@ -144,6 +145,3 @@ class TokenStream(Iterator[Any], AsyncIterator[Any]):
             self._pieces = iter(())
             self._steps.close()  # type: ignore[attr-defined]
             self._context.close()
-
-
-__all__ = ["Prompts", "TokenStream", "Wanted", "check", "find_tokenizer", "generated"]

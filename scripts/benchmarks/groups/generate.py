@@ -1,4 +1,4 @@
-"""Generation beside transformers' own `generate`, with its dynamic and its static cache."""
+"""Generation beside transformers' own `generate`, beside the matrices that a token reads, and the export of both."""
 
 from __future__ import annotations
 
@@ -6,52 +6,96 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from report import Goal, Row, compared
 from settings import Settings
 from subjects import WrongOutput, on_one_thread, quiet
 from timing import in_turn, seconds
+from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from weightswap_exporter import export_decoder, pack
+from weightswap_exporter.capture.decoders import decoder
 from weightswap_runtime import load
 
 LENGTH, NEW = 96, 64
+ENGINES = ("torch", "aoti")
+MOST_ROUNDS = 5
+
+
+class Size(NamedTuple):
+    """A Llama topology."""
+
+    billions: float
+    layers: int
+    width: int
+    vocabulary: int
+    dtype: torch.dtype = torch.float32
+
+    def __str__(self) -> str:
+        return f"{self.layers} layers of width {self.width}, {str(self.dtype).removeprefix('torch.')}"
+
+    def model(self) -> LlamaForCausalLM:
+        torch.manual_seed(0)
+        sizes = {
+            "hidden_size": self.width,
+            "intermediate_size": self.width * 8 // 3,
+            "num_hidden_layers": self.layers,
+            "num_attention_heads": self.width // 64,
+            "vocab_size": self.vocabulary,
+        }
+        config = LlamaConfig(**sizes, eos_token_id=None, tie_word_embeddings=True)
+        return LlamaForCausalLM(config).to(self.dtype).eval()
+
+
+SMALL = Size(0.001, 4, 128, 1024)
+"""Where overhead decides."""
+LARGE = (Size(0.11, 12, 768, 32000), Size(0.11, 12, 768, 32000, torch.bfloat16))
+"""Where reading the matrices does."""
 AHEAD = {"torch": Goal("ratio", "at most", 1 / 3), "aoti": Goal("ratio", "at most", 1 / 10)}
+NOT_SLOWER = Goal("ratio", "at most", 1)
+NEARLY_BARE = Goal("ratio", "at most", 1.05)
+THRICE = Goal("ratio", "at most", 3)
 
 
 def rows(settings: Settings) -> Iterator[Row]:
-    """A Llama of 4 layers and width 128, where overhead decides; one thread, greedy, seconds a token."""
+    """One thread, greedy, seconds a token; models no larger than the settings allow."""
     with on_one_thread(), TemporaryDirectory(prefix="weightswap-bench-") as name:
-        yield from _rows(settings, Path(name))
+        taken = _taken(SMALL, Path(name, "small"), settings.rounds)
+        for engine, goal in AHEAD.items():
+            yield _row(SMALL, engine, taken, "dynamic", goal)
+            yield _row(SMALL, engine, taken, "static", goal)
+        for number, size in enumerate(each for each in LARGE if each.billions <= settings.billions):
+            taken = _taken(size, Path(name, str(number)), min(settings.rounds, MOST_ROUNDS))
+            yield _row(size, "torch", taken, "dynamic", NOT_SLOWER)
+            yield _row(size, "aoti", taken, "matrices", NEARLY_BARE)
+        yield _export(Path(name), min(settings.rounds, MOST_ROUNDS))
 
 
-def _rows(settings: Settings, folder: Path) -> Iterator[Row]:
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 128, "intermediate_size": 344, "num_hidden_layers": 4, "num_attention_heads": 4}
-    eager = LlamaForCausalLM(LlamaConfig(vocab_size=1024, eos_token_id=None, **sizes)).eval()
+def _row(size: Size, engine: str, taken: dict[str, list[float]], peer: str, goal: Goal) -> Row:
+    called = "its matrices alone" if peer == "matrices" else f"transformers, {peer} cache"
+    return compared(f"model.generate, {engine}, a token of {size}", "us", taken[engine], called, taken[peer], goal)
+
+
+def _taken(size: Size, folder: Path, rounds: int) -> dict[str, list[float]]:
+    """Microseconds of each subject for a token."""
+    eager = size.model()
     with quiet():
         artifact = export_decoder(eager, out=folder / "a.artifact", length=LENGTH, engines=["aoti"])
-    weights = pack(eager, artifact, out=folder / "v.safetensors").path
-    prompt = torch.randint(0, 1024, (1, 16))
-    subjects: dict[str, Callable[[], list[int]]] = {
-        "torch": partial(_ours, load(artifact, weights, engine="torch"), prompt),
-        "aoti": partial(_ours, load(artifact, weights, engine="aoti"), prompt),
-        "dynamic": partial(_theirs, eager, prompt),
-        "static": partial(_theirs, eager, prompt, cache_implementation="static"),
+        weights = pack(eager, artifact, out=folder / "v.safetensors").path
+    prompt = torch.randint(0, size.vocabulary, (1, 16))
+    subjects: dict[str, Callable[[], Any]] = {
+        engine: partial(_ours, load(artifact, weights, engine=engine), prompt) for engine in ENGINES
     }
-    expected = subjects["dynamic"]()
-    for what in ("torch", "static"):
-        if subjects[what]() != expected:
-            raise WrongOutput(f"{what}: other tokens than transformers'")
-    taken = in_turn({what: partial(seconds, subject) for what, subject in subjects.items()}, settings.rounds)
-    micros = {what: [second / NEW * 1e6 for second in values] for what, values in taken.items()}
-    for engine, goal in AHEAD.items():
-        what = f"model.generate, engine {engine}, a token of 4 layers of width 128"
-        yield compared(what, "us", micros[engine], "transformers, dynamic cache", micros["dynamic"], goal)
-        yield compared(what, "us", micros[engine], "transformers, static cache", micros["static"], goal)
+    subjects["dynamic"] = partial(_theirs, eager, prompt)
+    subjects["static"] = partial(_theirs, eager, prompt, cache_implementation="static")
+    if size.dtype == torch.float32 and not subjects["torch"]() == subjects["static"]() == subjects["dynamic"]():
+        raise WrongOutput(f"{size}: other tokens than transformers'")
+    subjects["matrices"] = _matrices(eager)
+    taken = in_turn({what: partial(seconds, subject) for what, subject in subjects.items()}, rounds)
+    return {what: [second / NEW * 1e6 for second in values] for what, values in taken.items()}
 
 
 def _ours(model: Any, prompt: torch.Tensor) -> list[int]:
@@ -63,3 +107,53 @@ def _theirs(eager: Any, prompt: torch.Tensor, **options: Any) -> list[int]:
     settings = {"do_sample": False, "max_new_tokens": NEW, "pad_token_id": 0, "disable_compile": True}
     found: list[int] = eager.generate(prompt, **settings, **options)[0, prompt.shape[1] :].tolist()
     return found
+
+
+def _matrices(eager: nn.Module) -> Callable[[], None]:
+    """As many products of a vector with each of the model's matrices as there are new tokens."""
+    pairs = [
+        (module.weight, torch.zeros(1, module.in_features, dtype=module.weight.dtype))
+        for module in eager.modules()
+        if isinstance(module, nn.Linear)
+    ]
+
+    @torch.no_grad()
+    def multiply() -> None:
+        for _ in range(NEW):
+            for weight, x in pairs:
+                nn.functional.linear(x, weight)
+
+    return multiply
+
+
+class _Method(nn.Module):
+    """One method of a decoder as a module's forward."""
+
+    def __init__(self, owner: nn.Module, name: str) -> None:
+        super().__init__()
+        self.owner, self.name = owner, name
+
+    def forward(self, ids: Any, mask: Any, positions: Any, position: Any) -> Any:
+        return getattr(self.owner, self.name)(ids, mask, positions, position)
+
+
+def _export(folder: Path, rounds: int) -> Row:
+    """Both methods, by weightswap and by `torch.export` alone."""
+    eager = SMALL.model()
+    bare = decoder(eager, LENGTH, 1)
+
+    def theirs() -> None:
+        for name, spec in bare.methods.items():
+            torch.export.export(
+                _Method(bare.model, name), tuple(spec.args), dynamic_shapes=spec.dynamic_shapes, strict=False
+            )
+
+    numbers = iter(range(1000))
+    measures = {
+        "ours": lambda: seconds(lambda: export_decoder(eager, out=folder / f"{next(numbers)}.artifact", length=LENGTH)),
+        "theirs": lambda: seconds(theirs),
+    }
+    with quiet():
+        taken = in_turn(measures, rounds)
+    what = f"export_decoder, {SMALL}"
+    return compared(what, "s", taken["ours"], "torch.export of both methods", taken["theirs"], THRICE)

@@ -1,7 +1,8 @@
-"""What a context costs: a call with one beside a call of the same arithmetic that remembers nothing."""
+"""What a context costs: a call with one beside a call of the same arithmetic that remembers nothing; its memory."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -9,7 +10,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
-from report import Row, compared
+from report import Goal, Row, compared
 from settings import Settings
 from subjects import on_one_thread, quiet
 from timing import in_turn, per_call
@@ -19,6 +20,9 @@ from weightswap_exporter import MethodSpec, export, pack
 from weightswap_runtime import load
 
 TENSORS, WIDTH = 24, 64
+PAGE = os.sysconf("SC_PAGE_SIZE")
+BASE, ROWS, MEMBERS = 4096, 64, 8
+TOGETHER = Goal("ratio", "at most", 1.2)
 
 
 class Caches(nn.Module):
@@ -44,10 +48,24 @@ class Caches(nn.Module):
         return y
 
 
+class Fitted(nn.Module):
+    """A large base, and keys of `ROWS` training rows that a fit leaves behind."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encode = nn.Linear(BASE, BASE)
+        self.register_buffer("keys", torch.zeros(ROWS, BASE))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.keys.copy_(self.encode(x))
+        return self.keys.sum(1)
+
+
 def rows(settings: Settings) -> Iterator[Row]:
-    """On one thread, by engine."""
+    """Calls on one thread; memory."""
     with on_one_thread(), TemporaryDirectory(prefix="weightswap-bench-") as name:
         yield from _rows(settings, Path(name))
+        yield _memory(Path(name, "fitted"))
 
 
 def _rows(settings: Settings, folder: Path) -> Iterator[Row]:
@@ -68,3 +86,24 @@ def _rows(settings: Settings, folder: Path) -> Iterator[Row]:
     what = f"model(x, context=...), {TENSORS} tensors of state"
     yield compared(what, "us", micros["with"], "the same without state", micros["plain"])
     yield compared(what, "us", micros["with"], "a fresh state for each call", micros["without"])
+
+
+def _memory(folder: Path) -> Row:
+    """Resident memory of fitted members over one base, beside that of one."""
+    eager, x = Fitted().eval(), torch.randn(ROWS, BASE)
+    with quiet():
+        artifact = export(eager, (x,), out=folder / "a.artifact")
+    weights = pack(eager, artifact, out=folder / "v.safetensors").path
+    before = _resident()
+    model = load(artifact, weights)
+    members, resident = [], []
+    for _ in range(MEMBERS):
+        members.append(model.new_context())
+        model(x, context=members[-1])
+        resident.append((_resident() - before) / 1e6)
+    what = f"{MEMBERS} fitted members over one base of {BASE**2 * 4 / 1e6:.0f} MB"
+    return compared(what, "MB", resident[-1:], "one member", resident[:1], TOGETHER)
+
+
+def _resident() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * PAGE

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional
 
+from weightswap_exporter import export, pack
+from weightswap_exporter.capture import mutations
 from weightswap_exporter.capture.capture import MethodSpec, capture
 from weightswap_exporter.capture.mutations import functionalised_mutations, is_plain, may_mutate, mutated_buffers
-from weightswap_runtime import CaptureError
+from weightswap_runtime import CaptureError, load
 
 X = torch.ones(2, 4)
 
@@ -116,6 +119,32 @@ def test_views_that_are_only_read_are_no_matter() -> None:
     assert mutated_buffers(program) == frozenset()
 
 
+class Tied(nn.Module):
+    """A buffer with two names."""
+
+    def __init__(self, names: str) -> None:
+        super().__init__()
+        shared = torch.zeros(4)
+        for name in names:
+            self.register_buffer(name, shared)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.a.add_(x[0])
+        return x + self.b
+
+
+@pytest.mark.parametrize("names", ["ab", "ba"])
+@torch.no_grad()
+def test_what_one_name_of_a_buffer_writes_the_other_reads(names: str, tmp_path: Path) -> None:
+    eager = Tied(names).eval()
+    artifact = export(eager, (X,), out=tmp_path / "a.artifact")
+    assert [row.name for row in artifact.manifest.state] == [names[0]]
+    served = load(artifact, pack(eager, artifact, out=tmp_path / "v.safetensors").path)
+    with served.new_context() as context:
+        for _ in range(3):
+            assert torch.equal(served(X, context=context), eager(X))
+
+
 class Assigns(nn.Module):
     """Assigns buffers in a call, after one that is None."""
 
@@ -147,3 +176,19 @@ def test_the_quick_look_spares_functionalising(name: str) -> None:
     program = torch.export.export(Does(ACTS[name][0]).eval(), (X,), strict=False)
     assert not may_mutate(program)
     assert is_plain(program) is (name not in {"memory of the call", "a size that follows from values"})
+
+
+@pytest.mark.parametrize("name", ["in place", "out=", "foreach"])
+def test_whoever_writes_to_a_buffer_itself_names_it(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    act, expected = ACTS[name]
+    program = torch.export.export(Does(act).eval(), (X,), strict=False)
+    monkeypatch.setattr(mutations, "functionalised_mutations", lambda _: pytest.fail("it was functionalised"))
+    assert mutated_buffers(program) == expected
+
+
+def test_a_write_that_torch_does_not_see_is_refused_after_others() -> None:
+    program = torch.export.export(
+        Does(lambda m, x: SECRET["unsafe_split"](m, m.state.add_(x))).eval(), (X,), strict=False
+    )
+    with pytest.raises(CaptureError, match="which may be a view"):
+        mutated_buffers(program)

@@ -25,6 +25,7 @@ from weightswap_exporter.commands.hf_directory import directory_recipe, export_d
 from weightswap_exporter.commands.hf_inputs import Inputs, sample_inputs
 from weightswap_runtime import CaptureError, RecipeError, load
 
+LONGER = {"SpeechT5Model"}
 MASKED = ["input_ids", "attention_mask"]
 FAMILIES = {
     "LlamaModel": {"input_ids": [2, 16], "attention_mask": [2, 16]},
@@ -92,7 +93,9 @@ def inputs_of(architecture: str) -> Inputs:
     raise AssertionError(architecture)
 
 
-@pytest.mark.parametrize("architecture", FAMILIES)
+@pytest.mark.parametrize(
+    "architecture", [pytest.param(name, marks=[pytest.mark.slow] if name in LONGER else []) for name in FAMILIES]
+)
 def test_inputs_of_every_family_are_found(architecture: str) -> None:
     found = inputs_of(architecture)
     assert {name: list(value.shape) for name, value in found.kwargs.items()} == FAMILIES[architecture]
@@ -163,6 +166,7 @@ def write(model: Any, folder: Path) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_a_model_of_pictures_and_texts_is_exported_with_both(tmp_path: Path) -> None:
     torch.manual_seed(1)
     eager = llava()

@@ -57,6 +57,7 @@ class Own(nn.Module):
         return result
 
 
+@pytest.mark.slow
 def test_operators_without_a_c_function_are_refused_by_name(tmp_path: Path) -> None:
     twice = torch.library.custom_op(
         "weightswap_aoti_tests::twice", lambda x: x * 2, mutates_args=(), schema="(Tensor x) -> Tensor"

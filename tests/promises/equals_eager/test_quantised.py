@@ -187,10 +187,9 @@ def test_a_model_that_transformers_has_quantised(tmp_path: Path) -> None:
         assert torch.equal(served(input_ids=words)["logits"], model(words, use_cache=False).logits)
 
 
+@pytest.mark.slow
 @needs_compiler
-@pytest.mark.parametrize(
-    "kind", [kind if kind == "int8" else pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS if kind != PACKED]
-)
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != PACKED])
 def test_compiled_graphs_are_near_eager(kind: str, tmp_path: Path) -> None:
     model, artifact = compiled(kind, tmp_path)
     served = load(artifact.path, packed(model, artifact, tmp_path / "v1.safetensors"), engine="aoti")

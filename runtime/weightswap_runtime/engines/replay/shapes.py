@@ -15,10 +15,10 @@ from weightswap_runtime.format.signature import (
     Leaf,
     Literal,
     Signature,
-    Size,
     Tensor,
     input_leaves,
     parse_size,
+    size_at,
 )
 from weightswap_runtime.tensors.torch_tensors import torch_dtype
 
@@ -72,7 +72,7 @@ def _sizes_of_shape(shape: tuple[int, ...], flat: list[Leaf]) -> Sizes | None:
     for text, given in sizes.items():
         factor, dim, offset = parse_size(text)
         found[dim] = (given - offset) // factor
-    return found if tuple(_size(size, found) for size in tensors[0].shape) == shape else None
+    return found if tuple(size_at(size, found) for size in tensors[0].shape) == shape else None
 
 
 def _in_range(sizes: Sizes, signature: Signature) -> bool:
@@ -82,19 +82,12 @@ def _in_range(sizes: Sizes, signature: Signature) -> bool:
     )
 
 
-def _size(size: Size, sizes: Sizes) -> int:
-    if isinstance(size, int):
-        return size
-    factor, dim, offset = parse_size(size)
-    return factor * sizes[dim] + offset
-
-
 def _zeros(leaf: Leaf, sizes: Sizes, device: torch.device) -> Any:
     if isinstance(leaf, Literal):
         return leaf.content
     if isinstance(leaf, Integer):
-        return _size(leaf.value, sizes)
-    return torch.zeros([_size(size, sizes) for size in leaf.shape], dtype=torch_dtype(leaf.dtype), device=device)
+        return size_at(leaf.value, sizes)
+    return torch.zeros([size_at(size, sizes) for size in leaf.shape], dtype=torch_dtype(leaf.dtype), device=device)
 
 
 def _described(method: Method) -> str:

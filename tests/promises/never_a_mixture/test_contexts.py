@@ -1,0 +1,189 @@
+"""Contexts over weights that change: no answer mixes generations, and no context sees another's state."""
+
+from __future__ import annotations
+
+import threading
+from copy import deepcopy
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+import torch
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
+
+from tests.support.remembering import POLICIES, Files, Policy, Remembering, X
+from weightswap_runtime import (
+    Context,
+    ContextMismatch,
+    LeaseTimeout,
+    Model,
+    StaleContext,
+    load,
+)
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Files:
+    return Files(tmp_path_factory.mktemp("contexts"))
+
+
+class ContextMachine(RuleBasedStateMachine):
+    """Calls, saves, loads, swaps and rollbacks over several contexts, against an eager model for each of them."""
+
+    files: Files
+
+    @initialize(residency=st.sampled_from(["single", "double"]), first=st.integers(0, 2))
+    def start(self, residency: Literal["single", "double"], first: int) -> None:
+        self.model = load(self.files.artifact, self.files.weights[first], residency=residency, keep_previous="host")
+        self.current, self.previous = first, -1
+        self.double = residency == "double"
+        self.contexts: list[tuple[Context, Remembering | None, int]] = []  # the eager model, and whose weights it has
+        self.saved: tuple[Path, Remembering | None, int] | None = None
+
+    def teardown(self) -> None:
+        for context, _, _ in getattr(self, "contexts", ()):
+            context.close()
+
+    @precondition(lambda self: len(self.contexts) < 4)
+    @rule(policy=st.sampled_from(POLICIES))
+    def begin(self, policy: Policy) -> None:
+        self.contexts.append((self.model.new_context(on_swap=policy), None, self.current if policy == "pin" else -1))
+
+    def pins(self, seed: int) -> bool:
+        return any(context.on_swap == "pin" and made == seed for context, _, made in self.contexts)
+
+    @rule(seed=st.integers(0, 2))
+    def swap(self, seed: int) -> None:
+        held = any(
+            context.on_swap == "pin" and (not self.double or context._pinned.session is not self.live)  # type: ignore[union-attr]
+            for context, _, _ in self.contexts
+        )
+        if held:
+            with pytest.raises(LeaseTimeout):
+                self.model.swap(self.files.weights[seed])
+            return
+        counts: dict[str, int] = {}
+        becomes = {"invalidate": "invalidated", "reset": "reset", "keep": "kept", "pin": "pinned"}
+        for context, _, made in self.contexts:
+            if made not in (-1, seed):
+                counts[becomes[context.on_swap]] = counts.get(becomes[context.on_swap], 0) + 1
+        assert self.model.swap(self.files.weights[seed]).contexts == counts
+        self.current = seed
+
+    @property
+    def live(self) -> Any:
+        version = self.model._gate.current
+        assert version is not None
+        return version.session
+
+    @precondition(lambda self: self.contexts)
+    @rule(data=st.data(), factor=st.integers(-2, 2))
+    @torch.no_grad()
+    def call(self, data: st.DataObject, factor: int) -> None:
+        index = data.draw(st.integers(0, len(self.contexts) - 1))
+        context, eager, made = self.contexts[index]
+        weights = made if context.on_swap == "pin" else self.current
+        if made not in (-1, weights):
+            if context.on_swap == "invalidate":
+                with pytest.raises(StaleContext):
+                    self.model(X * factor, context=context)
+                return
+            if context.on_swap == "reset":
+                eager = None
+        following = self.files.eager(weights)
+        if eager is not None:
+            following.total, following.calls = eager.total, eager.calls
+        assert torch.equal(self.model(X * factor, context=context), following(X * factor))
+        self.contexts[index] = context, following, weights
+
+    @precondition(lambda self: self.contexts)
+    @rule(data=st.data(), what=st.sampled_from(["save", "reset", "close"]))
+    def end(self, data: st.DataObject, what: str) -> None:
+        index = data.draw(st.integers(0, len(self.contexts) - 1))
+        context, eager, made = self.contexts[index]
+        if what == "save":
+            context.save(path := self.files.folder / "saved.safetensors")
+            self.saved = path, deepcopy(eager), made if eager is not None else -1
+        elif what == "reset":
+            context.reset()
+            self.contexts[index] = context, None, made if context.on_swap == "pin" else -1
+        else:
+            context.close()
+            del self.contexts[index]
+
+    @precondition(lambda self: self.saved and len(self.contexts) < 4)
+    @rule(policy=st.sampled_from(["invalidate", "reset", "keep"]))
+    def restore(self, policy: Policy) -> None:
+        assert self.saved
+        path, eager, made = self.saved
+        if made not in (-1, self.current):
+            with pytest.raises(ContextMismatch):
+                self.model.load_context(path, on_swap=policy)
+            made = self.current
+            context = self.model.load_context(path, on_swap=policy, allow_other_weights=True)
+        else:
+            context = self.model.load_context(path, on_swap=policy)
+        self.contexts.append((context, deepcopy(eager), made))
+
+
+@pytest.mark.parametrize(
+    ("examples", "steps"), [(20, 30), pytest.param(400, 60, marks=pytest.mark.slow)], ids=["short", "long"]
+)
+def test_any_order_of_steps(files: Files, examples: int, steps: int) -> None:
+    machine = type("Machine", (ContextMachine,), {"files": files})
+    run_state_machine_as_test(
+        machine,
+        settings=settings(
+            max_examples=examples, stateful_step_count=steps, suppress_health_check=list(HealthCheck), deadline=None
+        ),
+    )
+
+
+class Stream(threading.Thread):
+    """Contexts of one policy, one after the other; each answer is compared with an eager model's."""
+
+    def __init__(self, policy: Policy, model: Model, files: Files, ids: list[str], stop: threading.Event) -> None:
+        super().__init__()
+        self.policy, self.model, self.files, self.ids, self.stop = policy, model, files, ids, stop
+        self.answers, self.wrong = 0, list[str]()
+
+    @torch.no_grad()
+    def run(self) -> None:
+        while not self.stop.is_set():
+            with self.model.new_context(on_swap=self.policy) as context:
+                try:
+                    self.stream(context)
+                except StaleContext:
+                    assert self.policy == "invalidate"
+
+    def stream(self, context: Context) -> None:
+        eager: Remembering | None = None
+        made = -1
+        for step in range(8):
+            answer, before = self.model(X * step, context=context), made
+            made = self.ids.index(str(context.weights_id))
+            following = self.files.eager(made)
+            if eager is not None and (self.policy != "reset" or made == before):
+                following.total, following.calls = eager.total, eager.calls
+            if not torch.equal(answer, following(X * step)):
+                self.wrong.append(f"step {step} of the weights {made}")
+            eager = following
+            self.answers += 1
+
+
+def test_contexts_of_each_policy_in_a_storm(files: Files) -> None:
+    """No answer mixes generations, and no context sees another's state."""
+    model, stop = load(files.artifact, files.weights[0]), threading.Event()
+    ids = [model.swap(path).weights_id for path in files.weights]
+    streams = [Stream(policy, model, files, ids, stop) for policy in POLICIES for _ in range(2)]
+    for stream in streams:
+        stream.start()
+    for number in range(60):
+        model.swap(files.weights[number % 3])
+    stop.set()
+    for stream in streams:
+        stream.join(60)
+    assert [stream.wrong for stream in streams] == [[]] * len(streams)
+    assert all(stream.answers > 8 for stream in streams)
