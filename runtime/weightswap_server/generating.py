@@ -152,7 +152,7 @@ class _EventStream(Response):
 
     async def __call__(self, scope: Any, receive: Any, send: Send) -> None:
         gone = asyncio.ensure_future(_disconnected(receive))
-        error = None
+        error: Exception | None = None
         try:
             async with asyncio.timeout(self._generation.left):  # also of a client that does not read
                 await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
