@@ -24,7 +24,7 @@ class GuardedProtocol(HttpToolsProtocol):
     _timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: Any) -> None:
-        super().connection_made(cast(Any, _Joining(transport, self.loop)))
+        super().connection_made(cast("Any", _Joining(transport, self.loop)))
         if len(self.connections) > self.settings.max_connections:
             transport.write(_TOO_MANY)
             transport.close()

@@ -143,12 +143,14 @@ def test_the_command_watches(tiny: TinyArtifact, weight_file: WriteWeights, tmp_
 @pytest.mark.parametrize(
     ("arguments", "status", "says"),
     [
-        (["none.artifact"], 1, "none.artifact"),
+        (["none.artifact", "-w", "v"], 1, "none.artifact"),
         (["{tiny}", "--max-batch", "0"], 2, "max_batch=0: expected 1 or more"),
         (["{tiny}", "a={tiny}", "-w", "v.safetensors"], 2, "expected NAME=... with one of tiny, a"),
         (["{tiny}", "{tiny}"], 2, "two artifacts have one name"),
         (["{tiny}", "-w", "a", "-w", "b"], 2, "given 2 times"),
         (["{tiny}", "-w", "none.safetensors"], 1, "none.safetensors"),
+        (["{tiny}"], 2, "where are the weights?"),
+        (["{tiny}", "a={tiny}", "--watch", "a=run"], 2, "tiny: where are the weights?"),
     ],
 )
 def test_what_the_command_refuses(tiny: TinyArtifact, arguments: list[str], status: int, says: str) -> None:

@@ -98,6 +98,8 @@ def serve(
         if len(places) < len(artifacts):
             raise typer.BadParameter("two artifacts have one name; say NAME=ARTIFACT")
         first, watched = _by_name("--weights", weights, places), _by_name("--watch", watch, places)
+        if idle := [name for name in places if name not in first and name not in watched]:
+            raise typer.BadParameter(f"{', '.join(idle)}: where are the weights? Say --weights, --watch, or both")
         options: Mapping[str, Any] = {
             "engine": engine,
             "device": device,
