@@ -283,6 +283,19 @@ def test_headers_that_never_end(server: Server) -> None:
         assert raw.recv(4096).startswith(b"HTTP/1.1 200")
 
 
+def test_a_client_that_does_not_read(server: Server) -> None:
+    with socket.socket() as raw:
+        raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        raw.connect(("127.0.0.1", server.http_port))
+        raw.sendall(b"GET /openapi.json HTTP/1.1\r\nHost: x\r\n\r\n" * 5000)
+        limit = time.monotonic() + 10
+        while not server._http.server_state.connections:
+            assert time.monotonic() < limit
+        while server._http.server_state.connections:
+            assert time.monotonic() < limit
+            time.sleep(0.01)
+
+
 def test_too_many_connections(server: Server) -> None:
     with ExitStack() as stack:
         address = ("127.0.0.1", server.http_port)
