@@ -14,7 +14,7 @@ from starlette.responses import Response
 from weightswap_runtime import TokenStream
 from weightswap_runtime.errors import Unsupported
 
-from .errors import BadRequest, NotReady, Overloaded, TookTooLong
+from .errors import BadRequest, NotReady, TookTooLong
 from .protocol import Answered, ErrorDocument, GenerateRequest, GenerateResponse
 from .service import Service
 
@@ -32,8 +32,7 @@ class Generation:
             raise Unsupported(f"{name} does not generate; its artifact has no key-value caches")
         if (request.text_input is None) == (request.input_ids is None):
             raise BadRequest("expected either text_input or input_ids")
-        if service.streams >= service.settings.max_streams:
-            raise Overloaded(f"{service.streams} generations are open already; try again")
+        service.open_stream()
         self.request = request
         self.name = name
         self.said = Answered(0, "")
@@ -41,7 +40,6 @@ class Generation:
         self._stream: TokenStream | None = None
         self._began = time.monotonic()
         self._closed = False
-        service.count_streams(1)
 
     @property
     def left(self) -> float:
@@ -91,7 +89,7 @@ class Generation:
         if self._closed:
             return
         self._closed = True
-        self._service.count_streams(-1)
+        self._service.close_stream()
         try:
             self._served.thread.do(self._close)
         except NotReady:  # the thread has ended

@@ -16,7 +16,7 @@ from weightswap_runtime.live.model import Model
 from weightswap_runtime.tensors.content import TensorBytes
 
 from .batching import Call, ModelThread, joined
-from .errors import Failure, NotReady, TookTooLong, UnknownModel, failure, log
+from .errors import Failure, NotReady, Overloaded, TookTooLong, UnknownModel, failure, log
 from .metrics import ServerMetrics
 from .models import Method
 from .protocol import EXTENSIONS, IndexEntry, ModelMetadata, ServerMetadata, TensorMetadata
@@ -179,11 +179,19 @@ class Service:
                 raise
             raise TookTooLong(f"no answer within {self.settings.timeout:g} s") from error
 
-    def count_streams(self, more: int) -> None:
-        """Count generations that are open."""
+    def open_stream(self) -> None:
+        """Count a generation. Raises Overloaded where that is one too many."""
         with self._counting:
-            self.streams += more
-        self.metrics.streams.set(self.streams)
+            if self.streams >= self.settings.max_streams:
+                raise Overloaded(f"{self.streams} generations are open already; try again")
+            self.streams += 1
+            self.metrics.streams.set(self.streams)
+
+    def close_stream(self) -> None:
+        """One generation less is open."""
+        with self._counting:
+            self.streams -= 1
+            self.metrics.streams.set(self.streams)
 
     def refused(self, name: str, error: BaseException) -> Failure:
         """What a client is told of an error, which is counted."""
