@@ -113,12 +113,14 @@ def test_a_request_that_was_given_up_is_not_run(model: Model, monkeypatch: pytes
         assert seen == [2]
 
 
+@pytest.mark.parametrize(("max_batch", "count"), [(1, 1), (8, 3)])
 def test_a_batch_never_spans_two_generations(
-    model: Model, weight_file: WriteWeights, monkeypatch: pytest.MonkeyPatch
+    model: Model, weight_file: WriteWeights, monkeypatch: pytest.MonkeyPatch, max_batch: int, count: int
 ) -> None:
-    """A swap in the middle of a batch, after its version was taken."""
+    """A swap in the middle of a call, after its version was taken: the answer names the weights that gave it."""
     swapped = Event()
-    with serving({"tiny": model}, max_batch=8) as server:
+    first = model.weights_id
+    with serving({"tiny": model}, max_batch=max_batch) as server:
         called = Method.call
 
         def call(self: Method, session: Any, flat: Any) -> Any:
@@ -128,10 +130,10 @@ def test_a_batch_never_spans_two_generations(
             return called(self, session, flat)
 
         monkeypatch.setattr(Method, "call", call)
-        values = [rows(2), rows(2)]
+        values = [rows(2) for _ in range(count)]
         for value, answer in zip(values, submit(server, values), strict=True):
             np.testing.assert_allclose(output(answer), TinyArtifact.eager(1, torch.from_numpy(value)), rtol=1e-6)
-            assert answer.result().generation == 0
+            assert (answer.result().generation, answer.result().weights_id) == (0, first)
         assert model.generation == 1
 
 
