@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import uvicorn
 
+from weightswap_runtime.errors import Unsupported
 from weightswap_runtime.live.loading import load
 from weightswap_runtime.live.model import Model
 
@@ -28,20 +29,28 @@ if TYPE_CHECKING:
 
 
 class Source(msgspec.Struct, frozen=True, kw_only=True):
-    """An artifact, and where its weights come from: a weight file, a directory that is watched, or the one and then
-    the other. `options` are more of `load`, such as the engine."""
+    """An artifact, and where its weights come from: a weight file, a directory that is watched, the place of a desired
+    state, or the first and then one of the others. `options` are more of `load`, such as the engine."""
 
     artifact: str
     weights: str | None = None
     watch: str | None = None
+    follow: str | None = None
     interval: float = 5.0
     options: Mapping[str, Any] = {}
 
     def open(self) -> Model:
-        """Load it, and let it follow what it is to follow. Raises what `load` and `Model.watch` raise."""
+        """Load it, and let it take what comes. Raises what `load`, `Model.watch` and `Model.follow` raise."""
+        if self.watch is not None and self.follow is not None:
+            raise Unsupported(
+                "a model that follows a place takes nothing else: watch the directory in the process "
+                "that promotes, with model.watch(promote=...)"
+            )
         model = load(self.artifact, self.weights, **self.options)
         if self.watch is not None:
             model.watch(self.watch, self.interval)
+        if self.follow is not None:
+            model.follow(self.follow, self.interval)
         return model
 
 

@@ -23,8 +23,8 @@ from typer.testing import CliRunner
 
 from tests.support.served import as_json, ask, occupied, serving
 from tests.support.tiny import TinyArtifact, WriteWeights
-from weightswap_runtime import load
-from weightswap_server import Server, Settings
+from weightswap_runtime import DesiredPlace, Unsupported, load
+from weightswap_server import Server, Settings, Source
 from weightswap_tools.commands.serve import serve_command
 
 X = np.arange(6, dtype=np.float32).reshape(2, 3)
@@ -138,6 +138,30 @@ def test_the_command_watches(tiny: TinyArtifact, weight_file: WriteWeights, tmp_
         assert get(port, "/v2/models/mine")[1]["versions"] == ["0"]
         process.send_signal(signal.SIGTERM)
         assert process.wait(20) == 0
+
+
+def test_what_is_desired_is_served(tiny: TinyArtifact, weight_file: WriteWeights, tmp_path: Path) -> None:
+    """At the start, and from then on; a rollback in the place is one in the server."""
+    place = DesiredPlace(tmp_path / "service")
+    (tmp_path / "service").mkdir()
+    state = place.set(weight_file(1), revision=0, by="ana")
+    model = Source(artifact=str(tiny.path), follow=str(tmp_path / "service"), interval=0.05).open()
+    with serving({"tiny": model}) as server:
+        first = ask(server, INFER, as_json(x=X)).json["parameters"]["weights_id"]
+        state = place.set(weight_file(2), revision=state.revision, by="ana")
+        second = until_answered_by_others(server, first)
+        place.rollback(revision=state.revision, by="ana")
+        assert until_answered_by_others(server, second) == first
+    with pytest.raises(Unsupported, match="takes nothing else"):
+        Source(artifact=str(tiny.path), follow="service", watch="outbox").open()
+
+
+def until_answered_by_others(server: Server, weights_id: str) -> str:
+    limit = time.monotonic() + 20
+    while (found := ask(server, INFER, as_json(x=X)).json["parameters"]["weights_id"]) == weights_id:
+        assert time.monotonic() < limit
+        time.sleep(0.02)
+    return str(found)
 
 
 @pytest.mark.parametrize(

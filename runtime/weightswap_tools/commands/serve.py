@@ -38,7 +38,11 @@ def serve(
         list[str] | None,
         typer.Option(help="Swap in each new weight file of this directory or URL; of several artifacts NAME=DIR."),
     ] = None,
-    interval: Annotated[float, typer.Option(help="Seconds between two looks at what is watched.")] = 5.0,
+    follow: Annotated[
+        list[str] | None,
+        typer.Option(help="Serve what a desired.json in this directory or URL says; of several artifacts NAME=DIR."),
+    ] = None,
+    interval: Annotated[float, typer.Option(help="Seconds between two looks at what is watched or followed.")] = 5.0,
     host: Annotated[str, typer.Option(help="The address to listen on; 0.0.0.0 is all.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="For HTTP; 0 takes a free one.")] = 8000,
     grpc_port: Annotated[int | None, typer.Option(help="For gRPC, which is off without it.")] = None,
@@ -64,7 +68,8 @@ def serve(
     """Serve models by the Open Inference Protocol, until SIGTERM or Ctrl-C, which finish what was accepted.
 
     A model has the name of its artifact's folder, or the one before `=`; a method that is not the default one is
-    NAME.METHOD. Without --weights it is not ready until --watch has found some.
+    NAME.METHOD. Without --weights it is not ready until --watch or
+    --follow has found some.
     """
     with errors_as_exit(as_json=False):
         if threads is not None and "torch" not in sys.modules:
@@ -98,8 +103,9 @@ def serve(
         if len(places) < len(artifacts):
             raise typer.BadParameter("two artifacts have one name; say NAME=ARTIFACT")
         first, watched = _by_name("--weights", weights, places), _by_name("--watch", watch, places)
-        if idle := [name for name in places if name not in first and name not in watched]:
-            raise typer.BadParameter(f"{', '.join(idle)}: where are the weights? Say --weights, --watch, or both")
+        followed = _by_name("--follow", follow, places)
+        if idle := sorted(places.keys() - {*first, *watched, *followed}):
+            raise typer.BadParameter(f"{', '.join(idle)}: where are the weights? Say --weights, --watch or --follow")
         options: Mapping[str, Any] = {
             "engine": engine,
             "device": device,
@@ -109,7 +115,12 @@ def serve(
         }
         sources: dict[str, Source] = {
             name: Source(
-                artifact=place, weights=first.get(name), watch=watched.get(name), interval=interval, options=options
+                artifact=place,
+                weights=first.get(name),
+                watch=watched.get(name),
+                follow=followed.get(name),
+                interval=interval,
+                options=options,
             )
             for name, place in places.items()
         }
