@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import http.client
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -200,7 +201,7 @@ def _served(peer: str, folder: Path) -> Iterator[int]:
 def _process(command: list[str], port: int) -> Iterator[None]:
     """A server that runs for the length of the block."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    with subprocess.Popen(command, stdout=subprocess.DEVNULL, env=environment) as process:
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, env=environment, start_new_session=True) as process:
         try:
             while not _answers(port):
                 if process.poll() is not None:
@@ -209,7 +210,7 @@ def _process(command: list[str], port: int) -> Iterator[None]:
             time.sleep(1)  # to be warm
             yield
         finally:
-            process.terminate()
+            os.killpg(process.pid, signal.SIGKILL)  # with the processes that it has started
 
 
 def _answers(port: int) -> bool:
