@@ -31,6 +31,7 @@ NAMED = (
     "diff",
     "state",
     "generate",
+    "serve",
 )  # parts of `engines`, and what is asked for
 GROUPS = (*ALL, *NAMED)
 WIDTH = 200  # columns of a table that goes to no terminal
