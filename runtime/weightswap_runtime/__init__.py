@@ -1,6 +1,8 @@
 """weightswap, the server's side: put any checkpoint of an exported architecture behind its graph, live."""
 
 from ._version import __version__
+from .desired.document import DesiredState, DesiredWeights, Hold
+from .desired.place import DesiredPlace
 from .errors import (
     AccessDenied,
     ArtifactError,
@@ -14,6 +16,8 @@ from .errors import (
     ContextFileError,
     ContextMismatch,
     DamagedFile,
+    DesiredDamaged,
+    DesiredError,
     DeviceError,
     DigestMismatch,
     ExportError,
@@ -21,6 +25,7 @@ from .errors import (
     GoldenMismatch,
     GoldensError,
     GraphMismatch,
+    Held,
     InputMismatch,
     LeaseTimeout,
     MissingExtra,
@@ -35,6 +40,7 @@ from .errors import (
     PublishTimeout,
     RecipeError,
     RecordingError,
+    RevisionConflict,
     StageCancelled,
     StageClosed,
     StageTimeout,
@@ -47,6 +53,7 @@ from .errors import (
     UnexpectedWeights,
     UnknownMethod,
     UnknownVariant,
+    Unproven,
     Unsupported,
     VariantsBusy,
     WeightFileError,
@@ -63,6 +70,7 @@ from .live.pinned import Pinned
 from .live.receipt import SwapReceipt
 from .live.staged import Staged
 from .live.token_stream import TokenStream
+from .live.watching.follower import Follower, FollowStatus
 from .live.watching.watcher import Watcher
 from .staging.delta_writing import Delta, write_delta
 from .staging.read_weights import read_weights
@@ -85,14 +93,23 @@ __all__ = [
     "ContextMismatch",
     "DamagedFile",
     "Delta",
+    "DesiredDamaged",
+    "DesiredError",
+    "DesiredPlace",
+    "DesiredState",
+    "DesiredWeights",
     "DeviceError",
     "DigestMismatch",
     "Event",
     "ExportError",
+    "FollowStatus",
+    "Follower",
     "FormatVersionError",
     "GoldenMismatch",
     "GoldensError",
     "GraphMismatch",
+    "Held",
+    "Hold",
     "InputMismatch",
     "LeaseTimeout",
     "MissingExtra",
@@ -110,6 +127,7 @@ __all__ = [
     "PublishTimeout",
     "RecipeError",
     "RecordingError",
+    "RevisionConflict",
     "StageCancelled",
     "StageClosed",
     "StageTimeout",
@@ -125,6 +143,7 @@ __all__ = [
     "UnexpectedWeights",
     "UnknownMethod",
     "UnknownVariant",
+    "Unproven",
     "Unsupported",
     "VariantReceipt",
     "VariantsBusy",

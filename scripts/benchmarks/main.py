@@ -32,6 +32,7 @@ NAMED = (
     "state",
     "variants",
     "generate",
+    "serve",
 )  # parts of `engines`, and what is asked for
 GROUPS = (*ALL, *NAMED)
 WIDTH = 200  # columns of a table that goes to no terminal

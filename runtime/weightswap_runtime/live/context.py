@@ -90,6 +90,12 @@ class Context(AbstractContextManager["Context"]):
         return pinned.weights_id if pinned is not None else self._made_with
 
     @property
+    def generation(self) -> int | None:
+        """The generation of the weights that it is pinned to; None where it is pinned to none."""
+        pinned = self._pinned
+        return pinned.generation if pinned is not None else None
+
+    @property
     def closed(self) -> bool:
         return self._state is None
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, asynccontextmanager
 from copy import copy
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar, Unpack
 
+from weightswap_runtime.desired.place import DesiredPlace
 from weightswap_runtime.engines.engine import Engine
 from weightswap_runtime.errors import ModelClosed, OutOfMemory, StaleVariant, UnknownVariant, Unsupported, lacks_memory
 from weightswap_runtime.format.artifact import Artifact
@@ -24,12 +25,14 @@ from weightswap_runtime.generation.text import Tokenizer
 from weightswap_runtime.sources.location import printable
 from weightswap_runtime.staging.request import LEASE_TIMEOUT, Busy, SwapRequest, check_busy, patience
 from weightswap_runtime.tensors.content import TensorBytes
+from weightswap_runtime.threads.awaiting import in_thread
 from weightswap_runtime.threads.claims import Claim
 from weightswap_runtime.threads.job import Job, Progress
 from weightswap_runtime.threads.listeners import Stop
 from weightswap_runtime.variants.resident import MOST, Choice, VariantReceipt, Variants
 from weightswap_runtime.variants.resident import Wanted as WantedVariants
 
+from .asynchronous import AsyncStaging, StageOptions
 from .calling import Caller, CallObserver, Methods, run_chosen
 from .context import Context, OnSwap, check_policy
 from .events import Event, Listener
@@ -41,9 +44,13 @@ from .staged import Staged
 from .staging_task import StagingTask
 from .store import Store, open_variants
 from .token_stream import Prompts, StopAt, TokenStream, find_tokenizer, generated
-from .watching.follower import Start
+from .watching.follower import Follower
+from .watching.intake import Start
+from .watching.loop import Subject, Watching
+from .watching.promotion import Policy, Promotion, check_promotion_policy
 from .watching.watcher import Watcher
 
+W = TypeVar("W", bound=Watching)
 Path = str | os.PathLike[str]
 
 
@@ -65,7 +72,7 @@ class Model(Caller, AbstractContextManager["Model"]):
         self._variants = open_variants(artifact.manifest, engine, store, max_variants)
         super().__init__(Methods(artifact.manifest, engine, self._member.id, self._variants))
         self._stagings: weakref.WeakSet[Staged] = weakref.WeakSet()
-        self._watchers: list[Watcher] = []
+        self._watchers: list[Watching] = []
         # pins and stagings have the methods, too
         weakref.finalize(self._methods, store.leave, self._member.id).atexit = False
 
@@ -271,6 +278,28 @@ class Model(Caller, AbstractContextManager["Model"]):
         ):
             return staged.commit(timeout=timeout)
 
+    async def aswap(self, path: Path, **options: Unpack[StageOptions]) -> SwapReceipt:
+        """As `swap`, for asyncio: the loop goes on meanwhile.
+
+        If the task is cancelled, the swap is given up, unless it commits just then; it has ended when the task has.
+        """
+        staging = AsyncStaging(self.stage, self._store.turns, path, options)
+        return await in_thread(staging.swap, staging.cancel)
+
+    @asynccontextmanager
+    async def astage(self, path: Path, **options: Unpack[StageOptions]) -> AsyncIterator[Staged]:
+        """`async with model.astage(path) as staged:` stages for asyncio; `await staged.acommit()` serves the weights.
+
+        Arguments and errors are those of `stage`. The block begins when they are staged and verified; its end, and a
+        task that is cancelled, gives up what was not committed.
+        """
+        staging = AsyncStaging(self.stage, self._store.turns, path, options)
+        staged = await in_thread(staging.stage, staging.cancel)
+        try:
+            yield staged
+        finally:
+            await in_thread(staged.discard)
+
     def rollback(self, *, by: str = "", busy: Busy = "refuse", timeout: float | None = LEASE_TIMEOUT) -> SwapReceipt:
         """Serve the previous weights again; a second rollback undoes the first. It is a commit of its own.
 
@@ -300,6 +329,8 @@ class Model(Caller, AbstractContextManager["Model"]):
         by: str = "watch",
         rate_limit: float | None = None,
         timeout: float | None = LEASE_TIMEOUT,
+        promote: Path | None = None,
+        policy: Policy = "newest",
     ) -> Watcher:
         """Swap in each new complete weight file of a directory, or of a URL's, in order, in a thread of its own.
 
@@ -316,6 +347,11 @@ class Model(Caller, AbstractContextManager["Model"]):
         only: as in `swap`; something must be served already.
         allow_nonfinite: True, or patterns of FQNs, for weights that may have NaN or infinities where those that are
           served have none. Other files with such weights are skipped.
+        promote: a place (`follow`) that is to say so of each file, before it is served here; what the place says is
+          served here, too, as by `follow`, and nothing that it has on hold or has withdrawn is taken. A watching that
+          begins again goes on after the last file that the place knows.
+        policy: when that is done: "newest", for whatever can be taken; "proven", for files whose recorded outputs were
+          reproduced. Others are skipped (Unproven).
         The other arguments are those of `swap`; another staging of the model is waited for.
 
         Files that are renamed into place are taken at the next look. One that is shorter than its header says is waited
@@ -349,12 +385,69 @@ class Model(Caller, AbstractContextManager["Model"]):
             timeout,
             patterns(ignore, "ignore") if ignore else (),
         )
-        watcher = Watcher(self, self._store, self._member, request, directory, interval, start, callback)
+        check_promotion_policy(policy)
+        promotion = None if promote is None else Promotion(DesiredPlace(promote), policy, by)
+        return self._watching(Watcher(self._subject(request), directory, interval, start, callback, promotion))
+
+    def follow(
+        self,
+        place: Path | DesiredPlace,
+        interval: float = 5.0,
+        *,
+        callback: Listener | None = None,
+        ignore: str | Sequence[str] = (),
+        keys: Keys | None = None,
+        allow_other_graph: bool = False,
+        verify: Mode = "goldens",
+        allow_nonfinite: bool | str | Sequence[str] = False,
+        by: str = "follow",
+        rate_limit: float | None = None,
+        timeout: float | None = LEASE_TIMEOUT,
+    ) -> Follower:
+        """Serve what a place says is desired, from now on, in a thread of its own; docs/desired.md.
+
+        All processes that follow one place serve the same weights one look, and one staging, after it was written;
+        what else was swapped in, or rolled back, by hand gives way at the next look. `wait()` of what is returned
+        waits for the first weights, `status` says what is desired and what is served.
+
+        place: a directory, or the URL of a folder, with a `desired.json` that `DesiredPlace`, `weightswap desired`,
+          `watch(promote=...)` or `publish(promote=...)` writes. It may come later.
+        by: for receipts, where the document does not say who has asked.
+        The other arguments are those of `watch`.
+
+        Weights that are refused change nothing: they are skipped until the place says something else, or the file
+        changes, and tried again, as by `watch`, where that may help. A model that serves nothing yet takes the last of
+        the history that it can. Where the place cannot be read ("unreachable"), damaged or older than what was read
+        before, what is served stays.
+
+        Raises Unsupported and MissingExtra; nothing afterwards.
+        """
+        self._check_open()
+        request = SwapRequest(
+            "",
+            keys,
+            allow_other_graph=allow_other_graph,
+            verify=verify,
+            allow_nonfinite=as_allowed(allow_nonfinite, self.artifact.manifest),
+            by=by,
+            rate_limit=rate_limit,
+            busy="wait",
+            timeout=timeout,
+            ignore=patterns(ignore, "ignore") if ignore else (),
+        )
+        opened = place if isinstance(place, DesiredPlace) else DesiredPlace(place)
+        return self._watching(Follower(self._subject(request), opened, interval, callback))
+
+    def _subject(self, request: SwapRequest) -> Subject:
+        return Subject(self, self._store, self._member, request)
+
+    def _watching(self, watching: W) -> W:
+        """Have `close` stop it."""
         with self._store.closing:
-            self._watchers = [*(each for each in self._watchers if each.alive), watcher]
+            self._watchers = [*(each for each in self._watchers if each.alive), watching]
         if self._closed:  # meanwhile
-            watcher.stop()
-        return watcher
+            watching.stop()
+        return watching
 
     def pin(self) -> Pinned:
         """`with model.pin() as session:` makes several calls on one version, whatever is committed meanwhile.

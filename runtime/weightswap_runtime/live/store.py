@@ -19,6 +19,7 @@ from weightswap_runtime.errors import (
     BaseMismatch,
     DeviceError,
     ModelFailed,
+    NothingToRollBack,
     OutOfMemory,
     Unsupported,
     is_of_device,
@@ -252,8 +253,19 @@ class Store:
             committed = self._residency.commit(candidate, timeout, check)
         return self._receipt(member, committed, before, contents, by)
 
-    def rollback(self, member: Member, by: str, wait: float | None, timeout: float | None) -> SwapReceipt:
+    @property
+    def previous_id(self) -> str | None:
+        """The id of the weights that a rollback leads to."""
+        previous = self._residency.previous
+        return previous.weights_id if previous else None
+
+    def rollback(
+        self, member: Member, by: str, wait: float | None, timeout: float | None, expect: str | None = None
+    ) -> SwapReceipt:
+        """Serve the previous weights. Raises NothingToRollBack, also where these are not those with the id `expect`."""
         with self._refusals(member, by, "rollback", "rollback"), self.turns.claimed(wait):
+            if expect is not None and self.previous_id != expect:
+                raise NothingToRollBack(f"the weights {expect[:12]} are not those that were served before")
             before, old = self._current_id, self.gate.current
             committed = self._residency.rollback(timeout)
             identity, left = committed.version.identity, old.identity.nonfinite if old else None
