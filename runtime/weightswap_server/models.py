@@ -21,6 +21,7 @@ from weightswap_runtime.format.signature import (
     input_leaves,
     leaves,
     parse_size,
+    size_at,
 )
 from weightswap_runtime.live.model import Model, engine_of
 from weightswap_runtime.live.pinned import Pinned
@@ -137,16 +138,9 @@ def _zeros(leaf: Leaf, sizes: Mapping[str, int]) -> Any:
     if isinstance(leaf, Literal):
         return leaf.content
     if isinstance(leaf, Integer):
-        return _size(leaf.value, sizes)
-    shape = tuple(_size(size, sizes) for size in leaf.shape)
+        return size_at(leaf.value, sizes)
+    shape = tuple(size_at(size, sizes) for size in leaf.shape)
     return TensorBytes(leaf.dtype, shape, memoryview(bytes(numpy_dtype(leaf.dtype).itemsize * math.prod(shape))))
-
-
-def _size(size: Size, sizes: Mapping[str, int]) -> int:
-    if isinstance(size, int):
-        return size
-    factor, dim, offset = parse_size(size)
-    return factor * sizes[dim] + offset
 
 
 def _integer_content(value: int) -> TensorBytes:
