@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from blake3 import blake3
@@ -15,7 +16,7 @@ from torch import nn
 from weightswap_runtime import Artifact
 from weightswap_runtime.errors import MOST_PRINTED, CheckpointError, RecordingError, WeightsMismatch, WeightswapError
 from weightswap_runtime.format.manifest import NamedTensor
-from weightswap_runtime.format.name_matching import KEYS_THEN_NAMES, NAMES, Match
+from weightswap_runtime.format.name_matching import KEYS_THEN_NAMES, NAMES, Match, by_fqn, by_key
 from weightswap_runtime.format.selection import patterns
 from weightswap_runtime.format.weight_file import Stamp, canonical_order, write_weight_file
 from weightswap_runtime.format.weight_set import GOLDENS_SUFFIX
@@ -25,6 +26,7 @@ from weightswap_runtime.staging.transforms import Transforms
 from weightswap_runtime.tensors.comparing import Tolerance
 
 from .adapter.tracing import Load
+from .capture.variants import Groups, base_alone
 from .checkpoints.casting import cast, casting, casts, requested
 from .checkpoints.choosing import choose_level
 from .checkpoints.kinds import check_kinds, kind_mismatch, model_problems
@@ -34,6 +36,7 @@ from .checkpoints.tensor import pieces
 from .checkpoints.through_model import load_into
 from .goldens.calls import Requested, wanted_goldens
 from .goldens.recording import Recording, goldens_first, record
+from .models.peft_layers import peft_base
 from .models.tensors import unwrapped
 
 Progress = Callable[[int, int], None]
@@ -118,6 +121,9 @@ def pack(
     opened = artifact if isinstance(artifact, Artifact) else Artifact.open(artifact)
     if load is not None and model is None:
         raise CheckpointError("`load` says how to load a checkpoint into `model`; give `model` too")
+    if opened.manifest.variants:  # whose names are those of the model within PEFT's
+        source = peft_base(source) if isinstance(source, nn.Module) else source
+        model = peft_base(model) if model is not None else None
     check_writable(out)
     place = _check_place(Path(out))
     record_from = recorder(model if model is not None else source, opened, goldens, tolerance)
@@ -158,11 +164,18 @@ def recorder(
             "goldens are recorded with the eager model, and a checkpoint is none: give the module that was exported as "
             "`model`, too, or as the source"
         )
-    model = unwrapped(model)
+    model = unwrapped(peft_base(model) if artifact.manifest.variants else model)
     if problems := model_problems(model, artifact):
         raise RecordingError(problems, "Record with the model that was exported.")
     methods = {name: name for name in artifact.methods}
-    return partial(record, model, wanted, artifact.manifest, artifact.constants(), methods)
+    groups = {group: [row.name for row in rows] for group, rows in artifact.manifest.variants.items()}
+    return partial(_record_base, model, groups, wanted, artifact.manifest, artifact.constants(), methods)
+
+
+def _record_base(model: nn.Module, groups: Groups, *given: Any) -> Recording:
+    """Goldens without variants, whatever the model has in their place."""
+    with base_alone(model, groups):
+        return record(model, *given)
 
 
 def pack_checkpoint(
@@ -181,7 +194,8 @@ def pack_checkpoint(
     """
     manifest = artifact.manifest
     wanted = requested(dtype, manifest)
-    readings = casting(NAMES if checkpoint.names else KEYS_THEN_NAMES, wanted, manifest)
+    names = (by_fqn, by_key) if manifest.variants else NAMES  # a module may be the base without PEFT's layers
+    readings = casting(names if checkpoint.names else KEYS_THEN_NAMES, wanted, manifest)
     try:
         level, match = choose_level(checkpoint, manifest, readings)
     except WeightsMismatch as error:

@@ -10,7 +10,7 @@ from types import MappingProxyType
 import torch
 from torch import nn
 
-from weightswap_exporter.models.peft_layers import check_active, unscaled
+from weightswap_exporter.models.peft_layers import check_active, check_whole, unscaled
 from weightswap_exporter.models.tensors import is_fake, named_parameters, named_tensors
 from weightswap_runtime.errors import CaptureError, ExportError
 from weightswap_runtime.format.manifest import METHOD_NAME, GraphInput, NamedTensor
@@ -40,6 +40,7 @@ def find_groups(model: nn.Module, declared: Declared | None) -> Groups:
                 raise ExportError(f"variants: {twice[0]} is in the groups {owner[twice[0]]!r} and {group!r}")
             groups[group] = list(dict.fromkeys([*groups.get(group, []), *matched]))
     check_active(model)
+    check_whole(model, owner)
     return groups
 
 

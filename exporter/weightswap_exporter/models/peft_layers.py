@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest import mock
@@ -11,6 +11,7 @@ from unittest import mock
 from torch import nn
 
 from weightswap_runtime.errors import CaptureError
+from weightswap_runtime.messages import listed
 
 _LOADED = "_hf_peft_config_loaded"
 
@@ -40,6 +41,14 @@ def check_active(model: nn.Module) -> None:
             raise CaptureError(f"{name}: PEFT applies {len(layer.active_adapters)} sets of its tensors, expected one")
         if getattr(layer, "use_dora", {}).get(layer.active_adapters[0]):
             raise CaptureError(f"{name}: uses DoRA, which depends on the base's values; LoRA alone can be variable")
+
+
+def check_whole(model: nn.Module, variable: Collection[str]) -> None:
+    """Raise CaptureError where a layer of PEFT's has tensors of its own that are not variable: no base has them."""
+    for name, layer in _layers(model).items():
+        own = [f"{name}.{key}" for key in layer.state_dict() if not key.startswith("base_layer.")]
+        if left := [fqn for fqn in own if fqn not in variable]:
+            raise CaptureError(f"variants: {listed(left)} would be of the base; declare all that PEFT has put in")
 
 
 @contextmanager

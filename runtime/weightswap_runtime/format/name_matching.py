@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from difflib import get_close_matches
+from itertools import chain
 from typing import Literal, NamedTuple
 
 from weightswap_runtime.errors import MOST_PRINTED, WeightsMismatch
@@ -91,9 +92,10 @@ class Reading(NamedTuple):
 
 
 def by_fqn(manifest: Manifest) -> Reading:
-    """Names are runtime FQNs. State and keys that the adapter ignores may be present."""
+    """Names are runtime FQNs. State, variants and keys that the adapter ignores may be present."""
     demands = tuple(Demand(weight, dict.fromkeys(weight.names, weight)) for weight in manifest.weights)
-    ignored = {name for tensor in manifest.state for name in tensor.names} | set(manifest.adapter.ignored)
+    others = (*manifest.state, *chain.from_iterable(manifest.variants.values()))
+    ignored = {name for tensor in others for name in tensor.names} | set(manifest.adapter.ignored)
     return Reading(demands, frozenset(ignored))
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 
@@ -28,12 +28,32 @@ _PREFIX = "base_model.model."
 _FQN = re.compile(r"(?P<module>.*)\.(?P<part>lora_(?:embedding_)?[AB])\.[^.]+(?P<weight>\.weight)?")
 _NO_PLACE = "the graph has no place for it"
 _OF_THE_BASE = "is of the base, whose weights are not a variant's: save_pretrained(..., save_embedding_layers=False)"
-_MOST_QUANTIFIERS = 3  # in a pattern of a configuration: more may take for ever
+_MOST_CHOICES = 3  # repetitions and groups in a pattern of a configuration: more may take for ever
+_MOST_ALTERNATIVES = 16
+_DECIDE_NOTHING = {  # how it was trained, and what the names and shapes of the file say again
+    "auto_mapping",
+    "base_model_name_or_path",
+    "eva_config",
+    "exclude_modules",
+    "fan_in_fan_out",
+    "inference_mode",
+    "layers_pattern",
+    "layers_to_transform",
+    "loftq_config",
+    "lora_dropout",
+    "megatron_config",
+    "megatron_core",
+    "peft_version",
+    "qalora_group_size",
+    "revision",
+    "target_modules",
+    "task_type",
+}
 _CHANGE_THE_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 
 
 class Config(msgspec.Struct, kw_only=True):
-    """What of `adapter_config.json` decides what a variant computes. Keys that are not here do not."""
+    """What of `adapter_config.json` decides what a variant computes."""
 
     peft_type: str
     r: int = 8
@@ -51,19 +71,22 @@ class Config(msgspec.Struct, kw_only=True):
     alora_invocation_tokens: list[int] | None = None
     layer_replication: list[list[int]] | None = None
 
-    def check(self, where: str) -> None:
-        """Raise Unsupported for what a graph with LoRA does not compute."""
+    def check(self, where: str, others: Iterable[str]) -> None:
+        """Raise Unsupported for what a graph with LoRA does not compute. others: the names of what else is set."""
         found = [f"peft_type {self.peft_type}"] if self.peft_type != "LORA" else []
         found += [f"bias {self.bias!r}"] if self.bias != "none" else []
         names = ("use_dora", "lora_bias", "modules_to_save", "trainable_token_indices", "target_parameters")
         found += [name for name in (*names, "alora_invocation_tokens", "layer_replication") if getattr(self, name)]
         if str(self.init_lora_weights).lower().startswith(_CHANGE_THE_BASE):
             found.append(f"init_lora_weights {self.init_lora_weights!r}, which changes the base")
+        found += sorted(set(others) - _DECIDE_NOTHING)
         if found:
             raise Unsupported(f"{where}: uses {listed(found)}; a variant is LoRA's A and B alone")
         for pattern in (*(self.rank_pattern or ()), *(self.alpha_pattern or ())):
-            if len(re.findall(r"[*+{]", pattern)) > _MOST_QUANTIFIERS:
-                raise Unsupported(f"{where}: the pattern {pattern!r} has more than {_MOST_QUANTIFIERS} repetitions")
+            choices = len(re.findall(r"[*+?{(]", pattern))
+            nested = re.search(r"\)[*+?{]", pattern)
+            if choices > _MOST_CHOICES or pattern.count("|") > _MOST_ALTERNATIVES or nested:
+                raise Unsupported(f"{where}: the pattern {pattern!r} may take for ever; name the modules instead")
 
     def rank(self, module: str) -> int:
         """The rank of a module, by its name in the base."""
@@ -96,14 +119,16 @@ def read_config(folder: Location) -> Config | None:
     if raw is None:
         return None
     try:
-        config = msgspec.json.decode(raw, type=Config)
+        given = msgspec.json.decode(raw, type=dict[str, Any])
+        config = msgspec.convert(given, Config)
         for pattern in (*(config.rank_pattern or ()), *(config.alpha_pattern or ())):
             re.compile(pattern)
     except (msgspec.MsgspecError, UnicodeError, RecursionError, re.error) as error:
         raise WeightFileError(f"{where}: is not a configuration of PEFT's ({error})") from error
     if not all(rank > 0 for rank in (config.r, *(config.rank_pattern or {}).values())):
         raise WeightFileError(f"{where}: has a rank below 1")
-    config.check(where)
+    known = set(Config.__struct_fields__)
+    config.check(where, (name for name, value in given.items() if value and name not in known))
     return config
 
 

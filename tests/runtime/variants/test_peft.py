@@ -105,7 +105,13 @@ def test_the_same_variant_has_the_same_id_wherever_it_comes_from(model: Model, f
         ({"r": "many"}, WeightFileError, "configuration"),
         ({"r": 5}, WeightsMismatch, "the configuration says rank 5"),
         ({"rank_pattern": {"(": 1}}, WeightFileError, "configuration"),
-        ({"rank_pattern": {"(a+)+(b+)+": 1}}, Unsupported, "repetitions"),
+        ({"rank_pattern": {"(a+)+(b+)+": 1}}, Unsupported, "for ever"),
+        ({"rank_pattern": {"(.+)+!": 1}}, Unsupported, "for ever"),
+        ({"alpha_pattern": {"(.|.)" * 30 + "!": 1}}, Unsupported, "for ever"),
+        ({"alpha_pattern": {".?" * 30 + "!": 1}}, Unsupported, "for ever"),
+        ({"alpha_pattern": {f"({'|'.join('.' * 99)})!": 1}}, Unsupported, "for ever"),
+        ({"use_qalora": True}, Unsupported, "use_qalora"),
+        ({"something_new": {"of": 1}}, Unsupported, "something_new"),
     ],
 )
 def test_configurations_that_the_graph_does_not_compute(

@@ -1,0 +1,43 @@
+"""Packing for artifacts with variants, and declarations that leave a part of PEFT's layers to the base."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support.adapters import Adapters, X, base, with_lora
+from weightswap_exporter import export, pack
+from weightswap_runtime import CaptureError, load
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Adapters:
+    return Adapters(tmp_path_factory.mktemp("variants"))
+
+
+def test_the_base_is_packed_from_whatever_has_it(files: Adapters, tmp_path: Path) -> None:
+    """The module before PEFT, what PEFT returns, the model within, and a file."""
+    tuned = with_lora(base(1))
+    sources: list[Any] = [base(1), tuned, tuned.get_base_model(), files.weights[1]]
+    for number, source in enumerate(sources):
+        pack(source, files.artifact, out=tmp_path / f"{number}.safetensors")
+    assert len({(tmp_path / f"{number}.safetensors").read_bytes() for number in range(len(sources))}) == 1
+
+
+def test_packed_goldens_are_of_the_base_alone(files: Adapters, tmp_path: Path) -> None:
+    tuned = with_lora(base(0), init_lora_weights=False)
+    before = tuned(X)
+    pack(tuned, files.artifact, out=tmp_path / "v1.safetensors", goldens=[(X,)])
+    assert torch.equal(tuned(X), before)
+    model = load(files.artifact, tmp_path / "v1.safetensors")
+    assert model.history[0].verified == "goldens"
+    assert torch.equal(model(X), files.expected(0, None))
+
+
+@pytest.mark.parametrize("pattern", ["*lora_B*", "first.lora_*"])
+def test_a_part_of_pefts_tensors_is_refused(pattern: str, tmp_path: Path) -> None:
+    with pytest.raises(CaptureError, match="declare all that PEFT has put in"):
+        export(with_lora(base(0)), (X,), out=tmp_path / "x.artifact", variants={"lora": pattern})
