@@ -61,7 +61,7 @@ class BoundReader:
         self._device = device
         self._arena = arena
 
-    def run(self, method: str, inputs: list[Any], state: Any = None) -> list[Any]:
+    def run(self, method: str, inputs: list[Any], state: Any = None, chosen: Any = None) -> list[Any]:
         size = self._arena.layout.nbytes
         if not isinstance(self._arena, DeviceArena):
             return [bytes(self._arena.fetch(0, size))]

@@ -96,7 +96,7 @@ class Probe:
         self.done: list[str] = []
         self._run = run
 
-    def run(self, method: str, inputs: list[Any], state: Any = None) -> list[Any]:
+    def run(self, method: str, inputs: list[Any], state: Any = None, chosen: Any = None) -> list[Any]:
         self.done.append("run without a state" if state is None else "run")
         self.inputs = inputs
         return self._run()

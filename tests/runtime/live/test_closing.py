@@ -154,7 +154,7 @@ def test_a_call_that_has_begun_goes_on(model: Model, monkeypatch: pytest.MonkeyP
     original = BoundTorch.run
     found = memories(model)
 
-    def run(bound: BoundTorch, method: str, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
+    def run(bound: BoundTorch, method: str, inputs: list[torch.Tensor], *others: None) -> list[torch.Tensor]:
         begun.set()
         closed.wait(60)
         assert not freed(found)
