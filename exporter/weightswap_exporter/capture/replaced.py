@@ -56,8 +56,8 @@ def check_seen(replaced: Collection[str], mutated: Collection[str]) -> None:
     """Raise CaptureError for tensors that were replaced without a trace in the program, whose changes are `mutated`."""
     if unseen := sorted(set(replaced) - set(mutated)):
         raise CaptureError(
-            f"a call replaces {listed(unseen)} in a way that no graph has, such as by .data or in _buffers; assign to "
-            "the attribute, or change the tensor in place"
+            f"a call replaces {listed(unseen)} in a way that no graph has: a parameter, by .data, or in _buffers. "
+            "Assign to a buffer's attribute, or change it in place"
         )
 
 
