@@ -24,6 +24,7 @@ from weightswap_runtime.format.manifest import (
     FORMAT_VERSION,
     MANIFEST_NAME,
     METHOD_NAME,
+    VARIANTS_VERSION,
     Generation,
     Manifest,
     Method,
@@ -45,9 +46,10 @@ from .adapter.recording import Recorded, record_adapter
 from .adapter.tracing import Checkpoint, Load
 from .capture.archive import graph_archive
 from .capture.capture import Captured, MethodSpec, capture, training_operators
-from .capture.classify import Tables, classify, overlapping
+from .capture.classify import Tables, classify, overlapping, renamed
 from .capture.decoders import decoder
 from .capture.describe import describe_method
+from .capture.variants import Declared, Groups, base_alone, find_groups
 from .checkpoints.example import example_checkpoint
 from .checkpoints.kinds import kinds_file
 from .engines.compiling import Tell, check_engines, engine_files, tell_nobody, try_engines, with_files, write_files
@@ -55,6 +57,7 @@ from .goldens.calls import Requested, Wanted, wanted_goldens
 from .goldens.recording import is_skeleton, record, record_inputs, weights_identity
 from .models import huggingface
 from .models.parts import kinds_of
+from .models.peft_layers import peft_base, unwrapped_layers
 from .models.tensors import check_separable, named_tensors, unwrapped
 
 _CALLER = 5  # warnings are attributed to the code that calls export()
@@ -73,6 +76,7 @@ def export(
     checkpoint: Checkpoint | str | os.PathLike[str] | None = None,
     goldens: Requested | None = None,
     tolerance: Tolerance | None = None,
+    variants: Declared | None = None,
     tell: Tell = tell_nobody,
 ) -> Artifact:
     """Capture a model's graphs, without its weights, into the folder `out`.
@@ -91,6 +95,8 @@ def export(
     and from the initial state, and is left as it was. Of a skeleton, which cannot be called, the inputs alone are
     recorded: a server tries whether every set of weights gives finite outputs to them.
     tolerance: `(rtol, atol)` for them; without it they are exact on the same kind of machine.
+    variants: parameters that each call chooses among sets that a server keeps side by side, as patterns by group, such
+    as {"lora": "*lora_*"}; see docs/variants.md. Goldens are of the base alone: these parameters are zeros.
     engines: what the graphs are also compiled for, as `compile_engines` does it later. tell: called with what is being
     done, in words.
 
@@ -103,14 +109,16 @@ def export(
     and RecordingError for goldens that cannot be recorded.
     """
     specs = _specs(args, kwargs, dynamic_shapes, methods)
+    plain = unwrapped(model)
     return _export(
-        unwrapped(model),
+        peft_base(plain) if variants else plain,
         specs,
         out,
         engines,
         load,
         checkpoint,
         wanted_goldens(goldens, tolerance, list(specs)),
+        variants=variants,
         tell=tell,
     )
 
@@ -123,17 +131,26 @@ def export_decoder(
     batch: int = 1,
     checkpoint: Checkpoint | str | os.PathLike[str] | None = None,
     engines: Sequence[str] = ("torch",),
+    variants: Declared | None = None,
     tell: Tell = tell_nobody,
 ) -> Artifact:
     """Capture a language model of transformers so that a server generates with it: `model.generate(...)`.
 
     model: with key-value caches, real or built under `skeleton()`. length: how many tokens, of a prompt and its answer
     together, a context holds. batch: how many sequences are generated side by side. Both are fixed. out, checkpoint,
-    engines, tell: as for `export`, whose errors it raises, too; Unsupported for a model that remembers something else.
+    engines, variants, tell: as for `export`, whose errors it raises, too; Unsupported for a model that remembers
+    something else.
     """
-    found = decoder(model, length, batch)
+    found = decoder(peft_base(model) if variants else model, length, batch)
     return _export(
-        found.model, found.methods, out, engines, checkpoint=checkpoint, generation=found.generation, tell=tell
+        found.model,
+        found.methods,
+        out,
+        engines,
+        checkpoint=checkpoint,
+        generation=found.generation,
+        variants=variants,
+        tell=tell,
     )
 
 
@@ -146,6 +163,7 @@ def _export(
     checkpoint: Checkpoint | str | os.PathLike[str] | None = None,
     wanted: Wanted | None = None,
     generation: Generation | None = None,
+    variants: Declared | None = None,
     tell: Tell = tell_nobody,
 ) -> Artifact:
     check_engines(engines)
@@ -153,9 +171,10 @@ def _export(
     path = _check_out(Path(out))
     check_separable(model)
     example = None if checkpoint is None else example_checkpoint(checkpoint)
-    with without_garbage_collection():
+    groups = find_groups(model, variants)
+    with without_garbage_collection(), base_alone(model, groups):
         tell(f"capturing {', '.join(specs)}")
-        manifest, files = _artifact(model, specs, load, example)
+        manifest, files = _artifact(model, specs, load, example, groups)
         manifest = msgspec.structs.replace(manifest, generation=generation)
         if wanted:
             recorded = _recorded(model, wanted, specs, manifest, files[CONSTANTS_NAME])
@@ -185,14 +204,18 @@ def _compiled_for(path: Path) -> set[str]:
 
 
 def _artifact(
-    model: nn.Module, specs: Mapping[str, MethodSpec], load: Load | None, checkpoint: Checkpoint | None
+    model: nn.Module,
+    specs: Mapping[str, MethodSpec],
+    load: Load | None,
+    checkpoint: Checkpoint | None,
+    groups: Groups,
 ) -> tuple[Manifest, dict[str, bytes]]:
     """The manifest, and the other files by name."""
     with huggingface.without_cache(model) if huggingface.is_pretrained(model) else nullcontext():
         captured = {name: capture(model, name, spec) for name, spec in specs.items()}
     _warn_of_training(captured)
     _warn_of_stored(captured)
-    tables = classify(model, captured)
+    tables = classify(model, captured, groups)
     if pairs := overlapping(named_tensors(model), tables.weights):
         text = "these weights share memory and are not one tensor, so that a swap sets them apart: "
         warnings.warn(text + "; ".join(pairs), stacklevel=_CALLER - 1)
@@ -209,8 +232,8 @@ def _artifact(
     files |= recorded.files | kinds_file(model)
     digests = {name: blake3(content).hexdigest() for name, content in sorted(files.items())}
     manifest = Manifest(
-        format_version=FORMAT_VERSION,
-        graph_id=graph_identity(described, tables.weights, tables.state, tables.constants, digests),
+        format_version=VARIANTS_VERSION if groups else FORMAT_VERSION,
+        graph_id=graph_identity(described, tables.weights, tables.state, tables.constants, digests, tables.variants),
         producer=Producer(weightswap=__version__, torch=str(torch.__version__)),
         device="cpu",
         methods=described,
@@ -219,6 +242,7 @@ def _artifact(
         constants=tables.constants,
         adapter=recorded.adapter,
         files=digests,
+        variants=tables.variants,
     )
     return manifest, files
 
@@ -269,10 +293,13 @@ def _specs(
 
 
 def _record(model: nn.Module, tables: Tables, load: Load | None, checkpoint: Checkpoint | None) -> Recorded:
-    if huggingface.is_pretrained(model) and not kinds_of(model):
-        load = load or huggingface.load
-        checkpoint = huggingface.checkpoint(model) if checkpoint is None else checkpoint
-    recorded = record_adapter(model, tables, load=load, checkpoint=checkpoint)
+    # a checkpoint is the base's, which knows nothing of PEFT's layers
+    with unwrapped_layers(model if tables.variants else nn.Identity()) as prefixes:
+        if huggingface.is_pretrained(model) and not kinds_of(model):
+            load = load or huggingface.load
+            checkpoint = huggingface.checkpoint(model) if checkpoint is None else checkpoint
+        recorded = record_adapter(model, tables.without(prefixes), load=load, checkpoint=checkpoint)
+    recorded = recorded.renamed({renamed(row.name, prefixes): row.name for row in tables.weights})
     for text in recorded.warnings:
         warnings.warn(text, stacklevel=_CALLER)
     return recorded

@@ -46,6 +46,8 @@ class Packed:
     level: where in the checkpoint the weights were, such as `model`; empty for its top. ignored: keys there that are no
     weights (state, extra state), those that lack the prefix, and those that `ignore=` has matched. cast: a dtype of the
     checkpoint -> the weights that were cast from it. goldens: how many cases were recorded, in the file beside it.
+    promoted: the revision of the desired state that named it then; None where none was to. refusal: why it was not
+    promoted, as `publish(promote=)` has asked for; empty otherwise.
     """
 
     path: Path
@@ -57,6 +59,8 @@ class Packed:
     level: str
     cast: dict[str, list[str]]
     goldens: int = 0
+    promoted: int | None = None
+    refusal: str = ""
 
 
 def pack(

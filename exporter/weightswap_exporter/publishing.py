@@ -16,9 +16,11 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from weightswap_runtime import Artifact
-from weightswap_runtime.errors import CheckpointError, PublishTimeout, text_of
+from weightswap_runtime import Artifact, DesiredPlace, load
+from weightswap_runtime.desired.place import Known
+from weightswap_runtime.errors import CheckpointError, PublishTimeout, WeightswapError, text_of
 from weightswap_runtime.format.weight_file import Stamp
+from weightswap_runtime.live.watching.promotion import Policy, check_promotion_policy, check_proven
 from weightswap_runtime.sources.atomic import remove_abandoned
 from weightswap_runtime.sources.location import check_writable, fixed
 from weightswap_runtime.tensors.comparing import Tolerance
@@ -75,6 +77,9 @@ def publish(
     dtype: torch.dtype | str | None = None,
     goldens: Requested | None = None,
     tolerance: Tolerance | None = None,
+    promote: str | os.PathLike[str] | None = None,
+    policy: Policy = "newest",
+    by: str = "publish",
 ) -> Publication:
     """Write a live model's weights into a directory, in the background; the training may go on at once.
 
@@ -87,6 +92,12 @@ def publish(
     step: 0 to 999,999,999; it becomes the label `step`, beside `labels`. dtype: as in `pack()`. goldens, tolerance: as
     in `pack()`, recorded with this model, in the mode that it is in, before this returns: it must be on the CPU, and as
     it was exported (`model.eval()`). They lie beside the file before that appears.
+
+    promote: a place (`DesiredPlace`) that is then to name the file as what a service should serve. policy: "newest"
+    does so as soon as it is there, as servers look at weights before they take them; "proven" loads it first, as a
+    server would, and asks that recorded outputs were reproduced, and that all is finite. by: who says so, in the
+    document. A refusal (a hold, weights that were withdrawn, Unproven, a place that is away) is logged and in
+    `Packed.refusal`; the file stays.
 
     At most one copy in a process waits or is being written: a further call waits until that one is written, from
     whichever thread it comes. Files therefore appear in the order in which their weights were copied. The end of the
@@ -107,6 +118,8 @@ def publish(
             f"labels: step={given['step']!r} contradicts step={step}; leave the label out, it is made of `step`"
         )
     check_writable(directory)
+    check_promotion_policy(policy)
+    promotion = None if promote is None else _Promotion(DesiredPlace(promote), policy, by)
     opened = artifact if isinstance(artifact, Artifact) else Artifact.open(artifact)
     requested(dtype, opened.manifest)
     record_from = recorder(model, opened, goldens, tolerance)
@@ -122,9 +135,36 @@ def publish(
             step=step,
             labels=given,
             dtype=dtype,
+            promotion=promotion,
         ),
     )
     return publication
+
+
+class _Promotion(NamedTuple):
+    """Where a file is named once it is there, when, and who says so."""
+
+    place: DesiredPlace
+    policy: Policy
+    by: str
+
+    def of(self, packed: Packed, artifact: Artifact) -> Packed:
+        """What was packed, with the revision that names it, or why none does."""
+        try:
+            if self.policy == "proven":
+                _prove(packed, artifact)
+            known = Known(packed.weights_id, packed.graph_id, packed.labels)
+            state = self.place.promote(packed.path, known=known, by=self.by, why=self.policy)
+        except WeightswapError as error:
+            _log.warning("%s was not promoted: %s: %s", packed.path, type(error).__name__, text_of(error))
+            return replace(packed, refusal=f"{type(error).__name__}: {error}")
+        return replace(packed, promoted=state.revision)
+
+
+def _prove(packed: Packed, artifact: Artifact) -> None:
+    """Raise what a server would raise, and Unproven."""
+    with load(artifact, packed.path, residency="single", allow_nonfinite=False) as model:
+        check_proven(str(packed.path), model.history[-1].verified, list(model.history[-1].nonfinite))
 
 
 class _Snapshot(NamedTuple):
@@ -163,6 +203,7 @@ def _write(
     step: int,
     labels: Mapping[str, str],
     dtype: torch.dtype | str | None,
+    promotion: _Promotion | None,
 ) -> Packed:
     def place(stamp: Stamp) -> Path:
         return directory / f"{stem}-{stamp.weights_id[:ID_LETTERS]}.safetensors"
@@ -175,6 +216,8 @@ def _write(
     # goldens of the same weights, which the name tells, stay
     with goldens_first(place, recording) if recording else nullcontext(place) as rename:
         packed = pack_checkpoint(checkpoint, artifact, out, labels=labels, dtype=dtype, rename=rename)
+    if promotion is not None:
+        packed = promotion.of(packed, artifact)
     return replace(packed, path=given / packed.path.name, goldens=len(recording.cases) if recording else 0)
 
 

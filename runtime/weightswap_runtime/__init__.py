@@ -1,6 +1,8 @@
 """weightswap, the server's side: put any checkpoint of an exported architecture behind its graph, live."""
 
 from ._version import __version__
+from .desired.document import DesiredState, DesiredWeights, Hold
+from .desired.place import DesiredPlace
 from .errors import (
     AccessDenied,
     ArtifactError,
@@ -14,6 +16,8 @@ from .errors import (
     ContextFileError,
     ContextMismatch,
     DamagedFile,
+    DesiredDamaged,
+    DesiredError,
     DeviceError,
     DigestMismatch,
     ExportError,
@@ -21,6 +25,7 @@ from .errors import (
     GoldenMismatch,
     GoldensError,
     GraphMismatch,
+    Held,
     InputMismatch,
     LeaseTimeout,
     MissingExtra,
@@ -35,17 +40,22 @@ from .errors import (
     PublishTimeout,
     RecipeError,
     RecordingError,
+    RevisionConflict,
     StageCancelled,
     StageClosed,
     StageTimeout,
     StagingBusy,
     StaleContext,
+    StaleVariant,
     Superseded,
     SwapError,
     TruncatedFile,
     UnexpectedWeights,
     UnknownMethod,
+    UnknownVariant,
+    Unproven,
     Unsupported,
+    VariantsBusy,
     WeightFileError,
     WeightsMismatch,
     WeightswapError,
@@ -60,10 +70,12 @@ from .live.pinned import Pinned
 from .live.receipt import SwapReceipt
 from .live.staged import Staged
 from .live.token_stream import TokenStream
+from .live.watching.follower import Follower, FollowStatus
 from .live.watching.watcher import Watcher
 from .staging.delta_writing import Delta, write_delta
 from .staging.read_weights import read_weights
 from .threads.job import Progress
+from .variants.resident import VariantReceipt
 
 __all__ = [
     "AccessDenied",
@@ -81,14 +93,23 @@ __all__ = [
     "ContextMismatch",
     "DamagedFile",
     "Delta",
+    "DesiredDamaged",
+    "DesiredError",
+    "DesiredPlace",
+    "DesiredState",
+    "DesiredWeights",
     "DeviceError",
     "DigestMismatch",
     "Event",
     "ExportError",
+    "FollowStatus",
+    "Follower",
     "FormatVersionError",
     "GoldenMismatch",
     "GoldensError",
     "GraphMismatch",
+    "Held",
+    "Hold",
     "InputMismatch",
     "LeaseTimeout",
     "MissingExtra",
@@ -106,12 +127,14 @@ __all__ = [
     "PublishTimeout",
     "RecipeError",
     "RecordingError",
+    "RevisionConflict",
     "StageCancelled",
     "StageClosed",
     "StageTimeout",
     "Staged",
     "StagingBusy",
     "StaleContext",
+    "StaleVariant",
     "Superseded",
     "SwapError",
     "SwapReceipt",
@@ -119,7 +142,11 @@ __all__ = [
     "TruncatedFile",
     "UnexpectedWeights",
     "UnknownMethod",
+    "UnknownVariant",
+    "Unproven",
     "Unsupported",
+    "VariantReceipt",
+    "VariantsBusy",
     "Watcher",
     "WeightFile",
     "WeightFileError",

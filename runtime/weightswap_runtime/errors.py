@@ -21,7 +21,7 @@ WeightswapError
 |   |-- StagingBusy            another staging is open
 |   |-- StageClosed            already committed or discarded
 |   |-- StageCancelled         somebody has cancelled the staging
-|   |-- Superseded             a watched directory: later weights were taken, or these were rolled back
+|   |-- Superseded             later weights were taken, or these were rolled back
 |   |-- StageTimeout           a staging in the background has not ended yet
 |   |-- LeaseTimeout           calls or pins still hold the memory that must be written
 |   `-- NothingToRollBack      no previous weights are kept
@@ -36,6 +36,11 @@ WeightswapError
 |   |-- ContextMismatch        it is of another model, or of other weights
 |   `-- PinReleased            the session was used after its `with` block
 |-- ContextFileError           a saved context is damaged, or no such file
+|-- DesiredError               a desired state cannot be read or written; it is as it was
+|   |-- DesiredDamaged         its document is torn, of another version, or none
+|   |-- RevisionConflict       somebody else has written it since it was read
+|   |-- Held                   it is on hold: nothing is promoted until it is released
+|   `-- Unproven               weights that no recorded calls have proven are not promoted
 |-- ModelFailed                an in-place commit broke off; swap or roll back to revive
 |-- ModelClosed                the model was closed
 |-- MissingExtra               an optional dependency is not installed
@@ -173,6 +178,10 @@ class StagingBusy(SwapError):
     """Another staging of this model is open."""
 
 
+class VariantsBusy(SwapError):
+    """Calls use all variants of a group, so that none can make room for another."""
+
+
 class StageClosed(SwapError):
     """This staging was already committed or discarded."""
 
@@ -182,7 +191,7 @@ class StageCancelled(SwapError):
 
 
 class Superseded(SwapError):
-    """A file of a watched directory is not taken: a later one was, or its weights were served and rolled back."""
+    """Weights are not taken, or promoted, again: later ones were, or they were served and rolled back."""
 
 
 class StageTimeout(SwapError, TimeoutError):
@@ -229,6 +238,18 @@ class StaleContext(CallError):
         )
 
 
+class UnknownVariant(CallError, LookupError):
+    """A variant that is not resident, or of a group that the artifact does not declare."""
+
+
+class StaleVariant(CallError):
+    """A variant goes with other weights than those that would answer."""
+
+    def __init__(self, variant: str, base: str, served: str) -> None:
+        self.variant, self.base, self.served = brief(variant), brief(base), brief(served)
+        super().__init__(f"{self.variant} goes with the weights {self.base}, and {self.served} would answer now")
+
+
 class ContextBusy(CallError):
     """Another call is using the context; each caller needs one of its own."""
 
@@ -247,6 +268,26 @@ class ContextMismatch(CallError):
 
 class ContextFileError(WeightswapError):
     """The file is not one that `Context.save()` wrote, or its content is not what was saved."""
+
+
+class DesiredError(WeightswapError):
+    """A desired state cannot be read or written; it is as it was, and so is what is served."""
+
+
+class DesiredDamaged(DesiredError):
+    """What lies where a desired state should is none: torn, of another format version, or something else."""
+
+
+class RevisionConflict(DesiredError):
+    """A desired state was written by somebody else since it was read; read it again, and decide again."""
+
+
+class Held(DesiredError):
+    """A desired state is on hold: nothing is promoted until it is released."""
+
+
+class Unproven(DesiredError):
+    """Weights are not promoted, as no recorded calls have proven them, or as they are not finite."""
 
 
 class ModelFailed(WeightswapError):
@@ -343,6 +384,8 @@ __all__ = [
     "ContextFileError",
     "ContextMismatch",
     "DamagedFile",
+    "DesiredDamaged",
+    "DesiredError",
     "DeviceError",
     "DigestMismatch",
     "ExportError",
@@ -350,6 +393,7 @@ __all__ = [
     "GoldenMismatch",
     "GoldensError",
     "GraphMismatch",
+    "Held",
     "InputMismatch",
     "LeaseTimeout",
     "MissingExtra",
@@ -364,6 +408,7 @@ __all__ = [
     "PublishTimeout",
     "RecipeError",
     "RecordingError",
+    "RevisionConflict",
     "StageCancelled",
     "StageClosed",
     "StageTimeout",
@@ -374,6 +419,7 @@ __all__ = [
     "TruncatedFile",
     "UnexpectedWeights",
     "UnknownMethod",
+    "Unproven",
     "Unsupported",
     "WeightFileError",
     "WeightsMismatch",

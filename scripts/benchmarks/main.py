@@ -30,7 +30,9 @@ NAMED = (
     "cuda",
     "diff",
     "state",
+    "variants",
     "generate",
+    "serve",
 )  # parts of `engines`, and what is asked for
 GROUPS = (*ALL, *NAMED)
 WIDTH = 200  # columns of a table that goes to no terminal

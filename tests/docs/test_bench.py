@@ -16,7 +16,7 @@ from tests.support import warm
 
 BENCHMARKS = ROOT / "scripts" / "benchmarks"
 MAIN = "import main\nsys.exit(main.main())"
-LONGER = ("update", "call", "diff", "generate")
+LONGER = ("serve", "update", "call", "diff", "generate")
 FACTS = {"cpu", "cores", "memory_gb", "kernel", "python", "torch", "weightswap", "date"}
 
 
@@ -109,6 +109,8 @@ def test_each_subject_is_compared_with_its_peers(measured: Measure, group: str, 
         ("update", "cancel of a staging", "p99", "at most", 50),
         ("update", "swap of a delta, 4.", "ratio", "at most", 0.05),
         ("call", "model(x) minus bare graph", "median", "at most", 20),
+        ("serve", "tritonclient.http, binary, 1 client", "median", "at most", 0.8),
+        ("serve", "tritonclient.grpc, binary, 1 client", "median", "at most", 1.0),
     ),
 )
 def test_goals_are_judged(measured: Measure, group: str, what: str, figure: str, sense: str, limit: float) -> None:

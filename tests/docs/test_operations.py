@@ -10,7 +10,7 @@ from tests.support.pages import page, python
 
 def test_the_page_on_operations(tmp_path: Path) -> None:
     text = page("operations")
-    build, serve, canary, watch = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    build, serve, canary, watch, asynchronous = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
     assert python(tmp_path, build) == "296 of 258600 bytes change\n"
     said = python(tmp_path, serve).splitlines()
     assert re.fullmatch(
@@ -23,6 +23,7 @@ def test_the_page_on_operations(tmp_path: Path) -> None:
     seen = python(tmp_path, watch)
     assert f"committed for watch: {tmp_path}/outbox/v2.safetensors" in seen
     assert 'weightswap_swaps_total{kind="full",model="tagger",outcome="committed"} 1.0' in seen
+    assert python(tmp_path, asynchronous) == "torch.Size([3, 10]) 2\n"
     metrics = set(re.findall(r"`(weightswap_\w+)`", text))
     assert [name for name in metrics if name not in seen] == []
 

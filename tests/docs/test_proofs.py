@@ -19,8 +19,8 @@ def test_what_it_names_is_there() -> None:
 
 
 def test_each_promise_has_a_proof() -> None:
-    _, *parts = re.split(r"^\*\*(\d)\. ", PAGE.partition("## The pages")[0], flags=re.MULTILINE)
-    assert parts[::2] == list("123456789")
+    _, *parts = re.split(r"^\*\*(\d+)\. ", PAGE.partition("## The pages")[0], flags=re.MULTILINE)
+    assert parts[::2] == [str(number) for number in range(1, 11)]
     assert all("/test_" in part for part in parts[1::2])
 
 

@@ -1,4 +1,4 @@
-"""A follower at work: a directory, a model, and a clock that the tests turn."""
+"""An intake at work: a directory, a model, and a clock that the tests turn."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from weightswap_runtime import (
     write_delta,
 )
 from weightswap_runtime.live.watching.directory import Entry, open_directory
-from weightswap_runtime.live.watching.follower import Follower, Start
+from weightswap_runtime.live.watching.intake import Intake, Start
 
 INTERVAL = 5.0
 
@@ -29,7 +29,7 @@ def in_place(path: Path, content: bytes) -> None:
 
 
 class Desk:
-    """A directory, the model behind which its files are put, and a clock. It is the follower's target."""
+    """A directory, the model behind which its files are put, and a clock. It is the intake's target."""
 
     def __init__(self, tiny: TinyArtifact, folder: Path) -> None:
         self.tiny = tiny
@@ -47,7 +47,7 @@ class Desk:
         self.follow("newest")
 
     def follow(self, start: Start) -> None:
-        self.follower = Follower(str(self.folder), self._list, INTERVAL, start, lambda: self.now)
+        self.intake = Intake(str(self.folder), self._list, INTERVAL, start, lambda: self.now)
 
     def _list(self) -> list[Entry]:
         self.listings += 1
@@ -79,7 +79,7 @@ class Desk:
 
     def look(self, after: float = INTERVAL) -> float:
         self.now += after
-        return self.follower.look(self)
+        return self.intake.look(self)
 
     def write(self, name: str, seed: int) -> Path:
         """Renamed into place, as weightswap writes files."""

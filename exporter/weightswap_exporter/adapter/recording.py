@@ -37,6 +37,11 @@ class Recorded(NamedTuple):
     files: dict[str, bytes]
     warnings: tuple[str, ...]
 
+    def renamed(self, names: Mapping[str, str]) -> Recorded:
+        """The same for weights of other names."""
+        sources = tuple(structs.replace(source, weight=names[source.weight]) for source in self.adapter.sources)
+        return self._replace(adapter=structs.replace(self.adapter, sources=sources))
+
 
 def record_adapter(
     model: nn.Module, tables: Tables, *, load: Load | None = None, checkpoint: Checkpoint | None = None
@@ -51,7 +56,7 @@ def record_adapter(
     cannot be recorded: that is a warning, and checkpoints have to be packed. Raises CaptureError.
     """
     own = load is None and checkpoint is None
-    known = {name for row in (*tables.weights, *tables.state) for name in row.names}
+    known = tables.loaded
     identities: dict[str, Loaded] = {}
     try:
         if checkpoint is None:

@@ -29,6 +29,7 @@ from weightswap_runtime.tensors.torch_tensors import tensor_bytes
 
 from .capture import Captured
 from .document_check import is_path
+from .variants import NO_GROUPS, Groups, check_variable, grouped
 
 
 class Tables(NamedTuple):
@@ -39,16 +40,38 @@ class Tables(NamedTuple):
     constants: tuple[NamedTensor, ...]
     inputs: dict[str, tuple[GraphInput, ...]]
     values: dict[str, torch.Tensor]
+    variants: dict[str, tuple[NamedTensor, ...]]
+
+    @property
+    def loaded(self) -> set[str]:
+        """The FQNs of everything that loading code may write to."""
+        variable = (row for rows in self.variants.values() for row in rows)
+        return {name for row in (*self.weights, *self.state, *variable) for name in row.names}
+
+    def without(self, prefixes: Mapping[str, str]) -> Tables:
+        """The tables with other prefixes of weights' FQNs."""
+        if not prefixes:
+            return self
+        weights = tuple(
+            msgspec.structs.replace(
+                row, name=renamed(row.name, prefixes), aliases=tuple(renamed(name, prefixes) for name in row.aliases)
+            )
+            for row in self.weights
+        )
+        return self._replace(weights=weights)
 
 
-def classify(model: nn.Module, captured: Mapping[str, Captured]) -> Tables:
+def classify(model: nn.Module, captured: Mapping[str, Captured], variants: Groups = NO_GROUPS) -> Tables:
     """Sort every parameter and buffer, in the order of registration; tied ones are one row under the first FQN.
+
+    variants: the FQNs that calls choose, by group.
 
     Raises CaptureError for tensors that cannot be captured.
     """
     mutated = frozenset(fqn for method in captured.values() for fqn in method.mutated)
+    variable = frozenset(fqn for fqns in variants.values() for fqn in fqns)
     for method in captured.values():
-        _drop_unused(method.program, mutated)
+        _drop_unused(method.program, mutated | variable)
     tensors = named_tensors(model)
     parameters = named_parameters(model)
     lasting = parameters | persistent_buffers(model)
@@ -56,11 +79,14 @@ def classify(model: nn.Module, captured: Mapping[str, Captured]) -> Tables:
     for fqn, tensor in tensors.items():
         groups.setdefault(tie_key(tensor), []).append(fqn)
     kinds: dict[str, str] = {}
-    rows: dict[str, list[NamedTensor]] = {"weight": [], "state": [], "constant": []}
+    rows: dict[str, list[NamedTensor]] = {"weight": [], "state": [], "constant": [], "variant": []}
     for fqns in groups.values():
         kind = "state" if mutated.intersection(fqns) else "weight" if lasting.intersection(fqns) else "constant"
         if kind == "state" and (shared := sorted(set(fqns).intersection(parameters))):
             raise CaptureError(f"a call changes {', '.join(fqns)}, and {', '.join(shared)} is a parameter")
+        if variable.intersection(fqns):
+            check_variable(fqns, kind, variants)
+            kind = "variant"
         rows[kind].append(_row(fqns, tensors[fqns[0]]))
         kinds |= dict.fromkeys(fqns, kind)
     values = {row.name: tensors[row.name].detach() for kind in ("state", "constant") for row in rows[kind]}
@@ -76,14 +102,20 @@ def classify(model: nn.Module, captured: Mapping[str, Captured]) -> Tables:
     _check_state(values, rows["state"], rows["constant"])
     _check_overlaps(values, {row.name: tensors[row.name] for row in rows["weight"]})
     state = tuple(msgspec.structs.replace(row, zero=not _has_bits(values[row.name])) for row in rows["state"])
-    return Tables(tuple(rows["weight"]), state, tuple(rows["constant"]), inputs, values)
+    chosen = grouped(rows["variant"], variants, inputs)
+    return Tables(tuple(rows["weight"]), state, tuple(rows["constant"]), inputs, values, chosen)
 
 
-def _drop_unused(program: ExportedProgram, state: frozenset[str]) -> None:
-    """Take from a graph the state that it does not look at: its calls then need none."""
+def renamed(fqn: str, prefixes: Mapping[str, str]) -> str:
+    """An FQN with another prefix, where it has one of these."""
+    return next((new + fqn.removeprefix(old) for old, new in prefixes.items() if fqn.startswith(old)), fqn)
+
+
+def _drop_unused(program: ExportedProgram, names: frozenset[str]) -> None:
+    """Take from a graph the state and what is variable that it does not look at: its calls then need none."""
     specs = program.graph_signature.input_specs
     for node, spec in zip(program.graph.find_nodes(op="placeholder"), list(specs), strict=True):
-        if spec.target in state and not node.users:
+        if spec.target in names and not node.users:
             program.graph.erase_node(node)
             specs.remove(spec)
     program.graph_module.recompile()

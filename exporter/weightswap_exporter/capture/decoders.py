@@ -94,7 +94,7 @@ def _generation(owner: Any, length: int, batch: int) -> Generation:
     settings = owner.generation_config
     ends = settings.eos_token_id
     ends = [] if ends is None else [ends] if isinstance(ends, int) else list(ends)
-    vocabulary = owner.get_input_embeddings().num_embeddings
+    vocabulary = owner.get_input_embeddings().weight.shape[0]
     pad = next((token for token in (settings.pad_token_id, *ends) if token in range(vocabulary)), 0)
     return Generation(length=length, batch=batch, vocabulary=vocabulary, ends=tuple(ends), pad=pad)
 

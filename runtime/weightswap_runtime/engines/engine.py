@@ -38,13 +38,20 @@ class State(Protocol):
         ...
 
 
+class Chosen(Protocol):
+    """The tensors of the variants that one call has chosen, for one engine. Nothing writes to them."""
+
+
 class Bound(Protocol):
     """An engine bound to one arena, for good."""
 
-    def run(self, method: str, inputs: list[Any], state: State | None = None) -> list[Any]:
+    def run(
+        self, method: str, inputs: list[Any], state: State | None = None, chosen: Chosen | None = None
+    ) -> list[Any]:
         """Flat inputs to flat outputs. No output shares memory with the arena, the state or the constants.
 
-        state: what the call reads and changes; None: a copy of the initial state, which is dropped.
+        state: what the call reads and changes; None: a copy of the initial state, which is dropped. chosen: the
+        variants that it reads; None: zeros.
         """
         ...
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import NamedTuple
 
 import msgspec
@@ -23,16 +24,29 @@ from .weight_file import METADATA_KEY, canonical_order, render_stamped, write_te
 FORMAT_VERSION = 1
 
 
+class MadeWith(NamedTuple):
+    """What a state was made with: the id of the weights, None for none yet, and those of variants by group."""
+
+    weights_id: str | None
+    variants: Mapping[str, str] = MappingProxyType({})
+
+    def __str__(self) -> str:
+        chosen = ", ".join(f"{group} {found}" for group, found in sorted(self.variants.items()))
+        return f"{self.weights_id} with {chosen}" if chosen else str(self.weights_id)
+
+
 class ContextStamp(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What a file says of itself. `weights_id` is of the weights that the state was made with; None: with none yet.
 
-    `digests` are those of the tensors by name.
+    `variants` are the ids of those that were chosen with them, by group; absent where none was. `digests` are those of
+    the tensors by name.
     """
 
     context_version: int
     graph_id: str
     weights_id: str | None
     digests: dict[str, str]
+    variants: dict[str, str] | msgspec.UnsetType = msgspec.UNSET
 
 
 class SavedContext(NamedTuple):
@@ -65,7 +79,7 @@ def write_context(
     rows: Sequence[NamedTensor],
     content: Callable[[str], TensorBytes],
     graph_id: str,
-    weights_id: str | None,
+    made_with: MadeWith,
 ) -> None:
     """Write a context; it appears under `path` whole or not at all. One tensor is copied at a time.
 
@@ -78,7 +92,11 @@ def write_context(
 
     def header(digests: Mapping[str, str]) -> bytes:
         stamp = ContextStamp(
-            context_version=FORMAT_VERSION, graph_id=graph_id, weights_id=weights_id, digests=dict(digests)
+            context_version=FORMAT_VERSION,
+            graph_id=graph_id,
+            weights_id=made_with.weights_id,
+            digests=dict(digests),
+            variants=dict(made_with.variants) or msgspec.UNSET,
         )
         return render_stamped(ranges, METADATA_KEY, stamp, {})
 

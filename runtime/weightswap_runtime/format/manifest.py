@@ -21,6 +21,7 @@ from .signature import Literal as LiteralLeaf
 from .weight_file import TensorRow
 
 FORMAT_VERSION = 1
+VARIANTS_VERSION = 2  # of artifacts that declare variants
 MANIFEST_NAME = "manifest.json"
 CONSTANTS_NAME = "constants.safetensors"
 ADAPTER_NAME = "adapter.pt2"
@@ -37,7 +38,7 @@ class _ManifestPart(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 class GraphInput(_ManifestPart, frozen=True, array_like=True):
     """One flat input of a graph, in order: a named tensor, or a user's input (`name` is then its place, for people)."""
 
-    kind: Literal["weight", "state", "constant", "input"]
+    kind: Literal["weight", "state", "constant", "input", "variant"]
     name: str
 
 
@@ -139,8 +140,11 @@ class Generation(_ManifestPart, frozen=True):
     pad: int
 
 
-class Manifest(_ManifestPart, frozen=True):
-    """The whole document. `files` maps each file of the artifact to its BLAKE3 digest."""
+class Manifest(_ManifestPart, frozen=True, omit_defaults=True):
+    """The whole document. `files` maps each file of the artifact to its BLAKE3 digest.
+
+    `variants`: by group, the tensors that a call chooses among resident sets; zeros where it chooses none.
+    """
 
     format_version: int
     graph_id: str
@@ -153,6 +157,12 @@ class Manifest(_ManifestPart, frozen=True):
     adapter: Adapter
     files: dict[str, str]
     generation: Generation | None = None
+    variants: dict[str, tuple[NamedTensor, ...]] = {}
+
+    @property
+    def variable(self) -> tuple[NamedTensor, ...]:
+        """The tensors of all groups of variants."""
+        return tuple(row for rows in self.variants.values() for row in rows)
 
     @property
     def total_bytes(self) -> int:
@@ -166,14 +176,16 @@ def graph_identity(
     state: tuple[NamedTensor, ...],
     constants: tuple[NamedTensor, ...],
     files: dict[str, str],
+    variants: dict[str, tuple[NamedTensor, ...]] | None = None,
 ) -> str:
     """The graph id: BLAKE3 of everything but the weights that decides an output.
 
-    That is the methods, the tables of weights, state and constants, and the bytes of graphs and constants. How a
-    checkpoint becomes weights (the adapter) and engines built from the graphs are not part of it.
+    That is the methods, the tables of weights, state, constants and variants, and the bytes of graphs and constants.
+    How a checkpoint becomes weights (the adapter) and engines built from the graphs are not part of it.
     """
     names = sorted({method.graph for method in methods.values()} | {CONSTANTS_NAME})
     document = [methods, weights, state, constants, {name: files.get(name) for name in names}]
+    document += [variants] if variants else []
     return blake3(msgspec.json.encode(document, order="sorted")).hexdigest()
 
 
@@ -187,9 +199,9 @@ def decode_manifest(raw: bytes, where: str) -> Manifest:
     advice = "Export the artifact again, or copy it again."
     try:
         version = msgspec.json.decode(raw, type=dict[str, Any]).get("format_version")
-        if type(version) is int and version != FORMAT_VERSION:
+        if type(version) is int and version not in (FORMAT_VERSION, VARIANTS_VERSION):
             raise FormatVersionError(
-                f"{where}: format version {version}; this runtime reads {FORMAT_VERSION}. "
+                f"{where}: format version {version}; this runtime reads {FORMAT_VERSION} and {VARIANTS_VERSION}. "
                 f"Install the weightswap that wrote it, or export again."
             )
         manifest = msgspec.json.decode(raw, type=Manifest)
@@ -214,7 +226,14 @@ def _problems(manifest: Manifest) -> Iterator[str]:
         yield f"it generates {found.batch} rows of {found.length} of {found.vocabulary} tokens, padded with {found.pad}"
     if found and not {"prefill", "decode"} <= manifest.methods.keys():
         yield "it has no methods that generate"
-    actual = graph_identity(manifest.methods, manifest.weights, manifest.state, manifest.constants, manifest.files)
+    if bool(manifest.variants) != (manifest.format_version == VARIANTS_VERSION):
+        yield f"artifacts of format version {manifest.format_version} declare variants or not, and this is otherwise"
+    yield from (
+        f"the group {name!r} of variants has no tensors" for name, rows in manifest.variants.items() if not rows
+    )
+    actual = graph_identity(
+        manifest.methods, manifest.weights, manifest.state, manifest.constants, manifest.files, manifest.variants
+    )
     if actual != manifest.graph_id:
         yield f"its graph id is {manifest.graph_id[:12]}, its contents give {actual[:12]}"
 
@@ -232,12 +251,14 @@ def _file_problems(manifest: Manifest) -> Iterator[str]:
 
 
 def _tensor_problems(manifest: Manifest) -> Iterator[str]:
-    tensors = (*manifest.weights, *manifest.state, *manifest.constants)
+    tensors = (*manifest.weights, *manifest.state, *manifest.constants, *manifest.variable)
     for name, count in Counter(name for tensor in tensors for name in tensor.names).items():
         if count > 1:
             yield f"{name!r} names {count} tensors"
     yield from (
-        f"{row.name!r} is no state, and has no values" for row in (*manifest.weights, *manifest.constants) if row.zero
+        f"{row.name!r} is no state, and has no values"
+        for row in (*manifest.weights, *manifest.constants, *manifest.variable)
+        if row.zero
     )
     for tensor in tensors:
         if tensor.dtype not in DTYPES or min(tensor.shape, default=0) < 0 or nbytes(tensor.dtype, tensor.shape) is None:
@@ -268,6 +289,7 @@ def _method_problems(name: str, method: Method, manifest: Manifest) -> Iterator[
         "weight": {n for tensor in manifest.weights for n in tensor.names},
         "state": {n for tensor in manifest.state for n in tensor.names},
         "constant": {n for tensor in manifest.constants for n in tensor.names},
+        "variant": {n for tensor in manifest.variable for n in tensor.names},
     }
     for item in method.inputs:
         if item.kind != "input" and item.name not in known[item.kind]:

@@ -78,7 +78,7 @@ class WeightSet(AbstractContextManager["WeightSet"]):
         self.close()
 
 
-def open_weights(path: str | os.PathLike[str], check: Check | None = None) -> WeightSet:
+def open_weights(path: str | os.PathLike[str] | Url, check: Check | None = None) -> WeightSet:
     """Open a .safetensors file, a .safetensors.index.json with its shards, or a directory that holds either.
 
     path: a local path or an fsspec URL. In a directory `model.safetensors` is taken, else the only index, else the only

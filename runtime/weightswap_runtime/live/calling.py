@@ -9,12 +9,13 @@ from difflib import get_close_matches
 from functools import partial
 from typing import Any
 
-from weightswap_runtime.engines.engine import Engine
+from weightswap_runtime.engines.engine import Bound, Engine
 from weightswap_runtime.errors import UnknownMethod
 from weightswap_runtime.format.call_check import CallCheck
 from weightswap_runtime.format.manifest import Manifest
 from weightswap_runtime.format.signature import Signature, Tensor, unflatten
 from weightswap_runtime.threads.listeners import Listeners
+from weightswap_runtime.variants.resident import Choice, Variants
 
 from .context import Context
 
@@ -26,7 +27,8 @@ _log.addHandler(logging.NullHandler())  # quiet unless the application configure
 class Methods:
     """The artifact's methods: checks and flattens what goes in, rebuilds what comes out."""
 
-    def __init__(self, manifest: Manifest, engine: Engine, member: int) -> None:
+    def __init__(self, manifest: Manifest, engine: Engine, member: int, variants: Variants | None = None) -> None:
+        self.variants = variants
         self.member = member  # whose engine it is, in a session
         self.engine = engine
         self.observers: Listeners[[str, float, BaseException | None]] = Listeners(_log)
@@ -52,10 +54,11 @@ class Caller:
         """Call `forward`, or the only method, with the arguments that it was exported with.
 
         `context=`, a Context, is the state that the call reads and changes; without one, a call begins with the initial
-        state and leaves no trace. Outputs share no memory with weights or state.
+        state and leaves no trace. `variants=`, a dict from groups to names, chooses resident variants; without one, or
+        with None for a name, the base answers alone. Outputs share no memory with weights or state.
 
         Raises InputMismatch before anything runs; for a context StaleContext, ContextBusy, ContextBroken, ContextClosed
-        and ContextMismatch.
+        and ContextMismatch; for variants UnknownVariant and StaleVariant.
         """
         return self._call(self._methods.default, args, kwargs)
 
@@ -93,11 +96,15 @@ class Caller:
             return self._observed(name, args, kwargs)
         if name not in self._methods.inputs:
             self.method(name)
+        choice = None
+        if self._methods.variants is not None and "variants" in kwargs:
+            kwargs = kwargs.copy()
+            choice = self._methods.variants.choose(kwargs.pop("variants"))
         context = kwargs.get("context")
         if isinstance(context, Context):  # else a method's own input of that name
-            values = self._run_with(context, name, args, kwargs)
+            values = self._run_with(context, name, args, kwargs, choice)
         else:
-            values = self._run(name, self._methods.inputs[name].flatten(args, kwargs), None)
+            values = self._run(name, self._methods.inputs[name].flatten(args, kwargs), None, choice)
         if name in self._methods.single:
             return values[0]
         return unflatten(self._methods.signatures[name].output, values)
@@ -114,11 +121,24 @@ class Caller:
         self._methods.observers.tell(name, time.perf_counter() - start, None)
         return result
 
-    def _run_with(self, context: Context, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+    def _run_with(
+        self, context: Context, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], choice: Choice | None
+    ) -> list[Any]:
         context.check_engine(self._methods.engine)
         flat = self._methods.inputs[name].flatten(args, {key: kwargs[key] for key in kwargs if key != "context"})
         with context.used():
-            return self._run(name, flat, context)
+            return self._run(name, flat, context, choice)
 
-    def _run(self, name: str, flat: list[Any], context: Context | None) -> list[Any]:
+    def _run(self, name: str, flat: list[Any], context: Context | None, choice: Choice | None) -> list[Any]:
         raise NotImplementedError
+
+
+def run_chosen(
+    bound: Bound, weights_id: str, name: str, flat: list[Any], context: Context | None, choice: Choice | None
+) -> list[Any]:
+    """Call a method of the weights `weights_id`, with a caller's context and choice. Raises StaleVariant."""
+    if choice is not None:
+        choice.check_base(weights_id)
+    if context is not None:
+        return context.run(bound, weights_id, name, flat, choice)
+    return bound.run(name, flat, None, choice and choice.chosen)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import weakref
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from threading import RLock
 from typing import Any, Literal
@@ -21,9 +21,10 @@ from weightswap_runtime.errors import (
     Unsupported,
 )
 from weightswap_runtime.format.artifact import Artifact
-from weightswap_runtime.format.context_file import write_context
+from weightswap_runtime.format.context_file import MadeWith, write_context
 from weightswap_runtime.threads.claims import Claim, ClaimReference
 from weightswap_runtime.threads.forks import renew_in_children
+from weightswap_runtime.variants.resident import Choice
 
 from .gate import Gate, Pin, Version
 from .session import Session
@@ -60,13 +61,17 @@ class Context(AbstractContextManager["Context"]):
         gate: Gate[Session],
         on_swap: OnSwap,
         weights_id: str | None = None,
+        variants: Mapping[str, str] | None = None,
     ) -> None:
-        """engine: what the state is for. weights_id: of the weights that it was made with, if with any."""
+        """engine: what the state is for. weights_id: of the weights that it was made with, if with any. variants: the
+        ids of those that it was made with, by group; None where any will do.
+        """
         self.on_swap: OnSwap = on_swap
         self._artifact = artifact
         self._engine = engine
         self._state: State | None = state
         self._made_with = weights_id
+        self._variants = variants
         self._whole = True
         self._user: ClaimReference | None = None
         self._gate = gate
@@ -83,6 +88,12 @@ class Context(AbstractContextManager["Context"]):
         """The id of the weights that the state was made with, or is pinned to; None where it goes with any."""
         pinned = self._pinned
         return pinned.weights_id if pinned is not None else self._made_with
+
+    @property
+    def generation(self) -> int | None:
+        """The generation of the weights that it is pinned to; None where it is pinned to none."""
+        pinned = self._pinned
+        return pinned.generation if pinned is not None else None
 
     @property
     def closed(self) -> bool:
@@ -102,7 +113,8 @@ class Context(AbstractContextManager["Context"]):
         with self.used() as state:
             self._check_whole()
             manifest = self._artifact.manifest
-            write_context(path, manifest.state, state.content, manifest.graph_id, self._made_with)
+            made_with = MadeWith(self._made_with, dict(self._variants or {}))
+            write_context(path, manifest.state, state.content, manifest.graph_id, made_with)
 
     def close(self) -> None:
         """Let the state go, and the weights that it is pinned to. A second time it does nothing. Raises ContextBusy."""
@@ -142,22 +154,25 @@ class Context(AbstractContextManager["Context"]):
         self._gate.acquire_session(self._pinned.session, lease)
         return self._pinned
 
-    def run(self, bound: Bound, weights_id: str, method: str, inputs: list[Any]) -> list[Any]:
-        """Call a method of the weights `weights_id` with this state, which the caller uses."""
+    def run(
+        self, bound: Bound, weights_id: str, method: str, inputs: list[Any], choice: Choice | None = None
+    ) -> list[Any]:
+        """Call a method of the weights `weights_id` and a choice of variants with this state, which the caller uses."""
+        chosen, ids = (choice.chosen, choice.ids) if choice is not None else (None, {})
         if not self._artifact.manifest.methods[method].has_state:
-            return bound.run(method, inputs)
+            return bound.run(method, inputs, None, chosen)
         self._check_whole()
         if self._pinned is not None and self._pinned.weights_id != weights_id:
             raise StaleContext(self._pinned.weights_id, weights_id)
-        if self._made_with not in (None, weights_id):
-            self._follow(weights_id)
+        if self._made_with is not None and (self._made_with != weights_id or self._variants not in (None, ids)):
+            self._follow(weights_id, ids)
         self._whole = False
         try:
-            outputs = bound.run(method, inputs, self._state)
+            outputs = bound.run(method, inputs, self._state, chosen)
         except CallError:  # before anything ran
             self._whole = True
             raise
-        self._made_with, self._whole = weights_id, True
+        self._made_with, self._variants, self._whole = weights_id, ids, True
         return outputs
 
     def check_engine(self, engine: Engine) -> None:
@@ -169,18 +184,19 @@ class Context(AbstractContextManager["Context"]):
         if not self._whole:
             raise ContextBroken("a call on this context broke off, so that its state may be half of two; reset() it")
 
-    def _follow(self, weights_id: str) -> None:
-        """What the policy says where other weights answer than those that the state was made with."""
+    def _follow(self, weights_id: str, variants: Mapping[str, str]) -> None:
+        """What the policy says where other weights or variants answer than those that the state was made with."""
         if self.on_swap == "reset":
             self._reset()
         elif self.on_swap != "keep":
-            raise StaleContext(str(self._made_with), weights_id)
+            made_with = MadeWith(self._made_with, self._variants or {})
+            raise StaleContext(str(made_with), str(MadeWith(weights_id, variants)))
 
     def _reset(self) -> None:
         assert self._state is not None
         self._whole = False
         self._state.reset()
-        self._made_with, self._whole = None, True
+        self._made_with, self._variants, self._whole = None, None, True
 
 
 class Contexts:

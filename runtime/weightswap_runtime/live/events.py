@@ -30,11 +30,18 @@ EventKind = Literal[
     "skipped",
     "unreachable",
     "waiting",
+    "variant added",
+    "variant replaced",
+    "variant removed",
+    "variant evicted",
+    "variant dropped",
+    "variant refused",
 ]
 _log = logging.getLogger("weightswap.events")
 _log.addHandler(logging.NullHandler())  # quiet unless the application configures logging
 _LEVELS: dict[str, int] = {
     "refused": logging.WARNING,
+    "variant refused": logging.WARNING,
     "unreachable": logging.WARNING,
     "failed": logging.ERROR,
     "staging": logging.DEBUG,
@@ -67,6 +74,9 @@ class Event:
       once, until it was tried; a commit, or "skipped", ends it.
     unreachable: the directory cannot be listed, for `error`. Told once, until it could be listed again.
 
+    Of variants (`variant` is GROUP/NAME) come "variant added", "variant replaced", "variant removed", "variant evicted"
+    and "variant dropped", as in `VariantReceipt`, and "variant refused", for `error`.
+
     source: the path or URL, or "rollback". operation: what kind of swap it is, as in `SwapReceipt`; None where that is
     not known yet. nbytes: bytes read; of refused and cancelled stagings, bytes done in their last phase. seconds: since
     the staging, or the commit that was refused, was asked for.
@@ -88,6 +98,7 @@ class Event:
     seconds_staged: float = 0.0
     seconds_verified: float = 0.0
     nonfinite: Mapping[str, Nonfinite] = field(default_factory=dict)
+    variant: str = ""
 
     def as_dict(self) -> dict[str, Any]:
         """The fields as dicts, tuples, texts and numbers alone; of an error its class, its text and its problems."""
@@ -104,7 +115,8 @@ class Event:
         if self.kind == "skipped":  # "refused" has told all of it
             text = text.partition("\n")[0]
         why = f": {type(self.error).__name__}: {text}" if self.error else ""
-        return f"{self.kind}{who}{where}: {visible(self.source)}{what}{generation}{odd}{why}"
+        name = f" {visible(self.variant)}" if self.variant else ""
+        return f"{self.kind}{name}{who}{where}: {visible(self.source)}{what}{generation}{odd}{why}"
 
 
 def _described(error: BaseException) -> dict[str, Any]:

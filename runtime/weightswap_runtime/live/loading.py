@@ -14,6 +14,7 @@ from weightswap_runtime.format.artifact import Artifact
 from weightswap_runtime.format.goldens import Mode
 from weightswap_runtime.format.name_matching import Keys
 from weightswap_runtime.memory.opening import HOST, StagingMode, device_name, open_memory
+from weightswap_runtime.variants.resident import MOST
 
 from .events import Listener
 from .model import Model
@@ -43,6 +44,7 @@ def load(
     share: Model | None = None,
     on_event: Listener | None = None,
     op_libraries: Sequence[str] = (),
+    max_variants: int = MOST,
 ) -> Model:
     """Open an artifact and, if `weights` names a file or a checkpoint, put it behind the graph as generation 0.
 
@@ -70,6 +72,7 @@ def load(
     RuntimeWarning why it is not the machine code that the artifact has for this machine).
     threads: that one call of the engine `onnx` uses on the CPU; by default one for each core. prologue: whether the
     engine `torch` computes what depends on weights and constants alone once for each staging, instead of in every call.
+    max_variants: how many variants of one group may be resident; see `Model.add_variant`.
     op_libraries: packages to import, or shared libraries to load, that register operators which the graphs call.
 
     Raises ArtifactError, Unsupported, MissingExtra, OutOfMemory, and whatever `Model.swap` raises.
@@ -97,7 +100,7 @@ def load(
         store = share._store
     options = EngineOptions(threads, prologue, store.stages_on_host, cuda_graphs)
     runs = _open_chosen(engine, chosen, opened, place, options)
-    model = Model(opened, store, device=place, engine=runs)
+    model = Model(opened, store, device=place, engine=runs, max_variants=max_variants)
     if on_event is not None:
         model.listen(on_event)
     if weights is not None:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, asynccontextmanager
 from copy import copy
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar, Unpack
 
+from weightswap_runtime.desired.place import DesiredPlace
 from weightswap_runtime.engines.engine import Engine
-from weightswap_runtime.errors import ModelClosed, OutOfMemory, Unsupported, lacks_memory
+from weightswap_runtime.errors import ModelClosed, OutOfMemory, StaleVariant, UnknownVariant, Unsupported, lacks_memory
 from weightswap_runtime.format.artifact import Artifact
 from weightswap_runtime.format.context_file import read_context
 from weightswap_runtime.format.goldens import Mode
@@ -20,26 +22,35 @@ from weightswap_runtime.format.selection import patterns
 from weightswap_runtime.generation.generating import Wanted, check
 from weightswap_runtime.generation.sampling import Sampling
 from weightswap_runtime.generation.text import Tokenizer
+from weightswap_runtime.sources.location import printable
 from weightswap_runtime.staging.request import LEASE_TIMEOUT, Busy, SwapRequest, check_busy, patience
 from weightswap_runtime.tensors.content import TensorBytes
+from weightswap_runtime.threads.awaiting import in_thread
 from weightswap_runtime.threads.claims import Claim
 from weightswap_runtime.threads.job import Job, Progress
 from weightswap_runtime.threads.listeners import Stop
+from weightswap_runtime.variants.resident import MOST, Choice, VariantReceipt, Variants
+from weightswap_runtime.variants.resident import Wanted as WantedVariants
 
-from .calling import Caller, CallObserver, Methods
+from .asynchronous import AsyncStaging, StageOptions
+from .calling import Caller, CallObserver, Methods, run_chosen
 from .context import Context, OnSwap, check_policy
-from .events import Listener
+from .events import Event, Listener
 from .gate import Gate, Version
 from .pinned import Pinned
 from .receipt import SwapReceipt
 from .session import Session
 from .staged import Staged
 from .staging_task import StagingTask
-from .store import Store
+from .store import Store, open_variants
 from .token_stream import Prompts, StopAt, TokenStream, find_tokenizer, generated
-from .watching.follower import Start
+from .watching.follower import Follower
+from .watching.intake import Start
+from .watching.loop import Subject, Watching
+from .watching.promotion import Policy, Promotion, check_promotion_policy
 from .watching.watcher import Watcher
 
+W = TypeVar("W", bound=Watching)
 Path = str | os.PathLike[str]
 
 
@@ -49,16 +60,19 @@ class Model(Caller, AbstractContextManager["Model"]):
     Leaving its `with` block closes it.
     """
 
-    def __init__(self, artifact: Artifact, store: Store, *, device: str, engine: Engine) -> None:
+    def __init__(
+        self, artifact: Artifact, store: Store, *, device: str, engine: Engine, max_variants: int = MOST
+    ) -> None:
         self.artifact = artifact
         self.device = device
         self.engine = engine.name
         self._store = store
         self._gate = store.gate
         self._member = store.join(artifact, engine)
-        super().__init__(Methods(artifact.manifest, engine, self._member.id))
+        self._variants = open_variants(artifact.manifest, engine, store, max_variants)
+        super().__init__(Methods(artifact.manifest, engine, self._member.id, self._variants))
         self._stagings: weakref.WeakSet[Staged] = weakref.WeakSet()
-        self._watchers: list[Watcher] = []
+        self._watchers: list[Watching] = []
         # pins and stagings have the methods, too
         weakref.finalize(self._methods, store.leave, self._member.id).atexit = False
 
@@ -77,6 +91,8 @@ class Model(Caller, AbstractContextManager["Model"]):
             watcher.stop()
         for staged in list(self._stagings):
             staged.cancel()
+        if self._variants is not None:
+            self._variants.clear()
         self._store.close(self._member)
         self._methods = copy(self._methods)  # pins have the original, with which the graphs go
 
@@ -262,6 +278,28 @@ class Model(Caller, AbstractContextManager["Model"]):
         ):
             return staged.commit(timeout=timeout)
 
+    async def aswap(self, path: Path, **options: Unpack[StageOptions]) -> SwapReceipt:
+        """As `swap`, for asyncio: the loop goes on meanwhile.
+
+        If the task is cancelled, the swap is given up, unless it commits just then; it has ended when the task has.
+        """
+        staging = AsyncStaging(self.stage, self._store.turns, path, options)
+        return await in_thread(staging.swap, staging.cancel)
+
+    @asynccontextmanager
+    async def astage(self, path: Path, **options: Unpack[StageOptions]) -> AsyncIterator[Staged]:
+        """`async with model.astage(path) as staged:` stages for asyncio; `await staged.acommit()` serves the weights.
+
+        Arguments and errors are those of `stage`. The block begins when they are staged and verified; its end, and a
+        task that is cancelled, gives up what was not committed.
+        """
+        staging = AsyncStaging(self.stage, self._store.turns, path, options)
+        staged = await in_thread(staging.stage, staging.cancel)
+        try:
+            yield staged
+        finally:
+            await in_thread(staged.discard)
+
     def rollback(self, *, by: str = "", busy: Busy = "refuse", timeout: float | None = LEASE_TIMEOUT) -> SwapReceipt:
         """Serve the previous weights again; a second rollback undoes the first. It is a commit of its own.
 
@@ -291,6 +329,8 @@ class Model(Caller, AbstractContextManager["Model"]):
         by: str = "watch",
         rate_limit: float | None = None,
         timeout: float | None = LEASE_TIMEOUT,
+        promote: Path | None = None,
+        policy: Policy = "newest",
     ) -> Watcher:
         """Swap in each new complete weight file of a directory, or of a URL's, in order, in a thread of its own.
 
@@ -307,6 +347,11 @@ class Model(Caller, AbstractContextManager["Model"]):
         only: as in `swap`; something must be served already.
         allow_nonfinite: True, or patterns of FQNs, for weights that may have NaN or infinities where those that are
           served have none. Other files with such weights are skipped.
+        promote: a place (`follow`) that is to say so of each file, before it is served here; what the place says is
+          served here, too, as by `follow`, and nothing that it has on hold or has withdrawn is taken. A watching that
+          begins again goes on after the last file that the place knows.
+        policy: when that is done: "newest", for whatever can be taken; "proven", for files whose recorded outputs were
+          reproduced. Others are skipped (Unproven).
         The other arguments are those of `swap`; another staging of the model is waited for.
 
         Files that are renamed into place are taken at the next look. One that is shorter than its header says is waited
@@ -340,12 +385,69 @@ class Model(Caller, AbstractContextManager["Model"]):
             timeout,
             patterns(ignore, "ignore") if ignore else (),
         )
-        watcher = Watcher(self, self._store, self._member, request, directory, interval, start, callback)
+        check_promotion_policy(policy)
+        promotion = None if promote is None else Promotion(DesiredPlace(promote), policy, by)
+        return self._watching(Watcher(self._subject(request), directory, interval, start, callback, promotion))
+
+    def follow(
+        self,
+        place: Path | DesiredPlace,
+        interval: float = 5.0,
+        *,
+        callback: Listener | None = None,
+        ignore: str | Sequence[str] = (),
+        keys: Keys | None = None,
+        allow_other_graph: bool = False,
+        verify: Mode = "goldens",
+        allow_nonfinite: bool | str | Sequence[str] = False,
+        by: str = "follow",
+        rate_limit: float | None = None,
+        timeout: float | None = LEASE_TIMEOUT,
+    ) -> Follower:
+        """Serve what a place says is desired, from now on, in a thread of its own; docs/desired.md.
+
+        All processes that follow one place serve the same weights one look, and one staging, after it was written;
+        what else was swapped in, or rolled back, by hand gives way at the next look. `wait()` of what is returned
+        waits for the first weights, `status` says what is desired and what is served.
+
+        place: a directory, or the URL of a folder, with a `desired.json` that `DesiredPlace`, `weightswap desired`,
+          `watch(promote=...)` or `publish(promote=...)` writes. It may come later.
+        by: for receipts, where the document does not say who has asked.
+        The other arguments are those of `watch`.
+
+        Weights that are refused change nothing: they are skipped until the place says something else, or the file
+        changes, and tried again, as by `watch`, where that may help. A model that serves nothing yet takes the last of
+        the history that it can. Where the place cannot be read ("unreachable"), damaged or older than what was read
+        before, what is served stays.
+
+        Raises Unsupported and MissingExtra; nothing afterwards.
+        """
+        self._check_open()
+        request = SwapRequest(
+            "",
+            keys,
+            allow_other_graph=allow_other_graph,
+            verify=verify,
+            allow_nonfinite=as_allowed(allow_nonfinite, self.artifact.manifest),
+            by=by,
+            rate_limit=rate_limit,
+            busy="wait",
+            timeout=timeout,
+            ignore=patterns(ignore, "ignore") if ignore else (),
+        )
+        opened = place if isinstance(place, DesiredPlace) else DesiredPlace(place)
+        return self._watching(Follower(self._subject(request), opened, interval, callback))
+
+    def _subject(self, request: SwapRequest) -> Subject:
+        return Subject(self, self._store, self._member, request)
+
+    def _watching(self, watching: W) -> W:
+        """Have `close` stop it."""
         with self._store.closing:
-            self._watchers = [*(each for each in self._watchers if each.alive), watcher]
+            self._watchers = [*(each for each in self._watchers if each.alive), watching]
         if self._closed:  # meanwhile
-            watcher.stop()
-        return watcher
+            watching.stop()
+        return watching
 
     def pin(self) -> Pinned:
         """`with model.pin() as session:` makes several calls on one version, whatever is committed meanwhile.
@@ -389,12 +491,14 @@ class Model(Caller, AbstractContextManager["Model"]):
         made_with, served = saved.stamp.weights_id, self.weights_id
         if not allow_other_weights:
             saved.check_weights(served)
-        return self._new_context(saved.state, on_swap, served if made_with and served else made_with)
+        chosen = None if allow_other_weights or made_with is None else saved.stamp.variants or {}
+        return self._new_context(saved.state, on_swap, served if made_with and served else made_with, chosen)
 
     def generate(
         self,
         prompt: Any,
         *,
+        variants: WantedVariants | None = None,
         max_new_tokens: int | None = None,
         temperature: float = 0.0,
         top_k: int | None = None,
@@ -410,6 +514,7 @@ class Model(Caller, AbstractContextManager["Model"]):
 
         prompt: tokens, as a list, an array or a tensor of integers, or several of them, of any lengths; or a text, or a
           list of texts. What is returned is alike: new tokens, or text.
+        variants: those that answer, as in a call; chosen once, for all tokens.
         max_new_tokens: None: until the cache is full. A row also ends with a token that the artifact names as an end.
         temperature: 0 takes the most likely token. top_k, top_p, repetition_penalty: as in transformers.
         stop: tokens, sequences of tokens, or texts where the prompt is one, after which a row ends, too.
@@ -429,16 +534,86 @@ class Model(Caller, AbstractContextManager["Model"]):
         prompts = Prompts(prompt, lambda: self._tokenizer(tokenizer))
         wanted = Wanted(prompts.rows, sampling, max_new_tokens, prompts.stopped(stop), seed)
         check(wanted, generation)
+        choice = self._opened_variants().choose(variants) if variants else None
         context = self.new_context(on_swap=on_swap)
-        steps = generated(self.method, self._member.engine, context, wanted, generation)
+        find = partial(self._chosen_method, choice) if choice is not None else self.method
+        steps = generated(find, self._member.engine, context, wanted, generation)
         return TokenStream(steps, prompts.pieces(steps), context) if stream else prompts.whole(steps)
+
+    def _chosen_method(self, choice: Choice, name: str) -> Callable[..., Any]:
+        return partial(self.method(name), variants=choice)
+
+    def add_variant(
+        self,
+        group: str,
+        name: str,
+        path: Path,
+        *,
+        base: str | None = None,
+        expect: str | None = None,
+        allow_nonfinite: bool = False,
+        by: str = "",
+        rate_limit: float | None = None,
+    ) -> VariantReceipt:
+        """Stage, verify and name a variant, which calls then choose: `model(x, variants={group: name})`.
+
+        Calls that have chosen the name before go on with what it was. Where `max_variants` of the group are resident,
+        the least recently used one that no call uses goes. The weights are not touched, and calls do not wait.
+
+        path: a directory of PEFT's with LoRA, of the graph's rank or a lower one, or a safetensors file with the FQNs
+          of the group; a local path, or a URL as for weights.
+        base: the weights id that it goes with, such as `model.weights_id`: a commit of other weights drops it. None: it
+          goes with any.
+        expect: the weights id of the variant; anything else is refused. allow_nonfinite: let NaN and infinities in.
+
+        Raises UnknownVariant for a group that the artifact does not declare, StaleVariant where others than `base` are
+        served, VariantsBusy, WeightFileError, WeightsMismatch, DigestMismatch, UnexpectedWeights, NonFiniteWeights,
+        OutOfMemory, and Unsupported for what PEFT does and the graph does not.
+        """
+        variants = self._opened_variants()
+        request = SwapRequest(path, expect=expect, allow_nonfinite=bool(allow_nonfinite), by=by, rate_limit=rate_limit)
+        try:
+            request.check()
+            if base is not None and base != self.weights_id:
+                raise StaleVariant(f"{group}/{name}", base, str(self.weights_id))
+            return variants.add(group, name, request, base)
+        except Exception as error:
+            event = Event("variant refused", printable(path), by, self.graph_id, error=error, variant=f"{group}/{name}")
+            self._store.events.emit(event)
+            raise
+
+    def remove_variant(self, group: str, name: str, *, by: str = "") -> VariantReceipt:
+        """Take a variant's name away; its memory goes with the last call that uses it. Raises UnknownVariant."""
+        return self._opened_variants().remove(group, name, by)
+
+    @property
+    def variants(self) -> dict[str, dict[str, VariantReceipt]]:
+        """The variants that are resident, by group and name, the least recently used first."""
+        return self._variants.resident() if self._variants is not None else {}
+
+    @property
+    def variant_history(self) -> tuple[VariantReceipt, ...]:
+        """What happened to variants, the last 100 receipts, oldest first."""
+        return tuple(self._variants.history) if self._variants is not None else ()
+
+    def _opened_variants(self) -> Variants:
+        self._check_open()
+        if self._variants is None:
+            raise UnknownVariant(f"{self.artifact.path}: declares no variants; export(variants=...) does")
+        return self._variants
 
     def _tokenizer(self, path: Path | None) -> Tokenizer:
         if path is not None:
             return Tokenizer(path)
         return find_tokenizer((receipt.source for receipt in reversed(self.history)), self.artifact.path)
 
-    def _new_context(self, saved: Mapping[str, TensorBytes] | None, on_swap: OnSwap, made_with: str | None) -> Context:
+    def _new_context(
+        self,
+        saved: Mapping[str, TensorBytes] | None,
+        on_swap: OnSwap,
+        made_with: str | None,
+        variants: Mapping[str, str] | None = None,
+    ) -> Context:
         self._check_open()
         check_policy(on_swap)
         engine = self._member.engine
@@ -448,9 +623,9 @@ class Model(Caller, AbstractContextManager["Model"]):
             if lacks_memory(error):
                 raise OutOfMemory(f"no memory for a context's state ({error})") from error
             raise
-        return self._store.contexts.add(Context(self.artifact, engine, state, self._gate, on_swap, made_with))
+        return self._store.contexts.add(Context(self.artifact, engine, state, self._gate, on_swap, made_with, variants))
 
-    def _run(self, name: str, flat: list[Any], context: Context | None) -> list[Any]:
+    def _run(self, name: str, flat: list[Any], context: Context | None, choice: Choice | None) -> list[Any]:
         lease, gate = Claim(), self._gate
         version = None
         try:
@@ -459,9 +634,7 @@ class Model(Caller, AbstractContextManager["Model"]):
                 bound = version.session.bound[self._methods.member]
             except KeyError:
                 raise ModelClosed from None
-            if context is not None:
-                return context.run(bound, version.weights_id, name, flat)
-            return bound.run(name, flat)
+            return run_chosen(bound, version.weights_id, name, flat, context, choice)
         finally:
             lease.end()
             if version is not None:

@@ -10,8 +10,9 @@ from typing import Any
 from weightswap_runtime.errors import PinReleased
 from weightswap_runtime.threads.claims import Claim
 from weightswap_runtime.threads.forks import renew_in_children
+from weightswap_runtime.variants.resident import Choice
 
-from .calling import Caller, Methods
+from .calling import Caller, Methods, run_chosen
 from .context import Context
 from .gate import Gate, Pin, Version
 from .session import Session
@@ -63,7 +64,7 @@ class Pinned(Caller, AbstractContextManager["Pinned"]):
             raise PinReleased("enter the pin first: with model.pin() as session: ...")
         return self._version
 
-    def _run(self, name: str, flat: list[Any], context: Context | None) -> list[Any]:
+    def _run(self, name: str, flat: list[Any], context: Context | None, choice: Choice | None) -> list[Any]:
         version = self._pinned()
         session: Session | None = version.session
         lease = Claim()
@@ -73,7 +74,7 @@ class Pinned(Caller, AbstractContextManager["Pinned"]):
                     raise PinReleased("the `with model.pin()` block has ended; pin again")
                 self._gate.acquire_session(session, lease)
             bound = session.bound[self._methods.member]
-            return bound.run(name, flat) if context is None else context.run(bound, version.weights_id, name, flat)
+            return run_chosen(bound, version.weights_id, name, flat, context, choice)
         finally:
             if session is not None:
                 self._gate.release(session, lease)

@@ -27,6 +27,7 @@ class SwapReceipt:
     try. nonfinite: the weights that have NaN or infinities which those that were served before had not (before the
     first ones: all with NaN, and those with infinities that require a gradient). contexts: how many whose state was
     made with other weights there are, by what becomes of them: "invalidated", "reset", "kept" or "pinned".
+    variants: those that are resident, as GROUP/NAME: "kept", or "dropped" as they go with other weights.
     """
 
     generation: int
@@ -50,6 +51,7 @@ class SwapReceipt:
     committed_at: float
     nonfinite: dict[str, Nonfinite] = field(default_factory=dict)
     contexts: dict[str, int] = field(default_factory=dict)
+    variants: dict[str, tuple[str, ...]] = field(default_factory=dict)
 
     def as_dict(self) -> dict[str, Any]:
         """The fields as dicts, tuples, texts and numbers alone, as `--json` prints them."""

@@ -9,12 +9,14 @@ from typing import Any
 from weightswap_runtime.errors import StageClosed, StageTimeout, StagingBusy
 from weightswap_runtime.format.identity import Identity
 from weightswap_runtime.format.nonfinite import Nonfinite
-from weightswap_runtime.staging.request import LEASE_TIMEOUT, Contents
+from weightswap_runtime.staging.request import LEASE_TIMEOUT, Contents, Kind
+from weightswap_runtime.threads.awaiting import in_thread
 from weightswap_runtime.threads.claims import Claim
 from weightswap_runtime.threads.forks import renew_in_children
 from weightswap_runtime.threads.job import Job, Progress
+from weightswap_runtime.variants.resident import Choice
 
-from .calling import Caller, Methods
+from .calling import Caller, Methods, run_chosen
 from .context import Context
 from .receipt import SwapReceipt
 from .residency.candidate import Candidate
@@ -131,6 +133,11 @@ class Staged(Caller, AbstractContextManager["Staged"]):
         return dict(self._contents.identity.labels)
 
     @property
+    def kind(self) -> Kind:
+        """What the file was: "full", "delta", or "partial" for a part of it, as in `SwapReceipt`."""
+        return self._contents.kind
+
+    @property
     def verified(self) -> str:
         """How the weights were tried: "goldens", "finite" or "none", as in `SwapReceipt`."""
         return self._contents.verified
@@ -168,6 +175,13 @@ class Staged(Caller, AbstractContextManager["Staged"]):
             self._close("committed")
         return receipt
 
+    async def acommit(self, *, timeout: float | None = LEASE_TIMEOUT) -> SwapReceipt:
+        """As `commit`, for asyncio: the loop goes on meanwhile.
+
+        If the task is cancelled while calls and pins are waited for, the weights are given up.
+        """
+        return await in_thread(lambda: self.commit(timeout=timeout), self.cancel_soon)
+
     def _is_served(self, candidate: Candidate) -> bool:
         current = self._gate.current
         return current is not None and current.identity is candidate.contents.identity
@@ -193,13 +207,13 @@ class Staged(Caller, AbstractContextManager["Staged"]):
         self._task.job.end(phase)
         self._task.ticket.end()
 
-    def _run(self, name: str, flat: list[Any], context: Context | None) -> list[Any]:
+    def _run(self, name: str, flat: list[Any], context: Context | None, choice: Choice | None) -> list[Any]:
         lease = Claim()
         with self._closing:
             session = self._opened().trial_session(Job())
             self._gate.acquire_session(session, lease)
         try:
             bound = session.bound[self._methods.member]
-            return bound.run(name, flat) if context is None else context.run(bound, self.weights_id, name, flat)
+            return run_chosen(bound, self.weights_id, name, flat, context, choice)
         finally:
             self._gate.release(session, lease)

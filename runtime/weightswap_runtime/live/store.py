@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import weakref
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,13 +19,14 @@ from weightswap_runtime.errors import (
     BaseMismatch,
     DeviceError,
     ModelFailed,
+    NothingToRollBack,
     OutOfMemory,
     Unsupported,
     is_of_device,
 )
 from weightswap_runtime.format.artifact import Artifact
 from weightswap_runtime.format.delta_file import DeltaStamp, delta_stamp
-from weightswap_runtime.format.manifest import NamedTensor
+from weightswap_runtime.format.manifest import Manifest, NamedTensor
 from weightswap_runtime.format.nonfinite import newly_nonfinite
 from weightswap_runtime.format.weight_file import Stamp
 from weightswap_runtime.format.weight_set import WeightSet, open_weights
@@ -41,6 +43,7 @@ from weightswap_runtime.tensors.dtypes import describe
 from weightswap_runtime.threads.forks import renew_in_children
 from weightswap_runtime.threads.job import Job
 from weightswap_runtime.threads.workers import Workers
+from weightswap_runtime.variants.resident import VariantReceipt, Variants
 
 from .context import Contexts
 from .events import Event, EventKind, Events
@@ -105,13 +108,15 @@ class Store:
     ) -> None:
         self.gate: Gate[Session] = Gate()
         self.contexts = Contexts()
+        self.variants: weakref.WeakSet[Variants] = weakref.WeakSet()  # of the models that share the weights
+        self.memory = memory
         self.turns = Turns()
         self.events = Events()
         self.history: deque[SwapReceipt] = deque(maxlen=HISTORY)
         self._renew()
         renew_in_children(self)
         self._weights = weights
-        self._workers = Workers()
+        self.workers = Workers()
         self._members: dict[int, Member] = {}
         self._numbers = count()
         self._transforms: dict[int, Transforms] = {}
@@ -120,7 +125,7 @@ class Store:
         self._open: set[int] = set()  # the members whose models were not closed
         if keep_previous not in (None, "host"):
             raise Unsupported(f'keep_previous={keep_previous!r}: expected None or "host"')
-        means = Means(self._new_session, memory, layout, self.gate, self._workers, keep_previous == "host")
+        means = Means(self._new_session, memory, layout, self.gate, self.workers, keep_previous == "host")
         self._residency: Residency = open_residency(residency, means)
 
     def _renew(self) -> None:
@@ -208,15 +213,15 @@ class Store:
         """What the file leads to: a set of its own, or a patch of the weights that are served."""
         manifest, where = member.artifact.manifest, weights.where
         if delta:
-            change = stage_delta(weights, delta, self._served(where), manifest, self._workers, job, request)
+            change = stage_delta(weights, delta, self._served(where), manifest, self.workers, job, request)
             return self._patched(change, request, job)
         opened, transforms = plan(weights, manifest, request), partial(self._open_transforms, member)
         if request.only:
-            change = stage_part(opened, self._served(where), manifest, self._workers, job, transforms, request)
+            change = stage_part(opened, self._served(where), manifest, self.workers, job, transforms, request)
             return self._patched(change, request, job)
         served = self.gate.current.identity if self.gate.current else None
         with self._residency.target(request.timeout, job) as (session, staged_in):
-            contents = stage_full(opened, session.arena, self._workers, job, transforms, request, served)
+            contents = stage_full(opened, session.arena, self.workers, job, transforms, request, served)
         session.content = contents.identity.digests
         return _ready(StagedSet(contents.placed(staged_in), session))
 
@@ -248,8 +253,19 @@ class Store:
             committed = self._residency.commit(candidate, timeout, check)
         return self._receipt(member, committed, before, contents, by)
 
-    def rollback(self, member: Member, by: str, wait: float | None, timeout: float | None) -> SwapReceipt:
+    @property
+    def previous_id(self) -> str | None:
+        """The id of the weights that a rollback leads to."""
+        previous = self._residency.previous
+        return previous.weights_id if previous else None
+
+    def rollback(
+        self, member: Member, by: str, wait: float | None, timeout: float | None, expect: str | None = None
+    ) -> SwapReceipt:
+        """Serve the previous weights. Raises NothingToRollBack, also where these are not those with the id `expect`."""
         with self._refusals(member, by, "rollback", "rollback"), self.turns.claimed(wait):
+            if expect is not None and self.previous_id != expect:
+                raise NothingToRollBack(f"the weights {expect[:12]} are not those that were served before")
             before, old = self._current_id, self.gate.current
             committed = self._residency.rollback(timeout)
             identity, left = committed.version.identity, old.identity.nonfinite if old else None
@@ -304,9 +320,33 @@ class Store:
             committed_at=time.time(),
             nonfinite=dict(contents.nonfinite),
             contexts=self.contexts.outdated_by(version.weights_id),
+            variants=self._variants_kept(version.weights_id, by),
         )
         self.history.append(receipt)
         kind: EventKind = "rolled back" if contents.kind == "rollback" else "committed"
         tell = partial(Event, kind, receipt.source, by, receipt.graph_id, receipt.weights_id, receipt=receipt)
         self.events.emit(tell(operation=receipt.kind, labels=receipt.labels, nonfinite=receipt.nonfinite))
         return receipt
+
+    def _variants_kept(self, weights_id: str, by: str) -> dict[str, tuple[str, ...]]:
+        """Which variants stay with these weights; the others are dropped."""
+        found: dict[str, tuple[str, ...]] = {}
+        for variants in list(self.variants):
+            found |= {what: found.get(what, ()) + names for what, names in variants.keep_for(weights_id, by).items()}
+        return found
+
+
+def open_variants(manifest: Manifest, engine: Engine, store: Store, most: int) -> Variants | None:
+    """The variants of a model, of which none is resident yet; None for an artifact that declares none."""
+    if not manifest.variants:
+        return None
+
+    def tell(receipt: VariantReceipt) -> None:
+        name = f"{receipt.group}/{receipt.name}"
+        kind: EventKind = f"variant {receipt.kind}"  # type: ignore[assignment]
+        event = partial(Event, kind, receipt.source, receipt.by, receipt.graph_id, receipt.weights_id, variant=name)
+        store.events.emit(event(nbytes=receipt.bytes_read, nonfinite=receipt.nonfinite))
+
+    found = Variants(manifest, engine, store.memory, store.workers, most, tell)  # type: ignore[arg-type]
+    store.variants.add(found)
+    return found

@@ -122,6 +122,16 @@ class TokenStream(Iterator[Any], AsyncIterator[Any]):
         self._context = context
         self._turn = RLock()  # a thread that an awaiting task has given up may still be within a step
 
+    @property
+    def weights_id(self) -> str | None:
+        """The id of the weights that it is pinned to, or that have answered last."""
+        return self._context.weights_id
+
+    @property
+    def generation(self) -> int | None:
+        """The generation that it is pinned to; None where it is not, or has ended."""
+        return self._context.generation
+
     def __next__(self) -> Any:
         with self._turn:
             return next(self._pieces)

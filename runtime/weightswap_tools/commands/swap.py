@@ -79,7 +79,10 @@ def swap(
     watch: Annotated[
         str | None, typer.Option(help="Then swap in each new weight file of this directory or URL, until Ctrl-C.")
     ] = None,
-    interval: Annotated[float, typer.Option(help="Seconds between two looks at the directory.")] = 5.0,
+    follow: Annotated[
+        str | None, typer.Option(help="Then serve what this place says is desired (docs/desired.md), until Ctrl-C.")
+    ] = None,
+    interval: Annotated[float, typer.Option(help="Seconds between two looks at the directory or place.")] = 5.0,
     start: Annotated[
         StartChoice, typer.Option(help="Which of the files that the directory has already are taken.")
     ] = StartChoice.NEWEST,
@@ -120,17 +123,20 @@ def swap(
 ) -> None:
     """Swap checkpoints in, one after another: whether a server would take them, and what it would cost.
 
-    The first that is refused ends the command with status 1. No server is touched. With --watch, each event is a line
-    (with --json a JSON document), and files of the directory that are refused do not end the command; Ctrl-C does,
-    with status 0.
+    The first that is refused ends the command with status 1. No server is touched. With --watch or --follow, each event
+    is a line (with --json a JSON document), and files that are refused then do not end the command; Ctrl-C does, with
+    status 0.
     """
-    if not checkpoints and watch is None:
-        raise typer.BadParameter("give files, or --watch DIR")
+    if not checkpoints and watch is None and follow is None:
+        raise typer.BadParameter("give files, or --watch DIR, or --follow PLACE")
+    if watch is not None and follow is not None:
+        raise typer.BadParameter("--watch and --follow: give one")
+    goes_on = watch is not None or follow is not None
     receipts: list[SwapReceipt] = []
-    document = {} if watch is not None else {"receipts": receipts}
+    document = {} if goes_on else {"receipts": receipts}
     with errors_as_exit(as_json, document):
         told = print_event_as_json if as_json else print_event
-        listener = told if watch is not None else None
+        listener = told if goes_on else None
         model = load(
             artifact,
             engine=engine,
@@ -147,13 +153,16 @@ def swap(
                 last = expect if place == len(checkpoints or ()) else None
                 with warnings_said():
                     receipts.append(model.swap(path, only=part, expect=last, **options._asdict()))
-                if not as_json and watch is None:
+                if not as_json and not goes_on:
                     _print(receipts[-1])
             if watch is not None:
                 allowed = options.allow_nonfinite or False
                 more = {"start": start.value, "only": only, **options._asdict(), "allow_nonfinite": allowed}
                 watch_until_interrupt(partial(model.watch, watch, interval, **more))
-        if as_json and watch is None:
+            if follow is not None:
+                more = options._asdict() | {"allow_nonfinite": options.allow_nonfinite or False}
+                watch_until_interrupt(partial(model.follow, follow, interval, **more))
+        if as_json and not goes_on:
             print_json(document)
 
 

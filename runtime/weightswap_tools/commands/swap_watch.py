@@ -1,4 +1,4 @@
-"""What `weightswap swap --watch` prints, and how it ends."""
+"""What `weightswap swap --watch` and `--follow` print, and how it ends."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from enum import StrEnum
 import typer
 
 from weightswap_runtime.live.events import Event
-from weightswap_runtime.live.watching.watcher import Watcher
+from weightswap_runtime.live.watching.loop import Watching
 from weightswap_tools.terminal import encode_json, say
 
 POLL_SECONDS = 0.2  # how soon it is noticed that the watching has ended by itself
@@ -33,9 +33,9 @@ def print_event_as_json(event: Event) -> None:
     typer.echo(encode_json(event.as_dict()).decode())
 
 
-def watch_until_interrupt(start: Callable[[], Watcher]) -> None:
+def watch_until_interrupt(start: Callable[[], Watching]) -> None:
     """Start the watching, and return on Ctrl-C when it has ended. Events may be printed before it has been started."""
-    watcher: Watcher | None = None
+    watcher: Watching | None = None
     try:
         watcher = start()
         while watcher.alive:

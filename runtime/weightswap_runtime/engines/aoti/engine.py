@@ -19,6 +19,7 @@ except ImportError as error:
 from weightswap_runtime.engines.aten.cpu import TorchEngine
 from weightswap_runtime.engines.aten.graph_call import GraphCall, Tensors, load_graph
 from weightswap_runtime.engines.aten.state import TorchState
+from weightswap_runtime.engines.aten.variants import ChosenTensors
 from weightswap_runtime.tensors.torch_tensors import torch_dtype
 
 from .library import Container, Library
@@ -136,8 +137,9 @@ class AotiCall:
     def run_prologue(self) -> None:
         """Nothing is computed ahead: what AOTInductor folds would go stale with a swap."""
 
-    def __call__(self, inputs: list[Any], state: TorchState | None) -> list[Any]:
-        """Flat inputs to flat outputs."""
+    def __call__(self, inputs: list[Any], state: TorchState | None, chosen: ChosenTensors | None = None) -> list[Any]:
+        """Flat inputs to flat outputs. No package was compiled of a graph with variants."""
+        assert chosen is None
         given = [
             _row_major(inputs[place]) if is_tensor else _UNIT.expand(inputs[place]) for place, is_tensor in self._places
         ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ParamSpec, TypeVar
 
@@ -20,13 +20,14 @@ try:
 except ImportError as error:
     raise MissingExtra("the engine `torch`", "torch") from error
 
-from weightswap_runtime.engines.engine import Bound, State
+from weightswap_runtime.engines.engine import Bound, Chosen, State
 from weightswap_runtime.engines.plain_calls import check_plain, uncompiled
 from weightswap_runtime.tensors.torch_modes import default_torch_modes
 from weightswap_runtime.tensors.torch_tensors import copied_tensor, tensor_content, torch_dtype
 
 from .graph_call import GraphCall, MethodCall, Tensors, layout_of, load_graph, overwrite
 from .state import TorchState
+from .variants import ChosenTensors
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -86,6 +87,10 @@ class TorchEngine:
             {item.name: self._placed_row(item, found[item.name]) for item in rows}
             for rows in (self._manifest.constants, self._manifest.state)
         )
+        self._absent = {
+            row.name: _strided(row, torch.zeros(row.shape, dtype=torch_dtype(row.dtype), device=self.device))
+            for row in self._manifest.variable
+        }
         self._graphs = self._open(artifact, prologue)
 
     def _placed_row(self, item: NamedTensor, content: TensorBytes) -> torch.Tensor:
@@ -127,8 +132,20 @@ class TorchEngine:
         for weight in self._manifest.weights:
             view = self._view(arena, weight)
             tensors |= {("weight", name): view for name in weight.names}
+        for row in self._manifest.variable:
+            tensors |= {("variant", name): self._absent[row.name] for name in row.names}
         calls = {name: self._call(name, method, tensors) for name, method in self._manifest.methods.items()}
         return self._bound(calls, arena)
+
+    @default_torch_modes()
+    def variant(self, rows: Iterable[NamedTensor], arena: Arena) -> ChosenTensors:
+        """The tensors of a variant, which lie in an arena of its own."""
+        return ChosenTensors({name: view for row in rows for view in [self._view(arena, row)] for name in row.names})
+
+    @staticmethod
+    def joined(chosen: Iterable[ChosenTensors]) -> ChosenTensors:
+        """The tensors of variants of several groups."""
+        return ChosenTensors.joined(chosen)
 
     @default_torch_modes()
     def new_state(self, saved: Mapping[str, TensorBytes] | None = None) -> TorchState:
@@ -157,7 +174,11 @@ class TorchEngine:
         return torch.frombuffer(arena.memory, dtype=dtype, count=count, offset=offset)
 
     def _bound(self, calls: Mapping[str, MethodCall], arena: Arena) -> BoundTorch:
-        return BoundTorch(calls, arena, list(self._constants.values()), self.new_state)
+        return BoundTorch(calls, arena, self._shared(), self.new_state)
+
+    def _shared(self) -> list[torch.Tensor]:
+        """What all arenas' calls read."""
+        return [*self._constants.values(), *self._absent.values()]
 
     @staticmethod
     def tensor(content: TensorBytes) -> torch.Tensor:
@@ -199,17 +220,21 @@ class BoundTorch:
 
     @_without_gradients
     @uncompiled
-    def run(self, method: str, inputs: list[Any], state: State | None = None) -> list[Any]:
+    def run(
+        self, method: str, inputs: list[Any], state: State | None = None, chosen: Chosen | None = None
+    ) -> list[Any]:
         """Flat inputs to flat outputs; an output that is a view of a weight, state or constant comes as a copy."""
         check_plain(method, inputs)
         call = self._calls[method]
+        assert chosen is None or isinstance(chosen, ChosenTensors)
         with _past_autograd() if call.past_autograd else _NOTHING:
             if not call.stateful:
-                return [self._detach(value, ()) for value in call(inputs, None)]
+                lent = () if chosen is None else chosen.storages
+                return [self._detach(value, lent) for value in call(inputs, None, chosen)]
             if state is not None:
-                return self._run_with(call, inputs, state)
+                return self._run_with(call, inputs, state, chosen)
             spare = self._take_spare()
-            outputs = self._run_with(call, inputs, spare)
+            outputs = self._run_with(call, inputs, spare, chosen)
             spare.reset()
             self._spare.append(spare)  # not after an error, which leaves it in doubt
             return outputs
@@ -220,10 +245,11 @@ class BoundTorch:
         except IndexError:
             return self._new_state()
 
-    def _run_with(self, call: MethodCall, inputs: list[Any], state: State) -> list[Any]:
+    def _run_with(self, call: MethodCall, inputs: list[Any], state: State, chosen: ChosenTensors | None) -> list[Any]:
         assert isinstance(state, TorchState)
-        outputs = call(inputs, state)
+        outputs = call(inputs, state, chosen)
         moved = state.storages()  # after the call, which may have resized them
+        moved += () if chosen is None else chosen.storages
         return [self._detach(value, moved) for value in outputs]
 
     @property
@@ -296,7 +322,11 @@ def sparse(value: torch.Tensor) -> str | None:
 
 
 def _copy(item: NamedTensor, content: TensorBytes) -> torch.Tensor:
-    value = copied_tensor(content)
+    return _strided(item, copied_tensor(content))
+
+
+def _strided(item: NamedTensor, value: torch.Tensor) -> torch.Tensor:
+    """A tensor in the row's strides."""
     if item.stride is None:
         return value
-    return torch.empty_strided(item.shape, item.stride, dtype=value.dtype).copy_(value)
+    return torch.empty_strided(item.shape, item.stride, dtype=value.dtype, device=value.device).copy_(value)

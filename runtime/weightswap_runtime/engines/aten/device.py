@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from weightswap_runtime.engines.engine import AUTO, Bound, CudaGraphs, State
+from weightswap_runtime.engines.engine import AUTO, Bound, Chosen, CudaGraphs, State
 from weightswap_runtime.engines.plain_calls import check_plain, uncompiled
 from weightswap_runtime.engines.replay.replays import Captures, GraphRecorder, Shapes
 from weightswap_runtime.engines.replay.shapes import samples
@@ -24,6 +24,7 @@ from weightswap_runtime.tensors.torch_modes import default_torch_modes
 from .cpu import BoundTorch, TorchEngine, sparse
 from .graph_call import MethodCall
 from .state import TorchState
+from .variants import ChosenTensors
 
 _CPU = torch.device("cpu")
 Move = Callable[[torch.Tensor], torch.Tensor]
@@ -82,7 +83,7 @@ class AcceleratedEngine(TorchEngine):
 
     def _bound(self, calls: Mapping[str, MethodCall], arena: Arena) -> BoundTorch:
         assert isinstance(arena, DeviceArena)
-        bound = BoundAccelerated(calls, arena, list(self._constants.values()), self.new_state, self._accelerator)
+        bound = BoundAccelerated(calls, arena, self._shared(), self.new_state, self._accelerator)
         if self._shapes is not None and arena.serves:
             bound.capture(self._new_recorder(), self._shapes)
         return bound
@@ -202,17 +203,21 @@ class BoundAccelerated(BoundTorch):
         self._captures = Captures(self._accelerator, recorder, shapes, super().run)
 
     @uncompiled
-    def run(self, method: str, inputs: list[Any], state: State | None = None) -> list[Any]:
+    def run(
+        self, method: str, inputs: list[Any], state: State | None = None, chosen: Chosen | None = None
+    ) -> list[Any]:
         """Flat inputs to flat outputs, in the thread's current stream."""
         check_plain(method, inputs)  # before anything is replayed, or given to another stream
         self._arena.use()
         self._lend()
-        if self._is_captured(method):
+        if isinstance(chosen, ChosenTensors):
+            chosen.lend(self._accelerator.current())
+        elif self._is_captured(method):
             assert self._captures is not None
             found = self._captures.replay(method, inputs)
             if found is not None:
                 return found
-        return super().run(method, inputs, state)
+        return super().run(method, inputs, state, chosen)
 
     def _is_captured(self, method: str) -> bool:
         """Whether calls may be replayed: a state lies elsewhere in each, and a caller's autocast was not captured."""
@@ -220,10 +225,10 @@ class BoundAccelerated(BoundTorch):
             return False
         return not torch.is_autocast_enabled(self._accelerator.torch.type)
 
-    def _run_with(self, call: MethodCall, inputs: list[Any], state: State) -> list[Any]:
+    def _run_with(self, call: MethodCall, inputs: list[Any], state: State, chosen: ChosenTensors | None) -> list[Any]:
         assert isinstance(state, AcceleratedState)
         with state.in_turn():
-            return super()._run_with(call, inputs, state)
+            return super()._run_with(call, inputs, state, chosen)
 
     def _lend(self) -> None:
         """Let this stream use what is not in the arena: constants, and what was computed from weights."""
@@ -264,12 +269,16 @@ class OnHost:
         self.keep = bound.keep
 
     @uncompiled
-    def run(self, method: str, inputs: list[Any], state: State | None = None) -> list[Any]:
-        """Flat inputs to flat outputs, both on the device, as is the state."""
+    def run(
+        self, method: str, inputs: list[Any], state: State | None = None, chosen: Chosen | None = None
+    ) -> list[Any]:
+        """Flat inputs to flat outputs, both on the device, as are the state and the variants."""
+        if isinstance(chosen, ChosenTensors):
+            chosen = ChosenTensors({name: self._fetched(value) for name, value in chosen.tensors.items()})
         if not isinstance(state, TorchState):
-            return _moved(self._placed, self._bound.run(method, _moved(self._fetched, inputs)))
+            return _moved(self._placed, self._bound.run(method, _moved(self._fetched, inputs), None, chosen))
         here = self._engine.new_state({name: state.content(name) for name, _ in state.values()})
-        outputs = _moved(self._placed, self._bound.run(method, _moved(self._fetched, inputs), here))
+        outputs = _moved(self._placed, self._bound.run(method, _moved(self._fetched, inputs), here, chosen))
         state.put({name: self._placed(value) for name, value in here.values()})
         return outputs
 

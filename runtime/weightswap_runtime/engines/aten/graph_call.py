@@ -16,6 +16,7 @@ from weightswap_runtime.format.manifest import GraphInput, Method
 from weightswap_runtime.format.signature import Integer, Literal, Tensor, input_leaves, leaves
 
 from .state import TorchState
+from .variants import ChosenTensors
 
 Tensors = Mapping[tuple[str, str], torch.Tensor]  # by kind and FQN
 _FIXED = ("weight", "constant")
@@ -40,8 +41,8 @@ class MethodCall(Protocol):
         """Compute what depends on weights and constants alone."""
         ...
 
-    def __call__(self, inputs: list[Any], state: TorchState | None) -> Any:
-        """Flat inputs to flat outputs. state: that of a stateful call."""
+    def __call__(self, inputs: list[Any], state: TorchState | None, chosen: ChosenTensors | None) -> Any:
+        """Flat inputs to flat outputs. state: that of a stateful call. chosen: variants; None: zeros."""
         ...
 
 
@@ -80,8 +81,12 @@ class GraphCall:
         self._slots: list[Any] = [None] * self._count + given
         self._places = [index for index, item in enumerate(inputs, self._count) if item.kind == "input"]
         self._states = [(index, item.name) for index, item in enumerate(inputs, self._count) if item.kind == "state"]
+        self._variable = [
+            (index, item.name) for index, item in enumerate(inputs, self._count) if item.kind == "variant"
+        ]
         self.stateful = bool(self._states)
-        self._bound = self._slots[: self._places[0]] if self._inputs_last() and not self.stateful else None
+        varies = self.stateful or bool(self._variable)
+        self._bound = self._slots[: self._places[0]] if self._inputs_last() and not varies else None
 
     @property
     def has_prologue(self) -> bool:
@@ -106,7 +111,7 @@ class GraphCall:
         count = len(self._places)
         return bool(count) and self._places == list(range(len(self._slots) - count, len(self._slots)))
 
-    def __call__(self, inputs: list[Any], state: TorchState | None = None) -> Any:
+    def __call__(self, inputs: list[Any], state: TorchState | None = None, chosen: ChosenTensors | None = None) -> Any:
         """Flat inputs to flat outputs."""
         if self._bound is not None:
             return self._graph(*self._bound, *inputs)
@@ -114,6 +119,9 @@ class GraphCall:
         if state is not None:
             for place, name in self._states:
                 slots[place] = state.tensors[name]
+        if chosen is not None:
+            for place, name in self._variable:
+                slots[place] = chosen.tensors.get(name, slots[place])
         for place, value in zip(self._places, inputs, strict=True):
             slots[place] = value
         return self._graph(*slots)

@@ -12,6 +12,7 @@ from torch.utils.dlpack import from_dlpack
 from weightswap_runtime.engines.aten.device import AcceleratedEngine
 from weightswap_runtime.engines.aten.graph_call import MethodCall, Tensors
 from weightswap_runtime.engines.aten.state import TorchState
+from weightswap_runtime.engines.aten.variants import ChosenTensors
 from weightswap_runtime.errors import Unsupported
 from weightswap_runtime.format.artifact import Artifact
 from weightswap_runtime.format.manifest import Method
@@ -106,7 +107,7 @@ class OnnxCall:
     def run_prologue(self) -> None:
         """Nothing: ONNX Runtime keeps nothing that depends on weights."""
 
-    def __call__(self, inputs: list[Any], state: TorchState | None) -> list[Any]:
+    def __call__(self, inputs: list[Any], state: TorchState | None, chosen: ChosenTensors | None = None) -> list[Any]:
         """Flat inputs to flat outputs; the state is changed."""
         self._graph.check_sizes(inputs)
         given = [_in_order(value) if isinstance(value, torch.Tensor) else value for value in inputs]

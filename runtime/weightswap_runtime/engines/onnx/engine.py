@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from weightswap_runtime.engines.engine import Bound, State
+from weightswap_runtime.engines.engine import Bound, Chosen, State
 from weightswap_runtime.format.artifact import Artifact
 from weightswap_runtime.format.manifest import NamedTensor
 from weightswap_runtime.format.signature import Integer, Leaf, Tensor
@@ -182,7 +182,9 @@ class BoundOnnx:
             call.warm_up()
         renew_in_children(self)
 
-    def run(self, method: str, inputs: list[Any], state: State | None = None) -> list[Any]:
+    def run(
+        self, method: str, inputs: list[Any], state: State | None = None, chosen: Chosen | None = None
+    ) -> list[Any]:
         """Flat inputs to flat outputs, in memory of their own."""
         call = self._calls[method]
         if not call.stateful:

@@ -77,6 +77,10 @@ class Double:
         self._resident[session] = version
         return Committed(version, paused, 0)
 
+    @property
+    def previous(self) -> Version[Session] | None:
+        return self._resident.get(self._idle()) or self._displaced
+
     def rollback(self, timeout: float | None) -> Committed:
         idle = self._idle()
         if self._gate.current is None or not (idle in self._resident or self._displaced):

@@ -6,6 +6,7 @@ from contextlib import AbstractContextManager
 from typing import Literal, NoReturn, Protocol, get_args
 
 from weightswap_runtime.errors import ModelClosed, Unsupported
+from weightswap_runtime.live.gate import Version
 from weightswap_runtime.live.session import Session
 from weightswap_runtime.memory.patch import HostPatch
 from weightswap_runtime.sources.byte_source import Check
@@ -42,6 +43,11 @@ class Residency(Protocol):
         """`check` is called while calls and pins are waited for; what it raises ends the commit."""
         ...
 
+    @property
+    def previous(self) -> Version[Session] | None:
+        """What a rollback leads to."""
+        ...
+
     def rollback(self, timeout: float | None) -> Committed:
         """Raises NothingToRollBack."""
         ...
@@ -51,6 +57,7 @@ class Ended:
     """What is left of a residency whose models were all closed: no memory."""
 
     sessions: tuple[Session, ...] = ()
+    previous = None
 
     def __init__(self, name: str) -> None:
         self.name = name

@@ -107,6 +107,10 @@ class Single:
             return self._commit_in_place(change, timeout, check)
         return Committed(version, self._gate.exchange(version), 0)
 
+    @property
+    def previous(self) -> Version[Session] | None:
+        return self._previous.version if self._previous else None
+
     def rollback(self, timeout: float | None) -> Committed:
         if self._previous is None:
             why = (

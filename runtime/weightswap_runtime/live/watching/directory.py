@@ -78,10 +78,15 @@ def _with(entry: Entry, goldens: Entry | None) -> Entry:
 
 def order(entry: Entry) -> tuple[Any, ...]:
     """Where a file comes among the others: by name, numbers by their value; the later of one published step last."""
-    published = _PUBLISHED.fullmatch(entry.name)
-    stem = published[1] if published else entry.name.removesuffix(SUFFIX)
+    return order_of_names(entry.name), entry.modified, entry.name
+
+
+def order_of_names(name: str) -> list[Any]:
+    """As `order`, as far as the names tell."""
+    published = _PUBLISHED.fullmatch(name)
+    stem = published[1] if published else name.removesuffix(SUFFIX)
     parts = _DIGITS.split(stem)  # text, digits, text, ...
-    return [int(part) if place % 2 else part for place, part in enumerate(parts)], entry.modified, entry.name
+    return [int(part) if place % 2 else part for place, part in enumerate(parts)]
 
 
 def _list_local(directory: Path) -> list[Entry]:

@@ -97,6 +97,11 @@ class RemoteObject:
     def size(self) -> int:
         return self._pin.size
 
+    @property
+    def tag(self) -> str:
+        """What its content is pinned to, such as an ETag; empty where the store has none."""
+        return self._pin.tag
+
     def read_into(self, buffers: list[memoryview], offset: int) -> None:
         landing, early = Landing(buffers), time.monotonic() < self._settled_at
         try:

@@ -12,7 +12,7 @@ from weightswap_runtime.sources.location import Url, redact
 
 from .objects import Loop, RemoteObject, wait_for
 from .retries import persist
-from .transport import Transport
+from .transport import Replaceable, Transport
 
 _OURS = ("aiohttp", "fsspec", "gcsfs", "s3fs")  # what the extra installs
 
@@ -27,6 +27,23 @@ def find_object(url: Url, check: Check | None = None) -> RemoteObject | None:
     transport = _transport(fs, path, url)
     opened = wait_for(loop(), persist(transport.open, lambda: f"{url}: cannot be opened"), check)
     return RemoteObject(str(url), transport, opened, loop, check) if opened else None
+
+
+def replace_object(url: Url, content: bytes, tag: str | None, check: Check | None = None) -> bool:
+    """Put a small object in the place of the one that has a tag, or where nothing is (None), in one step.
+
+    False where something else is there. Raises Unsupported for a store that cannot promise that, or whose way of doing
+    so is not known here, and what `find_object` raises.
+    """
+    fs, path = _file_system(url)
+    transport = _transport(fs, path, url)
+    if not isinstance(transport, Replaceable):
+        raise Unsupported(
+            f"{url}: {url.protocol}:// is not written to, as two writers could not be told apart there. Write to a "
+            "local directory, or to s3://"
+        )
+    work = persist(lambda: transport.replace(content, tag), lambda: f"{url}: cannot be written")
+    return wait_for(_loop_of(fs, url)(), work, check or _go_on)
 
 
 def list_names(url: Url, likely: Sequence[str], check: Check | None = None) -> list[str] | None:

@@ -9,6 +9,7 @@ from typing import Any
 import aiohttp
 from botocore.exceptions import BotoCoreError, ClientError, HTTPClientError, IncompleteReadError
 
+from weightswap_runtime.errors import WeightFileError
 from weightswap_runtime.sources.location import Url
 
 from .transport import (
@@ -30,6 +31,7 @@ from .transport import (
 
 CHUNK = 256 << 10
 _MISSING = frozenset({"404", "NoSuchKey", "NoSuchBucket", "NoSuchVersion"})
+_CONFLICTS = frozenset({"PreconditionFailed", "ConditionalRequestConflict"})
 _SLOW = frozenset({"SlowDown", "RequestTimeout", "InternalError", "ServiceUnavailable", "ThrottlingException"})
 
 
@@ -88,6 +90,14 @@ class S3Object:
         except _Missing:
             return None
 
+    async def replace(self, content: bytes, tag: str | None) -> bool:
+        condition = {"IfNoneMatch": "*"} if tag is None else {"IfMatch": tag}
+        try:
+            async with self._call("put_object", Body=content, **condition):
+                return True
+        except (_Missing, _Conflict):
+            return False
+
     def _range(self, answer: dict[str, Any]) -> ContentRange:
         if "ContentRange" in answer:
             return parse_content_range(answer["ContentRange"], self._where)
@@ -95,7 +105,7 @@ class S3Object:
         return ContentRange(0, size, size)
 
     @asynccontextmanager
-    async def _call(self, name: str, **arguments: str) -> AsyncIterator[dict[str, Any]]:
+    async def _call(self, name: str, **arguments: str | bytes) -> AsyncIterator[dict[str, Any]]:
         try:
             await self._fs.set_session()
             method = getattr(await self._fs.get_s3(self._names["Bucket"]), name)
@@ -118,9 +128,15 @@ class S3Object:
             return _Missing()
         if status == 416:
             return _Unsatisfiable()
+        if code in _CONFLICTS:
+            return _Conflict(str(changed(self._where)))
         if code in _SLOW:
             return Transient(code)
         return refused(self._where, status, code, facts.get("HTTPHeaders", {}).get("retry-after"))
+
+
+class _Conflict(WeightFileError):
+    """Another object is there than the one that was asked for."""
 
 
 class _Unsatisfiable(Exception):

@@ -6,7 +6,7 @@ import re
 import time
 from collections.abc import AsyncIterable, Callable
 from email.utils import parsedate_to_datetime
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 from weightswap_runtime.errors import AccessDenied, WeightFileError
 from weightswap_runtime.sources.location import Url, redact
@@ -60,6 +60,18 @@ class Transport(Protocol):
 
     async def probe(self, pin: ObjectPin) -> ObjectPin | None:
         """What is there now; None if nothing is."""
+        ...
+
+
+@runtime_checkable
+class Replaceable(Protocol):
+    """An object of a store that replaces one only if it is still the one that was read."""
+
+    async def replace(self, content: bytes, tag: str | None) -> bool:
+        """Put bytes in the place of the content with a tag, or where nothing is. False where something else is there.
+
+        Raises as a Transport does; after Transient it may have been done all the same.
+        """
         ...
 
 

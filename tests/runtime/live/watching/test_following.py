@@ -1,279 +1,454 @@
-"""Which files a follower takes, when, and in which order; with a clock that the tests turn."""
+"""A model that follows a place: it serves what is desired, and serves on whatever becomes of the place."""
 
 from __future__ import annotations
 
-import os
-from collections import Counter
-from collections.abc import Callable
+import gc
+import time
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
+import fsspec
 import pytest
+import safetensors.torch
+import torch
 
-from tests.support.desk import INTERVAL, Desk
-from tests.support.tiny import serves
-from weightswap_runtime import DigestMismatch, GoldenMismatch
-from weightswap_runtime.live.watching import follower as following
-from weightswap_runtime.live.watching import header_peek
-from weightswap_runtime.live.watching.directory import UNKNOWN
-from weightswap_runtime.live.watching.follower import Start
+from tests.support.forks import in_a_child
+from tests.support.services import Service, weights_id_of
+from tests.support.tiny import TinyArtifact, serves
+from tests.support.watched import SOON, eventually
+from weightswap_runtime import (
+    DesiredDamaged,
+    DesiredError,
+    DesiredPlace,
+    DigestMismatch,
+    Event,
+    GraphMismatch,
+    Model,
+    ModelClosed,
+    NonFiniteWeights,
+    Staged,
+    UnexpectedWeights,
+    Unsupported,
+    WeightFileError,
+    WeightsMismatch,
+    load,
+)
+from weightswap_runtime.desired.place import Known
+from weightswap_runtime.live.staging_task import StagingTask
+from weightswap_runtime.live.watching import reconciler as reconciling
+from weightswap_runtime.threads.job import Job
 
 
-def test_new_files_are_taken_in_order_each_once(desk: Desk) -> None:
-    assert desk.look() == INTERVAL
-    for name in ("v9", "v10", "v11"):
-        desk.write(name, int(name[1:]))
-    desk.look()
-    desk.look()
-    desk.write("v12", 12)
-    desk.look()
-    desk.look()
-    assert desk.tries == ["v9", "v10", "v11", "v12"]
-    assert serves(desk.model, 12)
-    assert desk.told == []
+@pytest.fixture
+def service(tiny: TinyArtifact, tmp_path: Path) -> Service:
+    return Service(tiny, tmp_path / "service")
+
+
+def test_what_is_desired_is_served_from_the_start_and_from_then_on(model: Model, service: Service) -> None:
+    service.set(1, by="ana")
+    events: list[Event] = []
+    with model.follow(service.folder, SOON, callback=events.append) as follower:
+        assert follower.wait(60)
+        assert serves(model, 1)
+        for seed in (2, 3):
+            service.set(seed)
+            assert eventually(lambda: serves(model, seed))  # noqa: B023
+        service.place.rollback(revision=3, by="bo")
+        assert follower.wait(60, revision=4)
+        assert serves(model, 2)
+        status = follower.status
+    assert not follower.alive
+    assert (status.place, status.revision, status.on_hold) == (str(service.folder), 4, True)
+    assert (status.desired, status.served, status.reachable, status.error) == (
+        service.desired,
+        model.weights_id,
+        True,
+        "",
+    )
+    taken = ["staging", "staged", "committed"]
+    back = ["rolled back"] if model.residency == "double" else taken  # what is still there is not read
+    assert [event.kind for event in events] == taken * 3 + back
+    assert [receipt.by for receipt in model.history] == ["ana", "follow", "follow", "bo"]
+
+
+def test_what_is_swapped_by_hand_gives_way(service: Service, weight_file: Any) -> None:
+    model = load(service.tiny.path)
+    service.set(1)
+    with model.follow(service.folder, SOON) as follower:
+        assert follower.wait(60)
+        model.swap(weight_file(2), busy="wait")
+        assert eventually(lambda: serves(model, 1))
+        model.rollback(busy="wait")
+        assert eventually(lambda: serves(model, 1))
+
+
+def test_nothing_is_served_before_something_is_desired(model: Model, service: Service) -> None:
+    with model.follow(service.folder, SOON) as follower:
+        assert eventually(lambda: follower.desired is not None)
+        assert (follower.status.revision, follower.agrees, follower.last_error) == (0, False, None)
+        assert not follower.wait(0.05)
+        service.set(1)
+        assert follower.wait(60)
+
+
+def test_a_place_may_come_later(model: Model, tiny: TinyArtifact, tmp_path: Path) -> None:
+    events: list[Event] = []
+    with model.follow(tmp_path / "service", SOON, callback=events.append) as follower:
+        assert eventually(lambda: not follower.status.reachable)
+        assert isinstance(follower.last_error, DesiredError)
+        Service(tiny, tmp_path / "service").set(1)
+        assert follower.wait(60)
+        assert follower.status.reachable
+    assert [event.kind for event in events] == ["unreachable", "staging", "staged", "committed"]
+    assert events[0].source == str(tmp_path / "service")
+
+
+def test_a_process_that_cannot_reach_the_place_serves_on_and_says_so(
+    model: Model, service: Service, tmp_path: Path
+) -> None:
+    service.set(1)
+    events: list[Event] = []
+    with model.follow(service.folder, SOON, callback=events.append) as follower:
+        assert follower.wait(60)
+        away = service.folder.rename(tmp_path / "away")
+        assert eventually(lambda: not follower.status.reachable)
+        assert serves(model, 1)
+        assert "No such file" in follower.status.error
+        DesiredPlace(away).set(service.tiny.write(away / "v2.safetensors", service.tiny.values(2)), revision=1)
+        away.rename(service.folder)
+        assert eventually(lambda: serves(model, 2))
+        assert eventually(lambda: (follower.last_error, follower.status.reachable) == (None, True))
+    assert [event.kind for event in events].count("unreachable") == 1
+
+
+BROKEN = {
+    "torn": b'{"desired_version": 1, "revision": 9, "wei',
+    "of another version": b'{"desired_version": 7, "revision": 9}',
+    "empty": b"",
+}
+
+
+@pytest.mark.parametrize("content", BROKEN.values(), ids=BROKEN)
+def test_a_document_that_is_none_changes_nothing(content: bytes, model: Model, service: Service) -> None:
+    service.set(1)
+    document = service.folder / "desired.json"
+    with model.follow(service.folder, SOON) as follower:
+        assert follower.wait(60)
+        good = document.read_bytes()
+        document.write_bytes(content)
+        assert eventually(lambda: isinstance(follower.last_error, DesiredDamaged))
+        assert serves(model, 1)
+        document.write_bytes(good)
+        assert eventually(lambda: follower.last_error is None)
+        service.set(2)
+        assert eventually(lambda: serves(model, 2))
+
+
+@pytest.mark.parametrize("how", ["removed", "an older copy"])
+def test_a_place_does_not_go_back(how: str, model: Model, service: Service) -> None:
+    service.set(1)
+    document = service.folder / "desired.json"
+    old = document.read_bytes()
+    service.set(2)
+    with model.follow(service.folder, SOON) as follower:
+        assert follower.wait(60)
+        document.unlink() if how == "removed" else document.write_bytes(old)
+        assert eventually(lambda: "was at 2" in follower.status.error)
+        assert (serves(model, 2), follower.status.reachable) == (True, False)
+        service.set(2) if how == "an older copy" else [service.set(seed) for seed in (1, 2)]
+        service.set(3)
+        assert eventually(lambda: serves(model, 3))
+
+
+def damaged(service: Service, path: Path) -> None:
+    raw = bytearray(path.read_bytes())
+    raw[-1] ^= 1
+    other = path.with_name("hidden")
+    other.write_bytes(raw)
+    other.rename(path)
+
+
+def of_another_graph(service: Service, path: Path) -> None:
+    service.tiny.write(path, service.tiny.values(5), graph_id="0" * 64)
+
+
+def other_tensors(service: Service, path: Path) -> None:
+    odd = {**service.tiny.values(5), "bias": torch.zeros(6)}
+    safetensors.torch.save_file(odd, path.with_name("hidden"))
+    path.with_name("hidden").replace(path)
+
+
+def not_finite(service: Service, path: Path) -> None:
+    values = service.tiny.values(5)
+    values["bias"][2] = torch.nan
+    service.tiny.write(path, values)
+
+
+def other_weights(service: Service, path: Path) -> None:
+    service.tiny.write(path, service.tiny.values(6))
+
+
+def gone(service: Service, path: Path) -> None:
+    path.unlink()
 
 
 @pytest.mark.parametrize(
-    ("start", "first"), {"newest": ["v3"], "all": ["v1", "v2", "v3"], "new": []}.items(), ids=["newest", "all", "new"]
+    ("spoil", "error", "skipped"),
+    [
+        (damaged, DigestMismatch, True),
+        (of_another_graph, GraphMismatch, True),
+        (other_tensors, WeightsMismatch, True),
+        (not_finite, NonFiniteWeights, True),
+        (other_weights, UnexpectedWeights, True),
+        (gone, WeightFileError, False),
+    ],
 )
-def test_what_is_there_at_the_start(start: Start, first: list[str], desk: Desk) -> None:
-    for seed in (1, 2, 3):
-        desk.write(f"v{seed}", seed)
-    desk.follow(start)
-    desk.look()
-    assert desk.taken == first
-    desk.write("v4", 4)
-    desk.look()
-    assert desk.taken == [*first, "v4"]
-    assert desk.told == []
+def test_weights_that_are_refused_change_nothing_until_they_are_mended(
+    spoil: Any, error: type[Exception], skipped: bool, model: Model, service: Service
+) -> None:
+    service.set(1)
+    events: list[Event] = []
+    with model.follow(service.folder, SOON, callback=events.append) as follower:
+        assert follower.wait(60)
+        path = service.write(5)
+        wanted = weights_id_of(path)
+        spoil(service, path)
+        if spoil is not_finite:
+            wanted = weights_id_of(path)
+        service.place.promote(path, known=Known(wanted))
+        assert eventually(lambda: isinstance(follower.last_error, error))
+        assert (serves(model, 1), follower.agrees, bool(follower.status.error)) == (True, False, True)
+        time.sleep(5 * SOON)
+        service.write(5)
+        if spoil is not_finite:
+            service.set(5)
+        assert eventually(lambda: serves(model, 5))
+        assert eventually(lambda: follower.status.error == "")
+    told = [event.kind for event in events].count("skipped")
+    assert told in ((1, 2) if skipped else (0,))  # what was in the file's place for a moment may be refused, too
 
 
-def test_weights_that_are_served_are_not_taken(desk: Desk) -> None:
-    desk.write("v1", 1)
-    desk.model.swap(desk.write("v2", 2))
-    desk.look()
-    assert desk.tries == []
-    desk.write("v3", 2)  # the same weights in a new file
-    desk.look()
-    assert (desk.tries, desk.told) == ([], [])
-    desk.write("v2", 5)
-    desk.look()
-    assert desk.told == [("skipped v2", "Superseded")]  # v3 counts as taken
+def test_a_file_that_stays_wrong_is_not_read_again(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = load(service.tiny.path)
+    damaged(service, service.write(1))
+    events: list[Event] = []
+    service.set(1)
+    with model.follow(service.folder, SOON, callback=events.append) as follower:
+        assert eventually(lambda: isinstance(follower.last_error, DigestMismatch))
+        time.sleep(20 * SOON)
+    assert [event.kind for event in events] == ["staging", "refused", "skipped"]
 
 
-def test_weights_of_a_model_that_has_failed_are_taken(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
-    desk.model.swap(desk.write("v1", 1))
-    monkeypatch.setattr(desk, "serves", lambda weights_id: False)
-    desk.look()
-    assert desk.taken == ["v1"]
+def test_a_model_that_serves_nothing_takes_the_last_good_weights(tiny: TinyArtifact, service: Service) -> None:
+    service.set(1)
+    service.set(2)
+    damaged(service, service.folder / "v2.safetensors")
+    service.set(3)
+    damaged(service, service.folder / "v3.safetensors")
+    model = load(tiny.path)
+    with model.follow(service.folder, SOON) as follower:
+        assert eventually(lambda: model.generation is not None)
+        assert serves(model, 1)
+        assert not follower.agrees
+        service.tiny.write(service.folder / "v3.safetensors", tiny.values(3))
+        assert eventually(lambda: serves(model, 3))
 
 
-def away(desk: Desk) -> None:
-    desk.unlisted = True
+def test_what_is_not_desired_any_more_when_it_is_staged_is_not_served(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = load(service.tiny.path)
+    service.set(1)
+    bad = service.set(2)
+
+    def withdraw(event: Event) -> None:
+        if event.kind == "staged" and event.weights_id == bad:
+            service.place.rollback(revision=2)
+
+    served: list[str] = []
+    model.listen(lambda event: served.append(event.weights_id or "") if event.kind == "committed" else None)
+    with model.follow(service.folder, SOON, callback=withdraw):
+        assert eventually(lambda: model.generation is not None)
+    assert serves(model, 1)
+    assert bad not in served
 
 
-def empty(desk: Desk) -> None:
-    desk.follower._list = list
+def test_what_is_still_there_is_served_again_without_its_file(service: Service) -> None:
+    model = load(service.tiny.path)
+    service.set(1)
+    with model.follow(service.folder, SOON) as follower:
+        assert follower.wait(60)
+        service.set(2)
+        assert follower.wait(60, revision=2)
+        state = service.place.rollback(revision=2, by="ana")
+        assert follower.wait(60, revision=state.revision)
+        assert serves(model, 1)
+    assert (model.history[-1].kind, model.history[-1].by) == ("rollback", "ana")
 
 
-def cut_short(desk: Desk) -> None:
-    entries = [entry for entry in desk._list() if entry.name != "v2.safetensors"]
-    desk.follower._list = lambda: entries
+def test_refusals_keep_no_descriptors_and_no_stagings(service: Service) -> None:
+    model = load(service.tiny.path)
+    service.set(1)
+    with model.follow(service.folder, SOON) as follower:
+        assert follower.wait(60)
+        before = len(list(Path("/proc/self/fd").iterdir()))
+        for seed in range(2, 22):
+            path = service.write(seed)
+            wanted = weights_id_of(path)
+            damaged(service, path)
+            state = service.place.promote(path, known=Known(wanted))
+            assert eventually(lambda: follower.status.revision == state.revision and follower.status.error != "")  # noqa: B023
+            assert eventually(lambda: path.name in follower.status.error)  # noqa: B023
+        assert len(list(Path("/proc/self/fd").iterdir())) == before
+        assert serves(model, 1)
+    gc.collect()
+    assert [thing for thing in gc.get_objects() if isinstance(thing, Staged | StagingTask | Job)] == []
 
 
-def without_status(desk: Desk) -> None:
-    entries = [entry._replace(fingerprint=UNKNOWN, modified=0.0) for entry in desk._list()]
-    desk.follower._list = lambda: entries
+def test_goldens_are_tried_as_in_a_swap(service: Service) -> None:
+    model = load(service.tiny.path)
+    path = service.write(1)
+    (service.folder / "v1.goldens.safetensors").write_bytes(b"damaged")
+    service.place.set(path, revision=0)
+    with model.follow(service.folder, SOON) as follower:
+        assert eventually(lambda: "v1.goldens" in follower.status.error)
+        assert model.generation is None
+        (service.folder / "v1.goldens.safetensors").unlink()
+        assert follower.wait(60)
+        assert serves(model, 1)
 
 
-@pytest.mark.parametrize("flicker", [away, empty, cut_short, without_status])
-@pytest.mark.parametrize("looks", [1, 3])
-def test_after_a_flicker_nothing_is_taken_again(flicker: Callable[[Desk], None], looks: int, desk: Desk) -> None:
-    desk.follow("all")
-    desk.damage(desk.write("v0", 0))
-    for seed in (1, 2):
-        desk.write(f"v{seed}", seed)
-    desk.look()
-    desk.model.rollback(by="operator")
-    told = list(desk.told)
-    listing = desk.follower._list
-    flicker(desk)
-    for _ in range(looks):
-        desk.look()
-    desk.follower._list, desk.unlisted = listing, False
-    for _ in range(3):
-        desk.look()
-    assert (desk.tries, serves(desk.model, 1)) == (["v0", "v1", "v2"], True)
-    assert [what for what in desk.told if what not in told] == [("unreachable run", "WeightFileError")] * desk.outages
-    assert list(desk.follower.skipped) == ["v0.safetensors"]
-    desk.write("v3", 3)
-    desk.look()
-    assert desk.taken == ["v1", "v2", "v3"]
+def test_a_url_is_followed(model: Model, service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+    memory = fsspec.filesystem("memory")
+
+    def upload() -> None:
+        for path in service.folder.iterdir():
+            memory.pipe(f"/followed/{path.name}", path.read_bytes())
+
+    service.set(1)
+    upload()
+    events: list[Event] = []
+    try:
+        with model.follow("memory://followed", SOON, callback=events.append) as follower:
+            assert follower.wait(60)
+            with monkeypatch.context() as patch:
+
+                def fail(*_: object, **__: object) -> None:
+                    raise PermissionError("away")
+
+                patch.setattr(type(memory), "info", fail)
+                assert eventually(lambda: not follower.status.reachable)
+                service.set(2)
+                upload()
+                assert serves(model, 1)
+            assert eventually(lambda: serves(model, 2))
+            assert eventually(lambda: follower.status.reachable)
+            with pytest.raises(Unsupported, match="memory:// is not written to"):
+                DesiredPlace("memory://followed").hold(revision=2)
+    finally:
+        memory.rm("/followed", recursive=True)
+    assert [event.kind for event in events if event.kind == "unreachable"] == ["unreachable"]
 
 
-def test_a_file_that_is_moved_away_and_back_is_the_same(desk: Desk) -> None:
-    desk.look()
-    first = desk.write("latest", 1)
-    desk.look()
-    first.rename(desk.folder.parent / "kept")
-    desk.write("latest", 2)
-    desk.look()
-    (desk.folder.parent / "kept").rename(first)
-    desk.look()
-    assert (desk.taken, serves(desk.model, 2)) == (["latest", "latest"], True)
+def test_stopping_and_closing_end_it(service: Service) -> None:
+    model = load(service.tiny.path)
+    service.set(1)
+    follower = model.follow(service.folder, SOON)
+    assert repr(follower) == f"Follower({str(service.folder)!r}, alive)"
+    assert follower.wait(60)
+    assert follower.stop(60)
+    service.set(2)
+    time.sleep(5 * SOON)
+    assert serves(model, 1)
+    assert follower.status.served is None
+    other = model.follow(service.folder, SOON)
+    model.close()
+    assert not other.alive
+    with pytest.raises(ModelClosed):
+        model.follow(service.folder)
 
 
-def test_files_that_have_gone_are_remembered_up_to_a_number(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(following, "MOST_REMEMBERED", 3)
-    desk.look()
-    for seed in range(9):
-        desk.write("latest", seed)
-        desk.look()
-    assert len(desk.follower._gone) == 3
-    assert len(desk.taken) == 9
+def test_a_forked_child_has_none(service: Service) -> None:
+    model = load(service.tiny.path)
+    service.set(1)
+    with model.follow(service.folder, SOON) as follower:
+        assert follower.wait(60)
+        assert in_a_child(lambda: not follower.alive and serves(model, 1))
+        assert in_a_child(lambda: model.follow(service.folder, SOON).wait(30))
 
 
-def test_a_new_file_of_which_nothing_is_known_is_left_for_the_next_look(desk: Desk) -> None:
-    desk.look()
-    desk.write("v1", 1)
-    entries = desk._list()
-    desk.follower._list = lambda: [entry._replace(fingerprint=UNKNOWN) for entry in entries]
-    desk.look()
-    assert desk.tries == []
-    desk.follower._list = desk._list
-    desk.look()
-    assert desk.taken == ["v1"]
+def test_looks_at_a_place_keep_no_descriptors_and_no_memory(service: Service) -> None:
+    model = load(service.tiny.path)
+    place = DesiredPlace(service.folder)
+    service.set(1)
+    with model.follow(service.folder, SOON) as follower:
+        assert follower.wait(60)
+    (service.folder / "desired.json").write_bytes(b"{")
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    for _ in range(50):
+        with pytest.raises(DesiredDamaged):
+            place.read()
+        with pytest.raises(DesiredDamaged):
+            place.hold(revision=1)
+    assert len(list(Path("/proc/self/fd").iterdir())) == before
 
 
-@pytest.mark.parametrize("start", ["newest", "all", "new"])
-def test_a_directory_that_is_made_later_has_only_new_files(start: Start, desk: Desk) -> None:
-    desk.folder.rmdir()
-    desk.follow(start)
-    assert {desk.look() for _ in range(20)} == {INTERVAL}
-    assert desk.told == [("unreachable run", "WeightFileError")]
-    desk.folder.mkdir()
-    for seed in (1, 2):
-        desk.write(f"v{seed}", seed)
-    desk.look()
-    assert desk.taken == ["v1", "v2"]
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"interval": 0}, "interval=0: expected seconds, more than 0"),
+        ({"place": 7}, "expected the path or URL of a directory, got a int"),
+        ({"rate_limit": 0}, "rate_limit=0"),
+        ({"verify": "no"}, "verify='no'"),
+        ({"keys": "names"}, "keys='names'"),
+    ],
+)
+def test_what_cannot_be_meant_is_refused(options: dict[str, Any], says: str, model: Model, service: Service) -> None:
+    with pytest.raises(Unsupported, match=says):
+        model.follow(**{"place": service.folder, **options})
+    assert model._watchers == []
 
 
-def test_the_newest_that_can_be_taken_begins(desk: Desk) -> None:
-    desk.write("v1", 1)
-    desk.write("v2", 2)
-    desk.damage(desk.write("v3", 3))
-    desk.look()
-    assert (desk.tries, desk.taken) == (["v3", "v2"], ["v2"])
-    assert desk.told == [("skipped v3", "DigestMismatch")]
-    desk.write("v4", 4)
-    desk.look()
-    assert desk.taken == ["v2", "v4"]
+def test_a_relative_place_stays_what_it_was(
+    model: Model, service: Service, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(service.folder.parent)
+    follower = model.follow(Path(service.folder.name), SOON)
+    monkeypatch.chdir("/")
+    service.set(1)
+    assert follower.wait(60)
+    follower.stop()
 
 
-def test_files_that_come_after_others_could_not_be_taken_are_taken_in_order(desk: Desk) -> None:
-    desk.damage(desk.write("v1", 1))
-    desk.look()
-    desk.write("v2", 2)
-    desk.write("v3", 3)
-    desk.look()
-    assert desk.taken == ["v2", "v3"]
+def test_another_try_is_made_after_longer_and_longer(service: Service) -> None:
+    place = DesiredPlace(service.folder)
+    service.set(1)
+    (service.folder / "v1.safetensors").unlink()
+    tries: list[float] = []
 
+    class Target:
+        serves_nothing = False
 
-def test_a_damaged_file_is_skipped_once_until_it_changes(desk: Desk) -> None:
-    desk.look()
-    path = desk.write("v1", 1)
-    desk.damage(path)
-    for _ in range(5):
-        desk.look()
-    assert (desk.tries, desk.told) == (["v1"], [("skipped v1", "DigestMismatch")])
-    assert isinstance(desk.follower.last_error, DigestMismatch)
-    assert list(desk.follower.skipped) == ["v1.safetensors"]
-    desk.write("v1", 1)
-    desk.look()
-    assert desk.taken == ["v1"]
-    assert (desk.follower.last_error, desk.follower.skipped) == (None, {})
-    path.unlink()
-    desk.look()
-    assert desk.tries == ["v1", "v1"]
+        def check(self) -> None: ...
 
+        def serves(self, weights_id: str) -> bool:
+            return False
 
-def test_what_was_skipped_and_is_swapped_by_hand_is_not_skipped_any_more(desk: Desk) -> None:
-    desk.look()
-    path = desk.write("v1", 1)
-    desk.errors["v1"] = [GoldenMismatch("v1", ["it is not that"], "Look at it.")]
-    desk.look()
-    assert list(desk.follower.skipped) == ["v1.safetensors"]
-    desk.model.swap(path, verify="off")
-    desk.look()
-    assert (desk.follower.skipped, desk.follower.last_error) == ({}, None)
-    assert desk.tries == ["v1"]
+        def put(self, path: object, weights: object, is_wanted: object) -> None:
+            tries.append(now[0])
+            raise WeightFileError("not there")
 
+        def tell(self, kind: str, source: str, error: BaseException) -> None:
+            raise AssertionError(kind)
 
-def test_what_comes_before_a_file_that_was_taken_is_passed_over(desk: Desk) -> None:
-    desk.look()
-    desk.damage(desk.write("v2", 2))
-    desk.write("v3", 3)
-    desk.look()
-    desk.write("v2", 2)
-    desk.write("v1", 1)
-    desk.look()
-    assert desk.taken == ["v3"]
-    assert desk.told[1:] == [("skipped v1", "Superseded"), ("skipped v2", "Superseded")]
-    assert "passed over, as v3.safetensors comes later" in str(desk.follower.skipped["v1.safetensors"])
-    (desk.folder / "v1.safetensors").unlink()
-    desk.look()
-    assert list(desk.follower.skipped) == ["v2.safetensors"]
-
-
-def test_a_replaced_file_is_taken_again(desk: Desk) -> None:
-    path = desk.write("latest", 1)
-    desk.look()
-    desk.write("latest", 2)
-    os.utime(path, ns=(1, 1))  # older than the one before it
-    desk.look()
-    assert (desk.taken, serves(desk.model, 2)) == (["latest", "latest"], True)
-    os.utime(path, ns=(2, 2))
-    desk.look()
-    assert desk.taken == ["latest", "latest"]  # the same weights
-
-
-def test_of_one_published_step_the_later_file_is_taken_last(desk: Desk) -> None:
-    desk.look()
-    late, early = desk.write("step-000000007-000000000000", 1), desk.write("step-000000007-ffffffffffff", 2)
-    os.utime(early, (100, 100))
-    os.utime(late, (200, 200))
-    desk.look()
-    assert desk.taken == [early.stem, late.stem]
-
-
-@pytest.mark.parametrize("start", ["newest", "new", "all"])
-def test_a_file_is_opened_only_when_it_is_new(start: Start, desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
-    raw = desk.write("v0", 0).read_bytes()
-    for number in range(1, 1000):
-        (desk.folder / f"v{number}.safetensors").write_bytes(raw)
-    opened: Counter[str] = Counter()
-    original = header_peek.open_weights
-
-    def count(path: str | Path, check: Callable[[], None]) -> object:
-        opened[Path(path).stem] += 1
-        return original(path, check)
-
-    monkeypatch.setattr(header_peek, "open_weights", count)
-    monkeypatch.setattr(desk, "swap", lambda path, *_: desk.taken.append(Path(path).stem))
-    desk.follow(start)
-    for _ in range(3):
-        desk.look()
-    assert desk.listings == 3
-    assert opened == dict.fromkeys(desk.taken, 1)
-    assert len(desk.taken) == {"newest": 1, "new": 0, "all": 1000}[start]
-    (desk.folder / "v1000.safetensors").write_bytes(raw)
-    desk.look()
-    assert desk.taken[-1] == "v1000"
-    assert len(opened) == len(desk.taken)
-
-
-def test_errors_that_are_kept_hold_no_frames(desk: Desk) -> None:
-    desk.look()
-    desk.damage(desk.write("v1", 1))
-    desk.look()
-    error = desk.follower.skipped["v1.safetensors"]
-    assert error.__traceback__ is None
+    now = [0.0]
+    reconciler = reconciling.Reconciler(place, 5.0, lambda: now[0])
+    for _ in range(200):
+        assert reconciler.look(Target()) == 5.0
+        now[0] += 5.0
+    assert tries[:6] == [0.0, 5.0, 15.0, 35.0, 75.0, 155.0]
+    assert max(after - before for before, after in pairwise(tries)) == 300.0
+    service.place.hold(revision=1)
+    reconciler.look(Target())
+    assert tries[-1] == now[0]  # the place says something new

@@ -17,8 +17,8 @@ import torch
 from tests.support.tiny import TinyArtifact, serves
 from tests.support.watched import SOON, Directory, eventually, mark
 from weightswap_runtime import Event, MissingExtra, Model, StagingBusy, Unsupported, load, write_delta
-from weightswap_runtime.live.watching import watcher as watching
-from weightswap_runtime.live.watching.follower import Follower
+from weightswap_runtime.live.watching import loop as watching
+from weightswap_runtime.live.watching.intake import Intake
 from weightswap_tools.commands.swap_watch import print_event
 
 
@@ -221,23 +221,23 @@ def test_looks_keep_their_distance(model: Model, directory: Directory, monkeypat
     waits: list[float] = []
     done = threading.Event()
 
-    def wait(loop: watching._Loop, seconds: float) -> None:
+    def wait(loop: watching.Loop, seconds: float) -> None:
         waits.append(seconds)
         if len(waits) >= 20:
             done.set()
             loop.stop()
 
-    monkeypatch.setattr(watching._Loop, "_wait", wait)
+    monkeypatch.setattr(watching.Loop, "_wait", wait)
     looks: list[int] = []
-    original = Follower.look
+    original = Intake.look
 
-    def look(follower: Follower, target: Any) -> float:
+    def look(intake: Intake, target: Any) -> float:
         looks.append(1)
         if len(looks) % 2:
             raise RuntimeError("a look's own")
-        return original(follower, target)
+        return original(intake, target)
 
-    monkeypatch.setattr(Follower, "look", look)
+    monkeypatch.setattr(Intake, "look", look)
     directory.damaged(1)
     watcher = model.watch(directory.path, 7.0)
     assert done.wait(60)

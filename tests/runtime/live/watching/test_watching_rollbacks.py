@@ -49,7 +49,7 @@ def test_what_another_has_put_in_while_the_turn_was_waited_for_is_not_put_in_aga
 
 
 def looked_at(watcher: Watcher, name: str) -> bool:
-    file = watcher._follower._files.get(name)
+    file = watcher._intake._files.get(name)
     return file is not None and file.peek is not None
 
 
@@ -108,11 +108,11 @@ def test_a_file_without_digests_is_not_put_in_again_for_another_mode(
         path.with_suffix(".new").rename(path)
         assert eventually(lambda: model.generation == 1)
         model.swap(tiny.write(tmp_path / "v2.safetensors", tiny.values(2)))
-        looks = watcher._follower._files[path.name].looks
+        looks = watcher._intake._files[path.name].looks
         time.sleep(2 * CLOCK_TICK_NS / 1e9)
         path.chmod(0o640)
-        assert eventually(lambda: watcher._follower._files[path.name].looks < looks)
-        assert eventually(lambda: not watcher._follower._pending() and not watcher._follower._due())
+        assert eventually(lambda: watcher._intake._files[path.name].looks < looks)
+        assert eventually(lambda: not watcher._intake._pending() and not watcher._intake._due())
         assert (model.generation, serves(model, 2), watcher.skipped) == (2, True, {})
 
 

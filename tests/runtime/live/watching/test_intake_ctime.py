@@ -1,4 +1,4 @@
-"""What a follower makes of a file of which nothing but ctime changes: a rewrite in disguise, a mode, a name."""
+"""What an intake makes of a file of which nothing but ctime changes: a rewrite in disguise, a mode, a name."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import safetensors.torch
 
 from tests.support.desk import Desk, in_place
 from tests.support.tiny import serves
-from weightswap_runtime.live.watching.follower import Start
+from weightswap_runtime.live.watching.intake import Start
 from weightswap_runtime.sources.local import CLOCK_TICK_NS
 
 
@@ -133,7 +133,7 @@ def test_what_was_skipped_is_told_of_once(desk: Desk, touch: Callable[[Path], No
     looks(desk)
     assert (desk.taken, desk.told) == ([], told)
     assert desk.tries[tries:] == ["v1"]  # other bytes might mend it, and would not show in its header
-    assert list(desk.follower.skipped) == ["v1.safetensors", "v2.safetensors"]
+    assert list(desk.intake.skipped) == ["v1.safetensors", "v2.safetensors"]
     time.sleep(2 * CLOCK_TICK_NS / 1e9)
     in_place(damaged, desk.write("../whole", 1).read_bytes())
     looks(desk)

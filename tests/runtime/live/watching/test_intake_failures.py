@@ -1,4 +1,4 @@
-"""What a follower skips, tries again, and gives up; with a clock that the tests turn."""
+"""What an intake skips, tries again, and gives up; with a clock that the tests turn."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from weightswap_runtime import (
     WeightsMismatch,
 )
 from weightswap_runtime.live.watching import header_peek
-from weightswap_runtime.live.watching.follower import LONGEST_DELAY, Follower
+from weightswap_runtime.live.watching.intake import LONGEST_DELAY, Intake
 
 FORGED = "v2\nrolled back for operator: x\x1b[2J"
 
@@ -33,10 +33,10 @@ def test_names_with_line_ends_are_escaped_in_texts(desk: Desk) -> None:
     desk.look()
     desk.delta(FORGED, 8, 9)
     desk.look()
-    waiting = str(desk.follower.waiting[f"{FORGED}.safetensors"])
+    waiting = str(desk.intake.waiting[f"{FORGED}.safetensors"])
     desk.write(FORGED.replace("2", "3", 1), 3)
     desk.look()
-    superseded = str(desk.follower.skipped[f"{FORGED}.safetensors"])
+    superseded = str(desk.intake.skipped[f"{FORGED}.safetensors"])
     assert waiting.isprintable()
     assert superseded.isprintable()
     assert r"v2\nrolled back" in waiting
@@ -67,7 +67,7 @@ def test_what_another_try_may_mend_is_tried_again_and_again_later(error: Excepti
     assert gaps == [min(INTERVAL * 2**attempt, LONGEST_DELAY) for attempt in range(10)]
     assert desk.taken == ["v1"]
     assert desk.told == []
-    assert desk.follower.last_error is None
+    assert desk.intake.last_error is None
 
 
 def test_a_file_that_cannot_be_read_does_not_keep_a_later_one(desk: Desk) -> None:
@@ -144,20 +144,20 @@ def test_an_unreachable_directory_is_told_once_and_asked_ever_more_rarely(desk: 
     delays = [desk.look() for _ in range(9)]
     assert delays == [min(INTERVAL * 2**attempt, LONGEST_DELAY) for attempt in range(9)]
     assert desk.told == [("unreachable run", "WeightFileError")]
-    assert isinstance(desk.follower.last_error, WeightFileError)
+    assert isinstance(desk.intake.last_error, WeightFileError)
     desk.unlisted = False
     desk.write("v1", 1)
     assert desk.look() == INTERVAL
-    assert (desk.taken, desk.follower.last_error) == (["v1"], None)
+    assert (desk.taken, desk.intake.last_error) == (["v1"], None)
     desk.unlisted = True
     assert desk.look() == INTERVAL
     assert len(desk.told) == 2
 
 
 def test_an_interval_above_the_longest_delay_stays(desk: Desk) -> None:
-    follower = Follower("run", desk._list, 1000.0, "all", lambda: desk.now)
+    intake = Intake("run", desk._list, 1000.0, "all", lambda: desk.now)
     desk.unlisted = True
-    assert {follower.look(desk) for _ in range(2000)} == {1000.0}
+    assert {intake.look(desk) for _ in range(2000)} == {1000.0}
 
 
 def test_nothing_is_opened_after_the_stop(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -166,7 +166,7 @@ def test_nothing_is_opened_after_the_stop(desk: Desk, monkeypatch: pytest.Monkey
     opened: list[str | Path] = []
     monkeypatch.setattr(header_peek, "open_weights", lambda path, check: opened.append(path))
     desk.look()
-    assert (opened, desk.told, desk.follower.last_error) == ([], [], None)
+    assert (opened, desk.told, desk.intake.last_error) == ([], [], None)
 
 
 def test_a_stop_while_a_header_is_waited_for_ends_the_look(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -180,7 +180,7 @@ def test_a_stop_while_a_header_is_waited_for_ends_the_look(desk: Desk, monkeypat
 
     monkeypatch.setattr(header_peek, "open_weights", stalled)
     desk.look()
-    assert (desk.tries, desk.told, desk.follower.last_error) == ([], [], None)
+    assert (desk.tries, desk.told, desk.intake.last_error) == ([], [], None)
     monkeypatch.undo()
     desk.stopped = False
     desk.look()
@@ -193,4 +193,4 @@ def test_a_cancelled_staging_ends_the_look(desk: Desk) -> None:
     desk.write("v2", 2)
     desk.errors["v1"] = [StageCancelled("stopped")]
     desk.look()
-    assert (desk.tries, desk.told, desk.follower.last_error) == (["v1"], [], None)
+    assert (desk.tries, desk.told, desk.intake.last_error) == (["v1"], [], None)

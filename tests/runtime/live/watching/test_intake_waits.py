@@ -1,4 +1,4 @@
-"""What a follower waits for: files that are being copied, and the weights that a delta starts from."""
+"""What an intake waits for: files that are being copied, and the weights that a delta starts from."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.support.tiny import serves
 from weightswap_runtime import (
     TruncatedFile,
 )
-from weightswap_runtime.live.watching.follower import PATIENCE
+from weightswap_runtime.live.watching.intake import PATIENCE
 from weightswap_runtime.sources.local import has_writer
 
 
@@ -47,11 +47,11 @@ def test_a_file_without_digests_is_taken_once_its_writer_has_closed_it(desk: Des
                 pytest.skip("no leases here")
         for _ in range(10):
             desk.look()
-        assert (desk.taken, desk.told, desk.follower.skipped) == ([], [], {})
-        assert "is being written to" in str(desk.follower.last_error)
+        assert (desk.taken, desk.told, desk.intake.skipped) == ([], [], {})
+        assert "is being written to" in str(desk.intake.last_error)
     for _ in range(10):
         desk.look(100)
-    assert (desk.taken, desk.told, desk.follower.last_error) == (["v1"], [], None)
+    assert (desk.taken, desk.told, desk.intake.last_error) == (["v1"], [], None)
 
 
 CUTS: dict[str, Callable[[bytes], bytes]] = {
@@ -85,7 +85,7 @@ def test_a_file_that_stays_cut_off_is_skipped(desk: Desk) -> None:
     desk.look(PATIENCE)
     desk.look(PATIENCE)
     assert (desk.tries, desk.told) == (["v1"], [("skipped v1", "TruncatedFile")])
-    assert isinstance(desk.follower.last_error, TruncatedFile)
+    assert isinstance(desk.intake.last_error, TruncatedFile)
 
 
 def test_a_file_that_is_being_copied_does_not_keep_a_later_one(desk: Desk) -> None:
@@ -97,7 +97,7 @@ def test_a_file_that_is_being_copied_does_not_keep_a_later_one(desk: Desk) -> No
     desk.look()
     assert desk.taken == ["v2"]
     assert desk.told == [("skipped v1", "Superseded")]
-    assert "it is truncated" in str(desk.follower.skipped["v1.safetensors"])
+    assert "it is truncated" in str(desk.intake.skipped["v1.safetensors"])
 
 
 def test_deltas_in_order(desk: Desk) -> None:
@@ -114,13 +114,13 @@ def test_a_delta_waits_for_what_it_starts_from(desk: Desk) -> None:
     desk.delta("v3", 2, 3)
     desk.look()
     desk.look()
-    assert (desk.tries, desk.told, desk.follower.last_error) == (["v1"], [("waiting v3", "BaseMismatch")], None)
-    assert list(desk.follower.waiting) == ["v3.safetensors"]
-    assert "which are not served yet" in str(desk.follower.waiting["v3.safetensors"])
+    assert (desk.tries, desk.told, desk.intake.last_error) == (["v1"], [("waiting v3", "BaseMismatch")], None)
+    assert list(desk.intake.waiting) == ["v3.safetensors"]
+    assert "which are not served yet" in str(desk.intake.waiting["v3.safetensors"])
     desk.delta("v2", 1, 2)
     desk.look()
     assert desk.taken == ["v1", "v2", "v3"]
-    assert (len(desk.told), desk.follower.waiting) == (1, {})
+    assert (len(desk.told), desk.intake.waiting) == (1, {})
 
 
 def test_a_delta_is_taken_after_a_swap_by_hand(desk: Desk, tmp_path: Path) -> None:
@@ -142,8 +142,8 @@ def test_a_delta_that_waits_is_passed_over_with_a_later_file(desk: Desk) -> None
     desk.look()
     assert desk.taken == ["v1", "v3"]
     assert desk.told == [("waiting v2", "BaseMismatch"), ("skipped v2", "Superseded")]
-    assert desk.follower.waiting == {}
-    assert "it is a delta from the weights" in str(desk.follower.skipped["v2.safetensors"])
+    assert desk.intake.waiting == {}
+    assert "it is a delta from the weights" in str(desk.intake.skipped["v2.safetensors"])
 
 
 def test_a_delta_whose_base_changes_between_the_look_and_the_swap_waits(desk: Desk) -> None:

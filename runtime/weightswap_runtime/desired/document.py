@@ -1,0 +1,172 @@
+"""The document `desired.json`: what it says, and what may come after it. Nothing here reads, writes or waits."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import msgspec
+from msgspec.structs import replace
+
+from weightswap_runtime.errors import DesiredDamaged, Held, NothingToRollBack, Superseded
+from weightswap_runtime.messages import listed
+
+FORMAT_VERSION = 1
+MOST_KEPT = 20  # weights of the history
+MOST_WITHDRAWN = 200
+SHOWN = 12  # letters of a weights id that messages show
+_Id = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{64}$")]
+_Text = Annotated[str, msgspec.Meta(min_length=1)]
+_Count = Annotated[int, msgspec.Meta(ge=0)]
+
+
+class _Part(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    def as_dict(self) -> dict[str, Any]:
+        """The fields as dicts, lists, texts and numbers alone."""
+        found: dict[str, Any] = msgspec.to_builtins(self)
+        return found
+
+
+class DesiredWeights(_Part, frozen=True, kw_only=True):
+    """One set of weights that is, was or may again be desired; `since` in seconds since the epoch, `by` whom, `why`.
+
+    source: a path or URL of a full set; a relative one lies below the place of the document. graph_id: the graph that
+    it was packed for; empty where that is not known.
+    """
+
+    source: _Text
+    weights_id: _Id
+    graph_id: str = ""
+    labels: dict[str, str] = {}
+    since: float
+    by: str = ""
+    why: str = ""
+
+
+class Hold(_Part, frozen=True, kw_only=True):
+    """While there is one, nothing is promoted. `since` in seconds since the epoch."""
+
+    since: float
+    by: str = ""
+    why: str = ""
+
+
+class DesiredState(_Part, frozen=True, kw_only=True):
+    """What a place says. `revision` grows by one with each write; 0: nothing was written yet.
+
+    history: what was desired before, oldest first, and may be rolled back to. withdrawn: what was rolled back, in the
+    order in which that was done: no promotion brings it back.
+    """
+
+    desired_version: int = FORMAT_VERSION
+    revision: _Count = 0
+    weights: DesiredWeights | None = None
+    history: tuple[DesiredWeights, ...] = ()
+    withdrawn: tuple[DesiredWeights, ...] = ()
+    hold: Hold | None = None
+
+    @property
+    def known(self) -> tuple[DesiredWeights, ...]:
+        """Everything that it names."""
+        return (*self.withdrawn, *self.history, *((self.weights,) if self.weights else ()))
+
+
+def encode(state: DesiredState) -> bytes:
+    """For people, too: one field on a line."""
+    return msgspec.json.format(msgspec.json.encode(state), indent=2) + b"\n"
+
+
+def decode(raw: bytes | None, where: str) -> DesiredState:
+    """What a document says; None: there is none. Raises DesiredDamaged."""
+    if raw is None:
+        return DesiredState()
+    try:
+        version = msgspec.json.decode(raw, type=dict[str, Any]).get("desired_version")
+        if type(version) is int and version != FORMAT_VERSION:
+            raise DesiredDamaged(
+                f"{where}: format version {version}; this runtime reads {FORMAT_VERSION}. Install the weightswap that "
+                "wrote it."
+            )
+        state = msgspec.json.decode(raw, type=DesiredState)
+    except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
+        raise DesiredDamaged(
+            f"{where}: not a desired state ({error}). Put back one that weightswap wrote, or remove it and set the "
+            "weights again."
+        ) from error
+    if state.revision == 0 or version is None:
+        raise DesiredDamaged(f"{where}: not a desired state (no version, or no revision). Let weightswap write it.")
+    return state
+
+
+def promoted(state: DesiredState, weights: DesiredWeights) -> DesiredState:
+    """After a promotion by policy. The same state where these weights are desired already.
+
+    Raises Held, and Superseded for weights that were desired before.
+    """
+    check_promotable(state, weights.weights_id, weights.source)
+    return state if _is_desired(state, weights.weights_id) else changed(state, weights)
+
+
+def check_promotable(state: DesiredState, weights_id: str, source: object) -> None:
+    """Raise what `promoted` raises."""
+    if _is_desired(state, weights_id):
+        return
+    for withdrawn in state.withdrawn:
+        if withdrawn.weights_id == weights_id:
+            raise Superseded(
+                f"{source}: its weights {weights_id[:SHOWN]} were desired, and withdrawn{_by(withdrawn.by)}. Publish "
+                "others, or set these by hand."
+            )
+    if any(weights.weights_id == weights_id for weights in state.history):
+        raise Superseded(f"{source}: its weights {weights_id[:SHOWN]} were desired before, and others came later")
+    if state.hold is not None:
+        why = f": {state.hold.why}" if state.hold.why else ""
+        raise Held(f"{source}: not promoted, as it is on hold{_by(state.hold.by)}{why}. Release it first.")
+
+
+def _is_desired(state: DesiredState, weights_id: str) -> bool:
+    return state.weights is not None and state.weights.weights_id == weights_id
+
+
+def _by(who: str) -> str:
+    return f" by {who}" if who else ""
+
+
+def changed(state: DesiredState, weights: DesiredWeights) -> DesiredState:
+    """After weights were set by hand: what was desired becomes the end of the history."""
+
+    def others(all_of_them: tuple[DesiredWeights, ...]) -> tuple[DesiredWeights, ...]:
+        return tuple(each for each in all_of_them if each.weights_id != weights.weights_id)
+
+    before = (state.weights,) if state.weights else ()
+    history = others((*state.history, *before))[-MOST_KEPT:]
+    return replace(state, weights=weights, history=history, withdrawn=others(state.withdrawn))
+
+
+def find_good(state: DesiredState, weights_id: str | None, where: str) -> DesiredWeights:
+    """What a rollback leads to: the last of the history, or what the beginning of an id means, withdrawn or not.
+
+    Raises NothingToRollBack.
+    """
+    candidates = (*state.withdrawn, *state.history) if weights_id else state.history[-1:]
+    found = [each for each in candidates if each.weights_id.startswith(weights_id or "")]
+    if len(found) != 1:
+        ids = listed([each.weights_id[:SHOWN] for each in reversed(state.history)]) or "nothing"
+        meant = f"weights {weights_id[:64]}" if weights_id else "weights that were desired before"
+        how = "are not in the history, or are several" if weights_id else "are none"
+        raise NothingToRollBack(f"{where}: {meant}: {how}. The history has {ids}")
+    return found[0]
+
+
+def rolled_back(state: DesiredState, target: DesiredWeights, hold: Hold | None) -> DesiredState:
+    """After a rollback to weights that it names: what came after them is withdrawn.
+
+    hold: a new one, or None to leave the hold as it is.
+    """
+    hold = hold or state.hold
+    place = next((place for place, each in enumerate(state.history) if each.weights_id == target.weights_id), None)
+    if place is None:  # forward, to what was withdrawn
+        return replace(changed(state, target), hold=hold)
+    later = (*state.history[place + 1 :], *((state.weights,) if state.weights else ()))
+    again = {each.weights_id for each in later}
+    withdrawn = (*(each for each in state.withdrawn if each.weights_id not in again), *later)[-MOST_WITHDRAWN:]
+    return replace(state, weights=target, history=state.history[:place], withdrawn=withdrawn, hold=hold)

@@ -1,0 +1,152 @@
+"""Where a document lies: a local directory, or a folder behind a URL. Read whole, and replaced in one step."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NamedTuple, Protocol
+
+from weightswap_runtime.errors import DesiredError, Unsupported, WeightFileError
+from weightswap_runtime.sources.atomic import new_file, remove_abandoned
+from weightswap_runtime.sources.byte_source import Check
+from weightswap_runtime.sources.local import LocalFile
+from weightswap_runtime.sources.location import Location, Url, as_location, fixed
+
+NAME = "desired.json"
+LOCK = ".desired.lock"
+PATIENCE, POLL_SECONDS = 30.0, 0.002
+MOST_BYTES = 4 << 20
+
+
+class Stored(NamedTuple):
+    """The bytes of a document, None where there is none, and what shows that it is another one (remote alone)."""
+
+    content: bytes | None
+    tag: str | None = None
+
+
+class Storage(Protocol):
+    """One document. Each method raises DesiredError, and what `check` raises."""
+
+    folder: Location
+
+    def read(self, check: Check | None = None) -> Stored: ...
+
+    def replace(self, before: Stored, content: bytes) -> bool:
+        """Put other bytes in the place of those that were read; False where these are not there any more."""
+        ...
+
+
+def open_storage(place: str | os.PathLike[str]) -> Storage:
+    """The storage of a directory's path, or of a folder's URL; or of the document's own."""
+    if not isinstance(place, str | os.PathLike):
+        raise Unsupported(f"expected the path or URL of a directory, got a {type(place).__qualname__}")
+    try:
+        location = as_location(place)
+    except WeightFileError as error:
+        raise Unsupported(str(error)) from error
+    if location.name == NAME:
+        location = location.parent
+    return _RemoteStorage(location) if isinstance(location, Url) else _LocalStorage(fixed(location))
+
+
+class _LocalStorage:
+    """A file that is replaced under a lock, which the system lets go with the process that holds it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder: Location = folder
+        self._folder = folder
+        self._path = folder / NAME
+
+    def read(self, check: Check | None = None) -> Stored:
+        try:
+            source = LocalFile(self._path)
+        except WeightFileError as error:
+            if isinstance(error.__cause__, FileNotFoundError) and self._folder.is_dir():
+                return Stored(None)
+            raise DesiredError(str(error)) from error
+        try:
+            return Stored(_content(source.where, source.size, source.read_into))
+        except WeightFileError as error:
+            raise DesiredError(str(error)) from error
+        finally:
+            source.close()
+
+    def replace(self, before: Stored, content: bytes) -> bool:
+        try:
+            with self._locked():
+                if self.read() != before:
+                    return False
+                remove_abandoned(self._folder, NAME)
+                with new_file(self._path) as file:
+                    file.write(content)
+        except OSError as error:
+            raise DesiredError(f"{self._path}: cannot be written ({error})") from error
+        return True
+
+    @contextmanager
+    def _locked(self) -> Iterator[None]:
+        fd = self._open_lock()
+        try:
+            self._lock(fd)
+            yield
+        finally:
+            os.close(fd)
+
+    def _lock(self, fd: int) -> None:
+        """Wait for other writers, who have it for milliseconds; not for ever for one that was stopped."""
+        deadline = time.monotonic() + PATIENCE
+        while True:
+            try:
+                return fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                if time.monotonic() > deadline:
+                    text = f"{self._path}: another process has it locked for {PATIENCE} s ({LOCK}); look after that one"
+                    raise DesiredError(text) from error
+            time.sleep(POLL_SECONDS)
+
+    def _open_lock(self) -> int:
+        path, flags = self._folder / LOCK, os.O_CREAT | os.O_CLOEXEC
+        try:
+            return os.open(path, flags | os.O_RDWR, 0o666)  # which NFS asks for
+        except PermissionError:  # another user has made it
+            return os.open(path, flags | os.O_RDONLY)
+
+
+class _RemoteStorage:
+    """An object that is replaced only where it is still the one that was read."""
+
+    def __init__(self, folder: Url) -> None:
+        self.folder: Location = folder
+        self._url = folder / NAME
+
+    def read(self, check: Check | None = None) -> Stored:
+        from weightswap_runtime.sources.remote.opening import find_object
+
+        try:
+            source = find_object(self._url, check)
+            if source is None:
+                return Stored(None)
+            return Stored(_content(source.where, source.size, source.read_into), source.tag)
+        except WeightFileError as error:
+            raise DesiredError(str(error)) from error
+
+    def replace(self, before: Stored, content: bytes) -> bool:
+        from weightswap_runtime.sources.remote.opening import replace_object
+
+        try:
+            return replace_object(self._url, content, before.tag)
+        except WeightFileError as error:
+            raise DesiredError(str(error)) from error
+
+
+def _content(where: str, size: int, read_into: Callable[[list[memoryview], int], None]) -> bytes:
+    if size > MOST_BYTES:
+        raise WeightFileError(f"{where}: has {size} bytes, more than a desired state has")
+    content = bytearray(size)
+    read_into([memoryview(content)], 0)
+    return bytes(content)

@@ -1,0 +1,29 @@
+"""The tensors that calls choose."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import torch
+
+
+class ChosenTensors:
+    """Tensors by FQN, tied ones under each of their names. `storages` are where they lie."""
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        self.tensors = tensors
+        self.storages = list({tensor.untyped_storage().data_ptr() for tensor in tensors.values()})
+
+    @classmethod
+    def joined(cls, chosen: Iterable[ChosenTensors]) -> ChosenTensors:
+        """Those of several, which have no name in common."""
+        found = list(chosen)
+        joined = cls.__new__(cls)
+        joined.tensors = {name: tensor for each in found for name, tensor in each.tensors.items()}
+        joined.storages = [place for each in found for place in each.storages]
+        return joined
+
+    def lend(self, stream: torch.Stream) -> None:
+        """Keep the memory until what the stream was asked for is done. All of a variant's tensors have one storage."""
+        for tensor in {tensor.untyped_storage().data_ptr(): tensor for tensor in self.tensors.values()}.values():
+            tensor.record_stream(stream)

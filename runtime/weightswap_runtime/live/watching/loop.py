@@ -1,0 +1,291 @@
+"""A thread that looks at something again and again, and puts what it finds behind a model."""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
+from pathlib import Path
+from queue import Empty, SimpleQueue
+from typing import Any, NamedTuple, Protocol, Self
+
+from weightswap_runtime.desired.document import DesiredWeights
+from weightswap_runtime.errors import NothingToRollBack, StageCancelled, Superseded, Unsupported
+from weightswap_runtime.format.identity import identify
+from weightswap_runtime.format.selection import part_of
+from weightswap_runtime.live.calling import Caller, Methods
+from weightswap_runtime.live.events import Event, Listener
+from weightswap_runtime.live.receipt import SwapReceipt
+from weightswap_runtime.live.staged import Staged
+from weightswap_runtime.live.staging_task import StagingTask
+from weightswap_runtime.live.store import Store
+from weightswap_runtime.live.trials import Member
+from weightswap_runtime.sources.location import printable
+from weightswap_runtime.staging.request import SwapRequest
+from weightswap_runtime.threads.ending import Background
+from weightswap_runtime.threads.job import Job
+
+from .header_peek import without_traceback
+from .intake import Told
+from .promotion import Promotion
+
+_log = logging.getLogger("weightswap.watching")
+_log.addHandler(logging.NullHandler())  # quiet unless the application configures logging
+
+
+class Subject(NamedTuple):
+    """What the weights are put behind, and how: `request` is that of every swap."""
+
+    model: Caller
+    store: Store
+    member: Member
+    request: SwapRequest
+
+
+class Looker(Protocol):
+    """What is done at each look."""
+
+    last_error: BaseException | None
+
+    def look(self, target: ModelTarget) -> float:
+        """Take what can be taken. Returns after how many seconds to look again."""
+        ...
+
+
+class Watching(AbstractContextManager["Watching"]):
+    """Looks in a thread of its own, until `stop()`, or until the model is dropped.
+
+    Dropping this does not stop it. The end of the interpreter does; a forked child has none.
+    """
+
+    def __init__(
+        self,
+        subject: Subject,
+        lookers: Sequence[Looker],
+        interval: float,
+        callback: Listener | None,
+        promotion: Promotion | None = None,
+    ) -> None:
+        Job(subject.request.rate_limit)
+        self._lookers = lookers
+        self._loop = Loop(subject, lookers, interval, callback, promotion)
+        self._thread = Background(self._loop.run, "weightswap-watching", self._loop.stop)
+        self._thread.start()
+
+    @property
+    def alive(self) -> bool:
+        """Whether it still looks."""
+        return self._thread.is_alive()
+
+    @property
+    def last_error(self) -> BaseException | None:
+        """What went wrong last; None again once weights were taken, or the place could be read again."""
+        return next((looker.last_error for looker in self._lookers if looker.last_error is not None), None)
+
+    def stop(self, timeout: float | None = None) -> bool:
+        """Stop looking. A staging under way is cancelled; a commit that waits for calls or pins is not.
+
+        Waits for at most `timeout` seconds until the thread has ended. Returns whether it has. From a callback it
+        does not wait.
+        """
+        self._loop.stop()
+        if threading.current_thread() is not self._thread:
+            self._thread.join(timeout)
+        return not self.alive
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def _described(self, where: str) -> str:
+        return f"{type(self).__name__}({where!r}, {'alive' if self.alive else 'stopped'})"
+
+
+def check_interval(interval: object) -> None:
+    """Raise Unsupported for what is no time between two looks."""
+    if not (isinstance(interval, int | float) and 0 < interval < math.inf):
+        raise Unsupported(f"interval={interval!r}: expected seconds, more than 0")
+
+
+class Loop:
+    """What the thread does. It refers to the model only while it looks."""
+
+    def __init__(
+        self,
+        subject: Subject,
+        lookers: Sequence[Looker],
+        interval: float,
+        callback: Listener | None,
+        promotion: Promotion | None,
+    ) -> None:
+        model, self.store, self.member, self.request = subject
+        self.promotion = promotion
+        self.began = -1 if self.store.gate.current is None else self.store.gate.current.generation
+        self.stopping = False
+        self.job: Job | None = None
+        self._lookers = lookers
+        self._interval = interval
+        self._callback = callback
+        self._model = weakref.ref(model)
+        self._thread: int | None = None
+        self._bell: SimpleQueue[None] = SimpleQueue()  # safe to ring from a finalizer
+        self._unlisten = self.store.events.listen(self._pass_on)
+        self._finalizer = weakref.finalize(model, self.stop)
+
+    def stop(self) -> None:
+        self.stopping = True
+        if (job := self.job) is not None:
+            job.cancel()
+        self._bell.put(None)
+
+    def run(self) -> None:
+        self._thread = threading.get_ident()
+        try:
+            while not self.stopping:
+                self._wait(min(map(self._look, self._lookers)))
+        finally:
+            self._unlisten()
+            self._finalizer.detach()
+            del self.store, self.member  # whoever keeps the watcher keeps no weights
+
+    def _wait(self, seconds: float) -> None:
+        with suppress(Empty):
+            self._bell.get(timeout=min(seconds, threading.TIMEOUT_MAX))
+
+    def _look(self, looker: Looker) -> float:
+        model = self._model()
+        if model is None:
+            self.stop()
+            return 0.0
+        try:
+            return looker.look(ModelTarget(model._methods, self))
+        except BaseException as error:  # a listener may raise SystemExit, which would end this thread without a word
+            _log.exception("a look failed")
+            looker.last_error = without_traceback(error)
+            return self._interval
+
+    def _pass_on(self, event: Event) -> None:
+        """Only what this thread does is told to the callback."""
+        if self._callback is not None and self._thread == threading.get_ident():
+            try:
+                self._callback(event)
+            except BaseException:  # also one that would end the process, elsewhere
+                _log.exception("%r failed", self._callback)
+
+
+class ModelTarget:
+    """The model, for the length of one look."""
+
+    def __init__(self, methods: Methods, loop: Loop) -> None:
+        self._methods = methods
+        self._loop = loop
+        self._store = loop.store
+
+    def check(self) -> None:
+        if self._loop.stopping:
+            raise StageCancelled("the watching was stopped")
+
+    def serves(self, weights_id: str) -> bool:
+        gate = self._store.gate
+        return gate.current is not None and gate.current.weights_id == weights_id and gate.failure is None
+
+    @property
+    def serves_nothing(self) -> bool:
+        return self._store.gate.current is None
+
+    def swap(self, path: str | Path, weights_id: str | None, known: str | None = None) -> str | None:
+        with self._turn() as job:
+            # of a part, only the staging tells which weights it leads to
+            if weights_id is not None and not self._loop.request.only and not self._wants(path, weights_id):
+                return known
+            promotion = self._loop.promotion
+            if promotion is not None:
+                promotion.check(path, weights_id, self.check)
+            with self._staged(job, path=path) as staged:
+                content = self._content(staged)
+                if content != known and self._wants(path, staged.weights_id):
+                    if promotion is not None:
+                        promotion.promote(path, staged, self._loop.member.artifact.graph_id)
+                    staged.commit(timeout=self._loop.request.timeout)
+                return content
+
+    def put(self, path: str | Path, weights: DesiredWeights, is_wanted: Callable[[], bool]) -> None:
+        """Serve exactly these weights, if they are still wanted when they are staged. Raises what `swap` raises."""
+        with self._turn() as job:
+            if self.serves(weights.weights_id) or not is_wanted():  # others may have done it meanwhile
+                return
+            by = weights.by or self._loop.request.by
+            if self._rolls_back_to(weights.weights_id, by):
+                return
+            with self._staged(job, path=path, expect=weights.weights_id, by=by) as staged:
+                if is_wanted():
+                    staged.commit(timeout=self._loop.request.timeout)
+
+    def _rolls_back_to(self, weights_id: str, by: str) -> bool:
+        """Whether these weights were still in memory, so that nothing had to be read."""
+        if self._store.previous_id != weights_id:
+            return False
+        request = self._loop.request
+        try:
+            self._store.rollback(self._loop.member, by, request.patience, request.timeout, weights_id)
+        except NothingToRollBack:  # meanwhile
+            return False
+        return True
+
+    @contextmanager
+    def _turn(self) -> Iterator[Job]:
+        """The turn of this thread to swap, with a job that `stop()` cancels."""
+        with self._store.turns.wait_for_turn(self.check):
+            self._loop.job = job = Job(self._loop.request.rate_limit)
+            if self._loop.stopping:
+                job.cancel()
+            try:
+                yield job
+            finally:
+                self._loop.job = None
+
+    @contextmanager
+    def _staged(self, job: Job, **changes: Any) -> Iterator[Staged]:
+        request = self._loop.request._replace(**changes)
+        staged = Staged(self._methods, StagingTask(self._store, self._loop.member, request, job))
+        with staged.run():
+            job.check()
+            yield staged
+
+    def _content(self, staged: Staged) -> str:
+        """The weights id, or of a part what would be that if there were nothing else."""
+        manifest, identity = self._loop.member.artifact.manifest, staged.identity
+        if not (only := self._loop.request.only):
+            return identity.weights_id
+        return identify(part_of(manifest, only).weights, identity.digests, {}).weights_id
+
+    def _wants(self, path: str | Path, weights_id: str) -> bool:
+        """Whether these weights are not served yet: others may have put them in. Raises Superseded.
+
+        Where they are promoted, the place knows what was rolled back.
+        """
+        if self._loop.promotion is None and (receipt := self._rollback_of(weights_id)):
+            where, by = printable(path), f" by {receipt.by}" if receipt.by else ""
+            raise Superseded(
+                f"{where}: its weights {weights_id[:12]} were served, and rolled back{by} (generation "
+                f"{receipt.generation}). Write other weights, or swap these by hand."
+            )
+        return not self.serves(weights_id)
+
+    def _rollback_of(self, weights_id: str) -> SwapReceipt | None:
+        """The rollback that took these weights away, since the watching began; None if they came back after it."""
+        for receipt in reversed(tuple(self._store.history)):
+            if receipt.generation <= self._loop.began or receipt.weights_id == weights_id:
+                return None
+            if receipt.kind == "rollback" and receipt.previous_weights_id == weights_id:
+                return receipt
+        return None
+
+    def tell(self, kind: Told, source: str, error: BaseException) -> None:
+        graph_id = self._loop.member.artifact.graph_id
+        self._store.events.emit(Event(kind, source, self._loop.request.by, graph_id, error=error))

@@ -1,0 +1,71 @@
+"""When a watched file becomes what is desired."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from collections.abc import Set as AbstractSet
+from functools import partial
+from pathlib import Path
+from typing import Literal, NamedTuple, get_args
+
+from weightswap_runtime.desired.document import DesiredState
+from weightswap_runtime.desired.place import DesiredPlace, Known
+from weightswap_runtime.errors import Superseded, Unproven, Unsupported
+from weightswap_runtime.live.staged import Staged
+from weightswap_runtime.sources.byte_source import Check
+from weightswap_runtime.sources.location import printable
+
+from .directory import Entry, order_of_names
+
+Policy = Literal["newest", "proven"]
+
+
+class Promotion(NamedTuple):
+    """Where weights are promoted, when, and who says so."""
+
+    place: DesiredPlace
+    policy: Policy
+    by: str
+
+    def check(self, path: str | Path, weights_id: str | None, check: Check) -> None:
+        """Raise Held, Superseded or DesiredError where nothing would come of a staging."""
+        self.place.check_promotable(path, weights_id, check)
+
+    def promote(self, path: str | Path, staged: Staged, graph_id: str) -> None:
+        """Desire what was staged. Raises Unproven, and what `DesiredPlace.promote` raises."""
+        if staged.kind != "full":
+            raise Unsupported(f"{printable(path)}: a delta, from which no new process can start, and not promoted")
+        if self.policy == "proven":
+            check_proven(printable(path), staged.verified, list(staged.nonfinite))
+        known = Known(staged.weights_id, graph_id, staged.labels)
+        self.place.promote(path, known=known, by=self.by, why=self.policy, may=partial(self._check_order, path))
+
+    def begun(self, entries: Iterable[Entry]) -> AbstractSet[str]:
+        """The names of the files of a directory that the place knows. Raises DesiredError."""
+        known = {str(self.place.locate(weights)) for weights in self.place.read().known}
+        return {entry.name for entry in entries if str(entry.path) in known}
+
+    def _check_order(self, path: str | Path, state: DesiredState) -> None:
+        """Raise Superseded where a later file of the directory was faster, through another watcher."""
+        folder, _, name = str(path).rpartition("/")
+        for weights in state.known:
+            known_folder, _, known_name = str(self.place.locate(weights)).rpartition("/")
+            if known_folder == folder and order_of_names(known_name) > order_of_names(name):
+                raise Superseded(f"{printable(path)}: not promoted, as {known_name} comes later and was")
+
+
+def check_promotion_policy(policy: str) -> None:
+    """Raise Unsupported for what is no policy."""
+    if policy not in get_args(Policy):
+        raise Unsupported(f"policy={policy!r}: expected {' or '.join(map(repr, get_args(Policy)))}")
+
+
+def check_proven(where: str, verified: str, nonfinite: list[str]) -> None:
+    """Raise Unproven unless recorded outputs were reproduced by finite weights."""
+    if nonfinite:
+        raise Unproven(f"{where}: not promoted, as {', '.join(nonfinite[:5])} are not finite")
+    if verified != "goldens":
+        raise Unproven(
+            f"{where}: not promoted, as no outputs were recorded for these weights (verified: {verified!r}). Record "
+            "them, pack(goldens=...) or publish(goldens=...), or promote by policy='newest'"
+        )

@@ -1,0 +1,163 @@
+"""What is served, made what is desired. It knows no thread and no clock of its own."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Hashable
+from contextlib import suppress
+from pathlib import Path
+from typing import Protocol
+
+from weightswap_runtime.desired.document import DesiredState, DesiredWeights
+from weightswap_runtime.desired.place import DesiredPlace
+from weightswap_runtime.errors import DesiredError, StageCancelled, WeightswapError
+from weightswap_runtime.sources.location import Url, as_location, printable
+
+from .directory import open_directory
+from .header_peek import without_traceback
+from .intake import Told, delay, is_transient
+
+
+class FollowTarget(Protocol):
+    """What is kept at what is desired; see `loop.ModelTarget`."""
+
+    def check(self) -> None: ...
+
+    def serves(self, weights_id: str) -> bool: ...
+
+    @property
+    def serves_nothing(self) -> bool: ...
+
+    def put(self, path: str | Path, weights: DesiredWeights, is_wanted: Callable[[], bool]) -> None: ...
+
+    def tell(self, kind: Told, source: str, error: BaseException) -> None: ...
+
+
+class Reconciler:
+    """Keeps a model at what a place says. `look()` is called again and again.
+
+    What cannot be served is tried again when the place says something new, when the file changes, and, if another try
+    may mend it, after longer and longer pauses. Where nothing is served yet, the last good weights of the history are.
+    """
+
+    def __init__(self, place: DesiredPlace, interval: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self.last_error: BaseException | None = None
+        self.state: DesiredState | None = None  # what was read last
+        self.reachable = True
+        self._place = place
+        self._interval = interval
+        self._clock = clock
+        self._outages = 0
+        self._refusal: _Refusal | None = None
+
+    def look(self, target: FollowTarget) -> float:
+        """Serve what is desired. Returns after how many seconds to look again."""
+        with suppress(StageCancelled):
+            try:
+                state = self._read(target.check)
+            except StageCancelled:
+                raise
+            except WeightswapError as error:
+                return self._unreachable(error, target)
+            self._reached()
+            self._serve(state, target)
+        return self._interval
+
+    def _read(self, check: Callable[[], None]) -> DesiredState:
+        before, state = self.state, self._place.read(check)
+        if before is not None and state.revision < before.revision:
+            raise DesiredError(
+                f"{self._place.where}: is at revision {state.revision}, and was at {before.revision}: what is there is "
+                f"an older copy, or was removed. Put back the newer one, or write until it is beyond {before.revision}."
+            )
+        if before is None or state.revision != before.revision:
+            self._refusal = None
+        self.state = state
+        return state
+
+    def _unreachable(self, error: WeightswapError, target: FollowTarget) -> float:
+        self._outages += 1
+        self.reachable, self.last_error = False, without_traceback(error)
+        if self._outages == 1:
+            target.tell("unreachable", self._place.where, error)
+        # to ask a local directory costs nothing
+        return self._interval if self._place.is_local else delay(self._interval, self._outages)
+
+    def _reached(self) -> None:
+        if self._outages:
+            self._outages, self.reachable, self.last_error = 0, True, None
+
+    def _serve(self, state: DesiredState, target: FollowTarget) -> None:
+        wanted = state.weights
+        if wanted is None or target.serves(wanted.weights_id):
+            self._refusal = self.last_error = None
+        elif self._refusal is None or self._refusal.may_be_mended(self._clock()):
+            self._try(wanted, state, target)
+
+    def _try(self, wanted: DesiredWeights, state: DesiredState, target: FollowTarget) -> None:
+        path = self._place.locate(wanted)
+        try:
+            target.put(path, wanted, lambda: self._still_wants(wanted, target.check))
+            self._refusal = self.last_error = None
+        except StageCancelled:
+            raise
+        except Exception as error:
+            self._refused(path, error, target)
+        if self._refusal is not None and target.serves_nothing:
+            self._serve_last_good(state, target)
+
+    def _still_wants(self, wanted: DesiredWeights, check: Callable[[], None]) -> bool:
+        """Whether the place still says so, as far as it can be read: a staging takes its time."""
+        try:
+            weights = self._place.read(check).weights
+        except StageCancelled:
+            raise
+        except WeightswapError:
+            return True
+        return weights is not None and weights.weights_id == wanted.weights_id
+
+    def _refused(self, path: str | Path, error: Exception, target: FollowTarget) -> None:
+        before, self.last_error = self._refusal, without_traceback(error)
+        attempts = before.attempts + 1 if before else 1
+        retry_at = self._clock() + delay(self._interval, attempts) if is_transient(error) else None
+        self._refusal = _Refusal(path, str(error), attempts, retry_at)
+        if not is_transient(error) and (before is None or before.text != str(error)):
+            target.tell("skipped", printable(path), error)
+
+    def _serve_last_good(self, state: DesiredState, target: FollowTarget) -> None:
+        for weights in reversed(state.history):
+            try:
+                target.put(self._place.locate(weights), weights, lambda: True)
+            except StageCancelled:
+                raise
+            except Exception:  # events have told it
+                continue
+            return
+
+
+class _Refusal:
+    """Why what is desired is not served, and what the file was then. `retry_at`: None where only another file helps."""
+
+    def __init__(self, path: str | Path, text: str, attempts: int, retry_at: float | None) -> None:
+        self.text = text
+        self.attempts = attempts
+        self._path = path
+        self._retry_at = retry_at
+        self._found = _fingerprint(path)
+
+    def may_be_mended(self, now: float) -> bool:
+        found = _fingerprint(self._path)
+        if found is not None and found != self._found:
+            return True
+        return self._retry_at is not None and now >= self._retry_at
+
+
+def _fingerprint(path: str | Path) -> Hashable:
+    """What a listing says of a file and its goldens; None where it says nothing."""
+    try:
+        location = as_location(path)
+        folder = location.parent
+        entries = open_directory(folder.raw if isinstance(folder, Url) else folder)()
+    except WeightswapError:
+        return None
+    return tuple((entry.fingerprint, entry.changed) for entry in entries if entry.name == location.name)

@@ -1,0 +1,49 @@
+"""Work in threads that a task of asyncio awaits."""
+
+from __future__ import annotations
+
+import _thread
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import Future
+from contextlib import suppress
+from typing import TypeVar
+
+from .ending import Background
+
+T = TypeVar("T")
+
+
+def _let_it_end() -> None:
+    """The stop of what takes no time worth stopping it."""
+
+
+async def in_thread(function: Callable[[], T], stop: Callable[[], None] = _let_it_end) -> T:
+    """Await a function that runs in a thread of its own.
+
+    If the task is cancelled, `stop` is called, which lets the function end soon, and its end is waited for.
+    """
+    outcome: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            outcome.set_result(function())
+        except BaseException as error:
+            outcome.set_exception(error)
+
+    def start() -> None:
+        try:
+            Background(run, "weightswap-async", stop).start()
+        except BaseException as error:
+            outcome.set_exception(error)
+
+    awaited = asyncio.wrap_future(outcome)
+    # not in the loop: Thread.start() waits until the thread runs, for milliseconds on a busy machine
+    _thread.start_new_thread(start, ())
+    try:
+        return await asyncio.shield(awaited)
+    except asyncio.CancelledError:
+        stop()
+        with suppress(Exception):
+            await asyncio.shield(awaited)
+        raise

@@ -1,0 +1,168 @@
+"""PEFT's directories with LoRA: which tensor of a file goes where in a graph, and with what factor.
+
+A graph has room for one rank and no factor. A lower rank is padded with zeros, and the factor, which PEFT takes from
+the configuration, goes into B. https://huggingface.co/docs/peft/developer_guides/checkpoint
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from typing import NamedTuple, TypeVar
+
+import msgspec
+
+from weightswap_runtime.errors import Unsupported, WeightFileError, WeightsMismatch
+from weightswap_runtime.format.manifest import NamedTensor
+from weightswap_runtime.format.weight_set import SUFFIX, StoredTensor
+from weightswap_runtime.messages import listed
+from weightswap_runtime.sources.location import Location
+from weightswap_runtime.sources.opening import read_small
+from weightswap_runtime.tensors.dtypes import describe
+
+T = TypeVar("T")
+CONFIG_NAME, WEIGHTS_NAME = "adapter_config.json", "adapter_model.safetensors"
+_MOST_CONFIG = 16 << 20
+_PREFIX = "base_model.model."
+_FQN = re.compile(r"(?P<module>.*)\.(?P<part>lora_(?:embedding_)?[AB])\.[^.]+(?P<weight>\.weight)?")
+_NO_PLACE = "the graph has no place for it"
+_OF_THE_BASE = "is of the base, whose weights are not a variant's: save_pretrained(..., save_embedding_layers=False)"
+_MOST_QUANTIFIERS = 3  # in a pattern of a configuration: more may take for ever
+_CHANGE_THE_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
+
+
+class Config(msgspec.Struct, kw_only=True):
+    """What of `adapter_config.json` decides what a variant computes. Keys that are not here do not."""
+
+    peft_type: str
+    r: int = 8
+    lora_alpha: float = 8
+    use_rslora: bool = False
+    rank_pattern: dict[str, int] | None = None
+    alpha_pattern: dict[str, float] | None = None
+    bias: str = "none"
+    init_lora_weights: bool | str = True
+    use_dora: bool = False
+    lora_bias: bool = False
+    modules_to_save: list[str] | None = None
+    trainable_token_indices: list[int] | dict[str, list[int]] | None = None
+    target_parameters: list[str] | None = None
+    alora_invocation_tokens: list[int] | None = None
+    layer_replication: list[list[int]] | None = None
+
+    def check(self, where: str) -> None:
+        """Raise Unsupported for what a graph with LoRA does not compute."""
+        found = [f"peft_type {self.peft_type}"] if self.peft_type != "LORA" else []
+        found += [f"bias {self.bias!r}"] if self.bias != "none" else []
+        names = ("use_dora", "lora_bias", "modules_to_save", "trainable_token_indices", "target_parameters")
+        found += [name for name in (*names, "alora_invocation_tokens", "layer_replication") if getattr(self, name)]
+        if str(self.init_lora_weights).lower().startswith(_CHANGE_THE_BASE):
+            found.append(f"init_lora_weights {self.init_lora_weights!r}, which changes the base")
+        if found:
+            raise Unsupported(f"{where}: uses {listed(found)}; a variant is LoRA's A and B alone")
+        for pattern in (*(self.rank_pattern or ()), *(self.alpha_pattern or ())):
+            if len(re.findall(r"[*+{]", pattern)) > _MOST_QUANTIFIERS:
+                raise Unsupported(f"{where}: the pattern {pattern!r} has more than {_MOST_QUANTIFIERS} repetitions")
+
+    def rank(self, module: str) -> int:
+        """The rank of a module, by its name in the base."""
+        return _of(self.rank_pattern, module, self.r)
+
+    def factor(self, module: str) -> float:
+        """What PEFT multiplies a module's result with."""
+        rank, alpha = self.rank(module), _of(self.alpha_pattern, module, self.lora_alpha)
+        return alpha / math.sqrt(rank) if self.use_rslora else alpha / rank
+
+
+def _of(patterns: Mapping[str, T] | None, module: str, default: T) -> T:
+    """The value of the first pattern that matches, as PEFT has it."""
+    found = (value for pattern, value in (patterns or {}).items() if re.match(rf"(.*\.)?({pattern})$", module))
+    return next(found, default)
+
+
+class Taken(NamedTuple):
+    """Where a row of a graph comes from: `key` of a file, multiplied by `factor`; None: zeros."""
+
+    row: NamedTensor
+    key: str | None
+    factor: float = 1.0
+
+
+def read_config(folder: Location) -> Config | None:
+    """The configuration in a directory; None where there is none. Raises WeightFileError and Unsupported."""
+    where = f"{folder / CONFIG_NAME}"
+    raw = read_small(folder / CONFIG_NAME, _MOST_CONFIG)
+    if raw is None:
+        return None
+    try:
+        config = msgspec.json.decode(raw, type=Config)
+        for pattern in (*(config.rank_pattern or ()), *(config.alpha_pattern or ())):
+            re.compile(pattern)
+    except (msgspec.MsgspecError, UnicodeError, RecursionError, re.error) as error:
+        raise WeightFileError(f"{where}: is not a configuration of PEFT's ({error})") from error
+    if not all(rank > 0 for rank in (config.r, *(config.rank_pattern or {}).values())):
+        raise WeightFileError(f"{where}: has a rank below 1")
+    config.check(where)
+    return config
+
+
+def match_peft(
+    tensors: Mapping[str, StoredTensor], rows: Iterable[NamedTensor], config: Config, where: str
+) -> list[Taken]:
+    """What each row of a graph is made of. Modules that the file does not have get zeros: they are the base's.
+
+    Raises WeightsMismatch with what the file has and the graph wants.
+    """
+    found = {key.removeprefix(_PREFIX): key for key in tensors}
+    taken: list[Taken] = []
+    problems: list[str] = []
+    for row in rows:
+        parsed = _FQN.fullmatch(row.name)
+        module = parsed["module"].removeprefix(_PREFIX) if parsed else ""
+        key = found.pop(f"{module}.{parsed['part']}{parsed['weight'] or ''}", None) if parsed else None
+        is_b = bool(parsed) and parsed["part"].endswith("B")  # type: ignore[index]
+        if key is not None:
+            problems += _problems(row, tensors[key], config.rank(module), rank_axis=int(is_b))
+        taken.append(Taken(row, key, config.factor(module) if is_b else 1.0))
+    problems += _halves(taken)
+    problems += [f"{found[key]}: {_OF_THE_BASE if 'lora_' not in key else _NO_PLACE}" for key in sorted(found)]
+    if len(found) == len(tensors):
+        problems.append(f"the graph wants tensors such as {listed([each.row.name for each in taken][:2])}")
+    if problems:
+        raise WeightsMismatch(
+            where, problems, "Give what was trained for this architecture, or export with its targets and rank."
+        )
+    return taken
+
+
+def _halves(taken: Iterable[Taken]) -> Iterator[str]:
+    """Modules of which the file has A or B alone."""
+    halves: dict[str, list[Taken]] = {}
+    for each in taken:
+        halves.setdefault(re.sub(r"[AB](\.[^.]+(?:\.weight)?)$", r"\1", each.row.name), []).append(each)
+    for pair in halves.values():
+        absent = [each.row.name for each in pair if each.key is None]
+        if 0 < len(absent) < len(pair):
+            yield f"{absent[0]}: missing, and the other half is there"
+
+
+def _problems(row: NamedTensor, stored: StoredTensor, rank: int, rank_axis: int) -> Iterator[str]:
+    wanted, has = describe(row.dtype, row.shape), describe(stored.dtype, stored.shape)
+    rest = [size for axis, size in enumerate(row.shape) if axis != rank_axis]
+    if len(stored.shape) != len(row.shape) or [s for a, s in enumerate(stored.shape) if a != rank_axis] != rest:
+        yield f"{row.name}: the graph wants {wanted}, the file has {has}"
+    elif stored.shape[rank_axis] > row.shape[rank_axis]:
+        yield (
+            f"{row.name}: the graph has room for rank {row.shape[rank_axis]} ({wanted}), the file has rank "
+            f"{stored.shape[rank_axis]} ({has})"
+        )
+    elif stored.shape[rank_axis] != rank:
+        yield f"{row.name}: the configuration says rank {rank}, the file has {has}"
+
+
+def weights_in(location: Location) -> tuple[Location, Location]:
+    """The folder of a variant, and what its tensors are in: for a directory of PEFT's the file that it has."""
+    if location.name.endswith(SUFFIX):
+        return location.parent, location
+    return location, location / WEIGHTS_NAME

@@ -1,0 +1,148 @@
+"""Staging a variant: a file becomes tensors of a graph, in memory of their own, that no call can choose yet."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from weightswap_runtime.errors import DigestMismatch, OutOfMemory, WeightsMismatch
+from weightswap_runtime.format.identity import Identity, identify
+from weightswap_runtime.format.manifest import NamedTensor
+from weightswap_runtime.format.nonfinite import Nonfinite, count_nonfinite, newly_nonfinite, refuse_nonfinite
+from weightswap_runtime.format.weight_set import WeightSet, open_weights
+from weightswap_runtime.memory.arena import Arena, ArenaLayout, HostArena
+from weightswap_runtime.memory.host import Memory
+from weightswap_runtime.sources.location import as_location, printable
+from weightswap_runtime.staging.checks import check_expected
+from weightswap_runtime.staging.full import DAMAGED, digest_problems
+from weightswap_runtime.staging.reading import Findings, lay, read_tensors
+from weightswap_runtime.staging.request import SwapRequest
+from weightswap_runtime.tensors.content import TensorBytes, array_content, as_array, numpy_dtype
+from weightswap_runtime.tensors.digests import block_digests, tensor_digest
+from weightswap_runtime.tensors.dtypes import describe
+from weightswap_runtime.threads.job import Job
+from weightswap_runtime.threads.workers import Workers
+
+from .peft_directory import CONFIG_NAME, Taken, match_peft, read_config, weights_in
+
+_FLOATS = ("F16", "BF16", "F32", "F64")
+
+
+class StagedVariant(NamedTuple):
+    """A variant's tensors in an arena of their own. `nonfinite`: those that have NaN or infinities."""
+
+    arena: Arena
+    identity: Identity
+    source: str
+    bytes_read: int
+    seconds: float
+    nonfinite: Mapping[str, Nonfinite]
+
+
+def stage_variant(rows: Sequence[NamedTensor], memory: Memory, workers: Workers, request: SwapRequest) -> StagedVariant:
+    """Read and verify a variant: a directory of PEFT's, or a safetensors file with the FQNs of `rows`.
+
+    Of the request, its path, what it expects, allows and limits count. Raises WeightFileError, WeightsMismatch,
+    DigestMismatch, UnexpectedWeights, NonFiniteWeights, OutOfMemory, and Unsupported for what PEFT does and the graph
+    does not.
+    """
+    start, job = time.perf_counter(), Job(request.rate_limit)
+    folder, file = weights_in(as_location(request.path))
+    config = read_config(folder)
+    try:
+        with open_weights(request.path if config is None else file) as weights:
+            if config is None:
+                taken = _match_names(weights, rows)
+            else:
+                taken = match_peft(weights.tensors, rows, config, weights.where)
+            arena, found = _read(weights, taken, memory, workers, job)
+            labels = weights.stamp.labels if weights.stamp else {}
+            where, read = weights.where, sum(tensor.nbytes for tensor in weights.tensors.values())
+    except MemoryError as error:
+        raise OutOfMemory(f"{printable(request.path)}: no memory for it ({error})") from error
+    identity = identify(rows, found.digests, labels, found.nonfinite)
+    check_expected(identity.weights_id, where, request)
+    odd = newly_nonfinite(rows, identity.nonfinite, {})
+    refuse_nonfinite(odd, request.allow_nonfinite, where)
+    return StagedVariant(arena, identity, where, read, time.perf_counter() - start, odd)
+
+
+def _match_names(weights: WeightSet, rows: Sequence[NamedTensor]) -> list[Taken]:
+    """A file's tensors by the FQNs of the graph. Raises WeightsMismatch."""
+    tensors, problems = weights.tensors, []
+    for row in rows:
+        stored = tensors.get(row.name)
+        if stored is None:
+            problems.append(f"{row.name}: missing, the graph wants {describe(row.dtype, row.shape)}")
+        elif stored.shape != row.shape or not _can_be(stored.dtype, row.dtype):
+            has = describe(stored.dtype, stored.shape)
+            problems.append(f"{row.name}: the graph wants {describe(row.dtype, row.shape)}, the file has {has}")
+    problems += [f"{name}: the graph has no place for it" for name in sorted(tensors.keys() - {r.name for r in rows})]
+    if problems:
+        advice = f"A directory of PEFT's has {CONFIG_NAME}; any other file has the names of the graph."
+        raise WeightsMismatch(weights.where, problems, advice)
+    return [Taken(row, row.name) for row in rows]
+
+
+def _can_be(dtype: str, wanted: str) -> bool:
+    return dtype == wanted or {dtype, wanted} <= set(_FLOATS)
+
+
+def _read(
+    weights: WeightSet, taken: Sequence[Taken], memory: Memory, workers: Workers, job: Job
+) -> tuple[Arena, Findings]:
+    """Read the tensors, and lay them into an arena that has the rows."""
+    if wrong := [t.key for t in taken if t.key and not _can_be(weights.tensors[t.key].dtype, t.row.dtype)]:
+        raise WeightsMismatch(
+            weights.where, [f"{key}: is no floating point number" for key in wrong], "Train it again."
+        )
+    arena = memory.arena(ArenaLayout(each.row for each in taken))
+    as_is = [each for each in taken if _is_as_stored(each, weights)]
+    changed = [each for each in taken if each not in as_is]
+    stored = {each.key: weights.tensors[each.key] for each in changed if each.key is not None}
+    raw = HostArena(ArenaLayout(NamedTensor(name=key, dtype=t.dtype, shape=t.shape) for key, t in stored.items()))
+    with arena.writing(join=True):
+        read = read_tensors(weights, {each.row.name: (str(each.key),) for each in as_is}, arena, workers, job)
+        found = Findings(
+            {each.row.name: read.digests[str(each.key)] for each in as_is},
+            {each.row.name: read.nonfinite[str(each.key)] for each in as_is if each.key in read.nonfinite},
+        )
+        read.add(read_tensors(weights, {key: (key,) for key in stored}, raw, workers, job))
+        for each in changed:
+            rows = _row_bytes(each, weights, raw)
+            counts = count_nonfinite(each.row.dtype, rows)
+            found.add(Findings({each.row.name: block_digests(rows)}, {each.row.name: counts} if counts else {}))
+            lay(arena, each.row, rows, job)
+    stamp = weights.stamp
+    if stamp and (corrupt := digest_problems(stamp, {key: tensor_digest(b) for key, b in read.digests.items()})):
+        raise DigestMismatch(weights.where, corrupt, DAMAGED)
+    arena.synchronize()
+    return arena, found
+
+
+def _is_as_stored(taken: Taken, weights: WeightSet) -> bool:
+    """Whether a row has the very bytes of the file."""
+    if taken.key is None or taken.factor != 1.0:
+        return False
+    stored = weights.tensors[taken.key]
+    return (stored.dtype, stored.shape) == (taken.row.dtype, taken.row.shape)
+
+
+def _row_bytes(taken: Taken, weights: WeightSet, raw: HostArena) -> memoryview:
+    """The row-major bytes of a row: those that were read, multiplied, cast and padded with zeros."""
+    row = taken.row
+    padded = np.zeros(row.shape, numpy_dtype(row.dtype))
+    if taken.key is not None:
+        has = weights.tensors[taken.key]
+        values = as_array(TensorBytes(has.dtype, has.shape, raw.view(taken.key)))
+        with np.errstate(over="ignore", invalid="ignore"):  # what is not finite then is refused
+            if taken.factor != 1.0:
+                wide: NDArray[Any] = values.astype(np.float64 if has.dtype == "F64" else np.float32)
+                factor: NDArray[Any] = np.asarray(taken.factor, wide.dtype)
+                values = wide * factor
+            padded[tuple(map(slice, has.shape))] = values.astype(padded.dtype)
+    return array_content(padded).data

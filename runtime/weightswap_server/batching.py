@@ -1,0 +1,236 @@
+"""The thread that calls a model: what is queued goes in order, several calls as one where that was asked for.
+
+A batch is answered by one version of the weights. What its calls bring was checked before they came here.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Hashable, Sequence
+from concurrent.futures import Future
+from threading import Condition, Thread
+from typing import Any
+
+from weightswap_runtime.live.model import Model
+from weightswap_runtime.tensors.content import TensorBytes
+
+from .errors import NotReady, Overloaded, UnknownModel
+from .models import Flat, Method, Outputs
+from .tensors_on_the_wire import Answer
+
+QUICK = 1e-3  # seconds: a call that takes no longer may run in the thread that has received it
+_CHANCE = 4  # slow calls one after another
+
+Observe = Callable[["Call", Answer, float, int], object]  # the call, its answer, when it began, how many went as one
+
+
+class Call:
+    """One request's call of a method, and its answer to come. `version`: the generation that it asks for."""
+
+    def __init__(self, method: Method, flat: Flat, version: str = "") -> None:
+        self.method = method
+        self.flat = flat
+        self.version = version
+        self.arrived = time.perf_counter()
+        self.answer: Future[Answer] = Future()
+
+    @property
+    def nbytes(self) -> int:
+        return sum(value.nbytes for value in self.flat if isinstance(value, TensorBytes))
+
+    @property
+    def rows(self) -> int:
+        return int(self.flat[0].shape[0])
+
+    @property
+    def kind(self) -> Hashable:
+        """Calls of one kind can be put together: they differ in their rows alone."""
+        return self.method, self.version, tuple(value.shape[1:] for value in self.flat)
+
+
+class Task:
+    """Anything else that the model's thread is to do."""
+
+    def __init__(self, work: Callable[[], Any]) -> None:
+        self.work = work
+        self.answer: Future[Any] = Future()
+
+
+class ModelThread:
+    """Calls one model, in one thread: each that calls a model has threads of its own below it, in OpenMP."""
+
+    def __init__(self, model: Model, *, max_queue: int, max_delay: float, observe: Observe) -> None:
+        self._model = model
+        self._max_queue, self._max_delay, self._observe = max_queue, max_delay, observe
+        self._limits: dict[Method, int] = {}
+        self._queue: deque[Call | Task] = deque()
+        self._changed = Condition()
+        self._busy = self._stopped = False
+        self._slow = 0
+        self._quick: dict[Method, int] = {}
+        self._inline = model.device == "cpu" and model.residency == "double"  # else a call may wait
+        self._thread = Thread(target=self._run, name="weightswap-model", daemon=True)
+        self._thread.start()
+
+    @property
+    def queued(self) -> int:
+        return len(self._queue)
+
+    def batch(self, method: Method, limit: int) -> None:
+        """Put calls of a method together from now on, up to `limit` rows."""
+        self._limits[method] = limit
+
+    def limit(self, method: Method) -> int:
+        """How many rows go as one; 0 for a method that is not batched."""
+        return self._limits.get(method, 0)
+
+    def try_out(self, method: Method, flat: Flat) -> None:
+        """Call a method in the thread that asks, and learn how long that takes. Nobody is told."""
+        began = time.perf_counter()
+        call = Call(method, flat)
+        self._run_calls([call])
+        self._learn(method, call.nbytes, time.perf_counter() - began)
+
+    def submit(self, work: Call | Task) -> None:
+        """Queue a call, or a task. Raises Overloaded for a call too many, and NotReady once it was stopped."""
+        with self._changed:
+            if self._stopped:
+                raise NotReady("the server is stopping")
+            if isinstance(work, Call) and len(self._queue) >= self._max_queue:
+                raise Overloaded(f"{len(self._queue)} requests wait for this model already; try again")
+            self._queue.append(work)
+            self._changed.notify()
+
+    def do(self, work: Callable[[], Any]) -> Future[Any]:
+        """Queue a task; what it returns or raises is the future's."""
+        task = Task(work)
+        self.submit(task)
+        return task.answer
+
+    def run_here(self, call: Call) -> bool:
+        """Answer a call in this thread, if that is quick and nothing waits; whether it was done."""
+        if not self._inline or self._busy or self._queue or call.method in self._limits or self._stopped:
+            return False
+        if call.nbytes > self._quick.get(call.method, -1):
+            return False
+        self._answer([call])
+        return True
+
+    def stop(self, timeout: float) -> None:
+        """Refuse what comes from now on, and wait until what was queued is done."""
+        with self._changed:
+            self._stopped = True
+            self._changed.notify()
+        self._thread.join(timeout)
+
+    def _run(self) -> None:
+        while batch := self._take():
+            self._busy = True
+            try:
+                self._work(batch)
+            finally:
+                self._busy = False
+                del batch  # a queue that stays empty keeps no tensors
+
+    def _take(self) -> list[Call | Task]:
+        with self._changed:
+            while not self._queue:
+                if self._stopped:
+                    return []
+                self._changed.wait()
+            first = self._queue.popleft()
+            if isinstance(first, Task) or first.method not in self._limits:
+                return [first]
+            limit, kind, batch, rows = self._limits[first.method], first.kind, [first], first.rows
+            while True:
+                rows += self._gather(batch, kind, limit - rows)
+                left = first.arrived + self._max_delay - time.perf_counter()
+                if rows >= limit or left <= 0 or self._stopped:
+                    return list(batch)
+                self._changed.wait(left)
+
+    def _gather(self, batch: list[Call], kind: Hashable, room: int) -> int:
+        """Move what is queued of one kind into a batch, as far as there is room; how many rows."""
+        added = 0
+        for work in list(self._queue):
+            if isinstance(work, Call) and work.kind == kind and work.rows <= room - added:
+                self._queue.remove(work)
+                batch.append(work)
+                added += work.rows
+        return added
+
+    def _work(self, batch: Sequence[Call | Task]) -> None:
+        live = [work for work in batch if work.answer.set_running_or_notify_cancel()]
+        if len(live) == 1 and isinstance(live[0], Task):
+            _do(live[0])
+        elif live:
+            self._answer([work for work in live if isinstance(work, Call)])
+
+    def _answer(self, calls: list[Call]) -> None:
+        began = time.perf_counter()
+        try:
+            answers = self._run_calls(calls)
+        except BaseException as error:
+            if len(calls) == 1:
+                calls[0].answer.set_exception(error)
+                return
+            for call in calls:  # what one has brought is not the others' fault
+                self._answer([call])
+            return
+        method, seconds = calls[0].method, time.perf_counter() - began
+        self._learn(method, max(call.nbytes for call in calls), seconds)
+        for call, answer in zip(calls, answers, strict=True):
+            self._observe(call, answer, began, len(calls))
+            call.answer.set_result(answer)
+
+    def _run_calls(self, calls: list[Call]) -> list[Answer]:
+        method = calls[0].method
+        with self._model.pin() as session:
+            generation, weights_id = session.generation, session.weights_id
+            if calls[0].version not in ("", str(generation)):
+                raise UnknownModel(f"version {calls[0].version}: generation {generation} is served")
+            if len(calls) == 1:
+                return [Answer(method.call(session, calls[0].flat), generation, weights_id)]
+            outputs = method.call(session, joined([call.flat for call in calls]))
+        parts = split(outputs, [call.rows for call in calls])
+        return [Answer(part, generation, weights_id) for part in parts]
+
+    def _learn(self, method: Method, nbytes: int, seconds: float) -> None:
+        """Up to which size calls are quick. A few slow ones are the machine's doing; more are the model's."""
+        known = self._quick.get(method, -1)
+        self._slow = self._slow + 1 if seconds > QUICK else 0
+        if self._slow > _CHANCE:
+            self._quick[method] = min(known, nbytes - 1)
+        elif seconds < QUICK:
+            self._quick[method] = max(known, nbytes)
+
+
+def _do(task: Task) -> None:
+    try:
+        task.answer.set_result(task.work())
+    except BaseException as error:
+        task.answer.set_exception(error)
+
+
+def joined(calls: Sequence[Flat]) -> list[Any]:
+    """The inputs of several calls as those of one, one after another along the first dimension."""
+    return [_join(values) if isinstance(values[0], TensorBytes) else values[0] for values in zip(*calls, strict=True)]
+
+
+def _join(values: Sequence[TensorBytes]) -> TensorBytes:
+    shape = (sum(value.shape[0] for value in values), *values[0].shape[1:])
+    return TensorBytes(values[0].dtype, shape, memoryview(b"".join(value.data for value in values)))
+
+
+def split(outputs: Outputs, rows: Sequence[int]) -> list[Outputs]:
+    """The outputs of one call as those of several, which gave so many rows each; they share its memory."""
+    parts: list[list[tuple[str, TensorBytes]]] = [[] for _ in rows]
+    for name, content in outputs:
+        size = content.nbytes // max(1, content.shape[0])
+        begin = 0
+        for part, count in zip(parts, rows, strict=True):
+            data = content.data[begin : begin + count * size]
+            part.append((name, TensorBytes(content.dtype, (count, *content.shape[1:]), data)))
+            begin += count * size
+    return [list(part) for part in parts]

@@ -1,0 +1,91 @@
+"""Why a request is refused, and what that is called over HTTP and gRPC.
+
+WeightswapError
+`-- RequestError          the request was not answered
+    |-- BadRequest        it is not what the protocol, or the model's signature, says
+    |-- UnknownModel      no such model or version is served
+    |-- BodyTooLarge      it has more bytes than the server takes
+    |-- BodyTooSlow       its bytes did not come in time
+    |-- Overloaded        too much waits already; later it may fit
+    |-- NotReady          nothing can be answered yet, or any more
+    `-- TookTooLong       the answer was not there in time
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import NamedTuple
+
+from weightswap_runtime.errors import CallError, ModelClosed, ModelFailed, NoWeights, Unsupported, WeightswapError
+
+log = logging.getLogger("weightswap.server")
+
+
+class RequestError(WeightswapError):
+    """A request was not answered; no weights have changed."""
+
+
+class BadRequest(RequestError):
+    """A request is not what the protocol, or the model's signature, says."""
+
+
+class UnknownModel(RequestError):
+    """No model, version or page of that name is served."""
+
+
+class BodyTooLarge(RequestError):
+    """A request has more bytes than the server takes."""
+
+
+class BodyTooSlow(RequestError):
+    """The bytes of a request did not come in time."""
+
+
+class Overloaded(RequestError):
+    """Too many requests wait already; the same request may be sent again."""
+
+
+class NotReady(RequestError):
+    """The model has nothing to answer with: no weights yet, or the server is stopping."""
+
+
+class TookTooLong(RequestError):
+    """The answer was not there in time."""
+
+
+class Failure(NamedTuple):
+    """How a failure is told: the status of HTTP, the code of gRPC, and a sentence."""
+
+    status: int
+    code: str
+    text: str
+
+    @property
+    def retry(self) -> bool:
+        """Whether the same request may succeed later."""
+        return self.status == 503
+
+
+_TOLD: tuple[tuple[type[WeightswapError], int, str], ...] = (
+    (UnknownModel, 404, "NOT_FOUND"),
+    (BodyTooLarge, 413, "RESOURCE_EXHAUSTED"),
+    (BodyTooSlow, 408, "DEADLINE_EXCEEDED"),
+    (Overloaded, 503, "UNAVAILABLE"),
+    (NotReady, 503, "UNAVAILABLE"),
+    (TookTooLong, 504, "DEADLINE_EXCEEDED"),
+    (NoWeights, 503, "UNAVAILABLE"),
+    (ModelFailed, 503, "UNAVAILABLE"),
+    (ModelClosed, 503, "UNAVAILABLE"),
+    (BadRequest, 400, "INVALID_ARGUMENT"),
+    (CallError, 400, "INVALID_ARGUMENT"),
+    (Unsupported, 400, "INVALID_ARGUMENT"),
+)
+
+
+def failure(error: BaseException) -> Failure:
+    """What a client is told. What nobody foresaw is logged here, and told without its text."""
+    for kind, status, code in _TOLD:
+        if isinstance(error, kind):
+            return Failure(status, code, str(error))
+    log.error("a request failed", exc_info=error)
+    return Failure(500, "INTERNAL", f"the model failed with {type(error).__name__}; the server's log says more")

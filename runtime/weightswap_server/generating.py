@@ -1,0 +1,184 @@
+"""Generations: each has a context of the server's, pinned to the weights that it began with; they have an age."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from concurrent.futures import Future
+from typing import Any
+
+import msgspec
+from starlette.responses import Response
+
+from weightswap_runtime import TokenStream
+from weightswap_runtime.errors import Unsupported
+
+from .errors import BadRequest, NotReady, TookTooLong
+from .protocol import Answered, ErrorDocument, GenerateRequest, GenerateResponse
+from .service import Service
+
+END = object()
+Send = Callable[[Any], Awaitable[None]]
+
+
+class Generation:
+    """What is generated for one request, piece by piece, in the model's thread."""
+
+    def __init__(self, service: Service, name: str, version: str, request: GenerateRequest) -> None:
+        """Raises UnknownModel, NotReady, Unsupported for a model that does not generate, BadRequest and Overloaded."""
+        served = service.find_ready(name, version)
+        if not served.generates:
+            raise Unsupported(f"{name} does not generate; its artifact has no key-value caches")
+        if (request.text_input is None) == (request.input_ids is None):
+            raise BadRequest("expected either text_input or input_ids")
+        service.open_stream()
+        self.request = request
+        self.name = name
+        self.said = Answered(0, "")
+        self._service, self._served = service, served
+        self._stream: TokenStream | None = None
+        self._began = time.monotonic()
+        self._closed = False
+
+    @property
+    def left(self) -> float:
+        """Seconds for which it may go on."""
+        return max(0.0, self._began + self._service.settings.stream_timeout - time.monotonic())
+
+    def next(self) -> Future[Any]:
+        """The next piece, or END. Raises NotReady; the future what `Model.generate` raises."""
+        return self._served.thread.do(self._next)
+
+    def too_old(self) -> TookTooLong:
+        return TookTooLong(f"the generation took longer than {self._service.settings.stream_timeout:g} s")
+
+    async def pieces(self) -> AsyncIterator[Any]:
+        """Piece by piece. Raises TookTooLong."""
+        while True:
+            try:
+                async with asyncio.timeout(self.left):
+                    piece = await asyncio.wrap_future(self.next())
+            except TimeoutError as error:
+                raise self.too_old() from error
+            if piece is END:
+                return
+            yield piece
+
+    def next_here(self) -> Any:
+        """The next piece, or END, in a thread that has nothing else to do. Raises TookTooLong."""
+        try:
+            piece = self.next().result(self.left)
+        except TimeoutError as error:
+            raise self.too_old() from error
+        if piece is END and not self.left:
+            raise self.too_old()
+        return piece
+
+    def document(self, pieces: list[Any]) -> GenerateResponse:
+        """An answer of some pieces."""
+        found = GenerateResponse(self.name, str(self.said.generation), self.said, id=self.request.id)
+        if self.request.text_input is None:
+            found.output_ids = pieces
+        else:
+            found.text_output = "".join(pieces)
+        return found
+
+    def close(self) -> None:
+        """Let the context go, once a step that is under way has ended."""
+        if self._closed:
+            return
+        self._closed = True
+        self._service.close_stream()
+        try:
+            self._served.thread.do(self._close)
+        except NotReady:  # the thread has ended
+            self._close()
+
+    def _next(self) -> Any:
+        if self._stream is None:
+            asked = self.request.parameters
+            prompt = self.request.text_input if self.request.input_ids is None else self.request.input_ids
+            self._stream = self._served.model.generate(
+                prompt,
+                max_new_tokens=asked.max_tokens,
+                temperature=asked.temperature,
+                top_k=asked.top_k,
+                top_p=asked.top_p,
+                repetition_penalty=asked.repetition_penalty,
+                stop=asked.stop,
+                seed=asked.seed,
+                stream=True,
+            )
+            self.said = Answered(self._stream.generation or 0, self._stream.weights_id or "")
+        piece = next(self._stream, END)
+        if piece is END:
+            self._service.metrics.generated(self.name, self.said.weights_id, time.monotonic() - self._began)
+        return piece
+
+    def _close(self) -> None:
+        if self._stream is not None:
+            self._stream.close()
+
+
+async def whole(generation: Generation) -> GenerateResponse:
+    """All of it as one answer."""
+    try:
+        return generation.document([piece async for piece in generation.pieces()])
+    finally:
+        generation.close()
+
+
+async def event_stream(service: Service, generation: Generation) -> Response:
+    """It as server-sent events, each a GenerateResponse; what is wrong with the request is an error instead."""
+    try:
+        pieces = generation.pieces()
+        first = await anext(pieces, END)
+    except BaseException:
+        generation.close()
+        raise
+    return _EventStream(service, generation, first, pieces)
+
+
+class _EventStream(Response):
+    media_type = "text/event-stream"
+
+    def __init__(self, service: Service, generation: Generation, first: Any, pieces: AsyncIterator[Any]) -> None:
+        super().__init__(headers={"cache-control": "no-store"})
+        del self.headers["content-length"]
+        self._service, self._generation, self._first, self._pieces = service, generation, first, pieces
+
+    async def __call__(self, scope: Any, receive: Any, send: Send) -> None:
+        gone = asyncio.ensure_future(_disconnected(receive))
+        error: Exception | None = None
+        try:
+            async with asyncio.timeout(self._generation.left):  # also of a client that does not read
+                await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+                await self._send_pieces(send, gone)
+        except TimeoutError:
+            error = self._generation.too_old()
+        except Exception as raised:
+            error = raised
+        finally:
+            self._generation.close()
+            gone.cancel()
+        if error is not None:
+            told = self._service.refused(self._generation.name, error)
+            await send(_event(ErrorDocument(told.text)))
+        await send({"type": "http.response.body", "body": b""})
+
+    async def _send_pieces(self, send: Send, gone: asyncio.Future[None]) -> None:
+        piece = self._first
+        while piece is not END and not gone.done():
+            await send(_event(self._generation.document([piece])))
+            piece = await anext(self._pieces, END)
+
+
+def _event(document: Any) -> dict[str, Any]:
+    body = b"data: " + msgspec.json.encode(document) + b"\n\n"
+    return {"type": "http.response.body", "body": body, "more_body": True}
+
+
+async def _disconnected(receive: Any) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass

@@ -1,0 +1,87 @@
+"""The messages of the Open Inference Protocol's gRPC service, made in a descriptor pool of their own.
+
+Clients bring definitions of the same names into protobuf's default pool, where two of them collide: so a client, or
+another server's code, may live in the same process. Nothing is generated, and no protobuf compiler is needed.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
+
+PACKAGE = "inference"
+SERVICE = f"{PACKAGE}.GRPCInferenceService"
+_TENSOR = "name:string datatype:string shape:int64*"
+MESSAGES = {
+    "ServerLiveRequest": "",
+    "ServerLiveResponse": "live:bool",
+    "ServerReadyRequest": "",
+    "ServerReadyResponse": "ready:bool",
+    "ModelReadyRequest": "name:string version:string",
+    "ModelReadyResponse": "ready:bool",
+    "ServerMetadataRequest": "",
+    "ServerMetadataResponse": "name:string version:string extensions:string*",
+    "ModelMetadataRequest": "name:string version:string",
+    "ModelMetadataResponse": "name:string versions:string* platform:string "
+    "inputs:ModelMetadataResponse.TensorMetadata* outputs:ModelMetadataResponse.TensorMetadata*",
+    "ModelMetadataResponse.TensorMetadata": _TENSOR,
+    "InferParameter": "bool_param:bool int64_param:int64 string_param:string double_param:double uint64_param:uint64",
+    "InferTensorContents": "bool_contents:bool* int_contents:int32* int64_contents:int64* uint_contents:uint32* "
+    "uint64_contents:uint64* fp32_contents:float* fp64_contents:double* bytes_contents:bytes*",
+    "ModelInferRequest": "model_name:string model_version:string id:string parameters:map "
+    "inputs:ModelInferRequest.InferInputTensor* outputs:ModelInferRequest.InferRequestedOutputTensor* "
+    "raw_input_contents:bytes*",
+    "ModelInferRequest.InferInputTensor": f"{_TENSOR} parameters:map contents:InferTensorContents",
+    "ModelInferRequest.InferRequestedOutputTensor": "name:string parameters:map",
+    "ModelInferResponse": "model_name:string model_version:string id:string parameters:map "
+    "outputs:ModelInferResponse.InferOutputTensor* raw_output_contents:bytes*",
+    "ModelInferResponse.InferOutputTensor": f"{_TENSOR} parameters:map contents:InferTensorContents",
+    "ModelStreamInferResponse": "error_message:string infer_response:ModelInferResponse",
+}
+"""The fields of each message, numbered from 1: `name:type`, `*` where repeated; `map`: from names to InferParameter."""
+_ONE_OF = {"InferParameter": "parameter_choice"}
+_Field = descriptor_pb2.FieldDescriptorProto
+
+
+@cache
+def message_class(name: str) -> Any:
+    """The class of a message."""
+    return message_factory.GetMessageClass(_pool().FindMessageTypeByName(f"{PACKAGE}.{name}"))
+
+
+@cache
+def _pool() -> descriptor_pool.DescriptorPool:
+    file = descriptor_pb2.FileDescriptorProto(name="open_inference.proto", package=PACKAGE, syntax="proto3")
+    made: dict[str, Any] = {}
+    for name, fields in MESSAGES.items():
+        outer, _, inner = name.rpartition(".")
+        message = made[outer].nested_type.add(name=inner) if outer else file.message_type.add(name=inner)
+        made[name] = message
+        for number, field in enumerate(fields.split(), start=1):
+            _add_field(message, name, number, *field.split(":"))
+    pool = descriptor_pool.DescriptorPool()
+    pool.AddSerializedFile(file.SerializeToString())
+    return pool
+
+
+def _add_field(message: Any, owner: str, number: int, name: str, kind: str) -> None:
+    repeated = kind.endswith("*") or kind == "map"
+    label = _Field.LABEL_REPEATED if repeated else _Field.LABEL_OPTIONAL
+    field = message.field.add(name=name, number=number, label=label)
+    if kind == "map":
+        entry = message.nested_type.add(name="ParametersEntry")
+        entry.options.map_entry = True
+        _add_field(entry, "", 1, "key", "string")
+        _add_field(entry, "", 2, "value", "InferParameter")
+        kind = f"{owner}.ParametersEntry"
+    kind = kind.rstrip("*")
+    if kind[0].isupper():
+        field.type, field.type_name = _Field.TYPE_MESSAGE, f".{PACKAGE}.{kind}"
+    else:
+        field.type = getattr(_Field, f"TYPE_{kind.upper()}")
+    if owner in _ONE_OF:
+        if not message.oneof_decl:
+            message.oneof_decl.add(name=_ONE_OF[owner])
+        field.oneof_index = 0

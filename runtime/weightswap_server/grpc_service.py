@@ -1,0 +1,220 @@
+"""The protocol over gRPC: its methods, in threads of gRPC's; calls of a model are made by the model's own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from concurrent.futures import CancelledError, ThreadPoolExecutor
+from threading import Event, Timer
+from typing import Any
+
+import grpc
+import msgspec
+
+from weightswap_runtime.tensors.content import TensorBytes, as_array
+
+from .errors import BadRequest
+from .generating import END, Generation
+from .grpc_messages import SERVICE, message_class
+from .protocol import DATATYPE_OF, GenerateParameters, GenerateRequest
+from .service import Service
+from .settings import Settings
+from .tensors_on_the_wire import Answer, chosen, dtype_of, from_bytes, from_values
+
+_WORKERS = 64
+_CONTENTS = {
+    "BOOL": "bool_contents",
+    **dict.fromkeys(("I8", "I16", "I32"), "int_contents"),
+    **dict.fromkeys(("U8", "U16", "U32"), "uint_contents"),
+    "I64": "int64_contents",
+    "U64": "uint64_contents",
+    "F32": "fp32_contents",
+    "F64": "fp64_contents",
+}
+
+
+class GrpcServer:
+    """Listens from its making on."""
+
+    def __init__(self, service: Service, settings: Settings) -> None:
+        """Raises OSError where the port cannot be had."""
+        self._methods = _Methods(service)
+        limits = ("grpc.max_receive_message_length", "grpc.max_send_message_length")
+        options = [
+            *((name, size) for name, size in zip(limits, (settings.max_body, -1), strict=True)),
+            ("grpc.so_reuseport", 0),
+        ]
+        self._server = grpc.server(
+            ThreadPoolExecutor(_WORKERS, thread_name_prefix="weightswap-grpc"),
+            options=options,
+            maximum_concurrent_rpcs=settings.max_connections,
+        )
+        self._server.add_generic_rpc_handlers((self._methods.handler(),))
+        host = f"[{settings.host}]" if ":" in settings.host else settings.host
+        try:
+            self.port = self._server.add_insecure_port(f"{host}:{settings.grpc_port}")
+        except RuntimeError as error:
+            raise OSError(f"gRPC cannot listen on {host}:{settings.grpc_port}: {error}") from error
+        self._server.start()
+
+    def stop(self, grace: float) -> Event:
+        """Take no more, and break off what goes on for longer; the event comes when nothing does."""
+        ended: Event = self._server.stop(grace)
+        return ended
+
+
+class _Methods:
+    def __init__(self, service: Service) -> None:
+        self._service = service
+
+    def handler(self) -> Any:
+        """What gRPC asks for the methods."""
+        unary = {
+            "ServerLive": self._live,
+            "ServerReady": self._ready,
+            "ModelReady": self._model_ready,
+            "ServerMetadata": self._server,
+            "ModelMetadata": self._model,
+            "ModelInfer": self._infer,
+        }
+        handlers = {name: self._answering(name, method) for name, method in unary.items()}
+        handlers["ModelStreamInfer"] = grpc.stream_stream_rpc_method_handler(
+            self._stream, message_class("ModelInferRequest").FromString, _serialized
+        )
+        return grpc.method_handlers_generic_handler(SERVICE, handlers)
+
+    def _answering(self, name: str, method: Callable[[Any, Any], Any]) -> Any:
+        """A method whose errors are statuses."""
+
+        def answer(request: Any, context: grpc.ServicerContext) -> Any:
+            try:
+                return method(request, context)
+            except CancelledError:
+                context.abort(grpc.StatusCode.CANCELLED, "the client has given up")
+            except Exception as error:
+                told = self._service.refused(getattr(request, "model_name", ""), error)
+                context.abort(grpc.StatusCode[told.code], told.text)
+
+        return grpc.unary_unary_rpc_method_handler(answer, message_class(f"{name}Request").FromString, _serialized)
+
+    def _live(self, request: Any, context: Any) -> Any:
+        return message_class("ServerLiveResponse")(live=True)
+
+    def _ready(self, request: Any, context: Any) -> Any:
+        return message_class("ServerReadyResponse")(ready=self._service.ready)
+
+    def _model_ready(self, request: Any, context: Any) -> Any:
+        return message_class("ModelReadyResponse")(ready=self._service.find(request.name, request.version).ready)
+
+    def _server(self, request: Any, context: Any) -> Any:
+        return message_class("ServerMetadataResponse")(**msgspec.to_builtins(self._service.server_metadata()))
+
+    def _model(self, request: Any, context: Any) -> Any:
+        said = msgspec.to_builtins(self._service.model_metadata(request.name, request.version))
+        del said["parameters"]
+        return message_class("ModelMetadataResponse")(**said)
+
+    def _infer(self, request: Any, context: grpc.ServicerContext) -> Any:
+        tensors = _tensors(request)
+        served, call = self._service.call(request.model_name, request.model_version, tensors)
+        wanted = [output.name for output in request.outputs]
+        call.method.check_outputs(wanted)
+        served.thread.submit(call)
+        context.add_callback(call.answer.cancel)
+        return response(request, self._service.wait_here(call.answer), wanted)
+
+    def _stream(self, requests: Iterator[Any], context: grpc.ServicerContext) -> Iterator[Any]:
+        """One answer to each request, or one for each token; an error is an answer, too."""
+        made = message_class("ModelStreamInferResponse")
+        for request in requests:
+            try:
+                if self._service.find_ready(request.model_name, request.model_version).generates:
+                    for found in self._generated(request):
+                        yield made(infer_response=found)
+                else:
+                    yield made(infer_response=self._infer(request, context))
+            except CancelledError:
+                return
+            except Exception as error:
+                yield made(error_message=self._service.refused(request.model_name, error).text)
+
+    def _generated(self, request: Any) -> Iterator[Any]:
+        generation = Generation(self._service, request.model_name, request.model_version, _prompt(request))
+        end = Timer(generation.left, generation.close)  # also where the client does not read
+        end.daemon = True
+        end.start()
+        try:
+            while (piece := generation.next_here()) is not END:
+                token = TensorBytes("I64", (1,), memoryview(piece.to_bytes(8, "little")))
+                yield response(request, Answer([("output_ids", token)], *msgspec.structs.astuple(generation.said)), [])
+            if request.parameters["triton_enable_empty_final_response"].bool_param:
+                last = response(request, Answer([], *msgspec.structs.astuple(generation.said)), [])
+                last.parameters["triton_final_response"].bool_param = True
+                yield last
+        finally:
+            end.cancel()
+            generation.close()
+
+
+def _prompt(request: Any) -> GenerateRequest:
+    """What is to be continued, from the input `input_ids` and the parameters. Raises BadRequest."""
+    tensors = _tensors(request)
+    if list(tensors) != ["input_ids"] or tensors["input_ids"].dtype != "I64":
+        raise BadRequest("expected one input, input_ids, which is INT64")
+    given = {
+        name: getattr(value, value.WhichOneof("parameter_choice") or "bool_param")
+        for name, value in request.parameters.items()
+        if not name.startswith("triton_")
+    }
+    try:
+        parameters = msgspec.convert(given, GenerateParameters)
+    except msgspec.ValidationError as error:
+        raise BadRequest(f"parameters: {error}") from error
+    return GenerateRequest(None, as_array(tensors["input_ids"]).reshape(-1).tolist(), request.id, parameters)
+
+
+def _serialized(message: Any) -> bytes:
+    found: bytes = message.SerializeToString()
+    return found
+
+
+def _tensors(request: Any) -> dict[str, TensorBytes]:
+    """The inputs by name. Raises BadRequest."""
+    raw = request.raw_input_contents
+    if raw and len(raw) != len(request.inputs):
+        raise BadRequest(f"{len(request.inputs)} inputs, and {len(raw)} raw_input_contents")
+    found: dict[str, TensorBytes] = {}
+    for place, tensor in enumerate(request.inputs):
+        if tensor.name in found:
+            raise BadRequest(f"{tensor.name}: given twice")
+        if raw:
+            if tensor.HasField("contents"):
+                raise BadRequest(f"{tensor.name}: has contents beside raw_input_contents")
+            found[tensor.name] = from_bytes(tensor.name, tensor.datatype, tensor.shape, memoryview(raw[place]))
+        else:
+            found[tensor.name] = _from_contents(tensor)
+    return found
+
+
+def _from_contents(tensor: Any) -> TensorBytes:
+    dtype, shape = dtype_of(tensor.name, tensor.datatype), tuple(tensor.shape)
+    if dtype not in _CONTENTS:
+        raise BadRequest(f"{tensor.name}: {tensor.datatype} has no contents; send raw_input_contents")
+    if min(shape, default=0) < 0:
+        raise BadRequest(f"{tensor.name}: shape {list(shape)} has a negative size")
+    field = _CONTENTS[dtype]
+    if others := [each.name for each, _ in tensor.contents.ListFields() if each.name != field]:
+        raise BadRequest(f"{tensor.name}: {tensor.datatype} is in {field}, got {', '.join(others)}")
+    return from_values(tensor.name, dtype, shape, getattr(tensor.contents, field))
+
+
+def response(request: Any, answer: Answer, wanted: list[str]) -> Any:
+    """The message of an answer; its tensors are raw."""
+    made = message_class("ModelInferResponse")(
+        model_name=request.model_name, model_version=str(answer.generation), id=request.id
+    )
+    made.parameters["generation"].int64_param = answer.generation
+    made.parameters["weights_id"].string_param = answer.weights_id
+    for name, content in chosen(answer.outputs, wanted):
+        made.outputs.add(name=name, datatype=DATATYPE_OF[content.dtype], shape=content.shape)
+        made.raw_output_contents.append(bytes(content.data))
+    return made

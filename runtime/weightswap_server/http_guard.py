@@ -1,0 +1,96 @@
+"""What uvicorn leaves open: connections that send no request, that do not read their answers, and too many of them."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any, cast
+
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from .settings import Settings
+
+_BUSY = b'{"error":"too many connections"}'
+_TOO_MANY = (
+    b"HTTP/1.1 503 Service Unavailable\r\ncontent-type: application/json\r\nretry-after: 1\r\n"
+    b"connection: close\r\ncontent-length: %d\r\n\r\n%s" % (len(_BUSY), _BUSY)
+)
+_LARGE = 1 << 16
+
+
+class GuardedProtocol(HttpToolsProtocol):
+    """uvicorn's protocol with limits. A connection that does not meet one in time is broken off."""
+
+    settings: Settings
+    _timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: Any) -> None:
+        super().connection_made(cast("Any", _Joining(transport, self.loop)))
+        if len(self.connections) > self.settings.max_connections:
+            transport.write(_TOO_MANY)
+            transport.close()
+        else:
+            self._expect()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._met()
+        super().connection_lost(exc)
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self._expect()
+
+    def on_headers_complete(self) -> None:
+        self._met()
+        super().on_headers_complete()
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._expect()
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._met()
+
+    def _expect(self) -> None:
+        """Headers are to come, or bytes to be read."""
+        self._met()
+        self._timer = self.loop.call_later(self.settings.body_timeout, self.transport.abort)
+
+    def _met(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+
+class _Joining:
+    """A transport that sends what is written in one go, such as a head and a body, by one call of the system."""
+
+    def __init__(self, transport: Any, loop: asyncio.AbstractEventLoop) -> None:
+        self._transport, self._loop = transport, loop
+        self._parts: list[bytes] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
+
+    def write(self, data: bytes) -> None:
+        if len(data) > _LARGE:
+            self._flush()
+            self._transport.write(data)
+            return
+        if not self._parts:
+            self._loop.call_soon(self._flush)
+        self._parts.append(data)
+
+    def close(self) -> None:
+        self._flush()
+        self._transport.close()
+
+    def _flush(self) -> None:
+        if self._parts:
+            self._transport.write(b"".join(self._parts))
+            self._parts.clear()
+
+
+def guarded_protocol(settings: Settings) -> type[GuardedProtocol]:
+    """The protocol with the limits of these settings."""
+    return type("GuardedProtocol", (GuardedProtocol,), {"settings": settings})

@@ -1,0 +1,125 @@
+"""What Prometheus gets of a server's requests, beside `weightswap_runtime.metrics` of its models.
+
+weightswap_server_requests_total       model, weights_id, status: as over HTTP, also of what came by gRPC
+weightswap_server_request_seconds      histogram: model, weights_id; from a request's arrival in the queue to its answer
+weightswap_server_queue_seconds        histogram: model, weights_id; of that, until a call of the model began
+weightswap_server_batch_calls          histogram: model, weights_id; how many requests each call of the model answered
+weightswap_server_queued               gauge: model; requests that wait
+weightswap_server_streams              gauge: generations that are open
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from threading import Lock
+from typing import TYPE_CHECKING, NamedTuple
+
+from weightswap_runtime.errors import MissingExtra
+
+try:
+    from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+except ImportError as error:
+    raise MissingExtra("weightswap serve", "serve") from error
+
+from weightswap_runtime.live.model import Model
+from weightswap_runtime.metrics import ModelCollector
+
+from .tensors_on_the_wire import Answer
+
+if TYPE_CHECKING:
+    from .batching import Call, ModelThread
+    from .models import Method
+
+MOST_WEIGHTS = 8  # ids of weights whose series are kept; of one that is older they go
+_SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)
+_CALLS = (1, 2, 4, 8, 16, 32, 64, 128)
+_LABELS = ("model", "weights_id")
+
+
+class ServerMetrics:
+    """One server's metrics, in a registry of their own."""
+
+    def __init__(self) -> None:
+        self._registry = registry = CollectorRegistry()
+        self.requests = Counter(
+            "weightswap_server_requests", "Requests that were answered.", (*_LABELS, "status"), registry=registry
+        )
+        self.seconds, self.queue_seconds = (
+            Histogram(f"weightswap_server_{name}_seconds", says, _LABELS, buckets=_SECONDS, registry=registry)
+            for name, says in (
+                ("request", "From a request's arrival to its answer."),
+                ("queue", "From a request's arrival to a call of the model."),
+            )
+        )
+        self.batch_calls = Histogram(
+            "weightswap_server_batch_calls",
+            "Requests that one call answered.",
+            _LABELS,
+            buckets=_CALLS,
+            registry=registry,
+        )
+        self.queued = Gauge("weightswap_server_queued", "Requests that wait.", ("model",), registry=registry)
+        self.streams = Gauge("weightswap_server_streams", "Generations that are open.", registry=registry)
+        self._known: dict[tuple[str, str], _Series] = {}
+        self._lock = Lock()
+        self._collectors: list[ModelCollector] = []
+
+    def watch(self, name: str, model: Model, thread: ModelThread) -> None:
+        """Show what a model does, and how many requests wait for it."""
+        self._collectors.append(ModelCollector(model, name, self._registry))
+        self.queued.labels(name).set_function(lambda: thread.queued)
+
+    def answered(self, names: Mapping[Method, str], call: Call, answer: Answer, began: float, together: int) -> None:
+        """Count a call that was answered."""
+        series = self._series(names[call.method], answer.weights_id)
+        series.answered.inc()
+        series.seconds.observe(time.perf_counter() - call.arrived)
+        series.queue_seconds.observe(began - call.arrived)
+        series.batch_calls.observe(together)
+
+    def generated(self, name: str, weights_id: str, seconds: float) -> None:
+        """Count a generation that has ended."""
+        series = self._series(name, weights_id)
+        series.answered.inc()
+        series.seconds.observe(seconds)
+
+    def refused(self, name: str, weights_id: str | None, status: int) -> None:
+        """Count a request that was not answered; a name that is not served is ''."""
+        self._series(name, weights_id or "")
+        self.requests.labels(name, weights_id or "", str(status)).inc()
+
+    def text(self) -> bytes:
+        """Everything, as Prometheus reads it."""
+        return generate_latest(self._registry)
+
+    def close(self) -> None:
+        for collector in self._collectors:
+            collector.close()
+
+    def _series(self, name: str, weights_id: str) -> _Series:
+        """What is counted of these weights; of a model with too many, the oldest go with their series."""
+        found = self._known.get((name, weights_id))
+        if found is not None:
+            return found
+        with self._lock:
+            mine = [known for known in self._known if known[0] == name]
+            for old in mine[: max(0, len(mine) + 1 - MOST_WEIGHTS)]:
+                del self._known[old]
+                for metric in (self.requests, self.seconds, self.queue_seconds, self.batch_calls):
+                    metric.remove_by_labels(dict(zip(_LABELS, old, strict=True)))
+            made = self._known[name, weights_id] = _Series(
+                self.requests.labels(name, weights_id, "200"),
+                *(metric.labels(name, weights_id) for metric in (self.seconds, self.queue_seconds, self.batch_calls)),
+            )
+        return made
+
+
+class _Series(NamedTuple):
+    answered: Counter
+    seconds: Histogram
+    queue_seconds: Histogram
+    batch_calls: Histogram
+
+
+__all__ = ["ServerMetrics"]

@@ -1,0 +1,153 @@
+"""What is served: the methods of artifacts under the names that requests call them by."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from weightswap_runtime.errors import InputMismatch, Unsupported
+from weightswap_runtime.format.call_check import CallCheck
+from weightswap_runtime.format.conditions import condition_dims, evaluate, parse_condition
+from weightswap_runtime.format.signature import (
+    Integer,
+    Leaf,
+    Literal,
+    Signature,
+    Size,
+    Tensor,
+    call_arguments,
+    flatten,
+    input_leaves,
+    leaves,
+    parse_size,
+)
+from weightswap_runtime.live.model import Model, engine_of
+from weightswap_runtime.live.pinned import Pinned
+from weightswap_runtime.tensors.content import TensorBytes, as_array, numpy_dtype
+from weightswap_runtime.tensors.dtypes import DTYPES
+
+from .errors import BadRequest
+from .protocol import DATATYPE_OF, TensorMetadata
+
+Flat = Sequence[Any]  # of a method: TensorBytes, ints and literals, in the graph's order
+Outputs = Sequence[tuple[str, TensorBytes]]
+
+
+class Method:
+    """One method of a model, called with and giving bytes."""
+
+    def __init__(self, model: Model, name: str) -> None:
+        """Raises Unsupported where an input or output has a type that the protocol has no name for."""
+        self.name = name
+        self._model = model
+        self._engine = engine_of(model)
+        self.signature: Signature = model.signatures[name]
+        self._inputs = input_leaves(self.signature)
+        self._outputs = leaves(self.signature.output)
+        self.inputs, self.outputs = _metadata(name, self._inputs), _metadata(name, self._outputs)
+        self._names = {tensor.name for tensor in self.inputs}
+        known = {dtype: dtype for dtype in DTYPES}
+        self._check = CallCheck(name, self.signature, TensorBytes, known, lambda _: None, lambda value: value[:2])
+
+    def arguments(self, given: Mapping[str, TensorBytes]) -> list[Any]:
+        """The flat inputs of a call from tensors by name, checked. Raises InputMismatch."""
+        problems = [f"{leaf}: missing" for leaf in sorted(self._names - given.keys())]
+        problems += [f"{name}: there is no such input" for name in given if name not in self._names]
+        if problems:
+            raise InputMismatch(self.name, problems)
+        flat = [_value(leaf, given) for leaf in self._inputs]
+        args, kwargs = call_arguments(self.signature, flat)
+        return self._check.flatten(args, kwargs)
+
+    def check_outputs(self, names: Sequence[str]) -> None:
+        """Raise BadRequest for names that no output has."""
+        there = [tensor.name for tensor in self.outputs]
+        if unknown := [name for name in names if name not in there]:
+            raise BadRequest(f"no output is called {unknown[0]}; there are: {', '.join(there)}")
+
+    def call(self, session: Pinned, flat: Flat) -> Outputs:
+        """Run it on one version of the weights, and name its outputs. The inputs are copied first."""
+        tensors = [self._engine.tensor(value) if isinstance(value, TensorBytes) else value for value in flat]
+        args, kwargs = call_arguments(self.signature, tensors)
+        values = flatten(self.signature.output, session.method(self.name)(*args, **kwargs))
+        return [
+            (leaf.name, _integer_content(value) if isinstance(leaf, Integer) else self._engine.content(value))
+            for leaf, value in zip(self._outputs, values, strict=True)
+            if not isinstance(leaf, Literal)
+        ]
+
+    def sample(self) -> list[Any] | None:
+        """Flat inputs of zeros, of the least sizes from 1 that the signature allows; None where those break it."""
+        sizes = {name: max(1, limits.min) for name, limits in self.signature.dims.items()}
+        conditions = [parse_condition(text) for text in self.signature.conditions]
+        if not all(evaluate(condition, sizes) for condition in conditions):
+            return None
+        return [_zeros(leaf, sizes) for leaf in self._inputs]
+
+    def batch_limit(self, dim: str) -> int | None:
+        """How many rows a call may have along a dimension that all inputs and outputs begin with; None: as many as one
+        likes. Raises Unsupported where calls cannot be put together along it."""
+        tensors = [leaf for leaf in (*self._inputs, *self._outputs) if isinstance(leaf, Tensor)]
+        conditions = [condition_dims(parse_condition(text)) for text in self.signature.conditions]
+        if (
+            dim not in self.signature.dims
+            or any(isinstance(leaf, Integer) for leaf in (*self._inputs, *self._outputs))
+            or any(leaf.shape[:1] != (dim,) or _uses(leaf.shape[1:], dim) for leaf in tensors)
+            or any(dim in dims for dims in conditions)
+        ):
+            raise Unsupported(
+                f"{self.name}: calls cannot be put together along {dim!r}: all inputs and outputs must begin with it, "
+                "and have it nowhere else"
+            )
+        return self.signature.dims[dim].max
+
+
+def _uses(shape: Sequence[Size], dim: str) -> bool:
+    return any(isinstance(size, str) and parse_size(size).dim == dim for size in shape)
+
+
+def _metadata(method: str, found: Sequence[Leaf]) -> list[TensorMetadata]:
+    tensors = []
+    for leaf in found:
+        if isinstance(leaf, Integer):
+            tensors.append(TensorMetadata(leaf.name, "INT64", [1]))
+        elif isinstance(leaf, Tensor):
+            if leaf.dtype not in DATATYPE_OF:
+                raise Unsupported(
+                    f"{method}: {leaf.name} is {leaf.dtype}, which the inference protocol has no name for"
+                )
+            shape = [size if isinstance(size, int) else -1 for size in leaf.shape]
+            tensors.append(TensorMetadata(leaf.name, DATATYPE_OF[leaf.dtype], shape))
+    return tensors
+
+
+def _value(leaf: Leaf, given: Mapping[str, TensorBytes]) -> Any:
+    if isinstance(leaf, Literal):
+        return leaf.content
+    content = given[leaf.name]
+    if isinstance(leaf, Tensor):
+        return content
+    if content.dtype != "I64" or math.prod(content.shape) != 1:
+        raise BadRequest(f"{leaf.name}: expected INT64[1], got {DATATYPE_OF[content.dtype]}{list(content.shape)}")
+    return int(as_array(content).reshape(-1)[0])
+
+
+def _zeros(leaf: Leaf, sizes: Mapping[str, int]) -> Any:
+    if isinstance(leaf, Literal):
+        return leaf.content
+    if isinstance(leaf, Integer):
+        return _size(leaf.value, sizes)
+    shape = tuple(_size(size, sizes) for size in leaf.shape)
+    return TensorBytes(leaf.dtype, shape, memoryview(bytes(numpy_dtype(leaf.dtype).itemsize * math.prod(shape))))
+
+
+def _size(size: Size, sizes: Mapping[str, int]) -> int:
+    if isinstance(size, int):
+        return size
+    factor, dim, offset = parse_size(size)
+    return factor * sizes[dim] + offset
+
+
+def _integer_content(value: int) -> TensorBytes:
+    return TensorBytes("I64", (1,), memoryview(value.to_bytes(8, "little", signed=True)))

@@ -1,0 +1,160 @@
+"""The Open Inference Protocol, version 2: its names of element types, and its documents in JSON."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta, Raw, Struct
+
+DATATYPES = {
+    "BOOL": "BOOL",
+    "UINT8": "U8",
+    "UINT16": "U16",
+    "UINT32": "U32",
+    "UINT64": "U64",
+    "INT8": "I8",
+    "INT16": "I16",
+    "INT32": "I32",
+    "INT64": "I64",
+    "FP16": "F16",
+    "BF16": "BF16",
+    "FP32": "F32",
+    "FP64": "F64",
+}
+"""The protocol's name of each safetensors dtype that it has one for."""
+DATATYPE_OF = {dtype: name for name, dtype in DATATYPES.items()}
+BINARY_SIZE = "binary_data_size"
+HEADER_LENGTH = "inference-header-content-length"
+EXTENSIONS = ("binary_tensor_data", "generate", "weightswap")
+
+Parameters = dict[str, bool | int | float | str | None]
+_ARRAY = Meta(extra_json_schema={"type": "array"})
+Count = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
+
+
+class InputTensor(Struct):
+    """`data` is row-major, nested or flat; or absent, with `binary_data_size` in the parameters."""
+
+    name: str
+    datatype: str
+    shape: list[Count]
+    parameters: Parameters = {}
+    data: Annotated[Raw, _ARRAY] = msgspec.field(default_factory=Raw)
+
+
+class WantedOutput(Struct):
+    """An output that is asked for. `binary_data` in its parameters asks for bytes."""
+
+    name: str
+    parameters: Parameters = {}
+
+
+class InferRequest(Struct):
+    """`binary_data_output` in the parameters asks for all outputs as bytes."""
+
+    inputs: list[InputTensor]
+    id: str = ""
+    parameters: Parameters = {}
+    outputs: list[WantedOutput] | None = None
+
+
+class OutputTensor(Struct, omit_defaults=True):
+    """`data` is flat and row-major; or absent, with `binary_data_size` in the parameters."""
+
+    name: str
+    datatype: str
+    shape: list[int]
+    parameters: dict[str, int] = {}
+    data: list[Any] | None = None
+
+
+class Answered(Struct):
+    """Which weights have answered."""
+
+    generation: int
+    weights_id: str
+
+
+class InferResponse(Struct, omit_defaults=True):
+    """`model_version` is the generation of the weights that have answered."""
+
+    model_name: str
+    model_version: str
+    outputs: list[OutputTensor]
+    parameters: Answered
+    id: str = ""
+
+
+class TensorMetadata(Struct):
+    """-1 in a shape is a size that may vary."""
+
+    name: str
+    datatype: str
+    shape: list[int]
+
+
+class ModelMetadata(Struct):
+    """`versions` has the generation that is served; none before the first weights."""
+
+    name: str
+    versions: list[str]
+    platform: str
+    inputs: list[TensorMetadata]
+    outputs: list[TensorMetadata]
+    parameters: dict[str, Any]
+
+
+class ServerMetadata(Struct):
+    """Who answers, and what it can."""
+
+    name: str
+    version: str
+    extensions: list[str]
+
+
+class IndexEntry(Struct):
+    """One model of the index."""
+
+    name: str
+    version: str
+    state: str
+    reason: str
+
+
+class ErrorDocument(Struct):
+    """Why a request was not answered."""
+
+    error: str
+
+
+class GenerateParameters(Struct, forbid_unknown_fields=True):
+    """As those of `Model.generate`."""
+
+    max_tokens: Annotated[int, Meta(ge=1)] | None = None
+    temperature: Annotated[float, Meta(ge=0)] = 0.0
+    top_k: Annotated[int, Meta(ge=1)] | None = None
+    top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
+    repetition_penalty: Annotated[float, Meta(gt=0)] = 1.0
+    stop: list[str | int] = []
+    seed: Count | None = None
+
+
+class GenerateRequest(Struct, forbid_unknown_fields=True):
+    """A prompt, as text or as tokens."""
+
+    text_input: str | None = None
+    input_ids: list[Count] | None = None
+    id: str = ""
+    parameters: GenerateParameters = msgspec.field(default_factory=GenerateParameters)
+
+
+class GenerateResponse(Struct, omit_defaults=True):
+    """A continuation or a piece of one, alike to the prompt: text or tokens."""
+
+    model_name: str
+    model_version: str
+    parameters: Answered
+    text_output: str | None = None
+    output_ids: list[int] | None = None
+    id: str = ""

@@ -1,0 +1,236 @@
+"""What HTTP and gRPC have in common: the models by name, whether they are ready, and their answers."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from concurrent.futures import Future
+from functools import partial
+from threading import Lock
+from typing import Any
+
+from weightswap_runtime import __version__
+from weightswap_runtime.errors import Unsupported
+from weightswap_runtime.live.events import Event
+from weightswap_runtime.live.model import Model
+from weightswap_runtime.tensors.content import TensorBytes
+
+from .batching import Call, ModelThread, joined
+from .errors import Failure, NotReady, Overloaded, TookTooLong, UnknownModel, failure, log
+from .metrics import ServerMetrics
+from .models import Method
+from .protocol import EXTENSIONS, IndexEntry, ModelMetadata, ServerMetadata, TensorMetadata
+from .settings import Settings
+from .tensors_on_the_wire import Answer
+
+PLATFORM = "weightswap"
+
+
+class Served:
+    """A model of the server: its methods, the thread that calls it, and whether it is warm."""
+
+    def __init__(self, name: str, model: Model, settings: Settings, metrics: ServerMetrics) -> None:
+        self.name = name
+        self.model = model
+        self.generates = model.artifact.manifest.generation is not None
+        self.methods = {} if self.generates else _methods(name, model)
+        self.thread = ModelThread(
+            model,
+            max_queue=settings.max_queue,
+            max_delay=settings.max_delay,
+            observe=partial(metrics.answered, {method: known for known, method in self.methods.items()}),
+        )
+        self.warm = False
+        self._settings = settings
+        if settings.max_batch > 1:
+            self._batch()
+        metrics.watch(name, model, self.thread)
+        self._stop_listening = model.listen(self._on_event)
+        if model.weights_id is not None:
+            self.thread.do(self._warm_up)
+
+    @property
+    def ready(self) -> bool:
+        return self.warm and not self.model.failed
+
+    def close(self, timeout: float) -> None:
+        self._stop_listening()
+        self.thread.stop(timeout)
+
+    def _batch(self) -> None:
+        for method in self.methods.values():
+            try:
+                limit = method.batch_limit(self._settings.batch_dim)
+            except Unsupported as error:
+                log.warning("%s: not batched: %s", self.name, error)
+            else:
+                self.thread.batch(method, min(self._settings.max_batch, limit or self._settings.max_batch))
+
+    def _on_event(self, event: Event) -> None:
+        if not self.warm and event.kind == "committed":
+            self.thread.do(self._warm_up)
+
+    def _warm_up(self) -> None:
+        """Call each method twice on zeros, before anybody waits for it. What it raises is logged."""
+        for name, method in self.methods.items():
+            try:
+                self._try(method)
+            except Exception as error:
+                log.warning("%s: the warm-up failed, and the model is served all the same: %s", name, error)
+        self.warm = True
+
+    def _try(self, method: Method) -> None:
+        sample = method.sample()
+        if sample is None:
+            return
+        for _ in range(2):
+            self.thread.try_out(method, sample)
+        if limit := self.thread.limit(method):
+            self.thread.try_out(method, joined([sample] * (limit // sample[0].shape[0])))
+
+
+def _methods(name: str, model: Model) -> dict[str, Method]:
+    """The methods by the name of the model that each is: the default one has the model's own name."""
+    found, problems = {}, []
+    for method in model.signatures:
+        try:
+            served = Method(model, method)
+        except Unsupported as error:
+            log.warning("%s: not served: %s", name, error)
+            problems.append(str(error))
+        else:
+            found[name if method == model.default_method else f"{name}.{method}"] = served
+    if not found:
+        raise Unsupported(*problems)
+    return found
+
+
+class Service:
+    """Finds models, and answers calls."""
+
+    def __init__(self, models: Mapping[str, Model], settings: Settings) -> None:
+        """Raises Unsupported for settings that cannot be meant, and models that the protocol cannot speak of."""
+        settings.check()
+        self.settings = settings
+        self.metrics = ServerMetrics()
+        self.stopping = False
+        self.streams = 0
+        self._counting = Lock()
+        self.served = [Served(name, model, settings, self.metrics) for name, model in models.items()]
+        self._by_name = {known: served for served in self.served for known in served.methods or (served.name,)}
+
+    @property
+    def names(self) -> list[str]:
+        """Of all models."""
+        return list(self._by_name)
+
+    @property
+    def ready(self) -> bool:
+        return not self.stopping and all(served.ready for served in self.served)
+
+    def find(self, name: str, version: str = "") -> Served:
+        """The model that a name belongs to. Raises UnknownModel, also where another generation is asked for."""
+        served = self._by_name.get(name)
+        if served is None:
+            raise UnknownModel(f"no model is called {name}; there are: {', '.join(self._by_name)}")
+        if version and version != str(served.model.generation):
+            raise UnknownModel(f"{name} version {version}: generation {served.model.generation} is served")
+        return served
+
+    def find_ready(self, name: str, version: str = "") -> Served:
+        """As `find`. Raises NotReady, too."""
+        served = self.find(name, version)
+        if not served.warm:
+            raise NotReady(f"{name} has no weights yet, or is not warm")
+        return served
+
+    def call(self, name: str, version: str, tensors: Mapping[str, TensorBytes]) -> tuple[Served, Call]:
+        """A call, checked. Raises UnknownModel, NotReady, InputMismatch and BadRequest."""
+        served = self.find_ready(name, version)
+        method = served.methods.get(name)
+        if method is None:
+            raise Unsupported(f"{name} generates: POST /v2/models/{name}/generate, or generate_stream")
+        return served, Call(method, method.arguments(tensors), version)
+
+    async def answer(self, served: Served, call: Call) -> Answer:
+        """Run a call, in this thread where that is quick. Raises Overloaded, NotReady, TookTooLong, and its errors."""
+        if served.thread.run_here(call):
+            return call.answer.result()
+        served.thread.submit(call)
+        answer: Answer = await self.wait(call.answer)
+        return answer
+
+    async def wait(self, answer: Future[Any]) -> Any:
+        """What a future gives, within the time of a request. Raises TookTooLong."""
+        try:
+            async with asyncio.timeout(self.settings.timeout):
+                return await asyncio.wrap_future(answer)
+        except TimeoutError as error:
+            if answer.done() and not answer.cancelled():
+                raise
+            raise TookTooLong(f"no answer within {self.settings.timeout:g} s") from error
+
+    def wait_here(self, answer: Future[Answer]) -> Answer:
+        """As `wait`, in a thread that has nothing else to do."""
+        try:
+            return answer.result(self.settings.timeout)
+        except TimeoutError as error:
+            if not answer.cancel() and answer.done():
+                raise
+            raise TookTooLong(f"no answer within {self.settings.timeout:g} s") from error
+
+    def open_stream(self) -> None:
+        """Count a generation. Raises Overloaded where that is one too many."""
+        with self._counting:
+            if self.streams >= self.settings.max_streams:
+                raise Overloaded(f"{self.streams} generations are open already; try again")
+            self.streams += 1
+            self.metrics.streams.set(self.streams)
+
+    def close_stream(self) -> None:
+        """One generation less is open."""
+        with self._counting:
+            self.streams -= 1
+            self.metrics.streams.set(self.streams)
+
+    def refused(self, name: str, error: BaseException) -> Failure:
+        """What a client is told of an error, which is counted."""
+        told = failure(error)
+        served = self._by_name.get(name)
+        self.metrics.refused(name if served else "", served.model.weights_id if served else None, told.status)
+        return told
+
+    def server_metadata(self) -> ServerMetadata:
+        return ServerMetadata("weightswap", __version__, list(EXTENSIONS))
+
+    def model_metadata(self, name: str, version: str = "") -> ModelMetadata:
+        """Raises UnknownModel."""
+        served = self.find(name, version)
+        method, model = served.methods.get(name), served.model
+        return ModelMetadata(
+            name,
+            [] if model.generation is None else [str(model.generation)],
+            PLATFORM,
+            method.inputs if method else [TensorMetadata("input_ids", "INT64", [-1])],
+            method.outputs if method else [TensorMetadata("output_ids", "INT64", [-1])],
+            {"graph_id": model.graph_id, "weights_id": model.weights_id, "labels": model.labels},
+        )
+
+    def index(self) -> list[IndexEntry]:
+        return [
+            IndexEntry(
+                name,
+                str(served.model.generation) if served.model.generation is not None else "",
+                "READY" if served.ready else "UNAVAILABLE",
+                "" if served.ready else "no weights yet, or not warm",
+            )
+            for name, served in self._by_name.items()
+        ]
+
+    def close(self) -> None:
+        """Wait for what was accepted, and let the models go."""
+        self.stopping = True
+        for served in self.served:
+            served.close(self.settings.grace)
+            served.model.close()
+        self.metrics.close()

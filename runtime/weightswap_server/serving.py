@@ -1,0 +1,191 @@
+"""A server from its start to its end: models that are loaded and followed, sockets, signals."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import socket
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future
+from contextlib import contextmanager
+from pathlib import Path
+from threading import Thread
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import uvicorn
+
+from weightswap_runtime.errors import Unsupported
+from weightswap_runtime.live.loading import load
+from weightswap_runtime.live.model import Model
+
+from .http_app import http_app
+from .http_guard import guarded_protocol
+from .service import Service
+from .settings import Settings
+
+if TYPE_CHECKING:
+    from .grpc_service import GrpcServer
+
+
+class Source(msgspec.Struct, frozen=True, kw_only=True):
+    """An artifact, and where its weights come from: a weight file, a directory that is watched, the place of a desired
+    state, or the first and then one of the others. `options` are more of `load`, such as the engine."""
+
+    artifact: str
+    weights: str | None = None
+    watch: str | None = None
+    follow: str | None = None
+    interval: float = 5.0
+    options: Mapping[str, Any] = {}
+
+    def open(self) -> Model:
+        """Load it, and let it take what comes. Raises what `load`, `Model.watch` and `Model.follow` raise."""
+        if self.watch is not None and self.follow is not None:
+            raise Unsupported(
+                "a model that follows a place takes nothing else: watch the directory in the process "
+                "that promotes, with model.watch(promote=...)"
+            )
+        model = load(self.artifact, self.weights, **self.options)
+        if self.watch is not None:
+            model.watch(self.watch, self.interval)
+        if self.follow is not None:
+            model.follow(self.follow, self.interval)
+        return model
+
+
+class Server:
+    """Serves models until it is told to stop."""
+
+    def __init__(self, models: Mapping[str, Model], settings: Settings) -> None:
+        """models: by the names that requests call them by. The server closes them when it ends.
+
+        Raises Unsupported.
+        """
+        self.settings = settings
+        self.service = Service(models, settings)
+        self._http = _Http(http_app(self.service), settings)
+        self._grpc: GrpcServer | None = None
+        self._told: list[Callable[[], object]] = []
+        self.http_port = 0
+        self.grpc_port = 0
+
+    def run(self) -> None:
+        """Serve until `stop()`, and in the main thread until SIGTERM or SIGINT. What was accepted is finished first.
+
+        Raises OSError where a port cannot be had.
+        """
+        with _listening(self.settings.host, self.settings.http_port) as listener:
+            self.http_port = listener.getsockname()[1]
+            try:
+                self._listen_for_grpc()
+                asyncio.run(self._serve(listener))
+            finally:
+                if self._grpc is not None:
+                    self._grpc.stop(self.settings.grace).wait()
+                self.service.close()
+
+    def stop(self) -> None:
+        """Stop accepting, finish what was accepted, and let `run()` return. From any thread, and from signals."""
+        self.service.stopping = True
+        self._http.should_exit = True
+        if self._grpc is not None:
+            self._grpc.stop(self.settings.grace)
+
+    def _listen_for_grpc(self) -> None:
+        if self.settings.grpc_port is not None:
+            from .grpc_service import GrpcServer
+
+            self._grpc = GrpcServer(self.service, self.settings)
+            self.grpc_port = self._grpc.port
+
+    def on_listening(self, tell: Callable[[], object]) -> None:
+        """Call `tell()` once requests are accepted and the ports are known."""
+        self._told.append(tell)
+
+    @contextmanager
+    def running(self) -> Iterator[Server]:
+        """A block in which it serves in a thread of its own."""
+        listening: Future[None] = Future()
+        self.on_listening(lambda: listening.set_result(None))
+
+        def serve() -> None:
+            try:
+                self.run()
+            except BaseException as error:
+                if listening.done():
+                    raise
+                listening.set_exception(error)
+
+        thread = Thread(target=serve, name="weightswap-server")
+        thread.start()
+        try:
+            listening.result()
+            yield self
+        finally:
+            self.stop()
+            thread.join()
+
+    async def _serve(self, listener: socket.socket) -> None:
+        loop = asyncio.get_running_loop()
+        with _signals(loop, self.stop):
+            for tell in self._told:
+                tell()
+            await self._http.serve(sockets=[listener])
+
+
+class _Http(uvicorn.Server):
+    """uvicorn, with the limits of the settings."""
+
+    def __init__(self, app: Any, settings: Settings) -> None:
+        config = uvicorn.Config(
+            app,
+            http=guarded_protocol(settings),
+            ws="none",
+            lifespan="off",
+            loop="asyncio",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            proxy_headers=False,
+            timeout_graceful_shutdown=max(1, round(settings.grace)),
+        )
+        super().__init__(config)
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Signals are the server's, which exits with 0 where it was asked to stop."""
+        yield
+
+
+@contextmanager
+def _listening(host: str, port: int) -> Iterator[socket.socket]:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    # asyncio looks at the protocol before it sets TCP_NODELAY, without which answers wait for 40 ms
+    with socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP) as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((host, port))
+        listener.listen(2048)
+        yield listener
+
+
+@contextmanager
+def _signals(loop: asyncio.AbstractEventLoop, stop: Any) -> Iterator[None]:
+    """A block in which SIGTERM and SIGINT stop the server, where this is the main thread."""
+    added = []
+    for number in (signal.SIGTERM, signal.SIGINT):
+        try:
+            loop.add_signal_handler(number, stop)
+        except (ValueError, RuntimeError):  # not the main thread
+            break
+        added.append(number)
+    try:
+        yield
+    finally:
+        for number in added:
+            loop.remove_signal_handler(number)
+
+
+def default_name(artifact: str) -> str:
+    """What a model is called where nobody says: the artifact's folder, without `.artifact`."""
+    return Path(artifact.rstrip("/")).name.removesuffix(".artifact")

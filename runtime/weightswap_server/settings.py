@@ -1,0 +1,51 @@
+"""What a server is asked to do, and its limits."""
+
+from __future__ import annotations
+
+import msgspec
+
+from weightswap_runtime.errors import Unsupported
+
+_MIB = 1 << 20
+
+
+class Settings(msgspec.Struct, frozen=True, kw_only=True):
+    """Limits are per server; times are seconds, sizes bytes.
+
+    host, http_port, grpc_port: where it listens; port 0 is any that is free, grpc_port None is no gRPC.
+    max_batch, max_delay: how many rows of requests one call may have, 1 for no batching, and how long the first waits
+      for others; 0 takes what is queued.
+    batch_dim: the name of the signature's dimension that is the batch.
+    max_queue: requests that wait for a model; more are refused with 503.
+    max_body: the bytes of a request, decompressed, over HTTP or gRPC.
+    body_timeout: for the bytes of a request's headers, for those of its body, and for a client that does not read.
+    timeout: from a request's arrival to its answer.
+    max_connections: over HTTP; and calls at once over gRPC.
+    max_streams, stream_timeout: how many generations may be open, each with a context of its own, and for how long.
+    grace: how long a stop waits for what was accepted.
+    """
+
+    host: str = "127.0.0.1"
+    http_port: int = 8000
+    grpc_port: int | None = None
+    max_batch: int = 1
+    max_delay: float = 0.0
+    batch_dim: str = "batch"
+    max_queue: int = 256
+    max_body: int = 64 * _MIB
+    body_timeout: float = 30.0
+    timeout: float = 60.0
+    max_connections: int = 1024
+    max_streams: int = 16
+    stream_timeout: float = 300.0
+    grace: float = 30.0
+
+    def check(self) -> None:
+        """Raise Unsupported for numbers that cannot be meant."""
+        least = {"max_batch": 1, "max_queue": 1, "max_body": 1, "max_connections": 1, "max_streams": 1}
+        for name, value in msgspec.structs.asdict(self).items():
+            if isinstance(value, int | float) and value < least.get(name, 0):
+                raise Unsupported(f"{name}={value}: expected {least.get(name, 0)} or more")
+        for name in ("body_timeout", "timeout", "stream_timeout"):
+            if not getattr(self, name) > 0:
+                raise Unsupported(f"{name}={getattr(self, name)}: expected more than 0 seconds")

@@ -1,0 +1,173 @@
+"""Tensors in requests and answers: as JSON, and as the bytes behind it. Everything is checked before anything runs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar
+
+import msgspec
+import numpy as np
+
+from weightswap_runtime.messages import brief
+from weightswap_runtime.tensors.content import TensorBytes, array_content, as_array, numpy_dtype
+from weightswap_runtime.tensors.dtypes import DTYPES, has_fractions
+
+from .errors import BadRequest
+from .protocol import BINARY_SIZE, DATATYPE_OF, DATATYPES, InferRequest, InputTensor, OutputTensor
+
+T = TypeVar("T")
+Named = tuple[str, TensorBytes]
+_INTEGERS = {dtype: np.iinfo(numpy_dtype(dtype)) for dtype in DATATYPE_OF if dtype[0] in "IU"}
+_LIMITS = {dtype: (int(limits.min), int(limits.max)) for dtype, limits in _INTEGERS.items()}
+
+
+def read_request(body: bytes, header_length: str | None) -> tuple[InferRequest, dict[str, TensorBytes]]:
+    """A request's document and its inputs by name; these share the body's memory. Raises BadRequest."""
+    head, tail = _split(memoryview(body), header_length)
+    request = decoded(head, InferRequest)
+    return request, _inputs(request.inputs, tail)
+
+
+def decoded(document: bytes | memoryview, kind: type[T]) -> T:
+    """A document of a request. Raises BadRequest."""
+    try:
+        return msgspec.json.decode(document, type=kind)
+    except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
+        raise BadRequest(f"the request's JSON: {error}") from error
+
+
+def _split(body: memoryview, header_length: str | None) -> tuple[memoryview, memoryview]:
+    if header_length is None:
+        return body, body[len(body) :]
+    if not (header_length.isascii() and header_length.isdigit()) or int(header_length[:20]) > len(body):
+        raise BadRequest(
+            f"Inference-Header-Content-Length: expected a number up to {len(body)}, the bytes of the body, got "
+            f"{brief(header_length)}"
+        )
+    return body[: int(header_length)], body[int(header_length) :]
+
+
+def _inputs(tensors: Sequence[InputTensor], tail: memoryview) -> dict[str, TensorBytes]:
+    found: dict[str, TensorBytes] = {}
+    for tensor in tensors:
+        if tensor.name in found:
+            raise BadRequest(f"{brief(tensor.name)}: given twice")
+        if BINARY_SIZE not in tensor.parameters:
+            found[tensor.name] = _from_json(tensor)
+            continue
+        size = tensor.parameters[BINARY_SIZE]
+        if type(size) is not int or not 0 <= size <= len(tail):
+            raise BadRequest(
+                f"{brief(tensor.name)}: {BINARY_SIZE}={size!r}, and {len(tail)} bytes are left in the body"
+            )
+        if tensor.data:
+            raise BadRequest(f"{brief(tensor.name)}: has both data and {BINARY_SIZE}")
+        found[tensor.name] = from_bytes(tensor.name, tensor.datatype, tensor.shape, tail[:size])
+        tail = tail[size:]
+    if tail:
+        raise BadRequest(f"{len(tail)} bytes at the end of the body belong to no input")
+    return found
+
+
+def dtype_of(name: str, datatype: str) -> str:
+    """The safetensors dtype of a datatype. Raises BadRequest."""
+    if datatype not in DATATYPES:
+        text = "no model here takes strings; send their tokens" if datatype == "BYTES" else "unknown"
+        raise BadRequest(f"{brief(name)}: datatype {brief(datatype)}: {text}. Known are {', '.join(DATATYPES)}")
+    return DATATYPES[datatype]
+
+
+def from_bytes(name: str, datatype: str, shape: Sequence[int], data: memoryview) -> TensorBytes:
+    """An input over its bytes. Raises BadRequest where they are not as many as its shape says."""
+    dtype = dtype_of(name, datatype)
+    wanted = DTYPES[dtype].bits // 8 * math.prod(shape)
+    if min(shape, default=0) < 0 or wanted != len(data):
+        raise BadRequest(f"{brief(name)}: {datatype}{list(shape)} is {wanted} bytes, got {len(data)}")
+    if dtype == "BOOL" and bytes(data).translate(None, b"\0\1"):
+        raise BadRequest(f"{brief(name)}: a BOOL is a byte of 0 or 1, and others are among the data")
+    return TensorBytes(dtype, tuple(shape), data)
+
+
+def _from_json(tensor: InputTensor) -> TensorBytes:
+    dtype, shape, name = dtype_of(tensor.name, tensor.datatype), tuple(tensor.shape), brief(tensor.name)
+    if not tensor.data:
+        raise BadRequest(f"{name}: has neither data nor {BINARY_SIZE}")
+    kind: Any = bool if dtype == "BOOL" else float if has_fractions(dtype) else int
+    try:
+        values = _flat(tensor.data, kind)
+    except (msgspec.MsgspecError, RecursionError) as error:
+        raise BadRequest(f"{name}: data: {error}; expected {tensor.datatype}") from error
+    return from_values(name, dtype, shape, values)
+
+
+def _flat(data: msgspec.Raw, kind: Any) -> list[Any]:
+    try:
+        flat: list[Any] = msgspec.json.decode(data, type=list[kind])
+        return flat
+    except msgspec.ValidationError:
+        values = msgspec.json.decode(data, type=list[Any])
+        if not values or not isinstance(values[0], list):
+            raise
+    while values and all(isinstance(value, list) for value in values):
+        values = [item for value in values for item in value]
+    found: list[Any] = msgspec.convert(values, list[kind])
+    return found
+
+
+def from_values(name: str, dtype: str, shape: tuple[int, ...], values: Sequence[Any]) -> TensorBytes:
+    """An input of bools, integers or floats in row-major order. Raises BadRequest for what the dtype cannot hold."""
+    if math.prod(shape) != len(values):
+        raise BadRequest(f"{name}: shape {list(shape)} has {math.prod(shape)} elements, and the data {len(values)}")
+    if has_fractions(dtype):
+        with np.errstate(over="ignore"):
+            array = np.asarray(values, np.float64).astype(numpy_dtype(dtype))
+        fits = bool(np.isfinite(array.astype(np.float64)).all())
+    else:
+        limits = _LIMITS.get(dtype, (False, True))
+        fits = not values or (min(values) >= limits[0] and max(values) <= limits[1])
+        array = np.asarray(values if fits else [], numpy_dtype(dtype))
+    if not fits:
+        raise BadRequest(f"{name}: data has a number that {DATATYPE_OF[dtype]} cannot hold")
+    return array_content(array.reshape(shape))
+
+
+class Answer(NamedTuple):
+    """The outputs of one request, and the weights that they come from."""
+
+    outputs: Sequence[Named]
+    generation: int
+    weights_id: str
+
+
+def chosen(outputs: Sequence[Named], wanted: Sequence[str]) -> Sequence[Named]:
+    """The outputs that are asked for, which are there, in that order; all, where none are named."""
+    there = dict(outputs)
+    return [(name, there[name]) for name in wanted] if wanted else outputs
+
+
+def write_outputs(outputs: Sequence[Named], binary: Mapping[str, bool]) -> tuple[list[OutputTensor], list[memoryview]]:
+    """The outputs' documents, and the bytes that follow for those that are wanted as bytes. Raises BadRequest."""
+    documents, tail = [], []
+    for name, content in outputs:
+        document = OutputTensor(name, DATATYPE_OF[content.dtype], list(content.shape))
+        if binary[name]:
+            document.parameters = {BINARY_SIZE: content.nbytes}
+            tail.append(content.data)
+        else:
+            document.data = _numbers(name, content)
+        documents.append(document)
+    return documents, tail
+
+
+def _numbers(name: str, content: TensorBytes) -> list[Any]:
+    array = as_array(content).reshape(-1)
+    if has_fractions(content.dtype):
+        array = array.astype(np.float64) if array.dtype.itemsize < 4 else array
+        if not np.isfinite(array).all():
+            raise BadRequest(
+                f"{brief(name)}: has NaN or infinities, which JSON has no words for; ask for binary "
+                '("parameters": {"binary_data": true})'
+            )
+    found: list[Any] = array.tolist()
+    return found

@@ -1,0 +1,152 @@
+"""`weightswap serve`: models behind the Open Inference Protocol, over HTTP and gRPC."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import re
+import sys
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from weightswap_runtime.memory.opening import HOST
+from weightswap_tools.terminal import DeviceOption, EngineOption, OpLibraryOption, errors_as_exit, say
+
+from .swap import ResidencyChoice
+
+if TYPE_CHECKING:
+    from weightswap_server.serving import Source
+
+serve_command = typer.Typer(add_completion=False)
+_NAMED = re.compile(r"([\w.-]+)=(.+)", re.DOTALL)
+_MIB = 1 << 20
+
+
+@serve_command.command()
+def serve(
+    artifacts: Annotated[
+        list[str], typer.Argument(metavar="[NAME=]ARTIFACT...", help="Folders of artifacts, or their URLs.")
+    ],
+    weights: Annotated[
+        list[str] | None,
+        typer.Option("--weights", "-w", help="What is served first, as for swap; of several artifacts NAME=FILE."),
+    ] = None,
+    watch: Annotated[
+        list[str] | None,
+        typer.Option(help="Swap in each new weight file of this directory or URL; of several artifacts NAME=DIR."),
+    ] = None,
+    follow: Annotated[
+        list[str] | None,
+        typer.Option(help="Serve what a desired.json in this directory or URL says; of several artifacts NAME=DIR."),
+    ] = None,
+    interval: Annotated[float, typer.Option(help="Seconds between two looks at what is watched or followed.")] = 5.0,
+    host: Annotated[str, typer.Option(help="The address to listen on; 0.0.0.0 is all.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="For HTTP; 0 takes a free one.")] = 8000,
+    grpc_port: Annotated[int | None, typer.Option(help="For gRPC, which is off without it.")] = None,
+    max_batch: Annotated[int, typer.Option(help="Answer up to so many rows of several requests by one call.")] = 1,
+    max_delay_ms: Annotated[float, typer.Option(help="Wait so long for more; 0 takes what is queued.")] = 0.0,
+    batch_dim: Annotated[str, typer.Option(help="The dimension that is the batch.")] = "batch",
+    max_queue: Annotated[int, typer.Option(help="Requests that may wait for a model; others get 503.")] = 256,
+    max_body_mb: Annotated[float, typer.Option(help="Bytes of a request, in 2^20.")] = 64.0,
+    body_timeout: Annotated[float, typer.Option(help="Seconds for the bytes of a request to come.")] = 30.0,
+    timeout: Annotated[float, typer.Option(help="Seconds from a request to its answer.")] = 60.0,
+    max_connections: Annotated[int, typer.Option(help="Connections at once.")] = 1024,
+    max_streams: Annotated[int, typer.Option(help="Generations at once, each with a context.")] = 16,
+    stream_timeout: Annotated[float, typer.Option(help="Seconds for which a generation may go on.")] = 300.0,
+    grace: Annotated[float, typer.Option(help="Seconds in which a stop finishes what was accepted.")] = 30.0,
+    threads: Annotated[int | None, typer.Option(help="Of one call; by default one for each core.")] = None,
+    engine: EngineOption = "torch",
+    device: DeviceOption = HOST,
+    residency: Annotated[ResidencyChoice, typer.Option(help="How many sets of weights are held.")] = (
+        ResidencyChoice.DOUBLE
+    ),
+    op_library: OpLibraryOption = None,
+) -> None:
+    """Serve models by the Open Inference Protocol, until SIGTERM or Ctrl-C, which finish what was accepted.
+
+    A model has the name of its artifact's folder, or the one before `=`; a method that is not the default one is
+    NAME.METHOD. Without --weights it is not ready until --watch or
+    --follow has found some.
+    """
+    with errors_as_exit(as_json=False):
+        if threads is not None and "torch" not in sys.modules:
+            os.environ["OMP_NUM_THREADS"] = str(threads)  # also for threads that are not yet there
+        logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+        from weightswap_server.serving import Server, Source, default_name
+        from weightswap_server.settings import Settings
+
+        settings = Settings(
+            host=host,
+            http_port=port,
+            grpc_port=grpc_port,
+            max_batch=max_batch,
+            max_delay=max_delay_ms / 1000,
+            batch_dim=batch_dim,
+            max_queue=max_queue,
+            max_body=int(max_body_mb * _MIB),
+            body_timeout=body_timeout,
+            timeout=timeout,
+            max_connections=max_connections,
+            max_streams=max_streams,
+            stream_timeout=stream_timeout,
+            grace=grace,
+        )
+        settings.check()
+        named = [_NAMED.fullmatch(each) for each in artifacts]
+        places = {
+            match[1] if match else default_name(each): match[2] if match else each
+            for match, each in zip(named, artifacts, strict=True)
+        }
+        if len(places) < len(artifacts):
+            raise typer.BadParameter("two artifacts have one name; say NAME=ARTIFACT")
+        first, watched = _by_name("--weights", weights, places), _by_name("--watch", watch, places)
+        followed = _by_name("--follow", follow, places)
+        if idle := sorted(places.keys() - {*first, *watched, *followed}):
+            raise typer.BadParameter(f"{', '.join(idle)}: where are the weights? Say --weights, --watch or --follow")
+        options: Mapping[str, Any] = {
+            "engine": engine,
+            "device": device,
+            "residency": residency.value,
+            "op_libraries": op_library or (),
+            "threads": threads if engine == "onnx" else None,  # else it is OpenMP's business
+        }
+        sources: dict[str, Source] = {
+            name: Source(
+                artifact=place,
+                weights=first.get(name),
+                watch=watched.get(name),
+                follow=followed.get(name),
+                interval=interval,
+                options=options,
+            )
+            for name, place in places.items()
+        }
+        server = Server({name: source.open() for name, source in sources.items()}, settings)
+        server.on_listening(lambda: _say_where(server))
+        gc.collect()
+        gc.freeze()  # else each full collection looks at all that torch is made of, for a tenth of a second
+        server.run()
+
+
+def _by_name(option: str, given: list[str] | None, places: Mapping[str, str]) -> dict[str, str]:
+    if len(places) == 1:
+        if len(given or ()) > 1:
+            raise typer.BadParameter(f"{option}: given {len(given or ())} times, for one artifact")
+        return dict(zip(places, given or (), strict=False))
+    found = {}
+    for each in given or ():
+        match = _NAMED.fullmatch(each)
+        if match is None or match[1] not in places:
+            raise typer.BadParameter(f"{option}: expected NAME=... with one of {', '.join(places)}, got {each!r}")
+        found[match[1]] = match[2]
+    return found
+
+
+def _say_where(server: Any) -> None:
+    say(f"http://{server.settings.host}:{server.http_port} serves {', '.join(server.service.names)}")
+    if server.grpc_port:
+        say(f"{server.settings.host}:{server.grpc_port} is gRPC's")
+    sys.stdout.flush()

@@ -1,0 +1,21 @@
+"""The code and the commands of docs/desired.md run as they stand."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from tests.support.pages import page, python, shell
+
+
+def test_the_page_on_the_desired_state(tmp_path: Path) -> None:
+    (build, *_) = re.findall(r"```python\n(.*?)```", page("operations"), re.DOTALL)
+    (service,) = re.findall(r"```python\n(.*?)```", page("desired"), re.DOTALL)
+    (commands,) = re.findall(r"```sh\n(.*?)```", page("desired"), re.DOTALL)
+    python(tmp_path, build)
+    promoted, rolled_back, refused = python(tmp_path, service).splitlines()
+    assert (promoted, rolled_back) == ("{'step': '2'}", "{'step': '1'} ana")
+    assert re.search(r"v2.safetensors: its weights \w+ were desired, and withdrawn", refused)
+    said = shell(tmp_path, commands)
+    assert [line.split()[1] for line in said.splitlines() if line.startswith("revision ")] == ["4", "5", "6", "7"]
+    assert '"revision": 7' in said

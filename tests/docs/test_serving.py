@@ -1,0 +1,108 @@
+"""The code and the commands of docs/serving.md run as they stand, but for the ports."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.pages import page, python
+from weightswap_server import Settings
+
+BLOCKS = {kind: re.findall(rf"```{kind}\n(.*?)```", page("serving"), re.DOTALL) for kind in ("python", "sh")}
+
+
+@pytest.fixture(scope="module")
+def ports() -> dict[str, str]:
+    """Free ones, for those of the page."""
+    with ExitStack() as stack:
+        free = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(3)]
+        return {f"800{place}": str(listener.getsockname()[1]) for place, listener in enumerate(free)}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    found = tmp_path_factory.mktemp("serving")
+    python(found, BLOCKS["python"][0])
+    (found / "outbox").mkdir()
+    return found
+
+
+def elsewhere(text: str, ports: dict[str, str]) -> str:
+    return re.sub(r"\b800[0-2]\b", lambda found: ports[found[0]], text).replace("localhost", "127.0.0.1")
+
+
+def shell(folder: Path, commands: str) -> str:
+    done = subprocess.run(["sh", "-ec", commands], cwd=folder, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@contextmanager
+def served(folder: Path, command: str) -> Iterator[None]:
+    """A block in which the page's command runs; it ends well."""
+    program = [sys.executable, "-c", "from weightswap_tools.commands.serve import serve_command; serve_command()"]
+    arguments = shlex.split(command)[2:]
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL, "text": True}
+    with subprocess.Popen([*program, *arguments], cwd=folder, **pipes) as process:
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline().startswith("http://127.0.0.1:")
+            yield
+            process.terminate()
+            assert process.wait(20) == 0
+        finally:
+            process.kill()
+
+
+def test_from_nothing_to_an_answer(folder: Path, ports: dict[str, str]) -> None:
+    serve, ask, move = (elsewhere(block, ports) for block in BLOCKS["sh"][:3])
+    with served(folder, serve):
+        answer = json.loads(shell(folder, ask).partition("}{")[2].join(("{", "")))
+        assert (answer["model_version"], answer["outputs"][0]["shape"]) == ("0", [1, 2])
+        assert python(folder, elsewhere(BLOCKS["python"][1], ports)) == "(3, 2)\n(3, 2)\n"
+        shell(folder, move)
+        again = ask.splitlines()[-2:]
+        for _ in range(100):
+            later = json.loads(shell(folder, "\n".join(again)))
+            if later["model_version"] == "1":
+                break
+        gained = [b - a for a, b in zip(answer["outputs"][0]["data"], later["outputs"][0]["data"], strict=True)]
+        assert gained == pytest.approx([1, 1], abs=1e-5)
+
+
+def test_generation(tmp_path: Path, ports: dict[str, str]) -> None:
+    (build,) = re.findall(r"```python\n(from transformers.*?)```", page("state"), re.DOTALL)
+    python(tmp_path, "from weightswap_exporter import pack", build)
+    serve, ask = (elsewhere(block, ports) for block in BLOCKS["sh"][4:6])
+    with served(tmp_path, serve):
+        events = shell(tmp_path, ask).strip().split("\n\n")
+        assert len(events) == 4
+        assert all(len(json.loads(event.removeprefix("data: "))["output_ids"]) == 1 for event in events)
+
+
+def test_in_a_program(folder: Path) -> None:
+    assert "name='input', datatype='FP32', shape=[-1, 4]" in python(folder, BLOCKS["python"][2])
+
+
+def test_the_defaults_are_those_of_the_page() -> None:
+    limits = Settings()
+    rows = dict(re.findall(r"^\| `(--[a-z-]+)`.*?\| (\d+)", page("serving"), re.MULTILINE))
+    assert rows == {
+        "--max-queue": str(limits.max_queue),
+        "--max-body-mb": str(limits.max_body >> 20),
+        "--body-timeout": f"{limits.body_timeout:g}",
+        "--timeout": f"{limits.timeout:g}",
+        "--max-connections": str(limits.max_connections),
+        "--max-streams": str(limits.max_streams),
+        "--grace": f"{limits.grace:g}",
+    }

@@ -1,0 +1,85 @@
+"""A trainer that promotes what it publishes, by policy."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from tests.support.models import Renamed
+from weightswap_exporter import export, publish
+from weightswap_runtime import Artifact, DesiredPlace, Unsupported, load
+
+X = torch.randn(2, 3, generator=torch.Generator().manual_seed(1))
+GOLDENS = [((X,), {})]
+
+
+@pytest.fixture
+def artifact(tmp_path: Path) -> Artifact:
+    return export(Renamed().eval(), (X,), out=tmp_path / "renamed.artifact")
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> DesiredPlace:
+    (tmp_path / "run").mkdir()
+    return DesiredPlace(tmp_path / "run")
+
+
+def trained(value: float) -> nn.Module:
+    model = Renamed().eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(value)
+    return model
+
+
+def test_what_is_published_is_desired_as_soon_as_it_is_there(artifact: Artifact, place: DesiredPlace) -> None:
+    packed = publish(trained(1.0), place.where, artifact, step=1, promote=place.where, by="run 7").wait(60)
+    state = place.read()
+    assert state.weights is not None
+    assert (packed.promoted, packed.refusal) == (1, "")
+    assert (state.weights.weights_id, state.weights.labels, state.weights.by) == (
+        packed.weights_id,
+        {"step": "1"},
+        "run 7",
+    )
+    assert state.weights.source == packed.path.name
+    model = load(artifact)
+    with model.follow(place.where, 0.01) as follower:
+        assert follower.wait(60)
+    assert torch.equal(model(X), trained(1.0)(X))
+
+
+def test_a_hold_lets_the_training_go_on(
+    artifact: Artifact, place: DesiredPlace, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.WARNING, "weightswap")
+    place.hold(revision=0, by="ana")
+    packed = publish(trained(1.0), place.where, artifact, step=1, promote=place.where).wait(60)
+    assert packed.path.exists()
+    assert packed.promoted is None
+    assert packed.refusal.startswith("Held: ")
+    assert "was not promoted: Held" in caplog.text
+
+
+def test_only_what_is_proven_is_promoted_where_that_is_the_policy(artifact: Artifact, place: DesiredPlace) -> None:
+    def published(value: float, step: int, **options: object) -> str:
+        packed = publish(
+            trained(value), place.where, artifact, step=step, promote=place.where, policy="proven", **options
+        ).wait(60)  # type: ignore[arg-type]
+        return packed.refusal.partition(":")[0]
+
+    assert published(1.0, 1) == "Unproven"
+    assert published(2.0, 2, goldens=GOLDENS) == ""
+    assert published(torch.nan, 3) == "NonFiniteWeights"
+    assert place.read().revision == 1
+
+
+def test_a_place_that_is_away_is_no_error_of_the_training(artifact: Artifact, tmp_path: Path) -> None:
+    packed = publish(trained(1.0), tmp_path / "run", artifact, step=1, promote=tmp_path / "none").wait(60)
+    assert packed.refusal.startswith("DesiredError: ")
+    with pytest.raises(Unsupported, match="policy='best'"):
+        publish(trained(1.0), tmp_path / "run", artifact, step=2, policy="best")  # type: ignore[arg-type]

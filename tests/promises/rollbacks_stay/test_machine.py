@@ -1,0 +1,238 @@
+"""Writers, holds, rollbacks, restarts, outages in any order, against a plain model of what is desired."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
+
+from tests.support.services import weights_id_of
+from tests.support.tiny import TinyArtifact
+from weightswap_runtime import (
+    DesiredError,
+    DesiredPlace,
+    Held,
+    NothingToRollBack,
+    RevisionConflict,
+    Superseded,
+    WeightFileError,
+)
+from weightswap_runtime.live.watching.reconciler import Reconciler
+
+SETS, FOLLOWERS = 6, 3
+sets = st.integers(0, SETS - 1)
+followers = st.integers(0, FOLLOWERS - 1)
+stale = st.integers(0, 2)  # by how much a writer is behind
+
+
+class Process:
+    """What follows, without the threads: it serves a weights id, and refuses files that are broken."""
+
+    def __init__(self, place: DesiredPlace, broken: set[str]) -> None:
+        self.served: str | None = None
+        self.log: list[str] = []
+        self.reconciler = Reconciler(place, 1.0, lambda: self.now)
+        self.now = 0.0
+        self._broken = broken
+
+    @property
+    def serves_nothing(self) -> bool:
+        return self.served is None
+
+    def look(self) -> None:
+        self.now += 1000.0
+        self.reconciler.look(self)
+
+    def check(self) -> None: ...
+
+    def tell(self, kind: str, source: str, error: BaseException) -> None: ...
+
+    def serves(self, weights_id: str) -> bool:
+        return self.served == weights_id
+
+    def put(self, path: str | Path, weights: Any, is_wanted: Any) -> None:
+        if weights.weights_id in self._broken or not Path(path).exists():
+            raise WeightFileError("cannot be read")
+        if is_wanted():
+            self.served = weights.weights_id
+            self.log.append(weights.weights_id)
+
+
+class Machine(RuleBasedStateMachine):
+    """`desired`, `history` and `withdrawn` are what the document should say; lists of ids."""
+
+    tiny: TinyArtifact
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.root = Path(tempfile.mkdtemp(dir=self.tiny.path.parent))
+        self.folder = self.root / "service"
+        self.folder.mkdir()
+        self.place = DesiredPlace(self.folder)
+        self.paths = [
+            self.tiny.write(self.folder / f"v{seed}.safetensors", self.tiny.values(seed)) for seed in range(SETS)
+        ]
+        self.ids = [weights_id_of(path) for path in self.paths]
+        self.broken: set[str] = set()
+        self.processes = [Process(self.place, self.broken) for _ in range(FOLLOWERS)]
+        self.away = False
+        self.revision = 0
+        self.desired: str | None = None
+        self.history: list[str] = []
+        self.withdrawn: list[str] = []
+        self.held = False
+
+    def teardown(self) -> None:
+        shutil.rmtree(self.root)
+
+    def _wrote(self, desired: str | None) -> None:
+        self.revision += 1
+        self.desired = desired
+        for process in self.processes:
+            process.log.clear()
+
+    def _others(self, ids: list[str], gone: str) -> list[str]:
+        return [each for each in ids if each != gone]
+
+    def _desire(self, new: str) -> None:
+        if self.desired is not None:
+            self.history.append(self.desired)
+        self.history, self.withdrawn = self._others(self.history, new), self._others(self.withdrawn, new)
+        self._wrote(new)
+
+    @precondition(lambda self: not self.away)
+    @rule(which=sets, behind=stale)
+    def set_by_hand(self, which: int, behind: int) -> None:
+        if behind:
+            with pytest.raises(RevisionConflict):
+                self.place.set(self.paths[which], revision=self.revision - behind)
+            return
+        self.place.set(self.paths[which], revision=self.revision)
+        self._desire(self.ids[which])
+
+    @precondition(lambda self: not self.away)
+    @rule(which=sets)
+    def promote(self, which: int) -> None:
+        new = self.ids[which]
+        if new == self.desired:
+            assert self.place.promote(self.paths[which]).revision == self.revision
+        elif new in (*self.history, *self.withdrawn):
+            with pytest.raises(Superseded):
+                self.place.promote(self.paths[which])
+        elif self.held:
+            with pytest.raises(Held):
+                self.place.promote(self.paths[which])
+        else:
+            self.place.promote(self.paths[which])
+            self._desire(new)
+
+    @precondition(lambda self: not self.away)
+    @rule(which=st.none() | sets, hold=st.booleans(), behind=stale)
+    def rollback(self, which: int | None, hold: bool, behind: int) -> None:
+        to = None if which is None else self.ids[which]
+        if behind:
+            with pytest.raises(RevisionConflict):
+                self.place.rollback(to=to, revision=self.revision - behind, hold=hold)
+            return
+        target = to if to is not None else (self.history[-1] if self.history else None)
+        if target is None or target not in (*self.history, *self.withdrawn):
+            with pytest.raises(NothingToRollBack):
+                self.place.rollback(to=to, revision=self.revision, hold=hold)
+            return
+        self.place.rollback(to=to, revision=self.revision, hold=hold)
+        self.held = self.held or hold
+        if target in self.history:
+            place = self.history.index(target)
+            later = [*self.history[place + 1 :], *([self.desired] if self.desired else [])]
+            self.withdrawn = [each for each in self.withdrawn if each not in later] + later
+            self.history = self.history[:place]
+            self._wrote(target)
+        else:
+            self._desire(target)
+
+    @precondition(lambda self: not self.away)
+    @rule(hold=st.booleans())
+    def hold_or_release(self, hold: bool) -> None:
+        if hold:
+            self.place.hold(revision=self.revision)
+        else:
+            self.place.release(revision=self.revision)
+        self.held = hold
+        self.revision += 1
+
+    @rule(which=followers)
+    def look(self, which: int) -> None:
+        self.processes[which].look()
+
+    @rule(which=followers)
+    def restart(self, which: int) -> None:
+        self.processes[which] = Process(self.place, self.broken)
+
+    @rule(which=sets)
+    def break_or_mend(self, which: int) -> None:
+        self.broken ^= {self.ids[which]}
+
+    @rule()
+    def go_away_or_come_back(self) -> None:
+        here, there = (self.folder, self.root / "away") if not self.away else (self.root / "away", self.folder)
+        here.rename(there)
+        self.away = not self.away
+
+    @precondition(lambda self: self.away)
+    @rule(which=sets)
+    def write_to_a_place_that_is_away(self, which: int) -> None:
+        for write in (
+            lambda: self.place.hold(revision=self.revision),
+            lambda: self.place.promote(self.root / "away" / f"v{which}.safetensors"),
+        ):
+            with pytest.raises(DesiredError):
+                write()
+        assert not self.folder.exists()
+
+    @precondition(lambda self: not self.away)
+    @invariant()
+    def the_document_says_so(self) -> None:
+        state = self.place.read()
+        assert state.revision == self.revision
+        assert (state.weights.weights_id if state.weights else None) == self.desired
+        assert [each.weights_id for each in state.history] == self.history
+        assert [each.weights_id for each in state.withdrawn] == self.withdrawn
+        assert (state.hold is not None) == self.held
+
+    @invariant()
+    def since_the_last_write_nobody_has_begun_to_serve_anything_else(self) -> None:
+        for process in self.processes:
+            allowed = {self.desired, *self.history}  # what was good, where nothing was served and the rest is broken
+            assert set(process.log) <= allowed
+            assert not set(process.log) & set(self.withdrawn)
+
+    @precondition(lambda self: not self.away and self.desired is not None)
+    @invariant()
+    def after_a_look_all_agree(self) -> None:
+        if self.desired in self.broken:
+            return
+        for process in self.processes:
+            process.look()
+        assert {process.served for process in self.processes} == {self.desired}
+
+
+def run(tiny: TinyArtifact, examples: int, steps: int) -> None:
+    machine = type("Bound", (Machine,), {"tiny": tiny})
+    run_state_machine_as_test(
+        machine, settings=settings(max_examples=examples, stateful_step_count=steps, derandomize=True, database=None)
+    )
+
+
+def test_what_is_desired_is_what_was_said_last(tiny: TinyArtifact) -> None:
+    run(tiny, 15, 25)
+
+
+@pytest.mark.slow
+def test_what_is_desired_is_what_was_said_last_for_long(tiny: TinyArtifact) -> None:
+    run(tiny, 500, 50)

@@ -1,0 +1,117 @@
+"""A bad day: broken checkpoints, one with NaN, a rollback, a kill, a new process. Each ends on what was desired."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from pathlib import Path
+
+import torch
+
+from tests.support.services import FollowingProcess, Service, weights_id_of
+from tests.support.tiny import TinyArtifact
+from tests.support.watched import SOON, Directory, eventually
+from weightswap_runtime import Event, load
+
+CHECKPOINTS = 20
+DAMAGED, NOT_FINITE = (3, 6, 11, 14, 17), 9
+ROLLED_BACK, BACK_AT = 12, 10
+HELD = range(13, 16)  # the checkpoints that come while it is on hold
+
+
+class Day:
+    """A trainer's directory, which one process watches, a place, and other processes that follow it."""
+
+    def __init__(self, tiny: TinyArtifact, root: Path) -> None:
+        self.tiny = tiny
+        self.directory, self.service = Directory(tiny, root / "outbox"), Service(tiny, root / "service")
+        self.good: dict[int, str] = {}
+        self.served: list[str] = []
+        self.model = load(tiny.path, on_event=self._note)
+        self.everybody: list[FollowingProcess] = []
+        self.alive = [self.start() for _ in range(2)]
+        self.watch()
+
+    def _note(self, event: Event) -> None:
+        if event.kind in ("committed", "rolled back"):
+            self.served.append(event.weights_id or "")
+
+    def watch(self) -> None:
+        self.watcher = self.model.watch(self.directory.path, SOON, promote=self.service.folder)
+
+    def start(self) -> FollowingProcess:
+        self.everybody.append(FollowingProcess(self.tiny.path, self.service.folder).ready())
+        return self.everybody[-1]
+
+    def train(self, seed: int) -> None:
+        if seed in DAMAGED:
+            self.directory.damaged(seed)
+            return
+        values = self.directory.tiny.values(seed)
+        if seed == NOT_FINITE:
+            values["weight"][1, 2] = torch.nan
+        path = self.directory.tiny.write(self.directory.path / f"v{seed}.safetensors", values)
+        if seed != NOT_FINITE:
+            self.good[seed] = weights_id_of(path)
+
+    def settle(self, seed: int) -> None:
+        """Wait for what comes of a checkpoint; then all agree."""
+        if seed in HELD:
+            assert self.service.desired == self.good[BACK_AT]
+        elif seed in self.good:
+            assert eventually(lambda: self.service.desired == self.good[seed])
+        else:
+            assert eventually(lambda: f"v{seed}.safetensors" in self.watcher.skipped)
+        self.agree()
+
+    def agree(self) -> None:
+        desired = self.service.desired
+        assert {process.served(self.service.revision) for process in self.alive} == {desired}
+        assert eventually(lambda: self.model.weights_id == desired)
+
+    def roll_back(self) -> None:
+        """And kill a process, start another, and restart what watches."""
+        self.service.place.rollback(revision=self.service.revision, by="operator", why="slow")
+        assert self.service.desired == self.good[BACK_AT]
+        self.agree()
+        self.alive.pop(0).kill()
+        self.alive.append(self.start())
+        assert self.watcher.stop(60)
+        self.watch()
+        self.agree()
+
+    def release(self) -> None:
+        self.service.place.release(revision=self.service.revision)
+        assert eventually(lambda: self.service.desired == self.good[HELD[-1]])
+        self.agree()
+
+    def end(self) -> None:
+        self.watcher.stop()
+        for process in self.alive:
+            process.kill()
+
+
+def test_every_process_ends_on_what_was_desired(tiny: TinyArtifact, tmp_path: Path) -> None:
+    day = Day(tiny, tmp_path)
+    try:
+        for seed in range(1, CHECKPOINTS + 1):
+            day.train(seed)
+            day.settle(seed)
+            if seed == ROLLED_BACK:
+                day.roll_back()
+            if seed == HELD[-1]:
+                day.release()
+        day.alive.append(day.start())
+        day.agree()
+        assert day.service.desired == day.good[CHECKPOINTS]
+    finally:
+        day.end()
+    first, _, replacement, last = (process.commits for process in day.everybody)
+    bad, back = day.good[ROLLED_BACK], day.good[BACK_AT]
+    for commits in (day.served, *(process.commits for process in day.everybody)):
+        assert set(commits) <= set(day.good.values())  # nothing that was refused
+        assert all(before != after for before, after in pairwise(commits))
+        assert commits.count(bad) <= 1  # and nothing again that was rolled back
+        assert bad not in commits or commits[commits.index(bad) + 1] == back
+    assert first[-1] == replacement[0] == back
+    assert bad not in replacement
+    assert last == [day.good[CHECKPOINTS]]

@@ -1,0 +1,141 @@
+"""A place in a bucket: written where the store replaces only what was read, read everywhere."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import fsspec.config
+import pytest
+
+from tests.runtime.sources.remote.answers import status
+from tests.support.servers import S3Bucket, S3Server, WebServer
+from tests.support.services import weights_id_of
+from tests.support.tiny import TinyArtifact, serves
+from tests.support.watched import SOON, eventually
+from weightswap_runtime import DesiredError, DesiredPlace, Held, RevisionConflict, Superseded, Unsupported, load
+from weightswap_runtime.sources.remote import retries
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[S3Server]:
+    with S3Server() as s3:
+        yield s3
+
+
+@pytest.fixture
+def bucket(server: S3Server, monkeypatch: pytest.MonkeyPatch, tiny: TinyArtifact, tmp_path: Path) -> S3Bucket:
+    monkeypatch.setitem(fsspec.config.conf, "s3", server.options)
+    monkeypatch.setattr(retries, "FIRST_PAUSE", 0.01)
+    bucket = server.new_bucket()
+    for seed in range(1, 7):
+        path = tiny.write(tmp_path / f"v{seed}.safetensors", tiny.values(seed))
+        bucket.put(f"service/v{seed}.safetensors", path.read_bytes())
+    return bucket
+
+
+def url(seed: int) -> str:
+    return f"s3://weights/service/v{seed}.safetensors"
+
+
+def test_a_place_in_a_bucket(bucket: S3Bucket, tiny: TinyArtifact, tmp_path: Path) -> None:
+    place = DesiredPlace("s3://weights/service")
+    model = load(tiny.path)
+    with model.follow("s3://weights/service", SOON) as follower:
+        first = place.set(url(1), revision=0, by="ana")
+        assert first.weights is not None
+        assert first.weights.source == "v1.safetensors"
+        assert follower.wait(60, revision=1)
+        assert serves(model, 1)
+        with pytest.raises(RevisionConflict):
+            place.set(url(2), revision=0)
+        place.promote(url(2))
+        assert follower.wait(60, revision=2)
+        assert serves(model, 2)
+        place.rollback(revision=2, by="ana")
+        assert follower.wait(60, revision=3)
+        assert serves(model, 1)
+    with pytest.raises(Held):
+        place.promote(url(3))
+    with pytest.raises(Superseded):
+        place.promote(url(2))
+    local = tiny.write(tmp_path / "local.safetensors", tiny.values(4))
+    assert place.set(local, revision=3).weights == place.read().weights
+    assert weights_id_of(local) == place.read().weights.weights_id  # type: ignore[union-attr]
+
+
+def test_two_writers_to_a_bucket_lose_nothing(bucket: S3Bucket) -> None:
+    won: list[int] = []
+    lost: list[int] = []
+
+    def write(seed: int) -> None:
+        place = DesiredPlace("s3://weights/service/")
+        for _ in range(12):
+            seen = place.read().revision
+            try:
+                won.append(place.set(url(seed), revision=seen).revision)
+            except RevisionConflict:
+                lost.append(seen)
+
+    threads = [threading.Thread(target=write, args=(seed,)) for seed in (1, 2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(won) + len(lost) == 24
+    assert sorted(won) == list(range(1, DesiredPlace("s3://weights/service").read().revision + 1))
+
+
+def test_a_bucket_that_is_away_for_a_while(
+    bucket: S3Bucket, tiny: TinyArtifact, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from weightswap_runtime.sources.remote import s3
+
+    place = DesiredPlace("s3://weights/service")
+    place.set(url(1), revision=0)
+    model = load(tiny.path)
+    with model.follow("s3://weights/service", SOON) as follower:
+        assert follower.wait(60)
+        with monkeypatch.context() as patch:
+            patch.setattr(retries, "ATTEMPTS", 1)
+
+            async def fail(self: object) -> None:
+                raise s3.Transient("away")
+
+            patch.setattr(s3.S3Object, "open", fail)
+            assert eventually(lambda: not follower.status.reachable)
+            assert serves(model, 1)
+            with pytest.raises(DesiredError, match="away"):
+                place.hold(revision=1)
+        place.promote(url(2))
+        assert follower.wait(60, revision=2)
+        assert serves(model, 2)
+        assert eventually(lambda: follower.status.error == "")
+
+
+def test_a_web_server_is_read_alone(tiny: TinyArtifact, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from tests.support.services import Service
+
+    service = Service(tiny, tmp_path / "service")
+    service.set(1)
+    with WebServer() as web:
+        for name in ("desired.json", "v1.safetensors"):
+            web.put(f"service/{name}", (service.folder / name).read_bytes(), modified=None)
+        place = DesiredPlace(f"{web.url}/service/")
+        assert place.read() == service.place.read()
+        model = load(tiny.path)
+        with model.follow(f"{web.url}/service/", SOON) as follower:
+            assert follower.wait(60)
+            monkeypatch.setattr(retries, "ATTEMPTS", 1)
+            web.fault = lambda handler, asked: status(503)(handler, asked) is None
+            assert eventually(lambda: "503" in follower.status.error)
+            web.fault = None
+            assert eventually(lambda: follower.status.reachable)
+            document = web.contents.pop("/service/desired.json")
+            assert eventually(lambda: "was removed" in follower.status.error)
+            web.contents["/service/desired.json"] = document
+            assert eventually(lambda: follower.status.reachable)
+        assert serves(model, 1)
+        with pytest.raises(Unsupported, match="is not written to"):
+            place.hold(revision=1)

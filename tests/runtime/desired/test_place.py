@@ -1,0 +1,325 @@
+"""What operators and trainers write, and what they may not."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import safetensors.torch
+
+from tests.support.services import Service, weights_id_of
+from tests.support.tiny import TinyArtifact, WriteDelta
+from tests.support.watched import environment
+from weightswap_runtime import (
+    DesiredDamaged,
+    DesiredError,
+    DesiredPlace,
+    DesiredState,
+    GraphMismatch,
+    Held,
+    NothingToRollBack,
+    RevisionConflict,
+    Superseded,
+    UnexpectedWeights,
+    Unsupported,
+    WeightFileError,
+)
+from weightswap_runtime.desired import document, storage
+from weightswap_runtime.desired.document import MOST_KEPT, encode
+
+
+def test_nothing_is_desired_at_first(service: Service) -> None:
+    assert service.place.read() == DesiredState()
+    assert list(service.folder.iterdir()) == []
+
+
+def test_what_is_set_says_who_when_and_why(service: Service) -> None:
+    path = service.write(1)
+    written = service.place.set(path, revision=0, by="ana", why="first")
+    assert service.place.read() == written
+    assert (written.revision, written.history, written.hold) == (1, (), None)
+    assert written.weights is not None
+    assert (written.weights.source, written.weights.by, written.weights.why) == (path.name, "ana", "first")
+    assert (written.weights.weights_id, written.weights.graph_id) == (
+        weights_id_of(path),
+        service.tiny.manifest.graph_id,
+    )
+    assert service.place.locate(written.weights) == path
+
+
+def test_a_place_may_move_with_its_weights(service: Service, tmp_path: Path) -> None:
+    service.set(1)
+    moved = DesiredPlace(service.folder.rename(tmp_path / "moved") / "desired.json")
+    weights = moved.read().weights
+    assert weights is not None
+    assert moved.locate(weights) == tmp_path / "moved" / "v1.safetensors"
+
+
+def test_a_writer_that_has_not_seen_the_last_revision_changes_nothing(service: Service) -> None:
+    service.set(1, by="ana")
+    before = (service.folder / "desired.json").read_bytes()
+    path = service.write(2)
+    for stale in (0, 2):
+        with pytest.raises(RevisionConflict, match=f"is at revision 1, by ana, and you have seen {stale}"):
+            service.place.set(path, revision=stale)
+        with pytest.raises(RevisionConflict):
+            service.place.hold(revision=stale)
+    assert (service.folder / "desired.json").read_bytes() == before
+    with pytest.raises(Unsupported, match="revision='1'"):
+        service.place.set(path, revision="1")  # type: ignore[arg-type]
+
+
+def test_a_rollback_withdraws_what_came_later_and_holds(service: Service) -> None:
+    ids = [service.promote(seed) for seed in range(1, 6)]
+    rolled = service.place.rollback(to=ids[1][:12], revision=5, by="ana", why="slow")
+    assert rolled.weights is not None
+    assert (rolled.weights.weights_id, rolled.weights.by, rolled.weights.why) == (ids[1], "ana", "slow")
+    assert [each.weights_id for each in rolled.history] == ids[:1]
+    assert [each.weights_id for each in rolled.withdrawn] == ids[2:]
+    assert rolled.hold is not None
+    assert (rolled.hold.by, rolled.hold.why) == ("ana", "slow")
+    with pytest.raises(Held, match="on hold by ana: slow"):
+        service.promote(6)
+    service.place.release(revision=6)
+    for seed in (1, 3, 5):
+        with pytest.raises(Superseded):
+            service.promote(seed)
+    assert service.promote(6) == service.desired
+    again = service.place.rollback(revision=8, hold=False)
+    assert again.weights is not None
+    assert (again.weights.weights_id, again.hold) == (ids[1], None)
+    forward = service.place.rollback(to=ids[4], revision=9, hold=False)
+    assert forward.weights is not None
+    assert forward.weights.weights_id == ids[4]
+    assert [each.weights_id for each in forward.history] == ids[:2]
+    assert ids[4] not in [each.weights_id for each in forward.withdrawn]
+
+
+def test_a_hold_binds_promotions_alone(service: Service) -> None:
+    first = service.set(1)
+    service.place.hold(revision=1, by="ana", why="friday")
+    with pytest.raises(Held, match="on hold by ana: friday"):
+        service.promote(2)
+    assert service.desired == first
+    assert service.promote(1) == first  # changes nothing
+    assert service.revision == 2
+    assert service.set(2) == service.desired
+    assert service.place.read().hold is not None
+
+
+def test_weights_that_were_withdrawn_are_wanted_again_if_they_are_set(service: Service) -> None:
+    service.promote(1)
+    second = service.promote(2)
+    service.place.rollback(revision=2)
+    assert service.set(2) == second
+    assert service.place.read().withdrawn == ()
+
+
+def test_a_rollback_needs_something_to_go_to(service: Service) -> None:
+    with pytest.raises(NothingToRollBack, match="The history has nothing"):
+        service.place.rollback(revision=0)
+    first, second = service.set(1), service.set(2)
+    for unknown in ("0" * 64, second):
+        with pytest.raises(NothingToRollBack, match=f"The history has {first[:12]}"):
+            service.place.rollback(to=unknown, revision=2)
+    (service.folder / "v1.safetensors").write_bytes((service.folder / "v2.safetensors").read_bytes())
+    with pytest.raises(UnexpectedWeights, match="by now"):
+        service.place.rollback(revision=2)
+    (service.folder / "v1.safetensors").unlink()
+    with pytest.raises(WeightFileError, match="No such file"):
+        service.place.rollback(revision=2)
+    assert service.desired == second
+    assert service.revision == 2
+
+
+def test_what_no_new_process_could_start_from_is_not_desired(
+    service: Service, delta: WriteDelta, tmp_path: Path
+) -> None:
+    unpacked = tmp_path / "unpacked.safetensors"
+    safetensors.torch.save_file({name: value.clone() for name, value in service.tiny.values(1).items()}, unpacked)
+    with pytest.raises(Unsupported, match="does not say which weights it holds"):
+        service.place.set(unpacked, revision=0)
+    with pytest.raises(Unsupported, match="a delta"):
+        service.place.set(delta(1, 2), revision=0)
+    with pytest.raises(WeightFileError, match="No such file"):
+        service.place.set(tmp_path / "none.safetensors", revision=0)
+    assert service.revision == 0
+
+
+def test_weights_of_another_graph_are_set_only_if_it_is_meant(service: Service, tmp_path: Path) -> None:
+    service.set(1)
+    other = service.tiny.write(tmp_path / "other.safetensors", service.tiny.values(2), graph_id="0" * 64)
+    with pytest.raises(GraphMismatch, match="was packed for the graph 000000000000"):
+        service.place.set(other, revision=1)
+    assert service.place.set(other, revision=1, allow_other_graph=True).revision == 2
+
+
+def test_the_history_has_an_end(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(document, "MOST_KEPT", 3)
+    ids = [service.promote(seed) for seed in range(1, 7)]
+    assert [each.weights_id for each in service.place.read().history] == ids[2:5]
+    assert MOST_KEPT == 20
+
+
+BROKEN = {
+    "empty": (b"", "not a desired state"),
+    "torn": (b'{"desired_version": 1, "revision": 4, "wei', "not a desired state"),
+    "a list": (b"[]", "not a desired state"),
+    "no text": (b"\xff\xfe\x00", "not a desired state"),
+    "of another version": (b'{"desired_version": 2, "revision": 1}', "format version 2; this runtime reads 1"),
+    "without a version": (b'{"revision": 1}', "no version"),
+    "without a revision": (b'{"desired_version": 1}', "no revision"),
+    "a negative revision": (b'{"desired_version": 1, "revision": -1}', "not a desired state"),
+    "an unknown field": (b'{"desired_version": 1, "revision": 1, "more": 2}', "unknown field `more`"),
+    "no id": (
+        b'{"desired_version": 1, "revision": 1, "weights": {"source": "v", "weights_id": "x", "since": 0}}',
+        "not a desired state",
+    ),
+    "no source": (
+        b'{"desired_version": 1, "revision": 1, "weights": {"source": "", "weights_id": "%s", "since": 0}}'
+        % (b"0" * 64),
+        "not a desired state",
+    ),
+    "deep": (b"[" * 100_000, "not a desired state"),
+    "large": (b" " * (5 << 20), "more than a desired state has"),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_what_is_no_desired_state_is_neither_read_nor_overwritten(name: str, service: Service) -> None:
+    content, says = BROKEN[name]
+    path = service.write(1)
+    (service.folder / "desired.json").write_bytes(content)
+    kind = DesiredError if name == "large" else DesiredDamaged
+    with pytest.raises(kind, match=says):
+        service.place.read()
+    for write in (lambda: service.place.set(path, revision=0), lambda: service.place.promote(path)):
+        with pytest.raises(kind, match=says):
+            write()
+    assert (service.folder / "desired.json").read_bytes() == content
+
+
+def test_a_pipe_is_not_waited_for(service: Service) -> None:
+    os.mkfifo(service.folder / "desired.json")
+    with pytest.raises(DesiredError, match="not a regular file"):
+        service.place.read()
+
+
+def test_a_place_that_is_away_is_not_made(service: Service, tmp_path: Path) -> None:
+    path = service.tiny.write(tmp_path / "v1.safetensors", service.tiny.values(1))
+    away = DesiredPlace(tmp_path / "away")
+    for use in (away.read, lambda: away.set(path, revision=0), lambda: away.promote(path)):
+        with pytest.raises(DesiredError, match="away"):
+            use()
+    assert not (tmp_path / "away").exists()
+
+
+@pytest.mark.parametrize(
+    ("place", "says"), [(7, "got a int"), ("", "is empty"), ("s3://a::b://c", "chained"), ("models:/x", "MLflow")]
+)
+def test_what_is_no_place_is_refused(place: object, says: str) -> None:
+    with pytest.raises(Unsupported, match=says):
+        DesiredPlace(place)  # type: ignore[arg-type]
+
+
+def test_a_place_without_permission_says_so(service: Service) -> None:
+    if os.geteuid() == 0:
+        (service.folder / ".desired.lock").mkdir()  # what root cannot open either
+    else:
+        service.folder.chmod(0o555)
+    with pytest.raises(DesiredError, match="cannot be written"):
+        service.set(1)
+    assert not (service.folder / "desired.json").exists()
+
+
+def test_a_writer_that_was_stopped_is_not_waited_for_for_ever(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(storage, "PATIENCE", 0.1)
+    service.set(1)
+    with (service.folder / ".desired.lock").open() as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        with pytest.raises(DesiredError, match=r"has it locked for 0\.1 s"):
+            service.set(2)
+        assert service.revision == 1
+    service.set(2)
+
+
+WRITE = """
+import sys
+from weightswap_runtime import DesiredPlace, RevisionConflict
+place, weights, me, tries = DesiredPlace(sys.argv[1]), sys.argv[2], sys.argv[3], int(sys.argv[4])
+won = lost = 0
+while won + lost < tries:
+    seen = place.read().revision
+    try:
+        written = place.set(weights, revision=seen, by=me)
+        print(written.revision, flush=True)
+        won += 1
+    except RevisionConflict:
+        lost += 1
+"""
+
+
+def test_of_several_writers_none_loses_what_it_was_told_is_written(service: Service) -> None:
+    tries, writers = 70, [str(number) for number in range(3)]
+    paths = [service.write(seed) for seed in range(3)]
+    command = [sys.executable, "-c", WRITE, str(service.folder)]
+    processes = [
+        subprocess.Popen([*command, str(path), me, str(tries)], stdout=subprocess.PIPE, text=True, env=environment())
+        for me, path in zip(writers, paths, strict=True)
+    ]
+    won = {
+        me: [int(line) for line in process.communicate()[0].split()]
+        for me, process in zip(writers, processes, strict=True)
+    }
+    assert all(process.returncode == 0 for process in processes)
+    revisions = Counter(revision for mine in won.values() for revision in mine)
+    last = service.place.read()
+    assert sorted(revisions) == list(range(1, last.revision + 1))  # each was written, by one writer
+    assert set(revisions.values()) == {1}
+    assert last.weights is not None
+    assert last.revision in won[last.weights.by]
+    assert {path.name for path in service.folder.iterdir()} == {
+        *(path.name for path in paths),
+        "desired.json",
+        ".desired.lock",
+    }
+
+
+def test_promotions_of_several_processes_all_arrive(service: Service) -> None:
+    code = (
+        "import sys\nfrom weightswap_runtime import DesiredPlace\n"
+        "for path in sys.argv[2:]: DesiredPlace(sys.argv[1]).promote(path)"
+    )
+    paths = [str(service.write(seed)) for seed in range(12)]
+    processes = [
+        subprocess.Popen([sys.executable, "-c", code, str(service.folder), *paths[start::3]], env=environment())
+        for start in range(3)
+    ]
+    assert [process.wait() for process in processes] == [0, 0, 0]
+    state = service.place.read()
+    assert state.revision == 12
+    assert {each.weights_id for each in state.known} == {weights_id_of(Path(path)) for path in paths}
+
+
+def test_a_writer_that_was_killed_leaves_nothing_that_lasts(service: Service) -> None:
+    service.set(1)
+    left = service.folder / ".desired.json.tmp-0123abcd"
+    left.write_bytes(b'{"half": ')
+    service.set(2)
+    assert not left.exists()
+
+
+def test_the_document_is_for_people_too(service: Service, tiny: TinyArtifact) -> None:
+    service.set(1, by="ana")
+    text = (service.folder / "desired.json").read_text()
+    assert '\n    "by": "ana",\n' in text
+    assert json.loads(text) == json.loads(json.dumps(service.place.read().as_dict()))
+    assert encode(service.place.read()).decode() == text

@@ -1,0 +1,227 @@
+"""Swaps from asyncio: the loop goes on, and a task that is cancelled leaves nothing behind."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import time
+import weakref
+from collections.abc import Awaitable, Generator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import nn
+
+from tests.support.tiny import SLOW, TinyArtifact, WriteWeights, X, serves
+from weightswap_exporter import export, pack, skeleton
+from weightswap_runtime import (
+    DigestMismatch,
+    LeaseTimeout,
+    Model,
+    StageClosed,
+    StagingBusy,
+    Unsupported,
+    WeightFileError,
+    load,
+)
+
+
+class Timed:
+    """An awaitable that notes how long each of its steps keeps the loop."""
+
+    def __init__(self, work: Awaitable[Any], seconds: list[float]) -> None:
+        self._steps = work.__await__()
+        self._seconds = seconds
+
+    def __await__(self) -> Generator[Any, Any, Any]:
+        while True:
+            begin = time.perf_counter()
+            try:
+                step = next(self._steps)
+            except StopIteration as end:
+                return end.value
+            finally:
+                self._seconds.append(time.perf_counter() - begin)
+            yield step
+
+
+def test_a_swap_for_asyncio(model: Model, weight_file: WriteWeights) -> None:
+    receipt = asyncio.run(model.aswap(weight_file(1), by="loop"))
+    assert (receipt.generation, receipt.by, serves(model, 1)) == (0, "loop", True)
+
+
+def test_what_is_staged_is_committed_when_it_is_awaited(model: Model, weight_file: WriteWeights) -> None:
+    async def work() -> None:
+        await model.aswap(weight_file(1))
+        async with model.astage(weight_file(2), by="loop") as staged:
+            assert serves(model, 1)
+            assert staged.progress.phase == "staged"
+            assert (await staged.acommit()).generation == 1
+        async with model.astage(weight_file(3)) as left:
+            pass
+        with pytest.raises(StageClosed):
+            await left.acommit()
+
+    asyncio.run(work())
+    assert serves(model, 2)
+
+
+def test_errors_are_those_of_a_swap(model: Model, weight_file: WriteWeights, tmp_path: Path) -> None:
+    async def work() -> None:
+        with pytest.raises(WeightFileError, match="No such file"):
+            await model.aswap(tmp_path / "none.safetensors")
+        with pytest.raises(Unsupported, match="verify="):
+            await model.aswap(weight_file(1), verify="no")  # type: ignore[typeddict-item]
+        with pytest.raises(DigestMismatch):
+            async with model.astage(damaged):
+                raise AssertionError("it was staged")
+        with model.stage(weight_file(2)), pytest.raises(StagingBusy):
+            await model.aswap(weight_file(1))
+        await model.aswap(weight_file(1))
+
+    damaged = weight_file(4)
+    raw = bytearray(damaged.read_bytes())
+    raw[-1] ^= 1
+    damaged.write_bytes(raw)
+    asyncio.run(work())
+    assert (model.generation, serves(model, 1)) == (0, True)
+
+
+def test_many_tasks_swap_one_after_another(model: Model, weight_file: WriteWeights) -> None:
+    async def work() -> list[int]:
+        receipts = await asyncio.gather(*(model.aswap(weight_file(seed)) for seed in range(8)))
+        return sorted(receipt.generation for receipt in receipts)
+
+    assert asyncio.run(work()) == list(range(8))
+
+
+def test_a_task_that_is_cancelled_ends_its_staging(tiny: TinyArtifact, weight_file: WriteWeights) -> None:
+    model = load(tiny.path, weight_file(0))
+
+    async def work() -> None:
+        for method in (model.aswap, staged):
+            task = asyncio.ensure_future(method(weight_file(1), rate_limit=SLOW))
+            while model.progress is None:
+                await asyncio.sleep(0.001)
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+            assert model.progress is None
+        await model.aswap(weight_file(2))  # nobody else stages any more
+
+    async def staged(path: Path, **options: Any) -> None:
+        async with model.astage(path, **options):
+            raise AssertionError("it was staged")
+
+    asyncio.run(work())
+    assert [receipt.generation for receipt in model.history] == [0, 1]
+    assert serves(model, 2)
+
+
+def test_a_task_in_the_queue_may_be_cancelled(tiny: TinyArtifact, weight_file: WriteWeights) -> None:
+    model = load(tiny.path, weight_file(0))
+
+    async def work() -> None:
+        first = asyncio.ensure_future(model.aswap(weight_file(1), rate_limit=SLOW))
+        while model.progress is None:
+            await asyncio.sleep(0.001)
+        second = asyncio.ensure_future(model.aswap(weight_file(2)))
+        await asyncio.sleep(0.05)
+        for task in (second, first):
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+
+    asyncio.run(work())
+    assert model.generation == 0
+
+
+def test_a_commit_that_waits_may_be_cancelled(tiny: TinyArtifact, weight_file: WriteWeights) -> None:
+    model = load(tiny.path, weight_file(0), residency="single")
+
+    async def work() -> None:
+        async with model.astage(weight_file(1)) as staged:
+            with model.pin():
+                with pytest.raises(LeaseTimeout):
+                    await staged.acommit(timeout=0.01)
+                with pytest.raises(TimeoutError):
+                    await asyncio.wait_for(staged.acommit(timeout=None), 0.1)
+
+    asyncio.run(work())
+    assert (model.generation, serves(model, 0)) == (0, True)
+    model.swap(weight_file(1))
+
+
+@pytest.mark.usefixtures("_uncollected")
+def test_nothing_of_a_swap_is_kept(tiny: TinyArtifact, weight_file: WriteWeights, tmp_path: Path) -> None:
+    model = load(tiny.path, weight_file(0))
+
+    async def work(model: Model) -> None:
+        await model.aswap(weight_file(1))
+        with pytest.raises(WeightFileError):
+            await model.aswap(tmp_path / "none.safetensors")
+
+    asyncio.run(work(model))
+    dropped = weakref.ref(model)
+    del model
+    deadline = time.monotonic() + 30
+    while dropped() is not None and time.monotonic() < deadline:  # until the last thread has ended
+        gc.collect()  # tasks and their errors refer to each other
+    assert dropped() is None
+
+
+class Big(NamedTuple):
+    """A model whose swap takes many times what a step of the loop may."""
+
+    model: Model
+    files: list[Path]
+
+
+@pytest.fixture(params=["double", "single"])
+def big(request: pytest.FixtureRequest, tmp_path: Path) -> Big:
+    with skeleton():
+        wide = nn.Linear(2048, 2048)
+    artifact = export(wide, (torch.zeros(1, 2048),), out=tmp_path / "wide.artifact")
+    files = []
+    for seed in range(2):
+        values = {"weight": torch.full((2048, 2048), float(seed)), "bias": torch.zeros(2048)}
+        files.append(pack(values, artifact, out=tmp_path / f"v{seed}.safetensors").path)
+    return Big(load(artifact.path, files[0], residency=request.param), files)
+
+
+def test_the_loop_waits_for_none_of_it(big: Big) -> None:
+    """Each step of the loop's thread, the shortest of several runs: others use the machine, too."""
+
+    async def work() -> list[list[float]]:
+        runs = []
+        for run in range(7):
+            path = big.files[run % 2]
+            entered = big.model.astage(path)
+            seconds: list[float] = []
+            await Timed(big.model.aswap(path), seconds)
+            staged = await Timed(entered.__aenter__(), seconds)
+            await Timed(staged.acommit(), seconds)
+            await Timed(entered.__aexit__(None, None, None), seconds)
+            runs.append(seconds)
+        return runs
+
+    runs = asyncio.run(work())
+    shortest = [min(steps) for steps in zip(*runs, strict=True)]
+    assert len(shortest) == 8  # each begins, and ends
+    assert max(shortest) < min(receipt.seconds_staged for receipt in big.model.history) / 4
+
+
+def test_calls_go_on(model: Model, weight_file: WriteWeights) -> None:
+    async def work() -> int:
+        await model.aswap(weight_file(1))
+        swaps = asyncio.ensure_future(asyncio.gather(*(model.aswap(weight_file(seed)) for seed in range(2, 6))))
+        answered = 0
+        while not swaps.done():
+            await asyncio.to_thread(model, X)
+            answered += 1
+        await swaps
+        return answered
+
+    assert asyncio.run(work()) > 0

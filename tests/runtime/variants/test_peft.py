@@ -1,0 +1,153 @@
+"""PEFT's own directories as variants, against PEFT's own eager model."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from weightswap_exporter import export, export_decoder
+from weightswap_runtime import Model, Unsupported, WeightFileError, WeightsMismatch, load
+
+pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")
+IDS = torch.tensor([[3, 51, 58, 35, 7]])
+TARGETS = ["q_proj", "v_proj", "down_proj", "embed_tokens"]
+RANK = 8
+VARIANTS: dict[str, dict[str, Any]] = {
+    "as the graph": {"r": RANK, "lora_alpha": 16, "target_modules": TARGETS},
+    "lower rank, odd alpha": {"r": 3, "lora_alpha": 7, "target_modules": TARGETS},
+    "fewer targets": {"r": 4, "lora_alpha": 4, "target_modules": ["v_proj"]},
+    "rslora": {"r": 4, "lora_alpha": 6, "use_rslora": True, "target_modules": TARGETS},
+    "patterns": {
+        "r": 4,
+        "lora_alpha": 6,
+        "target_modules": ["q_proj", "v_proj"],
+        "rank_pattern": {"v_proj": 2, "layers.0.self_attn.q_proj": 8},
+        "alpha_pattern": {"^model.layers.1.self_attn.q_proj": 5},
+    },
+}
+
+
+def base() -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    more = {"num_key_value_heads": 2, "vocab_size": 64, "eos_token_id": 63, "pad_token_id": 0, "initializer_range": 0.3}
+    return LlamaForCausalLM(LlamaConfig(**sizes, **more)).eval()
+
+
+def tuned(seed: int = 1, **config: Any) -> Any:
+    """PEFT's model, with values that a training might have left."""
+    model = peft.get_peft_model(base(), peft.LoraConfig(**config)).eval()
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_" in name:
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.3)
+    return model
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("peft")
+    base().save_pretrained(folder / "base")
+    for name, config in VARIANTS.items():
+        tuned(**config).save_pretrained(folder / name, save_embedding_layers=False)
+    wrapped = tuned(r=RANK, lora_alpha=32, target_modules=TARGETS)
+    before = {name: value.clone() for name, value in wrapped.state_dict().items()}
+    export(wrapped, (IDS,), out=folder / "artifact", variants={"lora": "*lora_*"}, goldens=[(IDS,)])
+    assert all(torch.equal(value, before[name]) for name, value in wrapped.state_dict().items())
+    return folder
+
+
+@pytest.fixture
+def model(folder: Path) -> Model:
+    return load(folder / "artifact", folder / "base")
+
+
+@torch.no_grad()
+def test_each_variant_equals_pefts_own_model(model: Model, folder: Path) -> None:
+    plain = base()(IDS).logits
+    for name, config in VARIANTS.items():
+        receipt = model.add_variant("lora", name, folder / name)
+        assert receipt.source.endswith("adapter_model.safetensors")
+        expected = tuned(**config)(IDS).logits
+        torch.testing.assert_close(model(IDS, variants={"lora": name})["logits"], expected, rtol=1e-4, atol=1e-5)
+        assert (expected - plain).abs().max() > 0.1
+    assert torch.equal(model(IDS)["logits"], plain)
+
+
+def test_the_same_variant_has_the_same_id_wherever_it_comes_from(model: Model, folder: Path) -> None:
+    receipts = [
+        model.add_variant("lora", name, path)
+        for name, path in (
+            ("a", folder / "fewer targets"),
+            ("b", folder / "fewer targets" / "adapter_model.safetensors"),
+        )
+    ]
+    assert receipts[0].weights_id == receipts[1].weights_id
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "text"),
+    [
+        ({"use_dora": True}, Unsupported, "use_dora"),
+        ({"peft_type": "IA3"}, Unsupported, "peft_type IA3"),
+        ({"bias": "all"}, Unsupported, "bias 'all'"),
+        ({"modules_to_save": ["lm_head"]}, Unsupported, "modules_to_save"),
+        ({"init_lora_weights": "pissa"}, Unsupported, "changes the base"),
+        ({"r": 0}, WeightFileError, "rank below 1"),
+        ({"r": "many"}, WeightFileError, "configuration"),
+        ({"r": 5}, WeightsMismatch, "the configuration says rank 5"),
+        ({"rank_pattern": {"(": 1}}, WeightFileError, "configuration"),
+        ({"rank_pattern": {"(a+)+(b+)+": 1}}, Unsupported, "repetitions"),
+    ],
+)
+def test_configurations_that_the_graph_does_not_compute(
+    model: Model, folder: Path, tmp_path: Path, changes: dict[str, Any], error: type[Exception], text: str
+) -> None:
+    source = folder / "fewer targets"
+    config = json.loads((source / "adapter_config.json").read_text())
+    (tmp_path / "adapter_config.json").write_text(json.dumps(config | changes))
+    (tmp_path / "adapter_model.safetensors").write_bytes((source / "adapter_model.safetensors").read_bytes())
+    with pytest.raises(error, match=text):
+        model.add_variant("lora", "a", tmp_path)
+    assert model.variants == {"lora": {}}
+
+
+def test_targets_and_ranks_that_the_graph_has_no_place_for(model: Model, tmp_path: Path) -> None:
+    tuned(r=4, target_modules=["k_proj"]).save_pretrained(tmp_path / "target", save_embedding_layers=False)
+    with pytest.raises(WeightsMismatch, match=r"k_proj\.lora_A\.weight: the graph has no place for it"):
+        model.add_variant("lora", "a", tmp_path / "target")
+    tuned(r=16, target_modules=["q_proj"]).save_pretrained(tmp_path / "rank", save_embedding_layers=False)
+    with pytest.raises(WeightsMismatch, match=r"room for rank 8.*the file has rank 16"):
+        model.add_variant("lora", "a", tmp_path / "rank")
+    tuned(r=4, target_modules=["embed_tokens"]).save_pretrained(tmp_path / "base", save_embedding_layers=True)
+    with pytest.raises(WeightsMismatch, match=r"embed_tokens\S*: is of the base.*save_embedding_layers=False"):
+        model.add_variant("lora", "a", tmp_path / "base")
+    tensors = load_file(tmp_path / "rank" / "adapter_model.safetensors")
+    save_file({k: v for k, v in tensors.items() if "lora_B" in k}, tmp_path / "rank" / "adapter_model.safetensors")
+    with pytest.raises(WeightsMismatch, match=r"lora_A.*missing, and the other half is there"):
+        model.add_variant("lora", "a", tmp_path / "rank")
+
+
+@torch.no_grad()
+def test_generation_with_a_variant_equals_transformers(folder: Path, tmp_path: Path) -> None:
+    wrapped = tuned(r=RANK, lora_alpha=32, target_modules=TARGETS)
+    export_decoder(wrapped, out=tmp_path / "decoder", length=24, variants={"lora": "*lora_*"})
+    model = load(tmp_path / "decoder", folder / "base")
+    for name in ("as the graph", "patterns"):
+        model.add_variant("lora", name, folder / name)
+        eager = tuned(**VARIANTS[name])
+        expected = eager.generate(
+            input_ids=IDS, do_sample=False, max_new_tokens=12, attention_mask=torch.ones_like(IDS)
+        )
+        found = model.generate(IDS[0].tolist(), max_new_tokens=12, variants={"lora": name})
+        assert found == expected[0, IDS.shape[1] :].tolist()
+    plain = model.generate(IDS[0].tolist(), max_new_tokens=12)
+    assert plain == base().generate(IDS, do_sample=False, max_new_tokens=12)[0, IDS.shape[1] :].tolist()

@@ -1,0 +1,201 @@
+"""Several requests are one call, of one generation, and none pays for another's mistake."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import Future
+from threading import Event
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.export import Dim
+
+from tests.support.served import as_json, ask, occupied, serving
+from tests.support.tiny import TinyArtifact, WriteWeights
+from weightswap_exporter import export, pack
+from weightswap_runtime import Model, Unsupported, load
+from weightswap_runtime.tensors.content import TensorBytes, array_content, as_array
+from weightswap_server import Server
+from weightswap_server.batching import Call
+from weightswap_server.models import Method
+from weightswap_server.tensors_on_the_wire import Answer
+
+RNG = np.random.default_rng(0)
+
+
+def rows(count: int) -> np.ndarray[Any, Any]:
+    return RNG.normal(size=(count, 3)).astype(np.float32)
+
+
+def submit(server: Server, values: Sequence[np.ndarray[Any, Any]]) -> list[Future[Answer]]:
+    """Queue calls while the model is busy, so that all of them wait."""
+    calls = [server.service.call("tiny", "", {"x": array_content(value)}) for value in values]
+    with occupied(server):
+        for served, call in calls:
+            served.thread.submit(call)
+    return [call.answer for _, call in calls]
+
+
+def output(answer: Future[Answer]) -> np.ndarray[Any, Any]:
+    return as_array(dict(answer.result(20).outputs)["output"])
+
+
+def sizes_of_calls(model: Model, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The rows of each call of the model from now on."""
+    seen: list[int] = []
+    called = Method.call
+
+    def call(self: Method, session: Any, flat: Any) -> Any:
+        seen.append(flat[0].shape[0])
+        return called(self, session, flat)
+
+    monkeypatch.setattr(Method, "call", call)
+    return seen
+
+
+@pytest.fixture
+def model(tiny: TinyArtifact, weight_file: WriteWeights) -> Model:
+    return load(tiny.path, weight_file(1))
+
+
+def test_what_is_queued_goes_as_one(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    with serving({"tiny": model}, max_batch=6) as server:
+        seen = sizes_of_calls(model, monkeypatch)
+        values = [rows(count) for count in (1, 2, 2, 3, 1, 6, 0, 1)]
+        for value, answer in zip(values, submit(server, values), strict=True):
+            np.testing.assert_allclose(output(answer), TinyArtifact.eager(1, torch.from_numpy(value)), rtol=1e-6)
+        assert seen == [6, 4, 6]  # 1 + 2 + 2 + 1, as 3 had no room; the 3 with the last; and the 6 alone
+        text = server.service.metrics.text().decode()
+        assert f'weightswap_server_batch_calls_sum{{model="tiny",weights_id="{model.weights_id}"}}' in text
+
+
+def test_the_same_batch_gives_the_same_bits(model: Model) -> None:
+    with serving({"tiny": model}, max_batch=8) as server:
+        values = [rows(2), rows(3), rows(1)]
+        together = model(torch.from_numpy(np.concatenate(values)))
+        found = np.concatenate([output(answer) for answer in submit(server, values)])
+        np.testing.assert_array_equal(found, together)
+
+
+def test_without_batching_each_goes_alone(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    with serving({"tiny": model}) as server:
+        seen = sizes_of_calls(model, monkeypatch)
+        for answer in submit(server, [rows(2), rows(1)]):
+            answer.result(20)
+        assert seen == [2, 1]
+
+
+def test_the_first_waits_for_others(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    with serving({"tiny": model}, max_batch=4, max_delay=5.0) as server:
+        seen = sizes_of_calls(model, monkeypatch)
+        answers = []
+        for _ in range(4):
+            served, call = server.service.call("tiny", "", {"x": array_content(rows(1))})
+            served.thread.submit(call)
+            answers.append(call.answer)
+        for answer in answers:
+            answer.result(4)  # the batch is full before the delay is over
+        assert seen == [4]
+
+
+def test_a_request_that_was_given_up_is_not_run(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    with serving({"tiny": model}, max_batch=8) as server:
+        seen = sizes_of_calls(model, monkeypatch)
+        with occupied(server):
+            calls = [server.service.call("tiny", "", {"x": array_content(rows(1))})[1] for _ in range(3)]
+            for call in calls:
+                server.service.served[0].thread.submit(call)
+            assert calls[1].answer.cancel()
+        assert [output(calls[0].answer).shape, output(calls[2].answer).shape] == [(1, 5), (1, 5)]
+        assert seen == [2]
+
+
+@pytest.mark.parametrize(("max_batch", "count"), [(1, 1), (8, 3)])
+def test_a_batch_never_spans_two_generations(
+    model: Model, weight_file: WriteWeights, monkeypatch: pytest.MonkeyPatch, max_batch: int, count: int
+) -> None:
+    """A swap in the middle of a call, after its version was taken: the answer names the weights that gave it."""
+    swapped = Event()
+    first = model.weights_id
+    with serving({"tiny": model}, max_batch=max_batch) as server:
+        called = Method.call
+
+        def call(self: Method, session: Any, flat: Any) -> Any:
+            if not swapped.is_set():
+                model.swap(weight_file(2))
+                swapped.set()
+            return called(self, session, flat)
+
+        monkeypatch.setattr(Method, "call", call)
+        values = [rows(2) for _ in range(count)]
+        for value, answer in zip(values, submit(server, values), strict=True):
+            np.testing.assert_allclose(output(answer), TinyArtifact.eager(1, torch.from_numpy(value)), rtol=1e-6)
+            assert (answer.result().generation, answer.result().weights_id) == (0, first)
+        assert model.generation == 1
+
+
+class Lookup(nn.Module):
+    """Fails for tokens that are not in its table."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(4, 2)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.table(tokens)
+
+
+def test_none_pays_for_anothers_mistake(tmp_path: Any) -> None:
+    eager = Lookup().eval()
+    artifact = export(
+        eager,
+        (torch.zeros(2, dtype=torch.int64),),
+        out=tmp_path / "lookup.artifact",
+        dynamic_shapes={"tokens": {0: Dim("batch", max=64)}},
+    )
+    model = load(artifact, pack(eager, artifact, out=tmp_path / "v.safetensors").path)
+    with serving({"tiny": model}, max_batch=8) as server:
+        calls = [
+            server.service.call("tiny", "", {"tokens": array_content(np.array([token]))})[1] for token in (1, 9, 3)
+        ]
+        with occupied(server):
+            for call in calls:
+                server.service.served[0].thread.submit(call)
+        for token, call in ((1, calls[0]), (3, calls[2])):
+            np.testing.assert_array_equal(output(call.answer), eager.table.weight.detach()[[token]])
+        assert isinstance(calls[1].answer.exception(20), IndexError)
+        body = {"inputs": [{"name": "tokens", "datatype": "INT64", "shape": [1], "data": [9]}]}
+        refused = ask(server, "/v2/models/tiny/infer", body)
+        assert (refused.status, refused.error.split(";")[0]) == (500, "the model failed with IndexError")
+
+
+def test_what_cannot_be_put_together_is_served_alone(model: Model, caplog: pytest.LogCaptureFixture) -> None:
+    with serving({"tiny": model}, max_batch=8, batch_dim="rows") as server:
+        assert "tiny: not batched" in caplog.text
+        assert ask(server, "/v2/models/tiny/infer", as_json(x=rows(2))).status == 200
+        with pytest.raises(Unsupported, match="must begin with it"):
+            Method(model, "forward").batch_limit("rows")
+
+
+def test_the_graphs_own_limit_holds(model: Model) -> None:
+    with serving({"tiny": model}, max_batch=100) as server:
+        method = server.service.served[0].methods["tiny"]
+        assert server.service.served[0].thread.limit(method) == 8
+
+
+def test_a_small_call_runs_where_it_came_in(model: Model) -> None:
+    with serving({"tiny": model}) as server:
+        thread = server.service.served[0].thread
+        method = server.service.served[0].methods["tiny"]
+        sample = method.sample()
+        assert sample is not None
+        call = Call(method, sample)
+        assert thread.run_here(call)
+        assert call.answer.done()
+        large = Call(method, [TensorBytes("F32", (8, 3), memoryview(bytes(96)))])
+        assert not thread.run_here(large)  # nobody knows yet how long that takes
+        with occupied(server):
+            assert not thread.run_here(Call(method, sample))

@@ -1,0 +1,247 @@
+"""Tokens as they come: each stream from one set of weights, with a context that goes with it."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import queue
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import closing
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import tritonclient.grpc as triton
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from tests.support.served import ask, occupied, serving
+from weightswap_exporter import export_decoder, pack
+from weightswap_runtime import Context, Model, load
+from weightswap_server import Server
+
+PROMPT = [1, 5, 9]
+STREAM = "/v2/models/llama/generate_stream"
+GENERATE = "/v2/models/llama/generate"
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Path]:
+    """An artifact, and two sets of weights that generate different tokens."""
+    folder = tmp_path_factory.mktemp("llama")
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = LlamaConfig(vocab_size=64, eos_token_id=None, **sizes)
+    artifact, paths = folder / "llama.artifact", []
+    for seed in (1, 2):
+        torch.manual_seed(seed)
+        eager = LlamaForCausalLM(config).eval()
+        if seed == 1:
+            export_decoder(eager, out=artifact, length=48)
+        paths.append(pack(eager, artifact, out=folder / f"v{seed}.safetensors").path)
+    return artifact, paths[0], paths[1]
+
+
+@pytest.fixture(scope="module")
+def model(files: tuple[Path, Path, Path]) -> Model:
+    return load(files[0], files[1])
+
+
+@pytest.fixture(scope="module")
+def server(model: Model) -> Iterator[Server]:
+    with serving({"llama": model}, max_streams=2, stream_timeout=5, body_timeout=1, grpc_port=0) as running:
+        yield running
+        assert model.generation == 0
+
+
+def asked(**parameters: Any) -> dict[str, Any]:
+    return {"input_ids": PROMPT, "parameters": parameters}
+
+
+def events(body: bytes) -> list[Any]:
+    assert body.endswith(b"\n\n")
+    return [json.loads(part.removeprefix(b"data: ")) for part in body.split(b"\n\n")[:-1]]
+
+
+def tokens_of(found: list[Any]) -> list[int]:
+    return [token for event in found for token in event["output_ids"]]
+
+
+def until_closed(server: Server) -> None:
+    limit = time.monotonic() + 10
+    while server.service.streams or server.service.served[0].model._store.leases:
+        assert time.monotonic() < limit
+        time.sleep(0.01)
+
+
+def test_tokens_come_one_by_one(server: Server, model: Model) -> None:
+    wanted = model.generate(PROMPT, max_new_tokens=6)
+    found = ask(server, STREAM, asked(max_tokens=6))
+    assert found.headers["content-type"].startswith("text/event-stream")
+    assert [event["output_ids"] for event in events(found.body)] == [[token] for token in wanted]
+    assert all(event["parameters"] == {"generation": 0, "weights_id": model.weights_id} for event in events(found.body))
+    whole = ask(server, GENERATE, {**asked(max_tokens=6), "id": "7"})
+    assert (whole.json["output_ids"], whole.json["id"], whole.json["model_version"]) == (wanted, "7", "0")
+    until_closed(server)
+
+
+def test_sampling_is_that_of_the_model(server: Server, model: Model) -> None:
+    how: dict[str, Any] = {"temperature": 0.9, "top_k": 20, "top_p": 0.9, "repetition_penalty": 1.2, "seed": 5}
+    wanted = model.generate(PROMPT, max_new_tokens=6, **how)
+    assert ask(server, GENERATE, asked(max_tokens=6, **how)).json["output_ids"] == wanted
+
+
+def test_a_swap_does_not_change_a_stream(files: tuple[Path, Path, Path]) -> None:
+    model = load(files[0], files[1])
+    before = model.generate(PROMPT, max_new_tokens=40)
+    with (
+        serving({"llama": model}) as server,
+        closing(http.client.HTTPConnection("127.0.0.1", server.http_port, timeout=20)) as connection,
+    ):
+        connection.request("POST", STREAM, json.dumps(asked(max_tokens=40)))
+        reply = connection.getresponse()
+        first = reply.read1(40)
+        model.swap(files[2])
+        found = events(first + reply.read())
+        assert tokens_of(found) == before
+        assert {event["parameters"]["generation"] for event in found} == {0}
+        after = ask(server, GENERATE, asked(max_tokens=40)).json
+        assert (after["output_ids"], after["parameters"]["generation"]) == (
+            model.generate(PROMPT, max_new_tokens=40),
+            1,
+        )
+        assert after["output_ids"] != before
+        until_closed(server)
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "says"),
+    [
+        ({}, 400, "either text_input or input_ids"),
+        ({"text_input": "a", "input_ids": [1]}, 400, "either text_input or input_ids"),
+        ({"text_input": "a"}, 400, "needs a tokenizer.json"),
+        ({"input_ids": []}, 400, "no tokens"),
+        ({"input_ids": [64]}, 400, "the vocabulary 64"),
+        ({"input_ids": [-1]}, 400, ">= 0"),
+        ({"input_ids": [1] * 49}, 400, "the cache holds 48"),
+        (asked(max_tokens=0), 400, ">= 1"),
+        (asked(temperature=-1), 400, ">= 0"),
+        (asked(top_p=2), 400, "<= 1"),
+        (asked(stop=["a"]), 400, "texts end texts"),
+        (asked(most=3), 400, "unknown field `most`"),
+        (asked(seed=-1), 400, ">= 0"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+@pytest.mark.parametrize("path", [STREAM, GENERATE])
+def test_what_cannot_be_generated(server: Server, path: str, body: Any, status: int, says: str) -> None:
+    found = ask(server, path, body)
+    assert found.status == status
+    assert says in found.error
+    until_closed(server)
+
+
+def test_what_does_not_generate(server: Server) -> None:
+    found = ask(server, "/v2/models/llama/infer", {"inputs": []})
+    assert (found.status, "/generate" in found.error) == (400, True)
+    assert ask(server, "/v2/models/none/generate", asked()).status == 404
+
+
+def test_contexts_have_a_limit(server: Server) -> None:
+    with occupied(server):
+        opened = [http.client.HTTPConnection("127.0.0.1", server.http_port, timeout=20) for _ in range(2)]
+        for connection in opened:
+            connection.request("POST", STREAM, json.dumps(asked(max_tokens=3)))
+        while server.service.streams < 2:
+            time.sleep(0.005)
+        refused = ask(server, STREAM, asked())
+        assert (refused.status, refused.headers["retry-after"]) == (503, "1")
+    for connection in opened:
+        assert len(events(connection.getresponse().read())) == 3
+        connection.close()
+    until_closed(server)
+
+
+def test_contexts_have_an_age(files: tuple[Path, Path, Path]) -> None:
+    with serving({"llama": load(files[0], files[1])}, stream_timeout=0.2, grpc_port=0) as server:
+        with occupied(server):
+            found = ask(server, GENERATE, asked())
+            assert (found.status, "0.2 s" in found.error) == (504, True)
+            with pytest.raises(triton.InferenceServerException, match=r"0\.2 s"):
+                streamed(server, np.array(PROMPT))
+        until_closed(server)
+
+
+@pytest.mark.parametrize("good", [0, 3])
+def test_a_stream_that_breaks_says_so(server: Server, monkeypatch: pytest.MonkeyPatch, good: int) -> None:
+    """Before its first token by a status, afterwards by a last event."""
+    run, calls = Context.run, count()
+
+    def broken(*args: Any) -> Any:
+        if next(calls) == good:
+            raise RuntimeError("out of order")
+        return run(*args)
+
+    monkeypatch.setattr(Context, "run", broken)
+    found = ask(server, STREAM, asked())
+    says = "the model failed with RuntimeError; the server's log says more"
+    if good:
+        assert [list(event) for event in events(found.body)[-2:]] == [list(events(found.body)[0]), ["error"]]
+        assert (len(events(found.body)), events(found.body)[-1]["error"]) == (good + 1, says)
+    else:
+        assert (found.status, found.error) == (500, says)
+    until_closed(server)
+
+
+def streamed(server: Server, ids: np.ndarray[Any, Any], **parameters: Any) -> list[Any]:
+    """What the protocol's own client is told over a stream, up to the empty answer."""
+    told: queue.Queue[Any] = queue.Queue()
+    tensor = triton.InferInput("input_ids", list(ids.shape), "INT64").set_data_from_numpy(ids)
+    with triton.InferenceServerClient(f"127.0.0.1:{server.grpc_port}") as client:
+        client.start_stream(lambda result, error: told.put(error or result))
+        client.async_stream_infer("llama", [tensor], enable_empty_final_response=True, parameters=parameters)
+        found = []
+        while True:
+            piece = told.get(timeout=20)
+            if isinstance(piece, Exception):
+                raise piece
+            if piece.get_response().parameters["triton_final_response"].bool_param:
+                return found
+            found.append(piece)
+
+
+def test_tokens_come_one_by_one_over_grpc(server: Server, model: Model) -> None:
+    how: dict[str, Any] = {"temperature": 0.9, "seed": 5}
+    wanted = model.generate(PROMPT, max_new_tokens=6, **how)
+    found = streamed(server, np.array(PROMPT), max_tokens=6, **how)
+    assert [piece.as_numpy("output_ids").tolist() for piece in found] == [[token] for token in wanted]
+    assert {piece.get_response().parameters["weights_id"].string_param for piece in found} == {model.weights_id}
+    until_closed(server)
+
+
+@pytest.mark.parametrize(
+    ("ids", "parameters", "says"),
+    [
+        ([], {}, "no tokens"),
+        ([64], {}, "the vocabulary 64"),
+        ([1], {"most": 1}, "unknown"),
+        ([1], {"top_k": 0}, ">= 1"),
+    ],
+)
+def test_what_cannot_be_generated_over_grpc(server: Server, ids: list[int], parameters: Any, says: str) -> None:
+    with pytest.raises(triton.InferenceServerException, match=says):
+        streamed(server, np.array(ids, np.int64), **parameters)
+    until_closed(server)
+
+
+def test_a_client_that_leaves(server: Server) -> None:
+    body = json.dumps(asked()).encode()
+    head = b"POST %s HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % (STREAM.encode(), len(body))
+    for _ in range(3):
+        with socket.create_connection(("127.0.0.1", server.http_port), 10) as raw:
+            raw.sendall(head + body)
+            assert raw.recv(12) == b"HTTP/1.1 200"
+    until_closed(server)

@@ -1,0 +1,246 @@
+"""The Open Inference Protocol over gRPC: its own client, in the process of the server; errors and limits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import grpc
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+import tritonclient.grpc as triton
+import tritonclient.http as triton_http
+from torch import nn
+from tritonclient.grpc import service_pb2
+from tritonclient.utils import triton_to_np_dtype
+
+from tests.support.served import await_ready, occupied, serving
+from tests.support.tiny import TinyArtifact, WriteWeights
+from weightswap_exporter import export, pack
+from weightswap_runtime import load
+from weightswap_server import Server
+from weightswap_server.grpc_messages import MESSAGES, message_class
+
+X = np.arange(6, dtype=np.float32).reshape(2, 3)
+DTYPES = {
+    "FP32": torch.float32,
+    "FP64": torch.float64,
+    "FP16": torch.float16,
+    "BF16": torch.bfloat16,
+    "INT8": torch.int8,
+    "INT16": torch.int16,
+    "INT32": torch.int32,
+    "INT64": torch.int64,
+    "UINT8": torch.uint8,
+    "UINT16": torch.uint16,
+    "UINT32": torch.uint32,
+    "UINT64": torch.uint64,
+    "BOOL": torch.bool,
+}
+
+
+def expected(seed: int) -> np.ndarray[Any, Any]:
+    return TinyArtifact.eager(seed, torch.from_numpy(X)).numpy()
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    folder = tmp_path_factory.mktemp("served")
+    tiny = TinyArtifact(folder / "tiny.artifact")
+    weights = tiny.write(folder / "v1.safetensors", tiny.values(1))
+    model = load(tiny.path, weights)
+    with serving({"tiny": model}, grpc_port=0, max_body=10_000, max_queue=1, timeout=0.5) as running:
+        yield running
+
+
+@pytest.fixture
+def client(server: Server) -> Iterator[triton.InferenceServerClient]:
+    with triton.InferenceServerClient(f"127.0.0.1:{server.grpc_port}") as found:
+        yield found
+
+
+def given(x: np.ndarray[Any, Any] = X, name: str = "x", datatype: str = "FP32") -> triton.InferInput:
+    return triton.InferInput(name, list(x.shape), datatype).set_data_from_numpy(x)
+
+
+def test_our_messages_are_the_protocols() -> None:
+    """Field by field as in the client's, which others have generated from the protocol's own file."""
+    for name in MESSAGES:
+        ours, theirs = message_class(name).DESCRIPTOR, service_pb2
+        for part in name.split("."):
+            theirs = getattr(theirs, part)
+        wanted = theirs.DESCRIPTOR
+        assert [(f.name, f.number, f.type, f.is_repeated) for f in ours.fields] == [
+            (f.name, f.number, f.type, f.is_repeated) for f in wanted.fields
+        ]
+        assert [f.message_type and f.message_type.full_name for f in ours.fields] == [
+            f.message_type and f.message_type.full_name for f in wanted.fields
+        ]
+
+
+def test_the_protocols_own_client_infers(client: Any, server: Server) -> None:
+    outputs = [triton.InferRequestedOutput("output")]
+    found = client.infer("tiny", [given()], outputs=outputs, request_id="7", model_version="0")
+    np.testing.assert_array_equal(found.as_numpy("output"), expected(1))
+    said = found.get_response()
+    assert (said.id, said.model_version, said.parameters["generation"].int64_param) == ("7", "0", 0)
+    assert said.parameters["weights_id"].string_param == server.service.served[0].model.weights_id
+
+
+def test_metadata_and_health(client: Any) -> None:
+    assert client.is_server_live()
+    assert client.is_server_ready()
+    assert client.is_model_ready("tiny")
+    assert client.get_server_metadata().name == "weightswap"
+    found = client.get_model_metadata("tiny", as_json=True)
+    assert found["inputs"] == [{"name": "x", "datatype": "FP32", "shape": ["-1", "3"]}]
+    assert found["outputs"] == [{"name": "output", "datatype": "FP32", "shape": ["-1", "5"]}]
+    assert found["versions"] == ["0"]
+
+
+def test_ready_after_the_first_weights(tiny: TinyArtifact, weight_file: WriteWeights) -> None:
+    with (
+        serving({"tiny": load(tiny.path)}, warm=False, grpc_port=0) as running,
+        triton.InferenceServerClient(f"127.0.0.1:{running.grpc_port}") as client,
+    ):
+        assert client.is_server_live()
+        assert not client.is_server_ready()
+        with pytest.raises(triton.InferenceServerException, match=r"UNAVAILABLE.*no weights yet"):
+            client.infer("tiny", [given()])
+        running.service.served[0].model.swap(weight_file(2))
+        await_ready(running)
+        np.testing.assert_array_equal(client.infer("tiny", [given()]).as_numpy("output"), expected(2))
+
+
+@pytest.mark.parametrize(
+    ("name", "inputs", "says"),
+    [
+        ("none", [given()], "NOT_FOUND.*no model is called none; there are: tiny"),
+        ("tiny", [], "INVALID_ARGUMENT.*x: missing"),
+        ("tiny", [given(), given()], "INVALID_ARGUMENT.*x: given twice"),
+        ("tiny", [given(name="y")], "INVALID_ARGUMENT.*there is no such input"),
+        ("tiny", [given(X.astype(np.float64), datatype="FP64")], "INVALID_ARGUMENT.*expected dtype F32, got F64"),
+        ("tiny", [given(X.reshape(3, 2))], "INVALID_ARGUMENT.*dimension 1 expected 3, got 2"),
+        ("tiny", [given(np.array([b"a"], object), datatype="BYTES")], "INVALID_ARGUMENT.*takes strings"),
+        ("tiny", [given(np.zeros((2000, 3), np.float32))], "RESOURCE_EXHAUSTED"),
+    ],
+)
+def test_a_broken_request_is_refused(client: Any, name: str, inputs: Any, says: str) -> None:
+    with pytest.raises(triton.InferenceServerException, match=says):
+        client.infer(name, inputs)
+    np.testing.assert_array_equal(client.infer("tiny", [given()]).as_numpy("output"), expected(1))
+
+
+def raw(server: Server, **changes: Any) -> Any:
+    """A request as no client writes it."""
+    tensor = {"name": "x", "datatype": "FP32", "shape": [2, 3], **changes.pop("tensor", {})}
+    request = service_pb2.ModelInferRequest(model_name="tiny", inputs=[tensor], **changes)
+    with grpc.insecure_channel(f"127.0.0.1:{server.grpc_port}") as channel:
+        call = channel.unary_unary(
+            "/inference.GRPCInferenceService/ModelInfer",
+            service_pb2.ModelInferRequest.SerializeToString,
+            service_pb2.ModelInferResponse.FromString,
+        )
+        return call(request, timeout=10)
+
+
+def test_inputs_as_numbers(server: Server) -> None:
+    found = raw(server, tensor={"contents": {"fp32_contents": X.reshape(-1).tolist()}})
+    np.testing.assert_array_equal(np.frombuffer(found.raw_output_contents[0], np.float32).reshape(2, 5), expected(1))
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({}, "has 6 elements, and the data 0"),
+        ({"raw_input_contents": [b"1234"]}, r"FP32\[2, 3\] is 24 bytes, got 4"),
+        ({"raw_input_contents": [X.tobytes(), b""]}, "1 inputs, and 2 raw_input_contents"),
+        ({"tensor": {"shape": [-2, -3]}, "raw_input_contents": [X.tobytes()]}, "got 24"),
+        ({"tensor": {"shape": [-1], "contents": {"fp32_contents": [1]}}}, "negative"),
+        ({"tensor": {"contents": {"fp64_contents": [1] * 6}}}, "FP32 is in fp32_contents, got fp64_contents"),
+        ({"tensor": {"datatype": "BF16", "contents": {"fp32_contents": [1] * 6}}}, "BF16 has no contents"),
+        ({"tensor": {"contents": {"fp32_contents": [1] * 6}}, "raw_input_contents": [X.tobytes()]}, "beside"),
+        ({"raw_input_contents": [X.tobytes()], "outputs": [{"name": "z"}]}, "no output is called z"),
+        ({"raw_input_contents": [X.tobytes()], "model_version": "9"}, "generation 0 is served"),
+    ],
+    ids=str,
+)
+def test_what_no_client_would_send(server: Server, changes: Any, says: str) -> None:
+    with pytest.raises(grpc.RpcError, match=says) as caught:
+        raw(server, **changes)
+    assert caught.value.code() in (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.NOT_FOUND)
+
+
+def test_a_method_that_there_is_not(client: Any) -> None:
+    with pytest.raises(triton.InferenceServerException, match="UNIMPLEMENTED"):
+        client.load_model("tiny")
+
+
+def test_a_queue_that_is_full_and_an_answer_that_takes_too_long(server: Server, client: Any) -> None:
+    with occupied(server):
+        told: list[Any] = []
+        client.async_infer("tiny", [given()], lambda result, error: told.append(error))
+        while not server.service.served[0].thread.queued:
+            pass
+        with pytest.raises(triton.InferenceServerException, match=r"UNAVAILABLE.*wait for this model"):
+            client.infer("tiny", [given()])
+        while not told:
+            pass
+        assert "DEADLINE_EXCEEDED" in str(told[0])
+
+
+class Flip(nn.Module):
+    """One input and one output of each dtype, and a weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(1))
+
+    def forward(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        return {f"{name}_out": tensor[1:].clone() for name, tensor in tensors.items()} | {"w": self.weight + 0}
+
+
+def sample(dtype: torch.dtype) -> torch.Tensor:
+    if dtype is torch.bool:
+        return torch.tensor([True, False, True])
+    info = torch.finfo(dtype) if dtype.is_floating_point else torch.iinfo(dtype)
+    return torch.tensor([info.max, info.min, 1], dtype=dtype)
+
+
+@pytest.fixture(scope="module")
+def all_dtypes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    folder = tmp_path_factory.mktemp("dtypes")
+    tensors = {name.lower(): sample(dtype) for name, dtype in DTYPES.items()}
+    eager = Flip().eval()
+    artifact = export(eager, (tensors,), out=folder / "flip.artifact")
+    model = load(artifact, pack(eager, artifact, out=folder / "v.safetensors").path)
+    with serving({"flip": model}, grpc_port=0) as running:
+        yield running
+
+
+def as_numpy(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
+    if tensor.dtype is torch.bfloat16:
+        return tensor.view(torch.int16).numpy().view(ml_dtypes.bfloat16)
+    return tensor.numpy()
+
+
+@pytest.mark.parametrize("how", ["grpc", "binary", "json"])
+def test_all_dtypes(all_dtypes: Server, how: str) -> None:
+    kind: Any = triton if how == "grpc" else triton_http
+    port = all_dtypes.grpc_port if how == "grpc" else all_dtypes.http_port
+    with kind.InferenceServerClient(f"127.0.0.1:{port}") as client:
+        inputs, outputs = [], []
+        for name, dtype in DTYPES.items():
+            half = name in ("FP16", "BF16")  # which this client does not write as JSON
+            more = {"binary_data": how == "binary" or half} if how != "grpc" else {}
+            tensor = kind.InferInput(f"tensors.{name.lower()}", [3], name)
+            array = as_numpy(sample(dtype)).astype(triton_to_np_dtype(name))  # older clients take BF16 as float32
+            inputs.append(tensor.set_data_from_numpy(array, **more))
+            outputs.append(kind.InferRequestedOutput(f"{name.lower()}_out", **more))
+        found = client.infer("flip", inputs, outputs=outputs)
+        for name, dtype in DTYPES.items():
+            np.testing.assert_array_equal(
+                found.as_numpy(f"{name.lower()}_out").astype(as_numpy(sample(dtype)).dtype), as_numpy(sample(dtype)[1:])
+            )

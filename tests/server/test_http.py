@@ -1,0 +1,323 @@
+"""The Open Inference Protocol over HTTP: its own client, its errors, and what no client would send."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import socket
+import time
+import zlib
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import tritonclient.http as triton
+
+from tests.support.served import as_json, ask, await_ready, occupied, serving
+from tests.support.tiny import TinyArtifact, WriteWeights
+from weightswap_runtime import load
+from weightswap_server import Server
+
+X = np.arange(6, dtype=np.float32).reshape(2, 3)
+INFER = "/v2/models/tiny/infer"
+
+
+def expected(seed: int, x: np.ndarray[Any, Any] = X) -> np.ndarray[Any, Any]:
+    return TinyArtifact.eager(seed, torch.from_numpy(x)).numpy()
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """With the weights of seed 1, which no test changes."""
+    folder = tmp_path_factory.mktemp("served")
+    tiny = TinyArtifact(folder / "tiny.artifact")
+    weights = tiny.write(folder / "v1.safetensors", tiny.values(1))
+    limits: Any = {"max_body": 10_000, "body_timeout": 0.3, "timeout": 5, "max_queue": 2, "max_connections": 20}
+    with serving({"tiny": load(tiny.path, weights)}, **limits) as running:
+        yield running
+        assert running.service.served[0].model.generation == 0
+
+
+@pytest.fixture
+def client(server: Server) -> Iterator[triton.InferenceServerClient]:
+    with triton.InferenceServerClient(f"127.0.0.1:{server.http_port}") as found:
+        yield found
+
+
+def given(binary: bool = True) -> triton.InferInput:
+    tensor = triton.InferInput("x", [2, 3], "FP32")
+    return tensor.set_data_from_numpy(X, binary_data=binary)
+
+
+@pytest.mark.parametrize("binary_out", [True, False, None])
+@pytest.mark.parametrize("binary_in", [True, False])
+@pytest.mark.parametrize("packed", [None, "gzip", "deflate"])
+def test_the_protocols_own_client_infers(client: Any, binary_in: bool, binary_out: bool | None, packed: Any) -> None:
+    outputs = None if binary_out is None else [triton.InferRequestedOutput("output", binary_data=binary_out)]
+    found = client.infer(
+        "tiny",
+        [given(binary_in)],
+        outputs=outputs,
+        request_id="7",
+        model_version="0",
+        request_compression_algorithm=packed,
+        response_compression_algorithm=packed,
+    )
+    np.testing.assert_array_equal(found.as_numpy("output"), expected(1))
+    assert found.get_response()["id"] == "7"
+
+
+def test_each_answer_carries_its_weights(tiny: TinyArtifact, weight_file: WriteWeights) -> None:
+    model = load(tiny.path, weight_file(1))
+    with (
+        serving({"tiny": model}) as running,
+        triton.InferenceServerClient(f"127.0.0.1:{running.http_port}") as client,
+    ):
+        for seed in (1, 2):
+            if seed == 2:
+                model.swap(weight_file(2))
+            found = client.infer("tiny", [given()])
+            np.testing.assert_array_equal(found.as_numpy("output"), expected(seed))
+            said = found.get_response()
+            assert said["parameters"] == {"generation": seed - 1, "weights_id": model.weights_id}
+            assert said["model_version"] == str(seed - 1)
+
+
+def test_metadata_and_health(client: Any, server: Server) -> None:
+    model = server.service.served[0].model
+    assert client.is_server_live()
+    assert client.is_server_ready()
+    assert client.is_model_ready("tiny")
+    assert client.is_model_ready("tiny", "0")
+    assert client.get_server_metadata()["name"] == "weightswap"
+    found = client.get_model_metadata("tiny")
+    assert found["inputs"] == [{"name": "x", "datatype": "FP32", "shape": [-1, 3]}]
+    assert found["outputs"] == [{"name": "output", "datatype": "FP32", "shape": [-1, 5]}]
+    assert found["versions"] == ["0"]
+    assert found["parameters"]["weights_id"] == model.weights_id
+    index = client.get_model_repository_index()
+    assert index == [{"name": "tiny", "version": "0", "state": "READY", "reason": ""}]
+
+
+def test_ready_after_the_first_weights(tiny: TinyArtifact, weight_file: WriteWeights) -> None:
+    with serving({"tiny": load(tiny.path)}, warm=False) as running:
+        assert ask(running, "/v2/health/live").status == 200
+        assert ask(running, "/v2/health/ready").status == 503
+        assert ask(running, "/v2/models/tiny").json["versions"] == []
+        refused = ask(running, INFER, as_json(x=X))
+        assert (refused.status, refused.headers["retry-after"]) == (503, "1")
+        assert "no weights yet" in refused.error
+        running.service.served[0].model.swap(weight_file(1))
+        await_ready(running)
+        assert ask(running, "/v2/health/ready").status == 200
+        assert ask(running, INFER, as_json(x=X)).status == 200
+
+
+def tensor(**changes: Any) -> dict[str, Any]:
+    found = {"name": "x", "datatype": "FP32", "shape": [2, 3], "data": X.tolist(), **changes}
+    return {"inputs": [{name: value for name, value in found.items() if value is not None}]}
+
+
+BROKEN: list[tuple[Any, str]] = [
+    (b"", "truncated"),
+    (b"{", "truncated"),
+    (b"\xff", "malformed"),
+    (b"[" * 5000, "array"),
+    ({}, "missing required field `inputs`"),
+    ({"inputs": {}}, "Expected `array`"),
+    ({"inputs": []}, "x: missing"),
+    ({"inputs": tensor()["inputs"] * 2}, "x: given twice"),
+    (tensor(name="y"), "x: missing; y: there is no such input"),
+    (tensor(datatype="FP64"), "expected dtype F32, got F64"),
+    (tensor(datatype="BYTES"), "no model here takes strings"),
+    (tensor(datatype="FP8"), "unknown"),
+    (tensor(shape=[3, 3]), "shape [3, 3] has 9 elements, and the data 6"),
+    (tensor(shape=[3, 2]), "dimension 1 expected 3, got 2"),
+    (tensor(shape=[6]), "expected 2 dimensions"),
+    (tensor(shape=[-1, 3]), "Expected `int` >= 0"),
+    (tensor(shape=[2.5, 3]), "Expected `int`"),
+    (tensor(shape=[1 << 40, 1 << 40]), "elements, and the data 6"),
+    (tensor(shape=[9, 3], data=[0] * 27), "batch in 0..8, got 9"),
+    (tensor(data=None), "neither data nor binary_data_size"),
+    (tensor(data="012345"), "Expected `array`"),
+    (tensor(data=[1, 2, 3, 4, 5, "6"]), "Expected `float`"),
+    (tensor(data=[1, 2, 3, 4, 5, 1e300]), "FP32 cannot hold"),
+    (tensor(data=[[1, 2, 3], [4, 5]]), "has 6 elements, and the data 5"),
+    (tensor(data=[[1, 2, 3], 4, 5, 6]), "Expected `float`"),
+    (tensor(parameters={"binary_data_size": 24}), "and 0 bytes are left"),
+    (tensor(parameters={"binary_data_size": 0}), "both data and binary_data_size"),
+    ({**tensor(), "outputs": [{"name": "z"}]}, "no output is called z; there are: output"),
+]
+
+
+@pytest.mark.parametrize(("body", "says"), BROKEN, ids=[says for _, says in BROKEN])
+def test_a_broken_request_is_refused(server: Server, body: Any, says: str) -> None:
+    found = ask(server, INFER, body if body != b"" else b"", method="POST")
+    assert found.status == 400
+    assert says in found.error
+    assert ask(server, INFER, as_json(x=X)).json["outputs"][0]["data"] == expected(1).reshape(-1).tolist()
+
+
+def binary(
+    size: Any = 24, tail: bytes = X.tobytes(), length: Any = None, **changes: Any
+) -> tuple[bytes, dict[str, str]]:
+    document = tensor(data=None, parameters={"binary_data_size": size}, **changes)
+    head = json.dumps(document).encode()
+    return head + tail, {"Inference-Header-Content-Length": str(len(head) if length is None else length)}
+
+
+BROKEN_BINARY: list[tuple[Any, str]] = [
+    (binary(size=23), "FP32[2, 3] is 24 bytes, got 23"),
+    (binary(size=25), "and 24 bytes are left"),
+    (binary(size=-1), "binary_data_size=-1"),
+    (binary(size="24"), "binary_data_size='24'"),
+    (binary(size=True), "binary_data_size=True"),
+    (binary(tail=X.tobytes() + b"!"), "1 bytes at the end of the body"),
+    (binary(length=0), "truncated"),
+    (binary(length=-5), "Inference-Header-Content-Length"),
+    (binary(length="9" * 5000), "Inference-Header-Content-Length"),
+    (binary(length=100_000), "Inference-Header-Content-Length"),
+    (binary(length="x"), "Inference-Header-Content-Length"),
+    (binary(datatype="BF16", size=12, tail=X.tobytes()[:12]), "expected dtype F32, got BF16"),
+    (binary(datatype="BOOL", size=6, tail=b"\0\1\2\0\1\1"), "a byte of 0 or 1"),
+    (binary(shape=[0, 1 << 62]), "is 0 bytes, got 24"),
+]
+
+
+@pytest.mark.parametrize(("request_", "says"), BROKEN_BINARY, ids=[says for _, says in BROKEN_BINARY])
+def test_broken_bytes_are_refused(server: Server, request_: Any, says: str) -> None:
+    found = ask(server, INFER, *request_)
+    assert found.status == 400
+    assert says in found.error
+
+
+@pytest.mark.parametrize("path", ["/v2/models/none", "/v2/models/none/ready", "/v2/models/tiny/versions/9"])
+def test_what_is_not_served_is_not_found(server: Server, path: str) -> None:
+    assert ask(server, path).status == 404
+    assert "tiny" in ask(server, path).error
+
+
+@pytest.mark.parametrize(
+    ("path", "method", "status"),
+    [
+        ("/v2/models/none/infer", "POST", 404),
+        ("/v2/models/tiny/versions/9/infer", "POST", 404),
+        ("/", "GET", 404),
+        ("/v2/", "GET", 404),
+        ("/v2/models/tiny/config", "GET", 404),
+        ("/v2/models/a%2F..%2Fb", "GET", 404),
+        (INFER, "GET", 405),
+        ("/v2", "DELETE", 405),
+        ("/v2/repository/models/tiny/load", "POST", 404),
+    ],
+)
+def test_every_error_has_the_protocols_form(server: Server, path: str, method: str, status: int) -> None:
+    found = ask(server, path, method=method)
+    assert found.status == status
+    assert found.error
+
+
+def test_an_answer_that_json_cannot_say(server: Server) -> None:
+    x = np.full((2, 3), np.finfo(np.float32).max, np.float32)
+    found = ask(server, INFER, as_json(x=x))
+    assert found.status == 400
+    assert "ask for binary" in found.error
+    found = ask(server, INFER, {**as_json(x=x), "parameters": {"binary_data_output": True}})
+    head = int(found.headers["inference-header-content-length"])
+    np.testing.assert_array_equal(np.frombuffer(found.body[head:], np.float32).reshape(2, 5), expected(1, x))
+
+
+def test_a_batch_of_nothing(server: Server) -> None:
+    found = ask(server, INFER, as_json(x=np.zeros((0, 3), np.float32)))
+    assert (found.status, found.json["outputs"][0]["shape"]) == (200, [0, 5])
+
+
+@pytest.mark.parametrize(("encoding", "pack"), [("gzip", gzip.compress), ("deflate", zlib.compress)])
+def test_packed_bodies(server: Server, encoding: str, pack: Any) -> None:
+    body, headers = binary()
+    headers["Content-Encoding"] = encoding
+    assert ask(server, INFER, pack(body), headers).status == 200
+    assert ask(server, INFER, pack(body)[:-3], headers).status == 400
+    assert ask(server, INFER, pack(body) + b"!", headers).status == 400
+    assert ask(server, INFER, b"!" + pack(body), headers).status == 400
+    assert ask(server, INFER, pack(bytes(1 << 20)), headers).status == 413
+    assert ask(server, INFER, pack(body), {"Content-Encoding": "br"}).status == 400
+
+
+def test_a_body_that_is_too_large(server: Server) -> None:
+    assert ask(server, INFER, bytes(10_001)).status == 413
+    with socket.create_connection(("127.0.0.1", server.http_port), 10) as raw:
+        raw.sendall(b"POST /v2/models/tiny/infer HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n")
+        for _ in range(11):
+            raw.sendall(b"400\r\n" + bytes(1024) + b"\r\n")
+        assert raw.recv(12) == b"HTTP/1.1 413"
+
+
+def test_a_body_that_never_ends(server: Server) -> None:
+    with socket.create_connection(("127.0.0.1", server.http_port), 10) as raw:
+        raw.sendall(b"POST /v2/models/tiny/infer HTTP/1.1\r\nHost: x\r\nContent-Length: 500\r\n\r\n{")
+        assert raw.recv(12) == b"HTTP/1.1 408"
+
+
+def was_broken_off(raw: socket.socket) -> bool:
+    try:
+        return raw.recv(1) == b""
+    except ConnectionResetError:
+        return True
+
+
+def test_headers_that_never_end(server: Server) -> None:
+    with socket.create_connection(("127.0.0.1", server.http_port), 10) as raw:
+        raw.sendall(b"GET /v2 HTTP/1.1\r\nHo")
+        assert was_broken_off(raw)
+    with socket.create_connection(("127.0.0.1", server.http_port), 10) as raw:
+        for _ in range(2):
+            raw.sendall(b"GET /v2/health/live HTTP/1.1\r\nHost: x\r\n\r\n")
+            assert raw.recv(4096).startswith(b"HTTP/1.1 200")
+        time.sleep(0.5)  # between requests another, longer limit holds
+        raw.sendall(b"GET /v2/health/live HTTP/1.1\r\nHost: x\r\n\r\n")
+        assert raw.recv(4096).startswith(b"HTTP/1.1 200")
+
+
+def test_a_client_that_does_not_read(server: Server) -> None:
+    with socket.socket() as raw:
+        raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        raw.connect(("127.0.0.1", server.http_port))
+        raw.sendall(b"GET /openapi.json HTTP/1.1\r\nHost: x\r\n\r\n" * 5000)
+        limit = time.monotonic() + 10
+        while not server._http.server_state.connections:
+            assert time.monotonic() < limit
+        while server._http.server_state.connections:
+            assert time.monotonic() < limit
+            time.sleep(0.01)
+
+
+def test_too_many_connections(server: Server) -> None:
+    with ExitStack() as stack:
+        address = ("127.0.0.1", server.http_port)
+        opened = [stack.enter_context(socket.create_connection(address, 10)) for _ in range(21)]
+        assert opened[-1].recv(12) == b"HTTP/1.1 503"
+
+
+def test_a_queue_that_is_full(server: Server) -> None:
+    with ThreadPoolExecutor(2) as pool:
+        with occupied(server):
+            waiting = [pool.submit(ask, server, INFER, as_json(x=X)) for _ in range(2)]
+            while server.service.served[0].thread.queued < 2:
+                time.sleep(0.005)
+            refused = ask(server, INFER, as_json(x=X))
+            assert (refused.status, refused.headers["retry-after"]) == (503, "1")
+            assert ask(server, "/v2/health/live").status == 200
+        assert [each.result().status for each in waiting] == [200, 200]
+
+
+def test_an_answer_that_takes_too_long(tiny: TinyArtifact, weight_file: WriteWeights) -> None:
+    with serving({"tiny": load(tiny.path, weight_file(1))}, timeout=0.1) as running:
+        with occupied(running):
+            found = ask(running, INFER, as_json(x=X))
+            assert (found.status, "0.1 s" in found.error) == (504, True)
+        assert ask(running, INFER, as_json(x=X)).status == 200

@@ -1,0 +1,93 @@
+"""What Prometheus reads at /metrics: requests, errors, latency and queue by the weights that answered."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import tritonclient.grpc as triton
+from prometheus_client.parser import text_string_to_metric_families
+
+from tests.support.served import as_json, ask, occupied, serving
+from tests.support.tiny import TinyArtifact, WriteWeights
+from weightswap_runtime import load
+from weightswap_runtime.tensors.content import array_content
+from weightswap_server import Server
+from weightswap_server.metrics import MOST_WEIGHTS
+
+X = np.arange(6, dtype=np.float32).reshape(2, 3)
+INFER = "/v2/models/tiny/infer"
+
+
+def samples(server: Server, name: str) -> dict[Any, float]:
+    """The samples of a metric that are not 0, by their labels, as Prometheus' own parser reads them."""
+    text = ask(server, "/metrics").body.decode()
+    return {
+        tuple(sorted(sample.labels.items())): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+        if sample.name == name and sample.value
+    }
+
+
+def of(labels: Mapping[str, Any]) -> Any:
+    return tuple(sorted({"model": "tiny", **labels}.items()))
+
+
+def test_requests_are_counted_by_weights(tiny: TinyArtifact, weight_file: WriteWeights) -> None:
+    model = load(tiny.path, weight_file(1))
+    with (
+        serving({"tiny": model}, grpc_port=0) as server,
+        triton.InferenceServerClient(f"127.0.0.1:{server.grpc_port}") as client,
+    ):
+        first = model.weights_id
+        for _ in range(3):
+            ask(server, INFER, as_json(x=X))
+        model.swap(weight_file(2))
+        ask(server, INFER, as_json(x=X))
+        client.infer("tiny", [triton.InferInput("x", [2, 3], "FP32").set_data_from_numpy(X)])
+        ask(server, INFER, as_json(y=X))
+        ask(server, "/v2/models/none/infer", as_json(x=X))
+        assert samples(server, "weightswap_server_requests_total") == {
+            of({"weights_id": first, "status": "200"}): 3,
+            of({"weights_id": model.weights_id, "status": "200"}): 2,
+            of({"weights_id": model.weights_id, "status": "400"}): 1,
+            of({"model": "", "weights_id": "", "status": "404"}): 1,
+        }
+        counted = {of({"weights_id": first}): 3, of({"weights_id": model.weights_id}): 2}
+        for name in ("request_seconds", "queue_seconds", "batch_calls"):
+            assert samples(server, f"weightswap_server_{name}_count") == counted
+        assert samples(server, "weightswap_generation") == {of({}): 1}
+        with occupied(server):
+            served, call = server.service.call("tiny", "", {"x": array_content(X)})
+            served.thread.submit(call)
+            assert samples(server, "weightswap_server_queued") == {of({}): 1}
+        assert call.answer.result(10).generation == 1
+
+
+def test_weights_that_are_long_gone_have_no_series(tiny: TinyArtifact, weight_file: WriteWeights) -> None:
+    model = load(tiny.path, weight_file(0))
+    with serving({"tiny": model}) as server:
+        for seed in range(MOST_WEIGHTS + 3):
+            model.swap(weight_file(seed))
+            ask(server, INFER, as_json(x=X))
+        assert len(samples(server, "weightswap_server_requests_total")) == MOST_WEIGHTS
+        assert len(samples(server, "weightswap_server_request_seconds_count")) == MOST_WEIGHTS
+        newest = of({"weights_id": model.weights_id, "status": "200"})
+        assert newest in samples(server, "weightswap_server_requests_total")
+
+
+def test_the_server_knows_neither_tools_nor_exporter(tiny: TinyArtifact, weight_file: WriteWeights) -> None:
+    serve = (
+        "import sys; from weightswap_server import Server, Settings, Source\n"
+        "assert not {'torch', 'grpc', 'google.protobuf'} & set(sys.modules)\n"
+        "model = Source(artifact=sys.argv[1], weights=sys.argv[2]).open()\n"
+        "with Server({'tiny': model}, Settings(http_port=0, grpc_port=0)).running(): pass\n"
+        "print(sorted({name.partition('.')[0] for name in sys.modules if name.startswith('weightswap')}))"
+    )
+    command = [sys.executable, "-c", serve, str(tiny.path), str(weight_file(1))]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "['weightswap_runtime', 'weightswap_server']"

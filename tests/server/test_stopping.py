@@ -1,0 +1,183 @@
+"""A stop finishes what was accepted, in this process and as `weightswap serve`."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tritonclient.grpc as triton
+from typer.testing import CliRunner
+
+from tests.support.served import as_json, ask, occupied, serving
+from tests.support.tiny import TinyArtifact, WriteWeights
+from weightswap_runtime import DesiredPlace, Unsupported, load
+from weightswap_server import Server, Settings, Source
+from weightswap_tools.commands.serve import serve_command
+
+X = np.arange(6, dtype=np.float32).reshape(2, 3)
+INFER = "/v2/models/tiny/infer"
+
+
+def test_what_was_accepted_is_answered(tiny: TinyArtifact, weight_file: WriteWeights) -> None:
+    model = load(tiny.path, weight_file(1))
+    with ThreadPoolExecutor(4) as pool, serving({"tiny": model}, grpc_port=0) as server:
+        client = triton.InferenceServerClient(f"127.0.0.1:{server.grpc_port}")
+        tensor = triton.InferInput("x", [2, 3], "FP32").set_data_from_numpy(X)
+        assert client.infer("tiny", [tensor]).get_response().model_name == "tiny"
+        with occupied(server):
+            asked = [pool.submit(ask, server, INFER, as_json(x=X)) for _ in range(3)]
+            over_grpc = pool.submit(client.infer, "tiny", [tensor])
+            while server.service.served[0].thread.queued < 4:
+                time.sleep(0.005)
+            server.stop()
+            assert not server.service.ready
+            limit = time.monotonic() + 10
+            while accepts(server.http_port):
+                assert time.monotonic() < limit
+                time.sleep(0.01)
+        assert [each.result(10).status for each in asked] == [200, 200, 200]
+        assert over_grpc.result(10).as_numpy("output").shape == (2, 5)
+        client.close()
+    assert model._closed
+
+
+def accepts(port: int) -> bool:
+    try:
+        socket.create_connection(("127.0.0.1", port), 1).close()
+    except OSError:
+        return False
+    return True
+
+
+def test_what_takes_too_long_is_broken_off(tiny: TinyArtifact, weight_file: WriteWeights) -> None:
+    with (
+        ThreadPoolExecutor(1) as pool,
+        serving({"tiny": load(tiny.path, weight_file(1))}, grace=0.2) as server,
+        occupied(server),
+    ):
+        asked = pool.submit(ask, server, INFER, as_json(x=X))
+        while not server.service.served[0].thread.queued:
+            time.sleep(0.005)
+        server.stop()
+        with pytest.raises((http.client.HTTPException, ConnectionError, AssertionError)):
+            assert asked.result(10).status == 200
+
+
+def test_a_port_that_is_taken(tiny: TinyArtifact) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        taken = other.getsockname()[1]
+        for ports in ({"http_port": taken}, {"http_port": 0, "grpc_port": taken}):
+            with (
+                pytest.raises(OSError, match=r"in use|cannot listen"),
+                Server({"tiny": load(tiny.path)}, Settings(**ports)).running(),
+            ):
+                pass
+
+
+@contextmanager
+def serve(*arguments: str) -> Iterator[tuple[subprocess.Popen[str], int]]:
+    """The command, and the port of HTTP once it listens."""
+    program = "from weightswap_tools.commands.serve import serve_command; serve_command()"
+    command = [sys.executable, "-c", program, *arguments, "--port", "0"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            said = process.stdout.readline()
+            found = re.fullmatch(r"http://127\.0\.0\.1:(\d+) serves (.*)\n", said)
+            assert found, said + process.communicate()[1]
+            yield process, int(found[1])
+        finally:
+            process.kill()
+
+
+def get(port: int, path: str) -> tuple[int, Any]:
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=10)
+    connection.request("GET", path)
+    reply = connection.getresponse()
+    body = reply.read()
+    connection.close()
+    return reply.status, json.loads(body) if body else None
+
+
+def until_ready(port: int) -> None:
+    limit = time.monotonic() + 20
+    while get(port, "/v2/health/ready")[0] != 200:
+        assert time.monotonic() < limit
+        time.sleep(0.02)
+
+
+def test_the_command_ends_with_a_signal(tiny: TinyArtifact, weight_file: WriteWeights) -> None:
+    with serve(str(tiny.path), "-w", str(weight_file(1))) as (process, port):
+        until_ready(port)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(20) == 0
+
+
+def test_the_command_watches(tiny: TinyArtifact, weight_file: WriteWeights, tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    with serve(f"mine={tiny.path}", "--watch", str(tmp_path / "run"), "--interval", "0.05", "--threads", "1") as (
+        process,
+        port,
+    ):
+        assert get(port, "/v2/health/ready")[0] == 503
+        weight_file(2).rename(tmp_path / "run" / "v2.safetensors")
+        until_ready(port)
+        assert get(port, "/v2/models/mine")[1]["versions"] == ["0"]
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(20) == 0
+
+
+def test_what_is_desired_is_served(tiny: TinyArtifact, weight_file: WriteWeights, tmp_path: Path) -> None:
+    """At the start, and from then on; a rollback in the place is one in the server."""
+    place = DesiredPlace(tmp_path / "service")
+    (tmp_path / "service").mkdir()
+    state = place.set(weight_file(1), revision=0, by="ana")
+    model = Source(artifact=str(tiny.path), follow=str(tmp_path / "service"), interval=0.05).open()
+    with serving({"tiny": model}) as server:
+        first = ask(server, INFER, as_json(x=X)).json["parameters"]["weights_id"]
+        state = place.set(weight_file(2), revision=state.revision, by="ana")
+        second = until_answered_by_others(server, first)
+        place.rollback(revision=state.revision, by="ana")
+        assert until_answered_by_others(server, second) == first
+    with pytest.raises(Unsupported, match="takes nothing else"):
+        Source(artifact=str(tiny.path), follow="service", watch="outbox").open()
+
+
+def until_answered_by_others(server: Server, weights_id: str) -> str:
+    limit = time.monotonic() + 20
+    while (found := ask(server, INFER, as_json(x=X)).json["parameters"]["weights_id"]) == weights_id:
+        assert time.monotonic() < limit
+        time.sleep(0.02)
+    return str(found)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "says"),
+    [
+        (["none.artifact", "-w", "v"], 1, "none.artifact"),
+        (["{tiny}", "--max-batch", "0"], 2, "max_batch=0: expected 1 or more"),
+        (["{tiny}", "a={tiny}", "-w", "v.safetensors"], 2, "expected NAME=... with one of tiny, a"),
+        (["{tiny}", "{tiny}"], 2, "two artifacts have one name"),
+        (["{tiny}", "-w", "a", "-w", "b"], 2, "given 2 times"),
+        (["{tiny}", "-w", "none.safetensors"], 1, "none.safetensors"),
+        (["{tiny}"], 2, "where are the weights?"),
+        (["{tiny}", "a={tiny}", "--watch", "a=run"], 2, "tiny: where are the weights?"),
+    ],
+)
+def test_what_the_command_refuses(tiny: TinyArtifact, arguments: list[str], status: int, says: str) -> None:
+    done = CliRunner().invoke(serve_command, [each.format(tiny=tiny.path) for each in arguments])
+    assert done.exit_code == status
+    assert says in " ".join(re.sub(r"[│╭╮╰╯─]", " ", done.output).split())

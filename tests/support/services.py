@@ -1,0 +1,114 @@
+"""A service: a place, a folder of weight files, and processes that follow."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.support.tiny import TinyArtifact
+from tests.support.watched import environment
+from weightswap_runtime import DesiredPlace, WeightFile
+
+FOLLOW = """
+import sys
+from weightswap_runtime import load
+
+def say(*words):
+    sys.stdout.write(" ".join(map(str, words)) + "\\n")  # in one piece: threads say things at once
+    sys.stdout.flush()
+
+def report(event):
+    if event.kind in ("committed", "rolled back"):
+        say("serves", event.weights_id)
+
+model = load(sys.argv[1], on_event=report)
+follower = model.follow(sys.argv[2], 0.01)
+say("follows")
+for line in sys.stdin:
+    follower.wait(30, revision=int(line))
+    say("status", follower.status.served)
+"""
+
+
+def weights_id_of(path: Path) -> str:
+    """What the header of a packed file says."""
+    with WeightFile(path) as file:
+        assert file.stamp is not None
+        return file.stamp.weights_id
+
+
+class Service:
+    """Weight files `v<seed>.safetensors` beside a `desired.json`."""
+
+    def __init__(self, tiny: TinyArtifact, folder: Path) -> None:
+        self.tiny = tiny
+        self.folder = folder
+        folder.mkdir()
+        self.place = DesiredPlace(folder)
+
+    def write(self, seed: int) -> Path:
+        return self.tiny.write(self.folder / f"v{seed}.safetensors", self.tiny.values(seed))
+
+    def set(self, seed: int, by: str = "") -> str:
+        """Desire the weights of a seed, by hand. Returns their id."""
+        path = self.folder / f"v{seed}.safetensors"
+        state = self.place.set(path if path.exists() else self.write(seed), revision=self.revision, by=by)
+        assert state.weights is not None
+        return state.weights.weights_id
+
+    def promote(self, seed: int) -> str:
+        state = self.place.promote(self.write(seed), by="trainer")
+        assert state.weights is not None
+        return state.weights.weights_id
+
+    @property
+    def revision(self) -> int:
+        return self.place.read().revision
+
+    @property
+    def desired(self) -> str | None:
+        state = self.place.read()
+        return state.weights.weights_id if state.weights else None
+
+
+class FollowingProcess:
+    """Another process that follows a place. It says which weights it has served, in order."""
+
+    def __init__(self, artifact: Path, place: Path | str) -> None:
+        command = [sys.executable, "-c", FOLLOW, str(artifact), str(place)]
+        self.process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment()
+        )
+        self.lines: list[list[str]] = []
+
+    def _read_until(self, word: str) -> list[str]:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self.lines.append(line.split())
+            if self.lines[-1][0] == word:
+                break
+        return self.lines[-1]
+
+    def ready(self) -> FollowingProcess:
+        self._read_until("follows")
+        return self
+
+    def served(self, revision: int) -> str:
+        """What it serves as soon as it agrees with what was desired at a revision, or later."""
+        assert self.process.stdin is not None
+        self.process.stdin.write(f"{revision}\n")
+        self.process.stdin.flush()
+        return self._read_until("status")[1]
+
+    @property
+    def commits(self) -> list[str]:
+        return [line[1] for line in self.lines if line[0] == "serves"]
+
+    def kill(self) -> None:
+        """As the system does when memory is short."""
+        self.process.kill()
+        self.process.wait()
+        for stream in (self.process.stdin, self.process.stdout):
+            assert stream is not None
+            stream.close()
