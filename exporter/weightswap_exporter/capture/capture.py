@@ -23,6 +23,7 @@ from .inlining import inline_operators
 from .leftovers import is_read_later, stored_attributes
 from .mutations import mutated_buffers
 from .random_numbers import check_no_generator, no_seeding
+from .replaced import check_seen, replaced_tensors
 
 _OF_A_SKELETON = (
     "A skeleton's call gives values to what follows from no parameter; where that is not so, make it in __init__, or "
@@ -66,13 +67,14 @@ def _capture(root: nn.Module, name: str, spec: MethodSpec, parts: Mapping[str, s
     args, kwargs = _distinct((tuple(spec.args), dict(spec.kwargs)))
     try:
         with stored_attributes(root) as stored, _none_buffers_last(root), _no_new_tensors(root):
-            with no_seeding():
+            with no_seeding(), replaced_tensors(root) as replaced:
                 program = torch.export.export(root, args, kwargs, dynamic_shapes=spec.dynamic_shapes, strict=False)
             check_no_generator(program)
             if parts:
                 name_parts(program, parts)
                 inline_operators(program)
             mutated = mutated_buffers(program)
+            check_seen(replaced, mutated)
         if stored and is_read_later(root, (args, kwargs), program, mutated):
             raise CaptureError(_stores(listed(stored)))
     except CaptureError as error:

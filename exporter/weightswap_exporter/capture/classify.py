@@ -24,6 +24,7 @@ from weightswap_exporter.models.tensors import (
 )
 from weightswap_runtime.errors import CaptureError
 from weightswap_runtime.format.manifest import GraphInput, NamedTensor, is_dense
+from weightswap_runtime.messages import listed
 from weightswap_runtime.tensors.torch_tensors import tensor_bytes
 
 from .capture import Captured
@@ -98,6 +99,7 @@ def classify(model: nn.Module, captured: Mapping[str, Captured], variants: Group
         values |= own
         inputs[name] = tuple(_graph_inputs(name, method, kinds, known))
     _check_values(values)
+    _check_state(values, rows["state"], rows["constant"])
     _check_overlaps(values, {row.name: tensors[row.name] for row in rows["weight"]})
     state = tuple(msgspec.structs.replace(row, zero=not _has_bits(values[row.name])) for row in rows["state"])
     chosen = grouped(rows["variant"], variants, inputs)
@@ -192,10 +194,10 @@ def _check_values(values: Mapping[str, torch.Tensor]) -> None:
         )
 
 
-def overlapping(tensors: Mapping[str, torch.Tensor], weights: Iterable[NamedTensor]) -> list[str]:
-    """Pairs of weights that share some of their memory without being one tensor, as texts."""
+def overlapping(tensors: Mapping[str, torch.Tensor], rows: Iterable[NamedTensor]) -> list[str]:
+    """Pairs of tensors that share some of their memory without being one, as texts."""
     ranges: dict[object, list[tuple[int, int, str]]] = {}
-    for name in (weight.name for weight in weights):
+    for name in (row.name for row in rows):
         tensor = tensors[name]
         span = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True)) + 1
         if tensor.numel():
@@ -204,6 +206,17 @@ def overlapping(tensors: Mapping[str, torch.Tensor], weights: Iterable[NamedTens
             ranges.setdefault(tensor.untyped_storage()._cdata, []).append(place)
     pairs = (pair for places in ranges.values() for pair in pairwise(sorted(places)))
     return [f"{one[2]} and {other[2]}" for one, other in pairs if other[0] < one[1]]
+
+
+def _check_state(values: Mapping[str, torch.Tensor], state: list[NamedTensor], constants: list[NamedTensor]) -> None:
+    """What a call writes to one view of state, others of the same memory would not show: a server keeps each apart."""
+    storages = {values[row.name].untyped_storage()._cdata for row in state}
+    constants = [row for row in constants if values[row.name].untyped_storage()._cdata in storages]
+    if pairs := overlapping(values, state + constants):
+        raise CaptureError(
+            f"{listed(pairs, between='; ')} share memory that calls change, and are not one tensor: register one of "
+            "them, and take views of it in the call"
+        )
 
 
 def _check_overlaps(values: Mapping[str, torch.Tensor], weights: Mapping[str, torch.Tensor]) -> None:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import msgspec
 
 from weightswap_runtime.errors import ContextFileError, ContextMismatch, Unsupported, WeightFileError
-from weightswap_runtime.sources.location import as_location
+from weightswap_runtime.sources.location import as_location, check_writable
 from weightswap_runtime.sources.opening import read_small
 from weightswap_runtime.tensors.content import TensorBytes
 from weightswap_runtime.tensors.digests import digest_of
@@ -83,8 +83,9 @@ def write_context(
 ) -> None:
     """Write a context; it appears under `path` whole or not at all. One tensor is copied at a time.
 
-    Raises Unsupported for a tensor that a call has resized.
+    Raises Unsupported for a URL, and for a tensor that a call has resized.
     """
+    check_writable(path)
     order = canonical_order(row.row for row in rows)
     by_name = {row.name: row for row in rows}
     ranges = pack_ranges(order)

@@ -108,7 +108,7 @@ class Context(AbstractContextManager["Context"]):
         """Write the state, without weights: a safetensors file that appears whole or not at all.
 
         `model.load_context()` reads it, with any engine, on any device. Raises ContextBusy, ContextClosed,
-        ContextBroken, and Unsupported for a state that a call has resized.
+        ContextBroken, and Unsupported for a URL and for a state that a call has resized.
         """
         with self.used() as state:
             self._check_whole()

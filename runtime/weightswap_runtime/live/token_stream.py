@@ -41,6 +41,8 @@ class Prompts:
     def stopped(self, wanted: StopAt | Sequence[StopAt]) -> Callable[[Sequence[int]], bool]:
         """Whether new tokens end with one of the stops, or their text has one in it. Raises InputMismatch."""
         stops: Sequence[Any] = [wanted] if isinstance(wanted, str | int) else wanted
+        if not isinstance(stops, Sequence) or not all(map(_is_stop, stops)):
+            raise InputMismatch("generate", ["stop: expected tokens, lists of tokens or texts"])
         if "" in stops:
             raise InputMismatch("generate", ["stop: an empty text ends everything"])
         texts = [stop for stop in stops if isinstance(stop, str)]
@@ -70,6 +72,10 @@ class Prompts:
         found = [[token for token in row if token is not None] for row in zip(*steps, strict=True)]
         given = found if self._tokenizer is None else [self._tokenizer.decode(row) for row in found]
         return given[0] if self.single else given
+
+
+def _is_stop(stop: Any) -> bool:
+    return isinstance(stop, str | int) or (isinstance(stop, Sequence) and all(isinstance(each, int) for each in stop))
 
 
 def _is_texts(prompt: Any) -> bool:

@@ -299,6 +299,11 @@ REFUSED: dict[str, tuple[Callable[[Model], Any], type[Exception], str]] = {
     "half a choice": (lambda m: m.generate(PROMPT, top_k=2.5), Unsupported, r"top_k=2\.5"),
     "seed": (lambda m: m.generate(PROMPT, seed=-1), Unsupported, "seed=-1"),
     "nothing to stop at": (lambda m: m.generate(PROMPT, stop=[""]), InputMismatch, "an empty text"),
+    "no stop": (lambda m: m.generate(PROMPT, stop=None), InputMismatch, "stop: expected tokens"),
+    "half a stop": (lambda m: m.generate(PROMPT, stop=[2.5]), InputMismatch, "stop: expected tokens"),
+    "no temperature": (lambda m: m.generate(PROMPT, temperature=None), Unsupported, "temperature=None"),
+    "a text for top_p": (lambda m: m.generate(PROMPT, top_p="1"), Unsupported, "top_p='1'"),
+    "no penalty": (lambda m: m.generate(PROMPT, repetition_penalty=None), Unsupported, "repetition_penalty=None"),
     "tokens": (lambda m: m.generate(PROMPT, max_new_tokens=0), Unsupported, "max_new_tokens=0"),
     "policy": (lambda m: m.generate(PROMPT, on_swap="drop"), Unsupported, "on_swap='drop'"),
 }

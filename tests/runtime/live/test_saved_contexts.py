@@ -17,6 +17,7 @@ from weightswap_runtime import (
     ContextMismatch,
     Model,
     StaleContext,
+    Unsupported,
     load,
 )
 from weightswap_runtime.format.header import parse_file
@@ -35,6 +36,13 @@ def served(request: pytest.FixtureRequest, files: Files) -> Served:
 @pytest.fixture
 def model(files: Files) -> Model:
     return load(files.artifact, files.weights[0])
+
+
+def test_nothing_is_saved_to_a_url(model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(Unsupported, match=r"s3://bucket/c\.safetensors: files are written locally"):
+        model.new_context().save("s3://bucket/c.safetensors")
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("there", ["torch", "onnx"])
