@@ -23,8 +23,9 @@ ARGUMENTS = [
 Open = Callable[..., Any]
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
+    """A browser for one module: while it runs, this thread has an asyncio loop, and other tests can run none."""
     playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
     program = next(filter(None, map(shutil.which, PROGRAMS)), None)
     if program is None:

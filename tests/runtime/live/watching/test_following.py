@@ -287,12 +287,17 @@ def test_what_is_still_there_is_served_again_without_its_file(service: Service) 
     assert (model.history[-1].kind, model.history[-1].by) == ("rollback", "ana")
 
 
+def descriptors() -> int:
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
 def test_refusals_keep_no_descriptors_and_no_stagings(service: Service) -> None:
     model = load(service.tiny.path)
     service.set(1)
     with model.follow(service.folder, SOON) as follower:
         assert follower.wait(60)
-        before = len(list(Path("/proc/self/fd").iterdir()))
+        gc.collect()
+        before = descriptors()
         for seed in range(2, 22):
             path = service.write(seed)
             wanted = weights_id_of(path)
@@ -300,7 +305,7 @@ def test_refusals_keep_no_descriptors_and_no_stagings(service: Service) -> None:
             state = service.place.promote(path, known=Known(wanted))
             assert eventually(lambda: follower.status.revision == state.revision and follower.status.error != "")  # noqa: B023
             assert eventually(lambda: path.name in follower.status.error)  # noqa: B023
-        assert len(list(Path("/proc/self/fd").iterdir())) == before
+        assert eventually(lambda: descriptors() <= before)  # the follower may hold its document open at this moment
         assert serves(model, 1)
     gc.collect()
     assert [thing for thing in gc.get_objects() if isinstance(thing, Staged | StagingTask | Job)] == []
@@ -385,13 +390,14 @@ def test_looks_at_a_place_keep_no_descriptors_and_no_memory(service: Service) ->
     with model.follow(service.folder, SOON) as follower:
         assert follower.wait(60)
     (service.folder / "desired.json").write_bytes(b"{")
-    before = len(list(Path("/proc/self/fd").iterdir()))
+    gc.collect()
+    before = descriptors()
     for _ in range(50):
         with pytest.raises(DesiredDamaged):
             place.read()
         with pytest.raises(DesiredDamaged):
             place.hold(revision=1)
-    assert len(list(Path("/proc/self/fd").iterdir())) == before
+    assert descriptors() <= before
 
 
 @pytest.mark.parametrize(
