@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import json
 import re
-import shlex
 import socket
 import subprocess
-import sys
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from tests.support.pages import page, python
+from tests.support.pages import page, python, served
 from weightswap_server import Settings
 
 BLOCKS = {kind: re.findall(rf"```{kind}\n(.*?)```", page("serving"), re.DOTALL) for kind in ("python", "sh")}
@@ -45,23 +41,6 @@ def shell(folder: Path, commands: str) -> str:
     done = subprocess.run(["sh", "-ec", commands], cwd=folder, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout
-
-
-@contextmanager
-def served(folder: Path, command: str) -> Iterator[None]:
-    """A block in which the page's command runs; it ends well."""
-    program = [sys.executable, "-c", "from weightswap_tools.commands.serve import serve_command; serve_command()"]
-    arguments = shlex.split(command)[2:]
-    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL, "text": True}
-    with subprocess.Popen([*program, *arguments], cwd=folder, **pipes) as process:
-        try:
-            assert process.stdout is not None
-            assert process.stdout.readline().startswith("http://127.0.0.1:")
-            yield
-            process.terminate()
-            assert process.wait(20) == 0
-        finally:
-            process.kill()
 
 
 def test_from_nothing_to_an_answer(folder: Path, ports: dict[str, str]) -> None:
