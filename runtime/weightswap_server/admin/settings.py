@@ -7,6 +7,8 @@ import msgspec
 from weightswap_runtime.errors import Unsupported
 from weightswap_server.settings import Settings
 
+from .tokens import read_tokens
+
 _GIB = 1 << 30
 _MIB = 1 << 20
 
@@ -35,12 +37,13 @@ class AdminSettings(msgspec.Struct, frozen=True, kw_only=True):
     grace: float = 5.0
 
     def check(self) -> None:
-        """Raise Unsupported for what cannot be meant."""
+        """Raise Unsupported for what cannot be meant, and where there are no tokens."""
         if (self.port is None) == (self.socket is None):
             raise Unsupported("the admin plane listens on a port or on a socket: give one of them")
         for name in ("max_uploads", "upload_timeout", "staged_timeout", "body_timeout"):
             if not getattr(self, name) > 0:
                 raise Unsupported(f"{name}={getattr(self, name)}: expected more than 0")
+        read_tokens(self.token_file)
 
     @property
     def http(self) -> Settings:
