@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import json
 import re
-import shlex
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from tests.support.pages import page, python
+from tests.support.pages import page, python, served
 from weightswap_runtime import DesiredPlace
 from weightswap_server import Settings
 
@@ -46,23 +43,6 @@ def shell(folder: Path, commands: str) -> str:
     done = subprocess.run(["sh", "-ec", commands], cwd=folder, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout
-
-
-@contextmanager
-def served(folder: Path, command: str) -> Iterator[None]:
-    """A block in which the page's command runs; it ends well."""
-    program = [sys.executable, "-c", "from weightswap_tools.commands.serve import serve_command; serve_command()"]
-    arguments = shlex.split(command.replace("\\\n", ""))[2:]
-    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL, "text": True}
-    with subprocess.Popen([*program, *arguments], cwd=folder, **pipes) as process:
-        try:
-            assert process.stdout is not None
-            assert process.stdout.readline().startswith("http://127.0.0.1:")
-            yield
-            process.terminate()
-            assert process.wait(20) == 0
-        finally:
-            process.kill()
 
 
 def test_from_nothing_to_an_answer(folder: Path, ports: dict[str, str]) -> None:
@@ -97,7 +77,8 @@ def test_an_operator_pushes_weights_and_takes_them_back(folder: Path, ports: dic
     commands(folder, prepare)
     with served(folder, serve):
         url = f"http://127.0.0.1:{ports['8003']}"
-        commands(folder, f"until weightswap status {url} --token-file token | grep -q 'revision 1$'; do sleep 0.1; done")
+        followed = f"weightswap status {url} --token-file token | grep -q 'revision 1$'"
+        commands(folder, f"until {followed}; do sleep 0.1; done")
         said = commands(folder, push)
     assert "generation  1: " in said
     assert "generation 1\n" in said
