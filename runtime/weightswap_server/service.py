@@ -41,6 +41,7 @@ class Served:
             observe=partial(metrics.answered, {method: known for known, method in self.methods.items()}),
         )
         self.warm = False
+        self.unloaded = False  # by an operator
         self._settings = settings
         if settings.max_batch > 1:
             self._batch()
@@ -51,7 +52,7 @@ class Served:
 
     @property
     def ready(self) -> bool:
-        return self.warm and not self.model.failed
+        return self.warm and not self.unloaded and not self.model.failed
 
     def close(self, timeout: float) -> None:
         self._stop_listening()
@@ -142,6 +143,8 @@ class Service:
         served = self.find(name, version)
         if not served.warm:
             raise NotReady(f"{name} has no weights yet, or is not warm")
+        if served.unloaded:
+            raise NotReady(f"{name} was unloaded by an operator")
         return served
 
     def call(self, name: str, version: str, tensors: Mapping[str, TensorBytes]) -> tuple[Served, Call]:
@@ -222,7 +225,7 @@ class Service:
                 name,
                 str(served.model.generation) if served.model.generation is not None else "",
                 "READY" if served.ready else "UNAVAILABLE",
-                "" if served.ready else "no weights yet, or not warm",
+                "" if served.ready else "unloaded" if served.unloaded else "no weights yet, or not warm",
             )
             for name, served in self._by_name.items()
         ]
