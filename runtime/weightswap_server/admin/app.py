@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from functools import partial
@@ -31,6 +32,7 @@ from .documents import (
     AdminError,
     Change,
     Changed,
+    CommitRequest,
     FollowRequest,
     IndexRequest,
     LoadRequest,
@@ -40,7 +42,9 @@ from .documents import (
     WatchRequest,
 )
 from .errors import Forbidden, Refused, Unauthorised, refused
+from .load_series import LoadSeries
 from .openapi import description
+from .operator_page import page_routes
 from .settings import AdminSettings
 from .tokens import Scope
 from .uploads import UploadDirectory
@@ -53,7 +57,7 @@ Work = Callable[[Desk, Any, str], SwapReceipt | None]
 
 CHANGES: dict[str, tuple[type[Any], Work]] = {
     "stage": (StageRequest, Desk.stage),
-    "commit": (Change, Desk.commit),
+    "commit": (CommitRequest, Desk.commit),
     "discard": (Change, Desk.discard),
     "swap": (StageRequest, Desk.swap),
     "rollback": (RollbackRequest, Desk.rollback),
@@ -73,11 +77,13 @@ class AdminPages:
         self,
         service: Service,
         desks: Mapping[str, Desk],
+        load: LoadSeries,
         audit: AuditLog,
         uploads: UploadDirectory | None,
         settings: AdminSettings,
     ) -> None:
-        self._service, self._desks, self._audit, self._uploads = service, desks, audit, uploads
+        self._service, self._desks, self._load = service, desks, load
+        self._audit, self._uploads = audit, uploads
         self._limits = settings.http
         self._started = time.time()
         self.ending = False
@@ -86,6 +92,7 @@ class AdminPages:
         """The application, without its guard."""
         model = "/admin/models/{name}"
         routes = [
+            *page_routes(),
             Route("/admin/status", self._answering(self._status), methods=["GET"]),
             Route("/admin/events", self._answering(self._events), methods=["GET"]),
             Route("/admin/uploads", self._answering(self._list_uploads), methods=["GET"]),
@@ -143,6 +150,7 @@ class AdminPages:
         return ServerStatus(
             version=__version__,
             time=time.time(),
+            pid=os.getpid(),
             started=self._started,
             ready=self._service.ready,
             stopping=self._service.stopping,
@@ -162,18 +170,23 @@ class AdminPages:
         return document(description(list(self._desks), {name: kind for name, (kind, _) in CHANGES.items()}))
 
     async def _events(self, request: Request) -> Response:
-        return StreamingResponse(self._event_stream(), media_type="text/event-stream", headers=_NO_STORE)
+        with_load = "load" in request.query_params
+        return StreamingResponse(self._event_stream(with_load), media_type="text/event-stream", headers=_NO_STORE)
 
-    async def _event_stream(self) -> AsyncIterator[bytes]:
-        """`status` at first and after each event, `event` for what happens, `staging` while something is staged."""
+    async def _event_stream(self, with_load: bool) -> AsyncIterator[bytes]:
+        """`status` at first and after each event, `event` for what happens, `staging` while something is staged.
+
+        with_load: and `load`, with the points of the last minutes at first, and then each as it comes.
+        """
         seen = {name: desk.last_event for name, desk in self._desks.items()}
+        counted = dict.fromkeys(self._desks, 0.0) if with_load else {}
         told = time.monotonic()
         yield _event("status", await in_thread(self._server_status))
         while not self.ending:
             lines = list(self._news(seen))
             if lines:
                 lines.append(_event("status", await in_thread(self._server_status)))
-            lines += self._stagings()
+            lines += [*self._stagings(), *self._loads(counted)]
             if not lines and time.monotonic() > told + _QUIET:
                 lines = [b": \n\n"]
             if lines:
@@ -196,6 +209,14 @@ class AdminPages:
             for name, progress in progresses.items()
             if progress is not None
         ]
+
+    def _loads(self, counted: dict[str, float]) -> list[bytes]:
+        found = []
+        for name, moment in counted.items():
+            if points := self._load.after(name, moment):
+                counted[name] = points[-1].time
+                found.append(_event("load", {"model": name, "points": points}))
+        return found
 
     async def _change(self, change: str, request: Request) -> Response:
         desk = self._desk(request)

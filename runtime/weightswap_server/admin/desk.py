@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import count
 from threading import Lock
 from typing import Any
@@ -25,6 +27,7 @@ from weightswap_server.service import Served
 from .allowing import Allowed
 from .documents import (
     Change,
+    CommitRequest,
     FollowRequest,
     History,
     ModelStatus,
@@ -55,6 +58,8 @@ class Desk:
         self._refusals: deque[Refusal] = deque(maxlen=_REFUSALS)
         self._events: deque[tuple[int, dict[str, Any]]] = deque(maxlen=_EVENTS)
         self._numbers = count(1)
+        self._said = "", ""  # by whom and why the commit that is under way
+        self._whys: dict[int, str] = {}  # by generation
         self._stop_listening = self.model.listen(self._on_event)
 
     def close(self) -> None:
@@ -75,7 +80,7 @@ class Desk:
             engine=model.engine,
             device=model.device,
             residency=model.residency,
-            served=served_weights(model.history),
+            served=served_weights(last[-1], self._why(last[-1])) if (last := model.history) else None,
             staged=staged_weights(self._entry),
             staging=Staging(phase=progress[0], bytes_done=progress[1], bytes_total=progress[2]) if progress else None,
             following=following(follower) if follower else None,
@@ -85,7 +90,7 @@ class Desk:
     def history(self) -> History:
         state = self._desired()
         return History(
-            receipts=[receipt.as_dict() for receipt in self.model.history],
+            receipts=[receipt.as_dict() | {"why": self._why(receipt)} for receipt in self.model.history],
             refusals=list(self._refusals),
             desired=[weights.as_dict() for weights in state.history] if state else [],
             withdrawn=[weights.as_dict() for weights in state.withdrawn] if state else [],
@@ -104,16 +109,19 @@ class Desk:
         """Read and verify weights. Raises Forbidden, Unsupported, and what `Model.stage` and `DesiredPlace` raise."""
         self._stage(request, by, swapping=False)
 
-    def commit(self, request: Change, by: str) -> SwapReceipt:
+    def commit(self, request: CommitRequest, by: str) -> SwapReceipt:
         """Serve what is staged, and have it desired where a place is followed.
 
-        Raises StageClosed where nothing is, and what `Staged.commit` and `DesiredPlace.set` raise: it stays staged.
+        Raises StageClosed where nothing is, Conflict where it is not what was expected, and what `Staged.commit` and
+        `DesiredPlace.set` raise: it stays staged.
         """
         entry = self._entry
         if entry is None or entry.swapping:
             raise StageClosed(f"{self.name}: nothing is staged; stage weights first")
         if not entry.staged.done:
             raise StagingBusy(f"{self.name}: still {entry.staged.progress.phase}; wait until it is staged")
+        if request.expect not in (None, entry.staged.weights_id):
+            raise Conflict(f"{self.name}: {entry.staged.weights_id[:12]} is staged by now; look again")
         return self._commit(entry, request, by)
 
     def swap(self, request: StageRequest, by: str) -> SwapReceipt:
@@ -142,9 +150,8 @@ class Desk:
             self._discard()
             return self._await(state)
         self._discard()
-        if request.to is None:
-            return self.model.rollback(by=by)
-        return self._back_to(request.to, by)
+        with self._saying(by, request.why):
+            return self.model.rollback(by=by) if request.to is None else self._back_to(request.to, by)
 
     def hold(self, request: Change, by: str) -> None:
         """Let nothing be promoted. Raises Conflict where no place is followed, and what `DesiredPlace.hold` raises."""
@@ -228,10 +235,12 @@ class Desk:
             if time.monotonic() > deadline:
                 raise StagingBusy(f"{self.name}: what it follows or watches is about to change the weights; look again")
 
-        with self.model.turn(check):  # a follower that looks in between waits, and finds what it wants
+        why = request.why or entry.request.why
+        # a follower that looks in between waits, and finds what it wants
+        with self.model.turn(check), self._saying(by, why):
             if place is not None:
                 revision = entry.revision if request.revision is None else request.revision
-                self._desire(place, entry, revision, request.why or entry.request.why, by)
+                self._desire(place, entry, revision, why, by)
             receipt = entry.staged.commit()
         self._forget(entry)
         self._look()
@@ -266,6 +275,29 @@ class Desk:
         while self.model.weights_id != wanted and time.monotonic() < deadline and self.model.watching:
             time.sleep(0.005)
         return self.model.history[-1] if self.model.weights_id == wanted else None
+
+    @contextmanager
+    def _saying(self, by: str, why: str) -> Iterator[None]:
+        """A block whose commit is for this reason."""
+        self._said = by, why
+        try:
+            yield
+        finally:
+            self._said = "", ""
+
+    def _note(self, receipt: SwapReceipt) -> None:
+        by, why = self._said
+        if receipt.by == by:
+            kept = {each.generation for each in self.model.history}
+            known = {number: said for number, said in self._whys.items() if number in kept}
+            self._whys = known | {receipt.generation: why}
+
+    def _why(self, receipt: SwapReceipt) -> str:
+        """As the operator said, or else the place that is followed."""
+        follower = self._find(Follower)
+        state: DesiredState | None = follower.desired if follower else None
+        said = {weights.weights_id: weights.why for weights in state.known} if state else {}
+        return self._whys.get(receipt.generation, said.get(receipt.weights_id, ""))
 
     def _look(self) -> None:
         for each in self.model.watching:
@@ -312,4 +344,6 @@ class Desk:
     def _on_event(self, event: Event) -> None:
         if event.kind in _REFUSED:
             self._refusals.append(refusal_of(event))
+        if event.receipt is not None:
+            self._note(event.receipt)
         self._events.append((next(self._numbers), event.as_dict()))

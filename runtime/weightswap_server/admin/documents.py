@@ -34,6 +34,12 @@ class StageRequest(Change, forbid_unknown_fields=True, kw_only=True):
     rate_limit: Annotated[float, Meta(gt=0)] | None = None
 
 
+class CommitRequest(Change, forbid_unknown_fields=True, kw_only=True):
+    """expect: the weights id that was looked at; another one that is staged by now is not committed."""
+
+    expect: Annotated[str, Meta(pattern="^[0-9a-f]{64}$")] | None = None
+
+
 class RollbackRequest(Change, forbid_unknown_fields=True, kw_only=True):
     """to: the beginning of a weights id; None: what was served, or desired, before. hold: of a desired state."""
 
@@ -56,13 +62,14 @@ class WatchRequest(Struct, forbid_unknown_fields=True, kw_only=True):
 
 
 class ServedWeights(Struct, kw_only=True):
-    """What new calls get; `since` in seconds since the epoch."""
+    """What new calls get; `since` in seconds since the epoch. why: as an operator or the followed place said."""
 
     weights_id: str
     generation: int
     labels: dict[str, str]
     since: float
     by: str
+    why: str
     source: str
     kind: str
     verified: str
@@ -138,10 +145,11 @@ class ModelStatus(Struct, kw_only=True):
 
 
 class ServerStatus(Struct, kw_only=True):
-    """The server and its models; times in seconds since the epoch."""
+    """The server, of the process `pid`, and its models; times in seconds since the epoch."""
 
     version: str
     time: float
+    pid: int
     started: float
     ready: bool
     stopping: bool
@@ -161,7 +169,7 @@ class Refusal(Struct, kw_only=True):
 
 
 class History(Struct, kw_only=True):
-    """Commits (`SwapReceipt`) and refusals, oldest first; `desired` and `withdrawn` are those of a followed place."""
+    """Commits (`SwapReceipt`, and `why`) and refusals, oldest first. desired, withdrawn: those of a followed place."""
 
     receipts: list[dict[str, Any]]
     refusals: list[Refusal]

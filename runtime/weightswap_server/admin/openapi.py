@@ -48,7 +48,7 @@ def description(models: Sequence[str], changes: Mapping[str, type[Any]]) -> dict
     one, repository = "/admin/models/{name}", "/v2/repository"
     paths: dict[str, Any] = {
         "/admin/status": {"get": operation("The server, and all its models.", server)},
-        "/admin/events": {"get": operation("What happens, as it does.", {}, media="text/event-stream")},
+        "/admin/events": {"get": _events()},
         "/admin/uploads": {"get": operation("What was uploaded.", uploads)},
         "/admin/uploads/{file}": {"put": _upload(uploaded), "delete": _removal(), "parameters": [file]},
         one: {"get": operation("A model.", model), "parameters": [name]},
@@ -76,6 +76,11 @@ def description(models: Sequence[str], changes: Mapping[str, type[Any]]) -> dict
         "security": [{"token": []}],
         "components": {"schemas": components, "securitySchemes": {"token": {"type": "http", "scheme": "bearer"}}},
     }
+
+
+def _events() -> dict[str, Any]:
+    load = {"name": "load", "in": "query", "required": False, "schema": {"type": "string"}}
+    return operation("What happens, as it does.", {}, media="text/event-stream") | {"parameters": [load]}
 
 
 def _upload(uploaded: Any) -> dict[str, Any]:

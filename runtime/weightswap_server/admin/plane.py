@@ -21,12 +21,13 @@ from .allowing import Allowed
 from .app import AdminPages
 from .audit import AuditLog
 from .desk import Desk
+from .load_series import EVERY, LoadSeries
+from .operator_page import OPEN_PATHS
 from .settings import AdminSettings
 from .tokens import TokenGuard, read_tokens
 from .uploads import UploadDirectory
 
 _LOOK = 0.5  # seconds between two looks after what is staged
-OPEN_PATHS: frozenset[str] = frozenset()
 
 
 class AdminPlane:
@@ -44,7 +45,10 @@ class AdminPlane:
             )
         allowed = Allowed(settings.allow, uploads.folder if uploads else None)
         self.desks = {served.name: Desk(served, allowed, settings.staged_timeout) for served in service.served}
-        self._pages = AdminPages(service, self.desks, audit, uploads, settings)
+        self._load = LoadSeries(
+            service.metrics, {name: {name, *desk.served.methods} for name, desk in self.desks.items()}
+        )
+        self._pages = AdminPages(service, self.desks, self._load, audit, uploads, settings)
         self._http = HttpServer(TokenGuard(self._pages.app(), tokens, self._pages.refuse, OPEN_PATHS), settings.http)
         self._ending = Event()
         self.port = 0
@@ -65,8 +69,9 @@ class AdminPlane:
             begun: Future[None] = Future()
             server = Thread(target=self._serve, args=(listener, begun), name="weightswap-admin")
             keeper = Thread(target=self._look_after, name="weightswap-admin-desk", daemon=True)
-            server.start()
-            keeper.start()
+            counter = Thread(target=self._count, name="weightswap-admin-load", daemon=True)
+            for thread in (server, keeper, counter):
+                thread.start()
             try:
                 begun.result()
                 yield
@@ -76,8 +81,8 @@ class AdminPlane:
                 for desk in self.desks.values():
                     desk.close()
                 self._http.should_exit = True
-                server.join()
-                keeper.join()
+                for thread in (server, keeper, counter):
+                    thread.join()
 
     def _serve(self, listener: socket.socket, begun: Future[None]) -> None:
         begun.set_result(None)
@@ -93,6 +98,13 @@ class AdminPlane:
                     desk.look_after()
                 except Exception:
                     log.exception("%s: what is staged could not be looked after", desk.name)
+
+    def _count(self) -> None:
+        while not self._ending.wait(EVERY):
+            try:
+                self._load.sample()
+            except Exception:
+                log.exception("the load could not be counted")
 
     def _listener(self) -> AbstractContextManager[socket.socket]:
         if self.settings.socket is not None:

@@ -28,16 +28,14 @@ class Entry:
     since: float = field(default_factory=time.time)
 
 
-def served_weights(history: tuple[SwapReceipt, ...]) -> ServedWeights | None:
-    if not history:
-        return None
-    last = history[-1]
+def served_weights(last: SwapReceipt, why: str) -> ServedWeights:
     return ServedWeights(
         weights_id=last.weights_id,
         generation=last.generation,
         labels=dict(last.labels),
         since=last.committed_at,
         by=last.by,
+        why=why,
         source=last.source,
         kind=last.kind,
         verified=last.verified,

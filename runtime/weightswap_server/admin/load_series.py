@@ -1,0 +1,116 @@
+"""What each model has answered in each of the last seconds, taken from the server's metrics."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter, deque
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+from msgspec import Struct
+
+from weightswap_server.metrics import ServerMetrics
+
+KEPT = 600  # points of each model
+EVERY = 1.0  # seconds between two
+_Series = tuple[str, str]  # the name that was asked for, and the weights id
+
+
+class LoadPoint(Struct, kw_only=True):
+    """About one second that ended at `time`, in seconds since the epoch. Counts are of requests.
+
+    refused, failed: those that were answered with 4xx, and with 5xx. p50, p99: seconds, estimated from the buckets of
+    `weightswap_server_request_seconds`; None where nothing was answered. weights: how many by weights id.
+    """
+
+    time: float
+    seconds: float
+    answered: int
+    refused: int
+    failed: int
+    p50: float | None
+    p99: float | None
+    weights: dict[str, int]
+
+
+class _Totals(NamedTuple):
+    """Since the server's start: calls by the limit of their bucket, and refusals by status."""
+
+    buckets: dict[_Series, dict[float, float]]
+    refusals: dict[str, Counter[str]]
+
+
+class LoadSeries:
+    """The last points of each model. `sample` is called by one thread, `after` by any."""
+
+    def __init__(self, metrics: ServerMetrics, models: Mapping[str, Iterable[str]]) -> None:
+        """models: by model, the names under which it is asked."""
+        self._metrics = metrics
+        self._models = {name: frozenset(names) for name, names in models.items()}
+        self._points: dict[str, deque[LoadPoint]] = {name: deque(maxlen=KEPT) for name in models}
+        self._at, self._totals = time.monotonic(), _totals(metrics)
+
+    def sample(self) -> None:
+        """Add a point to each model."""
+        before, began = self._totals, self._at
+        self._totals, self._at = _totals(self._metrics), time.monotonic()
+        for model, names in self._models.items():
+            self._points[model].append(_point(before, self._totals, names, self._at - began))
+
+    def after(self, model: str, moment: float) -> list[LoadPoint]:
+        """The points that are younger than a time, oldest first."""
+        return [point for point in list(self._points[model]) if point.time > moment]
+
+
+def _totals(metrics: ServerMetrics) -> _Totals:
+    found = _Totals({}, {})
+    for sample in (each for metric in metrics.seconds.collect() for each in metric.samples):
+        if sample.name.endswith("_bucket"):
+            series = sample.labels["model"], sample.labels["weights_id"]
+            found.buckets.setdefault(series, {})[float(sample.labels["le"])] = sample.value
+    for sample in (each for metric in metrics.requests.collect() for each in metric.samples):
+        if sample.name.endswith("_total") and sample.labels["status"] != "200":
+            refusals = found.refusals.setdefault(sample.labels["model"], Counter())
+            refusals[sample.labels["status"]] += int(sample.value)
+    return found
+
+
+def _point(before: _Totals, after: _Totals, names: frozenset[str], seconds: float) -> LoadPoint:
+    weights: Counter[str] = Counter()
+    buckets: Counter[float] = Counter()
+    for series, now in after.buckets.items():
+        if series[0] in names:
+            then = before.buckets.get(series, {})
+            grown = {limit: int(value - then.get(limit, 0.0)) for limit, value in now.items()}
+            weights[series[1]] += max(grown.values())
+            buckets.update(grown)
+    refusals: Counter[str] = Counter()
+    for name in names & after.refusals.keys():
+        refusals += after.refusals[name] - before.refusals.get(name, Counter())
+    ordered = sorted(buckets.items())
+    return LoadPoint(
+        time=time.time(),
+        seconds=seconds,
+        answered=weights.total(),
+        refused=sum(count for status, count in refusals.items() if status < "500"),
+        failed=sum(count for status, count in refusals.items() if status >= "500"),
+        p50=quantile(ordered, 0.5),
+        p99=quantile(ordered, 0.99),
+        weights={weights_id: count for weights_id, count in weights.items() if count},
+    )
+
+
+def quantile(buckets: Sequence[tuple[float, int]], share: float) -> float | None:
+    """The value below which a share of a histogram lies, evenly spread in its bucket, as Prometheus estimates it.
+
+    buckets: their upper limits, rising, each with how many are at most as large. None: there are none.
+    """
+    total = buckets[-1][1] if buckets else 0
+    if total == 0:
+        return None
+    rank, low, below = share * total, 0.0, 0
+    for limit, count in buckets:
+        if count >= rank and count > below:
+            return low if limit == float("inf") else low + (limit - low) * (rank - below) / (count - below)
+        low, below = limit, count
+    return low
