@@ -176,17 +176,17 @@ class AdminPages:
     async def _event_stream(self, with_load: bool) -> AsyncIterator[bytes]:
         """`status` at first and after each event, `event` for what happens, `staging` while something is staged.
 
-        with_load: and `load`, with the points of the last minutes at first, and then each as it comes.
+        with_load: and `load`, with the points of the last minutes at first, then each as it comes, with a `status`.
         """
         seen = {name: desk.last_event for name, desk in self._desks.items()}
         counted = dict.fromkeys(self._desks, 0.0) if with_load else {}
         told = time.monotonic()
         yield _event("status", await in_thread(self._server_status))
         while not self.ending:
-            lines = list(self._news(seen))
+            lines = [*self._news(seen), *self._loads(counted)]
             if lines:
                 lines.append(_event("status", await in_thread(self._server_status)))
-            lines += [*self._stagings(), *self._loads(counted)]
+            lines += self._stagings()
             if not lines and time.monotonic() > told + _QUIET:
                 lines = [b": \n\n"]
             if lines:

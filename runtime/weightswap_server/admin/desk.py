@@ -16,7 +16,7 @@ from typing import Any
 
 from weightswap_runtime.desired.document import DesiredState
 from weightswap_runtime.desired.place import DesiredPlace, Known
-from weightswap_runtime.errors import NothingToRollBack, StageClosed, StagingBusy, Unsupported
+from weightswap_runtime.errors import DesiredError, NothingToRollBack, StageClosed, StagingBusy, Unsupported
 from weightswap_runtime.live.events import Event
 from weightswap_runtime.live.receipt import SwapReceipt
 from weightswap_runtime.live.watching.follower import Follower
@@ -335,8 +335,14 @@ class Desk:
             raise Conflict(f"{self.name}: follows or watches something already; unfollow it first")
 
     def _desired(self) -> DesiredState | None:
-        place = self._place
-        return place.read() if place is not None else None
+        """What is desired, or was when the place could last be read."""
+        follower = self._find(Follower)
+        if follower is None:
+            return None
+        try:
+            return follower.place.read()
+        except DesiredError:
+            return follower.desired
 
     def _find(self, kind: type[Any]) -> Any:
         return next((each for each in self.model.watching if isinstance(each, kind)), None)

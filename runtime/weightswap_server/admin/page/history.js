@@ -1,0 +1,138 @@
+// Commits with their receipts, and what was refused, the youngest first.
+
+import { html, useState } from "./vendor/htm/preact.js";
+import { Facts, Id, Labels, Section, When, bytes, duration, plain } from "./parts.js";
+
+const FIRST = 20; // entries that are shown at once
+
+const FORMATS = {
+  bytes_read: bytes,
+  bytes_copied: bytes,
+  seconds_staged: duration,
+  seconds_verified: duration,
+  seconds_paused: duration,
+  committed_at: (at) => new Date(at * 1000).toISOString(),
+};
+const OWN = new Set(["generation", "labels", "why", "by"]); // which the entry shows itself
+
+const empty = (value) => value === null || value === "" || (typeof value === "object" && !Object.keys(value).length);
+
+function Receipt({ receipt }) {
+  const fields = Object.entries(receipt).filter(([name, value]) => !OWN.has(name) && !empty(value));
+  const rows = fields.map(([name, value]) => [name.replaceAll("_", " "), (FORMATS[name] ?? plain)(value)]);
+  return html`<details>
+    <summary>Receipt</summary>
+    <${Facts} rows=${rows} />
+  </details>`;
+}
+
+function Commit({ receipt, now, serving, rollBack }) {
+  const { generation, kind, weights_id, labels, by, why, source, seconds_paused, committed_at } = receipt;
+  return html`<li class="entry">
+    <div class="line">
+      <span class=${`badge ${serving ? "good" : "plain"}`}>${serving ? "serving" : "commit"}</span>
+      <strong>generation ${generation}</strong>
+      <${Id} id=${weights_id} />
+      <${Labels} labels=${labels} />
+      <span class="muted push"><${When} at=${committed_at} now=${now} /></span>
+    </div>
+    <div class="told line">
+      <span>
+        ${kind === "full" ? "" : `${kind}, `}${by && `by ${by}, `}paused ${duration(seconds_paused)}${why && html`: <q>${why}</q>`}
+      </span>
+      ${rollBack &&
+      html`<button
+        type="button"
+        class="button push"
+        aria-label=${`Roll back to generation ${generation}, ${weights_id.slice(0, 12)}`}
+        onClick=${rollBack}
+      >
+        Roll back to this
+      </button>`}
+    </div>
+    <${Receipt} receipt=${receipt} />
+  </li>`;
+}
+
+function Desired({ weights, now, rollBack }) {
+  return html`<li class="entry">
+    <div class="line">
+      <span class="badge plain">desired</span>
+      <${Id} id=${weights.weights_id} />
+      <${Labels} labels=${weights.labels} />
+      <span class="muted push"><${When} at=${weights.since} now=${now} /></span>
+    </div>
+    <div class="told line">
+      <span>
+        ${weights.by && `by ${weights.by}, `}not served by this process yet${weights.why && html`: <q>${weights.why}</q>`}
+      </span>
+      <button
+        type="button"
+        class="button push"
+        aria-label=${`Roll back to ${weights.weights_id.slice(0, 12)}`}
+        onClick=${rollBack}
+      >
+        Roll back to this
+      </button>
+    </div>
+  </li>`;
+}
+
+function Refusal({ refusal, now }) {
+  const { event, kind, error, source, by, phase, time } = refusal;
+  const quiet = event === "cancelled" || event === "discarded";
+  return html`<li class="entry">
+    <div class="line">
+      <span class=${`badge ${quiet ? "plain" : "bad"}`}>${event}</span>
+      ${kind && html`<strong>${kind}</strong>`}
+      <span class="muted push"><${When} at=${time} now=${now} /></span>
+    </div>
+    ${error && html`<p class="told reason">${error}</p>`}
+    <p class="told muted">${source}${by && `, by ${by}`}${phase && `, while ${phase}`}</p>
+  </li>`;
+}
+
+/** What a model may be rolled back to, by weights id. */
+function targets(history, model) {
+  const served = model.served?.weights_id;
+  const full = history.receipts.filter(({ kind }) => kind === "full");
+  const known = model.following ? [...history.withdrawn, ...history.desired] : full;
+  return new Map(known.filter(({ weights_id }) => weights_id !== served).map((each) => [each.weights_id, each]));
+}
+
+function entries(history, model, now, ask) {
+  const back = targets(history, model);
+  const rollBack = (id) => back.has(id) && (() => ask({ call: "rollback", target: back.get(id) }));
+  const seen = new Set(history.receipts.map(({ weights_id }) => weights_id));
+  const commits = history.receipts.map((receipt) => {
+    const serving = receipt.generation === model.served?.generation;
+    const more = { receipt, now, serving, rollBack: rollBack(receipt.weights_id) };
+    return [receipt.committed_at, html`<${Commit} key=${`commit ${receipt.generation}`} ...${more} />`];
+  });
+  const desired = [...back.values()]
+    .filter(({ weights_id }) => !seen.has(weights_id))
+    .map((weights) => {
+      const more = { weights, now, rollBack: rollBack(weights.weights_id) };
+      return [weights.since, html`<${Desired} key=${`desired ${weights.weights_id}`} ...${more} />`];
+    });
+  const refusals = history.refusals.map((refusal, place) => [
+    refusal.time,
+    html`<${Refusal} key=${`refusal ${refusal.time} ${place}`} refusal=${refusal} now=${now} />`,
+  ]);
+  return [...commits, ...desired, ...refusals].sort(([one], [other]) => other - one).map(([, entry]) => entry);
+}
+
+/** The section. history: null while it is on its way. */
+export function History({ history, model, now, ask }) {
+  const [all, setAll] = useState(false);
+  const known = history ? entries(history, model, now, ask) : [];
+  const hidden = all ? 0 : Math.max(0, known.length - FIRST);
+  return html`<${Section} id="history" title="History">
+    ${!known.length && html`<p class="hint">${history ? "Nothing was committed or refused yet." : "Loading…"}</p>`}
+    <ol class="entries">
+      ${all ? known : known.slice(0, FIRST)}
+    </ol>
+    ${hidden > 0 &&
+    html`<button type="button" class="button" onClick=${() => setAll(true)}>Show ${hidden} older ones</button>`}
+  <//>`;
+}
