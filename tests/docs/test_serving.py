@@ -13,8 +13,9 @@ from pathlib import Path
 import pytest
 
 from tests.support.pages import page, python, served
-from weightswap_runtime import DesiredPlace
+from weightswap_runtime import DesiredPlace, load
 from weightswap_server import Settings
+from weightswap_server.signatures import SignatureRefused, requires
 
 BLOCKS = {kind: re.findall(rf"```{kind}\n(.*?)```", page("serving"), re.DOTALL) for kind in ("python", "sh")}
 
@@ -89,10 +90,18 @@ def test_an_operator_pushes_weights_and_takes_them_back(folder: Path, ports: dic
     assert state.hold.why == "tags are slow"
 
 
+def test_weights_are_signed(folder: Path) -> None:
+    pytest.importorskip("model_signing")
+    commands(folder, BLOCKS["sh"][9])
+    model = load(folder / "tagger.artifact", folder / "v2.safetensors", admit=requires(str(folder / "public.pem")))
+    with pytest.raises(SignatureRefused):
+        model.swap(folder / "v1.safetensors")
+
+
 def commands(folder: Path, text: str) -> str:
     """Commands of the page; the programs among them are those of this checkout."""
     program = f"{sys.executable} -c 'from weightswap_tools.commands.{{0}} import {{0}}_command; {{0}}_command()'"
-    return shell(folder, re.sub(r"weightswap (desired|push|status)", lambda found: program.format(found[1]), text))
+    return shell(folder, re.sub(r"weightswap (desired|push|sign|status)", lambda found: program.format(found[1]), text))
 
 
 def test_in_a_program(folder: Path) -> None:
