@@ -12,13 +12,14 @@ import msgspec
 
 from weightswap_runtime.tensors.content import TensorBytes, as_array
 
+from .canary.canary import HEADER
 from .errors import BadRequest
 from .generating import END, Generation
 from .grpc_messages import SERVICE, message_class
 from .protocol import DATATYPE_OF, GenerateParameters, GenerateRequest
 from .service import Service
 from .settings import Settings
-from .tensors_on_the_wire import Answer, chosen, dtype_of, from_bytes, from_values
+from .tensors_on_the_wire import Answer, chosen, dtype_of, from_bytes, from_values, version_of
 
 _WORKERS = 64
 _CONTENTS = {
@@ -115,7 +116,8 @@ class _Methods:
 
     def _infer(self, request: Any, context: grpc.ServicerContext) -> Any:
         tensors = _tensors(request)
-        served, call = self._service.call(request.model_name, request.model_version, tensors)
+        wish = dict(context.invocation_metadata()).get(HEADER, "")
+        served, call = self._service.call(request.model_name, request.model_version, tensors, str(wish))
         wanted = [output.name for output in request.outputs]
         call.method.check_outputs(wanted)
         served.thread.submit(call)
@@ -210,9 +212,10 @@ def _from_contents(tensor: Any) -> TensorBytes:
 def response(request: Any, answer: Answer, wanted: list[str]) -> Any:
     """The message of an answer; its tensors are raw."""
     made = message_class("ModelInferResponse")(
-        model_name=request.model_name, model_version=str(answer.generation), id=request.id
+        model_name=request.model_name, model_version=version_of(answer), id=request.id
     )
-    made.parameters["generation"].int64_param = answer.generation
+    if answer.generation is not None:
+        made.parameters["generation"].int64_param = answer.generation
     made.parameters["weights_id"].string_param = answer.weights_id
     for name, content in chosen(answer.outputs, wanted):
         made.outputs.add(name=name, datatype=DATATYPE_OF[content.dtype], shape=content.shape)
