@@ -29,13 +29,17 @@ Observe = Callable[["Call", Answer, float, int], object]  # the call, its answer
 
 
 class Call:
-    """One request's call of a method, and its answer to come. `version`: the generation that it asks for. `canary`:
-    whose answer it is, instead of the served weights'."""
+    """One request's call of a method, and its answer to come. `version`: the generation that it asks for;
+    `traceparent`: the span that it belongs to, as W3C writes it; `canary`: whose answer it is, instead of the served
+    weights'."""
 
-    def __init__(self, method: Method, flat: Flat, version: str = "", canary: Canary | None = None) -> None:
+    def __init__(
+        self, method: Method, flat: Flat, version: str = "", traceparent: str = "", canary: Canary | None = None
+    ) -> None:
         self.method = method
         self.flat = flat
         self.version = version
+        self.traceparent = traceparent
         self.canary = canary
         self.arrived = time.perf_counter()
         self.answer: Future[Answer] = Future()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 import zlib
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -69,12 +70,14 @@ class _Pages:
         """A page whose errors are answers, too."""
 
         async def answer(request: Request) -> Response:
+            arrived = time.perf_counter()
             try:
                 return await page(request)
             except ClientDisconnect:
                 return Response(status_code=400)
             except Exception as error:
-                return refusal(self._service.refused(request.path_params.get("name", ""), error))
+                name, parent = request.path_params.get("name", ""), request.headers.get("traceparent", "")
+                return refusal(self._service.refused(name, error, arrived, parent))
 
         return answer
 
@@ -119,7 +122,9 @@ class _Pages:
         self._service.find(name, version)
         body = await body_of(request, self._service.settings)
         asked, tensors = read_request(body, request.headers.get(HEADER_LENGTH))
-        served, call = self._service.call(name, version, tensors, request.headers.get(HEADER, ""))
+        headers = request.headers
+        traceparent, wish = headers.get("traceparent", ""), headers.get(HEADER, "")
+        served, call = self._service.call(name, version, tensors, traceparent, wish)
         chosen_names = [output.name for output in asked.outputs or ()]
         call.method.check_outputs(chosen_names)
         return _answer(name, asked, await self._service.answer(served, call))
@@ -134,7 +139,7 @@ class _Pages:
         name = request.path_params["name"]
         self._service.find(name)
         asked = decoded(await body_of(request, self._service.settings), GenerateRequest)
-        return Generation(self._service, name, "", asked)
+        return Generation(self._service, name, "", asked, request.headers.get("traceparent", ""))
 
 
 def _answer(name: str, asked: InferRequest, answer: Answer) -> Response:

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from concurrent.futures import Future
 from functools import partial
 from threading import Lock
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from weightswap_runtime import __version__
 from weightswap_runtime.errors import Unsupported
@@ -22,9 +22,12 @@ from .canary.canary import Canary, Plan
 from .errors import Failure, NotReady, Overloaded, TookTooLong, UnknownModel, failure, log
 from .metrics import ServerMetrics
 from .models import Method
-from .protocol import EXTENSIONS, IndexEntry, ModelMetadata, ServerMetadata, TensorMetadata
+from .protocol import EXTENSIONS, Answered, IndexEntry, ModelMetadata, ServerMetadata, TensorMetadata
 from .settings import Settings
 from .tensors_on_the_wire import Answer
+
+if TYPE_CHECKING:
+    from .traces import Traces
 
 PLATFORM = "weightswap"
 
@@ -32,7 +35,9 @@ PLATFORM = "weightswap"
 class Served:
     """A model of the server: its methods, the thread that calls it, and whether it is warm."""
 
-    def __init__(self, name: str, model: Model, settings: Settings, metrics: ServerMetrics) -> None:
+    def __init__(
+        self, name: str, model: Model, settings: Settings, metrics: ServerMetrics, traces: Traces | None
+    ) -> None:
         self.name = name
         self.model = model
         self.generates = model.artifact.manifest.generation is not None
@@ -43,7 +48,8 @@ class Served:
             max_delay=settings.max_delay,
             observe=self._observe,
         )
-        self._metrics, self._names = metrics, {method: known for known, method in self.methods.items()}
+        self._names = {method: known for known, method in self.methods.items()}
+        self._metrics, self._traces = metrics, traces
         self.canary: Canary | None = None
         self.warm = False
         self.unloaded = False  # by an operator
@@ -85,12 +91,6 @@ class Served:
         canary = self.canary
         return canary if canary is not None and not version and canary.answers_next(wish) else None
 
-    def _observe(self, call: Call, answer: Answer, began: float, together: int) -> None:
-        self._metrics.answered(self._names, call, answer, began, together)
-        if (canary := self.canary) is not None:
-            seconds, mine = time.perf_counter() - call.arrived, call.canary is canary
-            canary.answered(call.method, call.flat, answer, seconds, by_canary=mine)
-
     def _batch(self) -> None:
         for method in self.methods.values():
             try:
@@ -100,7 +100,18 @@ class Served:
             else:
                 self.thread.batch(method, min(self._settings.max_batch, limit or self._settings.max_batch))
 
+    def _observe(self, call: Call, answer: Answer, began: float, together: int) -> None:
+        name = self._names[call.method]
+        self._metrics.answered(name, call, answer, began, together)
+        if self._traces is not None:
+            self._traces.answered(name, call, answer, began, together)
+        if (canary := self.canary) is not None:
+            seconds, mine = time.perf_counter() - call.arrived, call.canary is canary
+            canary.answered(call.method, call.flat, answer, seconds, by_canary=mine)
+
     def _on_event(self, event: Event) -> None:
+        if self._traces is not None:
+            self._traces.changed(self.name, event)
         if not self.warm and event.kind == "committed":
             self.thread.do(self._warm_up)
 
@@ -121,6 +132,12 @@ class Served:
             self.thread.try_out(method, sample)
         if limit := self.thread.limit(method):
             self.thread.try_out(method, joined([sample] * (limit // sample[0].shape[0])))
+
+
+def _traces() -> Traces:
+    from .traces import Traces
+
+    return Traces()
 
 
 def _methods(name: str, model: Model) -> dict[str, Method]:
@@ -147,10 +164,11 @@ class Service:
         settings.check()
         self.settings = settings
         self.metrics = ServerMetrics()
+        self.traces = _traces() if settings.traces else None
         self.stopping = False
         self.streams = 0
         self._counting = Lock()
-        self.served = [Served(name, model, settings, self.metrics) for name, model in models.items()]
+        self.served = [Served(name, model, settings, self.metrics, self.traces) for name, model in models.items()]
         self._by_name = {known: served for served in self.served for known in served.methods or (served.name,)}
 
     @property
@@ -180,7 +198,9 @@ class Service:
             raise NotReady(f"{name} was unloaded by an operator")
         return served
 
-    def call(self, name: str, version: str, tensors: Mapping[str, TensorBytes], wish: str = "") -> tuple[Served, Call]:
+    def call(
+        self, name: str, version: str, tensors: Mapping[str, TensorBytes], traceparent: str = "", wish: str = ""
+    ) -> tuple[Served, Call]:
         """A call, checked. wish: "1" asks for a canary, "0" for none.
 
         Raises UnknownModel, NotReady, InputMismatch and BadRequest.
@@ -189,7 +209,8 @@ class Service:
         method = served.methods.get(name)
         if method is None:
             raise Unsupported(f"{name} generates: POST /v2/models/{name}/generate, or generate_stream")
-        return served, Call(method, method.arguments(tensors), version, served.choose(version, wish))
+        canary = served.choose(version, wish)
+        return served, Call(method, method.arguments(tensors), version, traceparent, canary)
 
     async def answer(self, served: Served, call: Call) -> Answer:
         """Run a call, in this thread where that is quick. Raises Overloaded, NotReady, TookTooLong, and its errors."""
@@ -232,13 +253,21 @@ class Service:
             self.streams -= 1
             self.metrics.streams.set(self.streams)
 
-    def refused(self, name: str, error: BaseException) -> Failure:
-        """What a client is told of an error, which is counted."""
+    def generated(self, name: str, said: Answered, seconds: float, traceparent: str) -> None:
+        """Count a generation that has ended."""
+        self.metrics.generated(name, said.weights_id, seconds)
+        if self.traces is not None:
+            self.traces.generated(name, said, time.perf_counter() - seconds, traceparent)
+
+    def refused(self, name: str, error: BaseException, arrived: float = 0.0, traceparent: str = "") -> Failure:
+        """What a client is told of an error, which is counted. `arrived`: the request, by `perf_counter`."""
         told = failure(error)
         served = self._by_name.get(name)
         if told.status == 500 and served is not None and served.canary is not None:
             served.canary.served.failed()
         self.metrics.refused(name if served else "", served.model.weights_id if served else None, told.status)
+        if self.traces is not None and arrived:
+            self.traces.refused(name if served else "", error, arrived, traceparent)
         return told
 
     def server_metadata(self) -> ServerMetadata:

@@ -57,6 +57,9 @@ def serve(
     max_streams: Annotated[int, typer.Option(help="Generations at once, each with a context.")] = 16,
     stream_timeout: Annotated[float, typer.Option(help="Seconds for which a generation may go on.")] = 300.0,
     grace: Annotated[float, typer.Option(help="Seconds in which a stop finishes what was accepted.")] = 30.0,
+    traces: Annotated[
+        bool, typer.Option("--traces", help="Send spans by OpenTelemetry, where its variables OTEL_* say.")
+    ] = False,
     admin_port: Annotated[
         int | None, typer.Option(help="Listen to operators there, who need a token; 0 takes a free port.")
     ] = None,
@@ -117,8 +120,13 @@ def serve(
             max_streams=max_streams,
             stream_timeout=stream_timeout,
             grace=grace,
+            traces=traces,
         )
         settings.check()
+        if traces:
+            from weightswap_server.traces import export_spans
+
+            export_spans()
         admin = None
         if admin_port is not None or admin_socket is not None:
             admin = AdminSettings(
