@@ -105,7 +105,7 @@ class Served:
         self._metrics.answered(name, call, answer, began, together)
         if self._traces is not None:
             self._traces.answered(name, call, answer, began, together)
-        if (canary := self.canary) is not None:
+        if (canary := self.canary) is not None and call.canary in (None, canary):
             seconds, mine = time.perf_counter() - call.arrived, call.canary is canary
             canary.answered(call.method, call.flat, answer, seconds, by_canary=mine)
 

@@ -11,8 +11,10 @@ from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import ec, ed25519
 from typer.testing import CliRunner
 
+from tests.support.administered import TOKEN, administered
 from tests.support.tiny import TinyArtifact, WriteDelta, WriteWeights, serves
 from weightswap_runtime import DesiredPlace, MissingExtra, SwapError, UnexpectedWeights, Unsupported, load
+from weightswap_tools.commands.push import push_command
 from weightswap_tools.commands.sign import sign_command
 
 pytest.importorskip("model_signing")
@@ -70,6 +72,21 @@ def test_only_what_was_signed_is_served(
         model.swap(third)
     model.swap(signed(third, keys))
     assert serves(model, 3)
+
+
+def test_a_push_brings_its_signature(
+    tiny: TinyArtifact, weight_file: WriteWeights, keys: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WEIGHTSWAP_ADMIN_TOKEN", TOKEN)
+    (tmp_path / "uploads").mkdir()
+    model = load(tiny.path, signed(weight_file(1), keys), admit=requires(str(keys / "ours.pem")))
+    with administered({"tiny": model}, upload_dir=str(tmp_path / "uploads")) as server:
+        assert server.admin is not None
+        refused = CliRunner().invoke(push_command, [server.admin.where, str(weight_file(2))])
+        assert (refused.exit_code, "not signed" in refused.stderr) == (1, True)
+        done = CliRunner().invoke(push_command, [server.admin.where, str(signed(weight_file(2), keys))])
+        assert done.exit_code == 0, done.stderr
+        assert serves(model, 2)
 
 
 def test_a_signature_is_of_the_bytes(tiny: TinyArtifact, weight_file: WriteWeights, keys: Path, tmp_path: Path) -> None:

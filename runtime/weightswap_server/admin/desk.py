@@ -87,7 +87,8 @@ class Desk:
         )
 
     def history(self) -> History:
-        state = self._desired()
+        follower = self._find(Follower)
+        state = follower.desired if follower else None  # as it was read last: the place may be away
         return History(
             receipts=[receipt.as_dict() for receipt in self.model.history],
             refusals=list(self._refusals),
@@ -368,10 +369,6 @@ class Desk:
     def _check_free(self) -> None:
         if self.model.watching:
             raise Conflict(f"{self.name}: follows or watches something already; unfollow it first")
-
-    def _desired(self) -> DesiredState | None:
-        place = self._place
-        return place.read() if place is not None else None
 
     def _find(self, kind: type[Any]) -> Any:
         return next((each for each in self.model.watching if isinstance(each, kind)), None)
