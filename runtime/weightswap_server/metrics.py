@@ -4,6 +4,7 @@ weightswap_server_requests_total       model, weights_id, status: as over HTTP, 
 weightswap_server_request_seconds      histogram: model, weights_id; from a request's arrival in the queue to its answer
 weightswap_server_queue_seconds        histogram: model, weights_id; of that, until a call of the model began
 weightswap_server_batch_calls          histogram: model, weights_id; how many requests each call of the model answered
+weightswap_server_canary_errors_total, _compared_total, _differing_total   model, weights_id: of a canary and a shadow
 weightswap_server_queued               gauge: model; requests that wait
 weightswap_server_streams              gauge: generations that are open
 """
@@ -11,7 +12,6 @@ weightswap_server_streams              gauge: generations that are open
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
 from threading import Lock
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -29,7 +29,6 @@ from .tensors_on_the_wire import Answer
 
 if TYPE_CHECKING:
     from .batching import Call, ModelThread
-    from .models import Method
 
 MOST_WEIGHTS = 8  # ids of weights whose series are kept; of one that is older they go
 _SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)
@@ -61,6 +60,14 @@ class ServerMetrics:
         )
         self.queued = Gauge("weightswap_server_queued", "Requests that wait.", ("model",), registry=registry)
         self.streams = Gauge("weightswap_server_streams", "Generations that are open.", registry=registry)
+        self._trials = {
+            kind: Counter(f"weightswap_server_canary_{kind}", says, _LABELS, registry=registry)
+            for kind, says in (
+                ("errors", "Calls of a canary that failed."),
+                ("compared", "Answers that a canary gave beside the served weights."),
+                ("differing", "Those of them that differed."),
+            )
+        }
         self._known: dict[tuple[str, str], _Series] = {}
         self._lock = Lock()
         self._collectors: list[ModelCollector] = []
@@ -70,9 +77,9 @@ class ServerMetrics:
         self._collectors.append(ModelCollector(model, name, self._registry))
         self.queued.labels(name).set_function(lambda: thread.queued)
 
-    def answered(self, names: Mapping[Method, str], call: Call, answer: Answer, began: float, together: int) -> None:
+    def answered(self, name: str, call: Call, answer: Answer, began: float, together: int) -> None:
         """Count a call that was answered."""
-        series = self._series(names[call.method], answer.weights_id)
+        series = self._series(name, answer.weights_id)
         series.answered.inc()
         series.seconds.observe(time.perf_counter() - call.arrived)
         series.queue_seconds.observe(began - call.arrived)
@@ -83,6 +90,11 @@ class ServerMetrics:
         series = self._series(name, weights_id)
         series.answered.inc()
         series.seconds.observe(seconds)
+
+    def tried(self, name: str, kind: str, weights_id: str) -> None:
+        """Count what a canary has done: "errors", "compared" or "differing"."""
+        self._series(name, weights_id)
+        self._trials[kind].labels(name, weights_id).inc()
 
     def refused(self, name: str, weights_id: str | None, status: int) -> None:
         """Count a request that was not answered; a name that is not served is ''."""
@@ -106,7 +118,8 @@ class ServerMetrics:
             mine = [known for known in self._known if known[0] == name]
             for old in mine[: max(0, len(mine) + 1 - MOST_WEIGHTS)]:
                 del self._known[old]
-                for metric in (self.requests, self.seconds, self.queue_seconds, self.batch_calls):
+                series = (self.requests, self.seconds, self.queue_seconds, self.batch_calls)
+                for metric in (*series, *self._trials.values()):
                     metric.remove_by_labels(dict(zip(_LABELS, old, strict=True)))
             made = self._known[name, weights_id] = _Series(
                 self.requests.labels(name, weights_id, "200"),

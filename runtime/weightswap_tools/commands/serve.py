@@ -57,6 +57,9 @@ def serve(
     max_streams: Annotated[int, typer.Option(help="Generations at once, each with a context.")] = 16,
     stream_timeout: Annotated[float, typer.Option(help="Seconds for which a generation may go on.")] = 300.0,
     grace: Annotated[float, typer.Option(help="Seconds in which a stop finishes what was accepted.")] = 30.0,
+    traces: Annotated[
+        bool, typer.Option("--traces", help="Send spans by OpenTelemetry, where its variables OTEL_* say.")
+    ] = False,
     admin_port: Annotated[
         int | None, typer.Option(help="Listen to operators there, who need a token; 0 takes a free port.")
     ] = None,
@@ -76,6 +79,9 @@ def serve(
     max_uploads_gb: Annotated[float, typer.Option(help="What all uploads may take together, in 2^30 bytes.")] = 64.0,
     staged_timeout: Annotated[float, typer.Option(help="Seconds after which what is staged is given up.")] = 3600.0,
     audit_log: Annotated[str | None, typer.Option(help="Append a line of JSON for each call of operators.")] = None,
+    require_signature: Annotated[
+        str | None, typer.Option(help="A public key (PEM): serve only weights that it has signed (weightswap sign).")
+    ] = None,
     threads: Annotated[int | None, typer.Option(help="Of one call; by default one for each core.")] = None,
     engine: EngineOption = "torch",
     device: DeviceOption = HOST,
@@ -97,6 +103,7 @@ def serve(
         from weightswap_server.admin.settings import AdminSettings
         from weightswap_server.serving import Server, Source, default_name
         from weightswap_server.settings import Settings
+        from weightswap_server.signatures import requires
 
         settings = Settings(
             host=host,
@@ -113,8 +120,13 @@ def serve(
             max_streams=max_streams,
             stream_timeout=stream_timeout,
             grace=grace,
+            traces=traces,
         )
         settings.check()
+        if traces:
+            from weightswap_server.traces import export_spans
+
+            export_spans()
         admin = None
         if admin_port is not None or admin_socket is not None:
             admin = AdminSettings(
@@ -147,6 +159,7 @@ def serve(
             "device": device,
             "residency": residency.value,
             "op_libraries": op_library or (),
+            "admit": requires(require_signature) if require_signature is not None else None,
             "threads": threads if engine == "onnx" else None,  # else it is OpenMP's business
         }
         sources: dict[str, Source] = {
