@@ -153,7 +153,7 @@ export function Answering({ points, now, model }) {
       port of clients.
     </p>`;
   const told = Object.entries(counts).map(([id, count]) => {
-    const name = id === model.served?.weights_id ? "what is served" : id.slice(0, 12);
+    const name = { [model.served?.weights_id]: "what is served", [model.canary?.weights_id]: "the canary" }[id] ?? id.slice(0, 12);
     return `${name} ${number(count)} (${((100 * count) / total).toFixed(count === total ? 0 : 1)} %)`;
   });
   return html`<p class="hint">Answered in the last minute, by weights: ${told.join(", ")}</p>`;

@@ -1,6 +1,7 @@
 // One model: what it serves, what is staged, what it follows, its load and its history.
 
 import { html } from "./vendor/htm/preact.js";
+import { Canary } from "./canary.js";
 import { Answering, Load } from "./charts.js";
 import { History } from "./history.js";
 import { Facts, Id, Labels, Section, When, bytes, plain, verified } from "./parts.js";
@@ -18,6 +19,7 @@ const KNOWN = new Set([
   "served",
   "staged",
   "staging",
+  "canary",
   "following",
   "watching",
 ]);
@@ -74,7 +76,7 @@ function Progress({ staging }) {
 }
 
 function Staged({ model, now, ask }) {
-  const { staged, staging } = model;
+  const { staged, staging, canary } = model;
   const act = (call, name, enabled, strong) =>
     html`<button
       type="button"
@@ -84,7 +86,8 @@ function Staged({ model, now, ask }) {
     >
       ${name}
     </button>`;
-  const actions = staged && html`${act("discard", staged.ready ? "Discard" : "Abort", true)} ${act("commit", "Commit", staged.ready, true)}`;
+  const actions = staged && html`${act("discard", staged.ready && !canary ? "Discard" : "Abort", true)}
+    ${act("commit", canary ? "Promote" : "Commit", staged.ready, true)}`;
   return html`<${Section} id="staged" title="Staged" actions=${actions}>
     ${staging && html`<${Progress} staging=${staging} />`}
     ${!staged && !staging &&
@@ -177,6 +180,7 @@ export function Model({ model, server, points, history, now, ask }) {
       <${Served} model=${model} server=${server} now=${now} />
       <${Staged} model=${model} now=${now} ask=${ask} />
     </div>
+    <${Canary} canary=${model.canary} now=${now} />
     <${Following} model=${model} now=${now} ask=${ask} />
     <${Watching} model=${model} />
     <${Others} model=${model} />
