@@ -124,7 +124,13 @@ class TinyArtifact:
             "steps": torch.tensor(seed),
         }
 
-    def write(self, path: Path, values: Mapping[str, torch.Tensor], graph_id: str | None = None) -> Path:
+    def write(
+        self,
+        path: Path,
+        values: Mapping[str, torch.Tensor],
+        graph_id: str | None = None,
+        labels: Mapping[str, str] | None = None,
+    ) -> Path:
         """Write a weight file with our writer."""
         rows = {weight.name: TensorRow(weight.name, weight.dtype, weight.shape) for weight in WEIGHTS}
         order = [
@@ -135,7 +141,7 @@ class TinyArtifact:
         ]  # canonical: alignments 4, 4, 8, 4 -> by falling alignment, then name
         order.sort(key=lambda name: (-(size & -size) if (size := values[name].nbytes) else 0, name))
         data = {name: [_bytes(values[name])] for name in order}
-        write_weight_file(path, list(rows.values()), data, graph_id=graph_id or self.manifest.graph_id)
+        write_weight_file(path, list(rows.values()), data, graph_id=graph_id or self.manifest.graph_id, labels=labels)
         return path
 
     @staticmethod

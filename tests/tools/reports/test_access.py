@@ -6,44 +6,17 @@ from typing import Any
 
 import pytest
 
+from tests.support.browser import FAINT, NAMELESS
 from tests.tools.reports.conftest import Open
 from tests.tools.reports.samples import EVERYTHING
 
 STOPS = "a, button, input, summary, [tabindex='0'], [role=img], [role=region], [role=group]"
-NAMELESS = """all => all.filter(one => !(
-    one.getAttribute("aria-label") || one.labels?.[0]?.textContent.trim() || one.textContent.trim()
-)).map(one => one.outerHTML)"""
 UNREACHED = """all => all.filter(one => {
     const { overflowX, overflowY } = getComputedStyle(one);
     const moves = (way, inside, outside) => /auto|scroll/.test(way) && inside > outside + 1;
     return (moves(overflowX, one.scrollWidth, one.clientWidth) || moves(overflowY, one.scrollHeight, one.clientHeight))
         && one.tabIndex < 0 && !one.querySelector("a, button, [tabindex='0']");
 }).map(one => one.className)"""
-FAINT = """all => {
-    const canvas = document.createElement("canvas").getContext("2d", { willReadFrequently: true });
-    const parsed = (colour) => {
-        canvas.clearRect(0, 0, 1, 1);
-        canvas.fillStyle = colour;
-        canvas.fillRect(0, 0, 1, 1);
-        return [...canvas.getImageData(0, 0, 1, 1).data];
-    };
-    const behind = (one) => {
-        const [red, green, blue, alpha] = parsed(getComputedStyle(one).backgroundColor);
-        if (alpha === 255 || !one.parentElement) return [red, green, blue];
-        const below = behind(one.parentElement);
-        return [red, green, blue].map((value, place) => (alpha * value + (255 - alpha) * below[place]) / 255);
-    };
-    const text = (one) => [...one.childNodes].some((node) => node.nodeType === 3 && node.textContent.trim());
-    const contrast = (one) => {
-        const lights = [parsed(getComputedStyle(one).color).slice(0, 3), behind(one)].map((colour) => {
-            const parts = colour.map((value) => (value <= 10 ? value / 3294 : ((value / 255 + 0.055) / 1.055) ** 2.4));
-            return 0.2126 * parts[0] + 0.7152 * parts[1] + 0.0722 * parts[2] + 0.05;
-        });
-        return Math.max(...lights) / Math.min(...lights);
-    };
-    const read = all.filter((one) => text(one) && !one.closest("svg, [aria-hidden], script, style, noscript"));
-    return [read.length, read.filter((one) => contrast(one) < 4.5).map((one) => one.outerHTML)];
-}"""
 
 
 @pytest.fixture

@@ -136,9 +136,10 @@ function Desk({ token, leave }) {
   };
   const open = (change) => {
     setDone("");
-    ask({ ...change, model: name });
+    ask({ ...change, model: name, at: performance.now() });
   };
   if (!model) return html`<main><p class="hint">${connected ? "No models." : "Connecting…"}</p></main>`;
+  const close = () => ask((now) => (now === asked ? null : now)); // a dialog says so late
   const about = asked && server.models.find((each) => each.name === asked.model);
   return html`<${Top} server=${server} connected=${connected} model=${model} leave=${() => leave("")} />
     <main class=${connected ? "" : "stale"}>
@@ -153,7 +154,7 @@ function Desk({ token, leave }) {
         ask=${open}
       />
     </main>
-    ${about && html`<${Confirm} asked=${asked} model=${about} send=${send} close=${() => ask(null)} />`}`;
+    ${about && html`<${Confirm} key=${asked.at} asked=${asked} model=${about} send=${send} close=${close} />`}`;
 }
 
 function Page() {

@@ -1,0 +1,121 @@
+"""For who uses no mouse, sees little, or has a phone; what may run in the page, and what is served without a token."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests import ROOT
+from tests.server.page.conftest import OpenPage, clients, section
+from tests.support.administered import call, change
+from tests.support.browser import FAINT, NAMELESS
+from tests.support.tiny import WriteWeights, serves
+from weightswap_runtime import DesiredPlace
+from weightswap_server import Server
+from weightswap_server.admin.operator_page import OPEN_PATHS
+
+FOLDER = ROOT / "runtime" / "weightswap_server" / "admin" / "page"
+STOPS = "a, button, input, textarea, summary, progress, [tabindex='0'], [role=img], dialog"
+WIDE = "document.documentElement.scrollWidth > innerWidth"
+
+
+@pytest.fixture
+def eventful(server: Server, weight_file: WriteWeights, place: DesiredPlace) -> Server:
+    """With something in each section."""
+    change(server, "follow", place=place.where, interval=0.02)
+    change(server, "swap", source=str(weight_file(2)), why="better " * 20)
+    change(server, "swap", source=place.where)
+    change(server, "hold", why="quiet")
+    change(server, "canary", source=str(weight_file(3)), share=0.1)
+    return server
+
+
+def settled(page: Any) -> Any:
+    section(page, "history").get_by_text("generation 1").wait_for()
+    section(page, "canary").wait_for()
+    return page
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_texts_stand_out_and_all_has_a_name(eventful: Server, open_page: OpenPage, scheme: str) -> None:
+    page = settled(open_page(eventful, color_scheme=scheme))
+    for summary in page.locator("summary").all():
+        summary.press("Enter")
+    assert page.locator(STOPS).count() > 15
+    assert page.locator(STOPS).evaluate_all(NAMELESS) == []
+    count, faint = page.locator("body *").evaluate_all(FAINT)
+    assert count > 60
+    assert faint == []
+    section(page, "staged").get_by_role("button", name="Abort").click()
+    assert page.locator("dialog *").evaluate_all(FAINT)[1] == []
+    assert page.locator("dialog *").locator("button, textarea").evaluate_all(NAMELESS) == []
+    ids = page.locator("[id]").evaluate_all("all => all.map(one => one.id)")
+    assert len(ids) == len(set(ids)) > 5
+
+
+@pytest.mark.parametrize("width", [320, 390, 760])
+def test_nothing_is_wider_than_a_phone(eventful: Server, open_page: OpenPage, width: int) -> None:
+    page = settled(open_page(eventful, viewport={"width": width, "height": 700}))
+    for summary in page.locator("summary").all():
+        summary.press("Enter")
+    assert not page.evaluate(WIDE)
+    page.get_by_role("button", name="Abort").click()
+    assert not page.evaluate(WIDE)
+    box = page.get_by_role("dialog").bounding_box()
+    assert 0 <= box["x"] <= box["x"] + box["width"] <= width
+
+
+def test_a_commit_by_keys_alone(server: Server, open_page: OpenPage, weight_file: WriteWeights) -> None:
+    change(server, "stage", source=str(weight_file(2)))
+    page = open_page(server)
+    section(page, "staged").get_by_role("button", name="Commit").wait_for()
+    for _ in range(20):
+        page.keyboard.press("Tab")
+        if page.evaluate("document.activeElement.textContent.trim()") == "Commit":
+            break
+    page.keyboard.press("Enter")
+    page.get_by_role("dialog").wait_for()
+    page.keyboard.press("Escape")
+    assert page.evaluate("document.activeElement.textContent.trim()") == "Commit"  # back where it was
+    page.keyboard.press("Enter")
+    page.get_by_role("dialog").wait_for()
+    page.keyboard.type("by keys")
+    page.keyboard.press("Tab")
+    page.keyboard.press("Tab")
+    page.keyboard.press("Enter")
+    section(page, "served").get_by_text("by keys").wait_for()
+    assert serves(server.service.served[0].model, 2)
+
+
+def test_nothing_moves_while_numbers_change(eventful: Server, open_page: OpenPage) -> None:
+    page = settled(open_page(eventful))
+    with clients(eventful):
+        section(page, "load").get_by_text("what is served").wait_for()
+        page.evaluate("""() => {
+            window.moved = 0;
+            new PerformanceObserver((list) => list.getEntries().forEach((each) => (window.moved += each.value)))
+                .observe({ type: "layout-shift" });
+        }""")
+        page.wait_for_timeout(2500)
+        assert page.evaluate("window.moved") < 0.01
+
+
+def test_its_files_need_no_token_and_may_run_nothing_else(server: Server) -> None:
+    assert len(OPEN_PATHS) > 8
+    for path in sorted(OPEN_PATHS):
+        found = call(server, path, headers={})
+        assert found.status == 200
+        policy = found.headers["content-security-policy"]
+        assert "default-src 'none'" in policy
+        assert "unsafe" not in policy
+        assert found.headers["x-content-type-options"] == "nosniff"
+    assert call(server, "/", headers={}).headers["content-type"].startswith("text/html")
+    assert call(server, "/", {}, headers={}).status == 405
+    for path in ("/page/", "/page/../app.py", "/page/%2e%2e/app.py", "/page/vendor/htm/LICENSE", "/admin/status", "//"):
+        assert call(server, path, headers={}).status == 401, path
+
+
+def test_its_colours_are_those_of_reports() -> None:
+    reports = ROOT / "runtime" / "weightswap_tools" / "reports" / "assets" / "colours.css"
+    assert (FOLDER / "colours.css").read_text() == reports.read_text()

@@ -1,0 +1,63 @@
+"""What is drawn over time is what the metrics have counted."""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+from prometheus_client import CollectorRegistry, Histogram
+
+from tests.server.page.conftest import INFER, X
+from tests.support.administered import change
+from tests.support.served import as_json, ask
+from tests.support.tiny import WriteWeights
+from weightswap_server import Server
+from weightswap_server.admin.load_series import LoadSeries, quantile
+
+LIMITS = (0.001, 0.01, 0.1, 1.0)
+
+
+@given(st.lists(st.floats(1e-5, 0.99), min_size=1, max_size=50), st.sampled_from([0.5, 0.99]))
+def test_a_quantile_lies_where_it_should(values: list[float], share: float) -> None:
+    """In the bucket of the value that numpy finds."""
+    histogram = Histogram("h", "h", buckets=LIMITS, registry=CollectorRegistry())
+    for value in values:
+        histogram.observe(value)
+    samples = next(iter(histogram.collect())).samples
+    buckets = [(float(each.labels["le"]), int(each.value)) for each in samples if each.name == "h_bucket"]
+    exact = float(np.quantile(values, share, method="inverted_cdf"))
+    place = int(np.searchsorted(LIMITS, exact))
+    found = quantile(buckets, share)
+    assert found is not None
+    assert (0.0, *LIMITS)[place] * (1 - 1e-9) <= found <= LIMITS[place] * (1 + 1e-9)
+
+
+def test_quantiles_of_nothing_and_of_what_is_beyond() -> None:
+    assert quantile([], 0.5) is None
+    assert quantile([(1.0, 0), (float("inf"), 0)], 0.5) is None
+    assert quantile([(1.0, 0), (float("inf"), 3)], 0.5) == 1.0
+    assert quantile([(1.0, 10), (float("inf"), 10)], 0.5) == 0.5
+
+
+def test_points_count_what_came_between_them(server: Server, weight_file: WriteWeights) -> None:
+    series = LoadSeries(server.service.metrics, {"tiny": ["tiny"], "other": ["other"]})
+    began = time.time()
+    ids = []
+    for count in (3, 4):
+        ids += [ask(server, INFER, as_json(x=X)).json["parameters"]["weights_id"] for _ in range(count)]
+        assert ask(server, INFER, {"x": 1}).status == 400
+        series.sample()
+        change(server, "swap", source=str(weight_file(2)))
+    series.sample()
+    first, second, last = series.after("tiny", began)
+    assert (first.answered, first.refused, first.failed) == (3, 1, 0)
+    assert (second.answered, second.refused, second.failed) == (4, 1, 0)
+    assert (first.weights, second.weights) == ({ids[0]: 3}, {ids[-1]: 4})
+    assert first.p50 is not None
+    assert first.p99 is not None
+    assert 0 < first.p50 <= first.p99
+    assert (last.answered, last.refused, last.p50, last.weights) == (0, 0, None, {})
+    assert [each.answered for each in series.after("other", began)] == [0, 0, 0]
+    assert series.after("tiny", last.time) == []

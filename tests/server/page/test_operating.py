@@ -1,0 +1,255 @@
+"""What an operator sees and does at the page, in a browser, while clients ask."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.server.page.conftest import INFER, OpenPage, X, clients, section, sign_in
+from tests.support.administered import TOKEN, administered, change, status
+from tests.support.served import as_json, ask
+from tests.support.tiny import SLOW, TinyArtifact, WriteWeights, serves
+from weightswap_runtime import DesiredPlace, load
+from weightswap_server import Server
+
+HOSTILE = "<img src=x onerror=alert(1)><script>alert(1)</script>"
+
+
+def wait(page: Any, name: str, text: str) -> None:
+    section(page, name).get_by_text(text).first.wait_for()
+
+
+def confirm(page: Any, button: str, why: str = "") -> None:
+    """In the dialog."""
+    dialog = page.get_by_role("dialog")
+    dialog.get_by_label("Why").fill(why)
+    dialog.get_by_role("button", name=button).click()
+
+
+def test_a_swap_under_load_is_seen(server: Server, open_page: OpenPage, weight_file: WriteWeights) -> None:
+    """Without a reload: the new weights, who and why, the mark in the charts, and what is answered by which weights."""
+    page = open_page(server)
+    first = status(server)["served"]["weights_id"][:12]
+    with clients(server):
+        wait(page, "load", "what is served")
+        page.evaluate("""() => {
+            window.drawn = [];
+            const draw = CanvasRenderingContext2D.prototype.fillText;
+            CanvasRenderingContext2D.prototype.fillText = function (text, ...where) {
+                window.drawn.push(text);
+                return draw.call(this, text, ...where);
+            };
+        }""")
+        change(server, "swap", source=str(weight_file(2)), why="loss 0.21")
+        second = status(server)["served"]["weights_id"][:12]
+        wait(page, "served", second)
+        wait(page, "served", "generation 1")
+        wait(page, "served", "loss 0.21")
+        wait(page, "load", f"{first} ")  # which were answered in the minute before
+        page.wait_for_function("() => window.drawn.includes('gen 1')")
+        wait(page, "history", "generation 0")
+        assert page.title().startswith("tiny: generation 1")
+        latency = section(page, "load").get_by_role("img", name="Latency").get_attribute("aria-label")
+    assert "p99" in latency
+    assert "s, highest" in latency
+    receipt = section(page, "history").get_by_text("Receipt").first
+    receipt.click()
+    wait(page, "history", "seconds paused")
+
+
+def test_errors_of_clients_are_drawn(server: Server, open_page: OpenPage) -> None:
+    page = open_page(server)
+    for _ in range(3):
+        assert ask(server, INFER, {"x": 1}).status == 400
+    page.wait_for_function(r"""() => [...document.querySelectorAll("[role=img]")].some(
+        (one) => /refused \(4xx\).*, highest [1-9]/.test(one.ariaLabel))""")
+
+
+def test_a_refusal_says_why(server: Server, open_page: OpenPage, weight_file: WriteWeights, tmp_path: Path) -> None:
+    page = open_page(server)
+    (tmp_path / "cut.safetensors").write_bytes(weight_file(2).read_bytes()[:-3])
+    refused = change(server, "swap", source=str(tmp_path / "cut.safetensors")).json
+    wait(page, "history", refused["kind"])
+    wait(page, "history", refused["error"])
+
+
+def test_what_is_staged_is_committed(server: Server, open_page: OpenPage, weight_file: WriteWeights) -> None:
+    page = open_page(server)
+    wait(page, "staged", "Nothing is staged")
+    staged = change(server, "stage", source=str(weight_file(2)), why="try").json["status"]["staged"]
+    section(page, "staged").get_by_role("button", name="Commit").click()
+    dialog = page.get_by_role("dialog", name="Commit the staged weights?")
+    dialog.get_by_text(staged["weights_id"][:12]).wait_for()
+    dialog.get_by_text("This process alone").wait_for()
+    assert serves(server.service.served[0].model, 1)  # until it is confirmed
+    confirm(page, "Commit", "better")
+    page.get_by_text(f"generation 1 serves {staged['weights_id'][:12]}").wait_for()
+    wait(page, "served", "better")
+    wait(page, "staged", "Nothing is staged")
+    assert dialog.count() == 0
+    assert serves(server.service.served[0].model, 2)
+
+
+def test_what_has_changed_meanwhile_is_not_committed(
+    server: Server, open_page: OpenPage, weight_file: WriteWeights
+) -> None:
+    page = open_page(server)
+    seen = change(server, "stage", source=str(weight_file(2))).json["status"]["staged"]["weights_id"]
+    section(page, "staged").get_by_role("button", name="Commit").click()
+    change(server, "discard")
+    change(server, "stage", source=str(weight_file(3)))
+    page.get_by_role("alert").get_by_text("changed meanwhile").wait_for()
+    assert page.get_by_role("dialog").get_by_role("button", name="Commit").is_disabled()
+    refused = change(server, "commit", expect=seen)  # as the page would have asked, had it been faster
+    assert (refused.status, refused.json["kind"]) == (409, "Conflict")
+    page.keyboard.press("Escape")
+    section(page, "staged").get_by_role("button", name="Discard").click()
+    confirm(page, "Discard")
+    wait(page, "staged", "Nothing is staged")
+    assert serves(server.service.served[0].model, 1)
+
+
+def test_a_staging_is_shown_and_broken_off(server: Server, open_page: OpenPage, weight_file: WriteWeights) -> None:
+    from concurrent.futures import ThreadPoolExecutor
+
+    page = open_page(server)
+    with ThreadPoolExecutor(1) as pool:
+        staging = pool.submit(change, server, "stage", source=str(weight_file(2)), rate_limit=SLOW)
+        section(page, "staged").get_by_role("progressbar").wait_for()
+        section(page, "staged").get_by_role("button", name="Abort").click()
+        confirm(page, "Discard")
+        assert staging.result(20).status == 409
+    wait(page, "staged", "Nothing is staged")
+
+
+def test_a_rollback_to_what_was_chosen_holds(
+    server: Server, open_page: OpenPage, place: DesiredPlace, weight_file: WriteWeights
+) -> None:
+    change(server, "follow", place=place.where, interval=0.02)
+    page = open_page(server)
+    for seed in (2, 3):
+        change(server, "swap", source=str(weight_file(seed)))
+    first = server.service.served[0].model.history[0].weights_id
+    page.get_by_role("button", name=f"Roll back to generation 0, {first[:12]}").click()
+    page.get_by_role("dialog").get_by_text("which has revision 3").wait_for()
+    confirm(page, "Roll back", "tags are slow")
+    page.get_by_text(f"serves {first[:12]}").wait_for()
+    wait(page, "following", "on hold")
+    wait(page, "following", "tags are slow")
+    state = place.read()
+    assert (state.weights.weights_id, state.weights.why, state.hold.why) == (first, "tags are slow", "tags are slow")
+    assert serves(server.service.served[0].model, 1)
+    section(page, "following").get_by_role("button", name="Release").click()
+    confirm(page, "Release")
+    section(page, "following").get_by_role("button", name="Hold").click()
+    assert place.read().hold is None
+    confirm(page, "Hold", "a quiet evening")
+    wait(page, "following", "a quiet evening")
+    assert place.read().hold.by == "token"
+
+
+def test_what_the_server_refuses_is_said_in_the_dialog(
+    server: Server, open_page: OpenPage, weight_file: WriteWeights
+) -> None:
+    change(server, "swap", source=str(weight_file(2)))
+    page = open_page(server, expected="422")
+    weight_file(1).unlink()
+    page.get_by_role("button", name="Roll back to generation 0").click()
+    confirm(page, "Roll back")
+    said = page.get_by_role("alert").text_content()
+    assert said.startswith("WeightFileError: ")
+    assert "v1.safetensors" in said
+    assert page.get_by_role("dialog").is_visible()
+    assert serves(server.service.served[0].model, 2)
+
+
+def test_a_canary_is_shown_and_promoted(server: Server, open_page: OpenPage, weight_file: WriteWeights) -> None:
+    page = open_page(server)
+    with clients(server):
+        change(server, "canary", source=str(weight_file(2)), share=0.5, shadow=True, promote_if="requests > 1e9")
+        wait(page, "canary", "requests > 1e9")
+        wait(page, "canary", "answers 50 %, shadow")
+        wait(page, "canary", "compared, 100 % differ")
+        wait(page, "load", "the canary")
+        section(page, "staged").get_by_role("button", name="Promote").click()
+        confirm(page, "Commit")
+        wait(page, "served", "generation 1")
+    assert section(page, "canary").count() == 0
+    assert serves(server.service.served[0].model, 2)
+
+
+def test_a_token_is_asked_for(server: Server, open_page: OpenPage) -> None:
+    page = open_page(server, token=None, expected="401")
+    for wrong in ("no-such-token-at-all", "ÄÖÜ" * 8):
+        sign_in(page, wrong)
+        page.get_by_role("alert").wait_for()
+        assert page.locator("#served").count() == 0
+    sign_in(page, TOKEN)
+    page.wait_for_selector("#served")
+    assert TOKEN not in page.url
+    assert page.evaluate("JSON.stringify([{...sessionStorage}, {...localStorage}, document.cookie])") == '[{},{},""]'
+    page.reload()
+    page.get_by_label("keep it until this tab is closed").check()
+    sign_in(page, TOKEN)
+    page.wait_for_selector("#served")
+    page.reload()
+    page.wait_for_selector("#served")
+    page.get_by_role("button", name="Forget the token").click()
+    page.get_by_label("Token").wait_for()
+    assert page.evaluate("sessionStorage.length") == 0
+
+
+def test_a_server_that_goes_and_comes_back(
+    tiny: TinyArtifact, weight_file: WriteWeights, open_page: OpenPage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    with administered({"tiny": load(tiny.path, weight_file(1))}, port=port) as server:
+        page = open_page(server, expected="Failed to load resource")
+        page.get_by_text("live", exact=True).wait_for()
+    page.get_by_text("no connection; trying again").wait_for()
+    assert section(page, "served").is_visible()  # as it was
+    with administered({"tiny": load(tiny.path, weight_file(2))}, port=port) as server:
+        wait(page, "served", status(server)["served"]["weights_id"][:12])
+        page.get_by_text("live", exact=True).wait_for()
+    monkeypatch.setenv("WEIGHTSWAP_ADMIN_TOKEN", "another-token-by-now")
+    with administered({"tiny": load(tiny.path, weight_file(2))}, port=port):
+        page.get_by_label("Token").wait_for()
+        page.get_by_role("alert").get_by_text("a bearer token is needed").wait_for()
+
+
+def test_texts_of_others_are_texts(server: Server, tiny: TinyArtifact, open_page: OpenPage, tmp_path: Path) -> None:
+    page = open_page(server)
+    page.on("dialog", lambda dialog: pytest.fail(dialog.message))
+    (folder := tmp_path / "<img src=x onerror=alert(1)>").mkdir()
+    labels = {HOSTILE: HOSTILE, "__proto__": "x", "constructor": "y"}
+    hostile = tiny.write(folder / "<b>.safetensors", tiny.values(2), labels=labels)
+    cut = folder / "<i>.safetensors"
+    cut.write_bytes(hostile.read_bytes()[:-3])
+    change(server, "swap", source=str(cut), why=HOSTILE)
+    change(server, "stage", source=str(hostile), why=HOSTILE)
+    wait(page, "staged", HOSTILE)
+    section(page, "staged").get_by_role("button", name="Commit").click()
+    confirm(page, "Commit", HOSTILE)
+    wait(page, "served", HOSTILE)
+    wait(page, "history", "TruncatedFile")
+    assert page.locator("img, b > img, body script, q *, .labels b").count() == 0
+
+
+def test_several_models_and_none_that_is_served(
+    tiny: TinyArtifact, weight_file: WriteWeights, open_page: OpenPage
+) -> None:
+    with administered({"tiny": load(tiny.path, weight_file(1)), "other": load(tiny.path)}, warm=False) as server:
+        page = open_page(server)
+        page.get_by_role("link", name="other").click()
+        wait(page, "served", "Nothing is served yet")
+        wait(page, "served", f"weightswap push {server.admin.where} v1.safetensors")
+        wait(page, "history", "Nothing was committed or refused yet")
+        change(server, "swap", "other", source="x")  # which is not allowed
+        server.service.served[1].model.swap(weight_file(2))
+        wait(page, "served", "generation 0")
+        assert ask(server, "/v2/models/other/infer", as_json(x=X)).status in (200, 503)
+        wait(page, "load", "what is served")
