@@ -47,17 +47,17 @@ function drawMarks(plot, marks, colour) {
   ctx.font = `${11 * ratio}px system-ui`;
   ctx.textAlign = "center";
   ctx.setLineDash([4 * ratio, 3 * ratio]);
-  let free = -Infinity;
-  for (const { at, name } of marks) {
+  let free = Infinity; // to the left of it, a name has room; the youngest have theirs
+  for (const { at, name } of marks.toReversed()) {
     if (at < plot.scales.x.min || at > plot.scales.x.max) continue;
     const x = plot.valToPos(at, "x", true);
     ctx.beginPath();
     ctx.moveTo(x, bbox.top);
     ctx.lineTo(x, bbox.top + bbox.height);
     ctx.stroke();
-    if (x < free) continue;
+    if (x > free) continue;
     ctx.fillText(name, x, bbox.top - 3 * ratio);
-    free = x + 34 * ratio;
+    free = x - 38 * ratio;
   }
   ctx.restore();
 }
