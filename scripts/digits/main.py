@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import signal
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 
@@ -24,7 +27,10 @@ def _parse() -> Options:
     parser.add_argument("--residency", choices=("double", "single"), default="double", help="(double)")
     parser.add_argument("--pace", type=float, default=2.5, help="seconds that an epoch takes at least (2.5)")
     parser.add_argument("--rate", type=float, default=150.0, help="requests per second of each client (150)")
+    parser.add_argument("--serve", action="store_true", help="serve over HTTP, too, and keep the operator's page up")
     options = parser.parse_args()
+    if options.serve and not importlib.util.find_spec("starlette"):
+        parser.error("--serve: needs the extra `serve`; scripts/setup demo,serve (or: pip install 'weightswap[serve]')")
     if options.epochs < 1:
         parser.error("--epochs: at least 1, or there is nothing to roll back to")
     if options.pace <= 0 or options.rate <= 0:
@@ -32,11 +38,20 @@ def _parse() -> Options:
     return Options(**vars(options))
 
 
-def _run(options: Options, screen: Screen) -> Outcome:
-    with tempfile.TemporaryDirectory(prefix="weightswap-demo-") as name:
-        folder = Path(name)
-        with Children(folder) as children:
-            return Story(options, folder, children, screen).play()
+@contextmanager
+def _played(options: Options, started: float) -> Iterator[Outcome]:
+    """A block after the story, in which a server that is operated goes on."""
+    with tempfile.TemporaryDirectory(prefix="weightswap-demo-") as name, Children(Path(name)) as children:
+        with Screen(started) as screen:
+            outcome = Story(options, Path(name), children, screen).play()
+            screen.close(outcome.ledger)
+        yield outcome
+
+
+def _keep_up(page: dict[str, str]) -> None:
+    print(f"the operator's page: {page['address']}  token: {page['token']}  (Ctrl-C ends it)", flush=True)
+    with suppress(KeyboardInterrupt):
+        signal.pause()
 
 
 def _conclude(summary: Document, options: Options) -> str:
@@ -65,19 +80,21 @@ def main() -> int:
         old.unlink(missing_ok=True)
     signal.signal(signal.SIGTERM, _terminate)
     try:
-        with Screen(started) as screen:
-            outcome = _run(options, screen)
-            screen.close(outcome.ledger)
+        with _played(options, started) as outcome:
+            draw_timeline(timeline_path, outcome.ledger, f"weightswap: live swaps, residency {options.residency}")
+            summary = summarise(outcome, options, time.monotonic() - started)
+            write_summary(summary_path, summary)
+            print(_conclude(summary, options), flush=True)
+            if outcome.page is not None:
+                _keep_up(outcome.page)
+            else:
+                print("the server's side: `scripts/demo --serve` keeps it up, with a page for its operator")
     except DemoError as error:
         print(f"the demo failed: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 128 + signal.SIGINT
-    draw_timeline(timeline_path, outcome.ledger, f"weightswap: live swaps, residency {options.residency}")
-    summary = summarise(outcome, options, time.monotonic() - started)
-    write_summary(summary_path, summary)
-    print(_conclude(summary, options))
     return 0 if summary["ok"] else 1
 
 

@@ -1,7 +1,8 @@
 """The server process: answers requests, and takes each weight file that is put into its inbox.
 
 It imports the runtime, torch and numpy: neither the model's source code nor the exporter. Commands come on standard
-input, one word a line: `rollback`, `stop`. The end of the input stops it too.
+input, one word a line: `rollback`, `stop`. The end of the input stops it too. With `--operated`, it is served over HTTP
+besides, with a page for its operator, and on after the first `stop`.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+from contextlib import ExitStack
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from threading import Thread
@@ -140,6 +142,7 @@ def main() -> None:
     parser.add_argument("--residency", choices=("double", "single"), required=True)
     parser.add_argument("--clients", type=int, required=True)
     parser.add_argument("--rate", type=float, required=True)
+    parser.add_argument("--operated", action="store_true")
     options = parser.parse_args()
     torch.set_num_threads(1)
     commands: SimpleQueue[str] = SimpleQueue()
@@ -150,9 +153,17 @@ def main() -> None:
         images = torch.from_numpy(file["images"])
     clients = Clients(model, images, count=options.clients, rate=options.rate)
     server = Server(model, Inbox(options.inbox), clients, images[:MOST_IMAGES], options.shards)
-    emit("ready", graph_id=model.graph_id)
-    answers = server.run(commands)
-    emit("done", answers=answers, forbidden_imports=_loaded(FORBIDDEN))
+    with ExitStack() as stack:
+        page = None
+        if options.operated:
+            from operating import operated
+
+            page = stack.enter_context(operated(model, images[:1], Path.cwd()))._asdict()
+        emit("ready", graph_id=model.graph_id, page=page)
+        answers = server.run(commands)
+        emit("done", answers=answers, forbidden_imports=_loaded(FORBIDDEN))
+        if options.operated:
+            commands.get()
 
 
 if __name__ == "__main__":

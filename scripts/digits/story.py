@@ -35,11 +35,15 @@ class Options:
     residency: str
     pace: float
     rate: float
+    serve: bool = False
 
 
 @dataclass
 class Outcome:
-    """What the story leaves behind. Sizes in bytes; `answers_given` is the server's own count."""
+    """What the story leaves behind. Sizes in bytes; `answers_given` is the server's own count.
+
+    page: the address of the operator's page, and its token.
+    """
 
     ledger: Ledger
     graph_id: str
@@ -48,6 +52,7 @@ class Outcome:
     expected_weights_ids: list[str]
     answers_given: int
     forbidden_imports: list[str]
+    page: dict[str, str] | None
 
 
 class Story:
@@ -63,6 +68,7 @@ class Story:
         self._shards: deque[Path] = deque()
         self._done: dict[str, dict[str, Any]] = {}
         self._delivered = 0
+        self._page: dict[str, str] | None = None
         self._handlers: dict[str, Callable[[Event], None]] = {
             "ready": self._on_ready,
             "checkpoint": self._on_checkpoint,
@@ -100,6 +106,7 @@ class Story:
             expected_weights_ids=self._checker.expected_ids(),
             answers_given=done["answers"],
             forbidden_imports=done["forbidden_imports"],
+            page=self._page,
         )
 
     def _export(self) -> Artifact:
@@ -119,6 +126,7 @@ class Story:
             [
                 *("digits.artifact", "held-out.npz", "inbox", "shards"),
                 *(f"--residency={options.residency}", f"--clients={CLIENTS}", f"--rate={options.rate}"),
+                *(["--operated"] if options.serve else []),
             ],
         )
 
@@ -182,6 +190,9 @@ class Story:
 
     def _on_ready(self, event: Event) -> None:
         self._screen.say("the server is ready; it has the graph and no weights")
+        self._page = event.fields["page"]
+        if self._page is not None:
+            self._screen.say(f"the operator's page: {self._page['address']}  token: {self._page['token']}")
 
     def _on_checkpoint(self, event: Event) -> None:
         self._checkpoints[event.fields["epoch"]] = self._folder / "checkpoints" / event.fields["file"]

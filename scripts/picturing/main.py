@@ -1,16 +1,23 @@
-"""Pictures for the documentation: a report of a small encoder before and after a few steps of training; a live demo."""
+"""Pictures for the documentation: a report of an encoder before and after fine-tuning; a live demo, and its page."""
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
-from playwright.sync_api import sync_playwright
+from playwright.sync_api import Page, sync_playwright
 from safetensors.torch import save_file
 from torch import nn
 
@@ -76,15 +83,55 @@ def diff_report(folder: Path) -> Report:
     return weights_report(diff, {policy.text: policy.failures(diff)})
 
 
-def picture(page: Path, image: Path) -> None:
-    """Photograph a report."""
+@contextmanager
+def opened(url: str) -> Iterator[Page]:
+    """A block with a page in a browser."""
     with sync_playwright() as running:
         browser = running.chromium.launch(executable_path=CHROMIUM, args=ARGUMENTS)
         tab = browser.new_page(viewport={"width": WIDTH, "height": HEIGHT}, reduced_motion="reduce")
-        tab.goto(page.as_uri())
+        tab.goto(url)
+        yield tab
+        browser.close()
+
+
+def picture(page: Path, image: Path) -> None:
+    """Photograph a report."""
+    with opened(page.as_uri()) as tab:
         tab.wait_for_selector("html[data-ready]")
         tab.screenshot(path=image)
-        browser.close()
+
+
+def call(address: str, token: str, path: str, body: object = None) -> Any:
+    """A call of an admin plane."""
+    data = None if body is None else json.dumps(body).encode()
+    request = urllib.request.Request(f"{address}admin/{path}", data, {"Authorization": f"Bearer {token}"})
+    with urllib.request.urlopen(request) as answer:
+        return json.load(answer)
+
+
+def picture_operator(address: str, token: str, image: Path) -> None:
+    """Photograph an operator's page, with the weights that were rolled back staged again."""
+    receipts = call(address, token, "models/digits/history")["receipts"]
+    call(address, token, "models/digits/stage", {"source": receipts[-2]["source"], "why": "was it the weights?"})
+    with opened(address) as tab:
+        tab.get_by_label("Token").fill(token)
+        tab.get_by_role("button", name="Enter").click()
+        tab.get_by_text("Roll back to this").first.wait_for()
+        tab.wait_for_timeout(2000)  # some seconds' points
+        tab.screenshot(path=image)
+
+
+def picture_demo(folder: str) -> None:
+    """Photograph the operator's page after a demo, which draws its own picture."""
+    command = [sys.executable, SCRIPTS / "digits" / "main.py", "--serve", "--out", folder]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as demo:
+        assert demo.stdout is not None
+        said = next(line for line in demo.stdout if "Ctrl-C ends it" in line)
+        found = re.search(r"(http://\S+)  token: (\S+)", said)
+        assert found is not None
+        picture_operator(found[1], found[2], IMAGES / "operator.png")
+        demo.send_signal(signal.SIGINT)
+    shutil.copy("timeline.png", IMAGES / "swaps.png")
 
 
 def main() -> None:
@@ -93,8 +140,7 @@ def main() -> None:
         os.chdir(folder)
         write_report("diff.html", diff_report(Path()))
         picture(Path(folder) / "diff.html", IMAGES / "diff.png")
-        subprocess.run([sys.executable, SCRIPTS / "digits" / "main.py", "--out", folder], check=True)
-        shutil.copy("timeline.png", IMAGES / "swaps.png")
+        picture_demo(folder)
 
 
 if __name__ == "__main__":

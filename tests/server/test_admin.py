@@ -91,7 +91,7 @@ def test_a_staging_can_be_looked_at_and_broken_off(server: Server, weight_file: 
     with ThreadPoolExecutor(1) as pool:
         staging = pool.submit(change, server, "swap", source=str(weight_file(2)), rate_limit=SLOW)
         limit = time.monotonic() + 20
-        while not (now := status(server))["staging"]:
+        while not ((now := status(server))["staging"] and now["staged"]):
             assert time.monotonic() < limit
         assert now["staged"]["ready"] is False
         assert change(server, "commit").status == 409  # it is a swap's

@@ -37,7 +37,6 @@ PATHS = (
     "/openapi.json",
     "/metrics",
     "/nothing/here",
-    "/",
     "/v2/repository/index",
 )
 CHECKS = (not_a_server_error, status_code_conformance, content_type_conformance, response_schema_conformance)

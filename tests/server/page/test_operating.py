@@ -32,7 +32,6 @@ def confirm(page: Any, button: str, why: str = "") -> None:
 def test_a_swap_under_load_is_seen(server: Server, open_page: OpenPage, weight_file: WriteWeights) -> None:
     """Without a reload: the new weights, who and why, the mark in the charts, and what is answered by which weights."""
     page = open_page(server)
-    first = status(server)["served"]["weights_id"][:12]
     with clients(server):
         wait(page, "load", "what is served")
         page.evaluate("""() => {
@@ -48,7 +47,7 @@ def test_a_swap_under_load_is_seen(server: Server, open_page: OpenPage, weight_f
         wait(page, "served", second)
         wait(page, "served", "generation 1")
         wait(page, "served", "loss 0.21")
-        wait(page, "load", f"{first} ")  # which were answered in the minute before
+        wait(page, "load", "others ")  # which have answered in the minute before
         page.wait_for_function("() => window.drawn.includes('gen 1')")
         wait(page, "history", "generation 0")
         assert page.title().startswith("tiny: generation 1")

@@ -4,7 +4,7 @@ import { html, useEffect, useLayoutEffect, useRef, useState } from "./vendor/htm
 import { clock, duration, number } from "./parts.js";
 
 const LONGEST = 600; // seconds that are shown
-const SHORTEST = 60;
+const SHORTEST = 30;
 const HEIGHT = 150;
 const SPACE = 14; // above the plot, for the names of commits
 
@@ -19,8 +19,25 @@ function colours(element, names) {
   return found;
 }
 
-function options(element, series, format, marks) {
-  const [text, line, mark, ...hues] = colours(element, ["muted", "line", "mark", ...series.map(({ hue }) => hue)]);
+/** From zero, with room above; or by powers of ten, where a few large values would hide all others. */
+const SCALES = {
+  even: (least) => ({ scale: { range: (_plot, _low, high) => [0, Math.max(high * 1.1, least)] }, axis: {} }),
+  powers: (least) => ({
+    scale: { distr: 3, range: (_plot, low, high) => [power(low ?? least, 0), power((high ?? least) * 1.1, 1)] },
+    axis: { splits: (_plot, _axis, low, high) => powers(low, high), filter: (_plot, splits) => splits },
+  }),
+};
+
+const power = (value, more) => 10 ** (Math.floor(Math.log10(value)) + more);
+
+function powers(low, high) {
+  const first = Math.round(Math.log10(low));
+  return Array.from({ length: Math.round(Math.log10(high)) - first + 1 }, (_, place) => 10 ** (first + place));
+}
+
+function options(element, { series, format, scale, least }, marks) {
+  const [text, line, ...hues] = colours(element, ["muted", "line", ...series.map(({ hue }) => hue)]);
+  const { scale: across, axis: along } = SCALES[scale](least);
   const axis = { stroke: text, font: "11px system-ui", grid: { stroke: line, width: 1 }, ticks: { show: false } };
   return {
     width: element.clientWidth,
@@ -29,13 +46,13 @@ function options(element, series, format, marks) {
     legend: { show: false },
     cursor: { drag: { setScale: false }, sync: { key: "load" }, y: false },
     select: { show: false },
-    scales: { y: { range: (_, _low, high) => [0, Math.max(high * 1.1, series[0].least)] } },
+    scales: { y: across },
     axes: [
       { ...axis, space: 100, size: 28, values: (_, times) => times.map((time) => clock.format(time * 1000)) },
-      { ...axis, size: 62, space: 32, values: (_, values) => values.map(format) },
+      { ...axis, ...along, size: 62, space: 32, values: (_, values) => values.map(format) },
     ],
     series: [{}, ...hues.map((stroke) => ({ stroke, width: 1.5, points: { show: false } }))],
-    hooks: { draw: [(plot) => drawMarks(plot, marks.current, mark)] },
+    hooks: { draw: [(plot) => drawMarks(plot, marks.current, text)] },
   };
 }
 
@@ -62,8 +79,9 @@ function drawMarks(plot, marks, colour) {
   ctx.restore();
 }
 
-/** One chart. series: name, hue, values; at the cursor, or at the end, its legend has their numbers. */
-function Chart({ title, times, series, format, marks }) {
+/** One chart. series: name, hue, values; scale: of SCALES, which goes up to `least`; at the cursor, or at the end, its legend has their numbers. */
+function Chart(props) {
+  const { title, times, series, format, marks } = props;
   const element = useRef();
   const plot = useRef();
   const latest = useRef();
@@ -73,7 +91,7 @@ function Chart({ title, times, series, format, marks }) {
   useLayoutEffect(() => {
     const build = () => {
       plot.current?.destroy();
-      const made = options(element.current, series, format, latest);
+      const made = options(element.current, props, latest);
       made.hooks.setCursor = [({ cursor }) => setAt(cursor.idx ?? null)];
       plot.current = new uPlot(made, null, element.current);
     };
@@ -116,45 +134,44 @@ const rate = (value) => `${number(value)}/s`;
 export function Load({ points, commits }) {
   const times = points.map(({ time }) => time);
   const marks = commits.map((receipt) => ({ at: receipt.committed_at, name: `gen ${receipt.generation}` }));
-  const each = (name, hue, value, least) => ({ name, hue, least, values: points.map(value) });
+  const each = (name, hue, value) => ({ name, hue, values: points.map(value) });
   const per = (field) => (point) => point[field] / point.seconds;
-  const common = { times, marks };
+  const rates = { times, marks, format: rate, scale: "even", least: 1 };
   return html`<div class="charts">
     <${Chart}
-      ...${common}
+      ...${{ times, marks, format: duration, scale: "powers", least: 0.001 }}
       title="Latency"
-      format=${duration}
-      series=${[each("p50", "hue-1", ({ p50 }) => p50, 0.001), each("p99", "hue-2", ({ p99 }) => p99, 0.001)]}
+      series=${[each("p50", "hue-1", ({ p50 }) => p50), each("p99", "hue-2", ({ p99 }) => p99)]}
     />
     <${Chart}
-      ...${common}
+      ...${rates}
       title="Throughput"
-      format=${rate}
-      series=${[each("answered", "hue-3", per("answered"), 1)]}
+      series=${[each("answered", "hue-3", per("answered"))]}
     />
     <${Chart}
-      ...${common}
+      ...${rates}
       title="Errors"
-      format=${rate}
-      series=${[each("failed (5xx)", "bad", per("failed"), 1), each("refused (4xx)", "hue-7", per("refused"), 1)]}
+      series=${[each("failed (5xx)", "bad", per("failed")), each("refused (4xx)", "hue-7", per("refused"))]}
     />
   </div>`;
 }
 
 /** Which weights have answered in the last minute. */
 export function Answering({ points, now, model }) {
-  const counts = {};
-  for (const { time, weights } of points)
-    if (time > now - 60) for (const [id, count] of Object.entries(weights)) counts[id] = (counts[id] ?? 0) + count;
-  const total = Object.values(counts).reduce((sum, count) => sum + count, 0);
+  const names = { [model.served?.weights_id]: "what is served", [model.canary?.weights_id]: "the canary" };
+  const counts = { "what is served": 0, "the canary": 0, others: 0 };
+  let total = 0;
+  for (const [id, count] of points.filter(({ time }) => time > now - 60).flatMap(({ weights }) => Object.entries(weights))) {
+    counts[names[id] ?? "others"] += count;
+    total += count;
+  }
   if (!total)
     return html`<p class="hint">
       Nothing was answered in the last minute. Requests come as <code>POST /v2/models/${model.name}/infer</code> to the
       port of clients.
     </p>`;
-  const told = Object.entries(counts).map(([id, count]) => {
-    const name = { [model.served?.weights_id]: "what is served", [model.canary?.weights_id]: "the canary" }[id] ?? id.slice(0, 12);
-    return `${name} ${number(count)} (${((100 * count) / total).toFixed(count === total ? 0 : 1)} %)`;
-  });
+  const told = Object.entries(counts)
+    .filter(([, count]) => count)
+    .map(([name, count]) => `${name} ${number(count)} (${number((100 * count) / total)} %)`);
   return html`<p class="hint">Answered in the last minute, by weights: ${told.join(", ")}</p>`;
 }
