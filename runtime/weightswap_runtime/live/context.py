@@ -12,11 +12,11 @@ from typing import Any, Literal
 
 from weightswap_runtime.engines.engine import Bound, Engine, State
 from weightswap_runtime.errors import (
-    CallError,
     ContextBroken,
     ContextBusy,
     ContextClosed,
     ContextMismatch,
+    InputMismatch,
     StaleContext,
     Unsupported,
 )
@@ -169,7 +169,7 @@ class Context(AbstractContextManager["Context"]):
         self._whole = False
         try:
             outputs = bound.run(method, inputs, self._state, chosen)
-        except CallError:  # before anything ran
+        except InputMismatch:  # before anything ran; other refusals are those of a signal handler's own calls
             self._whole = True
             raise
         self._made_with, self._variants, self._whole = weights_id, ids, True
