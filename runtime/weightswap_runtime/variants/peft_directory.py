@@ -7,10 +7,8 @@ the configuration, goes into B. https://huggingface.co/docs/peft/developer_guide
 from __future__ import annotations
 
 import math
-import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import msgspec
@@ -19,7 +17,7 @@ from weightswap_runtime.errors import Unsupported, WeightFileError, WeightsMisma
 from weightswap_runtime.format.manifest import NamedTensor
 from weightswap_runtime.format.weight_set import SUFFIX, StoredTensor
 from weightswap_runtime.messages import listed
-from weightswap_runtime.sources.location import Location
+from weightswap_runtime.sources.location import Location, folder_behind
 from weightswap_runtime.sources.opening import read_small
 from weightswap_runtime.tensors.dtypes import describe
 
@@ -195,6 +193,5 @@ def _problems(row: NamedTensor, stored: StoredTensor, rank: int, rank_axis: int)
 def weights_in(location: Location) -> tuple[Location, Location]:
     """The folder of a variant, and what its tensors are in: for a directory of PEFT's the file that it has."""
     folder, name = (location.parent, location.name) if location.name.endswith(SUFFIX) else (location, WEIGHTS_NAME)
-    if isinstance(folder, Path):  # a link to it may be turned to another one between its two files
-        folder = Path(os.path.realpath(folder))
+    folder = folder_behind(folder)  # a link to it may be turned to another one between its two files
     return folder, folder / name
