@@ -40,9 +40,10 @@ class Sampling(NamedTuple):
 
 def choose(logits: Scores, seen: Sequence[int], how: Sampling, random: np.random.Generator) -> int:
     """The next token of one row. logits: [vocabulary]. seen: the tokens that have occurred."""
-    if not np.isfinite(logits.max()):  # NaN wins; -inf forbids a token, but not all of them
-        raise CallError(f"generate: the logits of the next token have no greatest number, but {logits.max()}")
-    scores = _penalised(logits, seen, how.repetition_penalty)
+    with np.errstate(over="ignore"):
+        scores = _penalised(logits, seen, how.repetition_penalty)
+    if not np.isfinite(scores.max()):  # NaN wins; -inf forbids a token, but not all of them
+        raise CallError(f"generate: the logits of the next token have no greatest number, but {scores.max()}")
     if not how.temperature:
         return int(scores.argmax())
     return int(random.choice(len(scores), p=probabilities(scores, how)))

@@ -35,7 +35,7 @@ _BECOMES = {"invalidate": "invalidated", "reset": "reset", "keep": "kept", "pin"
 
 def check_policy(on_swap: str) -> None:
     """Raise Unsupported for a policy that there is not."""
-    if on_swap not in _BECOMES:
+    if not isinstance(on_swap, str) or on_swap not in _BECOMES:
         raise Unsupported(f"on_swap={on_swap!r}: expected {', '.join(map(repr, _BECOMES))}")
 
 
