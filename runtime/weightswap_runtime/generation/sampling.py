@@ -40,7 +40,7 @@ class Sampling(NamedTuple):
 
 def choose(logits: Scores, seen: Sequence[int], how: Sampling, random: np.random.Generator) -> int:
     """The next token of one row. logits: [vocabulary]. seen: the tokens that have occurred."""
-    with np.errstate(over="ignore"):
+    with np.errstate(over="ignore", divide="ignore", invalid="ignore"):
         scores = _penalised(logits, seen, how.repetition_penalty)
     if not np.isfinite(scores.max()):  # NaN wins; -inf forbids a token, but not all of them
         raise CallError(f"generate: the logits of the next token have no greatest number, but {scores.max()}")
