@@ -6,6 +6,8 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from numpy.typing import NDArray
+
 from weightswap_runtime.errors import InputMismatch, Unsupported
 from weightswap_runtime.format.call_check import CallCheck
 from weightswap_runtime.format.conditions import condition_dims, evaluate, parse_condition
@@ -25,18 +27,19 @@ from weightswap_runtime.format.signature import (
 )
 from weightswap_runtime.live.model import Model, engine_of
 from weightswap_runtime.live.pinned import Pinned
-from weightswap_runtime.tensors.content import TensorBytes, as_array, numpy_dtype
+from weightswap_runtime.tensors.content import TensorBytes, array_content, as_array, numpy_dtype
 from weightswap_runtime.tensors.dtypes import DTYPES
 
 from .errors import BadRequest
-from .protocol import DATATYPE_OF, TensorMetadata
+from .protocol import DATATYPE_OF, DATATYPES, TensorMetadata
 
 Flat = Sequence[Any]  # of a method: TensorBytes, ints and literals, in the graph's order
 Outputs = Sequence[tuple[str, TensorBytes]]
 
 
 class Method:
-    """One method of a model, called with and giving bytes."""
+    """One method of a model, called with and giving bytes. `inputs` and `outputs` are what the protocol says of them,
+    `dtypes` numpy's type of each input."""
 
     def __init__(self, model: Model, name: str) -> None:
         """Raises Unsupported where an input or output has a type that the protocol has no name for."""
@@ -47,14 +50,14 @@ class Method:
         self._inputs = input_leaves(self.signature)
         self._outputs = leaves(self.signature.output)
         self.inputs, self.outputs = _metadata(name, self._inputs), _metadata(name, self._outputs)
-        self._names = {tensor.name for tensor in self.inputs}
+        self.dtypes = {tensor.name: numpy_dtype(DATATYPES[tensor.datatype]) for tensor in self.inputs}
         known = {dtype: dtype for dtype in DTYPES}
         self._check = CallCheck(name, self.signature, TensorBytes, known, lambda _: None, lambda value: value[:2])
 
     def arguments(self, given: Mapping[str, TensorBytes]) -> list[Any]:
         """The flat inputs of a call from tensors by name, checked. Raises InputMismatch."""
-        problems = [f"{leaf}: missing" for leaf in sorted(self._names - given.keys())]
-        problems += [f"{name}: there is no such input" for name in given if name not in self._names]
+        problems = [f"{leaf}: missing" for leaf in sorted(self.dtypes.keys() - given.keys())]
+        problems += [f"{name}: there is no such input" for name in given if name not in self.dtypes]
         if problems:
             raise InputMismatch(self.name, problems)
         flat = [_value(leaf, given) for leaf in self._inputs]
@@ -77,6 +80,11 @@ class Method:
             for leaf, value in zip(self._outputs, values, strict=True)
             if not isinstance(leaf, Literal)
         ]
+
+    def answer(self, session: Pinned, arrays: Mapping[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
+        """`call` with arrays by the inputs' names, for servers of others. Raises what a call raises."""
+        flat = self.arguments({name: array_content(array) for name, array in arrays.items()})
+        return {name: as_array(content) for name, content in self.call(session, flat)}
 
     def sample(self) -> list[Any] | None:
         """Flat inputs of zeros, of the least sizes from 1 that the signature allows; None where those break it."""

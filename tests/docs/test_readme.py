@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
+from urllib.request import urlopen
 
 from tests import ROOT
-from tests.support.pages import python
+from tests.support.pages import python, served, shell
+from tests.support.watched import eventually
 
 
 def run_both_sides(page: Path, folder: Path, most: int, place: int = 0) -> list[str]:
@@ -22,6 +25,25 @@ def run_both_sides(page: Path, folder: Path, most: int, place: int = 0) -> list[
 def test_the_twelve_lines(tmp_path: Path) -> None:
     said = run_both_sides(ROOT / "README.md", tmp_path, 12)
     assert re.fullmatch(r"1 [0-9a-f]{64}\n", said[1])
+
+
+def test_in_production(tmp_path: Path, unused_port: int) -> None:
+    text = (ROOT / "README.md").read_text()
+    python(tmp_path, re.findall(r"```python\n(.*?)```", text, re.DOTALL)[0])
+    (block,) = re.findall(r"```sh\n(mkdir service.*?)```", text, re.DOTALL)
+    make, serve, *commands = re.sub(" *#.*", "", block).splitlines()
+    shell(tmp_path, make)
+    url = f"http://127.0.0.1:{unused_port}/v2/models/digits"
+    with served(tmp_path, f"{serve} --port {unused_port} --interval 0.1"):
+        for generation, command in enumerate(commands):
+            shell(tmp_path, command)
+            assert eventually(lambda: versions(url) == [str(generation)])  # noqa: B023
+
+
+def versions(url: str) -> list[str]:
+    with urlopen(url, timeout=60) as answer:
+        found: list[str] = json.load(answer)["versions"]
+        return found
 
 
 def test_the_tour(tmp_path: Path) -> None:

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import json
 import re
-import shlex
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from tests.support.pages import page, python
+from tests.support.pages import page, python, served
+from weightswap_runtime import DesiredPlace
 from weightswap_server import Settings
 
 BLOCKS = {kind: re.findall(rf"```{kind}\n(.*?)```", page("serving"), re.DOTALL) for kind in ("python", "sh")}
@@ -25,7 +23,7 @@ BLOCKS = {kind: re.findall(rf"```{kind}\n(.*?)```", page("serving"), re.DOTALL) 
 def ports() -> dict[str, str]:
     """Free ones, for those of the page."""
     with ExitStack() as stack:
-        free = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(3)]
+        free = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(4)]
         return {f"800{place}": str(listener.getsockname()[1]) for place, listener in enumerate(free)}
 
 
@@ -38,30 +36,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def elsewhere(text: str, ports: dict[str, str]) -> str:
-    return re.sub(r"\b800[0-2]\b", lambda found: ports[found[0]], text).replace("localhost", "127.0.0.1")
+    return re.sub(r"\b800[0-3]\b", lambda found: ports[found[0]], text).replace("localhost", "127.0.0.1")
 
 
 def shell(folder: Path, commands: str) -> str:
     done = subprocess.run(["sh", "-ec", commands], cwd=folder, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout
-
-
-@contextmanager
-def served(folder: Path, command: str) -> Iterator[None]:
-    """A block in which the page's command runs; it ends well."""
-    program = [sys.executable, "-c", "from weightswap_tools.commands.serve import serve_command; serve_command()"]
-    arguments = shlex.split(command)[2:]
-    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL, "text": True}
-    with subprocess.Popen([*program, *arguments], cwd=folder, **pipes) as process:
-        try:
-            assert process.stdout is not None
-            assert process.stdout.readline().startswith("http://127.0.0.1:")
-            yield
-            process.terminate()
-            assert process.wait(20) == 0
-        finally:
-            process.kill()
 
 
 def test_from_nothing_to_an_answer(folder: Path, ports: dict[str, str]) -> None:
@@ -88,6 +69,30 @@ def test_generation(tmp_path: Path, ports: dict[str, str]) -> None:
         events = shell(tmp_path, ask).strip().split("\n\n")
         assert len(events) == 4
         assert all(len(json.loads(event.removeprefix("data: "))["output_ids"]) == 1 for event in events)
+
+
+def test_an_operator_pushes_weights_and_takes_them_back(folder: Path, ports: dict[str, str]) -> None:
+    prepare, serve, push = (elsewhere(block, ports) for block in BLOCKS["sh"][6:9])
+    python(folder, BLOCKS["python"][0])
+    commands(folder, prepare)
+    with served(folder, serve):
+        url = f"http://127.0.0.1:{ports['8003']}"
+        followed = f"weightswap status {url} --token-file token | grep -q 'revision 1$'"
+        commands(folder, f"until {followed}; do sleep 0.1; done")
+        said = commands(folder, push)
+    assert "generation  1: " in said
+    assert "generation 1\n" in said
+    assert json.loads(said.splitlines()[-1])["receipt"]["labels"] == {"step": "1"}
+    assert [json.loads(line)["call"] for line in (folder / "audit.jsonl").read_text().splitlines()][-1] == "rollback"
+    state = DesiredPlace(folder / "service").read()
+    assert state.hold is not None
+    assert state.hold.why == "tags are slow"
+
+
+def commands(folder: Path, text: str) -> str:
+    """Commands of the page; the programs among them are those of this checkout."""
+    program = f"{sys.executable} -c 'from weightswap_tools.commands.{{0}} import {{0}}_command; {{0}}_command()'"
+    return shell(folder, re.sub(r"weightswap (desired|push|status)", lambda found: program.format(found[1]), text))
 
 
 def test_in_a_program(folder: Path) -> None:

@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import re
+import shlex
 import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from tests import ROOT
 from tests.support import warm
@@ -41,3 +46,20 @@ def prepare_recipe(folder: Path) -> str:
     )
     python(folder, prepare)
     return text
+
+
+@contextmanager
+def served(folder: Path, command: str) -> Iterator[None]:
+    """A block in which the page's command runs; it ends well."""
+    program = [sys.executable, "-c", "from weightswap_tools.commands.serve import serve_command; serve_command()"]
+    arguments = shlex.split(command.replace("\\\n", ""))[2:]
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL, "text": True}
+    with subprocess.Popen([*program, *arguments], cwd=folder, **pipes) as process:
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline().startswith("http://127.0.0.1:")
+            yield
+            process.terminate()
+            assert process.wait(20) == 0
+        finally:
+            process.kill()
