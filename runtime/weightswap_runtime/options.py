@@ -13,7 +13,8 @@ from weightswap_runtime.errors import Unsupported
 
 def is_number(value: Any) -> bool:
     """Whether it is a finite number that a float can hold; a bool is none."""
-    return isinstance(value, Real) and not isinstance(value, bool) and abs(value) <= float_info.max
+    real = isinstance(value, Real) and type(value) is not bool
+    return real and bool(abs(value) <= float_info.max)
 
 
 def check_timeout(timeout: Any) -> None:

@@ -118,7 +118,7 @@ class Watching(AbstractContextManager["Watching"]):
         return f"{type(self).__name__}({where!r}, {'alive' if self.alive else 'stopped'})"
 
 
-def check_interval(interval: object) -> None:
+def check_interval(interval: Any) -> None:
     """Raise Unsupported for what is no time between two looks."""
     if not (is_number(interval) and interval > 0):
         raise Unsupported(f"interval={interval!r}: expected seconds, more than 0")
