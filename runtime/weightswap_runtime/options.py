@@ -13,7 +13,7 @@ from weightswap_runtime.errors import Unsupported
 
 def is_number(value: Any) -> bool:
     """Whether it is a finite number that a float can hold; a bool is none."""
-    real = isinstance(value, Real) and type(value) is not bool
+    real = type(value) is not bool and isinstance(value, Real)
     return real and bool(abs(value) <= float_info.max)
 
 
