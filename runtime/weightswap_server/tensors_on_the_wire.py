@@ -134,11 +134,16 @@ def from_values(name: str, dtype: str, shape: tuple[int, ...], values: Sequence[
 
 
 class Answer(NamedTuple):
-    """The outputs of one request, and the weights that they come from."""
+    """The outputs of one request, and the weights that they come from; a canary has no generation."""
 
     outputs: Sequence[Named]
-    generation: int
+    generation: int | None
     weights_id: str
+
+
+def version_of(answer: Answer) -> str:
+    """The version of a model that an answer is from."""
+    return "canary" if answer.generation is None else str(answer.generation)
 
 
 def chosen(outputs: Sequence[Named], wanted: Sequence[str]) -> Sequence[Named]:

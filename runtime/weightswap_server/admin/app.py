@@ -29,6 +29,7 @@ from .audit import AuditLog
 from .desk import Desk
 from .documents import (
     AdminError,
+    CanaryRequest,
     Change,
     Changed,
     FollowRequest,
@@ -56,6 +57,7 @@ CHANGES: dict[str, tuple[type[Any], Work]] = {
     "commit": (Change, Desk.commit),
     "discard": (Change, Desk.discard),
     "swap": (StageRequest, Desk.swap),
+    "canary": (CanaryRequest, Desk.canary),
     "rollback": (RollbackRequest, Desk.rollback),
     "hold": (Change, Desk.hold),
     "release": (Change, Desk.release),
@@ -206,6 +208,23 @@ class AdminPages:
             model=desk.name, receipt=receipt.as_dict() if receipt else None, status=await in_thread(desk.status)
         )
         return document(found)
+
+    def obey(self, desk: Desk, verdict: str, rule: str) -> None:
+        """Do what the rule of a canary says, between two lines of the audit log. Raises what `Desk.obey` raises."""
+        fields: dict[str, Any] = {
+            "who": desk.staged_by,
+            "peer": "",
+            "call": f"{verdict} by rule",
+            "model": desk.name,
+            "arguments": {"rule": rule},
+            "weights_before": desk.model.weights_id,
+        }
+        number, outcome = self._audit.begin(**fields), "refused"
+        try:
+            desk.obey(verdict, rule)
+            outcome = "done"
+        finally:
+            self._audit.end(number, **fields, weights_after=desk.model.weights_id, outcome=outcome)
 
     async def _asked(self, request: Request, kind: type[T]) -> T:
         """The document of a request; an empty body is one without fields."""

@@ -79,6 +79,9 @@ def serve(
     max_uploads_gb: Annotated[float, typer.Option(help="What all uploads may take together, in 2^30 bytes.")] = 64.0,
     staged_timeout: Annotated[float, typer.Option(help="Seconds after which what is staged is given up.")] = 3600.0,
     audit_log: Annotated[str | None, typer.Option(help="Append a line of JSON for each call of operators.")] = None,
+    require_signature: Annotated[
+        str | None, typer.Option(help="A public key (PEM): serve only weights that it has signed (weightswap sign).")
+    ] = None,
     threads: Annotated[int | None, typer.Option(help="Of one call; by default one for each core.")] = None,
     engine: EngineOption = "torch",
     device: DeviceOption = HOST,
@@ -100,6 +103,7 @@ def serve(
         from weightswap_server.admin.settings import AdminSettings
         from weightswap_server.serving import Server, Source, default_name
         from weightswap_server.settings import Settings
+        from weightswap_server.signatures import requires
 
         settings = Settings(
             host=host,
@@ -155,6 +159,7 @@ def serve(
             "device": device,
             "residency": residency.value,
             "op_libraries": op_library or (),
+            "admit": requires(require_signature) if require_signature is not None else None,
             "threads": threads if engine == "onnx" else None,  # else it is OpenMP's business
         }
         sources: dict[str, Source] = {
