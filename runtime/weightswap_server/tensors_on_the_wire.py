@@ -40,12 +40,13 @@ def decoded(document: bytes | memoryview, kind: type[T]) -> T:
 def _split(body: memoryview, header_length: str | None) -> tuple[memoryview, memoryview]:
     if header_length is None:
         return body, body[len(body) :]
-    if not (header_length.isascii() and header_length.isdigit()) or int(header_length[:20]) > len(body):
+    digits = header_length.lstrip("0")[:20] or "0"
+    if not (header_length.isascii() and header_length.isdigit()) or int(digits) > len(body):
         raise BadRequest(
             f"Inference-Header-Content-Length: expected a number up to {len(body)}, the bytes of the body, got "
             f"{brief(header_length)}"
         )
-    return body[: int(header_length)], body[int(header_length) :]
+    return body[: int(digits)], body[int(digits) :]
 
 
 def _inputs(tensors: Sequence[InputTensor], tail: memoryview) -> dict[str, TensorBytes]:
