@@ -38,7 +38,8 @@ function Sides({ values }) {
 
 function differences({ compared, differing, max_abs, max_rel }, tolerance) {
   if (!compared) return "";
-  return `${number(compared)} compared, ${told(differing, share)} differ by more than ${share(tolerance)}; at most ${told(max_abs, number)}, or ${told(max_rel, share)}`;
+  const most = `at most ${told(max_abs, number)}, or ${told(max_rel, share)}`;
+  return `${number(compared)} compared, ${told(differing, share)} differ by more than ${share(tolerance)}; ${most}`;
 }
 
 /** The section, while there is one. Promote and Abort are at what is staged. */

@@ -4,7 +4,8 @@ import { html, useLayoutEffect, useRef, useState } from "./vendor/htm/preact.js"
 import { Facts, Id, Labels, verified } from "./parts.js";
 
 const none = html`<span class="muted">nothing</span>`;
-const shown = (weights) => (weights ? html`<${Id} id=${weights.weights_id} /><${Labels} labels=${weights.labels} />` : none);
+const shown = (weights) =>
+  weights ? html`<${Id} id=${weights.weights_id} /><${Labels} labels=${weights.labels} />` : none;
 
 /** By call: its title, the button, what is different afterwards, and what goes with the request. */
 const CHANGES = {
@@ -100,17 +101,29 @@ export function Confirm({ asked, model, send, close }) {
   return html`<dialog ref=${dialog} aria-labelledby="confirm-title" onClose=${close}>
     <form onSubmit=${submit}>
       <h2 id="confirm-title">${title}</h2>
-      <${Facts} rows=${[["Model", before.name], ...rows(before, asked.target), ["Written to", written(asked.call, before)]]} />
+      <${Facts}
+        rows=${[["Model", before.name], ...rows(before, asked.target), ["Written to", written(asked.call, before)]]}
+      />
       <label class="field">
         <span>Why <span class="muted">(for the log, and whoever comes after you)</span></span>
         <textarea name="why" rows="2" maxlength="1000" autofocus></textarea>
       </label>
-      ${holds && html`<label><input type="checkbox" name="hold" checked /> and hold: promote nothing until it is released</label>`}
-      ${outdated && html`<p class="note mark" role="alert">Something else has changed meanwhile. Cancel, and look again.</p>`}
+      ${
+        holds &&
+        html`<label>
+        <input type="checkbox" name="hold" checked /> and hold: promote nothing until it is released
+      </label>`
+      }
+      ${
+        outdated &&
+        html`<p class="note mark" role="alert">Something else has changed meanwhile. Cancel, and look again.</p>`
+      }
       ${error && html`<p class="note bad" role="alert">${error.kind ? `${error.kind}: ` : ""}${error.message}</p>`}
       <div class="buttons">
         <button type="button" class="button" onClick=${() => dialog.current.close()}>Cancel</button>
-        <button class="button strong" disabled=${busy || outdated}>${busy ? "Waiting for the server…" : button}</button>
+        <button class="button strong" disabled=${busy || outdated}>
+          ${busy ? "Waiting for the server…" : button}
+        </button>
       </div>
     </form>
   </dialog>`;

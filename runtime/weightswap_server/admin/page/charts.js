@@ -79,7 +79,10 @@ function drawMarks(plot, marks, colour) {
   ctx.restore();
 }
 
-/** One chart. series: name, hue, values; scale: of SCALES, which goes up to `least`; at the cursor, or at the end, its legend has their numbers. */
+/** One chart. Its legend has the numbers at the cursor, or at the end.
+ *
+ * series: name, hue, values; scale: of SCALES, which goes up to `least` at least.
+ */
 function Chart(props) {
   const { title, times, series, format, marks } = props;
   const element = useRef();
@@ -98,7 +101,9 @@ function Chart(props) {
     build();
     const scheme = matchMedia("(prefers-color-scheme: dark)");
     scheme.addEventListener("change", build);
-    const observer = new ResizeObserver(() => plot.current.setSize({ width: element.current.clientWidth, height: HEIGHT }));
+    const observer = new ResizeObserver(() =>
+      plot.current.setSize({ width: element.current.clientWidth, height: HEIGHT }),
+    );
     observer.observe(element.current);
     return () => {
       scheme.removeEventListener("change", build);
@@ -161,7 +166,9 @@ export function Answering({ points, now, model }) {
   const names = { [model.served?.weights_id]: "what is served", [model.canary?.weights_id]: "the canary" };
   const counts = { "what is served": 0, "the canary": 0, others: 0 };
   let total = 0;
-  for (const [id, count] of points.filter(({ time }) => time > now - 60).flatMap(({ weights }) => Object.entries(weights))) {
+  for (const [id, count] of points
+    .filter(({ time }) => time > now - 60)
+    .flatMap(({ weights }) => Object.entries(weights))) {
     counts[names[id] ?? "others"] += count;
     total += count;
   }

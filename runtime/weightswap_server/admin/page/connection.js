@@ -15,7 +15,9 @@ export class Refused extends Error {
 async function send(token, path, options) {
   const answer = await fetch(path, { cache: "no-store", headers: { authorization: `Bearer ${token}` }, ...options });
   if (!answer.ok) {
-    const said = await answer.json().catch(() => ({ error: `the server answers with status ${answer.status}`, kind: "" }));
+    const said = await answer
+      .json()
+      .catch(() => ({ error: `the server answers with status ${answer.status}`, kind: "" }));
     throw new Refused(answer.status, said);
   }
   return answer;
@@ -27,7 +29,7 @@ export async function call(token, path, body) {
   return (await send(token, path, options)).json();
 }
 
-/** Tell each event, and "away" when the stream has ended; connect again until `signal`. Throws Refused for a bad token. */
+/** Tell each event, and "away" when the stream ends; connect again until `signal`. Throws Refused for a bad token. */
 export async function listen(token, tell, signal) {
   let wait = 0;
   while (!signal.aborted) {

@@ -38,17 +38,20 @@ function Commit({ receipt, now, serving, rollBack }) {
     </div>
     <div class="told line">
       <span>
-        ${kind === "full" ? "" : `${kind}, `}${by && `by ${by}, `}paused ${duration(seconds_paused)}${why && html`: <q>${why}</q>`}
+        ${kind === "full" ? "" : `${kind}, `}${by && `by ${by}, `}paused${" "}
+        ${duration(seconds_paused)}${why && html`: <q>${why}</q>`}
       </span>
-      ${rollBack &&
-      html`<button
+      ${
+        rollBack &&
+        html`<button
         type="button"
         class="button push"
         aria-label=${`Roll back to generation ${generation}, ${weights_id.slice(0, 12)}`}
         onClick=${rollBack}
       >
         Roll back to this
-      </button>`}
+      </button>`
+      }
     </div>
     <${Receipt} receipt=${receipt} />
   </li>`;
@@ -64,7 +67,8 @@ function Desired({ weights, now, rollBack }) {
     </div>
     <div class="told line">
       <span>
-        ${weights.by && `by ${weights.by}, `}not served by this process yet${weights.why && html`: <q>${weights.why}</q>`}
+        ${weights.by && `by ${weights.by}, `}not served by this process yet
+        ${weights.why && html`: <q>${weights.why}</q>`}
       </span>
       <button
         type="button"
@@ -132,7 +136,9 @@ export function History({ history, model, now, ask }) {
     <ol class="entries">
       ${all ? known : known.slice(0, FIRST)}
     </ol>
-    ${hidden > 0 &&
-    html`<button type="button" class="button" onClick=${() => setAll(true)}>Show ${hidden} older ones</button>`}
+    ${
+      hidden > 0 &&
+      html`<button type="button" class="button" onClick=${() => setAll(true)}>Show ${hidden} older ones</button>`
+    }
   <//>`;
 }

@@ -40,8 +40,9 @@ function Served({ model, server, now }) {
   const { served } = model;
   const [look, says] = state(model);
   return html`<${Section} id="served" title="Served" actions=${html`<span class=${`badge ${look}`}>${says}</span>`}>
-    ${served
-      ? html`<p class="weights">
+    ${
+      served
+        ? html`<p class="weights">
             <${Id} id=${served.weights_id} />
             <span class="generation">generation ${served.generation}</span>
             <${Labels} labels=${served.labels} />
@@ -55,8 +56,9 @@ function Served({ model, server, now }) {
               ["Verified", verified(served.verified)],
             ]}
           />`
-      : html`<p class="hint">Nothing is served yet. Give it weights:</p>
-          <${Command}>weightswap push ${here()} v1.safetensors --token-file token<//>`}
+        : html`<p class="hint">Nothing is served yet. Give it weights:</p>
+          <${Command}>weightswap push ${here()} v1.safetensors --token-file token<//>`
+    }
     <${Facts}
       rows=${[
         ["In process", `${server.pid}, engine ${model.engine}, ${model.device}, residency ${model.residency}`],
@@ -86,17 +88,25 @@ function Staged({ model, now, ask }) {
     >
       ${name}
     </button>`;
-  const actions = staged && html`${act("discard", staged.ready && !canary ? "Discard" : "Abort", true)}
+  const actions =
+    staged &&
+    html`${act("discard", staged.ready && !canary ? "Discard" : "Abort", true)}
     ${act("commit", canary ? "Promote" : "Commit", staged.ready, true)}`;
   return html`<${Section} id="staged" title="Staged" actions=${actions}>
     ${staging && html`<${Progress} staging=${staging} />`}
-    ${!staged && !staging &&
-    html`<p class="hint">Nothing is staged. Stage weights, look at them here, and commit them:</p>
-      <${Command}>weightswap push ${here()} v2.safetensors --stage --token-file token<//>`}
-    ${staged?.weights_id &&
-    html`<p class="weights"><${Id} id=${staged.weights_id} /><${Labels} labels=${staged.labels} /></p>`}
-    ${staged &&
-    html`<${Facts}
+    ${
+      !staged &&
+      !staging &&
+      html`<p class="hint">Nothing is staged. Stage weights, look at them here, and commit them:</p>
+      <${Command}>weightswap push ${here()} v2.safetensors --stage --token-file token<//>`
+    }
+    ${
+      staged?.weights_id &&
+      html`<p class="weights"><${Id} id=${staged.weights_id} /><${Labels} labels=${staged.labels} /></p>`
+    }
+    ${
+      staged &&
+      html`<${Facts}
       rows=${[
         ["From", staged.source],
         ["By", staged.by],
@@ -106,7 +116,8 @@ function Staged({ model, now, ask }) {
         ["Verified", staged.ready && verified(staged.verified)],
         ["Non-finite", staged.ready && (staged.nonfinite.join(", ") || "none that were not there before")],
       ]}
-    />`}
+    />`
+    }
   <//>`;
 }
 

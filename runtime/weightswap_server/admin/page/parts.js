@@ -16,8 +16,8 @@ export function number(value) {
 
 /** A time span, given in seconds. */
 export function duration(seconds) {
-  const units = [[1, "s"], [1e-3, "ms"], [0, "µs"]]; // prettier-ignore
-  const [size, name] = units.find(([least]) => seconds >= least);
+  const units = Object.entries({ s: 1, ms: 1e-3, µs: 0 });
+  const [name, size] = units.find(([, least]) => seconds >= least);
   return `${(seconds / (size || 1e-6)).toLocaleString(undefined, { maximumSignificantDigits: 3 })} ${name}`;
 }
 
@@ -65,9 +65,9 @@ export function When({ at, now }) {
 
 /** How long ago, roughly; seconds. */
 export function ago(seconds) {
-  const units = [[86400, "d"], [3600, "h"], [60, "min"]]; // prettier-ignore
-  const unit = units.find(([size]) => seconds >= 2 * size);
-  if (unit) return `${Math.floor(seconds / unit[0])} ${unit[1]} ago`;
+  const units = Object.entries({ d: 86400, h: 3600, min: 60 });
+  const unit = units.find(([, size]) => seconds >= 2 * size);
+  if (unit) return `${Math.floor(seconds / unit[1])} ${unit[0]} ago`;
   return seconds < 5 ? "just now" : `${Math.floor(seconds)} s ago`;
 }
 
@@ -90,7 +90,9 @@ export function Labels({ labels }) {
 
 /** How weights were verified. */
 export function verified(how) {
-  return { goldens: "goldens were reproduced", finite: "outputs are finite", none: "nothing to try them with" }[how] ?? how;
+  return (
+    { goldens: "goldens were reproduced", finite: "outputs are finite", none: "nothing to try them with" }[how] ?? how
+  );
 }
 
 /** Whatever a document has, as text. */

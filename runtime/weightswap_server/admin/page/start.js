@@ -8,7 +8,16 @@ import { ago } from "./parts.js";
 
 const KEY = "weightswap-token";
 const MOST_POINTS = 600;
-const TOLD = new Set(["committed", "rolled back", "refused", "skipped", "unreachable", "failed", "cancelled", "discarded"]);
+const TOLD = new Set([
+  "committed",
+  "rolled back",
+  "refused",
+  "skipped",
+  "unreachable",
+  "failed",
+  "cancelled",
+  "discarded",
+]);
 
 /** What the page knows, after one more thing: of the stream, or an answer. */
 function known(state, [kind, data]) {
@@ -83,19 +92,28 @@ function Top({ server, connected, model, leave }) {
   return html`<header class="top">
     <h1>${model.name}</h1>
     <div class="actions">
-      <span class=${`badge ${connected ? "good" : "bad"}`} role="status">${connected ? "live" : "no connection; trying again"}</span>
+      <span class=${`badge ${connected ? "good" : "bad"}`} role="status">
+        ${connected ? "live" : "no connection; trying again"}
+      </span>
       <button type="button" class="button" onClick=${leave}>Forget the token</button>
     </div>
     <p class="subtitle">
       weightswap ${server.version}, started ${ago(server.time - server.started)}${server.stopping ? ", stopping" : ""}
     </p>
-    ${server.models.length > 1 &&
-    html`<nav aria-label="Models">
+    ${
+      server.models.length > 1 &&
+      html`<nav aria-label="Models">
       ${server.models.map(
         ({ name }) =>
-          html`<a key=${name} href=${`#${encodeURIComponent(name)}`} aria-current=${name === model.name ? "page" : undefined}>${name}</a>`,
+          html`<a
+            key=${name}
+            href=${`#${encodeURIComponent(name)}`}
+            aria-current=${name === model.name ? "page" : undefined}
+            >${name}</a
+          >`,
       )}
-    </nav>`}
+    </nav>`
+    }
   </header>`;
 }
 
@@ -124,7 +142,10 @@ function Desk({ token, leave }) {
   useEffect(() => {
     if (!name || !connected) return;
     const path = `admin/models/${encodeURIComponent(name)}/history`;
-    call(token, path).then((history) => know(["history", { model: name, history }]), () => {});
+    call(token, path).then(
+      (history) => know(["history", { model: name, history }]),
+      () => {},
+    );
   }, [name, connected, changes, model?.served?.generation, model?.following?.revision]);
   useEffect(() => {
     if (model) document.title = `${name}: generation ${model.served?.generation ?? "none"} · weightswap`;
