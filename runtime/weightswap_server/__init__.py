@@ -1,7 +1,8 @@
 """weightswap's server: models of artifacts behind the Open Inference Protocol, over HTTP and gRPC, in one process."""
 
+from .admin.settings import AdminSettings
 from .models import Method
 from .serving import Server, Source
 from .settings import Settings
 
-__all__ = ["Method", "Server", "Settings", "Source"]
+__all__ = ["AdminSettings", "Method", "Server", "Settings", "Source"]

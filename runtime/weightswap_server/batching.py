@@ -26,12 +26,14 @@ Observe = Callable[["Call", Answer, float, int], object]  # the call, its answer
 
 
 class Call:
-    """One request's call of a method, and its answer to come. `version`: the generation that it asks for."""
+    """One request's call of a method, and its answer to come. `version`: the generation that it asks for;
+    `traceparent`: the span that it belongs to, as W3C writes it."""
 
-    def __init__(self, method: Method, flat: Flat, version: str = "") -> None:
+    def __init__(self, method: Method, flat: Flat, version: str = "", traceparent: str = "") -> None:
         self.method = method
         self.flat = flat
         self.version = version
+        self.traceparent = traceparent
         self.arrived = time.perf_counter()
         self.answer: Future[Answer] = Future()
 

@@ -25,7 +25,9 @@ Send = Callable[[Any], Awaitable[None]]
 class Generation:
     """What is generated for one request, piece by piece, in the model's thread."""
 
-    def __init__(self, service: Service, name: str, version: str, request: GenerateRequest) -> None:
+    def __init__(
+        self, service: Service, name: str, version: str, request: GenerateRequest, traceparent: str = ""
+    ) -> None:
         """Raises UnknownModel, NotReady, Unsupported for a model that does not generate, BadRequest and Overloaded."""
         served = service.find_ready(name, version)
         if not served.generates:
@@ -38,6 +40,7 @@ class Generation:
         self.said = Answered(0, "")
         self._service, self._served = service, served
         self._stream: TokenStream | None = None
+        self._traceparent = traceparent
         self._began = time.monotonic()
         self._closed = False
 
@@ -113,7 +116,7 @@ class Generation:
             self.said = Answered(self._stream.generation or 0, self._stream.weights_id or "")
         piece = next(self._stream, END)
         if piece is END:
-            self._service.metrics.generated(self.name, self.said.weights_id, time.monotonic() - self._began)
+            self._service.generated(self.name, self.said, time.monotonic() - self._began, self._traceparent)
         return piece
 
     def _close(self) -> None:

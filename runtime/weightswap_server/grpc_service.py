@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError, ThreadPoolExecutor
 from threading import Event, Timer
@@ -62,6 +63,10 @@ class GrpcServer:
         return ended
 
 
+def _traceparent(context: grpc.ServicerContext) -> str:
+    return str(dict(context.invocation_metadata()).get("traceparent", ""))
+
+
 class _Methods:
     def __init__(self, service: Service) -> None:
         self._service = service
@@ -86,12 +91,13 @@ class _Methods:
         """A method whose errors are statuses."""
 
         def answer(request: Any, context: grpc.ServicerContext) -> Any:
+            arrived = time.perf_counter()
             try:
                 return method(request, context)
             except CancelledError:
                 context.abort(grpc.StatusCode.CANCELLED, "the client has given up")
             except Exception as error:
-                told = self._service.refused(getattr(request, "model_name", ""), error)
+                told = self._service.refused(getattr(request, "model_name", ""), error, arrived, _traceparent(context))
                 context.abort(grpc.StatusCode[told.code], told.text)
 
         return grpc.unary_unary_rpc_method_handler(answer, message_class(f"{name}Request").FromString, _serialized)
@@ -115,7 +121,7 @@ class _Methods:
 
     def _infer(self, request: Any, context: grpc.ServicerContext) -> Any:
         tensors = _tensors(request)
-        served, call = self._service.call(request.model_name, request.model_version, tensors)
+        served, call = self._service.call(request.model_name, request.model_version, tensors, _traceparent(context))
         wanted = [output.name for output in request.outputs]
         call.method.check_outputs(wanted)
         served.thread.submit(call)
@@ -128,7 +134,7 @@ class _Methods:
         for request in requests:
             try:
                 if self._service.find_ready(request.model_name, request.model_version).generates:
-                    for found in self._generated(request):
+                    for found in self._generated(request, _traceparent(context)):
                         yield made(infer_response=found)
                 else:
                     yield made(infer_response=self._infer(request, context))
@@ -137,8 +143,9 @@ class _Methods:
             except Exception as error:
                 yield made(error_message=self._service.refused(request.model_name, error).text)
 
-    def _generated(self, request: Any) -> Iterator[Any]:
-        generation = Generation(self._service, request.model_name, request.model_version, _prompt(request))
+    def _generated(self, request: Any, traceparent: str) -> Iterator[Any]:
+        name, version = request.model_name, request.model_version
+        generation = Generation(self._service, name, version, _prompt(request), traceparent)
         end = Timer(generation.left, generation.close)  # also where the client does not read
         end.daemon = True
         end.start()

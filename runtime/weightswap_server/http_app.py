@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 import zlib
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -19,6 +20,7 @@ from .generating import Generation, event_stream, whole
 from .openapi import description
 from .protocol import HEADER_LENGTH, Answered, ErrorDocument, GenerateRequest, InferRequest, InferResponse
 from .service import Service
+from .settings import Settings
 from .tensors_on_the_wire import Answer, chosen, decoded, read_request, write_outputs
 
 _JSON = "application/json"
@@ -67,12 +69,14 @@ class _Pages:
         """A page whose errors are answers, too."""
 
         async def answer(request: Request) -> Response:
+            arrived = time.perf_counter()
             try:
                 return await page(request)
             except ClientDisconnect:
                 return Response(status_code=400)
             except Exception as error:
-                return refusal(self._service.refused(request.path_params.get("name", ""), error))
+                name, parent = request.path_params.get("name", ""), request.headers.get("traceparent", "")
+                return refusal(self._service.refused(name, error, arrived, parent))
 
         return answer
 
@@ -103,7 +107,7 @@ class _Pages:
         return _document(self._service.model_metadata(parameters["name"], parameters.get("version", "")))
 
     async def index(self, request: Request) -> Response:
-        await body_of(request, self._service)
+        await body_of(request, self._service.settings)
         return _document(self._service.index())
 
     async def metrics(self, request: Request) -> Response:
@@ -115,9 +119,9 @@ class _Pages:
     async def infer(self, request: Request) -> Response:
         name, version = request.path_params["name"], request.path_params.get("version", "")
         self._service.find(name, version)
-        body = await body_of(request, self._service)
+        body = await body_of(request, self._service.settings)
         asked, tensors = read_request(body, request.headers.get(HEADER_LENGTH))
-        served, call = self._service.call(name, version, tensors)
+        served, call = self._service.call(name, version, tensors, request.headers.get("traceparent", ""))
         chosen_names = [output.name for output in asked.outputs or ()]
         call.method.check_outputs(chosen_names)
         return _answer(name, asked, await self._service.answer(served, call))
@@ -131,8 +135,8 @@ class _Pages:
     async def _generation(self, request: Request) -> Generation:
         name = request.path_params["name"]
         self._service.find(name)
-        asked = decoded(await body_of(request, self._service), GenerateRequest)
-        return Generation(self._service, name, "", asked)
+        asked = decoded(await body_of(request, self._service.settings), GenerateRequest)
+        return Generation(self._service, name, "", asked, request.headers.get("traceparent", ""))
 
 
 def _answer(name: str, asked: InferRequest, answer: Answer) -> Response:
@@ -163,9 +167,9 @@ def _is_ready(ready: bool, why: str) -> Response:
     return Response() if ready else refusal(Failure(503, "", why))
 
 
-async def body_of(request: Request, service: Service) -> bytes:
+async def body_of(request: Request, settings: Settings) -> bytes:
     """The whole body, decompressed. Raises BodyTooLarge, BodyTooSlow and BadRequest."""
-    most, patience = service.settings.max_body, service.settings.body_timeout
+    most, patience = settings.max_body, settings.body_timeout
     if int(request.headers.get("content-length", "0")) > most:
         raise _too_large(most)
     chunks, size = [], 0

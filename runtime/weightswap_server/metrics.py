@@ -11,7 +11,6 @@ weightswap_server_streams              gauge: generations that are open
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
 from threading import Lock
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -29,7 +28,6 @@ from .tensors_on_the_wire import Answer
 
 if TYPE_CHECKING:
     from .batching import Call, ModelThread
-    from .models import Method
 
 MOST_WEIGHTS = 8  # ids of weights whose series are kept; of one that is older they go
 _SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)
@@ -70,9 +68,9 @@ class ServerMetrics:
         self._collectors.append(ModelCollector(model, name, self._registry))
         self.queued.labels(name).set_function(lambda: thread.queued)
 
-    def answered(self, names: Mapping[Method, str], call: Call, answer: Answer, began: float, together: int) -> None:
+    def answered(self, name: str, call: Call, answer: Answer, began: float, together: int) -> None:
         """Count a call that was answered."""
-        series = self._series(names[call.method], answer.weights_id)
+        series = self._series(name, answer.weights_id)
         series.answered.inc()
         series.seconds.observe(time.perf_counter() - call.arrived)
         series.queue_seconds.observe(began - call.arrived)

@@ -37,28 +37,28 @@ def description(models: Sequence[str]) -> dict[str, Any]:
     """The document at /openapi.json of a server with these models."""
     found, components = msgspec.json.schema_components(_DOCUMENTS, ref_template=_TEMPLATE)
     error, index, infer, inferred, model, server, generate, generated = found
-    name, version = _parameter("name", enum=list(models)), _parameter("version")
+    name, version = parameter("name", enum=list(models)), parameter("version")
     paths: dict[str, Any] = {
-        "/v2/health/live": {"get": _operation("Whether the server runs.", None)},
-        "/v2/health/ready": {"get": _operation("Whether all models are ready.", None, unready=True)},
-        "/v2": {"get": _operation("The server.", server)},
-        "/v2/repository/index": {"post": _operation("The models.", index, body={"type": "object"}, needed=False)},
-        "/metrics": {"get": _operation("Metrics for Prometheus.", {"type": "string"}, media="text/plain")},
-        "/openapi.json": {"get": _operation("This document.", {"type": "object"})},
+        "/v2/health/live": {"get": operation("Whether the server runs.", None)},
+        "/v2/health/ready": {"get": operation("Whether all models are ready.", None, unready=True)},
+        "/v2": {"get": operation("The server.", server)},
+        "/v2/repository/index": {"post": operation("The models.", index, body={"type": "object"}, needed=False)},
+        "/metrics": {"get": operation("Metrics for Prometheus.", {"type": "string"}, media="text/plain")},
+        "/openapi.json": {"get": operation("This document.", {"type": "object"})},
     }
     for prefix, parameters in (("", [name]), ("/versions/{version}", [name, version])):
         path = f"/v2/models/{{name}}{prefix}"
-        paths[path] = {"get": _operation("A model.", model), "parameters": parameters}
-        ready = _operation("Whether a model is ready.", None, unready=True)
+        paths[path] = {"get": operation("A model.", model), "parameters": parameters}
+        ready = operation("Whether a model is ready.", None, unready=True)
         paths[f"{path}/ready"] = {"get": ready, "parameters": parameters}
-        paths[f"{path}/infer"] = {"post": _operation("Call a model.", inferred, body=infer), "parameters": parameters}
+        paths[f"{path}/infer"] = {"post": operation("Call a model.", inferred, body=infer), "parameters": parameters}
     for last, media in (("generate", "application/json"), ("generate_stream", "text/event-stream")):
-        operation = _operation("Continue a prompt.", generated, body=generate, media=media)
-        paths[f"/v2/models/{{name}}/{last}"] = {"post": operation, "parameters": [name]}
+        continued = operation("Continue a prompt.", generated, body=generate, media=media)
+        paths[f"/v2/models/{{name}}/{last}"] = {"post": continued, "parameters": [name]}
     for path in paths.values():
-        for operation in path.values():
-            if isinstance(operation, dict):
-                operation["responses"]["default"] = {"description": "An error.", "content": _content(error)}
+        for each in path.values():
+            if isinstance(each, dict):
+                each["responses"]["default"] = {"description": "An error.", "content": content(error)}
     return {
         "openapi": "3.1.0",
         "info": {"title": "weightswap", "version": __version__},
@@ -67,15 +67,17 @@ def description(models: Sequence[str]) -> dict[str, Any]:
     }
 
 
-def _parameter(name: str, **more: Any) -> dict[str, Any]:
+def parameter(name: str, **more: Any) -> dict[str, Any]:
+    """A part of a path."""
     return {"name": name, "in": "path", "required": True, "schema": {"type": "string", **more}}
 
 
-def _content(schema: Any, media: str = "application/json") -> dict[str, Any]:
+def content(schema: Any, media: str = "application/json") -> dict[str, Any]:
+    """A body of that schema."""
     return {media: {"schema": schema}}
 
 
-def _operation(
+def operation(
     says: str,
     answer: Any,
     *,
@@ -84,12 +86,13 @@ def _operation(
     unready: bool = False,
     media: str = "application/json",
 ) -> dict[str, Any]:
+    """What a method of a page does; `unready`: it may answer 503, too."""
     done: dict[str, Any] = {"description": says}
     if answer is not None:
-        done["content"] = _content(answer, media)
+        done["content"] = content(answer, media)
     found: dict[str, Any] = {"summary": says, "responses": {"200": done}}
     if unready:
-        found["responses"]["503"] = {"description": "Not ready.", "content": _content({"type": "object"})}
+        found["responses"]["503"] = {"description": "Not ready.", "content": content({"type": "object"})}
     if body is not None:
-        found["requestBody"] = {"required": needed, "content": _content(body)}
+        found["requestBody"] = {"required": needed, "content": content(body)}
     return found

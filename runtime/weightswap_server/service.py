@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Mapping
 from concurrent.futures import Future
-from functools import partial
 from threading import Lock
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from weightswap_runtime import __version__
 from weightswap_runtime.errors import Unsupported
@@ -19,9 +19,12 @@ from .batching import Call, ModelThread, joined
 from .errors import Failure, NotReady, Overloaded, TookTooLong, UnknownModel, failure, log
 from .metrics import ServerMetrics
 from .models import Method
-from .protocol import EXTENSIONS, IndexEntry, ModelMetadata, ServerMetadata, TensorMetadata
+from .protocol import EXTENSIONS, Answered, IndexEntry, ModelMetadata, ServerMetadata, TensorMetadata
 from .settings import Settings
 from .tensors_on_the_wire import Answer
+
+if TYPE_CHECKING:
+    from .traces import Traces
 
 PLATFORM = "weightswap"
 
@@ -29,7 +32,9 @@ PLATFORM = "weightswap"
 class Served:
     """A model of the server: its methods, the thread that calls it, and whether it is warm."""
 
-    def __init__(self, name: str, model: Model, settings: Settings, metrics: ServerMetrics) -> None:
+    def __init__(
+        self, name: str, model: Model, settings: Settings, metrics: ServerMetrics, traces: Traces | None
+    ) -> None:
         self.name = name
         self.model = model
         self.generates = model.artifact.manifest.generation is not None
@@ -38,9 +43,12 @@ class Served:
             model,
             max_queue=settings.max_queue,
             max_delay=settings.max_delay,
-            observe=partial(metrics.answered, {method: known for known, method in self.methods.items()}),
+            observe=self._observe,
         )
+        self._names = {method: known for known, method in self.methods.items()}
+        self._metrics, self._traces = metrics, traces
         self.warm = False
+        self.unloaded = False  # by an operator
         self._settings = settings
         if settings.max_batch > 1:
             self._batch()
@@ -51,7 +59,7 @@ class Served:
 
     @property
     def ready(self) -> bool:
-        return self.warm and not self.model.failed
+        return self.warm and not self.unloaded and not self.model.failed
 
     def close(self, timeout: float) -> None:
         self._stop_listening()
@@ -66,7 +74,15 @@ class Served:
             else:
                 self.thread.batch(method, min(self._settings.max_batch, limit or self._settings.max_batch))
 
+    def _observe(self, call: Call, answer: Answer, began: float, together: int) -> None:
+        name = self._names[call.method]
+        self._metrics.answered(name, call, answer, began, together)
+        if self._traces is not None:
+            self._traces.answered(name, call, answer, began, together)
+
     def _on_event(self, event: Event) -> None:
+        if self._traces is not None:
+            self._traces.changed(self.name, event)
         if not self.warm and event.kind == "committed":
             self.thread.do(self._warm_up)
 
@@ -87,6 +103,12 @@ class Served:
             self.thread.try_out(method, sample)
         if limit := self.thread.limit(method):
             self.thread.try_out(method, joined([sample] * (limit // sample[0].shape[0])))
+
+
+def _traces() -> Traces:
+    from .traces import Traces
+
+    return Traces()
 
 
 def _methods(name: str, model: Model) -> dict[str, Method]:
@@ -113,10 +135,11 @@ class Service:
         settings.check()
         self.settings = settings
         self.metrics = ServerMetrics()
+        self.traces = _traces() if settings.traces else None
         self.stopping = False
         self.streams = 0
         self._counting = Lock()
-        self.served = [Served(name, model, settings, self.metrics) for name, model in models.items()]
+        self.served = [Served(name, model, settings, self.metrics, self.traces) for name, model in models.items()]
         self._by_name = {known: served for served in self.served for known in served.methods or (served.name,)}
 
     @property
@@ -142,15 +165,19 @@ class Service:
         served = self.find(name, version)
         if not served.warm:
             raise NotReady(f"{name} has no weights yet, or is not warm")
+        if served.unloaded:
+            raise NotReady(f"{name} was unloaded by an operator")
         return served
 
-    def call(self, name: str, version: str, tensors: Mapping[str, TensorBytes]) -> tuple[Served, Call]:
+    def call(
+        self, name: str, version: str, tensors: Mapping[str, TensorBytes], traceparent: str = ""
+    ) -> tuple[Served, Call]:
         """A call, checked. Raises UnknownModel, NotReady, InputMismatch and BadRequest."""
         served = self.find_ready(name, version)
         method = served.methods.get(name)
         if method is None:
             raise Unsupported(f"{name} generates: POST /v2/models/{name}/generate, or generate_stream")
-        return served, Call(method, method.arguments(tensors), version)
+        return served, Call(method, method.arguments(tensors), version, traceparent)
 
     async def answer(self, served: Served, call: Call) -> Answer:
         """Run a call, in this thread where that is quick. Raises Overloaded, NotReady, TookTooLong, and its errors."""
@@ -193,11 +220,19 @@ class Service:
             self.streams -= 1
             self.metrics.streams.set(self.streams)
 
-    def refused(self, name: str, error: BaseException) -> Failure:
-        """What a client is told of an error, which is counted."""
+    def generated(self, name: str, said: Answered, seconds: float, traceparent: str) -> None:
+        """Count a generation that has ended."""
+        self.metrics.generated(name, said.weights_id, seconds)
+        if self.traces is not None:
+            self.traces.generated(name, said, time.perf_counter() - seconds, traceparent)
+
+    def refused(self, name: str, error: BaseException, arrived: float = 0.0, traceparent: str = "") -> Failure:
+        """What a client is told of an error, which is counted. `arrived`: the request, by `perf_counter`."""
         told = failure(error)
         served = self._by_name.get(name)
         self.metrics.refused(name if served else "", served.model.weights_id if served else None, told.status)
+        if self.traces is not None and arrived:
+            self.traces.refused(name if served else "", error, arrived, traceparent)
         return told
 
     def server_metadata(self) -> ServerMetadata:
@@ -222,7 +257,7 @@ class Service:
                 name,
                 str(served.model.generation) if served.model.generation is not None else "",
                 "READY" if served.ready else "UNAVAILABLE",
-                "" if served.ready else "no weights yet, or not warm",
+                "" if served.ready else "unloaded" if served.unloaded else "no weights yet, or not warm",
             )
             for name, served in self._by_name.items()
         ]

@@ -7,20 +7,21 @@ import signal
 import socket
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from threading import Thread
 from typing import TYPE_CHECKING, Any
 
 import msgspec
-import uvicorn
 
 from weightswap_runtime.errors import Unsupported
 from weightswap_runtime.live.loading import load
 from weightswap_runtime.live.model import Model
 
+from .admin.plane import AdminPlane
+from .admin.settings import AdminSettings
 from .http_app import http_app
-from .http_guard import guarded_protocol
+from .listening import HttpServer, listening
 from .service import Service
 from .settings import Settings
 
@@ -57,14 +58,15 @@ class Source(msgspec.Struct, frozen=True, kw_only=True):
 class Server:
     """Serves models until it is told to stop."""
 
-    def __init__(self, models: Mapping[str, Model], settings: Settings) -> None:
-        """models: by the names that requests call them by. The server closes them when it ends.
+    def __init__(self, models: Mapping[str, Model], settings: Settings, admin: AdminSettings | None = None) -> None:
+        """models: by the names that requests call them by. The server closes them when it ends. admin: for operators.
 
         Raises Unsupported.
         """
         self.settings = settings
         self.service = Service(models, settings)
-        self._http = _Http(http_app(self.service), settings)
+        self._http = HttpServer(http_app(self.service), settings)
+        self.admin = AdminPlane(self.service, admin) if admin is not None else None
         self._grpc: GrpcServer | None = None
         self._told: list[Callable[[], object]] = []
         self.http_port = 0
@@ -75,7 +77,10 @@ class Server:
 
         Raises OSError where a port cannot be had.
         """
-        with _listening(self.settings.host, self.settings.http_port) as listener:
+        with (
+            self.admin.running() if self.admin is not None else nullcontext(),
+            listening(self.settings.host, self.settings.http_port) as listener,
+        ):
             self.http_port = listener.getsockname()[1]
             try:
                 self._listen_for_grpc()
@@ -132,41 +137,6 @@ class Server:
             for tell in self._told:
                 tell()
             await self._http.serve(sockets=[listener])
-
-
-class _Http(uvicorn.Server):
-    """uvicorn, with the limits of the settings."""
-
-    def __init__(self, app: Any, settings: Settings) -> None:
-        config = uvicorn.Config(
-            app,
-            http=guarded_protocol(settings),
-            ws="none",
-            lifespan="off",
-            loop="asyncio",
-            log_config=None,
-            access_log=False,
-            server_header=False,
-            proxy_headers=False,
-            timeout_graceful_shutdown=max(1, round(settings.grace)),
-        )
-        super().__init__(config)
-
-    @contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        """Signals are the server's, which exits with 0 where it was asked to stop."""
-        yield
-
-
-@contextmanager
-def _listening(host: str, port: int) -> Iterator[socket.socket]:
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    # asyncio looks at the protocol before it sets TCP_NODELAY, without which answers wait for 40 ms
-    with socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP) as listener:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind((host, port))
-        listener.listen(2048)
-        yield listener
 
 
 @contextmanager

@@ -23,6 +23,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     max_connections: over HTTP; and calls at once over gRPC.
     max_streams, stream_timeout: how many generations may be open, each with a context of its own, and for how long.
     grace: how long a stop waits for what was accepted.
+    traces: spans of requests and swaps for OpenTelemetry, by the tracer provider that the process has.
     """
 
     host: str = "127.0.0.1"
@@ -39,6 +40,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     max_streams: int = 16
     stream_timeout: float = 300.0
     grace: float = 30.0
+    traces: bool = False
 
     def check(self) -> None:
         """Raise Unsupported for numbers that cannot be meant."""

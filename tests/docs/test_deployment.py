@@ -12,7 +12,6 @@ import sys
 import tomllib
 import urllib.error
 import urllib.request
-import venv
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -22,6 +21,7 @@ import pytest
 import yaml
 
 from tests import ROOT
+from tests.support.apart import python_with
 from tests.support.pages import page, python
 from tests.support.servers import S3Server
 from tests.support.watched import eventually
@@ -188,19 +188,7 @@ def test_litserve(folder: Path, desired: DesiredPlace, unused_port: int) -> None
 @pytest.fixture(scope="module")
 def with_kserve(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A Python with KServe, which wants older packages than others do, above all that is installed here."""
-    home = tmp_path_factory.mktemp("kserve") / "venv"
-    venv.create(home, with_pip=True)
-    (site,) = home.glob("lib/python*/site-packages")
-    (site / "others.pth").write_text(
-        "\n".join(each for each in sys.path if each.endswith(("site-packages", "exporter", "runtime")))
-    )
-    program = str(home / "bin" / "python")
-    done = subprocess.run(
-        [program, "-m", "pip", "install", "-q", "kserve"], capture_output=True, text=True, check=False
-    )
-    if done.returncode:
-        pytest.skip(f"kserve cannot be installed: {done.stderr[-200:]}")
-    return program
+    return python_with(tmp_path_factory.mktemp("kserve") / "venv", "kserve")
 
 
 @pytest.mark.slow

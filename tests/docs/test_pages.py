@@ -54,7 +54,7 @@ def test_names_are_there(page: Path) -> None:
 @every_page
 def test_lines_fit(page: Path) -> None:
     """Tables of figures and of types are as scripts print them, and those of tests have a path twice in a row."""
-    printed = "|" if page.parent.name in ("benchmarks", "tests") or page.stem == "transformers" else "\0"
+    printed = "|" if page.parent.name in ("benchmarks", "tests") or page.stem in ("transformers", "libraries") else "\0"
     lines = enumerate(page.read_text().splitlines(), start=1)
     assert [number for number, line in lines if len(line) > WIDTH and not line.startswith(printed)] == []
 

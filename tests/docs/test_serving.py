@@ -6,12 +6,14 @@ import json
 import re
 import socket
 import subprocess
+import sys
 from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
 from tests.support.pages import page, python, served
+from weightswap_runtime import DesiredPlace
 from weightswap_server import Settings
 
 BLOCKS = {kind: re.findall(rf"```{kind}\n(.*?)```", page("serving"), re.DOTALL) for kind in ("python", "sh")}
@@ -21,7 +23,7 @@ BLOCKS = {kind: re.findall(rf"```{kind}\n(.*?)```", page("serving"), re.DOTALL) 
 def ports() -> dict[str, str]:
     """Free ones, for those of the page."""
     with ExitStack() as stack:
-        free = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(3)]
+        free = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(4)]
         return {f"800{place}": str(listener.getsockname()[1]) for place, listener in enumerate(free)}
 
 
@@ -34,7 +36,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def elsewhere(text: str, ports: dict[str, str]) -> str:
-    return re.sub(r"\b800[0-2]\b", lambda found: ports[found[0]], text).replace("localhost", "127.0.0.1")
+    return re.sub(r"\b800[0-3]\b", lambda found: ports[found[0]], text).replace("localhost", "127.0.0.1")
 
 
 def shell(folder: Path, commands: str) -> str:
@@ -67,6 +69,30 @@ def test_generation(tmp_path: Path, ports: dict[str, str]) -> None:
         events = shell(tmp_path, ask).strip().split("\n\n")
         assert len(events) == 4
         assert all(len(json.loads(event.removeprefix("data: "))["output_ids"]) == 1 for event in events)
+
+
+def test_an_operator_pushes_weights_and_takes_them_back(folder: Path, ports: dict[str, str]) -> None:
+    prepare, serve, push = (elsewhere(block, ports) for block in BLOCKS["sh"][6:9])
+    python(folder, BLOCKS["python"][0])
+    commands(folder, prepare)
+    with served(folder, serve):
+        url = f"http://127.0.0.1:{ports['8003']}"
+        followed = f"weightswap status {url} --token-file token | grep -q 'revision 1$'"
+        commands(folder, f"until {followed}; do sleep 0.1; done")
+        said = commands(folder, push)
+    assert "generation  1: " in said
+    assert "generation 1\n" in said
+    assert json.loads(said.splitlines()[-1])["receipt"]["labels"] == {"step": "1"}
+    assert [json.loads(line)["call"] for line in (folder / "audit.jsonl").read_text().splitlines()][-1] == "rollback"
+    state = DesiredPlace(folder / "service").read()
+    assert state.hold is not None
+    assert state.hold.why == "tags are slow"
+
+
+def commands(folder: Path, text: str) -> str:
+    """Commands of the page; the programs among them are those of this checkout."""
+    program = f"{sys.executable} -c 'from weightswap_tools.commands.{{0}} import {{0}}_command; {{0}}_command()'"
+    return shell(folder, re.sub(r"weightswap (desired|push|status)", lambda found: program.format(found[1]), text))
 
 
 def test_in_a_program(folder: Path) -> None:

@@ -52,7 +52,7 @@ def prepare_recipe(folder: Path) -> str:
 def served(folder: Path, command: str) -> Iterator[None]:
     """A block in which the page's command runs; it ends well."""
     program = [sys.executable, "-c", "from weightswap_tools.commands.serve import serve_command; serve_command()"]
-    arguments = shlex.split(command)[2:]
+    arguments = shlex.split(command.replace("\\\n", ""))[2:]
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL, "text": True}
     with subprocess.Popen([*program, *arguments], cwd=folder, **pipes) as process:
         try:

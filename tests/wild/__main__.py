@@ -1,15 +1,20 @@
-"""`python -m tests.wild [TYPE...]`: what happens to model types of transformers, into docs/transformers.md."""
+"""`python -m tests.wild [NAME...]`: what happens to models of others, into docs/transformers.md or libraries.md."""
 
 from __future__ import annotations
 
 import argparse
 import random
 import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
 
 import transformers
 
 from tests.wild import page
 from tests.wild.survey import EQUAL, REFUSED, TRACED, Outcome, model_types, survey, warm
+
+Tried = tuple[str, Callable[[], Outcome]]
 
 
 def main() -> None:
@@ -19,24 +24,41 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=60, help="no type is begun later than that")
     parser.add_argument("--seconds", type=int, default=60, help="of processor time for each type")
     parser.add_argument("--seed", type=int, default=0, help="of the order")
+    parser.add_argument("--libraries", action="store_true", help="models of others than transformers, always exported")
     wanted = parser.parse_args()
-    transformers.logging.set_verbosity_error()
-    warm()
     end = time.monotonic() + 60 * wanted.minutes
-    for name in wanted.types or _order(page.read(), wanted.seed):
+    path, tried = _libraries(wanted) if wanted.libraries else _transformers(wanted)
+    for name, look in tried:
         if time.monotonic() > end:
             break
-        found = survey(name, exporting=wanted.export, seconds=wanted.seconds)
+        found = look()
         print(name, *found, sep="\t", flush=True)
-        page.add({name: found})
+        page.add(path, {name: found})
 
 
-def _order(outcomes: dict[str, Outcome], seed: int) -> list[str]:
+def _libraries(wanted: argparse.Namespace) -> tuple[Path, list[Tried]]:
+    from tests.wild import libraries
+
+    found = libraries.cases()
+    order = wanted.types or _order(list(found), page.read(page.LIBRARIES), wanted.seed)
+    return page.LIBRARIES, [
+        (name, partial(libraries.survey_case, found[name], seconds=wanted.seconds)) for name in order
+    ]
+
+
+def _transformers(wanted: argparse.Namespace) -> tuple[Path, list[Tried]]:
+    transformers.logging.set_verbosity_error()
+    warm()
+    order = wanted.types or _order(model_types(), page.read(page.TRANSFORMERS), wanted.seed)
+    looks = [(name, partial(survey, name, exporting=wanted.export, seconds=wanted.seconds)) for name in order]
+    return page.TRANSFORMERS, looks
+
+
+def _order(names: list[str], outcomes: dict[str, Outcome], seed: int) -> list[str]:
     """What is not known first, what was exported last."""
-    types = model_types()
-    random.Random(seed).shuffle(types)
+    random.Random(seed).shuffle(names)
     exported = {name for name, outcome in outcomes.items() if outcome.what in (EQUAL, TRACED, REFUSED)}
-    return sorted(types, key=lambda name: (name in outcomes, name in exported))
+    return sorted(names, key=lambda name: (name in outcomes, name in exported))
 
 
 if __name__ == "__main__":

@@ -1,10 +1,11 @@
-"""docs/transformers.md: every model type of transformers, and what happened to it when it was last tried."""
+"""docs/transformers.md and docs/libraries.md: models of others, and what happened to each when it was last tried."""
 
 from __future__ import annotations
 
 import re
 from collections import Counter
 from collections.abc import Mapping
+from pathlib import Path
 
 import torch
 import transformers
@@ -12,44 +13,47 @@ import transformers
 from tests import ROOT
 from tests.wild.survey import BROKEN, EQUAL, FOUND, LARGE, REFUSED, SLOW, TRACED, UNBUILT, UNKNOWN, Outcome
 
-PAGE = ROOT / "docs" / "transformers.md"
+TRANSFORMERS, LIBRARIES = ROOT / "docs" / "transformers.md", ROOT / "docs" / "libraries.md"
 _MOST_LETTERS = 150  # of a reason
 _MEANINGS = {
-    EQUAL: "inputs were found, the exported model served other weights, and its outputs equalled eager's bit for bit",
+    EQUAL: "the exported model served other weights, and its outputs equalled eager's bit for bit",
     TRACED: "as equal, but to the outputs of `torch.export`'s own module: the model computes otherwise while captured",
     FOUND: "eager accepts the inputs that were found; no export was tried",
     REFUSED: "eager accepts the inputs, and the export is refused for the reason that is given",
     UNKNOWN: "no inputs were found that eager accepts: `--inputs` is needed",
     LARGE: "this machine has not the memory for two sets of weights and what is computed from them",
     SLOW: "it took longer than a minute or two here",
-    UNBUILT: "transformers builds no small model from the type's default configuration here",
+    UNBUILT: "its library builds no small model of it here, or cannot call it",
     BROKEN: "a fault of weightswap's",
 }
 
 
-def add(outcomes: Mapping[str, Outcome]) -> None:
-    """Put these in the place of what the page says of their types."""
-    PAGE.write_text(text(read() | outcomes))
+def add(page: Path, outcomes: Mapping[str, Outcome]) -> None:
+    """Put these in the place of what the page says of them."""
+    page.write_text(text(page, read(page) | outcomes))
 
 
-def text(outcomes: Mapping[str, Outcome]) -> str:
+def text(page: Path, outcomes: Mapping[str, Outcome]) -> str:
     """The whole page."""
-    return "\n".join([*_head(outcomes), *(_row(name, outcomes[name]) for name in sorted(outcomes)), ""])
+    head = _on_transformers if page == TRANSFORMERS else _on_libraries
+    counts = Counter(outcome.what for outcome in outcomes.values())
+    meanings = [f"| {what} | {counts[what]} | {meaning} |" for what, meaning in _MEANINGS.items() if counts[what]]
+    rows = [_row(name, outcomes[name]) for name in sorted(outcomes)]
+    table = ["", "| outcome | models | |", "|---|---|---|", *meanings, "", "| model | outcome | inputs | why |"]
+    return "\n".join([*head(outcomes, counts), *table, "|---|---|---|---|", *rows, ""])
 
 
-def read() -> dict[str, Outcome]:
+def read(page: Path) -> dict[str, Outcome]:
     """What the page says."""
-    if not PAGE.exists():
+    if not page.exists():
         return {}
-    rows = re.findall(r"^\| `([^`]+)` \| ([^|]*) \| ([^|]*) \| ([^|]*) \|$", PAGE.read_text(), re.MULTILINE)
+    rows = re.findall(r"^\| `([^`]+)` \| ([^|]*) \| ([^|]*) \| ([^|]*) \|$", page.read_text(), re.MULTILINE)
     return {name: Outcome(what, inputs, reason) for name, what, inputs, reason in rows}
 
 
-def _head(outcomes: Mapping[str, Outcome]) -> list[str]:
-    counts = Counter(outcome.what for outcome in outcomes.values())
-    served = counts[EQUAL] + counts[TRACED]
+def _on_transformers(outcomes: Mapping[str, Outcome], counts: Counter[str]) -> list[str]:
+    served, exportable = _served(outcomes, counts)
     called = served + sum(counts[what] for what in (FOUND, REFUSED, LARGE, BROKEN))
-    exportable = served + counts[BROKEN] + sum(_is_ours(outcome) for outcome in outcomes.values())
     built = called + counts[UNKNOWN]
     return [
         "# Model types of transformers",
@@ -62,14 +66,27 @@ def _head(outcomes: Mapping[str, Outcome]) -> list[str]:
         f"Of {len(outcomes)} types, {built} can be built and tried here; inputs are found for {called} of these",
         f"({100 * called / max(built, 1):.1f} %). Of {exportable} that were tried and that `torch.export` captures,",
         f"{served} are served ({100 * served / max(exportable, 1):.1f} %).",
-        "",
-        "| outcome | types | |",
-        "|---|---|---|",
-        *(f"| {what} | {counts[what]} | {meaning} |" for what, meaning in _MEANINGS.items()),
-        "",
-        "| type | outcome | inputs | why |",
-        "|---|---|---|---|",
     ]
+
+
+def _on_libraries(outcomes: Mapping[str, Outcome], counts: Counter[str]) -> list[str]:
+    served, exportable = _served(outcomes, counts)
+    return [
+        "# Models of other libraries",
+        "",
+        "The smallest model of each family of timm and models of torchvision, diffusers, torch_geometric and",
+        "segmentation_models_pytorch, exported with a dynamic batch where they have one, packed twice with random",
+        f"weights, and called with another batch after a swap; on torch {torch.__version__}, in a process of its own.",
+        "`scripts/survey --libraries` prints this page. transformers' are in [transformers.md](transformers.md).",
+        "",
+        f"Of {exportable} that could be built here and that `torch.export` captures, {served} are served.",
+    ]
+
+
+def _served(outcomes: Mapping[str, Outcome], counts: Counter[str]) -> tuple[int, int]:
+    """How many are served, and how many of those that were tried torch can capture."""
+    served = counts[EQUAL] + counts[TRACED]
+    return served, served + counts[BROKEN] + sum(_is_ours(outcome) for outcome in outcomes.values())
 
 
 def _is_ours(outcome: Outcome) -> bool:

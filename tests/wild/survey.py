@@ -63,13 +63,18 @@ def warm() -> None:
 
 
 def survey(model_type: str, *, exporting: bool, seconds: int) -> Outcome:
-    """What becomes of a type in a child process, of which nothing stays; seconds: of its processor time."""
+    """What becomes of a type in a child process; seconds: of its processor time."""
+    return guarded_child(lambda: _survey(model_type, exporting), seconds)
+
+
+def guarded_child(work: Callable[[], Outcome], seconds: int) -> Outcome:
+    """What some work finds in a child process, of which nothing stays; seconds: of its processor time."""
     reader, writer = os.pipe()
     child = os.fork()
     if not child:
         signal.setitimer(signal.ITIMER_PROF, seconds)
         resource.setrlimit(resource.RLIMIT_AS, (_MEMORY, _MEMORY))
-        os.write(writer, pickle.dumps(_guarded(model_type, exporting)))
+        os.write(writer, pickle.dumps(_guarded(work)))
         os._exit(0)
     os.close(writer)
     with os.fdopen(reader, "rb") as pipe:
@@ -81,12 +86,12 @@ def survey(model_type: str, *, exporting: bool, seconds: int) -> Outcome:
     return outcome
 
 
-def _guarded(model_type: str, exporting: bool) -> Outcome:
+def _guarded(work: Callable[[], Outcome]) -> Outcome:
     """Whatever is raised that nobody has named."""
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     try:
-        return _survey(model_type, exporting)
+        return work()
     except BaseException as error:
         place = traceback.extract_tb(error.__traceback__)[-1]
         where = f"{Path(place.filename).name}, line {place.lineno}"
@@ -150,10 +155,10 @@ def _comparison(model: Any, inputs: dict[str, Any], folder: Path) -> str:
         served = load(artifact, pack(model, artifact, out=folder / "w.safetensors").path)
         values = {name: torch.randn_like(x) if x.is_floating_point() else x for name, x in inputs.items()}
         found = _seeded(served, values)
-        if equal(found, _plain(_seeded(model, values))):
+        if equal(found, plain(_seeded(model, values))):
             return EQUAL
         traced = torch.export.export(model, (), values, strict=False).module()
-        return TRACED if equal(found, _plain(_seeded(traced, values))) else BROKEN
+        return TRACED if equal(found, plain(_seeded(traced, values))) else BROKEN
 
 
 def _seeded(call: Callable[..., Any], values: dict[str, Any]) -> Any:
@@ -161,10 +166,10 @@ def _seeded(call: Callable[..., Any], values: dict[str, Any]) -> Any:
     return call(**values)
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
     """Outputs as a server gives them, which knows no classes of the library."""
     if isinstance(value, dict):
-        return {key: _plain(each) for key, each in value.items() if each is not None}
+        return {key: plain(each) for key, each in value.items() if each is not None}
     if isinstance(value, list | tuple):
-        return type(value)(map(_plain, value)) if type(value) in (list, tuple) else tuple(map(_plain, value))
+        return type(value)(map(plain, value)) if type(value) in (list, tuple) else tuple(map(plain, value))
     return value

@@ -61,7 +61,7 @@ def test_a_type_that_nothing_can_be_given_to_is_named() -> None:
 
 
 def test_the_page_has_every_type_and_is_as_the_survey_prints_it() -> None:
-    outcomes = page.read()
+    outcomes = page.read(page.TRANSFORMERS)
     assert list(outcomes) == model_types()
     assert {outcome.what for outcome in outcomes.values()} <= {
         EQUAL,
@@ -73,4 +73,4 @@ def test_the_page_has_every_type_and_is_as_the_survey_prints_it() -> None:
         UNBUILT,
         SLOW,
     }
-    assert page.text(outcomes) == page.PAGE.read_text()
+    assert page.text(page.TRANSFORMERS, outcomes) == page.TRANSFORMERS.read_text()

@@ -101,14 +101,6 @@ def _is_python(node: Node) -> bool:
     return getattr(node.target, "__module__", "") in ("_operator", "math")
 
 
-def may_mutate(program: ExportedProgram) -> bool:
-    """Whether an operator writes, or may write, to memory that a parameter or buffer shares.
-
-    Raises CaptureError for a write that functionalising would not find.
-    """
-    return any(True for _ in _written_nodes(program))
-
-
 def _written_nodes(program: ExportedProgram) -> Iterator[Node]:
     kept = _placeholders(program, frozenset(InputKind) - {InputKind.USER_INPUT})
     return _writes(program.graph_module, set(kept))

@@ -89,18 +89,25 @@ class DesiredPlace:
         return found.raw if isinstance(found, Url) else found
 
     def set(
-        self, source: Source, *, revision: int, by: str = "", why: str = "", allow_other_graph: bool = False
+        self,
+        source: Source,
+        *,
+        revision: int,
+        by: str = "",
+        why: str = "",
+        allow_other_graph: bool = False,
+        known: Known | None = None,
     ) -> DesiredState:
         """Desire a full set of weights by hand: a packed file, its URL, or an index of shards.
 
         A hold stays, and forbids nothing here. What was withdrawn is no more, if it is set. allow_other_graph: take one
-        that was packed for another graph than what is desired now.
+        that was packed for another graph than what is desired now. known: as for `promote`.
 
         Raises WeightFileError for what cannot be opened, GraphMismatch, and Unsupported for a delta and for a file
         that weightswap has not packed, which does not say which weights it holds.
         """
-        known = _known(source)
-        return self._write(revision, lambda state: self._set(state, source, known, by, why, allow_other_graph))
+        found = known or _known(source)
+        return self._write(revision, lambda state: self._set(state, source, found, by, why, allow_other_graph))
 
     def _set(
         self, state: DesiredState, source: Source, known: Known, by: str, why: str, allow_other_graph: bool

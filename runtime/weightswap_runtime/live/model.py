@@ -146,6 +146,11 @@ class Model(Caller, AbstractContextManager["Model"]):
         job = self._store.job
         return job.progress if job is not None else None
 
+    @property
+    def watching(self) -> tuple[Watching, ...]:
+        """What `watch` and `follow` have begun, and has not ended."""
+        return tuple(each for each in self._watchers if each.alive)
+
     def listen(self, listener: Listener) -> Stop:
         """Call `listener(event)` for everything that happens to the weights, in the thread that does it; see `Event`.
 
@@ -277,6 +282,13 @@ class Model(Caller, AbstractContextManager["Model"]):
             ) as staged,
         ):
             return staged.commit(timeout=timeout)
+
+    def turn(self, check: Callable[[], None]) -> AbstractContextManager[None]:
+        """A block in which swaps of other threads, watchers and followers wait, before they stage anything.
+
+        check: called while the swap of another is waited for; what it raises ends the wait.
+        """
+        return self._store.turns.wait_for_turn(check)
 
     async def aswap(self, path: Path, **options: Unpack[StageOptions]) -> SwapReceipt:
         """As `swap`, for asyncio: the loop goes on meanwhile.

@@ -97,12 +97,13 @@ def _print(place: DesiredPlace, state: DesiredState) -> None:
 
 def _row(weights: DesiredWeights) -> list[str]:
     source = printable(weights.source)
-    return [weights.weights_id[:SHOWN], source, _time(weights.since), weights.by, weights.why]
+    return [weights.weights_id[:SHOWN], source, time_said(weights.since), weights.by, weights.why]
 
 
 def _said(since: float, by: str, why: str) -> str:
-    return f"{_time(since)}{f' by {by}' if by else ''}{f': {why}' if why else ''}"
+    return f"{time_said(since)}{f' by {by}' if by else ''}{f': {why}' if why else ''}"
 
 
-def _time(seconds: float) -> str:
+def time_said(seconds: float) -> str:
+    """A time in seconds since the epoch, for people."""
     return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")

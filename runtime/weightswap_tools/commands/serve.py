@@ -57,6 +57,28 @@ def serve(
     max_streams: Annotated[int, typer.Option(help="Generations at once, each with a context.")] = 16,
     stream_timeout: Annotated[float, typer.Option(help="Seconds for which a generation may go on.")] = 300.0,
     grace: Annotated[float, typer.Option(help="Seconds in which a stop finishes what was accepted.")] = 30.0,
+    traces: Annotated[
+        bool, typer.Option("--traces", help="Send spans by OpenTelemetry, where its variables OTEL_* say.")
+    ] = False,
+    admin_port: Annotated[
+        int | None, typer.Option(help="Listen to operators there, who need a token; 0 takes a free port.")
+    ] = None,
+    admin_socket: Annotated[
+        str | None, typer.Option(help="Listen to operators at this Unix socket instead, which is made.")
+    ] = None,
+    admin_host: Annotated[str, typer.Option(help="The address of --admin-port.")] = "127.0.0.1",
+    admin_token_file: Annotated[
+        str | None,
+        typer.Option(help="A token, or lines of NAME TOKEN. Without it, WEIGHTSWAP_ADMIN_TOKEN is one."),
+    ] = None,
+    admin_allow: Annotated[
+        list[str] | None,
+        typer.Option(help="A directory, or the beginning of URLs, that operators may name; may be repeated."),
+    ] = None,
+    upload_dir: Annotated[str | None, typer.Option(help="Take uploads of operators, into this directory.")] = None,
+    max_uploads_gb: Annotated[float, typer.Option(help="What all uploads may take together, in 2^30 bytes.")] = 64.0,
+    staged_timeout: Annotated[float, typer.Option(help="Seconds after which what is staged is given up.")] = 3600.0,
+    audit_log: Annotated[str | None, typer.Option(help="Append a line of JSON for each call of operators.")] = None,
     threads: Annotated[int | None, typer.Option(help="Of one call; by default one for each core.")] = None,
     engine: EngineOption = "torch",
     device: DeviceOption = HOST,
@@ -75,6 +97,7 @@ def serve(
         if threads is not None and "torch" not in sys.modules:
             os.environ["OMP_NUM_THREADS"] = str(threads)  # also for threads that are not yet there
         logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+        from weightswap_server.admin.settings import AdminSettings
         from weightswap_server.serving import Server, Source, default_name
         from weightswap_server.settings import Settings
 
@@ -93,8 +116,29 @@ def serve(
             max_streams=max_streams,
             stream_timeout=stream_timeout,
             grace=grace,
+            traces=traces,
         )
         settings.check()
+        if traces:
+            from weightswap_server.traces import export_spans
+
+            export_spans()
+        admin = None
+        if admin_port is not None or admin_socket is not None:
+            admin = AdminSettings(
+                host=admin_host,
+                port=admin_port,
+                socket=admin_socket,
+                token_file=admin_token_file,
+                allow=tuple(admin_allow or ()),
+                upload_dir=upload_dir,
+                max_uploads=int(max_uploads_gb * (1 << 30)),
+                staged_timeout=staged_timeout,
+                audit_log=audit_log,
+            )
+            admin.check()
+        elif admin_token_file or admin_allow or upload_dir or audit_log:
+            raise typer.BadParameter("there are no operators without --admin-port or --admin-socket")
         named = [_NAMED.fullmatch(each) for each in artifacts]
         places = {
             match[1] if match else default_name(each): match[2] if match else each
@@ -124,7 +168,7 @@ def serve(
             )
             for name, place in places.items()
         }
-        server = Server({name: source.open() for name, source in sources.items()}, settings)
+        server = Server({name: source.open() for name, source in sources.items()}, settings, admin)
         server.on_listening(lambda: _say_where(server))
         gc.collect()
         gc.freeze()  # else each full collection looks at all that torch is made of, for a tenth of a second
@@ -149,4 +193,6 @@ def _say_where(server: Any) -> None:
     say(f"http://{server.settings.host}:{server.http_port} serves {', '.join(server.service.names)}")
     if server.grpc_port:
         say(f"{server.settings.host}:{server.grpc_port} is gRPC's")
+    if server.admin is not None:
+        say(f"{server.admin.where} is for operators")
     sys.stdout.flush()

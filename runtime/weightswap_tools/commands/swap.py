@@ -154,7 +154,7 @@ def swap(
                 with warnings_said():
                     receipts.append(model.swap(path, only=part, expect=last, **options._asdict()))
                 if not as_json and not goes_on:
-                    _print(receipts[-1])
+                    say_receipt(receipts[-1])
             if watch is not None:
                 allowed = options.allow_nonfinite or False
                 more = {"start": start.value, "only": only, **options._asdict(), "allow_nonfinite": allowed}
@@ -177,7 +177,8 @@ class _SwapOptions(NamedTuple):
     ignore: Sequence[str]
 
 
-def _print(receipt: SwapReceipt) -> None:
+def say_receipt(receipt: SwapReceipt) -> None:
+    """What a swap did, in lines for people."""
     say(f"generation  {receipt.generation}: {receipt.source}")
     say(f"weights id  {receipt.weights_id}")
     rate = receipt.bytes_read / max(receipt.seconds_staged, 1e-9)

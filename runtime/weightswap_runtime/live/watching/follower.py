@@ -47,9 +47,13 @@ class Follower(Watching):
     def __init__(self, subject: Subject, place: DesiredPlace, interval: float, callback: Listener | None) -> None:
         check_interval(interval)
         subject.request.check()
-        self.place = place
+        self._place = place
         self._reconciler = Reconciler(place, interval)
         super().__init__(subject, (self._reconciler,), interval, callback)
+
+    @property
+    def place(self) -> DesiredPlace:
+        return self._place
 
     @property
     def desired(self) -> DesiredState | None:

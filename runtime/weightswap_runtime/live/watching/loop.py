@@ -13,6 +13,7 @@ from queue import Empty, SimpleQueue
 from typing import Any, NamedTuple, Protocol, Self
 
 from weightswap_runtime.desired.document import DesiredWeights
+from weightswap_runtime.desired.place import DesiredPlace
 from weightswap_runtime.errors import NothingToRollBack, StageCancelled, Superseded, Unsupported
 from weightswap_runtime.format.identity import identify
 from weightswap_runtime.format.selection import part_of
@@ -85,6 +86,15 @@ class Watching(AbstractContextManager["Watching"]):
         """What went wrong last; None again once weights were taken, or the place could be read again."""
         return next((looker.last_error for looker in self._lookers if looker.last_error is not None), None)
 
+    @property
+    def place(self) -> DesiredPlace | None:
+        """The place of the desired state that it keeps the model at."""
+        return None
+
+    def look_soon(self) -> None:
+        """Look now, and not only after the interval."""
+        self._loop.ring()
+
     def stop(self, timeout: float | None = None) -> bool:
         """Stop looking. A staging under way is cancelled; a commit that waits for calls or pins is not.
 
@@ -141,6 +151,10 @@ class Loop:
         self.stopping = True
         if (job := self.job) is not None:
             job.cancel()
+        self.ring()
+
+    def ring(self) -> None:
+        """End the wait for the next look."""
         self._bell.put(None)
 
     def run(self) -> None:

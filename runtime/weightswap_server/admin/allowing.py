@@ -1,0 +1,142 @@
+"""Which paths and URLs operators may name: what was allowed when the server was started, and what they upload."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+from urllib.parse import SplitResult, urlsplit
+
+from weightswap_runtime.errors import Unsupported
+from weightswap_runtime.sources.location import printable
+
+from .errors import Forbidden
+
+UPLOAD = "upload:"
+_PLAIN = re.compile(r"[A-Za-z0-9._~!$&'()*+,;=:@/-]*")  # nothing encoded: what is checked is what is asked for
+_DOTS = re.compile(r"(?:^|/)\.{1,2}(?:/|$)")
+_VERSION = re.compile(r"(?:versionId=[\w.-]+)?")
+_GOLDENS = ".goldens.safetensors"
+_MOST_ENTRIES = 10_000
+
+
+class _Prefix(NamedTuple):
+    scheme: str
+    host: str
+    path: str
+
+    def covers(self, url: SplitResult) -> bool:
+        """Whether a URL lies below, by whole parts of its path."""
+        same = (url.scheme.lower(), url.netloc.lower()) == (self.scheme, self.host)
+        return same and f"{url.path}/".startswith(self.path)
+
+
+class Allowed:
+    """Directories, with all that lies in them, and prefixes of URLs."""
+
+    def __init__(self, entries: Sequence[str], upload_dir: Path | None = None) -> None:
+        """Raises Unsupported for a directory that is not there, and for a URL that is no prefix."""
+        self._prefixes = [_prefix(entry) for entry in entries if "://" in entry]
+        self._roots = [_root(entry) for entry in entries if "://" not in entry]
+        self._upload_dir = upload_dir
+
+    def weights(self, source: str) -> str:
+        """The path or URL of what an operator calls `source`, links resolved. Raises Forbidden."""
+        if source.startswith(UPLOAD):
+            return self._uploaded(source.removeprefix(UPLOAD))
+        if "://" in source:
+            return self._url(source)
+        path = self._path(source)
+        for beside in _read_with(path):
+            self._check_inside(Path(os.path.realpath(beside)), source)
+        return str(path)
+
+    def folder(self, place: str) -> str:
+        """As `weights`, for a directory or a URL that is looked at again and again. Raises Forbidden."""
+        return self._url(place) if "://" in place else str(self._path(place))
+
+    def _uploaded(self, name: str) -> str:
+        if self._upload_dir is None:
+            raise Forbidden("this server takes no uploads (--upload-dir)")
+        path = self._upload_dir / name
+        if path.parent != self._upload_dir or name in ("", ".", "..") or "\0" in name or path.is_symlink():
+            raise Forbidden(f"{name!r} is no name of an upload")
+        return str(path)
+
+    def _path(self, source: str) -> Path:
+        if "\0" in source:
+            raise Forbidden("a path with a null byte")
+        path = Path(os.path.realpath(source))
+        self._check_inside(path, source)
+        return path
+
+    def _check_inside(self, path: Path, source: str) -> None:
+        if not any(path.is_relative_to(root) for root in self._roots):
+            raise Forbidden(f"{printable(source)}: is not in what this server's --admin-allow names")
+
+    def _url(self, source: str) -> str:
+        if source.lower().startswith("file:"):
+            raise Forbidden(f"{printable(source)}: give a local file as a path")
+        try:
+            url = urlsplit(source)
+            plain = _is_plain(url)
+        except ValueError:
+            plain = False
+        if not plain or source != source.strip():
+            raise Forbidden(
+                f"{printable(source)}: a URL of an operator has no user, password, fragment, encoded letters, or dots "
+                "as parts of its path, and no query but versionId"
+            )
+        if not any(prefix.covers(url) for prefix in self._prefixes):
+            raise Forbidden(f"{printable(source)}: is not in what this server's --admin-allow names")
+        return source
+
+
+def _is_plain(url: SplitResult) -> bool:
+    return (
+        bool(url.netloc)
+        and "@" not in url.netloc
+        and not url.fragment
+        and bool(_VERSION.fullmatch(url.query))
+        and bool(_PLAIN.fullmatch(url.path))
+        and bool(_PLAIN.fullmatch(url.netloc))
+        and not _DOTS.search(url.path)
+        and "//" not in url.path
+        and "::" not in url.geturl()
+    )
+
+
+def _prefix(entry: str) -> _Prefix:
+    try:
+        url = urlsplit(entry)
+        plain = _is_plain(url) and not url.query
+    except ValueError:
+        plain = False
+    if not plain or url.scheme.lower() == "file":
+        raise Unsupported(
+            f"--admin-allow {printable(entry)}: expected a directory, or a URL of a host and a path alone"
+        )
+    return _Prefix(url.scheme.lower(), url.netloc.lower(), url.path.rstrip("/") + "/")
+
+
+def _root(entry: str) -> Path:
+    path = Path(os.path.realpath(entry))
+    if not path.is_dir():
+        raise Unsupported(f"--admin-allow {entry}: there is no such directory")
+    return path
+
+
+def _read_with(path: Path) -> Iterator[Path]:
+    """What is read beside a file, or in a folder: each may be a link that leads elsewhere."""
+    folder = path if path.is_dir() else path.parent if path.name.endswith(".index.json") else None
+    if folder is None:
+        yield path.with_name(path.name.removesuffix(".safetensors") + _GOLDENS)
+        return
+    with os.scandir(folder) as entries:
+        for number, entry in enumerate(entries):
+            if number >= _MOST_ENTRIES:
+                raise Forbidden(f"{path}: has more than {_MOST_ENTRIES} files beside it")
+            if entry.is_symlink():
+                yield Path(entry.path)

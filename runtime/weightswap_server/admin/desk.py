@@ -1,0 +1,315 @@
+"""What operators do to one model, and what is to be known of it. Every method may be called from any thread.
+
+Where the model follows a desired state, a change is written there first: a change of this process alone would be
+undone by its next look.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from itertools import count
+from threading import Lock
+from typing import Any
+
+from weightswap_runtime.desired.document import DesiredState
+from weightswap_runtime.desired.place import DesiredPlace, Known
+from weightswap_runtime.errors import NothingToRollBack, StageClosed, StagingBusy, Unsupported
+from weightswap_runtime.live.events import Event
+from weightswap_runtime.live.receipt import SwapReceipt
+from weightswap_runtime.live.watching.follower import Follower
+from weightswap_runtime.live.watching.watcher import Watcher
+from weightswap_runtime.sources.location import printable
+from weightswap_server.service import Served
+
+from .allowing import Allowed
+from .documents import (
+    Change,
+    FollowRequest,
+    History,
+    ModelStatus,
+    Refusal,
+    RollbackRequest,
+    StageRequest,
+    Staging,
+    WatchRequest,
+)
+from .errors import Conflict
+from .telling import Entry, following, refusal_of, served_weights, staged_weights, watched
+
+_REFUSALS = 100
+_EVENTS = 200
+_TURN = 1.0  # seconds for the swap of another thread
+_PATIENCE = 60.0  # seconds for a followed place's weights to come
+_REFUSED = ("refused", "skipped", "unreachable", "failed", "cancelled", "discarded")
+
+
+class Desk:
+    """One model's operators."""
+
+    def __init__(self, served: Served, allowed: Allowed, staged_timeout: float) -> None:
+        self.served, self.model, self.name = served, served.model, served.name
+        self._allowed, self._staged_timeout = allowed, staged_timeout
+        self._entry: Entry | None = None
+        self._lock = Lock()
+        self._refusals: deque[Refusal] = deque(maxlen=_REFUSALS)
+        self._events: deque[tuple[int, dict[str, Any]]] = deque(maxlen=_EVENTS)
+        self._numbers = count(1)
+        self._stop_listening = self.model.listen(self._on_event)
+
+    def close(self) -> None:
+        """Give up what is staged."""
+        self._stop_listening()
+        self._discard()
+
+    def status(self) -> ModelStatus:
+        model, progress = self.model, self.model.progress
+        follower, watcher = self._find(Follower), self._find(Watcher)
+        return ModelStatus(
+            name=self.name,
+            methods=list(self.served.methods) or [self.name],
+            ready=self.served.ready,
+            loaded=not self.served.unloaded,
+            failed=model.failed,
+            graph_id=model.graph_id,
+            engine=model.engine,
+            device=model.device,
+            residency=model.residency,
+            served=served_weights(model.history),
+            staged=staged_weights(self._entry),
+            staging=Staging(phase=progress[0], bytes_done=progress[1], bytes_total=progress[2]) if progress else None,
+            following=following(follower) if follower else None,
+            watching=watched(watcher) if watcher else None,
+        )
+
+    def history(self) -> History:
+        state = self._desired()
+        return History(
+            receipts=[receipt.as_dict() for receipt in self.model.history],
+            refusals=list(self._refusals),
+            desired=[weights.as_dict() for weights in state.history] if state else [],
+            withdrawn=[weights.as_dict() for weights in state.withdrawn] if state else [],
+        )
+
+    def events(self, after: int) -> list[tuple[int, dict[str, Any]]]:
+        """What has happened after the event of that number, oldest first; the last 200 are kept."""
+        return [each for each in list(self._events) if each[0] > after]
+
+    @property
+    def last_event(self) -> int:
+        events = self._events
+        return events[-1][0] if events else 0
+
+    def stage(self, request: StageRequest, by: str) -> None:
+        """Read and verify weights. Raises Forbidden, Unsupported, and what `Model.stage` and `DesiredPlace` raise."""
+        self._stage(request, by, swapping=False)
+
+    def commit(self, request: Change, by: str) -> SwapReceipt:
+        """Serve what is staged, and have it desired where a place is followed.
+
+        Raises StageClosed where nothing is, and what `Staged.commit` and `DesiredPlace.set` raise: it stays staged.
+        """
+        entry = self._entry
+        if entry is None or entry.swapping:
+            raise StageClosed(f"{self.name}: nothing is staged; stage weights first")
+        if not entry.staged.done:
+            raise StagingBusy(f"{self.name}: still {entry.staged.progress.phase}; wait until it is staged")
+        return self._commit(entry, request, by)
+
+    def swap(self, request: StageRequest, by: str) -> SwapReceipt:
+        """Stage and commit: all or nothing. Raises what they raise."""
+        entry = self._stage(request, by, swapping=True)
+        try:
+            return self._commit(entry, request, by)
+        except BaseException:
+            self._give_up(entry)
+            raise
+
+    def discard(self, request: Change, by: str) -> None:
+        """Give up what is staged, or is being staged."""
+        self._discard()
+
+    def rollback(self, request: RollbackRequest, by: str) -> SwapReceipt | None:
+        """Serve earlier weights. Where a place is followed it desires them, and holds.
+
+        What is staged is given up. Raises NothingToRollBack, Conflict, and what `DesiredPlace.rollback` and
+        `Model.swap` raise. The receipt is None where the place says so, and this process does not serve it yet.
+        """
+        place = self._place
+        if place is not None:
+            seen = place.read().revision if request.revision is None else request.revision
+            state = place.rollback(revision=seen, to=request.to, by=by, why=request.why, hold=request.hold)
+            self._discard()
+            return self._await(state)
+        self._discard()
+        if request.to is None:
+            return self.model.rollback(by=by)
+        return self._back_to(request.to, by)
+
+    def hold(self, request: Change, by: str) -> None:
+        """Let nothing be promoted. Raises Conflict where no place is followed, and what `DesiredPlace.hold` raises."""
+        place = self._needed_place("hold")
+        place.hold(revision=self._seen(place, request), by=by, why=request.why)
+        self._look()
+
+    def release(self, request: Change, by: str) -> None:
+        """Let promotions through again. Raises as `hold`."""
+        place = self._needed_place("release")
+        place.release(revision=self._seen(place, request))
+        self._look()
+
+    def follow(self, request: FollowRequest, by: str) -> None:
+        """Serve what a place says from now on. Raises Conflict where the model follows or watches something."""
+        place = self._allowed.folder(request.place)
+        self._check_free()
+        self.model.follow(place, request.interval)
+
+    def watch(self, request: WatchRequest, by: str) -> None:
+        """Take each new file of a directory from now on. Raises as `follow`."""
+        directory = self._allowed.folder(request.directory)
+        self._check_free()
+        self.model.watch(directory, request.interval)
+
+    def unfollow(self, request: Change, by: str) -> None:
+        """Follow and watch nothing. What is served stays. Raises Conflict where there is nothing to end."""
+        watching = self.model.watching
+        if not watching:
+            raise Conflict(f"{self.name}: follows and watches nothing")
+        for each in watching:
+            each.stop()
+
+    def look_after(self) -> None:
+        """Give up what is staged where a followed place desires something else than is served, or it grew too old."""
+        entry, follower = self._entry, self._find(Follower)
+        if entry is None or entry.swapping:
+            return
+        status = follower.status if follower else None
+        outdated = status and status.desired and not status.agrees and status.revision != entry.revision
+        if outdated or time.time() > entry.since + self._staged_timeout:
+            self._give_up(entry)
+
+    def _stage(self, request: StageRequest, by: str, *, swapping: bool) -> Entry:
+        path, place = self._allowed.weights(request.source), self._place
+        if place is not None and request.only:
+            raise Unsupported("only: a part of a set is nothing that a new process could start from; stage a full set")
+        revision = self._seen(place, request) if place is not None else None
+        with self._lock:
+            if self._entry is not None:
+                raise StagingBusy(f"{self.name}: an operator has staged weights already; commit or discard them first")
+            staged = self.model.stage(
+                path,
+                only=request.only or None,
+                ignore=request.ignore,
+                expect=request.expect,
+                allow_other_graph=request.allow_other_graph,
+                allow_nonfinite=request.allow_nonfinite,
+                verify=request.verify,
+                rate_limit=request.rate_limit,
+                by=by,
+                background=True,
+            )
+            self._entry = entry = Entry(staged, path, request, by, revision, swapping)
+        try:
+            staged.wait()
+            if place is not None and staged.kind != "full":
+                raise Unsupported(
+                    f"{printable(path)}: a delta, from which no new process can start, and the model follows "
+                    f"{place.where}; stage the full file"
+                )
+        except BaseException:
+            self._give_up(entry)
+            raise
+        return entry
+
+    def _commit(self, entry: Entry, request: Change, by: str) -> SwapReceipt:
+        place, deadline = self._place, time.monotonic() + _TURN
+
+        def check() -> None:
+            if time.monotonic() > deadline:
+                raise StagingBusy(f"{self.name}: what it follows or watches is about to change the weights; look again")
+
+        with self.model.turn(check):  # a follower that looks in between waits, and finds what it wants
+            if place is not None:
+                revision = entry.revision if request.revision is None else request.revision
+                self._desire(place, entry, revision, request.why or entry.request.why, by)
+            receipt = entry.staged.commit()
+        self._forget(entry)
+        self._look()
+        return receipt
+
+    def _desire(self, place: DesiredPlace, entry: Entry, revision: int | None, why: str, by: str) -> None:
+        staged = entry.staged
+        known = Known(staged.weights_id, self.model.graph_id, staged.labels)
+        seen = place.read().revision if revision is None else revision
+        # before the commit: what serves, and is not desired, would give way at the next look
+        state = place.set(entry.path, revision=seen, by=by, why=why, known=known)
+        entry.revision = state.revision
+
+    def _back_to(self, beginning: str, by: str) -> SwapReceipt:
+        """To weights of the history whose file is still there; it is read again."""
+        receipts = {each.weights_id: each for each in self.model.history if each.weights_id.startswith(beginning)}
+        if len(receipts) != 1:
+            what = "nothing that was served" if not receipts else "several"
+            raise NothingToRollBack(f"{self.name}: {beginning}: {what} begins so; the history has the ids")
+        weights_id, _ = receipts.popitem()
+        if weights_id == self.model.weights_id:
+            raise Conflict(f"{self.name}: serves {weights_id[:12]} already")
+        found = [each for each in self.model.history if each.weights_id == weights_id and each.kind == "full"]
+        if not found:
+            raise NothingToRollBack(f"{self.name}: {beginning}: came by a delta or a part; swap a full file")
+        return self.model.swap(found[-1].source, expect=weights_id, by=by)
+
+    def _await(self, state: DesiredState) -> SwapReceipt | None:
+        """Wait until this process serves what is desired, for a while."""
+        wanted, deadline = state.weights.weights_id if state.weights else None, time.monotonic() + _PATIENCE
+        self._look()
+        while self.model.weights_id != wanted and time.monotonic() < deadline and self.model.watching:
+            time.sleep(0.005)
+        return self.model.history[-1] if self.model.weights_id == wanted else None
+
+    def _look(self) -> None:
+        for each in self.model.watching:
+            each.look_soon()
+
+    def _discard(self) -> None:
+        if self._entry is not None:
+            self._give_up(self._entry)
+
+    def _give_up(self, entry: Entry) -> None:
+        entry.staged.discard()
+        self._forget(entry)
+
+    def _forget(self, entry: Entry) -> None:
+        with self._lock:
+            if self._entry is entry:
+                self._entry = None
+
+    @property
+    def _place(self) -> DesiredPlace | None:
+        """What a change has to be written to."""
+        return next((each.place for each in self.model.watching if each.place is not None), None)
+
+    def _needed_place(self, what: str) -> DesiredPlace:
+        if (place := self._place) is None:
+            raise Conflict(f"{self.name}: {what} is written to a desired state, and the model follows none")
+        return place
+
+    @staticmethod
+    def _seen(place: DesiredPlace, request: Change) -> int:
+        return place.read().revision if request.revision is None else request.revision
+
+    def _check_free(self) -> None:
+        if self.model.watching:
+            raise Conflict(f"{self.name}: follows or watches something already; unfollow it first")
+
+    def _desired(self) -> DesiredState | None:
+        place = self._place
+        return place.read() if place is not None else None
+
+    def _find(self, kind: type[Any]) -> Any:
+        return next((each for each in self.model.watching if isinstance(each, kind)), None)
+
+    def _on_event(self, event: Event) -> None:
+        if event.kind in _REFUSED:
+            self._refusals.append(refusal_of(event))
+        self._events.append((next(self._numbers), event.as_dict()))

@@ -1,0 +1,88 @@
+"""The admin plane's own description: OpenAPI 3.1, with the schemas of its documents."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from weightswap_runtime import __version__
+from weightswap_server.openapi import content, operation, parameter
+from weightswap_server.protocol import IndexEntry
+
+from .documents import (
+    AdminError,
+    Changed,
+    History,
+    IndexRequest,
+    LoadRequest,
+    ModelStatus,
+    ServerStatus,
+    Uploaded,
+    Uploads,
+)
+
+_TEMPLATE = "#/components/schemas/{name}"
+_ANSWERS = (
+    AdminError,
+    ServerStatus,
+    ModelStatus,
+    History,
+    Changed,
+    Uploads,
+    Uploaded,
+    list[IndexEntry],
+    IndexRequest,
+    LoadRequest,
+)
+
+
+def description(models: Sequence[str], changes: Mapping[str, type[Any]]) -> dict[str, Any]:
+    """The document at /openapi.json of an admin plane with these models, and changes by their documents."""
+    kinds = list(dict.fromkeys(changes.values()))
+    found, components = msgspec.json.schema_components([*_ANSWERS, *kinds], ref_template=_TEMPLATE)
+    error, server, model, history, changed, uploads, uploaded, index, indexing, loading = found[: len(_ANSWERS)]
+    asked = dict(zip(kinds, found[len(_ANSWERS) :], strict=True))
+    name, file = parameter("name", enum=list(models)), parameter("file")
+    one, repository = "/admin/models/{name}", "/v2/repository"
+    paths: dict[str, Any] = {
+        "/admin/status": {"get": operation("The server, and all its models.", server)},
+        "/admin/events": {"get": operation("What happens, as it does.", {}, media="text/event-stream")},
+        "/admin/uploads": {"get": operation("What was uploaded.", uploads)},
+        "/admin/uploads/{file}": {"put": _upload(uploaded), "delete": _removal(), "parameters": [file]},
+        one: {"get": operation("A model.", model), "parameters": [name]},
+        f"{one}/history": {"get": operation("Commits and refusals.", history), "parameters": [name]},
+        f"{repository}/index": {"post": operation("The models.", index, body=indexing, needed=False)},
+        f"{repository}/models/{{name}}/load": {
+            "post": operation("Answer again.", None, body=loading, needed=False),
+            "parameters": [name],
+        },
+        f"{repository}/models/{{name}}/unload": {"post": operation("Answer nobody.", None), "parameters": [name]},
+        "/metrics": {"get": operation("Metrics for Prometheus.", {"type": "string"}, media="text/plain")},
+        "/openapi.json": {"get": operation("This document.", {"type": "object"})},
+    }
+    for change, kind in changes.items():
+        does = operation(f"Change a model: {change}.", changed, body=asked[kind])
+        paths[f"{one}/{change}"] = {"post": does, "parameters": [name]}
+    for path in paths.values():
+        for each in path.values():
+            if isinstance(each, dict):
+                each["responses"]["default"] = {"description": "An error.", "content": content(error)}
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "weightswap admin", "version": __version__},
+        "paths": paths,
+        "security": [{"token": []}],
+        "components": {"schemas": components, "securitySchemes": {"token": {"type": "http", "scheme": "bearer"}}},
+    }
+
+
+def _upload(uploaded: Any) -> dict[str, Any]:
+    done = {"description": "It is there.", "content": content(uploaded)}
+    body = {"required": True, "content": content({"type": "string"}, "application/octet-stream")}
+    return {"summary": "Upload a weight file.", "responses": {"201": done}, "requestBody": body}
+
+
+def _removal() -> dict[str, Any]:
+    return {"summary": "Remove an upload.", "responses": {"204": {"description": "It is gone."}}}

@@ -1,0 +1,131 @@
+"""The admin plane from its start to its end: a server of its own, in a thread of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import stat
+from collections.abc import Iterator
+from concurrent.futures import Future
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from threading import Event, Thread
+
+from weightswap_runtime.errors import Unsupported
+from weightswap_server.errors import log
+from weightswap_server.listening import HttpServer, listening
+from weightswap_server.service import Service
+
+from .allowing import Allowed
+from .app import AdminPages
+from .audit import AuditLog
+from .desk import Desk
+from .settings import AdminSettings
+from .tokens import TokenGuard, read_tokens
+from .uploads import UploadDirectory
+
+_LOOK = 0.5  # seconds between two looks after what is staged
+OPEN_PATHS: frozenset[str] = frozenset()
+
+
+class AdminPlane:
+    """Serves operators while its block runs. What is wrong with its settings is raised when it is made."""
+
+    def __init__(self, service: Service, settings: AdminSettings) -> None:
+        """Raises Unsupported."""
+        settings.check()
+        self.settings = settings
+        tokens, audit = read_tokens(settings.token_file), AuditLog(settings.audit_log)
+        uploads = None
+        if settings.upload_dir is not None:
+            uploads = UploadDirectory(
+                settings.upload_dir, settings.max_uploads, settings.body_timeout, settings.upload_timeout
+            )
+        allowed = Allowed(settings.allow, uploads.folder if uploads else None)
+        self.desks = {served.name: Desk(served, allowed, settings.staged_timeout) for served in service.served}
+        self._pages = AdminPages(service, self.desks, audit, uploads, settings)
+        self._http = HttpServer(TokenGuard(self._pages.app(), tokens, self._pages.refuse, OPEN_PATHS), settings.http)
+        self._ending = Event()
+        self.port = 0
+
+    @property
+    def where(self) -> str:
+        """As `weightswap status` takes it."""
+        if self.settings.socket is not None:
+            return f"unix://{os.path.abspath(self.settings.socket)}"  # noqa: PTH100 - which a Path would not keep
+        host = f"[{self.settings.host}]" if ":" in self.settings.host else self.settings.host
+        return f"http://{host}:{self.port}"
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """A block in which operators are served. Raises OSError where the port or the socket cannot be had."""
+        with self._listener() as listener:
+            self.port = 0 if self.settings.socket is not None else listener.getsockname()[1]
+            begun: Future[None] = Future()
+            server = Thread(target=self._serve, args=(listener, begun), name="weightswap-admin")
+            keeper = Thread(target=self._look_after, name="weightswap-admin-desk", daemon=True)
+            server.start()
+            keeper.start()
+            try:
+                begun.result()
+                yield
+            finally:
+                self._pages.ending = True
+                self._ending.set()
+                for desk in self.desks.values():
+                    desk.close()
+                self._http.should_exit = True
+                server.join()
+                keeper.join()
+
+    def _serve(self, listener: socket.socket, begun: Future[None]) -> None:
+        begun.set_result(None)
+        try:
+            asyncio.run(self._http.serve(sockets=[listener]))
+        except BaseException:
+            log.exception("the admin plane has ended")
+
+    def _look_after(self) -> None:
+        while not self._ending.wait(_LOOK):
+            for desk in self.desks.values():
+                try:
+                    desk.look_after()
+                except Exception:
+                    log.exception("%s: what is staged could not be looked after", desk.name)
+
+    def _listener(self) -> AbstractContextManager[socket.socket]:
+        if self.settings.socket is not None:
+            return _listening_at(Path(self.settings.socket))
+        return listening(self.settings.host, self.settings.port or 0)
+
+
+@contextmanager
+def _listening_at(path: Path) -> Iterator[socket.socket]:
+    """A block with a Unix socket that its owner alone may connect to; one whose server has gone gives way."""
+    _remove_stale(path)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
+        before = os.umask(0o177)
+        try:
+            listener.bind(str(path))
+        finally:
+            os.umask(before)
+        listener.listen(128)
+        try:
+            yield listener
+        finally:
+            path.unlink(missing_ok=True)
+
+
+def _remove_stale(path: Path) -> None:
+    if not path.exists():
+        return
+    if not stat.S_ISSOCK(path.stat().st_mode):
+        raise Unsupported(f"--admin-socket {path}: is there, and is no socket")
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as other:
+        try:
+            other.connect(str(path))
+        except ConnectionRefusedError:
+            path.unlink()
+            return
+    raise Unsupported(f"--admin-socket {path}: another process listens there")

@@ -1,0 +1,92 @@
+"""What operators are told of a model: plain documents of what the library knows."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+
+from weightswap_runtime.live.events import Event
+from weightswap_runtime.live.receipt import SwapReceipt
+from weightswap_runtime.live.staged import Staged
+from weightswap_runtime.live.watching.follower import Follower
+from weightswap_runtime.live.watching.watcher import Watcher
+from weightswap_runtime.sources.location import printable
+
+from .documents import Desired, Refusal, ServedWeights, StagedWeights, StageRequest, Watched
+
+
+@dataclass
+class Entry:
+    """What an operator has staged. revision: of the place that the model follows, as it was seen before."""
+
+    staged: Staged
+    path: str
+    request: StageRequest
+    by: str
+    revision: int | None
+    swapping: bool
+    since: float = field(default_factory=time.time)
+
+
+def served_weights(history: tuple[SwapReceipt, ...]) -> ServedWeights | None:
+    if not history:
+        return None
+    last = history[-1]
+    return ServedWeights(
+        weights_id=last.weights_id,
+        generation=last.generation,
+        labels=dict(last.labels),
+        since=last.committed_at,
+        by=last.by,
+        source=last.source,
+        kind=last.kind,
+        verified=last.verified,
+    )
+
+
+def staged_weights(entry: Entry | None) -> StagedWeights | None:
+    if entry is None:
+        return None
+    found = StagedWeights(
+        source=printable(entry.path), by=entry.by, why=entry.request.why, since=entry.since, ready=False
+    )
+    try:
+        staged = entry.staged
+        if staged.done:
+            found.weights_id, found.labels, found.kind = staged.weights_id, staged.labels, staged.kind
+            found.verified, found.nonfinite = staged.verified, list(staged.nonfinite)
+            found.ready = not entry.swapping
+    except Exception:  # it has just ended otherwise
+        return None
+    return found
+
+
+def following(follower: Follower) -> Desired:
+    status = follower.status.as_dict()
+    del status["served"]
+    found, state = Desired(**status), follower.desired
+    if state is not None and state.hold is not None:
+        found.held_by, found.held_why, found.held_since = state.hold.by, state.hold.why, state.hold.since
+    return found
+
+
+def watched(watcher: Watcher) -> Watched:
+    error = watcher.last_error
+    return Watched(
+        directory=watcher.directory,
+        error=str(error) if error else "",
+        skipped={name: str(why) for name, why in watcher.skipped.items()},
+        waiting={name: str(why) for name, why in watcher.waiting.items()},
+    )
+
+
+def refusal_of(event: Event) -> Refusal:
+    return Refusal(
+        time=event.time,
+        event=event.kind,
+        source=event.source,
+        by=event.by,
+        phase=event.phase,
+        kind=type(event.error).__name__ if event.error else "",
+        error=str(event.error) if event.error else "",
+    )

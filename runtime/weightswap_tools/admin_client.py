@@ -1,0 +1,145 @@
+"""Calls of a server's admin plane, over HTTP or a Unix socket."""
+
+from __future__ import annotations
+
+import http.client
+import os
+import socket
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote, urlsplit
+
+import msgspec
+
+from weightswap_runtime.errors import Unsupported, WeightswapError
+from weightswap_runtime.sources.location import printable
+
+ENVIRONMENT = "WEIGHTSWAP_ADMIN_TOKEN"
+_PIECE = 1 << 20
+_PATIENCE = 10.0  # seconds for a connection, and for the bytes of an upload to be taken
+
+
+class AdminRefused(WeightswapError):
+    """A server has refused a call; `kind` is the class of its error, or empty. What it serves is as it was."""
+
+    def __init__(self, text: str, status: int = 0, kind: str = "") -> None:
+        super().__init__(*text.split("\n"))
+        self.status, self.kind = status, kind
+
+
+class AdminUnreachable(WeightswapError):
+    """No server answers there."""
+
+
+class _UnixConnection(http.client.HTTPConnection):
+    def __init__(self, path: str) -> None:
+        super().__init__("localhost")
+        self._path = path
+
+    def connect(self) -> None:
+        self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self.sock.connect(self._path)
+
+
+class AdminClient:
+    """One server's admin plane."""
+
+    def __init__(self, url: str, token: str) -> None:
+        """url: http://HOST:PORT, https://..., or unix:///PATH. Raises Unsupported."""
+        self.where = printable(url)
+        self._connect = _connector(url)
+        self._headers = {"Authorization": f"Bearer {token}"}
+
+    def get(self, path: str) -> Any:
+        """A document. Raises AdminRefused and AdminUnreachable."""
+        return self._call("GET", path, None, {})
+
+    def post(self, path: str, document: Any) -> Any:
+        """A change; it may take as long as it likes. Raises as `get`."""
+        return self._call("POST", path, msgspec.json.encode(document), {"Content-Type": "application/json"})
+
+    def delete(self, path: str) -> Any:
+        """Raises as `get`."""
+        return self._call("DELETE", path, None, {})
+
+    def upload(self, path: Path, name: str, digest: str, told: Callable[[int, int], None]) -> Any:
+        """Send a file. told: called with bytes done and of how many. Raises as `get`, and OSError."""
+        with path.open("rb") as file:
+            size = os.fstat(file.fileno()).st_size
+
+            def pieces() -> Iterator[bytes]:
+                done = 0
+                while piece := file.read(_PIECE):
+                    yield piece
+                    done += len(piece)
+                    told(done, size)
+
+            headers = {"Content-Length": str(size), "X-Weightswap-Blake3": digest}
+            return self._call("PUT", f"/admin/uploads/{quote(name)}", pieces(), headers)
+
+    def _call(self, method: str, path: str, body: Any, headers: Mapping[str, str]) -> Any:
+        with closing(self._connect()) as connection:
+            try:
+                connection.connect()
+            except OSError as error:
+                raise AdminUnreachable(f"{self.where}: no server answers there ({error})") from error
+            try:
+                self._send(connection, method, path, body, {**self._headers, **headers})
+                reply = connection.getresponse()
+                content = reply.read()
+            except (OSError, http.client.HTTPException) as error:
+                raise AdminUnreachable(f"{self.where}: the connection broke off ({error!r})") from error
+        if reply.status >= 300:
+            raise _refusal(self.where, reply.status, content)
+        return msgspec.json.decode(content) if content else None
+
+    @staticmethod
+    def _send(connection: Any, method: str, path: str, body: Any, headers: Mapping[str, str]) -> None:
+        try:
+            connection.request(method, path, body, dict(headers))
+        except (BrokenPipeError, ConnectionResetError):  # it has refused an upload before all was sent: see why
+            if method != "PUT":
+                raise
+
+
+def _connector(url: str) -> Callable[[], http.client.HTTPConnection]:
+    if url.startswith("unix:"):
+        path = url.removeprefix("unix:").removeprefix("//")
+        return lambda: _UnixConnection(path)
+    try:
+        parts = urlsplit(url)
+        host, port = parts.hostname, parts.port
+    except ValueError as error:
+        raise Unsupported(f"{printable(url)}: is no URL ({error})") from error
+    if parts.scheme not in ("http", "https") or not host or parts.path not in ("", "/") or parts.query or "@" in url:
+        raise Unsupported(f"{printable(url)}: expected http://HOST:PORT, https://HOST:PORT or unix:///PATH")
+    if parts.scheme == "https":
+        return lambda: http.client.HTTPSConnection(host, port)
+    return lambda: http.client.HTTPConnection(host, port)
+
+
+def _refusal(where: str, status: int, content: bytes) -> AdminRefused:
+    try:
+        said = msgspec.json.decode(content)
+        return AdminRefused(str(said["error"]), status, str(said.get("kind", "")))
+    except (msgspec.MsgspecError, KeyError, TypeError, AttributeError):
+        return AdminRefused(f"{where}: status {status}, and no word why; is it an admin plane?", status)
+
+
+def read_token(path: Path | None) -> str:
+    """The token of a file, whose first line has it as its last word; or of the environment. Raises Unsupported."""
+    if path is None:
+        token = os.environ.get(ENVIRONMENT, "").strip()
+        if not token:
+            raise Unsupported(f"which token? Say --token-file FILE, or set {ENVIRONMENT}")
+        return token
+    try:
+        lines = [line.split() for line in path.read_text(encoding="utf-8").splitlines()]
+    except (OSError, UnicodeDecodeError) as error:
+        raise Unsupported(f"{path}: the token cannot be read ({error})") from error
+    found = next((words[-1] for words in lines if words and not words[0].startswith("#")), None)
+    if found is None or not found.isascii():
+        raise Unsupported(f"{path}: has no token")
+    return found

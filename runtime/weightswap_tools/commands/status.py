@@ -1,0 +1,59 @@
+"""`weightswap status`: what a server that runs serves."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import typer
+
+from weightswap_tools.admin_client import AdminClient, read_token
+from weightswap_tools.terminal import JsonOption, errors_as_exit, human_bytes, print_json, say
+
+from .desired import time_said
+from .push import TokenOption, UrlArgument
+
+status_command = typer.Typer(add_completion=False)
+
+
+@status_command.command()
+def status(url: UrlArgument, token_file: TokenOption = None, as_json: JsonOption = False) -> None:
+    """Show what a server serves since when, what is staged, and what it follows or watches."""
+    with errors_as_exit(as_json):
+        found = AdminClient(url, read_token(token_file)).get("/admin/status")
+        if as_json:
+            print_json(found)
+            return
+        for model in found["models"]:
+            _print(model)
+
+
+def _print(model: dict[str, Any]) -> None:
+    state = "ready" if model["ready"] else "unloaded" if not model["loaded"] else "not ready"
+    say(f"model       {model['name']} ({state}, {model['engine']} on {model['device']})")
+    if served := model["served"]:
+        by = f" by {served['by']}" if served["by"] else ""
+        say(f"serves      {served['weights_id']}{_labels(served['labels'])}")
+        say(f"since       {time_said(served['since'])}{by}, generation {served['generation']}")
+    else:
+        say("serves      nothing yet")
+    if staging := model["staging"]:
+        done, total = human_bytes(staging["bytes_done"]), human_bytes(staging["bytes_total"])
+        say(f"staging     {staging['phase']} {done} of {total}")
+    if (staged := model["staged"]) and staged["ready"]:
+        say(f"staged      {staged['weights_id']}{_labels(staged['labels'])} by {staged['by']}")
+    if following := model["following"]:
+        say(f"follows     {following['place']}, revision {following['revision']}{_agreement(following)}")
+    if watching := model["watching"]:
+        error = f": {watching['error']}" if watching["error"] else ""
+        say(f"watches     {watching['directory']}{error}")
+
+
+def _labels(labels: dict[str, str]) -> str:
+    text = ", ".join(f"{name}={value}" for name, value in sorted(labels.items()))
+    return f"  ({text})" if text else ""
+
+
+def _agreement(following: dict[str, Any]) -> str:
+    hold = f", on hold by {following['held_by']}: {following['held_why']}" if following["on_hold"] else ""
+    other = "" if following["agrees"] else f", NOT served: {following['error'] or 'not yet'}"
+    return hold + other

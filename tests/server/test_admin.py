@@ -1,0 +1,259 @@
+"""The admin plane: what operators do to a model, and what they are told."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import tritonclient.http as triton
+
+from tests.support.administered import BEARER, TOKEN, administered, call, change, status
+from tests.support.served import as_json, ask
+from tests.support.tiny import SLOW, TinyArtifact, WriteWeights, serves
+from weightswap_runtime import DesiredPlace, load
+from weightswap_server import Server
+
+X = np.arange(6, dtype=np.float32).reshape(2, 3)
+INFER = "/v2/models/tiny/infer"
+
+
+@pytest.fixture(autouse=True)
+def _token(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WEIGHTSWAP_ADMIN_TOKEN", TOKEN)
+
+
+@pytest.fixture
+def server(tiny: TinyArtifact, weight_file: WriteWeights, tmp_path: Path) -> Iterator[Server]:
+    """With the weights of seed 1; operators may name what lies in the folder of the tests."""
+    audit = str(tmp_path / "audit.jsonl")
+    with administered({"tiny": load(tiny.path, weight_file(1))}, allow=(str(tmp_path),), audit_log=audit) as running:
+        yield running
+
+
+def audited(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "audit.jsonl").read_text().splitlines()]
+
+
+def test_a_swap_and_its_way_back(server: Server, weight_file: WriteWeights, tmp_path: Path) -> None:
+    model = server.service.served[0].model
+    first = model.weights_id
+    found = change(server, "swap", source=str(weight_file(2)), why="better")
+    assert found.status == 200
+    receipt = found.json["receipt"]
+    assert (receipt["generation"], receipt["by"], receipt["previous_weights_id"]) == (1, "token", first)
+    assert serves(model, 2)
+    assert ask(server, INFER, as_json(x=X)).json["parameters"]["weights_id"] == receipt["weights_id"]
+    now = found.json["status"]["served"]
+    assert (now["weights_id"], now["generation"], now["by"]) == (receipt["weights_id"], 1, "token")
+
+    assert change(server, "swap", source=str(weight_file(3))).status == 200
+    back = change(server, "rollback", to=first[:8])  # from its file
+    assert (back.status, back.json["receipt"]["weights_id"]) == (200, first)
+    assert serves(model, 1)
+    assert change(server, "rollback").json["receipt"]["kind"] == "rollback"
+    assert serves(model, 3)
+
+    ended = [line for line in audited(tmp_path) if line["outcome"] == "done"]
+    assert [line["call"] for line in ended] == ["swap", "swap", "rollback", "rollback"]
+    assert ended[0]["weights_before"] == first
+    assert ended[0]["weights_after"] == receipt["weights_id"]
+    assert ended[0]["arguments"]["why"] == "better"
+    assert ended[0]["peer"].startswith("127.0.0.1:")
+    history = call(server, "/admin/models/tiny/history").json
+    assert [each["generation"] for each in history["receipts"]] == [0, 1, 2, 3, 4]
+
+
+def test_what_is_staged_is_committed_or_discarded(server: Server, weight_file: WriteWeights) -> None:
+    model = server.service.served[0].model
+    staged = change(server, "stage", source=str(weight_file(2))).json["status"]["staged"]
+    assert staged["ready"]
+    assert staged["weights_id"] != model.weights_id
+    assert serves(model, 1)
+    assert change(server, "stage", source=str(weight_file(3))).status == 409
+    assert change(server, "swap", source=str(weight_file(3))).status == 409
+    assert change(server, "discard").json["status"]["staged"] is None
+    assert change(server, "commit").status == 409
+    change(server, "stage", source=str(weight_file(2)))
+    assert change(server, "commit").json["receipt"]["weights_id"] == staged["weights_id"]
+    assert serves(model, 2)
+    assert status(server)["staged"] is None
+
+
+def test_a_staging_can_be_looked_at_and_broken_off(server: Server, weight_file: WriteWeights) -> None:
+    from concurrent.futures import ThreadPoolExecutor
+
+    with ThreadPoolExecutor(1) as pool:
+        staging = pool.submit(change, server, "swap", source=str(weight_file(2)), rate_limit=SLOW)
+        limit = time.monotonic() + 20
+        while not (now := status(server))["staging"]:
+            assert time.monotonic() < limit
+        assert now["staged"]["ready"] is False
+        assert change(server, "commit").status == 409  # it is a swap's
+        assert change(server, "discard").status == 200
+        assert staging.result(20).status == 409
+    assert serves(server.service.served[0].model, 1)
+
+
+def test_what_is_refused_changes_nothing_and_is_remembered(
+    server: Server, tiny: TinyArtifact, weight_file: WriteWeights, tmp_path: Path
+) -> None:
+    bad = tmp_path / "bad.safetensors"
+    bad.write_bytes(weight_file(2).read_bytes()[:-3])
+    nan = tiny.write(tmp_path / "nan.safetensors", tiny.values(2) | {"bias": torch.full((5,), torch.nan)})
+    for source, kind in ((bad, "TruncatedFile"), (nan, "NonFiniteWeights"), (tmp_path / "none", "WeightFileError")):
+        refused = change(server, "swap", source=str(source))
+        assert (refused.status, refused.json["kind"]) == (422, kind)
+        assert refused.json["error"]
+    assert serves(server.service.served[0].model, 1)
+    refusals = call(server, "/admin/models/tiny/history").json["refusals"]
+    assert [each["kind"] for each in refusals] == ["TruncatedFile", "NonFiniteWeights", "WeightFileError"]
+    assert {each["by"] for each in refusals} == {"token"}
+    assert [line["outcome"] for line in audited(tmp_path)] == ["begun", "refused"] * 3
+    assert change(server, "swap", source=str(nan), allow_nonfinite=["bias"]).status == 200
+
+
+@pytest.fixture
+def place(weight_file: WriteWeights, tmp_path: Path) -> DesiredPlace:
+    (tmp_path / "service").mkdir()
+    found = DesiredPlace(tmp_path / "service")
+    found.set(weight_file(1), revision=0, by="ana")
+    return found
+
+
+def test_where_a_place_is_followed_changes_are_written_there(
+    server: Server, place: DesiredPlace, weight_file: WriteWeights
+) -> None:
+    """So that the next look of this process, and of all others, does not undo them."""
+    model = server.service.served[0].model
+    assert change(server, "hold").status == 409
+    assert change(server, "follow", place=place.where, interval=0.02).status == 200
+    assert change(server, "follow", place=place.where).status == 409
+    swapped = change(server, "swap", source=str(weight_file(2)), why="faster")
+    assert swapped.status == 200
+    state = place.read()
+    assert (state.revision, state.weights.by, state.weights.why) == (2, "token", "faster")
+    assert state.weights.weights_id == swapped.json["receipt"]["weights_id"] == model.weights_id
+    time.sleep(0.1)  # some looks
+    assert (model.generation, serves(model, 2)) == (1, True)
+
+    assert change(server, "rollback", why="slower").json["status"]["following"]["on_hold"]
+    assert serves(model, 1)
+    state = place.read()
+    assert (state.revision, state.hold.by) == (3, "token")
+    assert [each.weights_id for each in state.withdrawn] == [swapped.json["receipt"]["weights_id"]]
+    time.sleep(0.1)
+    assert serves(model, 1)
+    assert change(server, "release").status == 200
+    assert place.read().hold is None
+    assert change(server, "hold", why="a feast").json["status"]["following"]["held_why"] == "a feast"
+    history = call(server, "/admin/models/tiny/history").json
+    assert len(history["withdrawn"]) == 1
+
+    stale = change(server, "swap", source=str(weight_file(3)), revision=2)
+    assert (stale.status, stale.json["kind"]) == (409, "RevisionConflict")
+    assert serves(model, 1)
+    assert status(server)["staged"] is None
+    assert change(server, "unfollow").status == 200
+    assert status(server)["following"] is None
+    assert change(server, "unfollow").status == 409
+
+
+def test_two_operators_do_not_overwrite_each_other(
+    server: Server, place: DesiredPlace, weight_file: WriteWeights
+) -> None:
+    """What was staged before somebody else wrote is not committed over it; and gives way to it."""
+    model = server.service.served[0].model
+    change(server, "follow", place=place.where, interval=0.02)
+    assert change(server, "stage", source=str(weight_file(2))).json["status"]["staged"]["ready"]
+    place.set(weight_file(3), revision=1, by="bo")
+    assert change(server, "commit").status == 409
+    limit = time.monotonic() + 20
+    while not serves(model, 3):
+        assert time.monotonic() < limit
+        time.sleep(0.01)
+    assert status(server)["staged"] is None
+
+
+def test_a_directory_is_watched(server: Server, weight_file: WriteWeights, tmp_path: Path) -> None:
+    (tmp_path / "outbox").mkdir()
+    assert change(server, "watch", directory=str(tmp_path / "outbox"), interval=0.02).status == 200
+    assert status(server)["watching"]["directory"] == str(tmp_path / "outbox")
+    weight_file(2).rename(tmp_path / "outbox" / "v2.safetensors")
+    limit = time.monotonic() + 20
+    while not serves(server.service.served[0].model, 2):
+        assert time.monotonic() < limit
+        time.sleep(0.01)
+    assert change(server, "unfollow").json["status"]["watching"] is None
+
+
+def test_what_is_staged_for_too_long_is_given_up(tiny: TinyArtifact, weight_file: WriteWeights, tmp_path: Path) -> None:
+    model = load(tiny.path, weight_file(1))
+    with administered({"tiny": model}, allow=(str(tmp_path),), staged_timeout=0.2) as server:
+        assert change(server, "stage", source=str(weight_file(2))).status == 200
+        limit = time.monotonic() + 20
+        while status(server)["staged"]:
+            assert time.monotonic() < limit
+            time.sleep(0.02)
+        model.swap(weight_file(3))  # nobody is kept waiting
+
+
+def test_events_are_told_as_they_happen(server: Server, weight_file: WriteWeights) -> None:
+    import http.client
+
+    assert server.admin is not None
+    connection = http.client.HTTPConnection("127.0.0.1", server.admin.port, timeout=20)
+    connection.request("GET", "/admin/events", headers=BEARER)
+    stream = connection.getresponse()
+    assert stream.getheader("content-type", "").startswith("text/event-stream")
+
+    def until(kind: str) -> Any:
+        while True:
+            if stream.readline().decode().strip() == f"event: {kind}":
+                return json.loads(stream.readline().decode().removeprefix("data: "))
+
+    assert until("status")["models"][0]["served"]["generation"] == 0
+    change(server, "swap", source=str(weight_file(2)))
+    kinds = [until("event")["kind"] for _ in range(3)]
+    assert kinds == ["staging", "staged", "committed"]
+    assert until("status")["models"][0]["served"]["generation"] == 1
+    connection.close()
+
+
+def test_the_end_does_not_wait_for_who_listens(tiny: TinyArtifact, weight_file: WriteWeights) -> None:
+    import http.client
+
+    with administered({"tiny": load(tiny.path, weight_file(1))}) as server:
+        assert server.admin is not None
+        connection = http.client.HTTPConnection("127.0.0.1", server.admin.port, timeout=20)
+        connection.request("GET", "/admin/events", headers=BEARER)
+        connection.getresponse().readline()
+        began = time.monotonic()
+    assert time.monotonic() - began < 3
+    connection.close()
+
+
+def test_tritons_client_loads_and_unloads(server: Server, weight_file: WriteWeights) -> None:
+    assert server.admin is not None
+    model = server.service.served[0].model
+    with triton.InferenceServerClient(f"127.0.0.1:{server.admin.port}") as client:
+        assert client.get_model_repository_index(headers=BEARER)[0]["state"] == "READY"
+        client.unload_model("tiny", headers=BEARER)
+        assert client.get_model_repository_index(headers=BEARER)[0]["state"] == "UNAVAILABLE"
+        refused = ask(server, INFER, as_json(x=X))
+        assert (refused.status, "unloaded" in refused.error) == (503, True)
+        client.load_model("tiny", headers=BEARER)
+        assert ask(server, INFER, as_json(x=X)).status == 200
+        client.load_model("tiny", headers=BEARER, config=json.dumps({"weights": str(weight_file(2))}))
+        assert serves(model, 2)
+        with pytest.raises(triton.InferenceServerException, match="no model is called"):
+            client.load_model("other", headers=BEARER)
+        with pytest.raises(triton.InferenceServerException, match="admin-allow"):
+            client.load_model("tiny", headers=BEARER, config=json.dumps({"weights": "/etc/passwd"}))
+        with pytest.raises(triton.InferenceServerException, match="token"):
+            client.load_model("tiny")

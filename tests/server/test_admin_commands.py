@@ -1,0 +1,204 @@
+"""`weightswap push` and `weightswap status`, against `weightswap serve` as its own process would be."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from tests.support.administered import TOKEN, administered
+from tests.support.tiny import TinyArtifact, WriteWeights, serves
+from weightswap_runtime import DesiredPlace, Model, load, write_delta
+from weightswap_server import Server
+from weightswap_tools.commands.push import push_command
+from weightswap_tools.commands.serve import serve_command
+from weightswap_tools.commands.status import status_command
+
+
+@pytest.fixture
+def model(tiny: TinyArtifact, weight_file: WriteWeights) -> Model:
+    return load(tiny.path, weight_file(1))
+
+
+@pytest.fixture(params=["port", "socket"])
+def server(
+    request: pytest.FixtureRequest, model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Server]:
+    monkeypatch.setenv("WEIGHTSWAP_ADMIN_TOKEN", TOKEN)
+    (tmp_path / "uploads").mkdir()
+    where = {"socket": str(tmp_path / "s")} if request.param == "socket" else {"port": 0}
+    with administered({"tiny": model}, upload_dir=str(tmp_path / "uploads"), **where) as running:
+        yield running
+
+
+def url_of(server: Server) -> str:
+    assert server.admin is not None
+    return server.admin.where
+
+
+def push(server: Server, *arguments: object) -> Result:
+    return CliRunner().invoke(push_command, [url_of(server), *map(str, arguments)])
+
+
+def test_weights_are_uploaded_and_swapped_in(
+    server: Server, model: Model, weight_file: WriteWeights, tmp_path: Path
+) -> None:
+    done = push(server, weight_file(2), "--why", "better")
+    assert done.exit_code == 0, done.stderr
+    assert f"weights id  {model.weights_id}" in done.stdout
+    assert re.search(r"generation  1: .*/uploads/.*\.safetensors\n", done.stdout)
+    assert serves(model, 2)
+    assert push(server, weight_file(1)).exit_code == 0
+    assert push(server, weight_file(2)).exit_code == 0  # it is there already
+    assert len(list((tmp_path / "uploads").iterdir())) == 2
+    assert serves(model, 2)
+    said = CliRunner().invoke(status_command, [url_of(server)])
+    assert f"serves      {model.weights_id}" in said.stdout
+    assert "generation 3" in said.stdout
+    document = json.loads(CliRunner().invoke(status_command, [url_of(server), "--json"]).stdout)
+    assert document["models"][0]["served"]["weights_id"] == model.weights_id
+
+
+def test_a_delta_is_pushed(server: Server, model: Model, weight_file: WriteWeights, tmp_path: Path) -> None:
+    delta = tmp_path / "d.safetensors"
+    write_delta(weight_file(1), weight_file(2), delta)
+    assert push(server, delta, "--model", "tiny").exit_code == 0
+    assert (serves(model, 2), model.history[-1].kind) == (True, "delta")
+
+
+def test_what_is_refused_is_said(server: Server, model: Model, weight_file: WriteWeights, tmp_path: Path) -> None:
+    bad = tmp_path / "bad.safetensors"
+    content = bytearray(weight_file(2).read_bytes())
+    content[-1] ^= 1
+    bad.write_bytes(content)
+    for arguments, status, says in (
+        ([bad], 1, "DigestMismatch|digest"),
+        ([tmp_path / "none.safetensors"], 2, "one weight file is uploaded"),
+        ([weight_file(2), "--point"], 1, "admin-allow"),
+        ([weight_file(2), "--model", "other"], 1, "no model is called other"),
+    ):
+        refused = push(server, *arguments)
+        assert refused.exit_code == status
+        assert re.search(says, refused.stderr), refused.stderr
+    assert serves(model, 1)
+
+
+def test_staged_and_left_to_others(server: Server, model: Model, weight_file: WriteWeights) -> None:
+    assert push(server, weight_file(2), "--stage").stdout.startswith("staged      ")
+    assert serves(model, 1)
+    assert "staged      " in CliRunner().invoke(status_command, [url_of(server)]).stdout
+
+
+@pytest.mark.parametrize(
+    ("url", "status", "says"),
+    [
+        ("http://127.0.0.1:9", 1, "no server answers"),
+        ("unix:///nowhere/s", 1, "no server answers"),
+        ("ftp://x", 2, "expected http"),
+        ("http://user:secret@x", 2, "expected http"),
+        ("http://[", 2, "no URL"),
+    ],
+)
+def test_urls_that_lead_nowhere(url: str, status: int, says: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WEIGHTSWAP_ADMIN_TOKEN", TOKEN)
+    refused = CliRunner().invoke(status_command, [url])
+    assert (refused.exit_code, says in refused.stderr, "secret" in refused.stderr) == (status, True, False)
+
+
+def test_tokens_that_are_wrong(server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "token").write_text("another-token-altogether\n")
+    refused = CliRunner().invoke(status_command, [url_of(server), "--token-file", str(tmp_path / "token")])
+    assert (refused.exit_code, "token" in refused.stderr) == (1, True)
+    (tmp_path / "token").write_text("")
+    assert CliRunner().invoke(status_command, [url_of(server), "--token-file", str(tmp_path / "token")]).exit_code == 2
+    monkeypatch.delenv("WEIGHTSWAP_ADMIN_TOKEN")
+    assert CliRunner().invoke(status_command, [url_of(server)]).exit_code == 2
+
+
+def test_sockets(model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For their owner alone; one that was left behind gives way, one that is in use does not."""
+    monkeypatch.setenv("WEIGHTSWAP_ADMIN_TOKEN", TOKEN)
+    path = tmp_path / "s"
+    import socket
+
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as left:
+        left.bind(str(path))
+    with administered({"tiny": model}, socket=str(path)):
+        assert path.stat().st_mode & 0o777 == 0o600
+        with pytest.raises(Exception, match="another process"), administered({}, socket=str(path)):
+            pass
+    assert not path.exists()
+    path.write_text("a file")
+    with pytest.raises(Exception, match="no socket"), administered({}, socket=str(path)):
+        pass
+
+
+def test_as_a_process(tiny: TinyArtifact, weight_file: WriteWeights, tmp_path: Path) -> None:
+    """A server that follows a place: what is pushed is what is desired, also after a new start."""
+    (tmp_path / "service").mkdir()
+    (tmp_path / "uploads").mkdir()
+    (tmp_path / "token").write_text(f"ana {TOKEN}\n")
+    DesiredPlace(tmp_path / "service").set(weight_file(1), revision=0)
+    token = ["--token-file", str(tmp_path / "token")]
+    for revision in (1, 2):
+        with served(
+            *(str(tiny.path), "--follow", str(tmp_path / "service"), "--interval", "0.1"),
+            *("--admin-port", "0", "--admin-token-file", str(tmp_path / "token")),
+            *("--upload-dir", str(tmp_path / "uploads"), "--audit-log", str(tmp_path / "audit")),
+        ) as url:
+            document = json.loads(CliRunner().invoke(status_command, [url, *token, "--json"]).stdout)
+            assert document["models"][0]["following"]["revision"] in (None, revision)
+            if revision == 1:
+                done = CliRunner().invoke(push_command, [url, str(weight_file(2)), *token])
+                assert done.exit_code == 0, done.stderr
+    state = DesiredPlace(tmp_path / "service").read()
+    assert state.weights is not None
+    assert (state.revision, state.weights.by) == (2, "ana")
+
+
+class served:  # noqa: N801 - a block
+    """A block in which the command runs; it ends well. Gives the URL for operators."""
+
+    def __init__(self, *arguments: str) -> None:
+        program = "from weightswap_tools.commands.serve import serve_command; serve_command()"
+        self.command = [sys.executable, "-c", program, *arguments, "--port", "0"]
+
+    def __enter__(self) -> str:
+        self.process = subprocess.Popen(self.command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            if found := re.fullmatch(r"(\S+) is for operators\n", line):
+                return found[1]
+        raise AssertionError("the server has ended")
+
+    def __exit__(self, *_: object) -> None:
+        assert self.process.stdout is not None
+        self.process.terminate()
+        self.process.stdout.close()
+        assert self.process.wait(20) == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "says"),
+    [
+        (["--admin-token-file", "x"], 2, "operators"),
+        (["--admin-port", "0"], 2, "WEIGHTSWAP_ADMIN_TOKEN"),
+        (["--admin-port", "0", "--admin-socket", "s", "--admin-token-file", "{token}"], 2, "give one of them"),
+        (["--admin-port", "0", "--admin-token-file", "{token}", "--admin-allow", "nowhere"], 2, "no such directory"),
+        (["--admin-port", "0", "--admin-token-file", "{token}", "--upload-dir", "nowhere"], 2, "upload-dir"),
+        (["--admin-port", "0", "--admin-token-file", "{token}", "--audit-log", "no/where"], 2, "audit-log"),
+    ],
+)
+def test_options_that_cannot_be_meant(
+    tiny: TinyArtifact, weight_file: WriteWeights, tmp_path: Path, arguments: list[str], status: int, says: str
+) -> None:
+    (tmp_path / "token").write_text(TOKEN)
+    given = [each.format(token=tmp_path / "token") for each in arguments]
+    refused = CliRunner().invoke(serve_command, [str(tiny.path), "-w", str(weight_file(1)), "--port", "0", *given])
+    assert (refused.exit_code, says in refused.stderr) == (status, True), refused.stderr

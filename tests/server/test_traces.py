@@ -1,0 +1,149 @@
+"""Spans of OpenTelemetry: of requests, as children of their callers' spans, and of swaps."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from threading import Thread
+
+import numpy as np
+import pytest
+import tritonclient.grpc as triton
+from opentelemetry import trace
+from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from opentelemetry.trace import SpanKind, StatusCode
+
+from tests.support.served import as_json, ask, occupied, serving
+from tests.support.tiny import TinyArtifact, WriteWeights
+from weightswap_runtime import DigestMismatch, load
+
+X = np.arange(6, dtype=np.float32).reshape(2, 3)
+INFER = "/v2/models/tiny/infer"
+TRACE, CALLER = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
+PARENT = {"traceparent": f"00-{TRACE}-{CALLER}-01"}
+
+
+@pytest.fixture
+def spans(monkeypatch: pytest.MonkeyPatch) -> Iterator[InMemorySpanExporter]:
+    exporter, provider = InMemorySpanExporter(), TracerProvider()
+    provider.add_span_processor(SimpleSpanProcessor(exporter))
+    monkeypatch.setattr(trace, "get_tracer", provider.get_tracer)
+    yield exporter
+    provider.shutdown()
+
+
+def of_caller(span: ReadableSpan) -> bool:
+    assert span.context is not None
+    return span.parent is not None and (f"{span.context.trace_id:032x}", f"{span.parent.span_id:016x}") == (
+        TRACE,
+        CALLER,
+    )
+
+
+def test_requests(spans: InMemorySpanExporter, tiny: TinyArtifact, weight_file: WriteWeights) -> None:
+    model = load(tiny.path, weight_file(1))
+    weights_id = model.weights_id
+    with (
+        serving({"tiny": model}, grpc_port=0, traces=True) as server,
+        triton.InferenceServerClient(f"127.0.0.1:{server.grpc_port}") as client,
+    ):
+        ask(server, INFER, as_json(x=X), PARENT)
+        ask(server, INFER, as_json(y=X), PARENT)
+        client.infer("tiny", [triton.InferInput("x", [2, 3], "FP32").set_data_from_numpy(X)], headers=PARENT)
+        ask(server, INFER, as_json(x=X))
+        ask(server, "/v2/models/none/infer", as_json(x=X))
+    answered, refused, by_grpc, alone, unknown = spans.get_finished_spans()
+    assert [of_caller(span) for span in (answered, refused, by_grpc, alone)] == [True, True, True, False]
+    assert {span.kind for span in spans.get_finished_spans()} == {SpanKind.SERVER}
+    weights = {"weightswap.weights_id": weights_id, "weightswap.generation": 0}
+    for span in (answered, by_grpc, alone):
+        assert (span.name, span.attributes) == ("tiny", weights | {"weightswap.batch_calls": 1})
+        (call,) = span.events
+        assert span.start_time is not None
+        assert span.end_time is not None
+        assert span.start_time <= call.timestamp <= span.end_time
+    assert (refused.name, refused.attributes) == ("tiny", {"error.type": "InputMismatch"})
+    assert (unknown.name, unknown.attributes) == ("unknown model", {"error.type": "UnknownModel"})
+    assert {span.status.status_code for span in (refused, unknown)} == {StatusCode.ERROR}
+    assert "x: missing" in str(refused.status.description)
+
+
+def test_a_batch_has_a_span_for_each_request(
+    spans: InMemorySpanExporter, tiny: TinyArtifact, weight_file: WriteWeights
+) -> None:
+    with serving({"tiny": load(tiny.path, weight_file(1))}, max_batch=4, traces=True) as server:
+        threads = [Thread(target=ask, args=(server, INFER, as_json(x=X))) for _ in range(2)]
+        with occupied(server):
+            for thread in threads:
+                thread.start()
+            while server.service.served[0].thread.queued < 2:
+                pass
+        for thread in threads:
+            thread.join()
+    assert [(span.attributes or {})["weightswap.batch_calls"] for span in spans.get_finished_spans()] == [2, 2]
+
+
+def test_swaps(spans: InMemorySpanExporter, tiny: TinyArtifact, weight_file: WriteWeights) -> None:
+    model = load(tiny.path, weight_file(1))
+    with serving({"tiny": model}, traces=True):
+        receipt = model.swap(weight_file(2), by="ana")
+        broken = weight_file(3)
+        raw = bytearray(Path(broken).read_bytes())
+        raw[-1] ^= 1
+        Path(broken).write_bytes(raw)
+        with pytest.raises(DigestMismatch):
+            model.swap(broken)
+    committed, refused = spans.get_finished_spans()
+    said = dict(committed.attributes or {})
+    assert said.pop("weightswap.source") == receipt.source
+    assert said == {
+        "weightswap.model": "tiny",
+        "weightswap.outcome": "committed",
+        "weightswap.by": "ana",
+        "weightswap.weights_id": receipt.weights_id,
+        "weightswap.generation": 1,
+    }
+    assert committed.start_time is not None
+    assert committed.end_time is not None
+    assert committed.start_time < committed.end_time
+    assert (refused.attributes or {})["error.type"] == "DigestMismatch"
+    assert refused.status.status_code is StatusCode.ERROR
+
+
+class Collector(BaseHTTPRequestHandler):
+    """What takes spans by OTLP."""
+
+    def do_POST(self) -> None:
+        body = self.rfile.read(int(self.headers["content-length"]))
+        self.server.posts.append((self.path, body))  # type: ignore[attr-defined]
+        self.send_response(200)
+        self.send_header("content-length", "0")
+        self.end_headers()
+
+    def log_message(self, *_: object) -> None:
+        """Nothing."""
+
+
+def test_spans_go_where_the_variables_say() -> None:
+    with ThreadingHTTPServer(("127.0.0.1", 0), Collector) as collector:
+        collector.posts = []  # type: ignore[attr-defined]
+        thread = Thread(target=collector.serve_forever)
+        thread.start()
+        code = (
+            "from weightswap_server.traces import Traces, export_spans; from opentelemetry import trace\n"
+            "export_spans(); export_spans()\n"
+            "Traces().refused('tiny', ValueError('no'), 1.0, ''); trace.get_tracer_provider().shutdown()"
+        )
+        variables = {"OTEL_EXPORTER_OTLP_ENDPOINT": f"http://127.0.0.1:{collector.server_address[1]}"}
+        subprocess.run([sys.executable, "-c", code], env=os.environ | variables, check=True)
+        collector.shutdown()
+        thread.join()
+        ((path, body),) = collector.posts  # type: ignore[attr-defined]
+    assert path == "/v1/traces"
+    assert b"tiny" in body
