@@ -14,23 +14,23 @@ import socket
 import sys
 import time
 from collections.abc import Mapping
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from functools import partial
 from queue import SimpleQueue
 from threading import Event, Lock, Thread
 from typing import Literal
 
 import msgspec
-from prometheus_client import CollectorRegistry, generate_latest
 
 from weightswap_runtime.errors import WeightswapError
-from weightswap_runtime.live.model import Model
-from weightswap_runtime.metrics import ModelCollector
 from weightswap_runtime.shared.keeper import keep
 from weightswap_runtime.shared.segment import Segment
 from weightswap_runtime.shared.worker import join
 
+from .admin.plane import AdminPlane
+from .admin.settings import AdminSettings
 from .errors import log
+from .service import Service
 from .serving import Server, Source
 from .settings import Settings
 from .totals import Role
@@ -46,6 +46,7 @@ class Task(msgspec.Struct, frozen=True, kw_only=True):
     sources: Mapping[str, Source]
     segments: Mapping[str, Segment]
     settings: Settings
+    admin: AdminSettings | None = None
     op_libraries: tuple[str, ...] = ()
     slot: int = 0
     listener: int = -1
@@ -85,10 +86,10 @@ class Line:
             self._stream.write(msgspec.json.encode(word) + b"\n")
             self._stream.flush()
 
-    def total(self, text: str) -> bytes:
+    def total(self, text: bytes) -> bytes:
         """The metrics of all processes, of which this one's are `text`."""
         with self._asking:
-            self.say(Word("total", text))
+            self.say(Word("total", text.decode()))
             return self._answers.get().encode()
 
 
@@ -97,30 +98,31 @@ def _keep(line: Line) -> None:
     task, ended = line.task, line.closed
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: ended.set())
-    registry = CollectorRegistry()
-    models: dict[str, Model] = {}
+    models = {name: keep(source.artifact, task.segments[name]) for name, source in task.sources.items()}
+    service = Service(models, task.settings)
+    service.has_workers = True
+    service.all_metrics = lambda: line.total(service.metrics.text())
+    plane = AdminPlane(service, task.admin) if task.admin is not None else None
     try:
         for name, source in task.sources.items():
-            model = models[name] = keep(source.artifact, task.segments[name])
-            ModelCollector(model, name, registry)
-            if source.weights is not None and model.weights_id is None:
-                model.swap(source.weights)
-            source.take(model)
-        line.say(Word("ready"))
-        while not ended.wait(TELLS):
-            line.say(Word("metrics", generate_latest(registry).decode()))
+            if source.weights is not None and models[name].weights_id is None:
+                models[name].swap(source.weights)
+            source.take(models[name])
+        with plane.running() if plane is not None else nullcontext():
+            line.say(Word("ready", plane.where if plane is not None else ""))
+            while not ended.wait(TELLS):
+                line.say(Word("metrics", service.metrics.text().decode()))
     finally:
-        for model in models.values():
-            model.close()
+        service.close()
 
 
 def _serve(line: Line) -> None:
     """Answer requests, until the manager says or is gone. It accepts them when it is warm."""
     task = line.task
     models = {name: join(source.artifact, task.segments[name], task.slot) for name, source in task.sources.items()}
-    server = Server(models, task.settings, socket.socket(fileno=task.listener))
+    server = Server(models, task.settings, listener=socket.socket(fileno=task.listener))
     own = server.service.metrics.text
-    server.service.all_metrics = lambda: line.total(own().decode())
+    server.service.all_metrics = lambda: line.total(own())
     server.on_listening(partial(line.say, Word("ready")))
     _await_warm(server)
     gc.collect()
@@ -150,6 +152,10 @@ def main(descriptor: str) -> None:
     line = Line(int(descriptor))
     line.listen()
     try:
+        if line.task.settings.traces:
+            from .traces import export_spans
+
+            export_spans()
         if line.task.op_libraries:
             from weightswap_runtime.engines.graphs.libraries import import_libraries  # needs torch
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from threading import Lock
 from typing import TYPE_CHECKING, Any
@@ -81,7 +81,7 @@ class Served:
             self._traces.answered(name, call, answer, began, together)
 
     def _on_event(self, event: Event) -> None:
-        if self._traces is not None:
+        if self._traces is not None and self.model.takes_weights:
             self._traces.changed(self.name, event)
         if not self.warm and event.kind == "committed":
             self.thread.do(self._warm_up)
@@ -135,6 +135,8 @@ class Service:
         settings.check()
         self.settings = settings
         self.metrics = ServerMetrics()
+        self.all_metrics: Callable[[], bytes] = self.metrics.text  # of all processes that serve the models
+        self.has_workers = False  # whether others answer what is asked
         self.traces = _traces() if settings.traces else None
         self.stopping = False
         self.streams = 0

@@ -1,4 +1,4 @@
-"""Metrics of several processes as those of one: what workers count is added up, what happens to weights is the keeper's.
+"""Metrics of several processes as those of one: what workers count is added up, and weights are the keeper's.
 
 A process that has ended is still counted, as it was last known, or counters would go back. What only describes the
 moment, a gauge, goes with it.

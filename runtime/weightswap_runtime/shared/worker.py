@@ -139,6 +139,8 @@ def between() -> None:
 class WorkerModel(Model):
     """A model whose weights others change. What would change them is Unsupported."""
 
+    takes_weights = False
+
     def begin(self, gate: WorkerGate, control: Control) -> None:
         """Tell listeners of commits from now on. Those that it began with are not told."""
         self._noticing = Noticing(gate, control, self._store, self.graph_id)

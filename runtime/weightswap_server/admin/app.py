@@ -16,6 +16,7 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
 from weightswap_runtime import __version__
+from weightswap_runtime.errors import Unsupported
 from weightswap_runtime.live.receipt import SwapReceipt
 from weightswap_runtime.sources.location import redact
 from weightswap_runtime.threads.awaiting import in_thread
@@ -156,7 +157,9 @@ class AdminPages:
         return document(await in_thread(self._desk(request).history))
 
     async def _metrics(self, request: Request) -> Response:
-        return Response(self._service.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
+        return Response(
+            await asyncio.to_thread(self._service.all_metrics), media_type="text/plain; version=0.0.4; charset=utf-8"
+        )
 
     async def _openapi(self, request: Request) -> Response:
         return document(description(list(self._desks), {name: kind for name, (kind, _) in CHANGES.items()}))
@@ -274,6 +277,8 @@ class AdminPages:
     async def _triton_unload(self, request: Request) -> Response:
         desk = self._desk(request)
         await body_of(request, self._limits)
+        if self._service.has_workers:
+            raise Unsupported("workers cannot be made to unload a model (--workers): stop the server")
         await self._audited(request, "unload", desk, None, lambda: triton.unload(desk))
         return Response()
 
