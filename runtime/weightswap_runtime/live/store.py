@@ -119,6 +119,7 @@ class Store:
         self.turns = Turns()
         self.events = Events()
         self.history: deque[SwapReceipt] = deque(maxlen=HISTORY)
+        self.inherited = False  # whether the history began in a process whose place this one has taken
         self._renew()
         renew_in_children(self)
         self._weights = weights

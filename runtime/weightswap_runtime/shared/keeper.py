@@ -44,7 +44,7 @@ def keep(artifact: str | os.PathLike[str] | Artifact, segment: Segment) -> Model
     control = Control(segment.control)
     engine = open_engine("torch", opened, HOST, OPTIONS)
     gate = KeeperGate(control)
-    store = Store(opened.manifest.weights, "double", None, _KeptMemory(segment, control), gate)
+    store = Store(opened.manifest.weights, "double", None, KeptMemory(segment, control), gate)
     _adopt(store, gate, control)
     model = Model(opened, store, device=HOST, engine=engine)
 
@@ -63,6 +63,7 @@ def _adopt(store: Store, gate: KeeperGate, control: Control) -> None:
     generation = control.generation
     if generation is None or (now := described(control, generation)) is None:
         return
+    store.inherited = True
     before = described(control, generation - 1)
     assert isinstance(store._residency, Double)
     gate.adopt(store._residency.adopt(generation, now.identity, before.identity if before else None))
@@ -89,7 +90,7 @@ class KeptArena(HostArena):
         yield
 
 
-class _KeptMemory(HostMemory):
+class KeptMemory(HostMemory):
     """The arenas of a segment, in their order."""
 
     def __init__(self, segment: Segment, control: Control) -> None:
@@ -111,6 +112,9 @@ class KeeperGate(Gate[Session]):
         """As others', for the leases of workers, too. Raises LeaseTimeout with the workers' numbers."""
         deadline = math.inf if timeout is None else time.monotonic() + timeout
         super().wait_idle(session, timeout, check)
+        self._await_workers(deadline, check)
+
+    def _await_workers(self, deadline: float, check: Callable[[], None]) -> None:
         while holders := self._control.holders(self._idle_parity):
             if time.monotonic() >= deadline:
                 raise LeaseTimeout(

@@ -45,7 +45,7 @@ def join(artifact: str | os.PathLike[str] | Artifact, segment: Segment, slot: in
     control.take_slot(slot, os.getpid())
     engine = open_engine("torch", opened, HOST, OPTIONS)
     gate = WorkerGate(control, slot)
-    store = Store(opened.manifest.weights, "double", None, _MappedMemory(segment), gate)
+    store = Store(opened.manifest.weights, "double", None, MappedMemory(segment), gate)
     gate.attach(store._residency.sessions)
     store.history.extend(read_history(control))
     model = WorkerModel(opened, store, device=HOST, engine=engine)
@@ -53,7 +53,7 @@ def join(artifact: str | os.PathLike[str] | Artifact, segment: Segment, slot: in
     return model
 
 
-class _MappedMemory(HostMemory):
+class MappedMemory(HostMemory):
     """The arenas of a segment, in their order, to be read only."""
 
     def __init__(self, segment: Segment) -> None:
