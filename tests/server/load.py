@@ -1,7 +1,7 @@
 """A load from a process of its own: each answer is checked against what eager gives for the weights that it names.
 
-What it prints: answers by weights id; `mixed`, that no single set of weights gives; `stale`, of older weights than those
-of an answer that had come before the request began; `failed`; and quantiles of the times of answers, in ms.
+What it prints: answers by weights id; `mixed`, that no single set of weights gives; `stale`, of older weights than an
+answer that had come before the request began; `failed`; and quantiles of the times of answers, in ms.
 """
 
 from __future__ import annotations

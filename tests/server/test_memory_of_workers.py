@@ -53,7 +53,8 @@ def _taken(arguments: list[str], folder: Path, workers: int) -> int:
         children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
         assert len(children) == workers + 1
         rollups = [Path(f"/proc/{child}/smaps_rollup").read_text() for child in children]
-        return sum(int(found) << 10 for rollup in rollups for found in re.findall(r"^Pss:\s+(\d+)", rollup, re.MULTILINE))
+        shares = [int(found) for rollup in rollups for found in re.findall(r"^Pss:\s+(\d+) kB", rollup, re.MULTILINE)]
+        return sum(shares) << 10
     finally:
         process.send_signal(signal.SIGTERM)
         process.wait(60)
