@@ -214,7 +214,7 @@ def _artifact(
     with huggingface.without_cache(model) if huggingface.is_pretrained(model) else nullcontext():
         captured = {name: capture(model, name, spec) for name, spec in specs.items()}
     _warn_of_training(captured)
-    _warn_of_stored(captured)
+    _warn_of_leftovers(captured)
     tables = classify(model, captured, groups)
     if pairs := overlapping(named_tensors(model), tables.weights):
         text = "these weights share memory and are not one tensor, so that a swap sets them apart: "
@@ -256,10 +256,20 @@ def _warn_of_training(captured: Mapping[str, Captured]) -> None:
         )
 
 
-def _warn_of_stored(captured: Mapping[str, Captured]) -> None:
-    if stored := list(dict.fromkeys(name for method in captured.values() for name in method.stored)):
+def _warn_of_leftovers(captured: Mapping[str, Captured]) -> None:
+    tensors, numbers = (
+        list(dict.fromkeys(name for method in captured.values() for name in getattr(method.left, kind)))
+        for kind in ("tensors", "numbers")
+    )
+    if tensors:
         warnings.warn(
-            f"a call leaves tensors in {listed(stored)}. No later call reads them, and a server does not keep them",
+            f"a call leaves tensors in {listed(tensors)}. No later call reads them, and a server does not keep them",
+            stacklevel=_CALLER,
+        )
+    if numbers:
+        warnings.warn(
+            f"a call changes {listed(numbers)}. The next call computes the same, and a server does not change them: "
+            "see that no later call looks at them",
             stacklevel=_CALLER,
         )
 

@@ -21,6 +21,7 @@ from weightswap_runtime.desired.place import Known
 from weightswap_runtime.errors import CheckpointError, PublishTimeout, WeightswapError, text_of
 from weightswap_runtime.format.weight_file import Stamp
 from weightswap_runtime.live.watching.promotion import Policy, check_promotion_policy, check_proven
+from weightswap_runtime.options import join_seconds
 from weightswap_runtime.sources.atomic import remove_abandoned
 from weightswap_runtime.sources.location import check_writable, fixed
 from weightswap_runtime.tensors.comparing import Tolerance
@@ -62,7 +63,7 @@ class Publication:
 
         Raises PublishTimeout, and what the writing raised: CheckpointError, or WeightsMismatch with every problem.
         """
-        if not self._outcome.finished.wait(timeout):
+        if not self._outcome.finished.wait(join_seconds(timeout)):
             raise PublishTimeout(f"step {self.step} is still being written after {timeout} s; wait again")
         return self._outcome.result()
 

@@ -13,8 +13,11 @@ from threading import Condition, Thread
 from typing import Any
 
 from weightswap_runtime.live.model import Model
+from weightswap_runtime.live.pinned import Pinned
+from weightswap_runtime.live.staged import Staged
 from weightswap_runtime.tensors.content import TensorBytes
 
+from .canary.canary import Canary
 from .errors import NotReady, Overloaded, UnknownModel
 from .models import Flat, Method, Outputs
 from .tensors_on_the_wire import Answer
@@ -27,13 +30,17 @@ Observe = Callable[["Call", Answer, float, int], object]  # the call, its answer
 
 class Call:
     """One request's call of a method, and its answer to come. `version`: the generation that it asks for;
-    `traceparent`: the span that it belongs to, as W3C writes it."""
+    `traceparent`: the span that it belongs to, as W3C writes it; `canary`: whose answer it is, instead of the served
+    weights'."""
 
-    def __init__(self, method: Method, flat: Flat, version: str = "", traceparent: str = "") -> None:
+    def __init__(
+        self, method: Method, flat: Flat, version: str = "", traceparent: str = "", canary: Canary | None = None
+    ) -> None:
         self.method = method
         self.flat = flat
         self.version = version
         self.traceparent = traceparent
+        self.canary = canary
         self.arrived = time.perf_counter()
         self.answer: Future[Answer] = Future()
 
@@ -48,7 +55,7 @@ class Call:
     @property
     def kind(self) -> Hashable:
         """Calls of one kind can be put together: they differ in their rows alone."""
-        return self.method, self.version, tuple(value.shape[1:] for value in self.flat)
+        return self.method, self.version, self.canary, tuple(value.shape[1:] for value in self.flat)
 
 
 class Task:
@@ -174,6 +181,12 @@ class ModelThread:
         try:
             answers = self._run_calls(calls)
         except BaseException as error:
+            if (canary := calls[0].canary) is not None:
+                canary.failed(error, len(calls))
+                for call in calls:
+                    call.canary = None
+                self._answer(calls)
+                return
             if len(calls) == 1:
                 calls[0].answer.set_exception(error)
                 return
@@ -187,16 +200,12 @@ class ModelThread:
             call.answer.set_result(answer)
 
     def _run_calls(self, calls: list[Call]) -> list[Answer]:
-        method = calls[0].method
+        if (canary := calls[0].canary) is not None:
+            return _call(canary.staged, calls, None, canary.weights_id)
         with self._model.pin() as session:
-            generation, weights_id = session.generation, session.weights_id
-            if calls[0].version not in ("", str(generation)):
-                raise UnknownModel(f"version {calls[0].version}: generation {generation} is served")
-            if len(calls) == 1:
-                return [Answer(method.call(session, calls[0].flat), generation, weights_id)]
-            outputs = method.call(session, joined([call.flat for call in calls]))
-        parts = split(outputs, [call.rows for call in calls])
-        return [Answer(part, generation, weights_id) for part in parts]
+            if calls[0].version not in ("", str(session.generation)):
+                raise UnknownModel(f"version {calls[0].version}: generation {session.generation} is served")
+            return _call(session, calls, session.generation, session.weights_id)
 
     def _learn(self, method: Method, nbytes: int, seconds: float) -> None:
         """Up to which size calls are quick. A few slow ones are the machine's doing; more are the model's."""
@@ -206,6 +215,16 @@ class ModelThread:
             self._quick[method] = min(known, nbytes - 1)
         elif seconds < QUICK:
             self._quick[method] = max(known, nbytes)
+
+
+def _call(session: Pinned | Staged, calls: Sequence[Call], generation: int | None, weights_id: str) -> list[Answer]:
+    """One call for all of them."""
+    method = calls[0].method
+    if len(calls) == 1:
+        return [Answer(method.call(session, calls[0].flat), generation, weights_id)]
+    outputs = method.call(session, joined([call.flat for call in calls]))
+    parts = split(outputs, [call.rows for call in calls])
+    return [Answer(part, generation, weights_id) for part in parts]
 
 
 def _do(task: Task) -> None:

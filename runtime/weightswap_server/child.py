@@ -33,6 +33,7 @@ from .errors import log
 from .service import Service
 from .serving import Server, Source
 from .settings import Settings
+from .signatures import requires
 from .totals import Role
 
 TELLS = 1.0  # seconds between two times that a child tells its metrics
@@ -47,6 +48,7 @@ class Task(msgspec.Struct, frozen=True, kw_only=True):
     segments: Mapping[str, Segment]
     settings: Settings
     admin: AdminSettings | None = None
+    require_signature: str | None = None
     op_libraries: tuple[str, ...] = ()
     slot: int = 0
     listener: int = -1
@@ -98,9 +100,11 @@ def _keep(line: Line) -> None:
     task, ended = line.task, line.closed
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: ended.set())
-    models = {name: keep(source.artifact, task.segments[name]) for name, source in task.sources.items()}
+    admit = requires(task.require_signature) if task.require_signature is not None else None
+    models = {name: keep(source.artifact, task.segments[name], admit) for name, source in task.sources.items()}
     service = Service(models, task.settings)
-    service.has_workers = True
+    for served in service.served:
+        served.by_workers = True
     service.all_metrics = lambda: line.total(service.metrics.text())
     plane = AdminPlane(service, task.admin) if task.admin is not None else None
     try:

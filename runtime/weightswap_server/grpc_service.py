@@ -13,13 +13,14 @@ import msgspec
 
 from weightswap_runtime.tensors.content import TensorBytes, as_array
 
+from .canary.canary import HEADER
 from .errors import BadRequest
 from .generating import END, Generation
 from .grpc_messages import SERVICE, message_class
 from .protocol import DATATYPE_OF, GenerateParameters, GenerateRequest
 from .service import Service
 from .settings import Settings
-from .tensors_on_the_wire import Answer, chosen, dtype_of, from_bytes, from_values
+from .tensors_on_the_wire import Answer, chosen, dtype_of, from_bytes, from_values, version_of
 
 _WORKERS = 64
 _CONTENTS = {
@@ -63,8 +64,8 @@ class GrpcServer:
         return ended
 
 
-def _traceparent(context: grpc.ServicerContext) -> str:
-    return str(dict(context.invocation_metadata()).get("traceparent", ""))
+def _metadata(context: grpc.ServicerContext, name: str) -> str:
+    return str(dict(context.invocation_metadata()).get(name, ""))
 
 
 class _Methods:
@@ -97,7 +98,9 @@ class _Methods:
             except CancelledError:
                 context.abort(grpc.StatusCode.CANCELLED, "the client has given up")
             except Exception as error:
-                told = self._service.refused(getattr(request, "model_name", ""), error, arrived, _traceparent(context))
+                told = self._service.refused(
+                    getattr(request, "model_name", ""), error, arrived, _metadata(context, "traceparent")
+                )
                 context.abort(grpc.StatusCode[told.code], told.text)
 
         return grpc.unary_unary_rpc_method_handler(answer, message_class(f"{name}Request").FromString, _serialized)
@@ -121,7 +124,9 @@ class _Methods:
 
     def _infer(self, request: Any, context: grpc.ServicerContext) -> Any:
         tensors = _tensors(request)
-        served, call = self._service.call(request.model_name, request.model_version, tensors, _traceparent(context))
+        traceparent, wish = _metadata(context, "traceparent"), _metadata(context, HEADER)
+        name, version = request.model_name, request.model_version
+        served, call = self._service.call(name, version, tensors, traceparent, wish)
         wanted = [output.name for output in request.outputs]
         call.method.check_outputs(wanted)
         served.thread.submit(call)
@@ -134,7 +139,7 @@ class _Methods:
         for request in requests:
             try:
                 if self._service.find_ready(request.model_name, request.model_version).generates:
-                    for found in self._generated(request, _traceparent(context)):
+                    for found in self._generated(request, _metadata(context, "traceparent")):
                         yield made(infer_response=found)
                 else:
                     yield made(infer_response=self._infer(request, context))
@@ -217,9 +222,10 @@ def _from_contents(tensor: Any) -> TensorBytes:
 def response(request: Any, answer: Answer, wanted: list[str]) -> Any:
     """The message of an answer; its tensors are raw."""
     made = message_class("ModelInferResponse")(
-        model_name=request.model_name, model_version=str(answer.generation), id=request.id
+        model_name=request.model_name, model_version=version_of(answer), id=request.id
     )
-    made.parameters["generation"].int64_param = answer.generation
+    if answer.generation is not None:
+        made.parameters["generation"].int64_param = answer.generation
     made.parameters["weights_id"].string_param = answer.weights_id
     for name, content in chosen(answer.outputs, wanted):
         made.outputs.add(name=name, datatype=DATATYPE_OF[content.dtype], shape=content.shape)

@@ -15,13 +15,14 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from .canary.canary import HEADER
 from .errors import BadRequest, BodyTooLarge, BodyTooSlow, Failure
 from .generating import Generation, event_stream, whole
 from .openapi import description
 from .protocol import HEADER_LENGTH, Answered, ErrorDocument, GenerateRequest, InferRequest, InferResponse
 from .service import Service
 from .settings import Settings
-from .tensors_on_the_wire import Answer, chosen, decoded, read_request, write_outputs
+from .tensors_on_the_wire import Answer, chosen, decoded, read_request, version_of, write_outputs
 
 _JSON = "application/json"
 _RETRY_AFTER = "1"
@@ -123,7 +124,9 @@ class _Pages:
         self._service.find(name, version)
         body = await body_of(request, self._service.settings)
         asked, tensors = read_request(body, request.headers.get(HEADER_LENGTH))
-        served, call = self._service.call(name, version, tensors, request.headers.get("traceparent", ""))
+        headers = request.headers
+        traceparent, wish = headers.get("traceparent", ""), headers.get(HEADER, "")
+        served, call = self._service.call(name, version, tensors, traceparent, wish)
         chosen_names = [output.name for output in asked.outputs or ()]
         call.method.check_outputs(chosen_names)
         return _answer(name, asked, await self._service.answer(served, call))
@@ -148,7 +151,7 @@ def _answer(name: str, asked: InferRequest, answer: Answer) -> Response:
     binary = {output.name: output.parameters.get("binary_data", default) is True for output in wanted}
     documents, tail = write_outputs(outputs, binary or dict.fromkeys(dict(outputs), default))
     said = Answered(answer.generation, answer.weights_id)
-    head = msgspec.json.encode(InferResponse(name, str(answer.generation), documents, said, asked.id))
+    head = msgspec.json.encode(InferResponse(name, version_of(answer), documents, said, asked.id))
     if not tail:
         return Response(head, media_type=_JSON)
     headers = {HEADER_LENGTH: str(len(head)), "content-type": "application/octet-stream"}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
@@ -15,13 +15,17 @@ _TOO_MANY = (
     b"connection: close\r\ncontent-length: %d\r\n\r\n%s" % (len(_BUSY), _BUSY)
 )
 _LARGE = 1 << 16
+_What = Literal["request", "reading"]
 
 
 class GuardedProtocol(HttpToolsProtocol):
     """uvicorn's protocol with limits. A connection that does not meet one in time is broken off."""
 
     settings: Settings
-    _timer: asyncio.TimerHandle | None = None
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._timers: dict[_What, asyncio.TimerHandle] = {}
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(cast("Any", _Joining(transport, self.loop)))
@@ -29,37 +33,46 @@ class GuardedProtocol(HttpToolsProtocol):
             transport.write(_TOO_MANY)
             transport.close()
         else:
-            self._expect()
+            self._expect("request")
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._met()
+        self._met("request")
+        self._met("reading")
         super().connection_lost(exc)
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
-        self._expect()
+        self._expect("request")
 
     def on_headers_complete(self) -> None:
-        self._met()
+        self._met("request")
         super().on_headers_complete()
+
+    def on_message_complete(self) -> None:
+        self._met("request")
+        super().on_message_complete()
+
+    def on_response_complete(self) -> None:
+        if self.cycle.more_body:  # nobody waits for the rest of a request that was answered
+            self._expect("request")
+        super().on_response_complete()
 
     def pause_writing(self) -> None:
         super().pause_writing()
-        self._expect()
+        self._expect("reading")
 
     def resume_writing(self) -> None:
         super().resume_writing()
-        self._met()
+        self._met("reading")
 
-    def _expect(self) -> None:
-        """Headers are to come, or bytes to be read."""
-        self._met()
-        self._timer = self.loop.call_later(self.settings.body_timeout, self.transport.abort)
+    def _expect(self, what: _What) -> None:
+        """The client is to send bytes of a request, or to read those of an answer."""
+        self._met(what)
+        self._timers[what] = self.loop.call_later(self.settings.body_timeout, self.transport.abort)
 
-    def _met(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
+    def _met(self, what: _What) -> None:
+        if what in self._timers:
+            self._timers.pop(what).cancel()
 
 
 class _Joining:

@@ -4,6 +4,7 @@ weightswap_server_requests_total       model, weights_id, status: as over HTTP, 
 weightswap_server_request_seconds      histogram: model, weights_id; from a request's arrival in the queue to its answer
 weightswap_server_queue_seconds        histogram: model, weights_id; of that, until a call of the model began
 weightswap_server_batch_calls          histogram: model, weights_id; how many requests each call of the model answered
+weightswap_server_canary_errors_total, _compared_total, _differing_total   model, weights_id: of a canary and a shadow
 weightswap_server_queued               gauge: model; requests that wait
 weightswap_server_streams              gauge: generations that are open
 """
@@ -59,6 +60,14 @@ class ServerMetrics:
         )
         self.queued = Gauge("weightswap_server_queued", "Requests that wait.", ("model",), registry=registry)
         self.streams = Gauge("weightswap_server_streams", "Generations that are open.", registry=registry)
+        self._trials = {
+            kind: Counter(f"weightswap_server_canary_{kind}", says, _LABELS, registry=registry)
+            for kind, says in (
+                ("errors", "Calls of a canary that failed."),
+                ("compared", "Answers that a canary gave beside the served weights."),
+                ("differing", "Those of them that differed."),
+            )
+        }
         self._known: dict[tuple[str, str], _Series] = {}
         self._lock = Lock()
         self._collectors: list[ModelCollector] = []
@@ -82,6 +91,11 @@ class ServerMetrics:
         series.answered.inc()
         series.seconds.observe(seconds)
 
+    def tried(self, name: str, kind: str, weights_id: str) -> None:
+        """Count what a canary has done: "errors", "compared" or "differing"."""
+        self._series(name, weights_id)
+        self._trials[kind].labels(name, weights_id).inc()
+
     def refused(self, name: str, weights_id: str | None, status: int) -> None:
         """Count a request that was not answered; a name that is not served is ''."""
         self._series(name, weights_id or "")
@@ -104,7 +118,8 @@ class ServerMetrics:
             mine = [known for known in self._known if known[0] == name]
             for old in mine[: max(0, len(mine) + 1 - MOST_WEIGHTS)]:
                 del self._known[old]
-                for metric in (self.requests, self.seconds, self.queue_seconds, self.batch_calls):
+                series = (self.requests, self.seconds, self.queue_seconds, self.batch_calls)
+                for metric in (*series, *self._trials.values()):
                     metric.remove_by_labels(dict(zip(_LABELS, old, strict=True)))
             made = self._known[name, weights_id] = _Series(
                 self.requests.labels(name, weights_id, "200"),

@@ -25,6 +25,7 @@ from weightswap_runtime.format.signature import (
     parse_size,
     size_at,
 )
+from weightswap_runtime.live.calling import Caller
 from weightswap_runtime.live.model import Model, engine_of
 from weightswap_runtime.live.pinned import Pinned
 from weightswap_runtime.tensors.content import TensorBytes, array_content, as_array, numpy_dtype
@@ -70,7 +71,7 @@ class Method:
         if unknown := [name for name in names if name not in there]:
             raise BadRequest(f"no output is called {unknown[0]}; there are: {', '.join(there)}")
 
-    def call(self, session: Pinned, flat: Flat) -> Outputs:
+    def call(self, session: Caller, flat: Flat) -> Outputs:
         """Run it on one version of the weights, and name its outputs. The inputs are copied first."""
         tensors = [self._engine.tensor(value) if isinstance(value, TensorBytes) else value for value in flat]
         args, kwargs = call_arguments(self.signature, tensors)

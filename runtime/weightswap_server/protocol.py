@@ -70,9 +70,9 @@ class OutputTensor(Struct, omit_defaults=True):
 
 
 class Answered(Struct):
-    """Which weights have answered."""
+    """Which weights have answered; a canary has no generation."""
 
-    generation: int
+    generation: int | None
     weights_id: str
 
 

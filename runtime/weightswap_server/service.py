@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
+from functools import partial
 from threading import Lock
 from typing import TYPE_CHECKING, Any
 
@@ -13,9 +14,11 @@ from weightswap_runtime import __version__
 from weightswap_runtime.errors import Unsupported
 from weightswap_runtime.live.events import Event
 from weightswap_runtime.live.model import Model
+from weightswap_runtime.live.staged import Staged
 from weightswap_runtime.tensors.content import TensorBytes
 
 from .batching import Call, ModelThread, joined
+from .canary.canary import Canary, Plan
 from .errors import Failure, NotReady, Overloaded, TookTooLong, UnknownModel, failure, log
 from .metrics import ServerMetrics
 from .models import Method
@@ -47,8 +50,10 @@ class Served:
         )
         self._names = {method: known for known, method in self.methods.items()}
         self._metrics, self._traces = metrics, traces
+        self.canary: Canary | None = None
         self.warm = False
         self.unloaded = False  # by an operator
+        self.by_workers = False  # whether it is other processes that answer
         self._settings = settings
         if settings.max_batch > 1:
             self._batch()
@@ -65,6 +70,39 @@ class Served:
         self._stop_listening()
         self.thread.stop(timeout)
 
+    def start_canary(self, staged: Staged, plan: Plan) -> Canary:
+        """Let what is staged answer some requests. Raises Unsupported where it cannot."""
+        self.check_alone("a canary")
+        if self.generates:
+            raise Unsupported(f"{self.name}: generates, and each generation stays on the weights that it began with")
+        if self.model.residency != "double":
+            raise Unsupported(f"{self.name}: a canary needs both sets in memory: residency double, not single")
+        if self.model.weights_id is None:
+            raise Unsupported(f"{self.name}: serves nothing yet, which a canary could be compared with; commit it")
+        self.canary = Canary(staged, plan, partial(self._metrics.tried, self.name))
+        return self.canary
+
+    def unload(self) -> None:
+        """Answer nobody until it is loaded again. Raises Unsupported."""
+        self.check_alone("unload")
+        self.unloaded = True
+
+    def check_alone(self, what: str) -> None:
+        """Raise Unsupported for what workers do not know of."""
+        if self.by_workers:
+            raise Unsupported(f"{self.name}: {what}: its workers cannot do that; serve without --workers")
+
+    def end_canary(self) -> None:
+        """Nothing more goes to what is staged."""
+        if self.canary is not None:
+            self.canary.close()
+            self.canary = None
+
+    def choose(self, version: str, wish: str) -> Canary | None:
+        """Whose the next request is: the canary's, or the served weights'."""
+        canary = self.canary
+        return canary if canary is not None and not version and canary.answers_next(wish) else None
+
     def _batch(self) -> None:
         for method in self.methods.values():
             try:
@@ -79,6 +117,9 @@ class Served:
         self._metrics.answered(name, call, answer, began, together)
         if self._traces is not None:
             self._traces.answered(name, call, answer, began, together)
+        if (canary := self.canary) is not None and call.canary in (None, canary):
+            seconds, mine = time.perf_counter() - call.arrived, call.canary is canary
+            canary.answered(call.method, call.flat, answer, seconds, by_canary=mine)
 
     def _on_event(self, event: Event) -> None:
         if self._traces is not None and self.model.takes_weights:
@@ -136,7 +177,6 @@ class Service:
         self.settings = settings
         self.metrics = ServerMetrics()
         self.all_metrics: Callable[[], bytes] = self.metrics.text  # of all processes that serve the models
-        self.has_workers = False  # whether others answer what is asked
         self.traces = _traces() if settings.traces else None
         self.stopping = False
         self.streams = 0
@@ -172,14 +212,18 @@ class Service:
         return served
 
     def call(
-        self, name: str, version: str, tensors: Mapping[str, TensorBytes], traceparent: str = ""
+        self, name: str, version: str, tensors: Mapping[str, TensorBytes], traceparent: str = "", wish: str = ""
     ) -> tuple[Served, Call]:
-        """A call, checked. Raises UnknownModel, NotReady, InputMismatch and BadRequest."""
+        """A call, checked. wish: "1" asks for a canary, "0" for none.
+
+        Raises UnknownModel, NotReady, InputMismatch and BadRequest.
+        """
         served = self.find_ready(name, version)
         method = served.methods.get(name)
         if method is None:
             raise Unsupported(f"{name} generates: POST /v2/models/{name}/generate, or generate_stream")
-        return served, Call(method, method.arguments(tensors), version, traceparent)
+        canary = served.choose(version, wish)
+        return served, Call(method, method.arguments(tensors), version, traceparent, canary)
 
     async def answer(self, served: Served, call: Call) -> Answer:
         """Run a call, in this thread where that is quick. Raises Overloaded, NotReady, TookTooLong, and its errors."""
@@ -232,6 +276,8 @@ class Service:
         """What a client is told of an error, which is counted. `arrived`: the request, by `perf_counter`."""
         told = failure(error)
         served = self._by_name.get(name)
+        if told.status == 500 and served is not None and served.canary is not None:
+            served.canary.served.failed()
         self.metrics.refused(name if served else "", served.model.weights_id if served else None, told.status)
         if self.traces is not None and arrived:
             self.traces.refused(name if served else "", error, arrived, traceparent)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from math import inf
+
 import msgspec
 
 from weightswap_runtime.errors import Unsupported
+from weightswap_runtime.options import is_number
 
 _MIB = 1 << 20
 
@@ -44,10 +47,17 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
 
     def check(self) -> None:
         """Raise Unsupported for numbers that cannot be meant."""
-        least = {"max_batch": 1, "max_queue": 1, "max_body": 1, "max_connections": 1, "max_streams": 1}
-        for name, value in msgspec.structs.asdict(self).items():
-            if isinstance(value, int | float) and value < least.get(name, 0):
-                raise Unsupported(f"{name}={value}: expected {least.get(name, 0)} or more")
+        self._check_whole(("max_batch", "max_queue", "max_body", "max_connections", "max_streams"), 1, inf)
+        self._check_whole(("http_port",) if self.grpc_port is None else ("http_port", "grpc_port"), 0, 65535)
+        for name in ("max_delay", "body_timeout", "timeout", "stream_timeout", "grace"):
+            if not (is_number(value := getattr(self, name)) and value >= 0):
+                raise Unsupported(f"{name}={value!r}: expected seconds, 0 or more")
         for name in ("body_timeout", "timeout", "stream_timeout"):
             if not getattr(self, name) > 0:
                 raise Unsupported(f"{name}={getattr(self, name)}: expected more than 0 seconds")
+
+    def _check_whole(self, names: tuple[str, ...], least: int, most: float) -> None:
+        for name in names:
+            if type(value := getattr(self, name)) is not int or not least <= value <= most:
+                limits = f"{least} or more" if most == inf else f"from {least} to {most}"
+                raise Unsupported(f"{name}={value!r}: expected a whole number, {limits}")

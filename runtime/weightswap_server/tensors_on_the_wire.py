@@ -40,12 +40,13 @@ def decoded(document: bytes | memoryview, kind: type[T]) -> T:
 def _split(body: memoryview, header_length: str | None) -> tuple[memoryview, memoryview]:
     if header_length is None:
         return body, body[len(body) :]
-    if not (header_length.isascii() and header_length.isdigit()) or int(header_length[:20]) > len(body):
+    digits = header_length.lstrip("0")[:20] or "0"
+    if not (header_length.isascii() and header_length.isdigit()) or int(digits) > len(body):
         raise BadRequest(
             f"Inference-Header-Content-Length: expected a number up to {len(body)}, the bytes of the body, got "
             f"{brief(header_length)}"
         )
-    return body[: int(header_length)], body[int(header_length) :]
+    return body[: int(digits)], body[int(digits) :]
 
 
 def _inputs(tensors: Sequence[InputTensor], tail: memoryview) -> dict[str, TensorBytes]:
@@ -133,11 +134,16 @@ def from_values(name: str, dtype: str, shape: tuple[int, ...], values: Sequence[
 
 
 class Answer(NamedTuple):
-    """The outputs of one request, and the weights that they come from."""
+    """The outputs of one request, and the weights that they come from; a canary has no generation."""
 
     outputs: Sequence[Named]
-    generation: int
+    generation: int | None
     weights_id: str
+
+
+def version_of(answer: Answer) -> str:
+    """The version of a model that an answer is from."""
+    return "canary" if answer.generation is None else str(answer.generation)
 
 
 def chosen(outputs: Sequence[Named], wanted: Sequence[str]) -> Sequence[Named]:

@@ -103,7 +103,8 @@ class Traces:
 
 
 def _weights(answer: Answer | Answered) -> dict[str, Any]:
-    return {"weightswap.weights_id": answer.weights_id, "weightswap.generation": answer.generation}
+    generation = {} if answer.generation is None else {"weightswap.generation": answer.generation}
+    return {"weightswap.weights_id": answer.weights_id, **generation}
 
 
 def _epoch(moment: float) -> int:

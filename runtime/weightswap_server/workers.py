@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
+from typing import Any
 
 import msgspec
 
@@ -57,9 +58,14 @@ class Workers:
     """A keeper and so many workers, until they are told to stop. Whoever dies is replaced."""
 
     def __init__(
-        self, sources: Mapping[str, Source], settings: Settings, workers: int, admin: AdminSettings | None = None
+        self,
+        sources: Mapping[str, Source],
+        settings: Settings,
+        workers: int,
+        admin: AdminSettings | None = None,
+        require_signature: str | None = None,
     ) -> None:
-        """admin: for operators, whom the keeper serves. Raises Unsupported."""
+        """admin: for operators, whom the keeper serves. require_signature: a public key. Raises Unsupported."""
         settings.check()
         if workers < 1:
             raise Unsupported(f"workers={workers}: expected 1 or more")
@@ -69,6 +75,7 @@ class Workers:
         self.settings, self.http_port, self.grpc_port = settings, 0, 0
         self.admin_where = ""
         self._sources, self._number, self._admin = sources, workers, admin
+        self._key = require_signature
         self._told: list[Callable[[], object]] = []
         self._serving: asyncio.Task[None] | None = None
 
@@ -132,6 +139,7 @@ class Workers:
             segments=segments,
             settings=shared,
             admin=self._admin if role == "keeper" else None,
+            require_signature=self._key,
             op_libraries=tuple(sorted(libraries)),
             slot=slot,
             listener=listener,
@@ -152,7 +160,8 @@ class _Child:
     async def begin(self) -> str:
         """Start it, and wait until it is ready; what it has said then. Raises ChildFailed."""
         self._tending = asyncio.create_task(self._tend())
-        await asyncio.wait({self._tending, asyncio.ensure_future(self._ready)}, return_when=asyncio.FIRST_COMPLETED)
+        either: set[asyncio.Future[Any]] = {self._tending, self._ready}
+        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
         if not self._ready.done():
             await self._tending
         return self._ready.result()

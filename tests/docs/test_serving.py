@@ -13,8 +13,9 @@ from pathlib import Path
 import pytest
 
 from tests.support.pages import page, python, served
-from weightswap_runtime import DesiredPlace
+from weightswap_runtime import DesiredPlace, load
 from weightswap_server import Settings
+from weightswap_server.signatures import SignatureRefused, requires
 
 BLOCKS = {kind: re.findall(rf"```{kind}\n(.*?)```", page("serving"), re.DOTALL) for kind in ("python", "sh")}
 
@@ -72,27 +73,42 @@ def test_generation(tmp_path: Path, ports: dict[str, str]) -> None:
 
 
 def test_an_operator_pushes_weights_and_takes_them_back(folder: Path, ports: dict[str, str]) -> None:
-    prepare, serve, push = (elsewhere(block, ports) for block in BLOCKS["sh"][6:9])
+    """And then lets them answer some requests first."""
+    prepare, serve, push, canary = (elsewhere(block, ports) for block in BLOCKS["sh"][6:10])
     python(folder, BLOCKS["python"][0])
     commands(folder, prepare)
+    place = DesiredPlace(folder / "service")
     with served(folder, serve):
-        url = f"http://127.0.0.1:{ports['8003']}"
-        followed = f"weightswap status {url} --token-file token | grep -q 'revision 1$'"
+        followed = f"weightswap status http://127.0.0.1:{ports['8003']} --token-file token | grep -q 'revision 1$'"
         commands(folder, f"until {followed}; do sleep 0.1; done")
         said = commands(folder, push)
-    assert "generation  1: " in said
-    assert "generation 1\n" in said
-    assert json.loads(said.splitlines()[-1])["receipt"]["labels"] == {"step": "1"}
-    assert [json.loads(line)["call"] for line in (folder / "audit.jsonl").read_text().splitlines()][-1] == "rollback"
-    state = DesiredPlace(folder / "service").read()
-    assert state.hold is not None
-    assert state.hold.why == "tags are slow"
+        assert "generation  1: " in said
+        assert json.loads(said.splitlines()[-1])["receipt"]["labels"] == {"step": "1"}
+        state = place.read()
+        assert state.hold is not None
+        assert state.hold.why == "tags are slow"
+        said = commands(folder, canary)
+        assert re.search(r"requests +│ 2 +│ 8 ", said), said
+        assert json.loads(said.splitlines()[-1])["receipt"]["labels"] == {"step": "1"}
+    assert place.read().revision == state.revision + 2
+    calls = [json.loads(line)["call"] for line in (folder / "audit.jsonl").read_text().splitlines()]
+    assert calls[-6:] == ["canary", "canary", "commit", "commit", "rollback", "rollback"]
+
+
+def test_weights_are_signed(folder: Path) -> None:
+    pytest.importorskip("model_signing")
+    commands(folder, BLOCKS["sh"][10])
+    model = load(folder / "tagger.artifact", folder / "v2.safetensors", admit=requires(str(folder / "public.pem")))
+    with pytest.raises(SignatureRefused):
+        model.swap(folder / "v1.safetensors")
 
 
 def commands(folder: Path, text: str) -> str:
     """Commands of the page; the programs among them are those of this checkout."""
     program = f"{sys.executable} -c 'from weightswap_tools.commands.{{0}} import {{0}}_command; {{0}}_command()'"
-    return shell(folder, re.sub(r"weightswap (desired|push|status)", lambda found: program.format(found[1]), text))
+    return shell(
+        folder, re.sub(r"weightswap (canary|desired|push|sign|status)", lambda found: program.format(found[1]), text)
+    )
 
 
 def test_in_a_program(folder: Path) -> None:

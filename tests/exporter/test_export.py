@@ -339,6 +339,8 @@ def test_wrong_requests_are_refused(tmp_path: Path) -> None:
     model, out = Everything().eval(), tmp_path / "a.artifact"
     with pytest.raises(CaptureError, match="Everything has no method 'decode'"):
         export(model, methods={"decode": MethodSpec("decode")}, out=out)
+    with pytest.raises(CaptureError, match=r"input: torch\.sparse_coo tensors cannot be inputs, only dense ones"):
+        export(nn.Linear(3, 2), (torch.ones(2, 3).to_sparse(),), out=out)
     with pytest.raises(CaptureError, match="args must be a tuple, got a Tensor"):
         export(model, IMAGE, out=out)
     with pytest.raises(CaptureError, match="fn_name must be a str, got a tuple"):

@@ -178,6 +178,7 @@ BROKEN_BINARY: list[tuple[Any, str]] = [
     (binary(size=True), "binary_data_size=True"),
     (binary(tail=X.tobytes() + b"!"), "1 bytes at the end of the body"),
     (binary(length=0), "truncated"),
+    (binary(length="0" * 5000), "truncated"),
     (binary(length=-5), "Inference-Header-Content-Length"),
     (binary(length="9" * 5000), "Inference-Header-Content-Length"),
     (binary(length=100_000), "Inference-Header-Content-Length"),
@@ -263,6 +264,22 @@ def test_a_body_that_never_ends(server: Server) -> None:
         assert raw.recv(12) == b"HTTP/1.1 408"
 
 
+def drip(raw: socket.socket, seconds: float) -> None:
+    limit = time.monotonic() + seconds
+    while time.monotonic() < limit:
+        raw.sendall(b" ")
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize("path", [b"/v2/models/tiny/infer", b"/nowhere"])
+def test_a_body_that_comes_for_ever_after_its_answer(path: bytes, server: Server) -> None:
+    with socket.create_connection(("127.0.0.1", server.http_port), 10) as raw:
+        raw.sendall(b"POST " + path + b" HTTP/1.1\r\nHost: x\r\nContent-Length: 5000\r\n\r\n{")
+        assert raw.recv(10) == b"HTTP/1.1 4"
+        with pytest.raises((BrokenPipeError, ConnectionResetError)):
+            drip(raw, seconds=10)
+
+
 def was_broken_off(raw: socket.socket) -> bool:
     try:
         return raw.recv(1) == b""
@@ -292,6 +309,22 @@ def test_a_client_that_does_not_read(server: Server) -> None:
         while not server._http.server_state.connections:
             assert time.monotonic() < limit
         while server._http.server_state.connections:
+            assert time.monotonic() < limit
+            time.sleep(0.01)
+
+
+def test_a_client_that_asks_again_and_does_not_read(tiny: TinyArtifact, weight_file: WriteWeights) -> None:
+    model = load(tiny.path, weight_file(1))
+    head = b"POST /v2/models/tiny/infer HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n"
+    large = json.dumps({"id": "x" * 20_000_000, **tensor()}).encode()
+    with serving({"tiny": model}, max_body=30_000_000, body_timeout=0.3) as running, socket.socket() as raw:
+        raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        raw.connect(("127.0.0.1", running.http_port))
+        raw.sendall(head % len(large) + large)
+        assert raw.recv(8) == b"HTTP/1.1"
+        raw.sendall(b"GET /v2 HTTP/1.1\r\nHost: x\r\n\r\n")
+        limit = time.monotonic() + 10
+        while running._http.server_state.connections:
             assert time.monotonic() < limit
             time.sleep(0.01)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -121,6 +122,26 @@ def test_a_method_that_the_protocol_has_no_types_for(tmp_path: Path, caplog: pyt
     alone = export(eager, methods={"turn": methods["turn"]}, out=tmp_path / "turn.artifact")
     with pytest.raises(Unsupported, match="no name for"):
         Server({"waves": load(alone)}, Settings(http_port=0))
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"timeout": math.nan},
+        {"grace": math.inf},
+        {"max_delay": True},
+        {"body_timeout": "5"},
+        {"stream_timeout": 0},
+        {"max_batch": 2.5},
+        {"max_queue": math.nan},
+        {"max_streams": 0},
+        {"http_port": 65536},
+        {"grpc_port": 65536},
+    ],
+)
+def test_settings_that_cannot_be_meant_are_refused(settings: dict[str, Any]) -> None:
+    with pytest.raises(Unsupported, match=rf"^{next(iter(settings))}=.*: expected "):
+        Settings(**settings).check()
 
 
 def test_a_warm_up_that_fails_is_logged(

@@ -168,7 +168,7 @@ def until_answered_by_others(server: Server, weights_id: str) -> str:
     ("arguments", "status", "says"),
     [
         (["none.artifact", "-w", "v"], 1, "none.artifact"),
-        (["{tiny}", "--max-batch", "0"], 2, "max_batch=0: expected 1 or more"),
+        (["{tiny}", "--max-batch", "0"], 2, "max_batch=0: expected a whole number, 1 or more"),
         (["{tiny}", "a={tiny}", "-w", "v.safetensors"], 2, "expected NAME=... with one of tiny, a"),
         (["{tiny}", "{tiny}"], 2, "two artifacts have one name"),
         (["{tiny}", "-w", "a", "-w", "b"], 2, "given 2 times"),

@@ -23,12 +23,14 @@ from typer.testing import CliRunner
 
 from tests import ROOT
 from tests.server.load import INPUT
+from tests.support.administered import TOKEN
 from tests.support.served import as_json
 from tests.support.tiny import TinyArtifact
 from weightswap_runtime import DesiredPlace, Unsupported
 from weightswap_server import Settings, Source
 from weightswap_server.totals import Totals
 from weightswap_server.workers import Workers
+from weightswap_tools.admin_client import AdminClient, AdminRefused
 from weightswap_tools.commands.serve import serve_command
 
 SEEDS = (1, 2, 3)
@@ -99,7 +101,7 @@ def eventually(done: Callable[[], bool], seconds: float = 40) -> None:
 
 
 @contextmanager
-def serving(folder: Path, workers: int) -> Iterator[Fleet]:
+def serving(folder: Path, workers: int, *more: str) -> Iterator[Fleet]:
     """A server that follows a place, with the weights of the first seed, once all workers listen."""
     tiny = TinyArtifact(folder / "tiny.artifact")
     files = {seed: tiny.write(folder / f"{seed}.safetensors", tiny.values(seed)) for seed in SEEDS}
@@ -111,7 +113,8 @@ def serving(folder: Path, workers: int) -> Iterator[Fleet]:
         expected[state.weights.weights_id] = TinyArtifact.eager(seed, torch.from_numpy(INPUT)).numpy()
     program = "from weightswap_tools.program import main; main()"
     options = ["--port", "0", "--grpc-port", "0", "--workers", str(workers), "--interval", "0.05"]
-    command = [sys.executable, "-c", program, "serve", str(tiny.path), "--follow", str(folder / "place"), *options]
+    source = more or ("--follow", str(folder / "place"))
+    command = [sys.executable, "-c", program, "serve", str(tiny.path), *source, *options]
     with (folder / "log").open("w") as log:
         process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=log, text=True)
     assert process.stdout is not None
@@ -204,6 +207,25 @@ def test_a_killed_keeper_is_replaced(fleet: Fleet) -> None:
     fleet.desire(1)
     assert fleet.infer()[1] == generation + 1
     assert set(workers) <= set(fleet.children)
+
+
+def test_operators_change_what_workers_serve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WEIGHTSWAP_ADMIN_TOKEN", TOKEN)
+    socket = str(tmp_path / "s")
+    options = ["--admin-socket", socket, "--admin-allow", str(tmp_path)]
+    with serving(tmp_path, 1, "-w", str(tmp_path / "1.safetensors"), *options) as fleet:
+        operator, changes = AdminClient(f"unix://{socket}", TOKEN), "/admin/models/tiny/"
+        said = operator.post(f"{changes}swap", {"source": str(fleet.files[2])})
+        assert fleet.infer() == (said["weights_id"], 1)
+        said = operator.post(f"{changes}rollback", {})
+        assert fleet.infer() == (said["weights_id"], 2)
+        operator.post(f"{changes}stage", {"source": str(fleet.files[3])})
+        with pytest.raises(AdminRefused, match="its workers cannot do that; serve without --workers"):
+            operator.post(f"{changes}canary", {"share": 0.5})
+        with pytest.raises(AdminRefused, match="its workers cannot do that"):
+            operator.post("/v2/repository/models/tiny/unload", {})
+        said = operator.post(f"{changes}commit", {})
+        assert fleet.infer() == (said["weights_id"], 3)
 
 
 @pytest.mark.slow

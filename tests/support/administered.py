@@ -18,9 +18,13 @@ BEARER = {"Authorization": f"Bearer {TOKEN}"}
 
 @contextmanager
 def administered(models: Mapping[str, Model], *, warm: bool = True, **admin: Any) -> Iterator[Server]:
-    """A block in which models are served, and operators listened to on a free port; TOKEN is in the environment."""
+    """A block in which models are served, and operators listened to on a free port; TOKEN is in the environment.
+
+    serving: more settings of the server.
+    """
+    more = admin.pop("serving", {})
     admin = {"body_timeout": 0.4} | ({"port": 0} if "socket" not in admin else {}) | admin
-    server = Server(models, Settings(http_port=0), AdminSettings(**admin))
+    server = Server(models, Settings(http_port=0, **more), AdminSettings(**admin))
     with server.running():
         if warm:
             await_ready(server)

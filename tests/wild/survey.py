@@ -113,6 +113,8 @@ def _survey(model_type: str, exporting: bool) -> Outcome:
             return Outcome(REFUSED, describe(inputs), str(error))
         except OutOfMemory as error:
             return Outcome(LARGE, describe(inputs), str(error))
+        except RecipeError as error:  # eager took them once by chance
+            return Outcome(UNKNOWN, reason=str(error))
 
 
 def _smallest(model_type: str, folder: Path) -> tuple[Any, dict[str, Any]] | Outcome:

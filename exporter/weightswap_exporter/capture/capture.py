@@ -20,7 +20,7 @@ from weightswap_runtime.messages import listed
 
 from .composed import in_parts, name_parts
 from .inlining import inline_operators
-from .leftovers import is_read_later, stored_attributes
+from .leftovers import Leftovers, is_read_later, leftovers_of_calls
 from .mutations import mutated_buffers
 from .random_numbers import check_no_generator, no_seeding
 from .replaced import check_seen, replaced_tensors
@@ -45,14 +45,14 @@ class MethodSpec:
 class Captured:
     """A method's program. `parameters` is its Python signature, `mutated` the FQNs of buffers that a call changes.
 
-    `stored` names the attributes in which a call leaves tensors that no later call reads.
+    `left` names the attributes in which a call leaves what no later call reads.
     """
 
     program: ExportedProgram
     parameters: inspect.Signature
     dynamic_shapes: Any
     mutated: frozenset[str]
-    stored: tuple[str, ...] = ()
+    left: Leftovers = field(default_factory=lambda: Leftovers([], []))
 
 
 def capture(model: nn.Module, name: str, spec: MethodSpec) -> Captured:
@@ -66,7 +66,7 @@ def capture(model: nn.Module, name: str, spec: MethodSpec) -> Captured:
 def _capture(root: nn.Module, name: str, spec: MethodSpec, parts: Mapping[str, str]) -> Captured:
     args, kwargs = _distinct((tuple(spec.args), dict(spec.kwargs)))
     try:
-        with stored_attributes(root) as stored, _none_buffers_last(root), _no_new_tensors(root):
+        with leftovers_of_calls(root) as left, _none_buffers_last(root), _no_new_tensors(root):
             with no_seeding(), replaced_tensors(root) as replaced:
                 program = torch.export.export(root, args, kwargs, dynamic_shapes=spec.dynamic_shapes, strict=False)
             check_no_generator(program)
@@ -75,15 +75,15 @@ def _capture(root: nn.Module, name: str, spec: MethodSpec, parts: Mapping[str, s
                 inline_operators(program)
             mutated = mutated_buffers(program)
             check_seen(replaced, mutated)
-        if stored and is_read_later(root, (args, kwargs), program, mutated):
-            raise CaptureError(_stores(listed(stored)))
+        if any(left) and is_read_later(root, (args, kwargs), program, mutated, left):
+            raise CaptureError(_stores(listed(left.tensors)) if left.tensors else _counts(listed(left.numbers)))
     except CaptureError as error:
         raise CaptureError(f"method {name!r}: {error}") from error
     except Exception as error:
         reason = str(error).partition("\n\nThe error above occurred")[0]
         text = f"method {name!r}: torch.export cannot capture it: {reason}{_advice(reason)}"
         raise CaptureError(*text.splitlines()) from error
-    return Captured(program, inspect.signature(root.forward), spec.dynamic_shapes, mutated, tuple(stored))
+    return Captured(program, inspect.signature(root.forward), spec.dynamic_shapes, mutated, left)
 
 
 def _stores(attributes: str) -> str:
@@ -91,6 +91,13 @@ def _stores(attributes: str) -> str:
         f"a call stores tensors in {attributes} that a later call reads or that grow in number, and a server "
         "keeps none of them. Register what calls are to keep as a buffer; else clear or switch off that cache, or "
         "remove the hook that stores it"
+    )
+
+
+def _counts(attributes: str) -> str:
+    return (
+        f"a call changes {attributes}, and a later call computes something else then, while a server keeps no numbers "
+        "of modules. Make it a tensor, and register it as a buffer"
     )
 
 

@@ -98,6 +98,8 @@ def _output(captured: Captured, dims: _Dims) -> Node:
 
 def _leaf(value: Any, path: str, dims: _Dims, *, strict: bool) -> Leaf:
     if isinstance(value, torch.Tensor):
+        if strict and value.layout is not torch.strided:
+            raise CaptureError(f"{path}: {value.layout} tensors cannot be inputs, only dense ones")
         return Tensor(path, dtype_name(value.dtype, path), tuple(dims.size(size, path, strict) for size in value.shape))
     if isinstance(value, torch.SymInt):
         return Integer(path, dims.size(value, path, strict))

@@ -11,7 +11,7 @@ import warnings
 from collections import deque
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -28,6 +28,8 @@ from weightswap_exporter.models.stand_ins import DEEPEST, restored
 from weightswap_exporter.models.tensors import is_fake
 
 Labels = dict[Any, int]
+Half = tuple[list[Node], list[Any]]  # inputs and outputs of one of two calls
+Halves = tuple[Half, Half]
 _SAME = {  # operators whose result has the values of this argument
     torch.ops.aten.clone.default: 0,
     torch.ops.aten.alias.default: 0,
@@ -36,11 +38,21 @@ _SAME = {  # operators whose result has the values of this argument
 }
 
 
-def is_read_later(root: nn.Module, inputs: Any, program: ExportedProgram, mutated: Collection[str]) -> bool:
+class Leftovers(NamedTuple):
+    """The attributes in which a call has left tensors, and those whose numbers or texts it has changed."""
+
+    tensors: list[str]
+    numbers: list[str]
+
+
+def is_read_later(
+    root: nn.Module, inputs: Any, program: ExportedProgram, mutated: Collection[str], left: Leftovers
+) -> bool:
     """Whether a second call of `root` may depend on what the first has left in attributes.
 
     inputs: the sample's args and kwargs, of which `program` was captured; mutated: buffers that a call changes. They
-    are state, which is an input here, too: each call has its own.
+    are state, which is an input here, too: each call has its own. Where only numbers were left, it must be seen that
+    the second call computes something else: many count their calls, and never look.
     """
     flat, spec = pytree.tree_flatten(inputs)
     twice = _Twice(root, flat, spec, mutated)
@@ -57,8 +69,11 @@ def is_read_later(root: nn.Module, inputs: Any, program: ExportedProgram, mutate
             )
             both = both.run_decompositions({})
         except Exception:  # what differs between the calls, such as a size, cannot be captured at once
-            return True
-    return bool(twice.unsettled) or not _are_alike(both, [shape or {} for shape in shapes], mutated)
+            return bool(left.tensors)
+    halves = _halves(both, [shape or {} for shape in shapes], mutated)
+    if not left.tensors:
+        return halves is not None and not _are_alike(both, *halves)
+    return bool(twice.unsettled) or halves is None or not _are_alike(both, *halves)
 
 
 class _Twice(nn.Module):
@@ -134,16 +149,19 @@ def _tensors(path: str, value: Any, depth: int = 0) -> Iterator[tuple[str, torch
 
 
 @contextmanager
-def stored_attributes(root: nn.Module) -> Iterator[list[str]]:
-    """A list that has, when the block ends, the attributes in which a call of `root` in it has stored tensors.
+def leftovers_of_calls(root: nn.Module) -> Iterator[Leftovers]:
+    """What has, when the block ends, what a call of `root` in it has left in attributes.
 
     They are as before after the block. torch itself sees no tuples of tensors.
     """
     found: dict[str, None] = {}
-    before: list[dict[str, torch.Tensor]] = []  # one, as a method may call its own module
+    numbers: dict[str, None] = {}
+    before: list[tuple[dict[str, torch.Tensor], dict[str, Any]]] = []  # one, as a method may call its own module
 
-    def held() -> dict[str, torch.Tensor]:
-        return {name: tensor for path, value in _plain_attributes(root) for name, tensor in _tensors(path, value)}
+    def held() -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+        plain = dict(_plain_attributes(root))
+        tensors = {name: tensor for path, value in plain.items() for name, tensor in _tensors(path, value)}
+        return tensors, {path: value for path, value in plain.items() if type(value) in (bool, int, float, str)}
 
     def begin(module: nn.Module, _: Any) -> None:
         if vars(module) is vars(root) and not before:
@@ -151,19 +169,22 @@ def stored_attributes(root: nn.Module) -> Iterator[list[str]]:
 
     def end(module: nn.Module, _: Any, __: Any) -> None:
         if vars(module) is vars(root):
-            found.update({name: None for name, tensor in held().items() if before[0].get(name) is not tensor})
+            (tensors, values), (tensors_now, values_now) = before[0], held()
+            found.update({name: None for name, tensor in tensors_now.items() if tensors.get(name) is not tensor})
+            numbers.update({path: None for path, value in values_now.items() if values.get(path, value) != value})
 
     hooks = register_module_forward_pre_hook(begin), register_module_forward_hook(end)
-    names: list[str] = []
+    left = Leftovers([], [])
     try:
         with restored(root), warnings.catch_warnings():
             warnings.filterwarnings("ignore", "The tensor attributes? .* assigned during export", UserWarning)
-            yield names
+            yield left
     finally:
         for hook in hooks:
             hook.remove()
     assigned_again = _assigned_again(root)
-    names += [name for name in found if not assigned_again.match(name)]
+    left.tensors.extend(name for name in found if not assigned_again.match(name))
+    left.numbers.extend(numbers)
 
 
 def _assigned_again(model: nn.Module) -> re.Pattern[str]:
@@ -193,8 +214,8 @@ def _dynamic(program: ExportedProgram, count: int) -> list[Any]:
     ]
 
 
-def _are_alike(program: ExportedProgram, shapes: list[dict[int, Any]], mutated: Collection[str]) -> bool:
-    """Whether both halves of the outputs are computed alike, each from its own half of the inputs."""
+def _halves(program: ExportedProgram, shapes: list[dict[int, Any]], mutated: Collection[str]) -> Halves | None:
+    """Both calls' inputs and outputs; None where one of them reaches into the other, and they cannot be compared."""
     signature = program.graph_signature
     (returned,) = program.graph.output_node().args
     outputs = [
@@ -205,13 +226,18 @@ def _are_alike(program: ExportedProgram, shapes: list[dict[int, Any]], mutated: 
     inputs = [p for p, s in zip(places, signature.input_specs, strict=True) if s.kind is InputKind.USER_INPUT]
     first, second = inputs[: len(shapes)], inputs[len(shapes) :]
     if {spec.kind for spec in signature.output_specs} - {OutputKind.USER_OUTPUT, OutputKind.BUFFER_MUTATION}:
-        return False
+        return None
     if not {name.removeprefix("root.") for name in signature.buffers_to_mutate.values()} <= set(mutated):
-        return False
+        return None
     if not _vary_apart(first, second, shapes) or _random(one) & _random(two):
-        return False
+        return None
+    return (first, one), (second, two)
+
+
+def _are_alike(program: ExportedProgram, one: Half, two: Half) -> bool:
+    """Whether both halves of the outputs are computed alike, each from its own half of the inputs."""
     labels: Labels = {}
-    return _labelled(program, labels, first, one) == _labelled(program, labels, second, two)
+    return _labelled(program, labels, *one) == _labelled(program, labels, *two)
 
 
 def _vary_apart(first: list[Node], second: list[Node], shapes: list[dict[int, Any]]) -> bool:

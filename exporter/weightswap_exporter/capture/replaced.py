@@ -42,7 +42,7 @@ def replaced_tensors(root: nn.Module) -> Iterator[set[str]]:
         if vars(module) is not vars(root):
             return None
         was = before.pop()
-        return None if before else _copied_back(was, _held(root), output, found)
+        return None if before else _copied_back(root, was, output, found)
 
     hooks = register_module_forward_pre_hook(begin), register_module_forward_hook(end)
     try:
@@ -65,8 +65,9 @@ def _held(root: nn.Module) -> _Held:
     return {name: (tensor, memory(tensor)) for name, tensor in whole_tensors(root).items()}
 
 
-def _copied_back(was: _Held, now: _Held, output: Any, found: set[str]) -> Any:
+def _copied_back(root: nn.Module, was: _Held, output: Any, found: set[str]) -> Any:
     """The call's output, apart from buffers that are overwritten here or at the end of the graph."""
+    now = _held(root)
     same = {name: now[name] for name in was.keys() & now.keys()}
     found |= {name for name, (tensor, places) in same.items() if tensor is not was[name][0] or places != was[name][1]}
     assigned = sorted(name for name in found & same.keys() if same[name][0] is not was[name][0])
@@ -76,8 +77,13 @@ def _copied_back(was: _Held, now: _Held, output: Any, found: set[str]) -> Any:
     old = set[int]().union(*(was[name][1] for name in assigned))
     output = pytree.tree_map_only(torch.Tensor, lambda each: each.clone() if memory(each) & old else each, output)
     deep = {id(was[name][0]): name for name in assigned if "." in name}.values()
-    for name, value in [(name, _apart(*same[name], old)) for name in deep]:
-        was[name][0].copy_(value)
+    # torch copies those of the root one after another, the second from what the first has overwritten
+    own = [name for name in assigned if "." not in name and same[name][1] & old]
+    for name, value in [(name, _apart(*same[name], old)) for name in (*deep, *own)]:
+        if "." in name:
+            was[name][0].copy_(value)
+        else:
+            setattr(root, name, value)
     return output
 
 

@@ -11,6 +11,7 @@ from typing import NamedTuple
 from msgspec.structs import replace
 
 from weightswap_runtime.errors import (
+    DesiredDamaged,
     GraphMismatch,
     RevisionConflict,
     UnexpectedWeights,
@@ -233,8 +234,11 @@ class DesiredPlace:
         written = replace(after, revision=before.revision + 1)
         try:
             content = encode(written)
-        except UnicodeEncodeError as error:
-            raise Unsupported(f"{self.where}: a path, or a label, is no text that JSON holds ({error})") from error
+            decode(content, self.where)  # what nobody could read again
+        except (UnicodeEncodeError, TypeError, DesiredDamaged) as error:
+            raise Unsupported(
+                f"{self.where}: by, why, a path or a label is no text that JSON holds ({error})"
+            ) from error
         return written if self._storage.replace(stored, content) else None
 
 

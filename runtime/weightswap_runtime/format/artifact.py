@@ -60,7 +60,7 @@ class Artifact:
             raise ArtifactError(f"expected the path of an artifact, got a {type(path).__qualname__}")
         folder = _folder(path)
         name = folder / MANIFEST_NAME
-        raw = _read_url(name, MAX_MANIFEST) if isinstance(name, Url) else _read_manifest(name)
+        raw = _read_small(name, MAX_MANIFEST)
         if raw is None:
             raise ArtifactError(
                 f"{folder!s:.200}: no artifact here (expected a folder with a {MANIFEST_NAME}). "
@@ -87,7 +87,7 @@ class Artifact:
         """The bytes of one file of the manifest, checked against its digest. Raises ArtifactError."""
         expected = self.manifest.files[name]
         path = self.path / name
-        raw = _read_url(path, sys.maxsize) if isinstance(path, Url) else self._read_local(path)
+        raw = _read_small(path, sys.maxsize) if isinstance(path, Url) else self._read_local(path)
         if raw is None:
             raise ArtifactError(f"{path}: listed in the manifest but not there. {_AGAIN}")
         found = blake3(raw).hexdigest()
@@ -98,11 +98,11 @@ class Artifact:
         return raw
 
     def _read_local(self, path: Path) -> bytes:
-        if not path.resolve().is_relative_to(self.folder.resolve()):
-            raise ArtifactError(f"{path}: leads out of the artifact. {_AGAIN}")
-        if path.exists() and not path.is_file():
-            raise ArtifactError(f"{path}: is not a regular file. {_AGAIN}")
         try:
+            if not Path(os.path.realpath(path)).is_relative_to(os.path.realpath(self.folder)):
+                raise ArtifactError(f"{path}: leads out of the artifact. {_AGAIN}")
+            if path.exists() and not path.is_file():
+                raise ArtifactError(f"{path}: is not a regular file. {_AGAIN}")
             return path.read_bytes()
         except OSError as error:
             raise ArtifactError(
@@ -159,16 +159,8 @@ def _folder(path: str | os.PathLike[str] | Url) -> Location:
         raise ArtifactError(str(error)) from error
 
 
-def _read_manifest(name: Path) -> bytes | None:
-    if not is_file(name):
-        return None
-    if name.stat().st_size > MAX_MANIFEST:
-        raise ArtifactError(f"{name}: larger than {MAX_MANIFEST} bytes, so it is not a manifest")
-    return name.read_bytes()
-
-
-def _read_url(url: Url, limit: int) -> bytes | None:
+def _read_small(location: Location, limit: int) -> bytes | None:
     try:
-        return read_small(url, limit)
+        return read_small(location, limit)
     except WeightFileError as error:
         raise ArtifactError(str(error)) from error

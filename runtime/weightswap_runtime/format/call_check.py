@@ -69,7 +69,10 @@ class CallCheck:
         """The flat inputs, in the graph's order. Raises InputMismatch with everything that is wrong."""
         if not self._plain or kwargs or not all(type(value) is self._tensor_type for value in args):
             return self._check(args, kwargs)
-        kinds = tuple(map(self._kind, args))  # kinds that were accepted once need no second check
+        try:
+            kinds = tuple(map(self._kind, args))  # kinds that were accepted once need no second check
+        except RuntimeError:  # nested tensors have no shape
+            return self._check(args, kwargs)
         if kinds in self._accepted:
             return list(args)
         flat = self._check(args, kwargs)
@@ -157,12 +160,13 @@ class _Check:
             wanted = f"{self._tensor_type.__module__}.{self._tensor_type.__qualname__}"
             self.problems.append(f"{node.name}: expected a {wanted}, got {type(value).__qualname__}")
             return
-        shape = tuple(value.shape)
         dtype = self._dtypes.get(value.dtype)
         if dtype != node.dtype:
             self.problems.append(f"{node.name}: expected dtype {node.dtype}, got {dtype or value.dtype}")
         if problem := self._misplaced(value):
             self.problems.append(f"{node.name}: {problem}")
+            return
+        shape = tuple(value.shape)
         if len(shape) != len(node.shape):
             expected = describe("", node.shape).replace("'", "")  # type: ignore[arg-type]
             self.problems.append(f"{node.name}: expected {len(node.shape)} dimensions {expected}, got {list(shape)}")

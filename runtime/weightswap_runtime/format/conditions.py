@@ -6,6 +6,7 @@ The text is parsed into a tree of a few kinds of nodes and walked; it is never c
 from __future__ import annotations
 
 import ast
+import math
 import operator
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -30,8 +31,11 @@ COMPARISONS: dict[type[ast.cmpop], Callable[[Any, Any], bool]] = {
 _CALLS: dict[str, Callable[..., int]] = {"max": max, "min": min}
 
 
-def parse_condition(text: str) -> Condition:
-    """Parse and check a condition. Raises ValueError for anything but integer arithmetic, comparison and and/or/not."""
+def parse_condition(text: str, *, fractions: bool = False) -> Condition:
+    """Parse and check a condition. Raises ValueError for anything but arithmetic, comparison and and/or/not.
+
+    fractions: whether its numbers may have a decimal point; else they are integers.
+    """
     if len(text) > MOST_CHARACTERS:
         raise ValueError(f"a condition of {len(text)} characters")
     try:
@@ -42,7 +46,7 @@ def parse_condition(text: str) -> Condition:
     called = {id(node.func) for node in nodes if isinstance(node, ast.Call)}
     for node in nodes:
         bare = isinstance(node, ast.Name) and node.id in _CALLS and id(node) not in called
-        if bare or not _allowed(node):
+        if bare or not (_allowed(node) or (fractions and _is_fraction(node))):
             raise ValueError(f"{text!r} is not a condition ({type(node).__name__})")
     if len(nodes) > MOST_PARTS:
         raise ValueError(f"a condition of {len(nodes)} parts")
@@ -54,7 +58,7 @@ def condition_dims(condition: Condition) -> set[str]:
     return {node.id for node in _nodes(condition) if isinstance(node, ast.Name)} - _CALLS.keys()
 
 
-def evaluate(condition: Condition, sizes: Mapping[str, int]) -> bool:
+def evaluate(condition: Condition, sizes: Mapping[str, float]) -> bool:
     """Whether it holds. A division by zero is a no."""
     try:
         return bool(_value(condition, sizes))
@@ -65,6 +69,10 @@ def evaluate(condition: Condition, sizes: Mapping[str, int]) -> bool:
 def _nodes(tree: ast.expr) -> list[ast.AST]:
     skipped = (ast.Load, ast.operator, ast.cmpop, ast.boolop, ast.unaryop)
     return [node for node in ast.walk(tree) if not isinstance(node, skipped)]
+
+
+def _is_fraction(node: ast.AST) -> bool:
+    return isinstance(node, ast.Constant) and type(node.value) is float and math.isfinite(node.value)
 
 
 def _allowed(node: ast.AST) -> bool:
@@ -85,7 +93,7 @@ def _allowed(node: ast.AST) -> bool:
             return isinstance(node, ast.BoolOp)
 
 
-def _value(node: ast.expr, sizes: Mapping[str, int]) -> Any:
+def _value(node: ast.expr, sizes: Mapping[str, float]) -> Any:
     match node:
         case ast.Constant(value=value):
             return value

@@ -15,7 +15,7 @@ from weightswap_runtime.errors import WeightFileError
 from weightswap_runtime.messages import listed
 from weightswap_runtime.sources.atomic import is_file
 from weightswap_runtime.sources.byte_source import Check
-from weightswap_runtime.sources.location import Location, Url, as_location
+from weightswap_runtime.sources.location import Location, Url, as_location, folder_behind
 from weightswap_runtime.sources.opening import read_small
 from weightswap_runtime.tensors.dtypes import describe
 
@@ -190,7 +190,7 @@ def _nothing(names: Sequence[str]) -> str:
 
 def _open_shards(index: Location, check: Check | None) -> WeightSet:
     # a link to the folder may be turned to another one between two of them
-    folder = index.parent.resolve() if isinstance(index, Path) else index.parent
+    folder = folder_behind(index.parent)
     weight_map = read_index(folder / index.name, SUFFIX, check)
     with ExitStack() as stack:
         names = sorted(set(weight_map.values()))

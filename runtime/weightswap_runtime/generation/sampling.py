@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import inf
-from numbers import Real
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from weightswap_runtime.errors import CallError, Unsupported
+from weightswap_runtime.options import is_number
 
 Scores = NDArray[np.floating[Any]]
 
@@ -29,25 +28,22 @@ class Sampling(NamedTuple):
 
     def check(self) -> None:
         """Raise Unsupported for numbers that cannot be meant."""
-        if not (_is_number(self.temperature) and 0 <= self.temperature < inf):
+        if not (is_number(self.temperature) and self.temperature >= 0):
             raise Unsupported(f"temperature={self.temperature!r}: expected 0 or more")
         if self.top_k is not None and (type(self.top_k) is not int or self.top_k < 1):
             raise Unsupported(f"top_k={self.top_k!r}: expected 1 or more, or None")
-        if self.top_p is not None and not (_is_number(self.top_p) and 0 < self.top_p <= 1):
+        if self.top_p is not None and not (is_number(self.top_p) and 0 < self.top_p <= 1):
             raise Unsupported(f"top_p={self.top_p!r}: expected a number above 0, up to 1, or None")
-        if not (_is_number(self.repetition_penalty) and 0 < self.repetition_penalty < inf):
+        if not (is_number(self.repetition_penalty) and self.repetition_penalty > 0):
             raise Unsupported(f"repetition_penalty={self.repetition_penalty!r}: expected a positive number")
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, Real)
 
 
 def choose(logits: Scores, seen: Sequence[int], how: Sampling, random: np.random.Generator) -> int:
     """The next token of one row. logits: [vocabulary]. seen: the tokens that have occurred."""
-    if not np.isfinite(logits.max()):  # NaN wins; -inf forbids a token, but not all of them
-        raise CallError(f"generate: the logits of the next token have no greatest number, but {logits.max()}")
-    scores = _penalised(logits, seen, how.repetition_penalty)
+    with np.errstate(over="ignore", divide="ignore", invalid="ignore"):
+        scores = _penalised(logits, seen, how.repetition_penalty)
+    if not np.isfinite(scores.max()):  # NaN wins; -inf forbids a token, but not all of them
+        raise CallError(f"generate: the logits of the next token have no greatest number, but {scores.max()}")
     if not how.temperature:
         return int(scores.argmax())
     return int(random.choice(len(scores), p=probabilities(scores, how)))

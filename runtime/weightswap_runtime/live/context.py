@@ -12,11 +12,11 @@ from typing import Any, Literal
 
 from weightswap_runtime.engines.engine import Bound, Engine, State
 from weightswap_runtime.errors import (
-    CallError,
     ContextBroken,
     ContextBusy,
     ContextClosed,
     ContextMismatch,
+    InputMismatch,
     StaleContext,
     Unsupported,
 )
@@ -35,7 +35,7 @@ _BECOMES = {"invalidate": "invalidated", "reset": "reset", "keep": "kept", "pin"
 
 def check_policy(on_swap: str) -> None:
     """Raise Unsupported for a policy that there is not."""
-    if on_swap not in _BECOMES:
+    if not isinstance(on_swap, str) or on_swap not in _BECOMES:
         raise Unsupported(f"on_swap={on_swap!r}: expected {', '.join(map(repr, _BECOMES))}")
 
 
@@ -169,7 +169,7 @@ class Context(AbstractContextManager["Context"]):
         self._whole = False
         try:
             outputs = bound.run(method, inputs, self._state, chosen)
-        except CallError:  # before anything ran
+        except InputMismatch:  # before anything ran; other refusals are those of a signal handler's own calls
             self._whole = True
             raise
         self._made_with, self._variants, self._whole = weights_id, ids, True

@@ -16,6 +16,7 @@ from weightswap_runtime.format.name_matching import Keys
 from weightswap_runtime.memory.opening import HOST, StagingMode, device_name, open_memory
 from weightswap_runtime.variants.resident import MOST
 
+from .admission import Admit
 from .events import Listener
 from .model import Model
 from .residency.opening import ResidencyName
@@ -45,6 +46,7 @@ def load(
     on_event: Listener | None = None,
     op_libraries: Sequence[str] = (),
     max_variants: int = MOST,
+    admit: Admit | None = None,
 ) -> Model:
     """Open an artifact and, if `weights` names a file or a checkpoint, put it behind the graph as generation 0.
 
@@ -73,14 +75,14 @@ def load(
     threads: that one call of the engine `onnx` uses on the CPU; by default one for each core. prologue: whether the
     engine `torch` computes what depends on weights and constants alone once for each staging, instead of in every call.
     max_variants: how many variants of one group may be resident; see `Model.add_variant`.
+    admit: called with the path or URL of each file before it is staged, whoever asks for it, and with the weights id
+    that the file claims; what it raises, a SwapError, refuses it. What is served has just that id. Not for variants.
     op_libraries: packages to import, or shared libraries to load, that register operators which the graphs call.
 
     Raises ArtifactError, Unsupported, MissingExtra, OutOfMemory, and whatever `Model.swap` raises.
     """
-    if share is not None and not isinstance(share, Model):
-        raise Unsupported(f"share={share!r}: expected a model, as load() returns it")
     if share is not None:
-        share._check_open()
+        _check_share(share, admit)
     if op_libraries:
         from weightswap_runtime.engines.graphs.libraries import import_libraries  # needs torch
 
@@ -98,6 +100,7 @@ def load(
         store = Store(opened.manifest.weights, residency, keep_previous, open_memory(place, staging))
     else:
         store = share._store
+    store.admit = admit or store.admit
     options = EngineOptions(threads, prologue, store.stages_on_host, cuda_graphs)
     runs = _open_chosen(engine, chosen, opened, place, options)
     model = Model(opened, store, device=place, engine=runs, max_variants=max_variants)
@@ -106,6 +109,14 @@ def load(
     if weights is not None:
         model.swap(weights, ignore=ignore, keys=keys, expect=expect, verify=verify, allow_nonfinite=allow_nonfinite)
     return model
+
+
+def _check_share(share: object, admit: Admit | None) -> None:
+    if not isinstance(share, Model):
+        raise Unsupported(f"share={share!r}: expected a model, as load() returns it")
+    share._check_open()
+    if admit is not None:
+        raise Unsupported("admit, share: what is admitted is said where the first of the models is loaded")
 
 
 def _open_chosen(asked: str, chosen: str, artifact: Artifact, device: str, options: EngineOptions) -> Engine:

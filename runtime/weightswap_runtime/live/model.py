@@ -22,6 +22,7 @@ from weightswap_runtime.format.selection import patterns
 from weightswap_runtime.generation.generating import Wanted, check
 from weightswap_runtime.generation.sampling import Sampling
 from weightswap_runtime.generation.text import Tokenizer
+from weightswap_runtime.options import check_timeout
 from weightswap_runtime.sources.location import printable
 from weightswap_runtime.staging.request import LEASE_TIMEOUT, Busy, SwapRequest, check_busy, patience
 from weightswap_runtime.tensors.content import TensorBytes
@@ -325,6 +326,7 @@ class Model(Caller, AbstractContextManager["Model"]):
         """
         self._check_open()
         check_busy(busy)
+        check_timeout(timeout)
         return self._store.rollback(self._member, by, patience(busy, timeout), timeout)
 
     def watch(

@@ -9,6 +9,7 @@ from typing import Any
 from weightswap_runtime.errors import StageClosed, StageTimeout, StagingBusy
 from weightswap_runtime.format.identity import Identity
 from weightswap_runtime.format.nonfinite import Nonfinite
+from weightswap_runtime.options import check_timeout
 from weightswap_runtime.staging.request import LEASE_TIMEOUT, Contents, Kind
 from weightswap_runtime.threads.awaiting import in_thread
 from weightswap_runtime.threads.claims import Claim
@@ -73,6 +74,7 @@ class Staged(Caller, AbstractContextManager["Staged"]):
 
         Raises StageTimeout, StagingBusy in the staging's own thread, and whatever the staging has raised.
         """
+        check_timeout(timeout)
         if self._task.is_mine and not self.done:
             raise StagingBusy("a listener is told of a staging that has not ended, and cannot wait for it or commit it")
         if not self._task.join(timeout):
@@ -159,6 +161,7 @@ class Staged(Caller, AbstractContextManager["Staged"]):
         Raises what the staging has raised; StageClosed; LeaseTimeout (nothing changed, still staged); OutOfMemory;
         ModelFailed; StageCancelled or ModelClosed, where `cancel()` or `Model.close()` ends the waiting.
         """
+        check_timeout(timeout)
         self.wait()
         with self._closing:
             candidate = self._opened()

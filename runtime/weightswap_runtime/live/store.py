@@ -45,6 +45,7 @@ from weightswap_runtime.threads.job import Job
 from weightswap_runtime.threads.workers import Workers
 from weightswap_runtime.variants.resident import VariantReceipt, Variants
 
+from .admission import Admit, admitted
 from .context import Contexts
 from .events import Event, EventKind, Events
 from .gate import Gate
@@ -124,6 +125,7 @@ class Store:
         renew_in_children(self)
         self._weights = weights
         self.workers = Workers()
+        self.admit: Admit | None = None
         self._members: dict[int, Member] = {}
         self._numbers = count()
         self._transforms: dict[int, Transforms] = {}
@@ -201,6 +203,8 @@ class Store:
 
     def _stage(self, member: Member, weights: WeightSet, request: SwapRequest, job: Job) -> Candidate:
         delta = delta_stamp(weights)
+        if self.admit is not None:
+            request = admitted(self.admit, weights, delta, request)
         owner = self._owner(delta or weights.stamp, member)
         trials = find_trials(weights.location, owner, list(self._members.values()), request, job.check)
         candidate = self._candidate(owner, weights, delta, request, job)

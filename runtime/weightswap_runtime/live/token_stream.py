@@ -41,7 +41,7 @@ class Prompts:
     def stopped(self, wanted: StopAt | Sequence[StopAt]) -> Callable[[Sequence[int]], bool]:
         """Whether new tokens end with one of the stops, or their text has one in it. Raises InputMismatch."""
         stops: Sequence[Any] = [wanted] if isinstance(wanted, str | int) else wanted
-        if not isinstance(stops, Sequence) or not all(map(_is_stop, stops)):
+        if not isinstance(stops, Sequence) or isinstance(stops, bytes) or not all(map(_is_stop, stops)):
             raise InputMismatch("generate", ["stop: expected tokens, lists of tokens or texts"])
         if "" in stops:
             raise InputMismatch("generate", ["stop: an empty text ends everything"])

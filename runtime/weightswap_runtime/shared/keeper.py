@@ -12,6 +12,7 @@ from weightswap_runtime.engines.choosing import open_engine
 from weightswap_runtime.engines.engine import EngineOptions
 from weightswap_runtime.errors import LeaseTimeout
 from weightswap_runtime.format.artifact import Artifact
+from weightswap_runtime.live.admission import Admit
 from weightswap_runtime.live.events import Event
 from weightswap_runtime.live.gate import Gate, Version
 from weightswap_runtime.live.model import Model
@@ -32,11 +33,12 @@ _POLL = 0.002  # seconds between two looks at what workers hold
 OPTIONS = EngineOptions(prologue=False)  # what it computes would lie in each process, and be of other weights
 
 
-def keep(artifact: str | os.PathLike[str] | Artifact, segment: Segment) -> Model:
+def keep(artifact: str | os.PathLike[str] | Artifact, segment: Segment, admit: Admit | None = None) -> Model:
     """A model that changes what all workers of a segment serve: each commit is theirs.
 
     What the segment has already is served on, with its generation, history and weights id; so a keeper that was killed
     is replaced. There must be one keeper at a time, and its segment is `Segment.create`'s. Engine "torch", on the CPU.
+    admit: as in `load`.
 
     Raises ArtifactError, Unsupported and MissingExtra.
     """
@@ -45,6 +47,7 @@ def keep(artifact: str | os.PathLike[str] | Artifact, segment: Segment) -> Model
     engine = open_engine("torch", opened, HOST, OPTIONS)
     gate = KeeperGate(control)
     store = Store(opened.manifest.weights, "double", None, KeptMemory(segment, control), gate)
+    store.admit = admit
     _adopt(store, gate, control)
     model = Model(opened, store, device=HOST, engine=engine)
 

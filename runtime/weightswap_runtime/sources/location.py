@@ -97,6 +97,16 @@ def fixed(path: Path) -> Path:
         return path
 
 
+def folder_behind(folder: Location) -> Location:
+    """A folder without the links on the way, which may be turned meanwhile. Raises WeightFileError."""
+    if isinstance(folder, Url):
+        return folder
+    try:
+        return Path(os.path.realpath(folder))
+    except OSError as error:
+        raise WeightFileError(f"{folder}: cannot be opened ({error.strerror})") from error
+
+
 def is_url(path: object) -> bool:
     """Whether this is a text that is read as a URL; a `Path` never is."""
     return isinstance(path, str) and "://" in path

@@ -17,6 +17,7 @@ from weightswap_runtime.format.nonfinite import Allowed, Nonfinite
 from weightswap_runtime.memory.arena import Arena
 from weightswap_runtime.memory.host import IN_PLACE, StagedIn
 from weightswap_runtime.memory.patch import HostPatch
+from weightswap_runtime.options import check_timeout
 
 LEASE_TIMEOUT = 60.0  # seconds
 Busy = Literal["refuse", "wait"]
@@ -54,12 +55,13 @@ class SwapRequest(NamedTuple):
 
     def check(self) -> None:
         """Raise Unsupported for what cannot be meant."""
-        if self.keys not in READINGS:
+        if not isinstance(self.keys, str | None) or self.keys not in READINGS:
             raise Unsupported(f"keys={self.keys!r}: the names of a file are read as {', '.join(map(repr, READINGS))}")
         if self.expect is not None and not (isinstance(self.expect, str) and _WEIGHTS_ID.fullmatch(self.expect)):
             raise Unsupported(f"expect={self.expect!r}: a weights id has 64 hexadecimal digits")
         check_mode(self.verify)
         check_busy(self.busy)
+        check_timeout(self.timeout)
 
 
 def check_busy(busy: str) -> None:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import math
 import threading
 import time
 from collections.abc import Iterator
 from typing import NamedTuple
 
 from weightswap_runtime.errors import StageCancelled, Unsupported
+from weightswap_runtime.options import is_number
 
 from .ending import is_lost
 from .forks import renew_in_children
@@ -32,7 +32,7 @@ class Job:
     """
 
     def __init__(self, rate_limit: float | None = None) -> None:
-        if rate_limit is not None and not (isinstance(rate_limit, int | float) and 0 < rate_limit < math.inf):
+        if rate_limit is not None and not (is_number(rate_limit) and rate_limit > 0):
             raise Unsupported(f"rate_limit={rate_limit!r}: expected bytes per second, more than 0, or None")
         self.rate_limit = rate_limit
         self._renew()

@@ -17,7 +17,7 @@ from weightswap_runtime.errors import Unsupported, WeightFileError, WeightsMisma
 from weightswap_runtime.format.manifest import NamedTensor
 from weightswap_runtime.format.weight_set import SUFFIX, StoredTensor
 from weightswap_runtime.messages import listed
-from weightswap_runtime.sources.location import Location
+from weightswap_runtime.sources.location import Location, folder_behind
 from weightswap_runtime.sources.opening import read_small
 from weightswap_runtime.tensors.dtypes import describe
 
@@ -100,8 +100,12 @@ class Config(msgspec.Struct, kw_only=True):
 
 def _of(patterns: Mapping[str, T] | None, module: str, default: T) -> T:
     """The value of the first pattern that matches, as PEFT has it."""
-    found = (value for pattern, value in (patterns or {}).items() if re.match(rf"(.*\.)?({pattern})$", module))
+    found = (value for pattern, value in (patterns or {}).items() if _pattern(pattern).match(module))
     return next(found, default)
+
+
+def _pattern(text: str) -> re.Pattern[str]:
+    return re.compile(rf"(.*\.)?({text})$")
 
 
 class Taken(NamedTuple):
@@ -122,8 +126,8 @@ def read_config(folder: Location) -> Config | None:
         given = msgspec.json.decode(raw, type=dict[str, Any])
         config = msgspec.convert(given, Config)
         for pattern in (*(config.rank_pattern or ()), *(config.alpha_pattern or ())):
-            re.compile(pattern)
-    except (msgspec.MsgspecError, UnicodeError, RecursionError, re.error) as error:
+            _pattern(pattern)
+    except (msgspec.MsgspecError, UnicodeError, RecursionError, OverflowError, re.error) as error:
         raise WeightFileError(f"{where}: is not a configuration of PEFT's ({error})") from error
     if not all(rank > 0 for rank in (config.r, *(config.rank_pattern or {}).values())):
         raise WeightFileError(f"{where}: has a rank below 1")
@@ -141,7 +145,7 @@ def match_peft(
     """
     found = {key.removeprefix(_PREFIX): key for key in tensors}
     taken: list[Taken] = []
-    problems: list[str] = []
+    problems = [f"{key}: is there with and without {_PREFIX}" for key in sorted(tensors.keys() - found.values())]
     for row in rows:
         parsed = _FQN.fullmatch(row.name)
         module = parsed["module"].removeprefix(_PREFIX) if parsed else ""
@@ -188,6 +192,6 @@ def _problems(row: NamedTensor, stored: StoredTensor, rank: int, rank_axis: int)
 
 def weights_in(location: Location) -> tuple[Location, Location]:
     """The folder of a variant, and what its tensors are in: for a directory of PEFT's the file that it has."""
-    if location.name.endswith(SUFFIX):
-        return location.parent, location
-    return location, location / WEIGHTS_NAME
+    folder, name = (location.parent, location.name) if location.name.endswith(SUFFIX) else (location, WEIGHTS_NAME)
+    folder = folder_behind(folder)  # a link to it may be turned to another one between its two files
+    return folder, folder / name

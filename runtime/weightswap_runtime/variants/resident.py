@@ -154,18 +154,18 @@ class Variants:
                 each.users.add(choice)
         return choice
 
-    def _find(self, group: object, name: object) -> _Resident:
+    def _find(self, group: Any, name: object) -> _Resident:
         self.check_group(group)
-        found = self._residents[str(group)]
+        found = self._residents[group]
         if not isinstance(name, str) or name not in found:
             raise UnknownVariant(
                 f"{group} has no {name!r} here, but {listed(list(found)) or 'none'}; model.add_variant() puts one in"
             )
         return found[name]
 
-    def check_group(self, group: object) -> None:
+    def check_group(self, group: Any) -> None:
         """Raise UnknownVariant for a group that the artifact does not declare."""
-        if group not in self._residents:
+        if not isinstance(group, str) or group not in self._residents:
             raise UnknownVariant(
                 f"{group!r} is no group of variants of this artifact, which has {listed(self._residents)}"
             )

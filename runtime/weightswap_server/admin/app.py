@@ -16,7 +16,6 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
 from weightswap_runtime import __version__
-from weightswap_runtime.errors import Unsupported
 from weightswap_runtime.live.receipt import SwapReceipt
 from weightswap_runtime.sources.location import redact
 from weightswap_runtime.threads.awaiting import in_thread
@@ -30,6 +29,7 @@ from .audit import AuditLog
 from .desk import Desk
 from .documents import (
     AdminError,
+    CanaryRequest,
     Change,
     Changed,
     FollowRequest,
@@ -57,6 +57,7 @@ CHANGES: dict[str, tuple[type[Any], Work]] = {
     "commit": (Change, Desk.commit),
     "discard": (Change, Desk.discard),
     "swap": (StageRequest, Desk.swap),
+    "canary": (CanaryRequest, Desk.canary),
     "rollback": (RollbackRequest, Desk.rollback),
     "hold": (Change, Desk.hold),
     "release": (Change, Desk.release),
@@ -210,6 +211,23 @@ class AdminPages:
         )
         return document(found)
 
+    def obey(self, desk: Desk, verdict: str, rule: str) -> None:
+        """Do what the rule of a canary says, between two lines of the audit log. Raises what `Desk.obey` raises."""
+        fields: dict[str, Any] = {
+            "who": desk.staged_by,
+            "peer": "",
+            "call": f"{verdict} by rule",
+            "model": desk.name,
+            "arguments": {"rule": rule},
+            "weights_before": desk.model.weights_id,
+        }
+        number, outcome = self._audit.begin(**fields), "refused"
+        try:
+            desk.obey(verdict, rule)
+            outcome = "done"
+        finally:
+            self._audit.end(number, **fields, weights_after=desk.model.weights_id, outcome=outcome)
+
     async def _asked(self, request: Request, kind: type[T]) -> T:
         """The document of a request; an empty body is one without fields."""
         return decoded(await body_of(request, self._limits) or b"{}", kind)
@@ -277,8 +295,6 @@ class AdminPages:
     async def _triton_unload(self, request: Request) -> Response:
         desk = self._desk(request)
         await body_of(request, self._limits)
-        if self._service.has_workers:
-            raise Unsupported("workers cannot be made to unload a model (--workers): stop the server")
         await self._audited(request, "unload", desk, None, lambda: triton.unload(desk))
         return Response()
 

@@ -20,10 +20,13 @@ from weightswap_runtime.live.receipt import SwapReceipt
 from weightswap_runtime.live.watching.follower import Follower
 from weightswap_runtime.live.watching.watcher import Watcher
 from weightswap_runtime.sources.location import printable
+from weightswap_server.canary.canary import Plan, check_plan, report
 from weightswap_server.service import Served
 
 from .allowing import Allowed
 from .documents import (
+    CanaryRequest,
+    CanaryStatus,
     Change,
     FollowRequest,
     History,
@@ -35,7 +38,7 @@ from .documents import (
     WatchRequest,
 )
 from .errors import Conflict
-from .telling import Entry, following, refusal_of, served_weights, staged_weights, watched
+from .telling import Entry, aborted, following, refusal_of, served_weights, staged_weights, watched
 
 _REFUSALS = 100
 _EVENTS = 200
@@ -78,12 +81,14 @@ class Desk:
             served=served_weights(model.history),
             staged=staged_weights(self._entry),
             staging=Staging(phase=progress[0], bytes_done=progress[1], bytes_total=progress[2]) if progress else None,
+            canary=CanaryStatus(**report(canary)) if (canary := self.served.canary) else None,
             following=following(follower) if follower else None,
             watching=watched(watcher) if watcher else None,
         )
 
     def history(self) -> History:
-        state = self._desired()
+        follower = self._find(Follower)
+        state = follower.desired if follower else None  # as it was read last: the place may be away
         return History(
             receipts=[receipt.as_dict() for receipt in self.model.history],
             refusals=list(self._refusals),
@@ -109,12 +114,7 @@ class Desk:
 
         Raises StageClosed where nothing is, and what `Staged.commit` and `DesiredPlace.set` raise: it stays staged.
         """
-        entry = self._entry
-        if entry is None or entry.swapping:
-            raise StageClosed(f"{self.name}: nothing is staged; stage weights first")
-        if not entry.staged.done:
-            raise StagingBusy(f"{self.name}: still {entry.staged.progress.phase}; wait until it is staged")
-        return self._commit(entry, request, by)
+        return self._commit(self._committable(), request, by)
 
     def swap(self, request: StageRequest, by: str) -> SwapReceipt:
         """Stage and commit: all or nothing. Raises what they raise."""
@@ -128,6 +128,32 @@ class Desk:
     def discard(self, request: Change, by: str) -> None:
         """Give up what is staged, or is being staged."""
         self._discard()
+
+    def canary(self, request: CanaryRequest, by: str) -> None:
+        """Let what is staged, or `source` first, answer some requests; again, with another share.
+
+        Raises StageClosed, what `stage` raises, and Unsupported where staged weights cannot be called.
+        """
+        plan = Plan(request.share, request.shadow, request.tolerance, request.promote_if, request.abort_if)
+        check_plan(plan)
+        if request.source is None:
+            self._try_out(self._committable(), plan)
+            return
+        staging = StageRequest(
+            source=request.source,
+            expect=request.expect,
+            allow_other_graph=request.allow_other_graph,
+            allow_nonfinite=request.allow_nonfinite,
+            ignore=request.ignore,
+            why=request.why,
+            revision=request.revision,
+        )
+        entry = self._stage(staging, by, swapping=False)
+        try:
+            self._try_out(entry, plan)
+        except BaseException:
+            self._give_up(entry)
+            raise
 
     def rollback(self, request: RollbackRequest, by: str) -> SwapReceipt | None:
         """Serve earlier weights. Where a place is followed it desires them, and holds.
@@ -188,6 +214,32 @@ class Desk:
         if outdated or time.time() > entry.since + self._staged_timeout:
             self._give_up(entry)
 
+    def verdict(self) -> tuple[str, str] | None:
+        """What the rules of a canary say: "abort" or "promote", and the rule."""
+        canary = self.served.canary
+        return canary.verdict() if canary is not None else None
+
+    def obey(self, verdict: str, rule: str) -> SwapReceipt | None:
+        """Commit a canary, or give it up, as its rule says. A commit that is refused gives it up, too.
+
+        Raises what `commit` raises.
+        """
+        entry, canary = self._entry, self.served.canary
+        if entry is None or canary is None:
+            return None
+        try:
+            if verdict == "promote":
+                return self._commit(entry, Change(why=f"canary: {rule}"), entry.by)
+            self._refusals.append(aborted(entry, rule, canary.values()))
+        finally:
+            self._give_up(entry)
+        return None
+
+    @property
+    def staged_by(self) -> str:
+        """Who has staged what is staged."""
+        return self._entry.by if self._entry is not None else ""
+
     def _stage(self, request: StageRequest, by: str, *, swapping: bool) -> Entry:
         path, place = self._allowed.weights(request.source), self._place
         if place is not None and request.only:
@@ -220,6 +272,21 @@ class Desk:
             self._give_up(entry)
             raise
         return entry
+
+    def _committable(self) -> Entry:
+        entry = self._entry
+        if entry is None or entry.swapping:
+            raise StageClosed(f"{self.name}: nothing is staged; stage weights first")
+        if not entry.staged.done:
+            raise StagingBusy(f"{self.name}: still {entry.staged.progress.phase}; wait until it is staged")
+        return entry
+
+    def _try_out(self, entry: Entry, plan: Plan) -> None:
+        with self._lock:
+            if self._entry is not entry:
+                raise StageClosed(f"{self.name}: what was staged was given up meanwhile")
+            self.served.end_canary()
+            self.served.start_canary(entry.staged, plan)
 
     def _commit(self, entry: Entry, request: Change, by: str) -> SwapReceipt:
         place, deadline = self._place, time.monotonic() + _TURN
@@ -276,13 +343,14 @@ class Desk:
             self._give_up(self._entry)
 
     def _give_up(self, entry: Entry) -> None:
-        entry.staged.discard()
         self._forget(entry)
+        entry.staged.discard()
 
     def _forget(self, entry: Entry) -> None:
         with self._lock:
             if self._entry is entry:
                 self._entry = None
+                self.served.end_canary()
 
     @property
     def _place(self) -> DesiredPlace | None:
@@ -301,10 +369,6 @@ class Desk:
     def _check_free(self) -> None:
         if self.model.watching:
             raise Conflict(f"{self.name}: follows or watches something already; unfollow it first")
-
-    def _desired(self) -> DesiredState | None:
-        place = self._place
-        return place.read() if place is not None else None
 
     def _find(self, kind: type[Any]) -> Any:
         return next((each for each in self.model.watching if isinstance(each, kind)), None)

@@ -6,6 +6,8 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct, field
 
+from weightswap_server.canary.canary import DEFAULT_ABORT
+
 _Text = Annotated[str, Meta(max_length=4096)]
 _Why = Annotated[str, Meta(max_length=1000)]
 _Source = Annotated[str, Meta(min_length=1, max_length=4096)]
@@ -32,6 +34,21 @@ class StageRequest(Change, forbid_unknown_fields=True, kw_only=True):
     allow_nonfinite: bool | list[_Text] = False
     verify: Literal["goldens", "finite", "off"] = "goldens"
     rate_limit: Annotated[float, Meta(gt=0)] | None = None
+
+
+class CanaryRequest(Change, forbid_unknown_fields=True, kw_only=True):
+    """As `canary.Plan`. source: what is staged first; None: what is staged already."""
+
+    share: Annotated[float, Meta(ge=0, le=1)] = 0.0
+    shadow: bool = False
+    tolerance: Annotated[float, Meta(ge=0)] = 0.01
+    promote_if: _Why = ""
+    abort_if: _Why = DEFAULT_ABORT
+    source: _Source | None = None
+    expect: Annotated[str, Meta(pattern="^[0-9a-f]{64}$")] | None = None
+    allow_other_graph: bool = False
+    allow_nonfinite: bool | list[_Text] = False
+    ignore: list[_Text] = []
 
 
 class RollbackRequest(Change, forbid_unknown_fields=True, kw_only=True):
@@ -91,6 +108,21 @@ class StagedWeights(Struct, kw_only=True):
     nonfinite: list[str] = []
 
 
+class CanaryStatus(Struct, kw_only=True):
+    """A canary, what is measured of it and of the served weights, and for how long its rule has held, in seconds."""
+
+    weights_id: str
+    since: float
+    share: float
+    shadow: bool
+    tolerance: float
+    promote_if: str
+    abort_if: str
+    promote_held: float
+    skipped: int
+    values: dict[str, float | None]
+
+
 class Desired(Struct, kw_only=True):
     """What the followed place says; the fields are those of `FollowStatus`, and the hold's."""
 
@@ -133,6 +165,7 @@ class ModelStatus(Struct, kw_only=True):
     served: ServedWeights | None
     staged: StagedWeights | None
     staging: Staging | None
+    canary: CanaryStatus | None
     following: Desired | None
     watching: Watched | None
 

@@ -91,6 +91,8 @@ class AdminPlane:
             for desk in self.desks.values():
                 try:
                     desk.look_after()
+                    if verdict := desk.verdict():
+                        self._pages.obey(desk, *verdict)
                 except Exception:
                     log.exception("%s: what is staged could not be looked after", desk.name)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from weightswap_runtime.live.events import Event
@@ -77,6 +78,20 @@ def watched(watcher: Watcher) -> Watched:
         error=str(error) if error else "",
         skipped={name: str(why) for name, why in watcher.skipped.items()},
         waiting={name: str(why) for name, why in watcher.waiting.items()},
+    )
+
+
+def aborted(entry: Entry, rule: str, values: Mapping[str, float | None]) -> Refusal:
+    """A canary that its rule has ended, and what was measured of it."""
+    measured = ", ".join(f"{name}={value:.4g}" for name, value in values.items() if value is not None)
+    return Refusal(
+        time=time.time(),
+        event="canary aborted",
+        source=printable(entry.path),
+        by=entry.by,
+        phase="canary",
+        kind="",
+        error=f"{rule}: {measured}",
     )
 
 

@@ -73,7 +73,7 @@ def push(
     """
     with errors_as_exit(as_json):
         client = AdminClient(url, read_token(token_file))
-        name = model or _only_model(client)
+        name = model or only_model(client)
         asked: dict[str, Any] = {
             "why": why,
             "revision": revision,
@@ -81,7 +81,7 @@ def push(
             "allow_nonfinite": allow_nonfinite or False,
             "ignore": ignore or [],
         }
-        source = {"source": _pointed(weights)} if point else _uploaded(client, Path(weights))
+        source = {"source": pointed(weights)} if point else uploaded(client, Path(weights))
         with _progress_shown(client, name):
             found = client.post(f"/admin/models/{name}/{'stage' if stage else 'swap'}", asked | source)
         if as_json:
@@ -92,18 +92,20 @@ def push(
             say_receipt(msgspec.convert(found["receipt"], SwapReceipt))
 
 
-def _only_model(client: AdminClient) -> str:
+def only_model(client: AdminClient) -> str:
+    """The name of the server's model. Raises Unsupported where there are several."""
     names = [str(each["name"]) for each in client.get("/admin/status")["models"]]
     if len(names) != 1:
         raise Unsupported(f"{client.where}: serves {', '.join(names)}; say --model")
     return names[0]
 
 
-def _pointed(weights: str) -> str:
+def pointed(weights: str) -> str:
+    """A path or URL as the server is given it."""
     return weights if is_url(weights) else os.path.abspath(weights)  # noqa: PTH100 - links are the server's business
 
 
-def _uploaded(client: AdminClient, path: Path) -> dict[str, Any]:
+def uploaded(client: AdminClient, path: Path) -> dict[str, Any]:
     """Upload a file and what lies beside it; what the server is asked to take, then."""
     if is_url(str(path)) or not path.is_file() or path.suffix != SUFFIX:
         where = printable(str(path))

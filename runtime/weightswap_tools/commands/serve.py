@@ -51,7 +51,7 @@ def serve(
     max_delay_ms: Annotated[float, typer.Option(help="Wait so long for more; 0 takes what is queued.")] = 0.0,
     batch_dim: Annotated[str, typer.Option(help="The dimension that is the batch.")] = "batch",
     max_queue: Annotated[int, typer.Option(help="Requests that may wait for a model; others get 503.")] = 256,
-    max_body_mb: Annotated[float, typer.Option(help="Bytes of a request, in 2^20.")] = 64.0,
+    max_body_mb: Annotated[int, typer.Option(help="Bytes of a request, in 2^20.")] = 64,
     body_timeout: Annotated[float, typer.Option(help="Seconds for the bytes of a request to come.")] = 30.0,
     timeout: Annotated[float, typer.Option(help="Seconds from a request to its answer.")] = 60.0,
     max_connections: Annotated[int, typer.Option(help="Connections at once.")] = 1024,
@@ -80,6 +80,9 @@ def serve(
     max_uploads_gb: Annotated[float, typer.Option(help="What all uploads may take together, in 2^30 bytes.")] = 64.0,
     staged_timeout: Annotated[float, typer.Option(help="Seconds after which what is staged is given up.")] = 3600.0,
     audit_log: Annotated[str | None, typer.Option(help="Append a line of JSON for each call of operators.")] = None,
+    require_signature: Annotated[
+        str | None, typer.Option(help="A public key (PEM): serve only weights that it has signed (weightswap sign).")
+    ] = None,
     workers: Annotated[
         int | None, typer.Option(help="Serve from so many processes, which share one copy of the weights.")
     ] = None,
@@ -105,6 +108,7 @@ def serve(
         from weightswap_server.admin.settings import AdminSettings
         from weightswap_server.serving import Server, Source, default_name
         from weightswap_server.settings import Settings
+        from weightswap_server.signatures import requires
         from weightswap_server.workers import Workers
 
         settings = Settings(
@@ -115,7 +119,7 @@ def serve(
             max_delay=max_delay_ms / 1000,
             batch_dim=batch_dim,
             max_queue=max_queue,
-            max_body=int(max_body_mb * _MIB),
+            max_body=max_body_mb * _MIB,
             body_timeout=body_timeout,
             timeout=timeout,
             max_connections=max_connections,
@@ -161,6 +165,7 @@ def serve(
             "device": device,
             "residency": residency.value,
             "op_libraries": op_library or (),
+            "admit": requires(require_signature) if require_signature is not None else None,
             "threads": threads if engine == "onnx" else None,  # else it is OpenMP's business
         }
         sources: dict[str, Source] = {
@@ -175,7 +180,7 @@ def serve(
             for name, place in places.items()
         }
         if workers is not None:
-            _run_workers(Workers(sources, settings, workers, admin), list(sources))
+            _run_workers(Workers(sources, settings, workers, admin, require_signature), list(sources))
         else:
             _run(Server({name: source.open() for name, source in sources.items()}, settings, admin))
 

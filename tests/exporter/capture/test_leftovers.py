@@ -336,3 +336,44 @@ def test_of_a_skeleton_and_of_another_method(tmp_path: Path) -> None:
     served = load(artifact, pack(real, artifact, out=tmp_path / "w.safetensors").path)
     compare_calls(served, real)
     compare_calls(served.again, real.again)
+
+
+class Counts(nn.Module):
+    """Counts its calls, and looks at the number or not."""
+
+    def __init__(self, looks: Callable[[int], int]) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+        self.calls, self.name, self._looks = 0, "first", looks
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        self.name = f"call {self.calls}"
+        return self.linear(x) * self._looks(self.calls)
+
+
+def test_a_number_that_nobody_looks_at_is_named(tmp_path: Path) -> None:
+    eager = Counts(lambda _: 2).eval()
+    with pytest.warns(UserWarning, match=r"^a call changes self\.calls, self\.name\. The next call computes the same"):
+        artifact = export(eager, (torch.randn(2, 3),), out=tmp_path / "a", dynamic_shapes=({0: Dim("batch", max=9)},))
+    assert (eager.calls, eager.name) == (0, "first")
+    compare_calls(load(artifact, pack(eager, artifact, out=tmp_path / "w.safetensors").path), eager)
+
+
+@pytest.mark.parametrize("looks", [lambda calls: calls, lambda calls: 1 if calls == 1 else 2])
+def test_a_number_that_the_next_call_looks_at_is_refused(looks: Callable[[int], int], tmp_path: Path) -> None:
+    with pytest.raises(CaptureError, match=r"a call changes self\.calls, self\.name, and a later call computes"):
+        export(Counts(looks).eval(), (torch.randn(2, 3),), out=tmp_path / "a")
+
+
+class Sees(nn.Module):
+    """Keeps the size of what it has seen, which each call finds anew."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.width = x.shape[1]
+        return x.reshape(-1, self.width)
+
+
+def test_a_size_that_each_call_finds_anew(tmp_path: Path) -> None:
+    artifact = export(Sees(), (torch.randn(2, 3),), out=tmp_path / "a", dynamic_shapes=({0: Dim("batch", max=9)},))
+    compare_calls(load(artifact, pack(Sees(), artifact, out=tmp_path / "w.safetensors").path), Sees())

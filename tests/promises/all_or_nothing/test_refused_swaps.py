@@ -105,9 +105,15 @@ def test_a_named_pipe_is_refused_at_once(tiny: TinyArtifact, weight_file: WriteW
     model.swap(weight_file(1))
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 def test_inputs_must_lie_where_the_graph_runs(tiny: TinyArtifact, weight_file: WriteWeights) -> None:
     model = load(tiny.path, weight_file(0))
-    for odd, says in ((X.to("meta"), "one on meta"), (X.to_sparse(), "expected a dense tensor")):
+    nested = torch.nested.nested_tensor([X[0], X[1]], layout=torch.strided)
+    for odd, says in (
+        (X.to("meta"), "one on meta"),
+        (X.to_sparse(), "expected a dense tensor"),
+        (nested, "expected a dense tensor, got a nested one"),
+    ):
         with pytest.raises(InputMismatch, match=says):
             model(odd)
 

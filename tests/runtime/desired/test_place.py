@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 import safetensors.torch
@@ -73,6 +74,19 @@ def test_a_writer_that_has_not_seen_the_last_revision_changes_nothing(service: S
     assert (service.folder / "desired.json").read_bytes() == before
     with pytest.raises(Unsupported, match="revision='1'"):
         service.place.set(path, revision="1")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("by", [None, 5, ["ana"], object(), "\ud800"])
+def test_what_nobody_could_read_again_is_not_written(by: Any, service: Service) -> None:
+    written = service.place.set(service.write(1), revision=0)
+    for write in (
+        lambda: service.place.set(service.write(2), revision=1, by=by),
+        lambda: service.place.promote(service.write(2), by=by),
+        lambda: service.place.hold(revision=1, why=by),
+    ):
+        with pytest.raises(Unsupported, match="is no text that JSON holds"):
+            write()
+    assert service.place.read() == written
 
 
 def test_a_rollback_withdraws_what_came_later_and_holds(service: Service) -> None:

@@ -152,6 +152,15 @@ def test_a_link_out_of_the_folder_is_refused(tiny: TinyArtifact, tmp_path: Path)
         load(tiny.path)
 
 
+def test_links_that_lead_in_circles_are_refused(tiny: TinyArtifact) -> None:
+    for name, says in (("constants.safetensors", "not readable"), ("manifest.json", "cannot be opened")):
+        path = tiny.path / name
+        path.unlink()
+        path.symlink_to(path.name)
+        with pytest.raises(ArtifactError, match=rf"{path.name}: .*{says}"):
+            load(tiny.path)
+
+
 def test_constants_of_another_type_are_refused(tiny: TinyArtifact) -> None:
     raw = render_header(pack_ranges([("shift", "F64", (1,))]), {}) + bytes(8)
     replace_file(tiny.path, "constants.safetensors", raw)

@@ -76,6 +76,12 @@ def test_a_link_that_is_turned_while_shards_are_opened_gives_no_mixture(
     assert read(link) == WANTED
 
 
+def test_a_folder_that_leads_in_circles_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "circle").symlink_to("circle")
+    with pytest.raises(WeightFileError, match="cannot be opened"):
+        read(tmp_path / "circle" / "model.safetensors.index.json")
+
+
 @pytest.mark.parametrize("name", ["model.safetensors", "other.safetensors", "model-00001-of-00001.safetensors"])
 def test_a_directory_with_one_file(name: str, tmp_path: Path) -> None:
     safetensors.numpy.save_file(VALUES, tmp_path / name)

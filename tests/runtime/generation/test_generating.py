@@ -299,6 +299,7 @@ REFUSED: dict[str, tuple[Callable[[Model], Any], type[Exception], str]] = {
     "half a choice": (lambda m: m.generate(PROMPT, top_k=2.5), Unsupported, r"top_k=2\.5"),
     "seed": (lambda m: m.generate(PROMPT, seed=-1), Unsupported, "seed=-1"),
     "nothing to stop at": (lambda m: m.generate(PROMPT, stop=[""]), InputMismatch, "an empty text"),
+    "bytes to stop at": (lambda m: m.generate(PROMPT, stop=b"."), InputMismatch, "stop: expected tokens"),
     "no stop": (lambda m: m.generate(PROMPT, stop=None), InputMismatch, "stop: expected tokens"),
     "half a stop": (lambda m: m.generate(PROMPT, stop=[2.5]), InputMismatch, "stop: expected tokens"),
     "no temperature": (lambda m: m.generate(PROMPT, temperature=None), Unsupported, "temperature=None"),
@@ -360,6 +361,39 @@ def test_text_in_and_out(one: Exported, tokenizer: Path) -> None:
     cut = model.generate("ABC", max_new_tokens=10, tokenizer=tokenizer, stop=[text[2:4]])
     assert text.startswith(cut)
     assert text[2:4] in cut
+
+
+def test_a_penalty_that_overflows_is_refused() -> None:
+    how = Sampling(temperature=1.0, repetition_penalty=1e-320)
+    with pytest.raises(CallError, match="no greatest number, but inf"):
+        choose(np.asarray([2.0, 1.0], np.float32), [0], how, np.random.default_rng(0))
+
+
+def test_what_a_training_has_left_in_a_tokenizer_changes_no_prompt(one: Exported, tokenizer: Path) -> None:
+    model = one.served()
+    text = model.generate("ABCD", max_new_tokens=4, tokenizer=tokenizer)
+    document = json.loads(tokenizer.read_text())
+    document["truncation"] = {"direction": "Left", "max_length": 1, "strategy": "LongestFirst", "stride": 0}
+    document["padding"] = {"strategy": {"Fixed": 9}, "direction": "Left", "pad_to_multiple_of": None}
+    document["padding"] |= {"pad_id": 0, "pad_type_id": 0, "pad_token": "A"}
+    tokenizer.write_text(json.dumps(document))
+    assert model.generate("ABCD", max_new_tokens=4, tokenizer=tokenizer) == text
+
+
+@pytest.mark.parametrize(
+    ("broken", "prompt", "says"),
+    [
+        ({"model": {"type": "BPE", "vocab": {"A": 0, "##": 1}, "merges": [["A", "A"]]}}, "A", "that can be read"),
+        ({"normalizer": {"type": "Precompiled", "precompiled_charsmap": "//////8AAAAA"}}, "A", "that can be read"),
+        ({}, "\ud800", "gives no tokens"),
+    ],
+)
+def test_a_tokenizer_that_panics_is_refused(
+    broken: dict[str, Any], prompt: str, says: str, one: Exported, tokenizer: Path
+) -> None:
+    tokenizer.write_text(json.dumps(json.loads(tokenizer.read_text()) | broken))
+    with pytest.raises(Unsupported, match=rf"tokenizer\.json: .*{says}"):
+        one.served().generate(prompt, max_new_tokens=4, tokenizer=tokenizer)
 
 
 def test_the_tokenizer_beside_the_weights_is_found(one: Exported, tokenizer: Path) -> None:

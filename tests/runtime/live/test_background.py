@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 import subprocess
 import sys
 import threading
@@ -10,7 +11,9 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -123,6 +126,18 @@ def test_what_cannot_be_meant_is_refused_at_once(model: Model, weight_file: Writ
         with pytest.raises(Unsupported, match=next(iter(wrong))):
             model.stage(weight_file(1), background=True, **wrong)
     model.swap(weight_file(1))
+
+
+@pytest.mark.parametrize("timeout", [math.nan, -1, True, "5", 10**400, []])
+def test_a_timeout_is_a_number_of_seconds(timeout: Any, model: Model, weight_file: WriteWeights) -> None:
+    staged = model.stage(weight_file(1))
+    asked: list[Callable[..., object]] = [staged.wait, lambda timeout: staged.commit(timeout=timeout)]
+    asked += [lambda timeout: model.rollback(timeout=timeout), partial(model.stage, weight_file(2), busy="wait")]
+    for ask in asked:
+        with pytest.raises(Unsupported, match=r"^timeout=.*: expected seconds, 0 or more, or None for ever"):
+            ask(timeout=timeout)
+    assert staged.commit(timeout=math.inf).generation == 1
+    assert serves(model, 1)
 
 
 def test_a_second_one_waits_if_asked(model: Model, weight_file: WriteWeights) -> None:

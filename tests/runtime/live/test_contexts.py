@@ -236,7 +236,10 @@ def test_two_calls_at_once_with_one_context_are_refused(model: Model, monkeypatc
     model(X, context=context)
 
 
-def test_a_call_that_broke_off_leaves_no_half_state_behind(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("interrupt", [KeyboardInterrupt, ContextBusy])  # of a handler that calls with the context
+def test_a_call_that_broke_off_leaves_no_half_state_behind(
+    interrupt: type[BaseException], model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
     context = model.new_context()
     model(X, context=context)
     with pytest.raises(InputMismatch):
@@ -244,11 +247,11 @@ def test_a_call_that_broke_off_leaves_no_half_state_behind(model: Model, monkeyp
     model(X, context=context)
 
     def broken(self: GraphCall, *args: Any) -> Any:
-        raise KeyboardInterrupt
+        raise interrupt
 
     with monkeypatch.context() as patch:
         patch.setattr(GraphCall, "__call__", broken)
-        with pytest.raises(KeyboardInterrupt):
+        with pytest.raises(interrupt):
             model(X, context=context)
     for use in (lambda: model(X, context=context), lambda: context.save("nowhere.safetensors")):
         with pytest.raises(ContextBroken, match=r"reset\(\) it"):

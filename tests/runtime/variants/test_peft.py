@@ -14,6 +14,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from weightswap_exporter import export, export_decoder
 from weightswap_runtime import Model, Unsupported, WeightFileError, WeightsMismatch, load
+from weightswap_runtime.variants import staging
+from weightswap_runtime.variants.peft_directory import read_config
 
 pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")
 IDS = torch.tensor([[3, 51, 58, 35, 7]])
@@ -105,6 +107,8 @@ def test_the_same_variant_has_the_same_id_wherever_it_comes_from(model: Model, f
         ({"r": "many"}, WeightFileError, "configuration"),
         ({"r": 5}, WeightsMismatch, "the configuration says rank 5"),
         ({"rank_pattern": {"(": 1}}, WeightFileError, "configuration"),
+        ({"rank_pattern": {"a{99999999999}": 1}}, WeightFileError, "configuration"),
+        ({"alpha_pattern": {"(?i)Q_PROJ": 1}}, WeightFileError, "configuration"),
         ({"rank_pattern": {"(a+)+(b+)+": 1}}, Unsupported, "for ever"),
         ({"rank_pattern": {"(.+)+!": 1}}, Unsupported, "for ever"),
         ({"alpha_pattern": {"(.|.)" * 30 + "!": 1}}, Unsupported, "for ever"),
@@ -124,6 +128,39 @@ def test_configurations_that_the_graph_does_not_compute(
     with pytest.raises(error, match=text):
         model.add_variant("lora", "a", tmp_path)
     assert model.variants == {"lora": {}}
+
+
+def test_a_tensor_that_is_there_twice(model: Model, folder: Path, tmp_path: Path) -> None:
+    source = folder / "fewer targets"
+    tensors = load_file(source / "adapter_model.safetensors")
+    again = {name.removeprefix("base_model.model."): tensor.clone() + 1 for name, tensor in tensors.items()}
+    (tmp_path / "adapter_config.json").write_bytes((source / "adapter_config.json").read_bytes())
+    save_file(tensors | again, tmp_path / "adapter_model.safetensors")
+    with pytest.raises(WeightsMismatch, match=r"is there with and without base_model\.model\."):
+        model.add_variant("lora", "a", tmp_path)
+
+
+def test_a_link_that_is_turned_to_another_directory_in_the_middle(
+    model: Model, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    link = tmp_path / "current"
+    link.symlink_to(folder / "fewer targets")
+    wanted = model.add_variant("lora", "a", link).weights_id
+    monkeypatch.setattr(staging, "read_config", lambda folder: _turning(read_config(folder), link))
+    assert model.add_variant("lora", "a", link).weights_id == wanted
+    assert link.resolve().name == "doubled"
+
+
+def _turning(config: Any, link: Path) -> Any:
+    """The same, after the link was turned to a variant of the same configuration but for its values."""
+    source = link.resolve()
+    doubled = link.with_name("doubled")
+    doubled.mkdir()
+    tensors = load_file(source / "adapter_model.safetensors")
+    save_file({name: tensor * 2 for name, tensor in tensors.items()}, doubled / "adapter_model.safetensors")
+    link.unlink()
+    link.symlink_to(doubled)
+    return config
 
 
 def test_targets_and_ranks_that_the_graph_has_no_place_for(model: Model, tmp_path: Path) -> None:

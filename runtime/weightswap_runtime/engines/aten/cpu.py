@@ -316,6 +316,8 @@ def _copied(storage: torch.UntypedStorage) -> torch.UntypedStorage:
 
 def sparse(value: torch.Tensor) -> str | None:
     """What is wrong with an input's layout."""
+    if value.is_nested:
+        return "expected a dense tensor, got a nested one"
     return None if value.layout is torch.strided else f"expected a dense tensor, got {value.layout}"
 
 

@@ -11,6 +11,7 @@ from weightswap_runtime.desired.place import DesiredPlace
 from weightswap_runtime.errors import text_of
 from weightswap_runtime.live.events import Listener
 from weightswap_runtime.live.store import Store
+from weightswap_runtime.options import check_timeout
 from weightswap_runtime.threads.claims import POLL_SECONDS
 
 from .loop import Subject, Watching, check_interval
@@ -92,6 +93,7 @@ class Follower(Watching):
 
         revision: what was desired before that one does not count.
         """
+        check_timeout(timeout)
         deadline = math.inf if timeout is None else time.monotonic() + timeout
         while not self._agrees_on(revision) and self.alive and time.monotonic() < deadline:
             time.sleep(POLL_SECONDS)

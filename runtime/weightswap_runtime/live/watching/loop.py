@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -24,6 +23,7 @@ from weightswap_runtime.live.staged import Staged
 from weightswap_runtime.live.staging_task import StagingTask
 from weightswap_runtime.live.store import Store
 from weightswap_runtime.live.trials import Member
+from weightswap_runtime.options import is_number, join_seconds
 from weightswap_runtime.sources.location import printable
 from weightswap_runtime.staging.request import SwapRequest
 from weightswap_runtime.threads.ending import Background
@@ -70,6 +70,7 @@ class Watching(AbstractContextManager["Watching"]):
         callback: Listener | None,
         promotion: Promotion | None = None,
     ) -> None:
+        subject.request.check()
         Job(subject.request.rate_limit)
         self._lookers = lookers
         self._loop = Loop(subject, lookers, interval, callback, promotion)
@@ -101,9 +102,10 @@ class Watching(AbstractContextManager["Watching"]):
         Waits for at most `timeout` seconds until the thread has ended. Returns whether it has. From a callback it
         does not wait.
         """
+        seconds = join_seconds(timeout)
         self._loop.stop()
         if threading.current_thread() is not self._thread:
-            self._thread.join(timeout)
+            self._thread.join(seconds)
         return not self.alive
 
     def __enter__(self) -> Self:
@@ -116,9 +118,9 @@ class Watching(AbstractContextManager["Watching"]):
         return f"{type(self).__name__}({where!r}, {'alive' if self.alive else 'stopped'})"
 
 
-def check_interval(interval: object) -> None:
+def check_interval(interval: Any) -> None:
     """Raise Unsupported for what is no time between two looks."""
-    if not (isinstance(interval, int | float) and 0 < interval < math.inf):
+    if not (is_number(interval) and interval > 0):
         raise Unsupported(f"interval={interval!r}: expected seconds, more than 0")
 
 

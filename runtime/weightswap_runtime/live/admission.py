@@ -1,0 +1,30 @@
+"""Whether a file may be staged at all, before it is read: a question to whoever has loaded the model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from weightswap_runtime.errors import UnexpectedWeights, Unsupported
+from weightswap_runtime.format.delta_file import DeltaStamp
+from weightswap_runtime.format.weight_set import WeightSet
+from weightswap_runtime.sources.location import Location
+from weightswap_runtime.staging.request import SwapRequest
+
+Admit = Callable[[Location, str], None]
+"""Given a path or URL, and the weights id that the file claims; raises a SwapError to refuse it."""
+
+
+def admitted(admit: Admit, weights: WeightSet, delta: DeltaStamp | None, request: SwapRequest) -> SwapRequest:
+    """The request, held to the weights id that was admitted: a file whose bytes are not what it claims is refused.
+
+    Raises what `admit` raises, Unsupported for a part of a set, and UnexpectedWeights.
+    """
+    stamp = delta or weights.stamp
+    if stamp is None:
+        raise UnexpectedWeights(f"{weights.where}: does not say which weights it holds, as it has to here; pack it")
+    if request.only:
+        raise Unsupported("only: a part of a set has an id that no file claims; swap a full set")
+    if request.expect not in (None, stamp.weights_id):
+        raise UnexpectedWeights(f"{weights.where}: claims {stamp.weights_id[:12]}, expected {str(request.expect)[:12]}")
+    admit(weights.location, stamp.weights_id)
+    return request._replace(expect=stamp.weights_id)

@@ -1,0 +1,136 @@
+"""What is measured of served and canary answers, over the last of each; and how two answers to one request differ."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from threading import Lock
+
+import numpy as np
+
+from weightswap_runtime.tensors.content import TensorBytes, as_array
+from weightswap_runtime.tensors.dtypes import has_fractions
+
+LAST = 10_000  # answers of each side that values are made of
+Outputs = Sequence[tuple[str, TensorBytes]]
+MEASURED = frozenset(
+    {
+        *(f"{side}{name}" for side in ("", "served_") for name in ("requests", "errors", "nonfinite", "p50", "p99")),
+        *("p50_ratio", "p99_ratio", "compared", "differing", "max_abs", "max_rel"),
+    }
+)
+
+
+class Side:
+    """The answers of one set of weights. Latencies in seconds, from a request's arrival to its answer."""
+
+    def __init__(self) -> None:
+        self.requests = self.errors = 0
+        self._seconds: deque[float] = deque(maxlen=LAST)
+        self._failed: deque[bool] = deque(maxlen=LAST)
+        self._nonfinite: deque[bool] = deque(maxlen=LAST)
+        self._lock = Lock()
+
+    def answered(self, seconds: float) -> None:
+        with self._lock:
+            self.requests += 1
+            self._seconds.append(seconds)
+            self._failed.append(False)
+
+    def failed(self) -> None:
+        with self._lock:
+            self.requests += 1
+            self.errors += 1
+            self._failed.append(True)
+
+    def looked_at(self, nonfinite: bool) -> None:
+        """An answer was looked through for NaN and infinities."""
+        with self._lock:
+            self._nonfinite.append(nonfinite)
+
+    def values(self, prefix: str) -> dict[str, float | None]:
+        """Rates, and latencies as soon as there are any."""
+        with self._lock:
+            seconds, failed, nonfinite = sorted(self._seconds), list(self._failed), list(self._nonfinite)
+        return {
+            f"{prefix}requests": self.requests,
+            f"{prefix}errors": _rate(failed),
+            f"{prefix}nonfinite": _rate(nonfinite),
+            f"{prefix}p50": _quantile(seconds, 0.5),
+            f"{prefix}p99": _quantile(seconds, 0.99),
+        }
+
+
+class Differences:
+    """How answers of two sets of weights to the same requests differ.
+
+    max_rel: the largest difference, by the largest number of the served output. differing: the share of answers in
+    which that is more than `tolerance`, or other integers or another shape come.
+    """
+
+    def __init__(self, tolerance: float) -> None:
+        self.compared = self.skipped = 0
+        self.max_abs = self.max_rel = 0.0
+        self._tolerance = tolerance
+        self._differing: deque[bool] = deque(maxlen=LAST)
+        self._lock = Lock()
+
+    def add(self, served: Outputs, canary: Outputs) -> bool:
+        """Compare the answers to one request; whether they differ."""
+        found = [_difference(one, other) for (_, one), (_, other) in zip(served, canary, strict=True)]
+        largest = max((each[0] for each in found), default=0.0)
+        relative = max((each[1] for each in found), default=0.0)
+        differs = relative > self._tolerance
+        with self._lock:
+            self.compared += 1
+            self.max_abs, self.max_rel = max(self.max_abs, largest), max(self.max_rel, relative)
+            self._differing.append(differs)
+        return differs
+
+    def values(self) -> dict[str, float | None]:
+        with self._lock:
+            any_yet = self.compared > 0
+            return {
+                "compared": self.compared,
+                "differing": _rate(self._differing) if any_yet else None,
+                "max_abs": self.max_abs if any_yet else None,
+                "max_rel": self.max_rel if any_yet else None,
+            }
+
+
+def has_nonfinite(outputs: Outputs) -> bool:
+    """Whether there is NaN or an infinity among them."""
+    return any(not np.isfinite(_floats(content)).all() for _, content in outputs if has_fractions(content.dtype))
+
+
+def ratio(one: float | None, other: float | None) -> float | None:
+    return one / other if one is not None and other else None
+
+
+def _rate(outcomes: Sequence[bool]) -> float:
+    return sum(outcomes) / len(outcomes) if outcomes else 0.0
+
+
+def _quantile(ordered: Sequence[float], share: float) -> float | None:
+    return ordered[min(len(ordered) - 1, int(share * len(ordered)))] if ordered else None
+
+
+def _floats(content: TensorBytes) -> np.ndarray:
+    array = as_array(content)
+    return array if array.dtype.itemsize >= 4 else array.astype(np.float32)
+
+
+def _difference(one: TensorBytes, other: TensorBytes) -> tuple[float, float]:
+    """The largest difference, and by the largest number of the first; infinite where they cannot be compared."""
+    if (one.dtype, one.shape) != (other.dtype, other.shape):
+        return float("inf"), float("inf")
+    first, second = as_array(one), as_array(other)
+    if not has_fractions(one.dtype):
+        return (0.0, 0.0) if np.array_equal(first, second) else (1.0, float("inf"))
+    first, second = _floats(one).astype(np.float64), _floats(other).astype(np.float64)
+    same = (first == second) | (np.isnan(first) & np.isnan(second))
+    with np.errstate(invalid="ignore"):
+        apart = np.where(same, 0.0, np.abs(first - second))
+    largest = float(np.nan_to_num(apart, nan=np.inf).max(initial=0.0))
+    scale = float(np.abs(first, where=np.isfinite(first), out=np.zeros_like(first)).max(initial=0.0))
+    return largest, 0.0 if largest == 0 else largest / scale if scale else float("inf")

@@ -1,0 +1,42 @@
+"""`weightswap sign`: sign weights, for servers that take no others."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from weightswap_runtime.errors import Unsupported
+from weightswap_runtime.format.delta_file import delta_stamp
+from weightswap_runtime.format.weight_set import open_weights
+from weightswap_runtime.sources.atomic import new_file
+from weightswap_tools.terminal import errors_as_exit, say
+
+sign_command = typer.Typer(add_completion=False)
+PASSWORD = "WEIGHTSWAP_SIGNING_PASSWORD"
+
+
+@sign_command.command()
+def sign(
+    weights: Annotated[Path, typer.Argument(help="A weight file, or a delta, that weightswap packed.")],
+    key: Annotated[str, typer.Option(help=f"A private key of an elliptic curve (PEM); its password is in {PASSWORD}.")],
+) -> None:
+    """Sign the weights id of a file, into FILE.sig beside it, for `weightswap serve --require-signature`.
+
+    The file is not read: a server compares its bytes with the weights id.
+    """
+    with errors_as_exit(as_json=False):
+        from weightswap_server.signatures import SUFFIX, sign
+
+        with open_weights(weights) as opened:
+            stamp = delta_stamp(opened) or opened.stamp
+        if stamp is None:
+            raise Unsupported(f"{weights}: does not say which weights it holds; pack it (weightswap pack)")
+        signature = sign(stamp.weights_id, key, os.environ.get(PASSWORD))
+        out = weights.with_name(weights.name + SUFFIX)
+        with new_file(out) as file:
+            file.write(signature)
+        say(f"signature   {out}")
+        say(f"weights id  {stamp.weights_id}")

@@ -1,0 +1,150 @@
+"""A server that requires signatures serves nothing else, whichever way weights come."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+
+import pytest
+from cryptography.hazmat.primitives import serialization
+from cryptography.hazmat.primitives.asymmetric import ec, ed25519
+from typer.testing import CliRunner
+
+from tests.support.administered import TOKEN, administered
+from tests.support.tiny import TinyArtifact, WriteDelta, WriteWeights, serves
+from weightswap_runtime import DesiredPlace, MissingExtra, SwapError, UnexpectedWeights, Unsupported, load
+from weightswap_tools.commands.push import push_command
+from weightswap_tools.commands.sign import sign_command
+
+pytest.importorskip("model_signing")
+
+from weightswap_server.signatures import SignatureRefused, requires
+
+
+@pytest.fixture(scope="module")
+def keys(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with two pairs of keys."""
+    folder = tmp_path_factory.mktemp("keys")
+    for name in ("ours", "theirs"):
+        key = ec.generate_private_key(ec.SECP256R1())
+        (folder / f"{name}.key").write_bytes(
+            key.private_bytes(
+                serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+            )
+        )
+        (folder / f"{name}.pem").write_bytes(
+            key.public_key().public_bytes(serialization.Encoding.PEM, serialization.PublicFormat.SubjectPublicKeyInfo)
+        )
+    return folder
+
+
+def signed(path: Path, keys: Path, by: str = "ours") -> Path:
+    done = CliRunner().invoke(sign_command, [str(path), "--key", str(keys / f"{by}.key")])
+    assert done.exit_code == 0, done.stderr
+    return path
+
+
+def test_only_what_was_signed_is_served(
+    tiny: TinyArtifact, weight_file: WriteWeights, delta: WriteDelta, keys: Path, tmp_path: Path
+) -> None:
+    admit = requires(str(keys / "ours.pem"))
+    with pytest.raises(SignatureRefused, match="not signed"):
+        load(tiny.path, weight_file(1), admit=admit)
+    model = load(tiny.path, signed(weight_file(1), keys), admit=admit)
+    second = weight_file(2)
+    with pytest.raises(SignatureRefused, match="weightswap sign"):
+        model.swap(second)
+    with pytest.raises(SignatureRefused, match="no signature of the weights"):
+        model.swap(signed(second, keys, by="theirs"))
+    (tmp_path / f"{second.name}.sig").write_bytes(Path(f"{weight_file(1)}.sig").read_bytes())
+    with pytest.raises(SignatureRefused):
+        model.swap(second)
+    for junk in (b"", b"{}", b"\xff", b'{"dsseEnvelope": {"payload": "e30="}}', b"[" * 10_000):
+        Path(f"{second}.sig").write_bytes(junk)
+        with pytest.raises(SignatureRefused):
+            model.swap(second)
+    assert serves(model, 1)
+    model.swap(signed(second, keys))
+    assert serves(model, 2)
+    third = delta(2, 3)
+    with pytest.raises(SignatureRefused):
+        model.swap(third)
+    model.swap(signed(third, keys))
+    assert serves(model, 3)
+
+
+def test_a_push_brings_its_signature(
+    tiny: TinyArtifact, weight_file: WriteWeights, keys: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WEIGHTSWAP_ADMIN_TOKEN", TOKEN)
+    (tmp_path / "uploads").mkdir()
+    model = load(tiny.path, signed(weight_file(1), keys), admit=requires(str(keys / "ours.pem")))
+    with administered({"tiny": model}, upload_dir=str(tmp_path / "uploads")) as server:
+        assert server.admin is not None
+        refused = CliRunner().invoke(push_command, [server.admin.where, str(weight_file(2))])
+        assert (refused.exit_code, "not signed" in refused.stderr) == (1, True)
+        done = CliRunner().invoke(push_command, [server.admin.where, str(signed(weight_file(2), keys))])
+        assert done.exit_code == 0, done.stderr
+        assert serves(model, 2)
+
+
+def test_a_signature_is_of_the_bytes(tiny: TinyArtifact, weight_file: WriteWeights, keys: Path, tmp_path: Path) -> None:
+    """A file that claims to be another, which was signed, is refused once its bytes were read."""
+    model = load(tiny.path, signed(weight_file(1), keys), admit=requires(str(keys / "ours.pem")))
+    claimed = signed(weight_file(2), keys)
+    forged = tmp_path / "forged.safetensors"
+    other, content = tiny.write(tmp_path / "other.safetensors", tiny.values(3)).read_bytes(), claimed.read_bytes()
+    header = 8 + int.from_bytes(content[:8], "little")
+    forged.write_bytes(content[:header] + other[header:])
+    (tmp_path / "forged.safetensors.sig").write_bytes(Path(f"{claimed}.sig").read_bytes())
+    with pytest.raises(SwapError):
+        model.swap(forged)
+    with pytest.raises(UnexpectedWeights):
+        model.swap(claimed, expect="0" * 64)
+    with pytest.raises(Unsupported, match="part of a set"):
+        model.swap(claimed, only="bias")
+    assert serves(model, 1)
+
+
+def test_watchers_and_followers_take_nothing_else(
+    tiny: TinyArtifact, weight_file: WriteWeights, keys: Path, tmp_path: Path
+) -> None:
+    model = load(tiny.path, signed(weight_file(1), keys), admit=requires(str(keys / "ours.pem")))
+    outbox, service = tmp_path / "outbox", tmp_path / "service"
+    for folder in (outbox, service):
+        folder.mkdir()
+    with model.watch(outbox, 0.02) as watcher:
+        weight_file(2).rename(outbox / "v2.safetensors")
+        limit = time.monotonic() + 20
+        while not watcher.skipped:
+            assert time.monotonic() < limit
+            time.sleep(0.01)
+        assert isinstance(watcher.skipped["v2.safetensors"], SignatureRefused)
+    place = DesiredPlace(service)
+    place.set(weight_file(3), revision=0)
+    with model.follow(place, 0.02) as follower:
+        while not follower.last_error:
+            assert time.monotonic() < limit
+            time.sleep(0.01)
+    assert serves(model, 1)
+
+
+def test_keys_that_are_none(tmp_path: Path, keys: Path, weight_file: WriteWeights) -> None:
+    other = ed25519.Ed25519PrivateKey.generate().public_key()
+    (tmp_path / "other.pem").write_bytes(
+        other.public_bytes(serialization.Encoding.PEM, serialization.PublicFormat.SubjectPublicKeyInfo)
+    )
+    (tmp_path / "junk.pem").write_text(json.dumps("junk"))
+    for key in (tmp_path / "none.pem", tmp_path / "junk.pem", tmp_path / "other.pem"):
+        with pytest.raises(Unsupported, match="public key"):
+            requires(str(key))
+        assert CliRunner().invoke(sign_command, [str(weight_file(1)), "--key", str(key)]).exit_code == 2
+
+
+def test_without_the_extra(monkeypatch: pytest.MonkeyPatch, keys: Path) -> None:
+    import sys
+
+    monkeypatch.setitem(sys.modules, "model_signing.verifying", None)
+    with pytest.raises(MissingExtra, match=r"weightswap\[signing\]"):
+        requires(str(keys / "ours.pem"))
