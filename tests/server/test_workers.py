@@ -216,16 +216,16 @@ def test_operators_change_what_workers_serve(tmp_path: Path, monkeypatch: pytest
     with serving(tmp_path, 1, "-w", str(tmp_path / "1.safetensors"), *options) as fleet:
         operator, changes = AdminClient(f"unix://{socket}", TOKEN), "/admin/models/tiny/"
         said = operator.post(f"{changes}swap", {"source": str(fleet.files[2])})
-        assert fleet.infer() == (said["weights_id"], 1)
+        assert fleet.infer() == (said["receipt"]["weights_id"], 1)
         said = operator.post(f"{changes}rollback", {})
-        assert fleet.infer() == (said["weights_id"], 2)
+        assert fleet.infer() == (said["receipt"]["weights_id"], 2)
         operator.post(f"{changes}stage", {"source": str(fleet.files[3])})
         with pytest.raises(AdminRefused, match="its workers cannot do that; serve without --workers"):
             operator.post(f"{changes}canary", {"share": 0.5})
         with pytest.raises(AdminRefused, match="its workers cannot do that"):
             operator.post("/v2/repository/models/tiny/unload", {})
         said = operator.post(f"{changes}commit", {})
-        assert fleet.infer() == (said["weights_id"], 3)
+        assert fleet.infer() == (said["receipt"]["weights_id"], 3)
 
 
 @pytest.mark.slow
