@@ -28,8 +28,8 @@ from tests.support.served import as_json
 from tests.support.tiny import TinyArtifact
 from weightswap_runtime import DesiredPlace, Unsupported
 from weightswap_server import Settings, Source
-from weightswap_server.totals import Totals
-from weightswap_server.workers import Workers
+from weightswap_server.workers.manager import Workers
+from weightswap_server.workers.totals import Totals
 from weightswap_tools.admin_client import AdminClient, AdminRefused
 from weightswap_tools.commands.serve import serve_command
 
@@ -125,6 +125,8 @@ def serving(folder: Path, workers: int, *more: str) -> Iterator[Fleet]:
     try:
         eventually(lambda: fleet.get("/v2/health/ready") == b"")
         yield fleet
+        if process.poll() is not None:
+            return
         children = fleet.children
         process.send_signal(signal.SIGTERM)
         assert process.wait(30) == 0
@@ -226,6 +228,15 @@ def test_operators_change_what_workers_serve(tmp_path: Path, monkeypatch: pytest
             operator.post("/v2/repository/models/tiny/unload", {})
         said = operator.post(f"{changes}commit", {})
         assert fleet.infer() == (said["receipt"]["weights_id"], 3)
+
+
+@pytest.mark.slow
+def test_nobody_outlives_the_manager(tmp_path: Path) -> None:
+    with serving(tmp_path, 2) as fleet:
+        children = fleet.children
+        fleet.process.kill()
+        fleet.process.wait()
+        eventually(lambda: not any(Path(f"/proc/{child}").exists() for child in children))
 
 
 @pytest.mark.slow

@@ -19,7 +19,7 @@ from .swap import ResidencyChoice
 
 if TYPE_CHECKING:
     from weightswap_server.serving import Server, Source
-    from weightswap_server.workers import Workers
+    from weightswap_server.workers.manager import Workers
 
 serve_command = typer.Typer(add_completion=False)
 _NAMED = re.compile(r"([\w.-]+)=(.+)", re.DOTALL)
@@ -109,7 +109,7 @@ def serve(
         from weightswap_server.serving import Server, Source, default_name
         from weightswap_server.settings import Settings
         from weightswap_server.signatures import requires
-        from weightswap_server.workers import Workers
+        from weightswap_server.workers.manager import Workers
 
         settings = Settings(
             host=host,

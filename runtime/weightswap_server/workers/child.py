@@ -1,6 +1,6 @@
-"""A keeper's and a worker's process: `python -m weightswap_server.child DESCRIPTOR`.
+"""A keeper's and a worker's process: `python -m weightswap_server.workers.child DESCRIPTOR`.
 
-The descriptor is one end of a socket, the other is the manager's (`workers`). Over it come what to do, and answers;
+The descriptor is one end of a socket, the other is the manager's (`manager`). Over it come what to do, and answers;
 when it closes, the manager has gone, and so does the child.
 """
 
@@ -26,14 +26,14 @@ from weightswap_runtime.errors import WeightswapError
 from weightswap_runtime.shared.keeper import keep
 from weightswap_runtime.shared.segment import Segment
 from weightswap_runtime.shared.worker import join
+from weightswap_server.admin.plane import AdminPlane
+from weightswap_server.admin.settings import AdminSettings
+from weightswap_server.errors import log
+from weightswap_server.service import Service
+from weightswap_server.serving import Server, Source
+from weightswap_server.settings import Settings
+from weightswap_server.signatures import requires
 
-from .admin.plane import AdminPlane
-from .admin.settings import AdminSettings
-from .errors import log
-from .service import Service
-from .serving import Server, Source
-from .settings import Settings
-from .signatures import requires
 from .totals import Role
 
 TELLS = 1.0  # seconds between two times that a child tells its metrics
@@ -157,7 +157,7 @@ def main(descriptor: str) -> None:
     line.listen()
     try:
         if line.task.settings.traces:
-            from .traces import export_spans
+            from weightswap_server.traces import export_spans
 
             export_spans()
         if line.task.op_libraries:

@@ -23,13 +23,13 @@ from weightswap_runtime.format.artifact import Artifact
 from weightswap_runtime.memory.opening import HOST
 from weightswap_runtime.shared.control import Control
 from weightswap_runtime.shared.segment import Segment
+from weightswap_server.admin.settings import AdminSettings
+from weightswap_server.errors import log
+from weightswap_server.listening import listening
+from weightswap_server.serving import Source, signals
+from weightswap_server.settings import Settings
 
-from .admin.settings import AdminSettings
 from .child import Task, Word
-from .errors import log
-from .listening import listening
-from .serving import Source, signals
-from .settings import Settings
 from .totals import Role, Totals
 
 _Segments = Mapping[str, Segment]
@@ -189,7 +189,7 @@ class _Child:
         ours, theirs = socket.socketpair()
         shared = [each for segment in self._task.segments.values() for each in segment.descriptors]
         passed = [theirs.fileno(), *shared, *([self._task.listener] if self._task.listener >= 0 else [])]
-        command = [sys.executable, "-P", "-m", "weightswap_server.child", str(theirs.fileno())]
+        command = [sys.executable, "-P", "-m", "weightswap_server.workers.child", str(theirs.fileno())]
         self._failure = ""
         with theirs:
             self._process = process = subprocess.Popen(
