@@ -11,6 +11,7 @@ from pathlib import Path
 from tests.support import warm
 
 LIBRARY = """
+import pytest
 import torch
 
 @torch.library.custom_op("weightswap_graphs::doubled", mutates_args=())
