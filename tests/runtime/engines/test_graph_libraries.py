@@ -8,10 +8,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.support import warm
 
 LIBRARY = """
-import pytest
 import torch
 
 @torch.library.custom_op("weightswap_graphs::doubled", mutates_args=())
