@@ -1,4 +1,4 @@
-"""weightswap's server: models of artifacts behind the Open Inference Protocol, over HTTP and gRPC, in one process."""
+"""weightswap's server: models of artifacts behind the Open Inference Protocol, over HTTP and gRPC."""
 
 from .admin.settings import AdminSettings
 from .models import Method

@@ -37,13 +37,13 @@ _CONTENTS = {
 class GrpcServer:
     """Listens from its making on."""
 
-    def __init__(self, service: Service, settings: Settings) -> None:
-        """Raises OSError where the port cannot be had."""
+    def __init__(self, service: Service, settings: Settings, shared: bool = False) -> None:
+        """shared: other processes listen at the port, too. Raises OSError where the port cannot be had."""
         self._methods = _Methods(service)
         limits = ("grpc.max_receive_message_length", "grpc.max_send_message_length")
         options = [
             *((name, size) for name, size in zip(limits, (settings.max_body, -1), strict=True)),
-            ("grpc.so_reuseport", 0),
+            ("grpc.so_reuseport", int(shared)),
         ]
         self._server = grpc.server(
             ThreadPoolExecutor(_WORKERS, thread_name_prefix="weightswap-grpc"),

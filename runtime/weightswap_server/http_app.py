@@ -112,7 +112,9 @@ class _Pages:
         return _document(self._service.index())
 
     async def metrics(self, request: Request) -> Response:
-        return Response(self._service.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
+        return Response(
+            await asyncio.to_thread(self._service.all_metrics), media_type="text/plain; version=0.0.4; charset=utf-8"
+        )
 
     async def openapi(self, request: Request) -> Response:
         return Response(self._description, media_type=_JSON)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from functools import partial
 from threading import Lock
@@ -53,6 +53,7 @@ class Served:
         self.canary: Canary | None = None
         self.warm = False
         self.unloaded = False  # by an operator
+        self.by_workers = False  # whether it is other processes that answer
         self._settings = settings
         if settings.max_batch > 1:
             self._batch()
@@ -71,6 +72,7 @@ class Served:
 
     def start_canary(self, staged: Staged, plan: Plan) -> Canary:
         """Let what is staged answer some requests. Raises Unsupported where it cannot."""
+        self.check_alone("a canary")
         if self.generates:
             raise Unsupported(f"{self.name}: generates, and each generation stays on the weights that it began with")
         if self.model.residency != "double":
@@ -79,6 +81,16 @@ class Served:
             raise Unsupported(f"{self.name}: serves nothing yet, which a canary could be compared with; commit it")
         self.canary = Canary(staged, plan, partial(self._metrics.tried, self.name))
         return self.canary
+
+    def unload(self) -> None:
+        """Answer nobody until it is loaded again. Raises Unsupported."""
+        self.check_alone("unload")
+        self.unloaded = True
+
+    def check_alone(self, what: str) -> None:
+        """Raise Unsupported for what workers do not know of."""
+        if self.by_workers:
+            raise Unsupported(f"{self.name}: {what}: its workers cannot do that; serve without --workers")
 
     def end_canary(self) -> None:
         """Nothing more goes to what is staged."""
@@ -110,7 +122,7 @@ class Served:
             canary.answered(call.method, call.flat, answer, seconds, by_canary=mine)
 
     def _on_event(self, event: Event) -> None:
-        if self._traces is not None:
+        if self._traces is not None and self.model.takes_weights:
             self._traces.changed(self.name, event)
         if not self.warm and event.kind == "committed":
             self.thread.do(self._warm_up)
@@ -164,6 +176,7 @@ class Service:
         settings.check()
         self.settings = settings
         self.metrics = ServerMetrics()
+        self.all_metrics: Callable[[], bytes] = self.metrics.text  # of all processes that serve the models
         self.traces = _traces() if settings.traces else None
         self.stopping = False
         self.streams = 0

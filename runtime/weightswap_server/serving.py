@@ -42,24 +42,39 @@ class Source(msgspec.Struct, frozen=True, kw_only=True):
 
     def open(self) -> Model:
         """Load it, and let it take what comes. Raises what `load`, `Model.watch` and `Model.follow` raise."""
+        self.check()
+        model = load(self.artifact, self.weights, **self.options)
+        self.take(model)
+        return model
+
+    def check(self) -> None:
+        """Raise Unsupported for what excludes each other."""
         if self.watch is not None and self.follow is not None:
             raise Unsupported(
                 "a model that follows a place takes nothing else: watch the directory in the process "
                 "that promotes, with model.watch(promote=...)"
             )
-        model = load(self.artifact, self.weights, **self.options)
+
+    def take(self, model: Model) -> None:
+        """Let a model take what comes. Raises what `Model.watch` and `Model.follow` raise."""
         if self.watch is not None:
             model.watch(self.watch, self.interval)
         if self.follow is not None:
             model.follow(self.follow, self.interval)
-        return model
 
 
 class Server:
     """Serves models until it is told to stop."""
 
-    def __init__(self, models: Mapping[str, Model], settings: Settings, admin: AdminSettings | None = None) -> None:
+    def __init__(
+        self,
+        models: Mapping[str, Model],
+        settings: Settings,
+        admin: AdminSettings | None = None,
+        listener: socket.socket | None = None,
+    ) -> None:
         """models: by the names that requests call them by. The server closes them when it ends. admin: for operators.
+        listener: on which other processes accept, too, and with whom the port of gRPC is shared.
 
         Raises Unsupported.
         """
@@ -69,6 +84,7 @@ class Server:
         self.admin = AdminPlane(self.service, admin) if admin is not None else None
         self._grpc: GrpcServer | None = None
         self._told: list[Callable[[], object]] = []
+        self._listener = listener
         self.http_port = 0
         self.grpc_port = 0
 
@@ -79,7 +95,7 @@ class Server:
         """
         with (
             self.admin.running() if self.admin is not None else nullcontext(),
-            listening(self.settings.host, self.settings.http_port) as listener,
+            self._listener or listening(self.settings.host, self.settings.http_port) as listener,
         ):
             self.http_port = listener.getsockname()[1]
             try:
@@ -101,7 +117,7 @@ class Server:
         if self.settings.grpc_port is not None:
             from .grpc_service import GrpcServer
 
-            self._grpc = GrpcServer(self.service, self.settings)
+            self._grpc = GrpcServer(self.service, self.settings, self._listener is not None)
             self.grpc_port = self._grpc.port
 
     def on_listening(self, tell: Callable[[], object]) -> None:
@@ -133,14 +149,14 @@ class Server:
 
     async def _serve(self, listener: socket.socket) -> None:
         loop = asyncio.get_running_loop()
-        with _signals(loop, self.stop):
+        with signals(loop, self.stop):
             for tell in self._told:
                 tell()
             await self._http.serve(sockets=[listener])
 
 
 @contextmanager
-def _signals(loop: asyncio.AbstractEventLoop, stop: Any) -> Iterator[None]:
+def signals(loop: asyncio.AbstractEventLoop, stop: Any) -> Iterator[None]:
     """A block in which SIGTERM and SIGINT stop the server, where this is the main thread."""
     added = []
     for number in (signal.SIGTERM, signal.SIGINT):

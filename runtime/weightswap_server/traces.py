@@ -1,7 +1,7 @@
 """Spans of requests and of swaps, for OpenTelemetry. They are made once all is over, so that nothing waits for them.
 
 MODEL              kind server, from a request's arrival to its answer; its event `call` is when the model was called.
-                   weightswap.weights_id, .generation, .batch_calls; error.type and a status where it was refused
+                   weightswap.weights_id, .generation or .canary, .batch_calls; error.type and a status if refused
 weightswap.swap    as long as it was staged, verified and committed, or until it was refused; weightswap.model,
                    .outcome, .source, .by, .weights_id, .generation
 """
@@ -103,8 +103,11 @@ class Traces:
 
 
 def _weights(answer: Answer | Answered) -> dict[str, Any]:
-    generation = {} if answer.generation is None else {"weightswap.generation": answer.generation}
-    return {"weightswap.weights_id": answer.weights_id, **generation}
+    """Which weights have answered; a canary's have no generation."""
+    found: dict[str, Any] = {"weightswap.weights_id": answer.weights_id}
+    if answer.generation is None:
+        return found | {"weightswap.canary": True}
+    return found | {"weightswap.generation": answer.generation}
 
 
 def _epoch(moment: float) -> int:

@@ -53,6 +53,7 @@ def python(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=900, check=False)
 
 
+@pytest.mark.slow
 def test_the_report_knows_the_machine_and_the_settings(measured: Measure) -> None:
     _, made = measured("swap")
     assert made["machine"].keys() >= FACTS

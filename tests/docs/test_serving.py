@@ -62,10 +62,17 @@ def test_from_nothing_to_an_answer(folder: Path, ports: dict[str, str]) -> None:
         assert gained == pytest.approx([1, 1], abs=1e-5)
 
 
+def test_workers(folder: Path, ports: dict[str, str]) -> None:
+    serve, ask = elsewhere(BLOCKS["sh"][4], ports), elsewhere(BLOCKS["sh"][1], ports)
+    with served(folder, serve):
+        answer = json.loads(shell(folder, ask).partition("}{")[2].join(("{", "")))
+        assert answer["outputs"][0]["shape"] == [1, 2]
+
+
 def test_generation(tmp_path: Path, ports: dict[str, str]) -> None:
     (build,) = re.findall(r"```python\n(from transformers.*?)```", page("state"), re.DOTALL)
     python(tmp_path, "from weightswap_exporter import pack", build)
-    serve, ask = (elsewhere(block, ports) for block in BLOCKS["sh"][4:6])
+    serve, ask = (elsewhere(block, ports) for block in BLOCKS["sh"][5:7])
     with served(tmp_path, serve):
         events = shell(tmp_path, ask).strip().split("\n\n")
         assert len(events) == 4
@@ -74,7 +81,7 @@ def test_generation(tmp_path: Path, ports: dict[str, str]) -> None:
 
 def test_an_operator_pushes_weights_and_takes_them_back(folder: Path, ports: dict[str, str]) -> None:
     """And then lets them answer some requests first."""
-    prepare, serve, push, canary = (elsewhere(block, ports) for block in BLOCKS["sh"][6:10])
+    prepare, serve, push, canary = (elsewhere(block, ports) for block in BLOCKS["sh"][7:11])
     python(folder, BLOCKS["python"][0])
     commands(folder, prepare)
     place = DesiredPlace(folder / "service")
@@ -97,7 +104,7 @@ def test_an_operator_pushes_weights_and_takes_them_back(folder: Path, ports: dic
 
 def test_weights_are_signed(folder: Path) -> None:
     pytest.importorskip("model_signing")
-    commands(folder, BLOCKS["sh"][10])
+    commands(folder, BLOCKS["sh"][11])
     model = load(folder / "tagger.artifact", folder / "v2.safetensors", admit=requires(str(folder / "public.pem")))
     with pytest.raises(SignatureRefused):
         model.swap(folder / "v1.safetensors")

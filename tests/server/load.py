@@ -1,4 +1,8 @@
-"""A load from a process of its own: each answer is checked against what eager gives for the weights that it names."""
+"""A load from a process of its own: each answer is checked against what eager gives for the weights that it names.
+
+What it prints: answers by weights id; `mixed`, that no single set of weights gives; `stale`, of older weights than an
+answer that had come before the request began; `failed`; and quantiles of the times of answers, in ms.
+"""
 
 from __future__ import annotations
 
@@ -12,35 +16,42 @@ import numpy as np
 
 INPUT = np.arange(6, dtype=np.float32).reshape(2, 3)
 CLIENTS = 4
+seen = [-1]  # the latest generation of an answer; clients are threads, and a moment too late does no harm
+times: list[float] = []
 
 
 def load(protocol: str, port: int, expected: dict[str, np.ndarray[Any, Any]], until: float) -> dict[str, int]:
-    """One client's answers, by weights id; `mixed`: those that no single set of weights gives."""
+    """One client's answers, counted."""
     if protocol == "http":
         import tritonclient.http as triton
     else:
         import tritonclient.grpc as triton  # type: ignore[no-redef]
 
-    found = dict.fromkeys(expected, 0) | {"mixed": 0, "failed": 0}
+    found = dict.fromkeys(expected, 0) | {"mixed": 0, "stale": 0, "failed": 0}
     tensor = triton.InferInput("x", [2, 3], "FP32")
     tensor.set_data_from_numpy(INPUT)
     with triton.InferenceServerClient(f"127.0.0.1:{port}") as client:
         while time.time() < until:
+            least, begun = seen[0], time.perf_counter()
             try:
                 answer = client.infer("tiny", [tensor])
             except Exception as error:
                 print(error, file=sys.stderr)
                 found["failed"] += 1
                 continue
-            parameters = answer.get_response()
-            weights_id = (
-                parameters["parameters"]["weights_id"]
-                if protocol == "http"
-                else parameters.parameters["weights_id"].string_param
-            )
+            times.append(time.perf_counter() - begun)
+            weights_id, generation = _served(protocol, answer.get_response())
+            found["stale"] += generation < least
+            seen[0] = max(seen[0], generation)
             right = np.allclose(answer.as_numpy("output"), expected[weights_id], rtol=1e-5)
             found[weights_id if right else "mixed"] += 1
     return found
+
+
+def _served(protocol: str, answer: Any) -> tuple[str, int]:
+    if protocol == "http":
+        return answer["parameters"]["weights_id"], answer["parameters"]["generation"]
+    return answer.parameters["weights_id"].string_param, answer.parameters["generation"].int64_param
 
 
 def main(http_port: str, grpc_port: str, expected: str, seconds: str) -> None:
@@ -53,7 +64,9 @@ def main(http_port: str, grpc_port: str, expected: str, seconds: str) -> None:
             for number in range(CLIENTS)
         ]
     results = [client.result() for client in clients]
-    print(json.dumps({name: sum(result[name] for result in results) for name in results[0]}))
+    counted = {name: sum(result[name] for result in results) for name in results[0]}
+    p50, p99 = (1000 * float(np.quantile(times, share)) for share in (0.5, 0.99))
+    print(json.dumps({"answers": counted, "p50": p50, "p99": p99}))
 
 
 if __name__ == "__main__":

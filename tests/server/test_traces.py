@@ -22,6 +22,10 @@ from opentelemetry.trace import SpanKind, StatusCode
 from tests.support.served import as_json, ask, occupied, serving
 from tests.support.tiny import TinyArtifact, WriteWeights
 from weightswap_runtime import DigestMismatch, load
+from weightswap_server import Method
+from weightswap_server.batching import Call
+from weightswap_server.tensors_on_the_wire import Answer
+from weightswap_server.traces import Traces
 
 X = np.arange(6, dtype=np.float32).reshape(2, 3)
 INFER = "/v2/models/tiny/infer"
@@ -72,6 +76,14 @@ def test_requests(spans: InMemorySpanExporter, tiny: TinyArtifact, weight_file: 
     assert (unknown.name, unknown.attributes) == ("unknown model", {"error.type": "UnknownModel"})
     assert {span.status.status_code for span in (refused, unknown)} == {StatusCode.ERROR}
     assert "x: missing" in str(refused.status.description)
+
+
+def test_a_canary_has_no_generation(spans: InMemorySpanExporter, tiny: TinyArtifact, weight_file: WriteWeights) -> None:
+    with load(tiny.path, weight_file(1)) as model:
+        call = Call(Method(model, "forward"), [])
+        Traces().answered("tiny", call, Answer([], None, "abc"), call.arrived, 1)
+    (span,) = spans.get_finished_spans()
+    assert span.attributes == {"weightswap.weights_id": "abc", "weightswap.canary": True, "weightswap.batch_calls": 1}
 
 
 def test_a_batch_has_a_span_for_each_request(

@@ -45,6 +45,7 @@ def test_the_dtype_is_that_of_the_configuration(tmp_path: Path) -> None:
     assert agree(served, eager, BY_NAME["llama"].inputs(3, 12))
 
 
+@pytest.mark.slow
 def test_sizes_that_cannot_vary_are_fixed_and_named(tmp_path: Path) -> None:
     eager = randomised(BY_NAME["mamba"], 5)
     served, said = export_then_swap(eager, tmp_path)
@@ -55,6 +56,7 @@ def test_sizes_that_cannot_vary_are_fixed_and_named(tmp_path: Path) -> None:
         assert agree(served, eager, {"input_ids": torch.randint(0, 99, (batch, 16))})
 
 
+@pytest.mark.slow
 def test_weights_that_no_file_holds_are_packed_with_the_directory(tmp_path: Path) -> None:
     sizes = {"d_model": 16, "encoder_layers": 1, "decoder_layers": 1, "encoder_ffn_dim": 16, "decoder_ffn_dim": 16}
     heads = {"encoder_attention_heads": 2, "decoder_attention_heads": 2, "max_position_embeddings": 32}

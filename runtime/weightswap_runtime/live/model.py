@@ -61,6 +61,8 @@ class Model(Caller, AbstractContextManager["Model"]):
     Leaving its `with` block closes it.
     """
 
+    takes_weights = True  # or another process changes them
+
     def __init__(
         self, artifact: Artifact, store: Store, *, device: str, engine: Engine, max_variants: int = MOST
     ) -> None:

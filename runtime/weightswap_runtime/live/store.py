@@ -105,15 +105,22 @@ class Store:
     """Arenas, their sessions, and the gate before them. Several models may share one."""
 
     def __init__(
-        self, weights: tuple[NamedTensor, ...], residency: str, keep_previous: str | None, memory: Memory
+        self,
+        weights: tuple[NamedTensor, ...],
+        residency: str,
+        keep_previous: str | None,
+        memory: Memory,
+        gate: Gate[Session] | None = None,
     ) -> None:
-        self.gate: Gate[Session] = Gate()
+        """gate: None: calls and commits of this process meet nobody else's."""
+        self.gate: Gate[Session] = gate or Gate()
         self.contexts = Contexts()
         self.variants: weakref.WeakSet[Variants] = weakref.WeakSet()  # of the models that share the weights
         self.memory = memory
         self.turns = Turns()
         self.events = Events()
         self.history: deque[SwapReceipt] = deque(maxlen=HISTORY)
+        self.inherited = False  # whether the history began in a process whose place this one has taken
         self._renew()
         renew_in_children(self)
         self._weights = weights

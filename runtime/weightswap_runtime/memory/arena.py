@@ -15,6 +15,7 @@ from weightswap_runtime.format.weight_file import ALIGNMENT, TensorRow, canonica
 from weightswap_runtime.threads.workers import Workers
 
 COPY_CHUNK = 16 << 20
+Buffer = mmap.mmap | ctypes.Array[ctypes.c_char]
 
 
 class ByteRange(NamedTuple):
@@ -106,17 +107,18 @@ class Arena(Room, Protocol):
 
 
 class HostArena:
-    """Anonymous, page-aligned memory of this process; it maps no file, and a forked child gets a copy of its own.
+    """Page-aligned memory, which lives as long as anything views it.
 
-    The memory lives as long as anything views it.
+    It is anonymous and of this process alone, and a forked child gets a copy of its own; or it is what is given as
+    `memory`, of which it may be that nobody may write to it.
     """
 
     most = 1 << 30
 
-    def __init__(self, layout: ArenaLayout) -> None:
+    def __init__(self, layout: ArenaLayout, memory: Buffer | None = None) -> None:
         self.layout = layout
         try:
-            self.memory = _map(max(layout.nbytes, mmap.PAGESIZE))
+            self.memory = memory or _map(max(layout.nbytes, mmap.PAGESIZE))
         except (OSError, ValueError, OverflowError) as error:
             raise OutOfMemory(f"a set of weights of {layout.nbytes} bytes cannot be allocated ({error}).") from error
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self.memory))

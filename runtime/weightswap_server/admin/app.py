@@ -166,7 +166,9 @@ class AdminPages:
         return document(await in_thread(self._desk(request).history))
 
     async def _metrics(self, request: Request) -> Response:
-        return Response(self._service.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
+        return Response(
+            await asyncio.to_thread(self._service.all_metrics), media_type="text/plain; version=0.0.4; charset=utf-8"
+        )
 
     async def _openapi(self, request: Request) -> Response:
         return document(description(list(self._desks), {name: kind for name, (kind, _) in CHANGES.items()}))

@@ -35,4 +35,4 @@ def load(desk: Desk, asked: StageRequest | None, by: str) -> SwapReceipt | None:
 
 def unload(desk: Desk) -> None:
     """Answer nobody until the next `load`. Weights and memory stay, and go on to be changed."""
-    desk.served.unloaded = True
+    desk.served.unload()

@@ -7,7 +7,7 @@ import logging
 import os
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -18,7 +18,8 @@ from weightswap_tools.terminal import DeviceOption, EngineOption, OpLibraryOptio
 from .swap import ResidencyChoice
 
 if TYPE_CHECKING:
-    from weightswap_server.serving import Source
+    from weightswap_server.serving import Server, Source
+    from weightswap_server.workers.manager import Workers
 
 serve_command = typer.Typer(add_completion=False)
 _NAMED = re.compile(r"([\w.-]+)=(.+)", re.DOTALL)
@@ -82,7 +83,12 @@ def serve(
     require_signature: Annotated[
         str | None, typer.Option(help="A public key (PEM): serve only weights that it has signed (weightswap sign).")
     ] = None,
-    threads: Annotated[int | None, typer.Option(help="Of one call; by default one for each core.")] = None,
+    workers: Annotated[
+        int | None, typer.Option(help="Serve from so many processes, which share one copy of the weights.")
+    ] = None,
+    threads: Annotated[
+        int | None, typer.Option(help="Of one call; by default one for each core, which workers share out.")
+    ] = None,
     engine: EngineOption = "torch",
     device: DeviceOption = HOST,
     residency: Annotated[ResidencyChoice, typer.Option(help="How many sets of weights are held.")] = (
@@ -97,13 +103,13 @@ def serve(
     --follow has found some.
     """
     with errors_as_exit(as_json=False):
-        if threads is not None and "torch" not in sys.modules:
-            os.environ["OMP_NUM_THREADS"] = str(threads)  # also for threads that are not yet there
+        _limit_threads(threads, workers)
         logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
         from weightswap_server.admin.settings import AdminSettings
         from weightswap_server.serving import Server, Source, default_name
         from weightswap_server.settings import Settings
         from weightswap_server.signatures import requires
+        from weightswap_server.workers.manager import Workers
 
         settings = Settings(
             host=host,
@@ -173,11 +179,32 @@ def serve(
             )
             for name, place in places.items()
         }
-        server = Server({name: source.open() for name, source in sources.items()}, settings, admin)
-        server.on_listening(lambda: _say_where(server))
-        gc.collect()
-        gc.freeze()  # else each full collection looks at all that torch is made of, for a tenth of a second
-        server.run()
+        if workers is not None:
+            _run_workers(Workers(sources, settings, workers, admin, require_signature), list(sources))
+        else:
+            _run(Server({name: source.open() for name, source in sources.items()}, settings, admin))
+
+
+def _limit_threads(threads: int | None, workers: int | None) -> None:
+    """How many threads a call has, also of threads that are not yet there. Children inherit it."""
+    if threads is not None and "torch" not in sys.modules:
+        os.environ["OMP_NUM_THREADS"] = str(threads)
+    elif workers:
+        os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // workers)))
+
+
+def _run(server: Server) -> None:
+    server.on_listening(
+        lambda: _say_where(server, server.service.names, server.admin.where if server.admin is not None else "")
+    )
+    gc.collect()
+    gc.freeze()  # else each full collection looks at all that torch is made of, for a tenth of a second
+    server.run()
+
+
+def _run_workers(workers: Workers, names: Iterable[str]) -> None:
+    workers.on_listening(lambda: _say_where(workers, names, workers.admin_where))
+    workers.run()
 
 
 def _by_name(option: str, given: list[str] | None, places: Mapping[str, str]) -> dict[str, str]:
@@ -194,10 +221,10 @@ def _by_name(option: str, given: list[str] | None, places: Mapping[str, str]) ->
     return found
 
 
-def _say_where(server: Any) -> None:
-    say(f"http://{server.settings.host}:{server.http_port} serves {', '.join(server.service.names)}")
+def _say_where(server: Server | Workers, names: Iterable[str], admin: str) -> None:
+    say(f"http://{server.settings.host}:{server.http_port} serves {', '.join(names)}")
     if server.grpc_port:
         say(f"{server.settings.host}:{server.grpc_port} is gRPC's")
-    if server.admin is not None:
-        say(f"{server.admin.where} is for operators")
+    if admin:
+        say(f"{admin} is for operators")
     sys.stdout.flush()

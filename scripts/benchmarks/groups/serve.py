@@ -114,8 +114,8 @@ def _loaded(settings: Settings, folder: Path, weights: Path, x: torch.Tensor) ->
 
 
 def _peers() -> Sequence[str]:
-    """Those that are installed."""
-    return [peer for peer in ("fastapi", "litserve") if find_spec(peer)]
+    """Those that are installed; KServe in a Python of its own, that KSERVE_PYTHON names, as it wants older packages."""
+    return [peer for peer in ("fastapi", "litserve") if find_spec(peer)] + ["kserve"] * ("KSERVE_PYTHON" in os.environ)
 
 
 def _milliseconds(subject: Callable[[], Any]) -> float:
@@ -157,6 +157,8 @@ def _our_request(x: torch.Tensor) -> Bodies:
 
 
 def _their_request(peer: str, x: torch.Tensor) -> Bodies:
+    if peer == "kserve":
+        return _our_request(x)
     rows = x.numpy().tobytes()
     body = rows if peer == "fastapi" else msgspec.json.encode({"rows": rows})  # as base64
     return "/predict", body, {"Content-Type": "application/json"}
@@ -193,7 +195,8 @@ def _ours(folder: Path, weights: Path, *options: str) -> Iterator[tuple[int, int
 @contextmanager
 def _served(peer: str, folder: Path) -> Iterator[int]:
     port = _free_port()
-    with _process([sys.executable, str(_PEERS / f"peer_{peer}.py"), str(folder / "w.pt"), str(port)], port):
+    python = os.environ["KSERVE_PYTHON"] if peer == "kserve" else sys.executable
+    with _process([python, str(_PEERS / f"peer_{peer}.py"), str(folder / "w.pt"), str(port)], port):
         yield port
 
 

@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.support import warm
 
 LIBRARY = """
@@ -58,6 +60,7 @@ print(model(torch.ones(3)).tolist())
 """
 
 
+@pytest.mark.slow
 def test_operators_of_a_package_are_found_when_it_is_named(tmp_path: Path) -> None:
     (tmp_path / "weightswap_doubled.py").write_text(LIBRARY)
     path = os.pathsep.join([str(tmp_path), *filter(None, sys.path)])

@@ -125,6 +125,7 @@ def test_very_many_modules_are_cut_and_can_be_searched(open_report: Open) -> Non
     assert page.locator("img").count() == 0
 
 
+@pytest.mark.slow
 def test_the_rows_that_are_drawn_follow_the_arrows(open_report: Open) -> None:
     page = open_report(report_of(ModuleGraph(module("", "Net", *(module(f"m{place}", "") for place in range(3000))))))
     start(page)

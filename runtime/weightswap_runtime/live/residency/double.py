@@ -35,6 +35,15 @@ class Double:
             self._saved = memory.kept(layout) if keep else None
         self._displaced: Version[Session] | None = None  # what lies in `_saved`
 
+    def adopt(self, generation: int, identity: Identity, previous: Identity | None) -> Version[Session]:
+        """What another process has left in the arenas, in turns; `previous`: which weights a rollback leads to."""
+        for number, known in ((generation, identity), (generation - 1, previous)):
+            if known is not None:
+                session = self.sessions[number % 2]
+                session.content = known.digests
+                self._resident[session] = Version(session, number, known)
+        return self._resident[self.sessions[generation % 2]]
+
     @contextmanager
     def target(self, timeout: float | None, job: Job) -> Iterator[StagingTarget]:
         idle = self._idle()

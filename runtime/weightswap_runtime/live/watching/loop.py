@@ -137,7 +137,8 @@ class Loop:
     ) -> None:
         model, self.store, self.member, self.request = subject
         self.promotion = promotion
-        self.began = -1 if self.store.gate.current is None else self.store.gate.current.generation
+        current = self.store.gate.current
+        self.began = -1 if current is None or self.store.inherited else current.generation
         self.stopping = False
         self.job: Job | None = None
         self._lookers = lookers

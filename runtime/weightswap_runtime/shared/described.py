@@ -1,0 +1,100 @@
+"""What the keeper writes into the control page: which weights lie in an arena, and the receipts of commits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import msgspec
+
+from weightswap_runtime.errors import WeightFileError
+from weightswap_runtime.format.identity import Identity
+from weightswap_runtime.format.nonfinite import Counts
+from weightswap_runtime.live.receipt import SwapReceipt
+
+from .control import Control
+
+
+class Described(msgspec.Struct, frozen=True):
+    """A generation, and which weights it is."""
+
+    generation: int
+    weights_id: str
+    labels: Mapping[str, str]
+    digests: Mapping[str, tuple[bytes, ...]] = {}
+    nonfinite: Mapping[str, Counts] = {}
+
+    @property
+    def identity(self) -> Identity:
+        return Identity(self.weights_id, dict(self.digests), dict(self.labels), dict(self.nonfinite))
+
+
+class Named(msgspec.Struct, frozen=True):
+    """Of that what workers need."""
+
+    generation: int
+    weights_id: str
+    labels: Mapping[str, str]
+
+    @property
+    def identity(self) -> Identity:
+        return Identity(self.weights_id, {}, dict(self.labels))
+
+
+class _History(msgspec.Struct, frozen=True):
+    written: int
+    receipts: list[SwapReceipt]
+
+
+_described = msgspec.msgpack.Decoder(Described)
+_named = msgspec.msgpack.Decoder(Named)
+_history = msgspec.msgpack.Decoder(_History)
+_encoder = msgspec.msgpack.Encoder()
+
+
+def describe(control: Control, generation: int, identity: Identity) -> None:
+    """Say what lies in the arena of a generation. Raises WeightFileError where that takes too much room."""
+    text = _encoder.encode(
+        Described(generation, identity.weights_id, identity.labels, identity.digests, identity.nonfinite)
+    )
+    place = control.descriptions[generation % 2]
+    if len(text) > place.most:
+        raise WeightFileError(
+            f"the weights {identity.weights_id[:12]}: their labels and digests take {len(text)} bytes, and workers "
+            f"share {place.most}. Pack the file with shorter labels."
+        )
+    place.write(text)
+
+
+def described(control: Control, generation: int) -> Described | None:
+    """What lies in the arena of a generation, if that is this generation, whole."""
+    text = control.descriptions[generation % 2].read()
+    found = _described.decode(text) if text else None
+    return found if found is not None and found.generation == generation else None
+
+
+def named(control: Control, generation: int) -> Named | None:
+    """As `described`, for workers."""
+    text = control.descriptions[generation % 2].read()
+    found = _named.decode(text) if text else None
+    return found if found is not None and found.generation == generation else None
+
+
+def write_history(control: Control, receipts: Iterable[SwapReceipt]) -> None:
+    """Keep receipts, oldest first: as many of the last as there is room for."""
+    kept = list(receipts)
+    found = [_decoded(place.read()) for place in control.histories]
+    number = max((each.written for each in found if each), default=0) + 1
+    place = control.histories[number % 2]  # the other has the last ones, should this process end here
+    while len(text := _encoder.encode(_History(number, kept))) > place.most:
+        del kept[0]
+    place.write(text)
+
+
+def read_history(control: Control) -> list[SwapReceipt]:
+    """The receipts that were kept."""
+    found = [each for place in control.histories if (each := _decoded(place.read()))]
+    return max(found, key=lambda each: each.written).receipts if found else []
+
+
+def _decoded(text: bytes | None) -> _History | None:
+    return _history.decode(text) if text else None

@@ -1,0 +1,146 @@
+"""The keeper's side: a model whose arenas are shared, and whose commits are those of all workers."""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from weightswap_runtime.engines.choosing import open_engine
+from weightswap_runtime.engines.engine import EngineOptions
+from weightswap_runtime.errors import LeaseTimeout
+from weightswap_runtime.format.artifact import Artifact
+from weightswap_runtime.live.admission import Admit
+from weightswap_runtime.live.events import Event
+from weightswap_runtime.live.gate import Gate, Version
+from weightswap_runtime.live.model import Model
+from weightswap_runtime.live.residency.double import Double
+from weightswap_runtime.live.session import Session
+from weightswap_runtime.live.store import Store
+from weightswap_runtime.memory.arena import ArenaLayout, HostArena
+from weightswap_runtime.memory.host import HostMemory
+from weightswap_runtime.memory.opening import HOST
+from weightswap_runtime.messages import listed, plural
+
+from .available import allocate_shared
+from .control import Control
+from .described import describe, described, read_history, write_history
+from .segment import Segment, map_writable
+
+_POLL = 0.002  # seconds between two looks at what workers hold
+OPTIONS = EngineOptions(prologue=False)  # what it computes would lie in each process, and be of other weights
+
+
+def keep(artifact: str | os.PathLike[str] | Artifact, segment: Segment, admit: Admit | None = None) -> Model:
+    """A model that changes what all workers of a segment serve: each commit is theirs.
+
+    What the segment has already is served on, with its generation, history and weights id; so a keeper that was killed
+    is replaced. There must be one keeper at a time, and its segment is `Segment.create`'s. Engine "torch", on the CPU.
+    admit: as in `load`.
+
+    Raises ArtifactError, Unsupported and MissingExtra.
+    """
+    opened = artifact if isinstance(artifact, Artifact) else Artifact.open(artifact)
+    control = Control(segment.control)
+    engine = open_engine("torch", opened, HOST, OPTIONS)
+    gate = KeeperGate(control)
+    store = Store(opened.manifest.weights, "double", None, KeptMemory(segment, control), gate)
+    store.admit = admit
+    _adopt(store, gate, control)
+    model = Model(opened, store, device=HOST, engine=engine)
+
+    def write(event: Event) -> None:
+        if event.receipt is not None:
+            write_history(control, store.history)
+
+    model.listen(write)
+    return model
+
+
+def _adopt(store: Store, gate: KeeperGate, control: Control) -> None:
+    """Serve what is served already, and know what a rollback leads to."""
+    control.fence()  # an earlier keeper may have ended between its word and its fence
+    store.history.extend(read_history(control))
+    generation = control.generation
+    if generation is None or (now := described(control, generation)) is None:
+        return
+    store.inherited = True
+    before = described(control, generation - 1)
+    assert isinstance(store._residency, Double)
+    gate.adopt(store._residency.adopt(generation, now.identity, before.identity if before else None))
+
+
+class KeptArena(HostArena):
+    """Shared memory. Before it is overwritten nobody holds it, and nobody takes it for a set of weights any more."""
+
+    def __init__(self, layout: ArenaLayout, descriptor: int, withdraw: Callable[[], None]) -> None:
+        super().__init__(layout, map_writable(descriptor))
+        self._descriptor = os.dup(descriptor)
+        self._withdraw = withdraw
+
+    def __del__(self) -> None:
+        if hasattr(self, "_descriptor"):
+            os.close(self._descriptor)
+
+    @contextmanager
+    def writing(self, urgent: bool = False, join: bool = False) -> Iterator[None]:
+        """As others', with memory that is there before it is written. Raises OutOfMemory."""
+        if not join:  # else what is bound to the arena works beside calls
+            allocate_shared(self._descriptor)
+            self._withdraw()
+        yield
+
+
+class KeptMemory(HostMemory):
+    """The arenas of a segment, in their order."""
+
+    def __init__(self, segment: Segment, control: Control) -> None:
+        self._left = list(zip(segment.arenas, control.descriptions, strict=True))
+
+    def arena(self, layout: ArenaLayout) -> KeptArena:
+        descriptor, description = self._left.pop(0)
+        return KeptArena(layout, descriptor, description.clear)
+
+
+class KeeperGate(Gate[Session]):
+    """The gate of the keeper's own calls, which waits for those of workers, and takes workers along."""
+
+    def __init__(self, control: Control) -> None:
+        super().__init__()
+        self._control = control
+
+    def wait_idle(self, session: Session, timeout: float | None, check: Callable[[], None] = lambda: None) -> None:
+        """As others', for the leases of workers, too. Raises LeaseTimeout with the workers' numbers."""
+        deadline = math.inf if timeout is None else time.monotonic() + timeout
+        super().wait_idle(session, timeout, check)
+        self._await_workers(deadline, check)
+
+    def _await_workers(self, deadline: float, check: Callable[[], None]) -> None:
+        while holders := self._control.holders(self._idle_parity):
+            if time.monotonic() >= deadline:
+                raise LeaseTimeout(
+                    f"the weights that would be overwritten were still held by {plural(len(holders), 'worker')} "
+                    f"(process {listed([str(each) for each in holders])}) when the time given for that was over. "
+                    "Give a longer timeout; a worker that does not answer any more is replaced when it is killed."
+                )
+            time.sleep(_POLL)
+            check()
+            self._check_open()
+
+    @property
+    def _idle_parity(self) -> int:
+        generation = self._control.generation
+        return 0 if generation is None else (generation + 1) % 2
+
+    def adopt(self, version: Version[Session]) -> None:
+        """Serve here what workers serve already."""
+        super().exchange(version)
+
+    def exchange(self, version: Version[Session]) -> float:
+        """Serve a version, in all workers. Who begins a call after this gets it."""
+        describe(self._control, version.generation, version.identity)
+        seconds = super().exchange(version)
+        self._control.commit(version.generation)
+        return seconds

@@ -1,0 +1,174 @@
+"""A keeper's and a worker's process: `python -m weightswap_server.workers.child DESCRIPTOR`.
+
+The descriptor is one end of a socket, the other is the manager's (`manager`). Over it come what to do, and answers;
+when it closes, the manager has gone, and so does the child.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Mapping
+from contextlib import nullcontext, suppress
+from functools import partial
+from queue import SimpleQueue
+from threading import Event, Lock, Thread
+from typing import Literal
+
+import msgspec
+
+from weightswap_runtime.errors import WeightswapError
+from weightswap_runtime.shared.keeper import keep
+from weightswap_runtime.shared.segment import Segment
+from weightswap_runtime.shared.worker import join
+from weightswap_server.admin.plane import AdminPlane
+from weightswap_server.admin.settings import AdminSettings
+from weightswap_server.errors import log
+from weightswap_server.service import Service
+from weightswap_server.serving import Server, Source
+from weightswap_server.settings import Settings
+from weightswap_server.signatures import requires
+
+from .totals import Role
+
+TELLS = 1.0  # seconds between two times that a child tells its metrics
+_WARM = 60.0  # seconds for which a worker that joins waits until it is warm
+
+
+class Task(msgspec.Struct, frozen=True, kw_only=True):
+    """What a child is to do. `segments` are those of `sources`, by the models' names."""
+
+    role: Role
+    sources: Mapping[str, Source]
+    segments: Mapping[str, Segment]
+    settings: Settings
+    admin: AdminSettings | None = None
+    require_signature: str | None = None
+    op_libraries: tuple[str, ...] = ()
+    slot: int = 0
+    listener: int = -1
+
+
+class Word(msgspec.Struct, frozen=True):
+    """What a child says to its manager, or, as "total", is told."""
+
+    kind: Literal["ready", "failed", "metrics", "total"]
+    text: str = ""
+
+
+class Line:
+    """A child's end of the socket."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._stream = socket.socket(fileno=descriptor).makefile("rwb")
+        self.task = msgspec.json.decode(self._stream.readline(), type=Task)
+        self.closed = Event()
+        self._sending = Lock()
+        self._asking = Lock()
+        self._answers: SimpleQueue[str] = SimpleQueue()
+
+    def listen(self) -> None:
+        """Take what comes, in a thread; `closed` is set when nothing does any more."""
+        Thread(target=self._listen, name="weightswap-line", daemon=True).start()
+
+    def _listen(self) -> None:
+        with suppress(OSError, msgspec.DecodeError):
+            while raw := self._stream.readline():
+                self._answers.put(msgspec.json.decode(raw, type=Word).text)
+        self._answers.put("")
+        self.closed.set()
+
+    def say(self, word: Word) -> None:
+        with self._sending, suppress(OSError):
+            self._stream.write(msgspec.json.encode(word) + b"\n")
+            self._stream.flush()
+
+    def total(self, text: bytes) -> bytes:
+        """The metrics of all processes, of which this one's are `text`."""
+        with self._asking:
+            self.say(Word("total", text.decode()))
+            return self._answers.get().encode()
+
+
+def _keep(line: Line) -> None:
+    """Stage and commit for all workers, until the manager says or is gone."""
+    task, ended = line.task, line.closed
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: ended.set())
+    admit = requires(task.require_signature) if task.require_signature is not None else None
+    models = {name: keep(source.artifact, task.segments[name], admit) for name, source in task.sources.items()}
+    service = Service(models, task.settings)
+    for served in service.served:
+        served.by_workers = True
+    service.all_metrics = lambda: line.total(service.metrics.text())
+    plane = AdminPlane(service, task.admin) if task.admin is not None else None
+    try:
+        for name, source in task.sources.items():
+            if source.weights is not None and models[name].weights_id is None:
+                models[name].swap(source.weights)
+            source.take(models[name])
+        with plane.running() if plane is not None else nullcontext():
+            line.say(Word("ready", plane.where if plane is not None else ""))
+            while not ended.wait(TELLS):
+                line.say(Word("metrics", service.metrics.text().decode()))
+    finally:
+        service.close()
+
+
+def _serve(line: Line) -> None:
+    """Answer requests, until the manager says or is gone. It accepts them when it is warm."""
+    task = line.task
+    models = {name: join(source.artifact, task.segments[name], task.slot) for name, source in task.sources.items()}
+    server = Server(models, task.settings, listener=socket.socket(fileno=task.listener))
+    own = server.service.metrics.text
+    server.service.all_metrics = lambda: line.total(own())
+    server.on_listening(partial(line.say, Word("ready")))
+    _await_warm(server)
+    gc.collect()
+    gc.freeze()
+    Thread(target=_tell, args=(line, server), name="weightswap-telling", daemon=True).start()
+    server.run()
+
+
+def _await_warm(server: Server) -> None:
+    deadline = time.monotonic() + _WARM
+    while not all(served.warm or served.model.weights_id is None for served in server.service.served):
+        if time.monotonic() >= deadline:
+            log.warning("a model is not warm after %g s, and is served all the same", _WARM)
+            return
+        time.sleep(0.01)
+
+
+def _tell(line: Line, server: Server) -> None:
+    while not line.closed.wait(TELLS):
+        line.say(Word("metrics", server.service.metrics.text().decode()))
+    server.stop()
+
+
+def main(descriptor: str) -> None:
+    """Do what the manager says. What it cannot do is told, and ends it."""
+    logging.basicConfig(level=logging.INFO, format=f"%(asctime)s %(levelname)s %(name)s [{os.getpid()}]: %(message)s")
+    line = Line(int(descriptor))
+    line.listen()
+    try:
+        if line.task.settings.traces:
+            from weightswap_server.traces import export_spans
+
+            export_spans()
+        if line.task.op_libraries:
+            from weightswap_runtime.engines.graphs.libraries import import_libraries  # needs torch
+
+            import_libraries(line.task.op_libraries)
+        (_keep if line.task.role == "keeper" else _serve)(line)
+    except (WeightswapError, OSError) as error:
+        line.say(Word("failed", str(error)))
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,107 @@
+"""Processes that share weights, of which some are killed at any moment: no mixture, no old weights, nothing stuck."""
+
+from __future__ import annotations
+
+import json
+import random
+import subprocess
+import sys
+import time
+from bisect import bisect_left
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests import ROOT
+from tests.support.sharing import segment
+from weightswap_runtime.shared.control import Control
+from weightswap_runtime.shared.segment import Segment
+
+WORKERS = 3
+
+
+class _Crew:
+    """A keeper and workers, in processes of their own."""
+
+    def __init__(self, shared: Segment, folder: Path) -> None:
+        self.folder = folder
+        self.kills = {"keeper": 0, "worker": 0}
+        self._shared, self._mapped, self._control = shared, shared.read_only(), Control(shared.control)
+        self._living: dict[int, subprocess.Popen[bytes]] = {}
+        for slot in range(-1, WORKERS):
+            self._start(slot)
+
+    def _start(self, slot: int) -> None:
+        """Slot -1 is the keeper's."""
+        role, memory = ("keeper", self._shared) if slot < 0 else ("worker", self._mapped)
+        command = [
+            sys.executable,
+            "-W",
+            "error",
+            "-m",
+            "tests.support.sharing",
+            role,
+            ",".join(map(str, memory.descriptors)),
+            str(slot),
+        ]
+        path = self.folder / f"{role}.{slot}.{len(list(self.folder.iterdir()))}"
+        self._living[slot] = subprocess.Popen([*command, str(path)], cwd=ROOT, pass_fds=memory.descriptors)
+
+    def kill(self, slot: int, replace: bool = True) -> None:
+        """Kill -9, and what the manager does then."""
+        process = self._living.pop(slot)
+        assert process.poll() is None
+        process.kill()
+        process.wait()
+        if slot >= 0:
+            self._control.empty_slot(slot)
+        if replace:
+            self.kills["keeper" if slot < 0 else "worker"] += 1
+            self._start(slot)
+
+    def end(self) -> None:
+        for slot in list(self._living):
+            self.kill(slot, replace=False)
+        self._mapped.close()
+
+
+def _lines(folder: Path, role: str) -> list[tuple[str, float, int]]:
+    found: list[Any] = []
+    for path in folder.glob(f"{role}.*"):
+        whole = path.read_bytes().rpartition(b"\n")[0]
+        found += [json.loads(line) for line in whole.splitlines()]
+    return found
+
+
+@pytest.mark.parametrize("seconds", [6, pytest.param(60, marks=pytest.mark.slow)])
+def test_a_storm_of_commits_and_kills(tmp_path: Path, seconds: float) -> None:
+    dice = random.Random(5)
+    with segment(WORKERS) as shared:
+        crew = _Crew(shared, tmp_path)
+        try:
+            until = time.monotonic() + seconds
+            while time.monotonic() < until:
+                time.sleep(dice.uniform(0.3, 0.8))
+                crew.kill(dice.choice([-1, 0, 1, 2]))
+            time.sleep(2)
+            last = Control(shared.control).generation
+            time.sleep(0.5)
+            still = Control(shared.control).generation
+        finally:
+            crew.end()
+    calls, commits = (
+        _lines(tmp_path, "worker"),
+        sorted((when, number) for _, when, number in _lines(tmp_path, "keeper")),
+    )
+    assert [call for call in calls if call[0] != "call"] == []
+    times = [when for when, _ in commits]
+    late = [call for call in calls if (before := bisect_left(times, call[1])) and call[2] < commits[before - 1][1]]
+    assert late == []  # a call that began after a commit had returned had those weights, or later ones
+    assert last is not None
+    assert still is not None
+    assert still > last  # nothing is stuck
+    assert min(crew.kills.values()) > 0
+    assert len(calls) > 100 * seconds
+    assert len(commits) > 10 * seconds
+    print(f"{len(calls)} calls, {len(commits)} commits, {crew.kills} kills")

@@ -1,0 +1,217 @@
+"""A keeper's model and workers' models: what is served, what is kept when a keeper is replaced, what is refused."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import safetensors.torch
+import torch
+
+from tests.support.tiny import TinyArtifact, WriteDelta, WriteWeights, X, serves
+from weightswap_runtime import Event, Model
+from weightswap_runtime.errors import (
+    LeaseTimeout,
+    NothingToRollBack,
+    OutOfMemory,
+    Unsupported,
+    WeightsMismatch,
+)
+from weightswap_runtime.shared import available as memory
+from weightswap_runtime.shared.keeper import keep
+from weightswap_runtime.shared.segment import Segment
+from weightswap_runtime.shared.worker import WorkerModel, join
+
+
+class Shared(NamedTuple):
+    keeper: Model
+    workers: list[WorkerModel]
+    segment: Segment
+
+
+@pytest.fixture
+def shared(tiny: TinyArtifact) -> Iterator[Shared]:
+    """A keeper and two workers, in one process."""
+    segment = Segment.create(tiny.manifest.weights, 2)
+    mapped = segment.read_only()
+    found = Shared(keep(tiny.path, segment), [join(tiny.path, mapped, slot) for slot in range(2)], segment)
+    try:
+        yield found
+    finally:
+        for model in (found.keeper, *found.workers):
+            model.close()
+        segment.close()
+        mapped.close()
+
+
+def _await(done: Callable[[], bool]) -> None:
+    limit = time.monotonic() + 5
+    while not done():
+        assert time.monotonic() < limit
+        time.sleep(0.005)
+
+
+def test_a_commit_is_served_by_all(shared: Shared, weight_file: WriteWeights) -> None:
+    keeper, workers, _ = shared
+    assert [worker.generation for worker in workers] == [None, None]
+    for seed in (1, 2, 3):
+        receipt = keeper.swap(weight_file(seed))
+        for worker in workers:
+            assert (worker.generation, worker.weights_id) == (receipt.generation, receipt.weights_id)
+            assert serves(worker, seed)
+    keeper.rollback()
+    assert all(serves(worker, 2) for worker in workers)
+
+
+def test_a_refused_swap_changes_nobody(
+    shared: Shared, tiny: TinyArtifact, weight_file: WriteWeights, tmp_path: Path
+) -> None:
+    keeper, workers, _ = shared
+    keeper.swap(weight_file(1))
+    values = tiny.values(2)
+    del values["bias"]
+    broken = tmp_path / "broken.safetensors"
+    safetensors.torch.save_file(values, broken)
+    with pytest.raises(WeightsMismatch):
+        keeper.swap(broken)
+    assert all(serves(worker, 1) for worker in workers)
+
+
+def test_what_was_pinned_stays(shared: Shared, weight_file: WriteWeights) -> None:
+    keeper, (worker, other), _ = shared
+    keeper.swap(weight_file(1))
+    with worker.pin() as session:
+        keeper.swap(weight_file(2))
+        with pytest.raises(LeaseTimeout, match=f"held by 1 worker .process {os.getpid()}"):
+            keeper.swap(weight_file(3), timeout=0.05)
+        assert torch.equal(session(X), TinyArtifact.eager(1, X))
+        assert serves(worker, 2)
+        assert serves(other, 2)
+    keeper.swap(weight_file(3))
+    assert serves(worker, 3)
+
+
+def test_workers_tell_of_commits(shared: Shared, weight_file: WriteWeights) -> None:
+    keeper, (worker, _), _ = shared
+    events: list[Event] = []
+    worker.listen(events.append)
+    receipt = keeper.swap(weight_file(1), by="ana")
+    _await(lambda: bool(events))
+    assert (events[0].kind, events[0].receipt, events[0].by) == ("committed", receipt, "ana")
+    assert worker.history == (receipt,)
+    keeper.swap(weight_file(2))
+    _await(lambda: len(events) == 2)
+    keeper.rollback(by="bo")
+    _await(lambda: len(events) == 3)
+    assert (events[2].kind, events[2].by) == ("rolled back", "bo")
+
+
+CHANGES: dict[str, Callable[[Any, Path], object]] = {
+    "swap": lambda model, path: model.swap(path),
+    "stage": lambda model, path: model.stage(path),
+    "rollback": lambda model, path: model.rollback(),
+    "watch": lambda model, path: model.watch(path.parent),
+    "follow": lambda model, path: model.follow(path.parent),
+    "add_variant": lambda model, path: model.add_variant("group", "name", path),
+}
+
+
+@pytest.mark.parametrize("what", CHANGES)
+def test_workers_change_nothing(what: str, shared: Shared, weight_file: WriteWeights) -> None:
+    shared.keeper.swap(weight_file(1))
+    with pytest.raises(Unsupported, match=f"{what}: .* their keeper changes"):
+        CHANGES[what](shared.workers[0], weight_file(2))
+    assert serves(shared.workers[0], 1)
+
+
+def test_a_replaced_keeper_goes_on(
+    shared: Shared, tiny: TinyArtifact, weight_file: WriteWeights, delta: WriteDelta
+) -> None:
+    first, (worker, _), segment = shared
+    for seed in (1, 2):
+        first.swap(weight_file(seed), by=f"hand {seed}")
+    with keep(tiny.path, segment) as second:
+        assert (second.generation, second.weights_id, second.history) == (1, first.weights_id, first.history)
+        assert serves(second, 2)
+        assert second.swap(delta(2, 3)).generation == 2  # the digests are known, too
+        assert serves(worker, 3)
+        second.rollback()
+        assert serves(worker, 2)
+        assert [receipt.generation for receipt in second.history] == [0, 1, 2, 3]
+
+
+def test_a_keeper_that_died_while_it_staged_leaves_nothing_to_roll_back_to(
+    shared: Shared, tiny: TinyArtifact, weight_file: WriteWeights
+) -> None:
+    first, (worker, _), segment = shared
+    for seed in (1, 2):
+        first.swap(weight_file(seed))
+    staged = first.stage(weight_file(3))
+    with keep(tiny.path, segment) as second:
+        with pytest.raises(NothingToRollBack):
+            second.rollback()
+        assert serves(worker, 2)
+    staged.discard()
+
+
+def test_a_replaced_keeper_does_not_bring_back_what_was_rolled_back(
+    shared: Shared, tiny: TinyArtifact, weight_file: WriteWeights, tmp_path: Path
+) -> None:
+    first, (worker, _), segment = shared
+    first.swap(weight_file(1))
+    outbox = tmp_path / "outbox"
+    outbox.mkdir()
+    bad = weight_file(2).rename(outbox / "2.safetensors")
+    first.swap(bad)
+    first.rollback(by="ana")
+    with keep(tiny.path, segment) as second:
+        told: list[Event] = []
+        with second.watch(outbox, 0.01, callback=told.append):
+            _await(lambda: any(event.kind == "skipped" for event in told))
+        assert serves(worker, 1)
+
+
+def test_weights_are_never_written_by_workers(shared: Shared, weight_file: WriteWeights) -> None:
+    shared.keeper.swap(weight_file(1))
+    mapped = shared.segment.read_only()
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.pwrite(mapped.arenas[0], b"x", 0)
+    for size in (0, 1 << 20):
+        with pytest.raises(PermissionError):
+            os.ftruncate(shared.segment.arenas[0], size)
+    mapped.close()
+
+
+def test_memory_that_is_not_there_is_refused(
+    shared: Shared, weight_file: WriteWeights, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keeper, (worker, _), _ = shared
+    keeper.swap(weight_file(1))
+    monkeypatch.setattr(memory, "available", lambda: 100)
+    with pytest.raises(OutOfMemory, match="bytes of shared memory for a set of weights, and 100 are free"):
+        keeper.swap(weight_file(2))
+    assert serves(worker, 1)
+    monkeypatch.undo()
+    keeper.swap(weight_file(2))
+    assert serves(worker, 2)
+
+
+def test_limits_of_control_groups(tmp_path: Path) -> None:
+    proc, groups = tmp_path / "proc", tmp_path / "cgroup"
+    (proc / "self").mkdir(parents=True)
+    (proc / "meminfo").write_text("MemTotal: 900 kB\nMemAvailable:  800 kB\n")
+    (proc / "self" / "cgroup").write_text("0::/pods/one\n")
+    inner = groups / "pods" / "one"
+    inner.mkdir(parents=True)
+    assert memory.available(proc, groups) == 800 << 10
+    (inner / "memory.max").write_text("max\n")
+    for folder, limit in ((inner, "max"), (inner.parent, "500000")):
+        (folder / "memory.max").write_text(limit)
+        (folder / "memory.current").write_text("450000")
+        (folder / "memory.stat").write_text("anon 1\ninactive_file 30000\n")
+    assert memory.available(proc, groups) == 80_000
+    assert memory.available(tmp_path / "nowhere", groups) is None

@@ -1,0 +1,298 @@
+"""`weightswap serve --workers`: one copy of the weights, whoever is killed."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from prometheus_client.parser import text_string_to_metric_families
+from typer.testing import CliRunner
+
+from tests import ROOT
+from tests.server.load import INPUT
+from tests.support.administered import TOKEN
+from tests.support.served import as_json
+from tests.support.tiny import TinyArtifact
+from weightswap_runtime import DesiredPlace, Unsupported
+from weightswap_server import Settings, Source
+from weightswap_server.workers.manager import Workers
+from weightswap_server.workers.totals import Totals
+from weightswap_tools.admin_client import AdminClient, AdminRefused
+from weightswap_tools.commands.serve import serve_command
+
+SEEDS = (1, 2, 3)
+
+
+class Fleet(NamedTuple):
+    """A running server, and the place that it follows."""
+
+    process: subprocess.Popen[str]
+    http_port: int
+    grpc_port: int
+    place: DesiredPlace
+    files: dict[int, Path]
+    expected: dict[str, np.ndarray[Any, Any]]
+
+    @property
+    def children(self) -> list[int]:
+        """The keeper is the first to begin."""
+        pid = self.process.pid
+        return sorted(map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split()))
+
+    def get(self, path: str, body: Any = None) -> Any:
+        """A request on a connection of its own: to any of the workers."""
+        with closing(http.client.HTTPConnection("127.0.0.1", self.http_port, timeout=20)) as connection:
+            connection.request("POST" if body else "GET", path, json.dumps(body).encode() if body else None)
+            reply = connection.getresponse()
+            raw = reply.read()
+        assert reply.status == 200, raw
+        return raw
+
+    def infer(self) -> tuple[str, int]:
+        """The weights and the generation that have answered, and rightly so."""
+        answer = json.loads(self.get("/v2/models/tiny/infer", as_json(x=INPUT)))
+        weights_id = answer["parameters"]["weights_id"]
+        values = np.array(answer["outputs"][0]["data"], np.float32).reshape(2, 5)
+        assert np.allclose(values, self.expected[weights_id], rtol=1e-5)
+        return weights_id, answer["parameters"]["generation"]
+
+    def desire(self, seed: int) -> str:
+        """Set what is desired, and wait until some worker serves it; its weights id."""
+        state = self.place.set(self.files[seed], revision=self.place.read().revision, by="test")
+        assert state.weights is not None
+        wanted = state.weights.weights_id
+        eventually(lambda: self.infer()[0] == wanted)
+        return wanted
+
+    def answered(self) -> float:
+        """How many requests all workers have answered."""
+        return self.counted("weightswap_server_requests_total", status="200")
+
+    def counted(self, name: str, **labels: str) -> float:
+        families = text_string_to_metric_families(self.get("/metrics").decode())
+        found = [sample for family in families for sample in family.samples if sample.name == name]
+        return sum(sample.value for sample in found if labels.items() <= sample.labels.items())
+
+
+def eventually(done: Callable[[], bool], seconds: float = 40) -> None:
+    """Wait until it is; connections that a killed worker had are tried again."""
+    limit = time.monotonic() + seconds
+    while True:
+        try:
+            if done():
+                return
+        except (http.client.HTTPException, OSError):
+            pass
+        assert time.monotonic() < limit
+        time.sleep(0.02)
+
+
+@contextmanager
+def serving(folder: Path, workers: int, *more: str) -> Iterator[Fleet]:
+    """A server that follows a place, with the weights of the first seed, once all workers listen."""
+    tiny = TinyArtifact(folder / "tiny.artifact")
+    files = {seed: tiny.write(folder / f"{seed}.safetensors", tiny.values(seed)) for seed in SEEDS}
+    (folder / "place").mkdir()
+    place, expected = DesiredPlace(folder / "place"), {}
+    for seed in (3, 2, 1):
+        state = place.set(files[seed], revision=place.read().revision if seed < 3 else 0, by="test")
+        assert state.weights is not None
+        expected[state.weights.weights_id] = TinyArtifact.eager(seed, torch.from_numpy(INPUT)).numpy()
+    program = "from weightswap_tools.program import main; main()"
+    options = ["--port", "0", "--grpc-port", "0", "--workers", str(workers), "--interval", "0.05"]
+    source = more or ("--follow", str(folder / "place"))
+    command = [sys.executable, "-c", program, "serve", str(tiny.path), *source, *options]
+    with (folder / "log").open("w") as log:
+        process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=log, text=True)
+    assert process.stdout is not None
+    said = process.stdout.readline() + process.stdout.readline()
+    ports = [int(found) for found in re.findall(r"127\.0\.0\.1:(\d+)", said)]
+    assert len(ports) == 2, (folder / "log").read_text()
+    fleet = Fleet(process, ports[0], ports[1], place, files, expected)
+    try:
+        eventually(lambda: fleet.get("/v2/health/ready") == b"")
+        yield fleet
+        if process.poll() is not None:
+            return
+        children = fleet.children
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(30) == 0
+        assert not any(Path(f"/proc/{child}").exists() for child in children)
+    finally:
+        process.kill()
+        process.wait()
+        process.stdout.close()
+
+
+@pytest.fixture(scope="module")
+def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+    with serving(tmp_path_factory.mktemp("fleet"), 2) as found:
+        yield found
+
+
+def _load(fleet: Fleet, folder: Path, seconds: float, every: float | None) -> Any:
+    """What clients of another process say, while weights are swapped."""
+    np.savez(folder / "expected.npz", **fleet.expected)
+    command = [sys.executable, "-m", "tests.server.load", str(fleet.http_port), str(fleet.grpc_port)]
+    client = subprocess.Popen(
+        [*command, str(folder / "expected.npz"), str(seconds)], cwd=ROOT, stdout=subprocess.PIPE, text=True
+    )
+    swaps = 0
+    while client.poll() is None:
+        time.sleep(every or 0.1)
+        if every is not None:
+            swaps += 1
+            fleet.place.set(fleet.files[swaps % 3 + 1], revision=fleet.place.read().revision, by="test")
+    found = json.loads(client.communicate()[0])
+    assert client.returncode == 0
+    answers = found["answers"]
+    assert (answers.pop("mixed"), answers.pop("stale"), answers.pop("failed")) == (0, 0, 0)
+    print(f"{swaps} swaps, {found}")
+    return found
+
+
+def test_swaps_under_load(fleet: Fleet, tmp_path: Path) -> None:
+    found = _load(fleet, tmp_path, 4, 0.3)
+    assert all(count > 10 for count in found["answers"].values())
+
+
+def test_a_commit_is_all_workers(fleet: Fleet) -> None:
+    for seed in (2, 3, 1):
+        wanted = fleet.desire(seed)
+        assert {fleet.infer()[0] for _ in range(20)} == {wanted}
+
+
+def test_metrics_are_those_of_all(fleet: Fleet) -> None:
+    time.sleep(1.5)  # each tells what it has each second
+    before = fleet.answered()
+    for _ in range(30):
+        fleet.infer()
+    eventually(lambda: fleet.answered() == before + 30, 5)
+    assert fleet.answered() == before + 30
+    assert fleet.counted("weightswap_generation") == fleet.infer()[1]
+
+
+def test_a_killed_worker_is_replaced(fleet: Fleet) -> None:
+    keeper, *workers = fleet.children
+    assert len(workers) == 2
+    time.sleep(1.5)
+    before = fleet.answered()
+    os.kill(workers[0], signal.SIGKILL)
+    eventually(lambda: len(fleet.children) == 3 and workers[0] not in fleet.children)
+    assert keeper in fleet.children
+    wanted = fleet.desire(2)  # while the new one begins
+    eventually(lambda: fleet.counted("weightswap_leases") == 0.0 and fleet.answered() >= before)
+    for _ in range(50):
+        eventually(lambda: fleet.infer()[0] == wanted)
+    assert fleet.desire(3) != wanted
+
+
+def test_a_killed_keeper_is_replaced(fleet: Fleet) -> None:
+    keeper, *workers = fleet.children
+    _, generation = fleet.infer()
+    os.kill(keeper, signal.SIGKILL)
+    eventually(lambda: keeper not in fleet.children)
+    assert fleet.infer()[1] == generation  # meanwhile
+    fleet.desire(1)
+    assert fleet.infer()[1] == generation + 1
+    assert set(workers) <= set(fleet.children)
+
+
+def test_operators_change_what_workers_serve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WEIGHTSWAP_ADMIN_TOKEN", TOKEN)
+    socket = str(tmp_path / "s")
+    options = ["--admin-socket", socket, "--admin-allow", str(tmp_path)]
+    with serving(tmp_path, 1, "-w", str(tmp_path / "1.safetensors"), *options) as fleet:
+        operator, changes = AdminClient(f"unix://{socket}", TOKEN), "/admin/models/tiny/"
+        said = operator.post(f"{changes}swap", {"source": str(fleet.files[2])})
+        assert fleet.infer() == (said["receipt"]["weights_id"], 1)
+        said = operator.post(f"{changes}rollback", {})
+        assert fleet.infer() == (said["receipt"]["weights_id"], 2)
+        operator.post(f"{changes}stage", {"source": str(fleet.files[3])})
+        with pytest.raises(AdminRefused, match="its workers cannot do that; serve without --workers"):
+            operator.post(f"{changes}canary", {"share": 0.5})
+        with pytest.raises(AdminRefused, match="its workers cannot do that"):
+            operator.post("/v2/repository/models/tiny/unload", {})
+        said = operator.post(f"{changes}commit", {})
+        assert fleet.infer() == (said["receipt"]["weights_id"], 3)
+
+
+@pytest.mark.slow
+def test_nobody_outlives_the_manager(tmp_path: Path) -> None:
+    with serving(tmp_path, 2) as fleet:
+        children = fleet.children
+        fleet.process.kill()
+        fleet.process.wait()
+        eventually(lambda: not any(Path(f"/proc/{child}").exists() for child in children))
+
+
+@pytest.mark.slow
+def test_four_workers_for_a_minute(tmp_path: Path) -> None:
+    with serving(tmp_path, 4) as fleet:
+        calm = _load(fleet, tmp_path, 60, None)
+        stormy = _load(fleet, tmp_path, 60, 1.0)
+        print(f"p99 {stormy['p99'] / calm['p99']:.2f} of that without swaps")
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "engine": ({"options": {"engine": "onnx"}}, "--workers with --engine onnx"),
+    "device": ({"options": {"device": "cuda"}}, "--workers with --device cuda"),
+    "residency": ({"options": {"residency": "single"}}, "--workers with --residency single"),
+    "watch and follow": ({"watch": "a", "follow": "b"}, "takes nothing else"),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_workers_cannot_share_is_refused(what: str) -> None:
+    fields, says = REFUSED[what]
+    with pytest.raises(Unsupported, match=says):
+        Workers({"m": Source(artifact="a", **fields)}, Settings(), 2)
+
+
+def test_no_workers_are_refused() -> None:
+    with pytest.raises(Unsupported, match="workers=0: expected 1 or more"):
+        Workers({"m": Source(artifact="a", weights="w")}, Settings(), 0)
+
+
+def test_weights_that_cannot_be_served_end_it(
+    tiny: TinyArtifact, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # or the command sets it, for all tests after this one
+    bad = tmp_path / "bad.safetensors"
+    bad.write_bytes(b"nothing")
+    result = CliRunner().invoke(serve_command, [str(tiny.path), "--weights", str(bad), "--port", "0", "--workers", "1"])
+    assert result.exit_code == 1
+    assert "bad.safetensors" in result.stderr
+
+
+def _told(value: float, kind: str = "counter") -> str:
+    name = "weightswap_server_requests_total" if kind == "counter" else "weightswap_server_queued"
+    return f'# HELP {name} x\n# TYPE {name} {kind}\n{name}{{model="m"}} {value}\n'
+
+
+def test_totals_add_up_and_never_go_back() -> None:
+    totals = Totals()
+    totals.tell(1, "worker", _told(3) + _told(2, "gauge"))
+    totals.tell(2, "worker", _told(4) + _told(1, "gauge"))
+    totals.tell(3, "keeper", _told(100))  # what is not the keeper's to count
+    assert 'requests_total{model="m"} 7.0' in totals.text()
+    assert 'queued{model="m"} 3.0' in totals.text()
+    totals.end(1)
+    assert 'requests_total{model="m"} 7.0' in totals.text()
+    assert 'queued{model="m"} 1.0' in totals.text()
+    totals.tell(4, "worker", _told(1))
+    totals.end(5)
+    assert 'requests_total{model="m"} 8.0' in totals.text()

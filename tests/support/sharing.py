@@ -1,0 +1,145 @@
+"""Weights that processes share, without any engine: a set of weights is its generation, written everywhere.
+
+As a program: `python -m tests.support.sharing keeper|worker FDS SLOT LOG`, for storms.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from weightswap_runtime.format.identity import Identity
+from weightswap_runtime.format.manifest import NamedTensor
+from weightswap_runtime.live.gate import Version
+from weightswap_runtime.live.residency.candidate import Means, StagedSet
+from weightswap_runtime.live.residency.double import Double
+from weightswap_runtime.live.session import Session
+from weightswap_runtime.memory.arena import Arena, ArenaLayout, HostArena
+from weightswap_runtime.shared.control import Control
+from weightswap_runtime.shared.described import described
+from weightswap_runtime.shared.keeper import KeeperGate, KeptMemory
+from weightswap_runtime.shared.segment import Segment
+from weightswap_runtime.shared.worker import MappedMemory, WorkerGate
+from weightswap_runtime.staging.request import Contents
+from weightswap_runtime.threads.claims import Claim
+from weightswap_runtime.threads.job import Job
+from weightswap_runtime.threads.workers import Workers
+
+WEIGHTS = (NamedTensor(name="w", dtype="I64", shape=(1 << 14,)),)
+
+
+@contextmanager
+def segment(workers: int = 2) -> Iterator[Segment]:
+    """Shared memory for WEIGHTS."""
+    made = Segment.create(WEIGHTS, workers)
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+def session(arena: Arena) -> Session:
+    """One without engines."""
+    return Session(arena, {})
+
+
+def numbers(of: Session) -> NDArray[np.int64]:
+    """What lies in the arena of a session."""
+    assert isinstance(of.arena, HostArena)
+    return np.frombuffer(of.arena.memory, np.int64, 1 << 14)
+
+
+class BareKeeper:
+    """What a keeper does to the memory, whatever was served before."""
+
+    def __init__(self, segment: Segment) -> None:
+        self.control = Control(segment.control)
+        self.gate = KeeperGate(self.control)
+        layout = ArenaLayout(WEIGHTS)
+        self.residency = Double(
+            Means(session, KeptMemory(segment, self.control), layout, self.gate, Workers(), keep=False)
+        )
+        generation = self.control.generation
+        if generation is not None:
+            found = described(self.control, generation)
+            assert found is not None
+            self.gate.adopt(self.residency.adopt(generation, found.identity, None))
+
+    def swap(self, timeout: float | None = 10.0) -> int:
+        """Put the next generation in."""
+        generation = 0 if self.gate.current is None else self.gate.current.generation + 1
+        with self.residency.target(timeout, Job()) as (target, _):
+            values = numbers(target)
+            for start in range(0, len(values), 1 << 12):  # in pieces, as a file comes
+                values[start : start + (1 << 12)] = generation
+        identity = Identity(f"weights {generation}", {}, {})
+        self.residency.commit(StagedSet(Contents(identity, "full", "nowhere"), target), None, lambda: None)
+        return generation
+
+
+class BareWorker:
+    """What a worker's calls do."""
+
+    gate_class: type[WorkerGate] = WorkerGate
+
+    def __init__(self, segment: Segment, slot: int) -> None:
+        control = Control(segment.control)
+        control.take_slot(slot, os.getpid())
+        layout, memory = ArenaLayout(WEIGHTS), MappedMemory(segment)
+        self.gate = self.gate_class(control, slot)
+        self.gate.attach((session(memory.arena(layout)), session(memory.arena(layout))))
+
+    @contextmanager
+    def call(self) -> Iterator[Version[Session]]:
+        """A block with a lease."""
+        lease = Claim()
+        version = self.gate.acquire(lease)
+        try:
+            yield version
+        finally:
+            self.gate.release(version.session, lease)
+
+
+def is_whole(version: Version[Session]) -> bool:
+    """Whether what lies there is what was promised."""
+    return version.weights_id == f"weights {version.generation}" and bool(
+        (numbers(version.session) == version.generation).all()
+    )
+
+
+def _keep(segment: Segment, log: int) -> None:
+    keeper = BareKeeper(segment)
+    while True:
+        generation = keeper.swap()
+        os.write(log, json.dumps(["commit", time.monotonic(), generation]).encode() + b"\n")
+
+
+def _work(segment: Segment, slot: int, log: int) -> None:
+    worker = BareWorker(segment, slot)
+    while worker.gate.current is None:
+        time.sleep(0.001)
+    while True:
+        begun = time.monotonic()
+        with worker.call() as version:
+            whole = is_whole(version) and is_whole(version)
+        os.write(log, json.dumps(["call" if whole else "mixed", begun, version.generation]).encode() + b"\n")
+
+
+def main(role: str, descriptors: str, slot: str, path: str) -> None:
+    """Do it until one is killed."""
+    control, first, second = map(int, descriptors.split(","))
+    log = os.open(Path(path), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    shared = Segment(control, (first, second))
+    _keep(shared, log) if role == "keeper" else _work(shared, int(slot), log)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
