@@ -6,6 +6,7 @@ import socket
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from tests.server.page.conftest import INFER, OpenPage, X, clients, section, sign_in
@@ -14,6 +15,7 @@ from tests.support.served import as_json, ask
 from tests.support.tiny import SLOW, TinyArtifact, WriteWeights, serves
 from weightswap_runtime import DesiredPlace, load
 from weightswap_server import Server
+from weightswap_server.admin.desk import Desk
 
 HOSTILE = "<img src=x onerror=alert(1)><script>alert(1)</script>"
 
@@ -252,3 +254,14 @@ def test_several_models_and_none_that_is_served(
         wait(page, "served", "generation 0")
         assert ask(server, "/v2/models/other/infer", as_json(x=X)).status in (200, 503)
         wait(page, "load", "what is served")
+
+
+def test_what_only_a_later_server_says_is_shown(
+    server: Server, open_page: OpenPage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    known = Desk.status
+    later = {"spare_parts": {"wheels": 3, "rims": None}}
+    monkeypatch.setattr(Desk, "status", lambda desk: msgspec.to_builtins(known(desk)) | later)
+    page = open_page(server)
+    page.get_by_role("heading", name="spare parts").wait_for()
+    assert section(page, "other-spare_parts").locator("dl").text_content().split() == ["wheels3"]
