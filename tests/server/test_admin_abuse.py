@@ -138,6 +138,7 @@ def test_the_public_port_has_no_admin(server: Server) -> None:
         "upload:/etc/passwd",
         "upload:",
         "upload:..",
+        "upload:.coming.safetensors.tmp-0a1b2c3d",
         "upload:a\0b",
         "{folder}/allowed/a\0b",
         "file://{folder}/allowed/v2.safetensors",
