@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -86,8 +88,6 @@ def test_what_is_staged_is_committed_or_discarded(server: Server, weight_file: W
 
 
 def test_a_staging_can_be_looked_at_and_broken_off(server: Server, weight_file: WriteWeights) -> None:
-    from concurrent.futures import ThreadPoolExecutor
-
     with ThreadPoolExecutor(1) as pool:
         staging = pool.submit(change, server, "swap", source=str(weight_file(2)), rate_limit=SLOW)
         limit = time.monotonic() + 20
@@ -178,6 +178,45 @@ def test_two_operators_do_not_overwrite_each_other(
         assert time.monotonic() < limit
         time.sleep(0.01)
     assert status(server)["staged"] is None
+
+
+def test_of_two_that_end_what_is_staged_one_does(
+    server: Server, place: DesiredPlace, weight_file: WriteWeights, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A commit that is refused writes nothing; and nothing is given up between its write and its commit."""
+    model = server.service.served[0].model
+    change(server, "follow", place=place.where, interval=30)
+    write = DesiredPlace.set
+
+    def slow_write(*args: Any, **options: Any) -> Any:
+        state = write(*args, **options)
+        time.sleep(0.1)
+        return state
+
+    monkeypatch.setattr(DesiredPlace, "set", slow_write)
+    with ThreadPoolExecutor(2) as pool:
+        for number, other in enumerate(("commit", "discard")):
+            change(server, "stage", source=str(weight_file(2 + number)))
+            one = pool.submit(change, server, "commit")
+            time.sleep(0.05)
+            two = pool.submit(change, server, other)
+            assert one.result(20).status == 200
+            assert two.result(20).status == (409 if other == "commit" else 200)
+            state = place.read()
+            assert (state.revision, state.weights.weights_id) == (2 + number, model.weights_id)
+            assert serves(model, 2 + number)
+
+
+def test_names_that_are_no_utf8_are_told(server: Server, weight_file: WriteWeights, tmp_path: Path) -> None:
+    (tmp_path / "watched").mkdir()
+    weight_file(2).rename(tmp_path / "watched" / os.fsdecode(b"\xff.safetensors"))
+    change(server, "watch", directory=str(tmp_path / "watched"), interval=0.02)
+    model, limit = server.service.served[0].model, time.monotonic() + 20
+    while not serves(model, 2):
+        assert time.monotonic() < limit
+        time.sleep(0.01)
+    assert status(server)["served"]["source"].endswith("/watched/\\udcff.safetensors")
+    assert len(call(server, "/admin/models/tiny/history").json["receipts"]) == 2
 
 
 def test_a_directory_is_watched(server: Server, weight_file: WriteWeights, tmp_path: Path) -> None:

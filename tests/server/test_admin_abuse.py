@@ -28,8 +28,10 @@ from tests.support.tiny import TinyArtifact, WriteWeights, serves
 from weightswap_runtime import Unsupported, load
 from weightswap_server import AdminSettings, Server
 from weightswap_server.admin.allowing import Allowed
+from weightswap_server.admin.audit import AuditLog
 from weightswap_server.admin.errors import Forbidden
 from weightswap_server.admin.tokens import Tokens, read_tokens
+from weightswap_server.errors import NotReady
 
 PATHS = (
     "/admin/status",
@@ -135,6 +137,7 @@ def test_the_public_port_has_no_admin(server: Server) -> None:
         "upload:/etc/passwd",
         "upload:",
         "upload:..",
+        "upload:.coming.safetensors.tmp-0a1b2c3d",
         "upload:a\0b",
         "{folder}/allowed/a\0b",
         "file://{folder}/allowed/v2.safetensors",
@@ -346,6 +349,23 @@ def test_denied_calls_are_in_the_audit_log(server: Server, folder: Path) -> None
     assert (lines[-1]["outcome"], lines[-1]["call"]) == ("denied", "GET /admin/status")
     assert TOKEN not in (folder / "audit.jsonl").read_text()
     assert (folder / "audit.jsonl").stat().st_mode & 0o777 == 0o600
+
+
+def test_nobody_writes_lines_or_codes_of_terminals_into_the_audit_log(server: Server, folder: Path) -> None:
+    time.sleep(1.05)
+    assert call(server, "/%0a%7b%22who%22:1%7d%1b[31m%C2%9b31m%E2%80%A8%C2%85%EF%BF%BE", headers={}).status == 401
+    line = (folder / "audit.jsonl").read_bytes().splitlines()[-1].decode("ascii")
+    assert json.loads(line)["call"].endswith("\x1b[31m\x9b31m\u2028\x85\ufffe")
+    assert line.isprintable()
+
+
+def test_a_log_that_has_room_for_half_a_line_is_one_that_cannot_be_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log, write = AuditLog(str(tmp_path / "log")), os.write
+    monkeypatch.setattr(os, "write", lambda fd, line: write(fd, line[: len(line) // 2]))
+    with pytest.raises(NotReady, match="nothing is done"):
+        log.begin(call="swap")
 
 
 def test_what_cannot_be_audited_is_not_done(tiny: TinyArtifact, weight_file: WriteWeights, tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from typer.testing import CliRunner
 from tests.support.administered import TOKEN, administered, call, change, status
 from tests.support.served import Reply, as_json, ask, occupied
 from tests.support.tiny import TinyArtifact, WriteWeights, serves
-from weightswap_runtime import DesiredPlace, Unsupported, load
+from weightswap_runtime import DesiredPlace, StageClosed, Unsupported, load
 from weightswap_runtime.live.staged import Staged
 from weightswap_runtime.tensors.content import array_content
 from weightswap_server import Server
@@ -255,6 +255,17 @@ def test_a_rule_promotes_and_has_it_desired(server: Server, weight_file: WriteWe
     assert state.weights is not None
     assert (state.weights.weights_id, state.weights.by) == (canary, "token")
     assert state.weights.why.startswith("canary: requests >= 5")
+
+
+def test_a_verdict_is_about_the_canary_that_it_was_told_of(server: Server, weight_file: WriteWeights) -> None:
+    """Who puts another in its place, before it is obeyed, has that one promoted by its own rule alone."""
+    assert server.admin is not None
+    desk, rule = server.admin.desks["tiny"], "requests >= 5"
+    begin(server, weight_file(2), share=1, promote_if="requests >= 1000")
+    with pytest.raises(StageClosed, match="has ended"):
+        desk.obey("promote", rule)
+    assert status(server)["canary"]["promote_if"] == "requests >= 1000"
+    assert serves(desk.model, 1)
 
 
 def test_a_canary_gives_way_to_what_others_desire(server: Server, weight_file: WriteWeights, tmp_path: Path) -> None:

@@ -61,7 +61,8 @@ class Allowed:
         if self._upload_dir is None:
             raise Forbidden("this server takes no uploads (--upload-dir)")
         path = self._upload_dir / name
-        if path.parent != self._upload_dir or name in ("", ".", "..") or "\0" in name or path.is_symlink():
+        hidden = name.startswith(".")  # among them what is still coming
+        if not name or hidden or path.parent != self._upload_dir or "\0" in name or path.is_symlink():
             raise Forbidden(f"{name!r} is no name of an upload")
         return str(path)
 

@@ -41,6 +41,7 @@ from .documents import (
     ServerStatus,
     StageRequest,
     WatchRequest,
+    encoded,
 )
 from .errors import Forbidden, Refused, Unauthorised, refused
 from .load_series import LoadSeries
@@ -340,7 +341,7 @@ async def _pieces(request: Request) -> AsyncIterator[bytes]:
 
 
 def _event(kind: str, data: Any) -> bytes:
-    return b"event: %s\ndata: %s\n\n" % (kind.encode(), msgspec.json.encode(data))
+    return b"event: %s\ndata: %s\n\n" % (kind.encode(), encoded(data))
 
 
 def _who(request: Request) -> str:
@@ -363,10 +364,10 @@ def _without_secrets(asked: Any) -> Any:
 
 def document(found: Any, status: int = 200) -> Response:
     """An answer that browsers and proxies do not keep."""
-    return Response(msgspec.json.encode(found), status, _NO_STORE, _JSON)
+    return Response(encoded(found), status, _NO_STORE, _JSON)
 
 
 def refusal(told: Refused) -> Response:
     """An answer that is an error."""
     headers = {**_NO_STORE, "retry-after": "1"} if told.status == 503 else _NO_STORE
-    return Response(msgspec.json.encode(AdminError(error=told.text, kind=told.kind)), told.status, headers, _JSON)
+    return Response(encoded(AdminError(error=told.text, kind=told.kind)), told.status, headers, _JSON)

@@ -58,6 +58,7 @@ class Desk:
         self._allowed, self._staged_timeout = allowed, staged_timeout
         self._entry: Entry | None = None
         self._lock = Lock()
+        self._ending = Lock()  # what is staged is committed or given up, one after another
         self._refusals: deque[Refusal] = deque(maxlen=_REFUSALS)
         self._events: deque[tuple[int, dict[str, Any]]] = deque(maxlen=_EVENTS)
         self._numbers = count(1)
@@ -230,11 +231,11 @@ class Desk:
     def obey(self, verdict: str, rule: str) -> SwapReceipt | None:
         """Commit a canary, or give it up, as its rule says. A commit that is refused gives it up, too.
 
-        Raises what `commit` raises.
+        Raises what `commit` raises, and StageClosed where the canary has given way to another meanwhile.
         """
         entry, canary = self._entry, self.served.canary
-        if entry is None or canary is None:
-            return None
+        if entry is None or canary is None or canary.verdict() != (verdict, rule):
+            raise StageClosed(f"{self.name}: the canary of the rule {rule!r} has ended")
         try:
             if verdict == "promote":
                 return self._commit(entry, Change(why=f"canary: {rule}"), entry.by)
@@ -305,12 +306,14 @@ class Desk:
 
         why = request.why or entry.request.why
         # a follower that looks in between waits, and finds what it wants
-        with self.model.turn(check), self._saying(by, why):
+        with self.model.turn(check), self._saying(by, why), self._ending:
+            if self._entry is not entry:
+                raise StageClosed(f"{self.name}: what was staged was committed or given up meanwhile")
             if place is not None:
                 revision = entry.revision if request.revision is None else request.revision
                 self._desire(place, entry, revision, why, by)
             receipt = entry.staged.commit()
-        self._forget(entry)
+            self._forget(entry)
         self._look()
         return receipt
 
@@ -376,8 +379,9 @@ class Desk:
             self._give_up(self._entry)
 
     def _give_up(self, entry: Entry) -> None:
-        self._forget(entry)
-        entry.staged.discard()
+        with self._ending:
+            self._forget(entry)
+            entry.staged.discard()
 
     def _forget(self, entry: Entry) -> None:
         with self._lock:
