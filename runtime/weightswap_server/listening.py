@@ -44,6 +44,9 @@ def listening(host: str, port: int) -> Iterator[socket.socket]:
     # asyncio looks at the protocol before it sets TCP_NODELAY, without which answers wait for 40 ms
     with socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP) as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind((host, port))
+        try:
+            listener.bind((host, port))
+        except OSError as error:  # which does not say where
+            raise OSError(error.errno, error.strerror, f"{host}:{port}") from error
         listener.listen(2048)
         yield listener

@@ -123,7 +123,9 @@ def _connector(url: str) -> Callable[[], http.client.HTTPConnection]:
 def _refusal(where: str, status: int, content: bytes) -> AdminRefused:
     try:
         said = msgspec.json.decode(content)
-        return AdminRefused(str(said["error"]), status, str(said.get("kind", "")))
+        text, kind = str(said["error"]), str(said.get("kind", ""))
+        other = status == 404 and not kind  # no page of that name
+        return AdminRefused(f"{text}. Is {where} the port for operators?" if other else text, status, kind)
     except (msgspec.MsgspecError, KeyError, TypeError, AttributeError):
         return AdminRefused(f"{where}: status {status}, and no word why; is it an admin plane?", status)
 

@@ -32,7 +32,6 @@ def ports() -> dict[str, str]:
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     found = tmp_path_factory.mktemp("serving")
     python(found, BLOCKS["python"][0])
-    (found / "outbox").mkdir()
     return found
 
 

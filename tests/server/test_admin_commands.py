@@ -111,6 +111,11 @@ def test_urls_that_lead_nowhere(url: str, status: int, says: str, monkeypatch: p
     assert (refused.exit_code, says in refused.stderr, "secret" in refused.stderr) == (status, True, False)
 
 
+def test_the_port_of_everybody(server: Server) -> None:
+    refused = CliRunner().invoke(status_command, [f"http://127.0.0.1:{server.http_port}"])
+    assert (refused.exit_code, "the port for operators?" in refused.stderr) == (1, True)
+
+
 def test_tokens_that_are_wrong(server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "token").write_text("another-token-altogether\n")
     refused = CliRunner().invoke(status_command, [url_of(server), "--token-file", str(tmp_path / "token")])

@@ -81,7 +81,7 @@ def test_a_port_that_is_taken(tiny: TinyArtifact) -> None:
         taken = other.getsockname()[1]
         for ports in ({"http_port": taken}, {"http_port": 0, "grpc_port": taken}):
             with (
-                pytest.raises(OSError, match=r"in use|cannot listen"),
+                pytest.raises(OSError, match=rf"(in use|cannot listen).*127\.0\.0\.1:{taken}"),
                 Server({"tiny": load(tiny.path)}, Settings(**ports)).running(),
             ):
                 pass
