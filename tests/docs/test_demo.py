@@ -101,7 +101,7 @@ def test_the_check_tells_wrong_answers_from_mixed_ones(tmp_path: Path) -> None:
 
 
 def test_it_imports_what_its_extra_installs() -> None:
-    """`scripts/demo` in a fresh clone has nothing else of what the tests have."""
+    """`scripts/demo` in a fresh clone has nothing else of what the tests have; `--serve` installs its own extra."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
     lines = [*project["dependencies"], *extras["demo"], *extras["export"]]
@@ -111,7 +111,7 @@ def test_it_imports_what_its_extra_installs() -> None:
         name for file in files for name in re.findall(r"^\s*(?:from|import) (\w+)", file.read_text(), re.MULTILINE)
     }
     elsewhere = imported - sys.stdlib_module_names - {file.stem for file in files}
-    ours = {"weightswap_exporter", "weightswap_runtime"}
+    ours = {"weightswap_exporter", "weightswap_runtime", "weightswap_server"}
     assert {"torch", "sklearn", *ours} <= elsewhere
     assert elsewhere - ours - {"sklearn"} <= installed
     assert "scikit-learn" in installed
