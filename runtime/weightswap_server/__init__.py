@@ -1,7 +1,7 @@
 """weightswap's server: models of artifacts behind the Open Inference Protocol, over HTTP and gRPC."""
 
 from .admin.settings import AdminSettings
-from .models import Method
+from .methods import Method
 from .serving import Server, Source
 from .settings import Settings
 

@@ -20,13 +20,13 @@ from weightswap_runtime.live.model import Model
 
 from .admin.plane import AdminPlane
 from .admin.settings import AdminSettings
-from .http_app import http_app
-from .listening import HttpServer, listening
-from .service import Service
+from .http.app import http_app
+from .http.listening import HttpServer, listening
+from .service.service import Service
 from .settings import Settings
 
 if TYPE_CHECKING:
-    from .grpc_service import GrpcServer
+    from .grpc.service import GrpcServer
 
 
 class Source(msgspec.Struct, frozen=True, kw_only=True):
@@ -115,7 +115,7 @@ class Server:
 
     def _listen_for_grpc(self) -> None:
         if self.settings.grpc_port is not None:
-            from .grpc_service import GrpcServer
+            from .grpc.service import GrpcServer
 
             self._grpc = GrpcServer(self.service, self.settings, self._listener is not None)
             self.grpc_port = self._grpc.port

@@ -15,7 +15,7 @@ import pytest
 from tests.support.pages import page, python, served
 from weightswap_runtime import DesiredPlace, load
 from weightswap_server import Settings
-from weightswap_server.signatures import SignatureRefused, requires
+from weightswap_server.signed_weights import SignatureRefused, requires
 
 BLOCKS = {kind: re.findall(rf"```{kind}\n(.*?)```", page("serving"), re.DOTALL) for kind in ("python", "sh")}
 

@@ -19,9 +19,9 @@ from weightswap_exporter import export, pack
 from weightswap_runtime import Model, Unsupported, load
 from weightswap_runtime.tensors.content import TensorBytes, array_content, as_array
 from weightswap_server import Server
-from weightswap_server.batching import Call
-from weightswap_server.models import Method
-from weightswap_server.tensors_on_the_wire import Answer
+from weightswap_server.methods import Method
+from weightswap_server.protocol.tensors_on_the_wire import Answer
+from weightswap_server.service.batching import Call
 
 RNG = np.random.default_rng(0)
 

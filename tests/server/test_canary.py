@@ -30,7 +30,7 @@ from weightswap_server import Server
 from weightswap_server.canary.canary import Plan, check_plan
 from weightswap_server.canary.measuring import Differences, Side, has_nonfinite
 from weightswap_server.canary.rule import Rule
-from weightswap_server.models import Method
+from weightswap_server.methods import Method
 from weightswap_tools.commands.canary import canary_command
 
 X = np.arange(6, dtype=np.float32).reshape(2, 3)

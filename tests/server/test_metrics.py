@@ -16,7 +16,7 @@ from tests.support.tiny import TinyArtifact, WriteWeights
 from weightswap_runtime import load
 from weightswap_runtime.tensors.content import array_content
 from weightswap_server import Server
-from weightswap_server.metrics import MOST_WEIGHTS
+from weightswap_server.service.metrics import MOST_WEIGHTS
 
 X = np.arange(6, dtype=np.float32).reshape(2, 3)
 INFER = "/v2/models/tiny/infer"

@@ -23,9 +23,9 @@ from tests.support.served import as_json, ask, occupied, serving
 from tests.support.tiny import TinyArtifact, WriteWeights
 from weightswap_runtime import DigestMismatch, load
 from weightswap_server import Method
-from weightswap_server.batching import Call
-from weightswap_server.tensors_on_the_wire import Answer
-from weightswap_server.traces import Traces
+from weightswap_server.protocol.tensors_on_the_wire import Answer
+from weightswap_server.service.batching import Call
+from weightswap_server.service.traces import Traces
 
 X = np.arange(6, dtype=np.float32).reshape(2, 3)
 INFER = "/v2/models/tiny/infer"
@@ -148,7 +148,7 @@ def test_spans_go_where_the_variables_say() -> None:
         thread = Thread(target=collector.serve_forever)
         thread.start()
         code = (
-            "from weightswap_server.traces import Traces, export_spans; from opentelemetry import trace\n"
+            "from weightswap_server.service.traces import Traces, export_spans; from opentelemetry import trace\n"
             "export_spans(); export_spans()\n"
             "Traces().refused('tiny', ValueError('no'), 1.0, ''); trace.get_tracer_provider().shutdown()"
         )

@@ -21,9 +21,9 @@ from weightswap_runtime.live.receipt import SwapReceipt
 from weightswap_runtime.sources.location import redact
 from weightswap_runtime.threads.awaiting import in_thread
 from weightswap_server.errors import BadRequest, UnknownModel, log
-from weightswap_server.http_app import body_of
-from weightswap_server.service import Service
-from weightswap_server.tensors_on_the_wire import decoded
+from weightswap_server.http.app import body_of
+from weightswap_server.protocol.tensors_on_the_wire import decoded
+from weightswap_server.service.service import Service
 
 from . import triton
 from .audit import AuditLog

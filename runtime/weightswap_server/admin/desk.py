@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import count
 from threading import Lock
@@ -23,7 +23,7 @@ from weightswap_runtime.live.watching.follower import Follower
 from weightswap_runtime.live.watching.watcher import Watcher
 from weightswap_runtime.sources.location import printable
 from weightswap_server.canary.canary import Plan, check_plan, report
-from weightswap_server.service import Served
+from weightswap_server.service.service import Served
 
 from .allowing import Allowed
 from .documents import (
@@ -184,14 +184,12 @@ class Desk:
     def hold(self, request: Change, by: str) -> None:
         """Let nothing be promoted. Raises Conflict where no place is followed, and what `DesiredPlace.hold` raises."""
         place = self._needed_place("hold")
-        place.hold(revision=self._seen(place, request), by=by, why=request.why)
-        self._look()
+        self._await_read(place.hold(revision=self._seen(place, request), by=by, why=request.why))
 
     def release(self, request: Change, by: str) -> None:
         """Let promotions through again. Raises as `hold`."""
         place = self._needed_place("release")
-        place.release(revision=self._seen(place, request))
-        self._look()
+        self._await_read(place.release(revision=self._seen(place, request)))
 
     def follow(self, request: FollowRequest, by: str) -> None:
         """Serve what a place says from now on. Raises Conflict where the model follows or watches something."""
@@ -341,11 +339,19 @@ class Desk:
 
     def _await(self, state: DesiredState) -> SwapReceipt | None:
         """Wait until this process serves what is desired, for a while."""
-        wanted, deadline = state.weights.weights_id if state.weights else None, time.monotonic() + _PATIENCE
-        self._look()
-        while self.model.weights_id != wanted and time.monotonic() < deadline and self.model.watching:
-            time.sleep(0.005)
+        wanted = state.weights.weights_id if state.weights else None
+        self._look_until(lambda _: self.model.weights_id == wanted)
         return self.model.history[-1] if self.model.weights_id == wanted else None
+
+    def _await_read(self, state: DesiredState) -> None:
+        """Wait until this process has read what an operator wrote, for a while: the answer tells it."""
+        self._look_until(lambda follower: (follower.status.revision or 0) >= state.revision)
+
+    def _look_until(self, reached: Callable[[Follower], bool]) -> None:
+        self._look()
+        deadline = time.monotonic() + _PATIENCE
+        while (follower := self._find(Follower)) and not reached(follower) and time.monotonic() < deadline:
+            time.sleep(0.005)
 
     @contextmanager
     def _saying(self, by: str, why: str) -> Iterator[None]:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from msgspec import Struct
 
-from weightswap_server.metrics import ServerMetrics
+from weightswap_server.service.metrics import ServerMetrics
 
 KEPT = 600  # points of each model
 EVERY = 1.0  # seconds between two

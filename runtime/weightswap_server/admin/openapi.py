@@ -8,8 +8,8 @@ from typing import Any
 import msgspec
 
 from weightswap_runtime import __version__
-from weightswap_server.openapi import content, operation, parameter
-from weightswap_server.protocol import IndexEntry
+from weightswap_server.http.openapi import content, operation, parameter
+from weightswap_server.protocol.documents import IndexEntry
 
 from .documents import (
     AdminError,

@@ -14,8 +14,8 @@ from threading import Event, Thread
 
 from weightswap_runtime.errors import Unsupported
 from weightswap_server.errors import log
-from weightswap_server.listening import HttpServer, listening
-from weightswap_server.service import Service
+from weightswap_server.http.listening import HttpServer, listening
+from weightswap_server.service.service import Service
 
 from .allowing import Allowed
 from .app import AdminPages

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 from weightswap_runtime.errors import StageClosed, Unsupported
 from weightswap_runtime.live.staged import Staged
 from weightswap_server.errors import log
-from weightswap_server.models import Flat, Method
-from weightswap_server.tensors_on_the_wire import Answer
+from weightswap_server.methods import Flat, Method
+from weightswap_server.protocol.tensors_on_the_wire import Answer
 
 from .measuring import MEASURED, Differences, Side, has_nonfinite, ratio
 from .rule import Rule

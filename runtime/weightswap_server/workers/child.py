@@ -29,10 +29,10 @@ from weightswap_runtime.shared.worker import join
 from weightswap_server.admin.plane import AdminPlane
 from weightswap_server.admin.settings import AdminSettings
 from weightswap_server.errors import log
-from weightswap_server.service import Service
+from weightswap_server.service.service import Service
 from weightswap_server.serving import Server, Source
 from weightswap_server.settings import Settings
-from weightswap_server.signatures import requires
+from weightswap_server.signed_weights import requires
 
 from .totals import Role
 
@@ -157,7 +157,7 @@ def main(descriptor: str) -> None:
     line.listen()
     try:
         if line.task.settings.traces:
-            from weightswap_server.traces import export_spans
+            from weightswap_server.service.traces import export_spans
 
             export_spans()
         if line.task.op_libraries:

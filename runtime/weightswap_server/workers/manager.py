@@ -25,7 +25,7 @@ from weightswap_runtime.shared.control import Control
 from weightswap_runtime.shared.segment import Segment
 from weightswap_server.admin.settings import AdminSettings
 from weightswap_server.errors import log
-from weightswap_server.listening import listening
+from weightswap_server.http.listening import listening
 from weightswap_server.serving import Source, signals
 from weightswap_server.settings import Settings
 

@@ -108,7 +108,7 @@ def serve(
         from weightswap_server.admin.settings import AdminSettings
         from weightswap_server.serving import Server, Source, default_name
         from weightswap_server.settings import Settings
-        from weightswap_server.signatures import requires
+        from weightswap_server.signed_weights import requires
         from weightswap_server.workers.manager import Workers
 
         settings = Settings(
@@ -130,7 +130,7 @@ def serve(
         )
         settings.check()
         if traces:
-            from weightswap_server.traces import export_spans
+            from weightswap_server.service.traces import export_spans
 
             export_spans()
         admin = None

@@ -28,7 +28,7 @@ def sign(
     The file is not read: a server compares its bytes with the weights id.
     """
     with errors_as_exit(as_json=False):
-        from weightswap_server.signatures import SUFFIX, sign
+        from weightswap_server.signed_weights import SUFFIX, sign
 
         with open_weights(weights) as opened:
             stamp = delta_stamp(opened) or opened.stamp

@@ -16,15 +16,22 @@ from weightswap_runtime.live.events import Event
 from weightswap_runtime.live.model import Model
 from weightswap_runtime.live.staged import Staged
 from weightswap_runtime.tensors.content import TensorBytes
+from weightswap_server.canary.canary import Canary, Plan
+from weightswap_server.errors import Failure, NotReady, Overloaded, TookTooLong, UnknownModel, failure, log
+from weightswap_server.methods import Method
+from weightswap_server.protocol.documents import (
+    EXTENSIONS,
+    Answered,
+    IndexEntry,
+    ModelMetadata,
+    ServerMetadata,
+    TensorMetadata,
+)
+from weightswap_server.protocol.tensors_on_the_wire import Answer
+from weightswap_server.settings import Settings
 
 from .batching import Call, ModelThread, joined
-from .canary.canary import Canary, Plan
-from .errors import Failure, NotReady, Overloaded, TookTooLong, UnknownModel, failure, log
 from .metrics import ServerMetrics
-from .models import Method
-from .protocol import EXTENSIONS, Answered, IndexEntry, ModelMetadata, ServerMetadata, TensorMetadata
-from .settings import Settings
-from .tensors_on_the_wire import Answer
 
 if TYPE_CHECKING:
     from .traces import Traces

@@ -15,14 +15,29 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from .canary.canary import HEADER
-from .errors import BadRequest, BodyTooLarge, BodyTooSlow, Failure
-from .generating import Generation, event_stream, whole
+from weightswap_server.canary.canary import HEADER
+from weightswap_server.errors import BadRequest, BodyTooLarge, BodyTooSlow, Failure
+from weightswap_server.protocol.documents import (
+    HEADER_LENGTH,
+    Answered,
+    ErrorDocument,
+    GenerateRequest,
+    InferRequest,
+    InferResponse,
+)
+from weightswap_server.protocol.tensors_on_the_wire import (
+    Answer,
+    chosen,
+    decoded,
+    read_request,
+    version_of,
+    write_outputs,
+)
+from weightswap_server.service.generating import Generation, event_stream, whole
+from weightswap_server.service.service import Service
+from weightswap_server.settings import Settings
+
 from .openapi import description
-from .protocol import HEADER_LENGTH, Answered, ErrorDocument, GenerateRequest, InferRequest, InferResponse
-from .service import Service
-from .settings import Settings
-from .tensors_on_the_wire import Answer, chosen, decoded, read_request, version_of, write_outputs
 
 _JSON = "application/json"
 _RETRY_AFTER = "1"

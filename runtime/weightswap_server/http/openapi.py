@@ -8,8 +8,7 @@ from typing import Any
 import msgspec
 
 from weightswap_runtime import __version__
-
-from .protocol import (
+from weightswap_server.protocol.documents import (
     ErrorDocument,
     GenerateRequest,
     GenerateResponse,

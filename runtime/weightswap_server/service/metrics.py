@@ -24,8 +24,7 @@ except ImportError as error:
 
 from weightswap_runtime.live.model import Model
 from weightswap_runtime.metrics import ModelCollector
-
-from .tensors_on_the_wire import Answer
+from weightswap_server.protocol.tensors_on_the_wire import Answer
 
 if TYPE_CHECKING:
     from .batching import Call, ModelThread

@@ -19,7 +19,7 @@ from tests.support.tiny import TinyArtifact, WriteWeights
 from weightswap_exporter import MethodSpec, export, pack
 from weightswap_runtime import Unsupported, load
 from weightswap_server import Server, Settings
-from weightswap_server.models import Method
+from weightswap_server.methods import Method
 
 
 class Coder(nn.Module):

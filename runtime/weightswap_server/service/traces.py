@@ -22,9 +22,10 @@ try:
 except ImportError as error:
     raise MissingExtra("traces", "traces") from error
 
+from weightswap_server.protocol.documents import Answered
+from weightswap_server.protocol.tensors_on_the_wire import Answer
+
 from .batching import Call
-from .protocol import Answered
-from .tensors_on_the_wire import Answer
 
 _ENDS = {"committed", "rolled back", "refused", "failed"}
 

@@ -13,9 +13,9 @@ from starlette.responses import Response
 
 from weightswap_runtime import TokenStream
 from weightswap_runtime.errors import Unsupported
+from weightswap_server.errors import BadRequest, NotReady, TookTooLong
+from weightswap_server.protocol.documents import Answered, ErrorDocument, GenerateRequest, GenerateResponse
 
-from .errors import BadRequest, NotReady, TookTooLong
-from .protocol import Answered, ErrorDocument, GenerateRequest, GenerateResponse
 from .service import Service
 
 END = object()

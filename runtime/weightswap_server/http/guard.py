@@ -7,7 +7,7 @@ from typing import Any, Literal, cast
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from .settings import Settings
+from weightswap_server.settings import Settings
 
 _BUSY = b'{"error":"too many connections"}'
 _TOO_MANY = (

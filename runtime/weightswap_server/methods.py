@@ -30,9 +30,8 @@ from weightswap_runtime.live.model import Model, engine_of
 from weightswap_runtime.live.pinned import Pinned
 from weightswap_runtime.tensors.content import TensorBytes, array_content, as_array, numpy_dtype
 from weightswap_runtime.tensors.dtypes import DTYPES
-
-from .errors import BadRequest
-from .protocol import DATATYPE_OF, DATATYPES, TensorMetadata
+from weightswap_server.errors import BadRequest
+from weightswap_server.protocol.documents import DATATYPE_OF, DATATYPES, TensorMetadata
 
 Flat = Sequence[Any]  # of a method: TensorBytes, ints and literals, in the graph's order
 Outputs = Sequence[tuple[str, TensorBytes]]

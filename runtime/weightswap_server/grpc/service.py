@@ -12,15 +12,15 @@ import grpc
 import msgspec
 
 from weightswap_runtime.tensors.content import TensorBytes, as_array
+from weightswap_server.canary.canary import HEADER
+from weightswap_server.errors import BadRequest
+from weightswap_server.protocol.documents import DATATYPE_OF, GenerateParameters, GenerateRequest
+from weightswap_server.protocol.tensors_on_the_wire import Answer, chosen, dtype_of, from_bytes, from_values, version_of
+from weightswap_server.service.generating import END, Generation
+from weightswap_server.service.service import Service
+from weightswap_server.settings import Settings
 
-from .canary.canary import HEADER
-from .errors import BadRequest
-from .generating import END, Generation
-from .grpc_messages import SERVICE, message_class
-from .protocol import DATATYPE_OF, GenerateParameters, GenerateRequest
-from .service import Service
-from .settings import Settings
-from .tensors_on_the_wire import Answer, chosen, dtype_of, from_bytes, from_values, version_of
+from .messages import SERVICE, message_class
 
 _WORKERS = 64
 _CONTENTS = {

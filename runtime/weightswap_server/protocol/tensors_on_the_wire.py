@@ -12,9 +12,9 @@ import numpy as np
 from weightswap_runtime.messages import brief
 from weightswap_runtime.tensors.content import TensorBytes, array_content, as_array, numpy_dtype
 from weightswap_runtime.tensors.dtypes import DTYPES, has_fractions
+from weightswap_server.errors import BadRequest
 
-from .errors import BadRequest
-from .protocol import BINARY_SIZE, DATATYPE_OF, DATATYPES, InferRequest, InputTensor, OutputTensor
+from .documents import BINARY_SIZE, DATATYPE_OF, DATATYPES, InferRequest, InputTensor, OutputTensor
 
 T = TypeVar("T")
 Named = tuple[str, TensorBytes]

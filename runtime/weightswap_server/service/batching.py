@@ -16,11 +16,10 @@ from weightswap_runtime.live.model import Model
 from weightswap_runtime.live.pinned import Pinned
 from weightswap_runtime.live.staged import Staged
 from weightswap_runtime.tensors.content import TensorBytes
-
-from .canary.canary import Canary
-from .errors import NotReady, Overloaded, UnknownModel
-from .models import Flat, Method, Outputs
-from .tensors_on_the_wire import Answer
+from weightswap_server.canary.canary import Canary
+from weightswap_server.errors import NotReady, Overloaded, UnknownModel
+from weightswap_server.methods import Flat, Method, Outputs
+from weightswap_server.protocol.tensors_on_the_wire import Answer
 
 QUICK = 1e-3  # seconds: a call that takes no longer may run in the thread that has received it
 _CHANCE = 4  # slow calls one after another

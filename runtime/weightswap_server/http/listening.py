@@ -9,8 +9,9 @@ from typing import Any
 
 import uvicorn
 
-from .http_guard import guarded_protocol
-from .settings import Settings
+from weightswap_server.settings import Settings
+
+from .guard import guarded_protocol
 
 
 class HttpServer(uvicorn.Server):

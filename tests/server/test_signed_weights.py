@@ -19,7 +19,7 @@ from weightswap_tools.commands.sign import sign_command
 
 pytest.importorskip("model_signing")
 
-from weightswap_server.signatures import SignatureRefused, requires
+from weightswap_server.signed_weights import SignatureRefused, requires
 
 
 @pytest.fixture(scope="module")
