@@ -21,7 +21,7 @@ from weightswap_runtime.errors import (
     Unsupported,
     WeightsMismatch,
 )
-from weightswap_runtime.shared import available as memory
+from weightswap_runtime.memory import available as memory
 from weightswap_runtime.shared.keeper import keep
 from weightswap_runtime.shared.segment import Segment
 from weightswap_runtime.shared.worker import WorkerModel, join
