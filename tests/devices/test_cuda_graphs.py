@@ -132,9 +132,14 @@ def test_graphs_of_one_recorder_share_a_pool_and_no_stream_with_another(cuda: Cu
     assert cuda.in_order
 
 
-def test_a_session_s_stream_is_another_s_once_its_graphs_are_gone(cuda: Cuda) -> None:
+def test_a_session_s_stream_is_another_s_once_its_graphs_are_gone(
+    cuda: Cuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
     accelerator = Accelerator()
     seen: list[int] = []
+    free_at_ends: list[int] = []
+    streams = streams_of(accelerator)  # type: ignore[arg-type]
+    monkeypatch.setattr(Graph, "__del__", lambda _: free_at_ends.append(len(streams._free)), raising=False)
 
     def record(one: CudaRecorder) -> Any:
         return one.record(lambda: seen.append(accelerator.current_key()) or [])[0]  # type: ignore[func-returns-value]
@@ -149,6 +154,7 @@ def test_a_session_s_stream_is_another_s_once_its_graphs_are_gone(cuda: Cuda) ->
     third = recorder(accelerator)
     record(third)
     assert seen[-1] == first
+    assert free_at_ends == [0]
     del second, third
 
 

@@ -53,6 +53,22 @@ def test_streams_that_end_and_come_again_under_one_handle_see_no_mixture(
         assert served.weights(target.content) == values_of(number)
 
 
+def test_a_commit_comes_after_a_call_in_a_stream_that_has_ended(
+    residency: str, tiny: TinyArtifact, weight_file: WriteWeights
+) -> None:
+    device = Handles(0)
+    served = Served(tiny, residency, "device", device, None)
+    served.model.swap(weight_file(0))
+    device.slow = stream = device.foreign_stream(1000)
+    with device.on(stream):
+        found = served.call()
+    device.end(stream)
+    for seed in (1, 2):
+        served.model.swap(weight_file(seed))
+    device.drain()
+    assert served.weights(found.content) == values_of(0)
+
+
 @pytest.mark.parametrize("what", ["swap", "part", "rollback"])
 def test_what_an_application_captures_gets_no_part_of_a_swap(
     what: str, tiny: TinyArtifact, weight_file: WriteWeights
