@@ -132,9 +132,7 @@ def test_graphs_of_one_recorder_share_a_pool_and_no_stream_with_another(cuda: Cu
     assert cuda.in_order
 
 
-def test_a_session_s_stream_is_another_s_once_its_graphs_are_gone(
-    cuda: Cuda, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_session_s_stream_is_another_s_once_its_graphs_are_gone(cuda: Cuda, monkeypatch: pytest.MonkeyPatch) -> None:
     accelerator = Accelerator()
     seen: list[int] = []
     free_at_ends: list[int] = []
@@ -154,7 +152,7 @@ def test_a_session_s_stream_is_another_s_once_its_graphs_are_gone(
     third = recorder(accelerator)
     record(third)
     assert seen[-1] == first
-    assert free_at_ends == [0]
+    assert set(free_at_ends) == {0}
     del second, third
 
 
