@@ -2,139 +2,30 @@
 
 from __future__ import annotations
 
-import http.client
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pytest
-import torch
-from prometheus_client.parser import text_string_to_metric_families
 from typer.testing import CliRunner
 
 from tests import ROOT
-from tests.server.load import INPUT
+from tests.server.fleet import Fleet, eventually, serving
 from tests.support.administered import TOKEN
-from tests.support.served import as_json
 from tests.support.tiny import TinyArtifact
-from weightswap_runtime import DesiredPlace, Unsupported
+from weightswap_runtime import Unsupported
 from weightswap_server import Settings, Source
 from weightswap_server.workers.manager import Workers
 from weightswap_server.workers.totals import Totals
 from weightswap_tools.admin_client import AdminClient, AdminRefused
 from weightswap_tools.commands.serve import serve_command
-
-SEEDS = (1, 2, 3)
-
-
-class Fleet(NamedTuple):
-    """A running server, and the place that it follows."""
-
-    process: subprocess.Popen[str]
-    http_port: int
-    grpc_port: int
-    place: DesiredPlace
-    files: dict[int, Path]
-    expected: dict[str, np.ndarray[Any, Any]]
-
-    @property
-    def children(self) -> list[int]:
-        """The keeper is the first to begin."""
-        pid = self.process.pid
-        return sorted(map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split()))
-
-    def get(self, path: str, body: Any = None) -> Any:
-        """A request on a connection of its own: to any of the workers."""
-        with closing(http.client.HTTPConnection("127.0.0.1", self.http_port, timeout=20)) as connection:
-            connection.request("POST" if body else "GET", path, json.dumps(body).encode() if body else None)
-            reply = connection.getresponse()
-            raw = reply.read()
-        assert reply.status == 200, raw
-        return raw
-
-    def infer(self) -> tuple[str, int]:
-        """The weights and the generation that have answered, and rightly so."""
-        answer = json.loads(self.get("/v2/models/tiny/infer", as_json(x=INPUT)))
-        weights_id = answer["parameters"]["weights_id"]
-        values = np.array(answer["outputs"][0]["data"], np.float32).reshape(2, 5)
-        assert np.allclose(values, self.expected[weights_id], rtol=1e-5)
-        return weights_id, answer["parameters"]["generation"]
-
-    def desire(self, seed: int) -> str:
-        """Set what is desired, and wait until some worker serves it; its weights id."""
-        state = self.place.set(self.files[seed], revision=self.place.read().revision, by="test")
-        assert state.weights is not None
-        wanted = state.weights.weights_id
-        eventually(lambda: self.infer()[0] == wanted)
-        return wanted
-
-    def answered(self) -> float:
-        """How many requests all workers have answered."""
-        return self.counted("weightswap_server_requests_total", status="200")
-
-    def counted(self, name: str, **labels: str) -> float:
-        families = text_string_to_metric_families(self.get("/metrics").decode())
-        found = [sample for family in families for sample in family.samples if sample.name == name]
-        return sum(sample.value for sample in found if labels.items() <= sample.labels.items())
-
-
-def eventually(done: Callable[[], bool], seconds: float = 40) -> None:
-    """Wait until it is; connections that a killed worker had are tried again."""
-    limit = time.monotonic() + seconds
-    while True:
-        try:
-            if done():
-                return
-        except (http.client.HTTPException, OSError):
-            pass
-        assert time.monotonic() < limit
-        time.sleep(0.02)
-
-
-@contextmanager
-def serving(folder: Path, workers: int, *more: str) -> Iterator[Fleet]:
-    """A server that follows a place, with the weights of the first seed, once all workers listen."""
-    tiny = TinyArtifact(folder / "tiny.artifact")
-    files = {seed: tiny.write(folder / f"{seed}.safetensors", tiny.values(seed)) for seed in SEEDS}
-    (folder / "place").mkdir()
-    place, expected = DesiredPlace(folder / "place"), {}
-    for seed in (3, 2, 1):
-        state = place.set(files[seed], revision=place.read().revision if seed < 3 else 0, by="test")
-        assert state.weights is not None
-        expected[state.weights.weights_id] = TinyArtifact.eager(seed, torch.from_numpy(INPUT)).numpy()
-    program = "from weightswap_tools.program import main; main()"
-    options = ["--port", "0", "--grpc-port", "0", "--workers", str(workers), "--interval", "0.05"]
-    source = more or ("--follow", str(folder / "place"))
-    command = [sys.executable, "-c", program, "serve", str(tiny.path), *source, *options]
-    with (folder / "log").open("w") as log:
-        process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=log, text=True)
-    assert process.stdout is not None
-    said = process.stdout.readline() + process.stdout.readline()
-    ports = [int(found) for found in re.findall(r"127\.0\.0\.1:(\d+)", said)]
-    assert len(ports) == 2, (folder / "log").read_text()
-    fleet = Fleet(process, ports[0], ports[1], place, files, expected)
-    try:
-        eventually(lambda: fleet.get("/v2/health/ready") == b"")
-        yield fleet
-        if process.poll() is not None:
-            return
-        children = fleet.children
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(30) == 0
-        assert not any(Path(f"/proc/{child}").exists() for child in children)
-    finally:
-        process.kill()
-        process.wait()
-        process.stdout.close()
 
 
 @pytest.fixture(scope="module")

@@ -6,6 +6,7 @@ when it closes, the manager has gone, and so does the child.
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import logging
 import os
@@ -55,9 +56,9 @@ class Task(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Word(msgspec.Struct, frozen=True):
-    """What a child says to its manager, or, as "total", is told."""
+    """What a child says to its manager, or, as "total", is told. A ready one that is not "alive" for long hangs."""
 
-    kind: Literal["ready", "failed", "metrics", "total"]
+    kind: Literal["ready", "failed", "alive", "metrics", "total"]
     text: str = ""
 
 
@@ -116,6 +117,7 @@ def _keep(line: Line) -> None:
             line.say(Word("ready", plane.where if plane is not None else ""))
             while not ended.wait(TELLS):
                 line.say(Word("metrics", service.metrics.text().decode()))
+                line.say(Word("alive"))
     finally:
         service.close()
 
@@ -131,8 +133,16 @@ def _serve(line: Line) -> None:
     _await_warm(server)
     gc.collect()
     gc.freeze()
-    Thread(target=_tell, args=(line, server), name="weightswap-telling", daemon=True).start()
+    turned = Event()
+    server.on_listening(lambda: _turn(asyncio.get_running_loop(), turned))
+    Thread(target=_tell, args=(line, server, turned), name="weightswap-telling", daemon=True).start()
     server.run()
+
+
+def _turn(loop: asyncio.AbstractEventLoop, turned: Event) -> None:
+    """Show that the loop goes round, from which no call in the model's thread keeps it."""
+    turned.set()
+    loop.call_later(TELLS / 2, _turn, loop, turned)
 
 
 def _await_warm(server: Server) -> None:
@@ -144,9 +154,13 @@ def _await_warm(server: Server) -> None:
         time.sleep(0.01)
 
 
-def _tell(line: Line, server: Server) -> None:
+def _tell(line: Line, server: Server, turned: Event) -> None:
+    """In a thread, as the manager may let one wait."""
     while not line.closed.wait(TELLS):
         line.say(Word("metrics", server.service.metrics.text().decode()))
+        if turned.is_set():
+            turned.clear()
+            line.say(Word("alive"))
     server.stop()
 
 

@@ -6,41 +6,28 @@ The manager owns what outlives any of them: the shared memory, and the socket on
 from __future__ import annotations
 
 import asyncio
-import os
-import signal
 import socket
-import subprocess
-import sys
-import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
-from typing import Any
 
 import msgspec
 
-from weightswap_runtime.errors import Unsupported, WeightswapError
+from weightswap_runtime.errors import Unsupported
 from weightswap_runtime.format.artifact import Artifact
 from weightswap_runtime.memory.opening import HOST
-from weightswap_runtime.shared.control import Control
+from weightswap_runtime.options import is_number
 from weightswap_runtime.shared.segment import Segment
 from weightswap_server.admin.settings import AdminSettings
-from weightswap_server.errors import log
 from weightswap_server.http.listening import listening
 from weightswap_server.serving import Source, signals
 from weightswap_server.settings import Settings
 
-from .child import Task, Word
+from .child import Task
+from .tended import Child
 from .totals import Role, Totals
 
 _Segments = Mapping[str, Segment]
-_FIRST_PAUSE, _LONGEST_PAUSE = 0.05, 10.0  # seconds before a child that has ended is started again
-_HEALTHY = 30.0  # seconds after which it does not count that it has failed before
-_LINE = 1 << 26  # bytes of metrics
-_LAST = 5.0  # seconds beyond the grace, after which a child is killed
-
-
-class ChildFailed(WeightswapError):
-    """A keeper or a worker could not begin."""
+_WORKER_TIMEOUT, _LEAST_TIMEOUT = 30.0, 3.0  # seconds; they speak each second
 
 
 def check_shareable(source: Source) -> None:
@@ -64,18 +51,25 @@ class Workers:
         workers: int,
         admin: AdminSettings | None = None,
         require_signature: str | None = None,
+        worker_timeout: float = _WORKER_TIMEOUT,
     ) -> None:
-        """admin: for operators, whom the keeper serves. require_signature: a public key. Raises Unsupported."""
+        """admin: for operators, whom the keeper serves. require_signature: a public key. worker_timeout: seconds after
+        which a process that hangs is killed and replaced; 0: it never is.
+
+        Raises Unsupported.
+        """
         settings.check()
         if workers < 1:
             raise Unsupported(f"workers={workers}: expected 1 or more")
+        if not (is_number(worker_timeout) and (worker_timeout == 0 or worker_timeout >= _LEAST_TIMEOUT)):
+            raise Unsupported(f"worker_timeout={worker_timeout!r}: expected 0, or {_LEAST_TIMEOUT:g} seconds and more")
         for source in sources.values():
             source.check()
             check_shareable(source)
         self.settings, self.http_port, self.grpc_port = settings, 0, 0
         self.admin_where = ""
         self._sources, self._number, self._admin = sources, workers, admin
-        self._key = require_signature
+        self._key, self._timeout = require_signature, worker_timeout
         self._told: list[Callable[[], object]] = []
         self._serving: asyncio.Task[None] | None = None
 
@@ -107,9 +101,9 @@ class Workers:
 
     async def _run(self, listener: socket.socket, segments: _Segments, mapped: _Segments) -> None:
         totals = Totals()
-        keeper = _Child("the keeper", self._task("keeper", segments), totals)
+        keeper = Child("the keeper", self._task("keeper", segments), totals, self._timeout)
         workers = [
-            _Child(f"worker {slot}", self._task("worker", mapped, slot, listener.fileno()), totals)
+            Child(f"worker {slot}", self._task("worker", mapped, slot, listener.fileno()), totals, self._timeout)
             for slot in range(self._number)
         ]
         self._serving = asyncio.create_task(self._serve(keeper, workers))
@@ -122,7 +116,7 @@ class Workers:
                 await asyncio.gather(*(worker.end(self.settings.grace) for worker in workers))
                 await keeper.end(0.0)
 
-    async def _serve(self, keeper: _Child, workers: list[_Child]) -> None:
+    async def _serve(self, keeper: Child, workers: list[Child]) -> None:
         """The keeper first: workers begin with what it has put in."""
         self.admin_where = await keeper.begin()
         await asyncio.gather(*(worker.begin() for worker in workers))
@@ -144,120 +138,6 @@ class Workers:
             slot=slot,
             listener=listener,
         )
-
-
-class _Child:
-    """One of the processes, and those that take its place."""
-
-    def __init__(self, name: str, task: Task, totals: Totals) -> None:
-        self._name, self._task, self._totals = name, task, totals
-        self._ready: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        self._process: subprocess.Popen[bytes] | None = None
-        self._failure = ""
-        self._ending = False
-        self._tending: asyncio.Task[None] | None = None
-
-    async def begin(self) -> str:
-        """Start it, and wait until it is ready; what it has said then. Raises ChildFailed."""
-        self._tending = asyncio.create_task(self._tend())
-        either: set[asyncio.Future[Any]] = {self._tending, self._ready}
-        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
-        if not self._ready.done():
-            await self._tending
-        return self._ready.result()
-
-    async def _tend(self) -> None:
-        """Start it, and start it again when it has died. Raises ChildFailed where it has never been ready."""
-        pause = _FIRST_PAUSE
-        while not self._asked_to_end():
-            began = time.monotonic()
-            code = await self._live()
-            if self._asked_to_end():
-                return
-            if not self._ready.done():
-                raise ChildFailed(self._failure or f"{self._name} has ended with {code} before it was ready")
-            why = f": {self._failure}" if self._failure else ""
-            log.warning("%s has ended with %d%s; another one begins", self._name, code, why)
-            pause = _FIRST_PAUSE if time.monotonic() - began > _HEALTHY else min(2 * pause, _LONGEST_PAUSE)
-            await asyncio.sleep(pause)
-
-    def _asked_to_end(self) -> bool:
-        return self._ending  # which changes while one waits
-
-    async def _live(self) -> int:
-        """One process, from its start to its end; its exit code."""
-        ours, theirs = socket.socketpair()
-        shared = [each for segment in self._task.segments.values() for each in segment.descriptors]
-        passed = [theirs.fileno(), *shared, *([self._task.listener] if self._task.listener >= 0 else [])]
-        command = [sys.executable, "-P", "-m", "weightswap_server.workers.child", str(theirs.fileno())]
-        self._failure = ""
-        with theirs:
-            self._process = process = subprocess.Popen(
-                command, pass_fds=passed, stdin=subprocess.DEVNULL, start_new_session=True
-            )
-        reader, writer = await asyncio.open_connection(sock=ours, limit=_LINE)
-        writer.write(msgspec.json.encode(self._task) + b"\n")
-        hearing = asyncio.create_task(self._hear(process.pid, reader, writer))
-        try:
-            await _ended(process.pid)
-            return process.wait()
-        finally:
-            await asyncio.wait([hearing], timeout=1)  # its last words
-            hearing.cancel()
-            writer.close()
-            self._totals.end(process.pid)
-            self._let_go()
-
-    def _let_go(self) -> None:
-        """What a dead worker held, it does not hold any more."""
-        if self._task.role == "worker":
-            for segment in self._task.segments.values():
-                Control(segment.control).empty_slot(self._task.slot)
-
-    async def _hear(self, pid: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        with suppress(OSError):
-            while raw := await reader.readline():
-                word = msgspec.json.decode(raw, type=Word)
-                if word.kind == "failed":
-                    self._failure = word.text
-                elif word.kind == "ready":
-                    self._tell_ready(word.text)
-                else:
-                    self._totals.tell(pid, self._task.role, word.text)
-                if word.kind == "total":
-                    writer.write(msgspec.json.encode(Word("total", self._totals.text())) + b"\n")
-
-    def _tell_ready(self, text: str) -> None:
-        if not self._ready.done():
-            self._ready.set_result(text)
-
-    async def end(self, grace: float) -> None:
-        """Ask it to stop, and kill it where it does not."""
-        self._ending = True
-        if self._tending is None:
-            return
-        process = self._process
-        if process is not None and process.poll() is None:
-            process.send_signal(signal.SIGTERM)
-            await asyncio.wait([self._tending], timeout=grace + _LAST)
-            if process.poll() is None:
-                log.warning("%s has not ended in %g s, and is killed", self._name, grace + _LAST)
-                process.kill()
-        elif not self._tending.done():
-            self._tending.cancel()  # between two processes
-        await asyncio.wait([self._tending])
-
-
-async def _ended(pid: int) -> None:
-    """Wait for the end of a child, which nobody has waited for."""
-    loop, ended = asyncio.get_running_loop(), asyncio.Event()
-    descriptor = os.pidfd_open(pid)
-    loop.add_reader(descriptor, ended.set)
-    try:
-        await ended.wait()
-    finally:
-        loop.remove_reader(descriptor)
-        os.close(descriptor)
 
 
 def _reserve(stack: ExitStack, host: str, port: int) -> int:

@@ -86,6 +86,9 @@ def serve(
     workers: Annotated[
         int | None, typer.Option(help="Serve from so many processes, which share one copy of the weights.")
     ] = None,
+    worker_timeout: Annotated[
+        float, typer.Option(help="Seconds after which a process of --workers that hangs is replaced; 0: never.")
+    ] = 30.0,
     threads: Annotated[
         int | None, typer.Option(help="Of one call; by default one for each core, which workers share out.")
     ] = None,
@@ -180,7 +183,7 @@ def serve(
             for name, place in places.items()
         }
         if workers is not None:
-            _run_workers(Workers(sources, settings, workers, admin, require_signature), list(sources))
+            _run_workers(Workers(sources, settings, workers, admin, require_signature, worker_timeout), list(sources))
         else:
             _run(Server({name: source.open() for name, source in sources.items()}, settings, admin))
 

@@ -1,0 +1,169 @@
+"""One child of the manager: started, listened to, and started again where it has died, or hangs."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from typing import Any
+
+import msgspec
+
+from weightswap_runtime.errors import WeightswapError
+from weightswap_runtime.shared.control import Control
+from weightswap_server.errors import log
+
+from .child import Task, Word
+from .totals import Totals
+
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.05, 10.0  # seconds before a child that has ended is started again
+_HEALTHY = 30.0  # seconds after which it does not count that it has failed before
+_LINE = 1 << 26  # bytes of metrics
+_LAST = 5.0  # seconds beyond the grace, after which a child is killed
+_LOOKS = 10  # in the time after which a child that is silent is killed
+
+
+class ChildFailed(WeightswapError):
+    """A keeper or a worker could not begin."""
+
+
+class Child:
+    """One of the processes, and those that take its place."""
+
+    def __init__(self, name: str, task: Task, totals: Totals, timeout: float) -> None:
+        """timeout: seconds of silence after which it is killed; 0: it never is."""
+        self._name, self._task, self._totals, self._timeout = name, task, totals, timeout
+        self._spoken: bool | None = None  # since the last look; None until it is ready
+        self._ready: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._failure = ""
+        self._ending = False
+        self._tending: asyncio.Task[None] | None = None
+
+    async def begin(self) -> str:
+        """Start it, and wait until it is ready; what it has said then. Raises ChildFailed."""
+        self._tending = asyncio.create_task(self._tend())
+        either: set[asyncio.Future[Any]] = {self._tending, self._ready}
+        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+        if not self._ready.done():
+            await self._tending
+        return self._ready.result()
+
+    async def _tend(self) -> None:
+        """Start it, and start it again when it has died. Raises ChildFailed where it has never been ready."""
+        pause = _FIRST_PAUSE
+        while not self._asked_to_end():
+            began = time.monotonic()
+            code = await self._live()
+            if self._asked_to_end():
+                return
+            if not self._ready.done():
+                raise ChildFailed(self._failure or f"{self._name} has ended with {code} before it was ready")
+            why = f": {self._failure}" if self._failure else ""
+            log.warning("%s has ended with %d%s; another one begins", self._name, code, why)
+            pause = _FIRST_PAUSE if time.monotonic() - began > _HEALTHY else min(2 * pause, _LONGEST_PAUSE)
+            await asyncio.sleep(pause)
+
+    def _asked_to_end(self) -> bool:
+        return self._ending  # which changes while one waits
+
+    async def _live(self) -> int:
+        """One process, from its start to its end; its exit code."""
+        ours, theirs = socket.socketpair()
+        shared = [each for segment in self._task.segments.values() for each in segment.descriptors]
+        passed = [theirs.fileno(), *shared, *([self._task.listener] if self._task.listener >= 0 else [])]
+        command = [sys.executable, "-P", "-m", "weightswap_server.workers.child", str(theirs.fileno())]
+        self._failure, self._spoken = "", None
+        with theirs:
+            self._process = process = subprocess.Popen(
+                command, pass_fds=passed, stdin=subprocess.DEVNULL, start_new_session=True
+            )
+        reader, writer = await asyncio.open_connection(sock=ours, limit=_LINE)
+        writer.write(msgspec.json.encode(self._task) + b"\n")
+        hearing = asyncio.create_task(self._hear(process.pid, reader, writer))
+        looking = asyncio.create_task(self._look_after(process))
+        try:
+            await _ended(process.pid)
+            return process.wait()
+        finally:
+            await asyncio.wait([hearing], timeout=1)  # its last words
+            hearing.cancel()
+            looking.cancel()
+            writer.close()
+            self._totals.end(process.pid)
+            self._let_go()
+
+    async def _look_after(self, process: subprocess.Popen[bytes]) -> None:
+        """Kill it once it has been silent for too long.
+
+        Looks are counted, and no seconds: what keeps this process from looking keeps others from speaking, too.
+        """
+        silent = 0
+        while self._timeout:
+            await asyncio.sleep(self._timeout / _LOOKS)
+            silent = silent + 1 if self._spoken is False else 0
+            if self._spoken:
+                self._spoken = False
+            if silent >= _LOOKS and not self._asked_to_end():
+                self._failure = f"it hung: it had said nothing for {self._timeout:g} s, and was killed"
+                process.kill()
+                return
+
+    def _let_go(self) -> None:
+        """What a dead worker held, it does not hold any more."""
+        if self._task.role == "worker":
+            for segment in self._task.segments.values():
+                Control(segment.control).empty_slot(self._task.slot)
+
+    async def _hear(self, pid: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with suppress(OSError):
+            while raw := await reader.readline():
+                word = msgspec.json.decode(raw, type=Word)
+                if word.kind == "failed":
+                    self._failure = word.text
+                elif word.kind == "ready":
+                    self._spoken = True
+                    self._tell_ready(word.text)
+                elif word.kind == "alive":
+                    self._spoken = True
+                else:
+                    self._totals.tell(pid, self._task.role, word.text)
+                if word.kind == "total":
+                    writer.write(msgspec.json.encode(Word("total", self._totals.text())) + b"\n")
+
+    def _tell_ready(self, text: str) -> None:
+        if not self._ready.done():
+            self._ready.set_result(text)
+
+    async def end(self, grace: float) -> None:
+        """Ask it to stop, and kill it where it does not."""
+        self._ending = True
+        if self._tending is None:
+            return
+        process = self._process
+        if process is not None and process.poll() is None:
+            process.send_signal(signal.SIGTERM)
+            await asyncio.wait([self._tending], timeout=grace + _LAST)
+            if process.poll() is None:
+                log.warning("%s has not ended in %g s, and is killed", self._name, grace + _LAST)
+                process.kill()
+        elif not self._tending.done():
+            self._tending.cancel()  # between two processes
+        await asyncio.wait([self._tending])
+
+
+async def _ended(pid: int) -> None:
+    """Wait for the end of a child, which nobody has waited for."""
+    loop, ended = asyncio.get_running_loop(), asyncio.Event()
+    descriptor = os.pidfd_open(pid)
+    loop.add_reader(descriptor, ended.set)
+    try:
+        await ended.wait()
+    finally:
+        loop.remove_reader(descriptor)
+        os.close(descriptor)

@@ -1,0 +1,111 @@
+"""Workers that hang are replaced, and what only takes long is not."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests import ROOT
+from tests.server.fleet import Fleet, eventually, serving
+from weightswap_runtime import Unsupported
+from weightswap_server import Settings, Source
+from weightswap_server.workers.manager import Workers
+
+HANGING = '''
+"""SIGUSR1 keeps the loop to itself for ever, SIGUSR2 the interpreter's lock for two seconds."""
+import ctypes, signal, time
+
+signal.signal(signal.SIGUSR1, lambda *_: time.sleep(600))
+signal.signal(signal.SIGUSR2, lambda *_: ctypes.PyDLL(None).usleep(2_000_000))
+'''
+
+
+@pytest.fixture(scope="module")
+def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+    folder = tmp_path_factory.mktemp("hanging")
+    (folder / "hanging_operators.py").write_text(HANGING)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", f"{folder}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
+        options = ["--follow", str(folder / "place"), "--worker-timeout", "3", "--op-library", "hanging_operators"]
+        with serving(folder, 2, *options) as found:
+            yield found
+
+
+def test_a_stopped_worker_is_replaced_under_load(fleet: Fleet, tmp_path: Path) -> None:
+    """Requests go on, commits too, and none is answered by a mixture: the stopped one may hold what is overwritten."""
+    np.savez(tmp_path / "expected.npz", **fleet.expected)
+    command = [sys.executable, "-m", "tests.server.load", str(fleet.http_port), str(fleet.grpc_port)]
+    client = subprocess.Popen(
+        [*command, str(tmp_path / "expected.npz"), "6"], cwd=ROOT, stdout=subprocess.PIPE, text=True
+    )
+    assert client.stdout is not None
+    _, stopped, other = fleet.children
+    eventually(lambda: fleet.answered() > 100)
+    os.kill(stopped, signal.SIGSTOP)
+    during = 0
+    while stopped in fleet.children:
+        fleet.infer()  # a new connection is the other worker's
+        during += 1
+        if during % 20 == 1:
+            fleet.place.set(fleet.files[during // 20 % 3 + 1], revision=fleet.place.read().revision, by="test")
+    eventually(lambda: len(fleet.children) == 3)
+    assert other in fleet.children
+    fleet.desire(3)
+    fleet.desire(1)  # which takes the arena that the stopped one may have held
+    found = json.loads(client.communicate(timeout=60)[0])["answers"]
+    assert (found["mixed"], found["stale"]) == (0, 0)
+    assert found["failed"] <= 4  # the clients whose connections it had
+    assert during > 20
+
+
+@pytest.mark.slow
+def test_a_worker_whose_loop_is_blocked_is_replaced(fleet: Fleet) -> None:
+    _, blocked, other = fleet.children
+    os.kill(blocked, signal.SIGUSR1)
+    eventually(lambda: blocked not in fleet.children and len(fleet.children) == 3)
+    assert other in fleet.children
+    for _ in range(20):
+        eventually(lambda: bool(fleet.infer()))
+
+
+@pytest.mark.slow
+def test_a_stopped_keeper_is_replaced(fleet: Fleet) -> None:
+    keeper, *workers = fleet.children
+    os.kill(keeper, signal.SIGSTOP)
+    eventually(lambda: keeper not in fleet.children)
+    fleet.desire(2)
+    assert set(workers) < set(fleet.children)
+
+
+@pytest.mark.slow
+def test_what_takes_long_is_not_replaced(fleet: Fleet) -> None:
+    """A call that keeps the interpreter's lock for two thirds of the limit, and a machine that was suspended."""
+    before = fleet.children
+    os.kill(before[1], signal.SIGUSR2)
+    time.sleep(4)
+    assert fleet.children == before
+    everybody = [fleet.process.pid, *before]
+    for pid in everybody:
+        os.kill(pid, signal.SIGSTOP)
+    time.sleep(4)
+    for pid in everybody:  # the manager wakes first, and looks
+        os.kill(pid, signal.SIGCONT)
+        time.sleep(0.3)
+    time.sleep(1)
+    assert fleet.children == before
+    fleet.desire(3)
+
+
+@pytest.mark.parametrize("timeout", [-1.0, 2.9, float("nan"), "3"])
+def test_a_limit_that_cannot_be_meant_is_refused(timeout: float) -> None:
+    with pytest.raises(Unsupported, match="expected 0, or 3 seconds and more"):
+        Workers({"m": Source(artifact="a", weights="w")}, Settings(), 1, worker_timeout=timeout)
