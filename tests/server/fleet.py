@@ -40,8 +40,7 @@ class Fleet(NamedTuple):
     @property
     def children(self) -> list[int]:
         """The keeper is the first to begin."""
-        pid = self.process.pid
-        return sorted(map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split()))
+        return children_of(self.process.pid)
 
     def get(self, path: str, body: Any = None) -> Any:
         """A request on a connection of its own: to any of the workers."""
@@ -101,28 +100,47 @@ def serving(folder: Path, workers: int, *more: str) -> Iterator[Fleet]:
     for seed in (3, 2, 1):
         state = place.set(files[seed], revision=place.read().revision if seed < 3 else 0, by="test")
         assert state.weights is not None
-        expected[state.weights.weights_id] = TinyArtifact.eager(seed, torch.from_numpy(INPUT)).numpy()
-    program = "from weightswap_tools.program import main; main()"
-    options = ["--port", "0", "--grpc-port", "0", "--workers", str(workers), "--interval", "0.05"]
+        expected[state.weights.weights_id] = eager(seed)
     source = more or ("--follow", str(folder / "place"))
-    command = [sys.executable, "-c", program, "serve", str(tiny.path), *source, *options]
-    with (folder / "log").open("w") as log:
-        process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=log, text=True)
-    assert process.stdout is not None
-    said = process.stdout.readline() + process.stdout.readline()
-    ports = [int(found) for found in re.findall(r"127\.0\.0\.1:(\d+)", said)]
-    assert len(ports) == 2, (folder / "log").read_text()
-    fleet = Fleet(process, ports[0], ports[1], place, files, expected)
-    try:
+    with started(folder, workers, *source) as (process, http_port, grpc_port):
+        fleet = Fleet(process, http_port, grpc_port, place, files, expected)
         eventually(lambda: fleet.get("/v2/health/ready") == b"")
         yield fleet
-        if process.poll() is not None:
-            return
-        children = fleet.children
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(30) == 0
-        assert not any(Path(f"/proc/{child}").exists() for child in children)
+
+
+def eager(seed: int) -> np.ndarray[Any, Any]:
+    """What the weights of a seed give."""
+    return TinyArtifact.eager(seed, torch.from_numpy(INPUT)).numpy()
+
+
+@contextmanager
+def started(folder: Path, workers: int, *more: str) -> Iterator[tuple[subprocess.Popen[str], int, int]]:
+    """A block with a server of `tiny.artifact` in a folder: its process, and the ports of HTTP and gRPC.
+
+    At the end it is asked to stop, where it still runs, and has to leave nobody behind.
+    """
+    program = "from weightswap_tools.program import main; main()"
+    options = ["--port", "0", "--grpc-port", "0", "--workers", str(workers), "--interval", "0.05"]
+    command = [sys.executable, "-c", program, "serve", str(folder / "tiny.artifact"), *more, *options]
+    with (folder / "log").open("a") as log:
+        process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=log, text=True)
+    assert process.stdout is not None
+    try:
+        said = process.stdout.readline() + process.stdout.readline()
+        ports = [int(found) for found in re.findall(r"127\.0\.0\.1:(\d+)", said)]
+        assert len(ports) == 2, (folder / "log").read_text()
+        yield process, ports[0], ports[1]
+        if process.poll() is None:
+            children = children_of(process.pid)
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(30) == 0
+            assert not any(Path(f"/proc/{child}").exists() for child in children)
     finally:
         process.kill()
         process.wait()
         process.stdout.close()
+
+
+def children_of(pid: int) -> list[int]:
+    """Processes that a process has started, the earliest first."""
+    return sorted(map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split()))

@@ -1,0 +1,240 @@
+"""A bad day of a server with workers: broken checkpoints, one with NaN, a rollback, kills, restarts, while clients ask.
+
+Whoever is killed and restarted ends on what was desired; what was refused, or rolled back, is never served again.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, closing
+from pathlib import Path
+from threading import Event, Thread
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+
+from tests.server.fleet import children_of, eager, eventually, started
+from tests.server.load import INPUT
+from tests.support.administered import TOKEN
+from tests.support.served import as_json
+from tests.support.services import Service, weights_id_of
+from tests.support.tiny import TinyArtifact
+from weightswap_runtime import Held, Superseded
+from weightswap_tools.admin_client import AdminClient, AdminUnreachable
+
+WORKERS = 2
+
+
+class Plan(NamedTuple):
+    """What happens after which checkpoint. back: where the operator rolls back to; held: what comes meanwhile."""
+
+    checkpoints: int
+    damaged: tuple[int, ...]
+    not_finite: int
+    rollback: int
+    back: int
+    held: range
+    kill_worker: tuple[int, ...]
+    kill_keeper: tuple[int, ...]
+    restart: dict[int, int]  # by which signal
+
+
+SHORT = Plan(7, (2,), 4, 5, 3, range(6, 7), kill_worker=(3,), kill_keeper=(5,), restart={})
+LONG = Plan(
+    20,
+    (3, 6, 11, 14, 17),
+    not_finite=9,
+    rollback=12,
+    back=10,
+    held=range(13, 16),
+    kill_worker=(5, 9, 14),
+    kill_keeper=(8, 12, 17),
+    restart={13: signal.SIGTERM, 17: signal.SIGKILL, 20: signal.SIGTERM},
+)
+
+
+class Seen(NamedTuple):
+    """An answer: when it was asked for, whose it is, and whether these weights give it."""
+
+    asked: float
+    weights_id: str
+    right: bool
+
+
+class Day:
+    """A server, a trainer who has each checkpoint desired, an operator, and clients."""
+
+    def __init__(self, plan: Plan, root: Path) -> None:
+        self.plan, self.root = plan, root
+        self.tiny = TinyArtifact(root / "tiny.artifact")
+        self.service = Service(self.tiny, root / "service")
+        self.operator = AdminClient(f"unix://{root / 's'}", TOKEN)
+        self.good: dict[int, str] = {}
+        self.expected: dict[str, np.ndarray[Any, Any]] = {}
+        self.seen: list[Seen] = []
+        self.failures = 0
+        self.port = 0
+        self.process: subprocess.Popen[str]
+        self._running = ExitStack()
+        self._ended = Event()
+
+    def start(self) -> None:
+        options = ["--follow", str(self.service.folder), "--admin-socket", str(self.root / "s")]
+        self.process, self.port, _ = self._running.enter_context(started(self.root, WORKERS, *options))
+
+    def restart(self, number: int) -> None:
+        """The whole server: the manager, with all that it has."""
+        children = children_of(self.process.pid)
+        self.process.send_signal(number)
+        assert self.process.wait(30) == (0 if number == signal.SIGTERM else -number)
+        eventually(lambda: not any(Path(f"/proc/{child}").exists() for child in children))
+        self._running.close()
+        self.start()
+
+    def kill(self, which: int) -> None:
+        """The keeper is 0. Whoever takes its place is there before the day goes on."""
+        victim = children_of(self.process.pid)[which]
+        os.kill(victim, signal.SIGKILL)
+        eventually(lambda: victim not in (now := children_of(self.process.pid)) and len(now) == WORKERS + 1)
+
+    def train(self, seed: int) -> None:
+        """Write a checkpoint, whole or not, and have it desired, as a trainer does who looks into nothing."""
+        path = self.service.folder / f"v{seed}.safetensors"
+        values = self.tiny.values(seed)
+        if seed == self.plan.not_finite:
+            values["weight"][1, 2] = torch.nan
+        self.tiny.write(path, values)
+        if seed in self.plan.damaged:
+            raw = bytearray(path.read_bytes())
+            raw[-1] ^= 1
+            path.write_bytes(raw)
+        elif seed != self.plan.not_finite:
+            self.good[seed] = weights_id_of(path)
+            self.expected[self.good[seed]] = eager(seed)
+        if seed in self.plan.held:
+            with pytest.raises(Held):
+                self.service.place.promote(path, by="trainer")
+        else:
+            self.service.place.promote(path, by="trainer")
+
+    @property
+    def wanted(self) -> str:
+        """What is desired, or the last before it that was whole."""
+        state = self.service.place.read()
+        assert state.weights is not None
+        known = [each.weights_id for each in (state.weights, *reversed(state.history))]
+        return next(each for each in known if each in self.expected)
+
+    def roll_back(self) -> float:
+        """By the admin plane; when it was done."""
+        asked = {"to": self.good[self.plan.back][:12], "why": "slow"}
+        eventually(lambda: bool(self.operator.post("/admin/models/tiny/rollback", asked)))
+        assert self.service.desired == self.good[self.plan.back]
+        return time.monotonic()
+
+    def release(self) -> None:
+        self.service.place.release(revision=self.service.revision)
+        bad = self.service.folder / f"v{self.plan.rollback}.safetensors"
+        with pytest.raises(Superseded):
+            self.service.place.promote(bad, by="trainer")
+
+    def agree(self, wanted: str) -> None:
+        """Wait until the keeper serves it; from then on every worker does."""
+        eventually(lambda: self._told(wanted))
+        for _ in range(10):
+            eventually(lambda: self._ask().weights_id == wanted, 5)
+
+    def settle(self, seed: int) -> None:
+        """Wait for what comes of a checkpoint."""
+        if seed in self.plan.damaged or seed == self.plan.not_finite:
+            name = f"v{seed}.safetensors"
+            history = "/admin/models/tiny/history"
+            eventually(lambda: any(name in each["source"] for each in self.operator.get(history)["refusals"]))
+        self.agree(self.wanted)
+
+    def _told(self, wanted: str) -> bool:
+        try:
+            served = self.operator.get("/admin/models/tiny")["served"]
+        except AdminUnreachable:
+            return False
+        return served is not None and served["weights_id"] == wanted
+
+    def _ask(self) -> Seen:
+        """On a connection of its own: any worker's."""
+        asked = time.monotonic()
+        with closing(http.client.HTTPConnection("127.0.0.1", self.port, timeout=20)) as connection:
+            connection.request("POST", "/v2/models/tiny/infer", json.dumps(as_json(x=INPUT)).encode())
+            reply = connection.getresponse()
+            answer = json.loads(reply.read())
+        if reply.status != 200:
+            raise OSError(answer["error"])
+        weights_id = answer["parameters"]["weights_id"]
+        values = np.array(answer["outputs"][0]["data"], np.float32).reshape(2, 5)
+        right = weights_id in self.expected and np.allclose(values, self.expected[weights_id], rtol=1e-5)
+        self.seen.append(Seen(asked, weights_id, right))
+        return self.seen[-1]
+
+    def clients(self) -> None:
+        while not self._ended.wait(0.005):
+            try:
+                self._ask()
+            except (OSError, http.client.HTTPException):  # of a worker that was killed, or a server that is restarted
+                self.failures += 1
+
+    def run(self) -> Iterator[int]:
+        """After each checkpoint, once what comes of it has come."""
+        asking = Thread(target=self.clients)
+        try:
+            self.train(1)
+            self.start()
+            asking.start()
+            for seed in range(1, self.plan.checkpoints + 1):
+                if seed > 1:
+                    self.train(seed)
+                self.settle(seed)
+                yield seed
+        finally:
+            self._ended.set()
+            if asking.ident is not None:
+                asking.join()
+            self._running.close()
+
+
+@pytest.mark.parametrize("plan", [SHORT, pytest.param(LONG, marks=pytest.mark.slow)], ids=["short", "long"])
+def test_every_process_ends_on_what_was_desired(plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WEIGHTSWAP_ADMIN_TOKEN", TOKEN)
+    day, rolled_back, released = Day(plan, tmp_path), 0.0, 0.0
+    for seed in day.run():
+        if seed == plan.rollback:
+            rolled_back = day.roll_back()
+        if seed in plan.kill_worker:
+            day.kill(1)
+        if seed in plan.kill_keeper:
+            day.kill(0)
+        if seed in plan.restart:
+            day.restart(plan.restart[seed])
+        if seed in plan.held:
+            assert day.wanted == day.good[plan.back]
+        if seed == plan.held[-1]:
+            day.release()
+            released = time.monotonic()
+        day.agree(day.wanted)
+    assert day.wanted == day.good[plan.checkpoints]
+    served = {each.weights_id for each in day.seen}
+    assert all(each.right for each in day.seen)  # each by its weights' eager model, and none of what was refused
+    assert served <= set(day.good.values())
+    bad = day.good[plan.rollback]
+    assert any(each.weights_id == bad for each in day.seen if each.asked < rolled_back)
+    assert not any(each.weights_id == bad for each in day.seen if each.asked > rolled_back)
+    held = {each.weights_id for each in day.seen if rolled_back < each.asked < released}
+    assert held == {day.good[plan.back]}
+    assert len(served) == len(day.good) - len([seed for seed in plan.held if seed in day.good])
+    print(f"{len(day.seen)} answers, {day.failures} broken connections")
