@@ -99,9 +99,15 @@ class Day:
         self._running.close()
         self.start()
 
-    def kill(self, which: int) -> None:
-        """The keeper is 0. Whoever takes its place is there before the day goes on."""
-        victim = children_of(self.process.pid)[which]
+    def kill_keeper(self) -> None:
+        self._kill(self.operator.get("/admin/status")["pid"])
+
+    def kill_worker(self) -> None:
+        keeper = self.operator.get("/admin/status")["pid"]
+        self._kill(next(child for child in children_of(self.process.pid) if child != keeper))
+
+    def _kill(self, victim: int) -> None:
+        """Another process has taken its place before the day goes on."""
         os.kill(victim, signal.SIGKILL)
         eventually(lambda: victim not in (now := children_of(self.process.pid)) and len(now) == WORKERS + 1)
 
@@ -154,7 +160,7 @@ class Day:
 
     def settle(self, seed: int) -> None:
         """Wait for what comes of a checkpoint."""
-        if seed in self.plan.damaged or seed == self.plan.not_finite:
+        if seed not in self.good and seed not in self.plan.held:
             name = f"v{seed}.safetensors"
             history = "/admin/models/tiny/history"
             eventually(lambda: any(name in each["source"] for each in self.operator.get(history)["refusals"]))
@@ -216,9 +222,9 @@ def test_every_process_ends_on_what_was_desired(plan: Plan, tmp_path: Path, monk
         if seed == plan.rollback:
             rolled_back = day.roll_back()
         if seed in plan.kill_worker:
-            day.kill(1)
+            day.kill_worker()
         if seed in plan.kill_keeper:
-            day.kill(0)
+            day.kill_keeper()
         if seed in plan.restart:
             day.restart(plan.restart[seed])
         if seed in plan.held:
