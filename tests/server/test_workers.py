@@ -26,6 +26,7 @@ from weightswap_server.workers.manager import Workers
 from weightswap_server.workers.totals import Totals
 from weightswap_tools.admin_client import AdminClient, AdminRefused
 from weightswap_tools.commands.serve import serve_command
+from weightswap_tools.commands.status import status_command
 
 
 @pytest.fixture(scope="module")
@@ -113,12 +114,31 @@ def test_operators_change_what_workers_serve(tmp_path: Path, monkeypatch: pytest
         said = operator.post(f"{changes}rollback", {})
         assert fleet.infer() == (said["receipt"]["weights_id"], 2)
         operator.post(f"{changes}stage", {"source": str(fleet.files[3])})
+        _check_processes(operator, fleet, generation=2)
         with pytest.raises(AdminRefused, match="its workers cannot do that; serve without --workers"):
             operator.post(f"{changes}canary", {"share": 0.5})
         with pytest.raises(AdminRefused, match="its workers cannot do that"):
             operator.post("/v2/repository/models/tiny/unload", {})
         said = operator.post(f"{changes}commit", {})
         assert fleet.infer() == (said["receipt"]["weights_id"], 3)
+
+
+def _check_processes(operator: AdminClient, fleet: Fleet, generation: int) -> None:
+    """Operators are told of the keeper and of each worker, by the status and by the command."""
+
+    def told() -> list[Any]:
+        return list(operator.get("/admin/status")["processes"])
+
+    serving = {"generation": generation, "weights_id": fleet.infer()[0]}
+    eventually(lambda: all(each["models"] == {"tiny": serving} and each["ready"] for each in told()), 5)
+    eventually(lambda: told()[1]["answered"] > 1, 5)
+    keeper, worker = told()
+    assert (keeper["role"], keeper["answered"], worker["name"]) == ("keeper", 0, "worker 0")
+    assert [keeper["pid"], worker["pid"]] == fleet.children
+    assert time.time() - 60 < worker["since"] < worker["heard"] < time.time()
+    said = CliRunner().invoke(status_command, [operator.where], catch_exceptions=False).stdout
+    assert f"worker 0    generation {generation}, {serving['weights_id'][:12]}, process {worker['pid']} since" in said
+    assert "SILENT" not in said
 
 
 @pytest.mark.slow

@@ -158,6 +158,7 @@ class AdminPages:
             ready=self._service.ready,
             stopping=self._service.stopping,
             models=[desk.status() for desk in self._desks.values()],
+            processes=self._service.processes(),
         )
 
     async def _model(self, request: Request) -> Response:

@@ -8,6 +8,7 @@ import msgspec
 from msgspec import Meta, Struct, field
 
 from weightswap_server.canary.canary import DEFAULT_ABORT
+from weightswap_server.service.processes import Process
 
 _Text = Annotated[str, Meta(max_length=4096)]
 _Why = Annotated[str, Meta(max_length=1000)]
@@ -179,7 +180,10 @@ class ModelStatus(Struct, kw_only=True):
 
 
 class ServerStatus(Struct, kw_only=True):
-    """The server, of the process `pid`, and its models; times in seconds since the epoch."""
+    """The server, of the process `pid`, and its models; times in seconds since the epoch.
+
+    processes: all that serve; with workers the first is the keeper, who answers here.
+    """
 
     version: str
     time: float
@@ -188,6 +192,7 @@ class ServerStatus(Struct, kw_only=True):
     ready: bool
     stopping: bool
     models: list[ModelStatus]
+    processes: list[Process]
 
 
 class Refusal(Struct, kw_only=True):

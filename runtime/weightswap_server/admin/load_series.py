@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import time
 from collections import Counter, deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from msgspec import Struct
-
-from weightswap_server.service.metrics import ServerMetrics
+from prometheus_client.core import Metric
 
 KEPT = 600  # points of each model
 EVERY = 1.0  # seconds between two
@@ -43,17 +42,17 @@ class _Totals(NamedTuple):
 class LoadSeries:
     """The last points of each model. `sample` is called by one thread, `after` by any."""
 
-    def __init__(self, metrics: ServerMetrics, models: Mapping[str, Iterable[str]]) -> None:
-        """models: by model, the names under which it is asked."""
+    def __init__(self, metrics: Callable[[], Iterable[Metric]], models: Mapping[str, Iterable[str]]) -> None:
+        """metrics: what was counted until now. models: by model, the names under which it is asked."""
         self._metrics = metrics
         self._models = {name: frozenset(names) for name, names in models.items()}
         self._points: dict[str, deque[LoadPoint]] = {name: deque(maxlen=KEPT) for name in models}
-        self._at, self._totals = time.monotonic(), _totals(metrics)
+        self._at, self._totals = time.monotonic(), _totals(metrics())
 
     def sample(self) -> None:
         """Add a point to each model."""
         before, began = self._totals, self._at
-        self._totals, self._at = _totals(self._metrics), time.monotonic()
+        self._totals, self._at = _totals(self._metrics()), time.monotonic()
         for model, names in self._models.items():
             self._points[model].append(_point(before, self._totals, names, self._at - began))
 
@@ -62,14 +61,13 @@ class LoadSeries:
         return [point for point in list(self._points[model]) if point.time > moment]
 
 
-def _totals(metrics: ServerMetrics) -> _Totals:
+def _totals(metrics: Iterable[Metric]) -> _Totals:
     found = _Totals({}, {})
-    for sample in (each for metric in metrics.seconds.collect() for each in metric.samples):
-        if sample.name.endswith("_bucket"):
+    for sample in (each for metric in metrics for each in metric.samples):
+        if sample.name == "weightswap_server_request_seconds_bucket":
             series = sample.labels["model"], sample.labels["weights_id"]
             found.buckets.setdefault(series, {})[float(sample.labels["le"])] = sample.value
-    for sample in (each for metric in metrics.requests.collect() for each in metric.samples):
-        if sample.name.endswith("_total") and sample.labels["status"] != "200":
+        elif sample.name == "weightswap_server_requests_total" and sample.labels["status"] != "200":
             refusals = found.refusals.setdefault(sample.labels["model"], Counter())
             refusals[sample.labels["status"]] += int(sample.value)
     return found

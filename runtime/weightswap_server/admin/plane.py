@@ -46,7 +46,7 @@ class AdminPlane:
         allowed = Allowed(settings.allow, uploads.folder if uploads else None)
         self.desks = {served.name: Desk(served, allowed, settings.staged_timeout) for served in service.served}
         self._load = LoadSeries(
-            service.metrics, {name: {name, *desk.served.methods} for name, desk in self.desks.items()}
+            service.load_metrics, {name: {name, *desk.served.methods} for name, desk in self.desks.items()}
         )
         self._pages = AdminPages(service, self.desks, self._load, audit, uploads, settings)
         self._http = HttpServer(TokenGuard(self._pages.app(), tokens, self._pages.refuse, OPEN_PATHS), settings.http)

@@ -27,6 +27,8 @@ from weightswap_runtime.metrics import ModelCollector
 from weightswap_server.protocol.tensors_on_the_wire import Answer
 
 if TYPE_CHECKING:
+    from prometheus_client.core import Metric
+
     from .batching import Call, ModelThread
 
 MOST_WEIGHTS = 8  # ids of weights whose series are kept; of one that is older they go
@@ -69,6 +71,7 @@ class ServerMetrics:
         }
         self._known: dict[tuple[str, str], _Series] = {}
         self._lock = Lock()
+        self.answers = 0  # of any weights
         self._collectors: list[ModelCollector] = []
 
     def watch(self, name: str, model: Model, thread: ModelThread) -> None:
@@ -79,7 +82,7 @@ class ServerMetrics:
     def answered(self, name: str, call: Call, answer: Answer, began: float, together: int) -> None:
         """Count a call that was answered."""
         series = self._series(name, answer.weights_id)
-        series.answered.inc()
+        self._answered(series)
         series.seconds.observe(time.perf_counter() - call.arrived)
         series.queue_seconds.observe(began - call.arrived)
         series.batch_calls.observe(together)
@@ -87,7 +90,7 @@ class ServerMetrics:
     def generated(self, name: str, weights_id: str, seconds: float) -> None:
         """Count a generation that has ended."""
         series = self._series(name, weights_id)
-        series.answered.inc()
+        self._answered(series)
         series.seconds.observe(seconds)
 
     def tried(self, name: str, kind: str, weights_id: str) -> None:
@@ -104,9 +107,18 @@ class ServerMetrics:
         """Everything, as Prometheus reads it."""
         return generate_latest(self._registry)
 
+    def load(self) -> list[Metric]:
+        """Of that, what requests have come, and how long they took."""
+        return [*self.seconds.collect(), *self.requests.collect()]
+
     def close(self) -> None:
         for collector in self._collectors:
             collector.close()
+
+    def _answered(self, series: _Series) -> None:
+        series.answered.inc()
+        with self._lock:
+            self.answers += 1
 
     def _series(self, name: str, weights_id: str) -> _Series:
         """What is counted of these weights; of a model with too many, the oldest go with their series."""

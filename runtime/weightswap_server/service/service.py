@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
 from functools import partial
 from threading import Lock
@@ -32,8 +33,11 @@ from weightswap_server.settings import Settings
 
 from .batching import Call, ModelThread, joined
 from .metrics import ServerMetrics
+from .processes import Process, Role, Serving
 
 if TYPE_CHECKING:
+    from prometheus_client.core import Metric
+
     from .traces import Traces
 
 PLATFORM = "weightswap"
@@ -184,7 +188,10 @@ class Service:
         self.settings = settings
         self.metrics = ServerMetrics()
         self.all_metrics: Callable[[], bytes] = self.metrics.text  # of all processes that serve the models
+        self.load_metrics: Callable[[], Iterable[Metric]] = self.metrics.load  # the same of these
+        self.processes: Callable[[], list[Process]] = lambda: [self.process("server")]
         self.traces = _traces() if settings.traces else None
+        self._since = time.time()
         self.stopping = False
         self.streams = 0
         self._counting = Lock()
@@ -289,6 +296,22 @@ class Service:
         if self.traces is not None and arrived:
             self.traces.refused(name if served else "", error, arrived, traceparent)
         return told
+
+    def process(self, role: Role, name: str = "") -> Process:
+        """This process."""
+        return Process(
+            role=role,
+            name=name or role,
+            pid=os.getpid(),
+            since=self._since,
+            heard=time.time(),
+            ready=self.ready,
+            answered=self.metrics.answers,
+            models={
+                served.name: Serving(generation=served.model.generation, weights_id=served.model.weights_id)
+                for served in self.served
+            },
+        )
 
     def server_metadata(self) -> ServerMetadata:
         return ServerMetadata("weightswap", __version__, list(EXTENSIONS))

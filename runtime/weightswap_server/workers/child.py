@@ -22,6 +22,7 @@ from threading import Event, Lock, Thread
 from typing import Literal
 
 import msgspec
+from prometheus_client.parser import text_string_to_metric_families
 
 from weightswap_runtime.errors import WeightswapError
 from weightswap_runtime.shared.keeper import keep
@@ -30,6 +31,7 @@ from weightswap_runtime.shared.worker import join
 from weightswap_server.admin.plane import AdminPlane
 from weightswap_server.admin.settings import AdminSettings
 from weightswap_server.errors import log
+from weightswap_server.service.processes import Process
 from weightswap_server.service.service import Service
 from weightswap_server.serving import Server, Source
 from weightswap_server.settings import Settings
@@ -45,6 +47,7 @@ class Task(msgspec.Struct, frozen=True, kw_only=True):
     """What a child is to do. `segments` are those of `sources`, by the models' names."""
 
     role: Role
+    name: str
     sources: Mapping[str, Source]
     segments: Mapping[str, Segment]
     settings: Settings
@@ -56,9 +59,12 @@ class Task(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Word(msgspec.Struct, frozen=True):
-    """What a child says to its manager, or, as "total", is told. A ready one that is not "alive" for long hangs."""
+    """What a child says to its manager, and, as "total" and "processes", asks. One that is not "alive" for long hangs.
 
-    kind: Literal["ready", "failed", "alive", "metrics", "total"]
+    text: as "alive" a `Process`; "metrics" and "total" are as Prometheus reads them; "processes" are those of all.
+    """
+
+    kind: Literal["ready", "failed", "alive", "metrics", "total", "processes"]
     text: str = ""
 
 
@@ -95,6 +101,12 @@ class Line:
             self.say(Word("total", text.decode()))
             return self._answers.get().encode()
 
+    def processes(self) -> list[Process]:
+        """All processes, as the manager knows them; none where it has gone."""
+        with self._asking:
+            self.say(Word("processes"))
+            return msgspec.json.decode(self._answers.get() or "[]", type=list[Process])
+
 
 def _keep(line: Line) -> None:
     """Stage and commit for all workers, until the manager says or is gone."""
@@ -107,6 +119,8 @@ def _keep(line: Line) -> None:
     for served in service.served:
         served.by_workers = True
     service.all_metrics = lambda: line.total(service.metrics.text())
+    service.load_metrics = lambda: text_string_to_metric_families(service.all_metrics().decode())
+    service.processes = line.processes
     plane = AdminPlane(service, task.admin) if task.admin is not None else None
     try:
         for name, source in task.sources.items():
@@ -115,9 +129,9 @@ def _keep(line: Line) -> None:
             source.take(models[name])
         with plane.running() if plane is not None else nullcontext():
             line.say(Word("ready", plane.where if plane is not None else ""))
+            _say_how(line, service)
             while not ended.wait(TELLS):
-                line.say(Word("metrics", service.metrics.text().decode()))
-                line.say(Word("alive"))
+                _say_how(line, service)
     finally:
         service.close()
 
@@ -157,11 +171,16 @@ def _await_warm(server: Server) -> None:
 def _tell(line: Line, server: Server, turned: Event) -> None:
     """In a thread, as the manager may let one wait."""
     while not line.closed.wait(TELLS):
-        line.say(Word("metrics", server.service.metrics.text().decode()))
-        if turned.is_set():
-            turned.clear()
-            line.say(Word("alive"))
+        _say_how(line, server.service, turned.is_set())
+        turned.clear()
     server.stop()
+
+
+def _say_how(line: Line, service: Service, goes_round: bool = True) -> None:
+    line.say(Word("metrics", service.metrics.text().decode()))
+    if goes_round:
+        process = service.process(line.task.role, line.task.name)
+        line.say(Word("alive", msgspec.json.encode(process).decode()))
 
 
 def main(descriptor: str) -> None:

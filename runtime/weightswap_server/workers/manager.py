@@ -19,6 +19,7 @@ from weightswap_runtime.options import is_number
 from weightswap_runtime.shared.segment import Segment
 from weightswap_server.admin.settings import AdminSettings
 from weightswap_server.http.listening import listening
+from weightswap_server.service.processes import Process
 from weightswap_server.serving import Source, signals
 from weightswap_server.settings import Settings
 
@@ -101,11 +102,15 @@ class Workers:
 
     async def _run(self, listener: socket.socket, segments: _Segments, mapped: _Segments) -> None:
         totals = Totals()
-        keeper = Child("the keeper", self._task("keeper", segments), totals, self._timeout)
-        workers = [
-            Child(f"worker {slot}", self._task("worker", mapped, slot, listener.fileno()), totals, self._timeout)
-            for slot in range(self._number)
+        tasks = [
+            self._task("keeper", segments),
+            *(self._task("worker", mapped, slot, listener.fileno()) for slot in range(self._number)),
         ]
+
+        def processes() -> list[Process]:
+            return [child.process for child in (keeper, *workers)]
+
+        keeper, *workers = (Child(task, totals, processes, self._timeout) for task in tasks)
         self._serving = asyncio.create_task(self._serve(keeper, workers))
         with signals(asyncio.get_running_loop(), self.stop):
             try:
@@ -129,6 +134,7 @@ class Workers:
         libraries = {each for source in self._sources.values() for each in source.options.get("op_libraries", ())}
         return Task(
             role=role,
+            name="keeper" if role == "keeper" else f"worker {slot}",
             sources={name: msgspec.structs.replace(each, options={}) for name, each in self._sources.items()},
             segments=segments,
             settings=shared,

@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
@@ -17,6 +18,7 @@ import msgspec
 from weightswap_runtime.errors import WeightswapError
 from weightswap_runtime.shared.control import Control
 from weightswap_server.errors import log
+from weightswap_server.service.processes import Process
 
 from .child import Task, Word
 from .totals import Totals
@@ -35,9 +37,11 @@ class ChildFailed(WeightswapError):
 class Child:
     """One of the processes, and those that take its place."""
 
-    def __init__(self, name: str, task: Task, totals: Totals, timeout: float) -> None:
-        """timeout: seconds of silence after which it is killed; 0: it never is."""
-        self._name, self._task, self._totals, self._timeout = name, task, totals, timeout
+    def __init__(self, task: Task, totals: Totals, processes: Callable[[], list[Process]], timeout: float) -> None:
+        """processes: of all. timeout: seconds of silence after which it is killed; 0: it never is."""
+        self._name, self._task, self._totals, self._timeout = task.name, task, totals, timeout
+        self._processes = processes
+        self._said = self._begun(0)
         self._spoken: bool | None = None  # since the last look; None until it is ready
         self._ready: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._process: subprocess.Popen[bytes] | None = None
@@ -69,6 +73,15 @@ class Child:
             pause = _FIRST_PAUSE if time.monotonic() - began > _HEALTHY else min(2 * pause, _LONGEST_PAUSE)
             await asyncio.sleep(pause)
 
+    def _begun(self, pid: int) -> Process:
+        now = time.time()
+        return Process(role=self._task.role, name=self._name, pid=pid, since=now, heard=now, ready=False)
+
+    @property
+    def process(self) -> Process:
+        """As it has last said of itself. The pid is 0 before the first one."""
+        return self._said
+
     def _asked_to_end(self) -> bool:
         return self._ending  # which changes while one waits
 
@@ -83,6 +96,7 @@ class Child:
             self._process = process = subprocess.Popen(
                 command, pass_fds=passed, stdin=subprocess.DEVNULL, start_new_session=True
             )
+        self._said = self._begun(process.pid)
         reader, writer = await asyncio.open_connection(sock=ours, limit=_LINE)
         writer.write(msgspec.json.encode(self._task) + b"\n")
         hearing = asyncio.create_task(self._hear(process.pid, reader, writer))
@@ -131,6 +145,12 @@ class Child:
                     self._tell_ready(word.text)
                 elif word.kind == "alive":
                     self._spoken = True
+                    self._said = msgspec.structs.replace(
+                        msgspec.json.decode(word.text, type=Process), since=self._said.since, heard=time.time()
+                    )
+                elif word.kind == "processes":
+                    found = msgspec.json.encode([each for each in self._processes() if each.pid]).decode()
+                    writer.write(msgspec.json.encode(Word("processes", found)) + b"\n")
                 else:
                     self._totals.tell(pid, self._task.role, word.text)
                 if word.kind == "total":

@@ -12,6 +12,8 @@ from weightswap_tools.terminal import JsonOption, errors_as_exit, human_bytes, p
 from .desired import time_said
 from .push import TokenOption, UrlArgument
 
+_SILENT = 3.0  # seconds after which a process that speaks each second is said to be silent
+
 status_command = typer.Typer(add_completion=False)
 
 
@@ -25,6 +27,8 @@ def status(url: UrlArgument, token_file: TokenOption = None, as_json: JsonOption
             return
         for model in found["models"]:
             _print(model)
+            if len(found["processes"]) > 1:
+                _print_processes(found, model["name"])
 
 
 def _print(model: dict[str, Any]) -> None:
@@ -46,6 +50,23 @@ def _print(model: dict[str, Any]) -> None:
     if watching := model["watching"]:
         error = f": {watching['error']}" if watching["error"] else ""
         say(f"watches     {watching['directory']}{error}")
+
+
+def _print_processes(server: dict[str, Any], model: str) -> None:
+    for process in server["processes"]:
+        serving = process["models"].get(model)
+        what = (
+            f"generation {serving['generation']}, {serving['weights_id'][:12]}" if _serves(serving) else "nothing yet"
+        )
+        answered = f", {process['answered']} answered" if process["role"] == "worker" else ""
+        since = f"process {process['pid']} since {time_said(process['since'])}"
+        silent = server["time"] - process["heard"]
+        state = f", SILENT for {silent:.0f} s" if silent > _SILENT else "" if process["ready"] else ", not ready"
+        say(f"{process['name']:<12}{what}, {since}{answered}{state}")
+
+
+def _serves(serving: dict[str, Any] | None) -> bool:
+    return serving is not None and serving["weights_id"] is not None
 
 
 def _labels(labels: dict[str, str]) -> str:

@@ -42,7 +42,7 @@ def test_quantiles_of_nothing_and_of_what_is_beyond() -> None:
 
 
 def test_points_count_what_came_between_them(server: Server, weight_file: WriteWeights) -> None:
-    series = LoadSeries(server.service.metrics, {"tiny": ["tiny"], "other": ["other"]})
+    series = LoadSeries(server.service.load_metrics, {"tiny": ["tiny"], "other": ["other"]})
     began = time.time()
     ids = []
     for count in (3, 4):

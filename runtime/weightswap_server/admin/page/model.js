@@ -5,6 +5,7 @@ import { Canary } from "./canary.js";
 import { Answering, Load } from "./charts.js";
 import { History } from "./history.js";
 import { Facts, Id, Labels, Section, When, bytes, plain, verified } from "./parts.js";
+import { Processes } from "./processes.js";
 
 const KNOWN = new Set([
   "name",
@@ -61,7 +62,8 @@ function Served({ model, server, now }) {
     }
     <${Facts}
       rows=${[
-        ["In process", `${server.pid}, engine ${model.engine}, ${model.device}, residency ${model.residency}`],
+        ["In process", server.processes.length < 2 && String(server.pid)],
+        ["Engine", `${model.engine} on ${model.device}, residency ${model.residency}`],
         ["Methods", model.methods.length > 1 && model.methods.join(", ")],
         ["Graph", html`<${Id} id=${model.graph_id} what="graph id" />`],
       ]}
@@ -194,6 +196,7 @@ export function Model({ model, server, points, history, now, ask }) {
     <${Canary} canary=${model.canary} now=${now} />
     <${Following} model=${model} now=${now} ask=${ask} />
     <${Watching} model=${model} />
+    <${Processes} processes=${server.processes} name=${model.name} now=${now} />
     <${Others} model=${model} />
     <${Section} id="load" title="Load">
       <${Load} points=${points} commits=${commits} />

@@ -1,0 +1,46 @@
+// The keeper and the workers of a server: which weights each serves, since when, and what it has answered.
+
+import { html } from "./vendor/htm/preact.js";
+import { Id, Section, When, number } from "./parts.js";
+
+const SILENT = 3; // seconds; they speak each second
+
+function state({ ready, heard }, now) {
+  if (now - heard > SILENT) return ["bad", `silent for ${Math.round(now - heard)} s`];
+  return ready ? ["good", "ready"] : ["mark", "begins"];
+}
+
+function Row({ process, name, now }) {
+  const serving = process.models[name];
+  const [look, says] = state(process, now);
+  return html`<tr>
+    <th scope="row">${process.name}</th>
+    <td><span class=${`badge ${look}`}>${says}</span></td>
+    <td>${serving?.generation ?? ""}</td>
+    <td>${serving?.weights_id && html`<${Id} id=${serving.weights_id} />`}</td>
+    <td>${process.role === "keeper" ? "" : number(process.answered)}</td>
+    <td><${When} at=${process.since} now=${now} /></td>
+    <td>${process.pid}</td>
+  </tr>`;
+}
+
+/** Where there are several processes. name: of the model. */
+export function Processes({ processes, name, now }) {
+  if (processes.length < 2) return null;
+  return html`<${Section} id="processes" title="Processes">
+    <div class="wide" tabindex="0" role="group" aria-label="Processes">
+      <table>
+        <thead>
+          <tr>
+            ${["Process", "State", "Generation", "Weights", "Answered", "Since", "Pid"].map(
+              (title) => html`<th key=${title} scope="col">${title}</th>`,
+            )}
+          </tr>
+        </thead>
+        <tbody>
+          ${processes.map((process) => html`<${Row} key=${process.name} process=${process} name=${name} now=${now} />`)}
+        </tbody>
+      </table>
+    </div>
+  <//>`;
+}
