@@ -23,6 +23,7 @@ from tests.server.load import INPUT
 from tests.support.served import as_json
 from tests.support.tiny import TinyArtifact
 from weightswap_runtime import DesiredPlace
+from weightswap_tools.admin_client import AdminUnreachable
 
 SEEDS = (1, 2, 3)
 
@@ -42,13 +43,13 @@ class Fleet(NamedTuple):
         """The keeper is the first to begin."""
         return children_of(self.process.pid)
 
-    def get(self, path: str, body: Any = None) -> Any:
+    def get(self, path: str, body: Any = None, status: int = 200) -> Any:
         """A request on a connection of its own: to any of the workers."""
         with closing(http.client.HTTPConnection("127.0.0.1", self.http_port, timeout=20)) as connection:
             connection.request("POST" if body else "GET", path, json.dumps(body).encode() if body else None)
             reply = connection.getresponse()
             raw = reply.read()
-        assert reply.status == 200, raw
+        assert reply.status == status, raw
         return raw
 
     def infer(self) -> tuple[str, int]:
@@ -58,6 +59,10 @@ class Fleet(NamedTuple):
         values = np.array(answer["outputs"][0]["data"], np.float32).reshape(2, 5)
         assert np.allclose(values, self.expected[weights_id], rtol=1e-5)
         return weights_id, answer["parameters"]["generation"]
+
+    def refused(self) -> str:
+        """Why nobody answers now."""
+        return str(json.loads(self.get("/v2/models/tiny/infer", as_json(x=INPUT), 503))["error"])
 
     def desire(self, seed: int) -> str:
         """Set what is desired, and wait until some worker serves it; its weights id."""
@@ -78,13 +83,13 @@ class Fleet(NamedTuple):
 
 
 def eventually(done: Callable[[], bool], seconds: float = 40) -> None:
-    """Wait until it is; connections that a killed worker had are tried again."""
+    """Wait until it is; connections that a killed process had are tried again."""
     limit = time.monotonic() + seconds
     while True:
         try:
             if done():
                 return
-        except (http.client.HTTPException, OSError):
+        except (http.client.HTTPException, OSError, AdminUnreachable):
             pass
         assert time.monotonic() < limit
         time.sleep(0.02)

@@ -28,7 +28,7 @@ from tests.support.served import as_json
 from tests.support.services import Service, weights_id_of
 from tests.support.tiny import TinyArtifact
 from weightswap_runtime import Held, Superseded
-from weightswap_tools.admin_client import AdminClient, AdminUnreachable
+from weightswap_tools.admin_client import AdminClient
 
 WORKERS = 2
 
@@ -167,10 +167,7 @@ class Day:
         self.agree(self.wanted)
 
     def _told(self, wanted: str) -> bool:
-        try:
-            served = self.operator.get("/admin/models/tiny")["served"]
-        except AdminUnreachable:
-            return False
+        served = self.operator.get("/admin/models/tiny")["served"]
         return served is not None and served["weights_id"] == wanted
 
     def _ask(self) -> Seen:

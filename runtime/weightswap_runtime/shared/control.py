@@ -21,7 +21,7 @@ _PAGE: Final = 4096
 _SLOT: Final = 256  # bytes: a cache line for each of its words
 _HISTORY: Final = 1 << 20
 _LABELS: Final = 1 << 20
-_WORD, _WORKERS = 8, 16  # where they are, in words of 8 bytes
+_WORD, _WORKERS, _UNLOADED = 8, 16, 17  # where they are, in words of 8 bytes
 _PID, _HOLDS, _UNFENCED = 0, (8, 16), 24
 
 
@@ -64,6 +64,15 @@ class Control:
     def generation(self) -> int | None:
         """What is served; None before the first weights."""
         return self.word - 1 if self.word else None
+
+    @property
+    def unloaded(self) -> bool:
+        """Whether an operator wants nobody to be answered."""
+        return bool(self._words[_UNLOADED])
+
+    @unloaded.setter
+    def unloaded(self, value: bool) -> None:
+        self._words[_UNLOADED] = value
 
     def commit(self, generation: int) -> None:
         """Serve a generation: who enters from now on gets it."""

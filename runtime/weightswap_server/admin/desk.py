@@ -78,7 +78,7 @@ class Desk:
             name=self.name,
             methods=list(self.served.methods) or [self.name],
             ready=self.served.ready,
-            loaded=not self.served.unloaded,
+            loaded=not self.served.switch.unloaded,
             failed=model.failed,
             graph_id=model.graph_id,
             engine=model.engine,

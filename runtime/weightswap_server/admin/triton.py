@@ -29,10 +29,10 @@ def load_request(asked: LoadRequest) -> StageRequest | None:
 def load(desk: Desk, asked: StageRequest | None, by: str) -> SwapReceipt | None:
     """Answer again, with other weights where some are named. Raises what `Desk.swap` raises."""
     receipt = desk.swap(asked, by) if asked is not None else None
-    desk.served.unloaded = False
+    desk.served.switch.unloaded = False
     return receipt
 
 
 def unload(desk: Desk) -> None:
     """Answer nobody until the next `load`. Weights and memory stay, and go on to be changed."""
-    desk.served.unload()
+    desk.served.switch.unloaded = True

@@ -38,9 +38,17 @@ from .processes import Process, Role, Serving
 if TYPE_CHECKING:
     from prometheus_client.core import Metric
 
+    from weightswap_runtime.shared.control import Control
+
     from .traces import Traces
 
 PLATFORM = "weightswap"
+
+
+class Switch:
+    """Whether an operator has unloaded a model: it answers nobody until it is loaded again."""
+
+    unloaded = False
 
 
 class Served:
@@ -63,7 +71,7 @@ class Served:
         self._metrics, self._traces = metrics, traces
         self.canary: Canary | None = None
         self.warm = False
-        self.unloaded = False  # by an operator
+        self.switch: Switch | Control = Switch()  # the latter is one of several processes
         self.by_workers = False  # whether it is other processes that answer
         self._settings = settings
         if settings.max_batch > 1:
@@ -75,7 +83,7 @@ class Served:
 
     @property
     def ready(self) -> bool:
-        return self.warm and not self.unloaded and not self.model.failed
+        return self.warm and not self.switch.unloaded and not self.model.failed
 
     def close(self, timeout: float) -> None:
         self._stop_listening()
@@ -83,7 +91,8 @@ class Served:
 
     def start_canary(self, staged: Staged, plan: Plan) -> Canary:
         """Let what is staged answer some requests. Raises Unsupported where it cannot."""
-        self.check_alone("a canary")
+        if self.by_workers:
+            raise Unsupported(f"{self.name}: a canary: its workers cannot do that; serve without --workers")
         if self.generates:
             raise Unsupported(f"{self.name}: generates, and each generation stays on the weights that it began with")
         if self.model.residency != "double":
@@ -92,16 +101,6 @@ class Served:
             raise Unsupported(f"{self.name}: serves nothing yet, which a canary could be compared with; commit it")
         self.canary = Canary(staged, plan, partial(self._metrics.tried, self.name))
         return self.canary
-
-    def unload(self) -> None:
-        """Answer nobody until it is loaded again. Raises Unsupported."""
-        self.check_alone("unload")
-        self.unloaded = True
-
-    def check_alone(self, what: str) -> None:
-        """Raise Unsupported for what workers do not know of."""
-        if self.by_workers:
-            raise Unsupported(f"{self.name}: {what}: its workers cannot do that; serve without --workers")
 
     def end_canary(self) -> None:
         """Nothing more goes to what is staged."""
@@ -221,7 +220,7 @@ class Service:
         served = self.find(name, version)
         if not served.warm:
             raise NotReady(f"{name} has no weights yet, or is not warm")
-        if served.unloaded:
+        if served.switch.unloaded:
             raise NotReady(f"{name} was unloaded by an operator")
         return served
 
@@ -335,7 +334,7 @@ class Service:
                 name,
                 str(served.model.generation) if served.model.generation is not None else "",
                 "READY" if served.ready else "UNAVAILABLE",
-                "" if served.ready else "unloaded" if served.unloaded else "no weights yet, or not warm",
+                "" if served.ready else "unloaded" if served.switch.unloaded else "no weights yet, or not warm",
             )
             for name, served in self._by_name.items()
         ]

@@ -25,6 +25,7 @@ import msgspec
 from prometheus_client.parser import text_string_to_metric_families
 
 from weightswap_runtime.errors import WeightswapError
+from weightswap_runtime.shared.control import Control
 from weightswap_runtime.shared.keeper import keep
 from weightswap_runtime.shared.segment import Segment
 from weightswap_runtime.shared.worker import join
@@ -118,6 +119,7 @@ def _keep(line: Line) -> None:
     service = Service(models, task.settings)
     for served in service.served:
         served.by_workers = True
+        served.switch = Control(task.segments[served.name].control)
     service.all_metrics = lambda: line.total(service.metrics.text())
     service.load_metrics = lambda: text_string_to_metric_families(service.all_metrics().decode())
     service.processes = line.processes
@@ -141,6 +143,8 @@ def _serve(line: Line) -> None:
     task = line.task
     models = {name: join(source.artifact, task.segments[name], task.slot) for name, source in task.sources.items()}
     server = Server(models, task.settings, listener=socket.socket(fileno=task.listener))
+    for served in server.service.served:
+        served.switch = Control(task.segments[served.name].control)
     own = server.service.metrics.text
     server.service.all_metrics = lambda: line.total(own())
     server.on_listening(partial(line.say, Word("ready")))
