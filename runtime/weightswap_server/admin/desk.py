@@ -23,7 +23,7 @@ from weightswap_runtime.live.watching.follower import Follower
 from weightswap_runtime.live.watching.watcher import Watcher
 from weightswap_runtime.sources.location import printable
 from weightswap_server.canary.canary import Plan, check_plan, report
-from weightswap_server.service.service import Served
+from weightswap_server.service.served import Served
 
 from .allowing import Allowed
 from .documents import (

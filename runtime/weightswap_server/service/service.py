@@ -7,19 +7,14 @@ import os
 import time
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
-from functools import partial
 from threading import Lock
 from typing import TYPE_CHECKING, Any
 
 from weightswap_runtime import __version__
 from weightswap_runtime.errors import Unsupported
-from weightswap_runtime.live.events import Event
 from weightswap_runtime.live.model import Model
-from weightswap_runtime.live.staged import Staged
 from weightswap_runtime.tensors.content import TensorBytes
-from weightswap_server.canary.canary import Canary, Plan
-from weightswap_server.errors import Failure, NotReady, Overloaded, TookTooLong, UnknownModel, failure, log
-from weightswap_server.methods import Method
+from weightswap_server.errors import Failure, NotReady, Overloaded, TookTooLong, UnknownModel, failure
 from weightswap_server.protocol.documents import (
     EXTENSIONS,
     Answered,
@@ -31,151 +26,23 @@ from weightswap_server.protocol.documents import (
 from weightswap_server.protocol.tensors_on_the_wire import Answer
 from weightswap_server.settings import Settings
 
-from .batching import Call, ModelThread, joined
+from .batching import Call
 from .metrics import ServerMetrics
 from .processes import Process, Role, Serving
+from .served import Served
 
 if TYPE_CHECKING:
     from prometheus_client.core import Metric
-
-    from weightswap_runtime.shared.control import Control
 
     from .traces import Traces
 
 PLATFORM = "weightswap"
 
 
-class Switch:
-    """Whether an operator has unloaded a model: it answers nobody until it is loaded again."""
-
-    unloaded = False
-
-
-class Served:
-    """A model of the server: its methods, the thread that calls it, and whether it is warm."""
-
-    def __init__(
-        self, name: str, model: Model, settings: Settings, metrics: ServerMetrics, traces: Traces | None
-    ) -> None:
-        self.name = name
-        self.model = model
-        self.generates = model.artifact.manifest.generation is not None
-        self.methods = {} if self.generates else _methods(name, model)
-        self.thread = ModelThread(
-            model,
-            max_queue=settings.max_queue,
-            max_delay=settings.max_delay,
-            observe=self._observe,
-        )
-        self._names = {method: known for known, method in self.methods.items()}
-        self._metrics, self._traces = metrics, traces
-        self.canary: Canary | None = None
-        self.warm = False
-        self.switch: Switch | Control = Switch()  # the latter is one of several processes
-        self.by_workers = False  # whether it is other processes that answer
-        self._settings = settings
-        if settings.max_batch > 1:
-            self._batch()
-        metrics.watch(name, model, self.thread)
-        self._stop_listening = model.listen(self._on_event)
-        if model.weights_id is not None:
-            self.thread.do(self._warm_up)
-
-    @property
-    def ready(self) -> bool:
-        return self.warm and not self.switch.unloaded and not self.model.failed
-
-    def close(self, timeout: float) -> None:
-        self._stop_listening()
-        self.thread.stop(timeout)
-
-    def start_canary(self, staged: Staged, plan: Plan) -> Canary:
-        """Let what is staged answer some requests. Raises Unsupported where it cannot."""
-        if self.by_workers:
-            raise Unsupported(f"{self.name}: a canary: its workers cannot do that; serve without --workers")
-        if self.generates:
-            raise Unsupported(f"{self.name}: generates, and each generation stays on the weights that it began with")
-        if self.model.residency != "double":
-            raise Unsupported(f"{self.name}: a canary needs both sets in memory: residency double, not single")
-        if self.model.weights_id is None:
-            raise Unsupported(f"{self.name}: serves nothing yet, which a canary could be compared with; commit it")
-        self.canary = Canary(staged, plan, partial(self._metrics.tried, self.name))
-        return self.canary
-
-    def end_canary(self) -> None:
-        """Nothing more goes to what is staged."""
-        if self.canary is not None:
-            self.canary.close()
-            self.canary = None
-
-    def choose(self, version: str, wish: str) -> Canary | None:
-        """Whose the next request is: the canary's, or the served weights'."""
-        canary = self.canary
-        return canary if canary is not None and not version and canary.answers_next(wish) else None
-
-    def _batch(self) -> None:
-        for method in self.methods.values():
-            try:
-                limit = method.batch_limit(self._settings.batch_dim)
-            except Unsupported as error:
-                log.warning("%s: not batched: %s", self.name, error)
-            else:
-                self.thread.batch(method, min(self._settings.max_batch, limit or self._settings.max_batch))
-
-    def _observe(self, call: Call, answer: Answer, began: float, together: int) -> None:
-        name = self._names[call.method]
-        self._metrics.answered(name, call, answer, began, together)
-        if self._traces is not None:
-            self._traces.answered(name, call, answer, began, together)
-        if (canary := self.canary) is not None and call.canary in (None, canary):
-            seconds, mine = time.perf_counter() - call.arrived, call.canary is canary
-            canary.answered(call.method, call.flat, answer, seconds, by_canary=mine)
-
-    def _on_event(self, event: Event) -> None:
-        if self._traces is not None and self.model.takes_weights:
-            self._traces.changed(self.name, event)
-        if not self.warm and event.kind == "committed":
-            self.thread.do(self._warm_up)
-
-    def _warm_up(self) -> None:
-        """Call each method twice on zeros, before anybody waits for it. What it raises is logged."""
-        for name, method in self.methods.items():
-            try:
-                self._try(method)
-            except Exception as error:
-                log.warning("%s: the warm-up failed, and the model is served all the same: %s", name, error)
-        self.warm = True
-
-    def _try(self, method: Method) -> None:
-        sample = method.sample()
-        if sample is None:
-            return
-        for _ in range(2):
-            self.thread.try_out(method, sample)
-        if limit := self.thread.limit(method):
-            self.thread.try_out(method, joined([sample] * (limit // sample[0].shape[0])))
-
-
 def _traces() -> Traces:
     from .traces import Traces
 
     return Traces()
-
-
-def _methods(name: str, model: Model) -> dict[str, Method]:
-    """The methods by the name of the model that each is: the default one has the model's own name."""
-    found, problems = {}, []
-    for method in model.signatures:
-        try:
-            served = Method(model, method)
-        except Unsupported as error:
-            log.warning("%s: not served: %s", name, error)
-            problems.append(str(error))
-        else:
-            found[name if method == model.default_method else f"{name}.{method}"] = served
-    if not found:
-        raise Unsupported(*problems)
-    return found
 
 
 class Service:
