@@ -9,7 +9,6 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from functools import partial
 from typing import Any, TypeVar
 
-import msgspec
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
@@ -18,7 +17,6 @@ from starlette.routing import Route
 
 from weightswap_runtime import __version__
 from weightswap_runtime.live.receipt import SwapReceipt
-from weightswap_runtime.sources.location import redact
 from weightswap_runtime.threads.awaiting import in_thread
 from weightswap_server.errors import BadRequest, UnknownModel, log
 from weightswap_server.http.app import body_of
@@ -26,10 +24,11 @@ from weightswap_server.protocol.tensors_on_the_wire import decoded
 from weightswap_server.service.service import Service
 
 from . import triton
+from .answers import NO_STORE, document, refusal
 from .audit import AuditLog
+from .audited import audited, peer, who
 from .desk import Desk
 from .documents import (
-    AdminError,
     CanaryRequest,
     Change,
     Changed,
@@ -41,9 +40,9 @@ from .documents import (
     ServerStatus,
     StageRequest,
     WatchRequest,
-    encoded,
 )
 from .errors import Forbidden, Refused, Unauthorised, refused
+from .event_stream import EventStream
 from .load_series import LoadSeries
 from .openapi import description
 from .operator_page import page_routes
@@ -51,8 +50,6 @@ from .settings import AdminSettings
 from .tokens import Scope
 from .uploads import UploadDirectory
 
-_JSON = "application/json"
-_LOOK, _QUIET = 0.25, 15.0  # seconds between two looks of an event stream; and until a line that says it is alive
 T = TypeVar("T")
 Page = Callable[[Request], Awaitable[Response]]
 Work = Callable[[Desk, Any, str], SwapReceipt | None]
@@ -120,7 +117,7 @@ class AdminPages:
 
     def refuse(self, scope: Scope) -> Response:
         """The answer to whoever has no token."""
-        self._audit.deny(_peer(scope), f"{scope['method']} {scope['path']}"[:200])
+        self._audit.deny(peer(scope), f"{scope['method']} {scope['path']}"[:200])
         error = refusal(refused(Unauthorised("a bearer token is needed here (Authorization: Bearer TOKEN)")))
         error.headers["www-authenticate"] = 'Bearer realm="weightswap"'
         error.headers["connection"] = "close"  # whatever the body is
@@ -177,110 +174,22 @@ class AdminPages:
 
     async def _events(self, request: Request) -> Response:
         with_load = "load" in request.query_params
-        return StreamingResponse(self._event_stream(with_load), media_type="text/event-stream", headers=_NO_STORE)
-
-    async def _event_stream(self, with_load: bool) -> AsyncIterator[bytes]:
-        """`status` at first and after each event, `event` for what happens, `staging` while something is staged.
-
-        with_load: and `load`, with the points of the last minutes at first, then each as it comes, with a `status`.
-        """
-        seen = {name: desk.last_event for name, desk in self._desks.items()}
-        counted = dict.fromkeys(self._desks, 0.0) if with_load else {}
-        told = time.monotonic()
-        yield _event("status", await in_thread(self._server_status))
-        while not self.ending:
-            lines = [*self._news(seen), *self._loads(counted)]
-            if lines:
-                lines.append(_event("status", await in_thread(self._server_status)))
-            lines += self._stagings()
-            if not lines and time.monotonic() > told + _QUIET:
-                lines = [b": \n\n"]
-            if lines:
-                told = time.monotonic()
-                yield b"".join(lines)
-            await asyncio.sleep(_LOOK)
-
-    def _news(self, seen: dict[str, int]) -> list[bytes]:
-        found = []
-        for name, desk in self._desks.items():
-            for number, event in desk.events(seen[name]):
-                seen[name] = number
-                found.append(_event("event", {"model": name, **event}))
-        return found
-
-    def _stagings(self) -> list[bytes]:
-        progresses = {name: desk.model.progress for name, desk in self._desks.items()}
-        return [
-            _event("staging", {"model": name, **progress._asdict()})
-            for name, progress in progresses.items()
-            if progress is not None
-        ]
-
-    def _loads(self, counted: dict[str, float]) -> list[bytes]:
-        found = []
-        for name, moment in counted.items():
-            if points := self._load.after(name, moment):
-                counted[name] = points[-1].time
-                found.append(_event("load", {"model": name, "points": points}))
-        return found
+        stream = EventStream(self._desks, self._load, self._server_status, lambda: self.ending)
+        return StreamingResponse(stream.lines(with_load), media_type="text/event-stream", headers=NO_STORE)
 
     async def _change(self, change: str, request: Request) -> Response:
         desk = self._desk(request)
         kind, work = CHANGES[change]
         asked = await self._asked(request, kind)
-        receipt = await self._audited(request, change, desk, asked, lambda: work(desk, asked, _who(request)))
+        receipt = await audited(self._audit, request, change, desk, asked, lambda: work(desk, asked, who(request)))
         found = Changed(
             model=desk.name, receipt=receipt.as_dict() if receipt else None, status=await in_thread(desk.status)
         )
         return document(found)
 
-    def obey(self, desk: Desk, verdict: str, rule: str) -> None:
-        """Do what the rule of a canary says, between two lines of the audit log. Raises what `Desk.obey` raises."""
-        fields: dict[str, Any] = {
-            "who": desk.staged_by,
-            "peer": "",
-            "call": f"{verdict} by rule",
-            "model": desk.name,
-            "arguments": {"rule": rule},
-            "weights_before": desk.model.weights_id,
-        }
-        number, outcome = self._audit.begin(**fields), "refused"
-        try:
-            desk.obey(verdict, rule)
-            outcome = "done"
-        finally:
-            self._audit.end(number, **fields, weights_after=desk.model.weights_id, outcome=outcome)
-
     async def _asked(self, request: Request, kind: type[T]) -> T:
         """The document of a request; an empty body is one without fields."""
         return decoded(await body_of(request, self._limits) or b"{}", kind)
-
-    async def _audited(
-        self, request: Request, call: str, desk: Desk | None, asked: Any, work: Callable[[], T] | Awaitable[T]
-    ) -> T:
-        """Do it, in a thread, between two lines of the audit log. It goes on if the client has gone."""
-        arguments = _without_secrets(asked)
-        fields = {
-            "who": _who(request),
-            "peer": _peer(request.scope),
-            "call": call,
-            "model": desk.name if desk else None,
-            "arguments": arguments,
-        }
-        before = desk.model.weights_id if desk else None
-        number = self._audit.begin(**fields, weights_before=before)
-        outcome: dict[str, Any] = {"outcome": "broken off"}
-        try:
-            found = await (in_thread(work) if callable(work) else work)
-            outcome = {"outcome": "done"}
-        except Exception as error:
-            told = refused(error)
-            outcome = {"outcome": "refused", "error": told.kind, "message": told.text}
-            raise
-        finally:
-            after = desk.model.weights_id if desk else None
-            self._audit.end(number, **fields, weights_before=before, weights_after=after, **outcome)
-        return found
 
     async def _list_uploads(self, request: Request) -> Response:
         return document(await in_thread(self._upload_directory.listing))
@@ -292,11 +201,11 @@ class AdminPages:
             raise BadRequest("an upload is not compressed")
         coming = uploads.receive(name, _pieces(request), int(length) if length is not None else None, digest)
         asked = {"file": name, "size": length, "blake3": digest}
-        return document(await self._audited(request, "upload", None, asked, coming), 201)
+        return document(await audited(self._audit, request, "upload", None, asked, coming), 201)
 
     async def _remove_upload(self, request: Request) -> Response:
         name, uploads = request.path_params["file"], self._upload_directory
-        await self._audited(request, "remove upload", None, {"file": name}, lambda: uploads.remove(name))
+        await audited(self._audit, request, "remove upload", None, {"file": name}, lambda: uploads.remove(name))
         return Response(status_code=204)
 
     @property
@@ -312,13 +221,13 @@ class AdminPages:
     async def _triton_load(self, request: Request) -> Response:
         desk = self._desk(request)
         asked = triton.load_request(await self._asked(request, LoadRequest))
-        await self._audited(request, "load", desk, asked, lambda: triton.load(desk, asked, _who(request)))
+        await audited(self._audit, request, "load", desk, asked, lambda: triton.load(desk, asked, who(request)))
         return Response()
 
     async def _triton_unload(self, request: Request) -> Response:
         desk = self._desk(request)
         await body_of(request, self._limits)
-        await self._audited(request, "unload", desk, None, lambda: triton.unload(desk))
+        await audited(self._audit, request, "unload", desk, None, lambda: triton.unload(desk))
         return Response()
 
     def _desk(self, request: Request) -> Desk:
@@ -326,9 +235,6 @@ class AdminPages:
         if name not in self._desks:
             raise UnknownModel(f"no model is called {name}; there are: {', '.join(self._desks)}")
         return self._desks[name]
-
-
-_NO_STORE = {"cache-control": "no-store"}
 
 
 async def _pieces(request: Request) -> AsyncIterator[bytes]:
@@ -339,36 +245,3 @@ async def _pieces(request: Request) -> AsyncIterator[bytes]:
     except ClientDisconnect as error:
         log.info("an upload broke off")
         raise BadRequest("the upload broke off") from error
-
-
-def _event(kind: str, data: Any) -> bytes:
-    return b"event: %s\ndata: %s\n\n" % (kind.encode(), encoded(data))
-
-
-def _who(request: Request) -> str:
-    return str(request.state.who)
-
-
-def _peer(scope: Scope) -> str:
-    client = scope.get("client")
-    return f"{client[0]}:{client[1]}" if client else "unix"
-
-
-def _without_secrets(asked: Any) -> Any:
-    """The arguments of a call as they are logged."""
-    if isinstance(asked, msgspec.Struct):
-        asked = msgspec.to_builtins(asked)
-    if isinstance(asked, dict):
-        return {name: _without_secrets(value) for name, value in asked.items()}
-    return redact(asked) if isinstance(asked, str) else asked
-
-
-def document(found: Any, status: int = 200) -> Response:
-    """An answer that browsers and proxies do not keep."""
-    return Response(encoded(found), status, _NO_STORE, _JSON)
-
-
-def refusal(told: Refused) -> Response:
-    """An answer that is an error."""
-    headers = {**_NO_STORE, "retry-after": "1"} if told.status == 503 else _NO_STORE
-    return Response(encoded(AdminError(error=told.text, kind=told.kind)), told.status, headers, _JSON)

@@ -20,6 +20,7 @@ from weightswap_server.service.service import Service
 from .allowing import Allowed
 from .app import AdminPages
 from .audit import AuditLog
+from .audited import obey
 from .desk import Desk
 from .load_series import EVERY, LoadSeries
 from .operator_page import OPEN_PATHS
@@ -37,7 +38,7 @@ class AdminPlane:
         """Raises Unsupported."""
         settings.check()
         self.settings = settings
-        tokens, audit = read_tokens(settings.token_file), AuditLog(settings.audit_log)
+        tokens, self._audit = read_tokens(settings.token_file), AuditLog(settings.audit_log)
         uploads = None
         if settings.upload_dir is not None:
             uploads = UploadDirectory(
@@ -48,7 +49,7 @@ class AdminPlane:
         self._load = LoadSeries(
             service.load_metrics, {name: {name, *desk.served.methods} for name, desk in self.desks.items()}
         )
-        self._pages = AdminPages(service, self.desks, self._load, audit, uploads, settings)
+        self._pages = AdminPages(service, self.desks, self._load, self._audit, uploads, settings)
         self._http = HttpServer(TokenGuard(self._pages.app(), tokens, self._pages.refuse, OPEN_PATHS), settings.http)
         self._ending = Event()
         self.port = 0
@@ -97,7 +98,7 @@ class AdminPlane:
                 try:
                     desk.look_after()
                     if verdict := desk.verdict():
-                        self._pages.obey(desk, *verdict)
+                        obey(self._audit, desk, *verdict)
                 except Exception:
                     log.exception("%s: what is staged could not be looked after", desk.name)
 
