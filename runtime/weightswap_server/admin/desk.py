@@ -7,20 +7,11 @@ undone by its next look.
 from __future__ import annotations
 
 import time
-from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from itertools import count
 from threading import Lock
-from typing import Any
 
-from weightswap_runtime.desired.document import DesiredState
 from weightswap_runtime.desired.place import DesiredPlace, Known
-from weightswap_runtime.errors import NothingToRollBack, StageClosed, StagingBusy, Unsupported
-from weightswap_runtime.live.events import Event
+from weightswap_runtime.errors import StageClosed, StagingBusy, Unsupported
 from weightswap_runtime.live.receipt import SwapReceipt
-from weightswap_runtime.live.watching.follower import Follower
-from weightswap_runtime.live.watching.watcher import Watcher
 from weightswap_runtime.sources.location import printable
 from weightswap_server.canary.canary import Plan, check_plan, report
 from weightswap_server.service.served import Served
@@ -34,20 +25,17 @@ from .documents import (
     FollowRequest,
     History,
     ModelStatus,
-    Refusal,
     RollbackRequest,
     StageRequest,
     Staging,
     WatchRequest,
 )
 from .errors import Conflict
-from .telling import Entry, aborted, following, refusal_of, served_weights, staged_weights, watched
+from .followed import Followed
+from .journal import Journal
+from .telling import Entry, aborted, following, served_weights, staged_weights, watched
 
-_REFUSALS = 100
-_EVENTS = 200
 _TURN = 1.0  # seconds for the swap of another thread
-_PATIENCE = 60.0  # seconds for a followed place's weights to come
-_REFUSED = ("refused", "skipped", "unreachable", "failed", "cancelled", "discarded")
 
 
 class Desk:
@@ -59,21 +47,17 @@ class Desk:
         self._entry: Entry | None = None
         self._lock = Lock()
         self._ending = Lock()  # what is staged is committed or given up, one after another
-        self._refusals: deque[Refusal] = deque(maxlen=_REFUSALS)
-        self._events: deque[tuple[int, dict[str, Any]]] = deque(maxlen=_EVENTS)
-        self._numbers = count(1)
-        self._said = "", ""  # by whom and why the commit that is under way
-        self._whys: dict[int, str] = {}  # by generation
-        self._stop_listening = self.model.listen(self._on_event)
+        self.followed = Followed(self.model, self.name)
+        self.journal = Journal(self.model, self.name, self.followed)
 
     def close(self) -> None:
         """Give up what is staged."""
-        self._stop_listening()
+        self.journal.close()
         self._discard()
 
     def status(self) -> ModelStatus:
         model, progress = self.model, self.model.progress
-        follower, watcher = self._find(Follower), self._find(Watcher)
+        follower, watcher = self.followed.follower, self.followed.watcher
         return ModelStatus(
             name=self.name,
             methods=list(self.served.methods) or [self.name],
@@ -84,7 +68,7 @@ class Desk:
             engine=model.engine,
             device=model.device,
             residency=model.residency,
-            served=served_weights(last[-1], self._why(last[-1])) if (last := model.history) else None,
+            served=served_weights(last[-1], self.journal.why(last[-1])) if (last := model.history) else None,
             staged=staged_weights(self._entry),
             staging=Staging(phase=progress[0], bytes_done=progress[1], bytes_total=progress[2]) if progress else None,
             canary=CanaryStatus(**report(canary)) if (canary := self.served.canary) else None,
@@ -93,23 +77,13 @@ class Desk:
         )
 
     def history(self) -> History:
-        follower = self._find(Follower)
-        state = follower.desired if follower else None  # as it was read last: the place may be away
+        state = self.followed.desired
         return History(
-            receipts=[receipt.as_dict() | {"why": self._why(receipt)} for receipt in self.model.history],
-            refusals=list(self._refusals),
+            receipts=[receipt.as_dict() | {"why": self.journal.why(receipt)} for receipt in self.model.history],
+            refusals=list(self.journal.refusals),
             desired=[weights.as_dict() for weights in state.history] if state else [],
             withdrawn=[weights.as_dict() for weights in state.withdrawn] if state else [],
         )
-
-    def events(self, after: int) -> list[tuple[int, dict[str, Any]]]:
-        """What has happened after the event of that number, oldest first; the last 200 are kept."""
-        return [each for each in list(self._events) if each[0] > after]
-
-    @property
-    def last_event(self) -> int:
-        events = self._events
-        return events[-1][0] if events else 0
 
     def stage(self, request: StageRequest, by: str) -> None:
         """Read and verify weights. Raises Forbidden, Unsupported, and what `Model.stage` and `DesiredPlace` raise."""
@@ -149,16 +123,7 @@ class Desk:
         if request.source is None:
             self._try_out(self._committable(), plan)
             return
-        staging = StageRequest(
-            source=request.source,
-            expect=request.expect,
-            allow_other_graph=request.allow_other_graph,
-            allow_nonfinite=request.allow_nonfinite,
-            ignore=request.ignore,
-            why=request.why,
-            revision=request.revision,
-        )
-        entry = self._stage(staging, by, swapping=False)
+        entry = self._stage(request.staging(request.source), by, swapping=False)
         try:
             self._try_out(entry, plan)
         except BaseException:
@@ -171,36 +136,39 @@ class Desk:
         What is staged is given up. Raises NothingToRollBack, Conflict, and what `DesiredPlace.rollback` and
         `Model.swap` raise. The receipt is None where the place says so, and this process does not serve it yet.
         """
-        place = self._place
+        place = self.followed.place
         if place is not None:
             seen = place.read().revision if request.revision is None else request.revision
             state = place.rollback(revision=seen, to=request.to, by=by, why=request.why, hold=request.hold)
             self._discard()
-            return self._await(state)
+            return self.followed.await_served(state)
         self._discard()
-        with self._saying(by, request.why):
-            return self.model.rollback(by=by) if request.to is None else self._back_to(request.to, by)
+        with self.journal.saying(by, request.why):
+            if request.to is None:
+                return self.model.rollback(by=by)
+            earlier = self.journal.find_served(request.to)
+            return self.model.swap(earlier.source, expect=earlier.weights_id, by=by)
 
     def hold(self, request: Change, by: str) -> None:
         """Let nothing be promoted. Raises Conflict where no place is followed, and what `DesiredPlace.hold` raises."""
-        place = self._needed_place("hold")
-        self._await_read(place.hold(revision=self._seen(place, request), by=by, why=request.why))
+        place = self.followed.needed_place("hold")
+        self.followed.await_read(place.hold(revision=self.followed.seen(place, request), by=by, why=request.why))
 
     def release(self, request: Change, by: str) -> None:
         """Let promotions through again. Raises as `hold`."""
-        place = self._needed_place("release")
-        self._await_read(place.release(revision=self._seen(place, request)))
+        place = self.followed.needed_place("release")
+        self.followed.await_read(place.release(revision=self.followed.seen(place, request)))
 
     def follow(self, request: FollowRequest, by: str) -> None:
         """Serve what a place says from now on. Raises Conflict where the model follows or watches something."""
         place = self._allowed.folder(request.place)
-        self._check_free()
+        self.followed.check_free()
         self.model.follow(place, request.interval)
 
     def watch(self, request: WatchRequest, by: str) -> None:
         """Take each new file of a directory from now on. Raises as `follow`."""
         directory = self._allowed.folder(request.directory)
-        self._check_free()
+        self.followed.check_free()
         self.model.watch(directory, request.interval)
 
     def unfollow(self, request: Change, by: str) -> None:
@@ -213,7 +181,7 @@ class Desk:
 
     def look_after(self) -> None:
         """Give up what is staged where a followed place desires something else than is served, or it grew too old."""
-        entry, follower = self._entry, self._find(Follower)
+        entry, follower = self._entry, self.followed.follower
         if entry is None or entry.swapping:
             return
         status = follower.status if follower else None
@@ -237,7 +205,7 @@ class Desk:
         try:
             if verdict == "promote":
                 return self._commit(entry, Change(why=f"canary: {rule}"), entry.by)
-            self._refusals.append(aborted(entry, rule, canary.values()))
+            self.journal.refusals.append(aborted(entry, rule, canary.values()))
         finally:
             self._give_up(entry)
         return None
@@ -248,10 +216,10 @@ class Desk:
         return self._entry.by if self._entry is not None else ""
 
     def _stage(self, request: StageRequest, by: str, *, swapping: bool) -> Entry:
-        path, place = self._allowed.weights(request.source), self._place
+        path, place = self._allowed.weights(request.source), self.followed.place
         if place is not None and request.only:
             raise Unsupported("only: a part of a set is nothing that a new process could start from; stage a full set")
-        revision = self._seen(place, request) if place is not None else None
+        revision = self.followed.seen(place, request) if place is not None else None
         with self._lock:
             if self._entry is not None:
                 raise StagingBusy(f"{self.name}: an operator has staged weights already; commit or discard them first")
@@ -296,7 +264,7 @@ class Desk:
             self.served.start_canary(entry.staged, plan)
 
     def _commit(self, entry: Entry, request: Change, by: str) -> SwapReceipt:
-        place, deadline = self._place, time.monotonic() + _TURN
+        place, deadline = self.followed.place, time.monotonic() + _TURN
 
         def check() -> None:
             if time.monotonic() > deadline:
@@ -304,7 +272,7 @@ class Desk:
 
         why = request.why or entry.request.why
         # a follower that looks in between waits, and finds what it wants
-        with self.model.turn(check), self._saying(by, why), self._ending:
+        with self.model.turn(check), self.journal.saying(by, why), self._ending:
             if self._entry is not entry:
                 raise StageClosed(f"{self.name}: what was staged was committed or given up meanwhile")
             if place is not None:
@@ -312,7 +280,7 @@ class Desk:
                 self._desire(place, entry, revision, why, by)
             receipt = entry.staged.commit()
             self._forget(entry)
-        self._look()
+        self.followed.look()
         return receipt
 
     def _desire(self, place: DesiredPlace, entry: Entry, revision: int | None, why: str, by: str) -> None:
@@ -322,63 +290,6 @@ class Desk:
         # before the commit: what serves, and is not desired, would give way at the next look
         state = place.set(entry.path, revision=seen, by=by, why=why, known=known)
         entry.revision = state.revision
-
-    def _back_to(self, beginning: str, by: str) -> SwapReceipt:
-        """To weights of the history whose file is still there; it is read again."""
-        receipts = {each.weights_id: each for each in self.model.history if each.weights_id.startswith(beginning)}
-        if len(receipts) != 1:
-            what = "nothing that was served" if not receipts else "several"
-            raise NothingToRollBack(f"{self.name}: {beginning}: {what} begins so; the history has the ids")
-        weights_id, _ = receipts.popitem()
-        if weights_id == self.model.weights_id:
-            raise Conflict(f"{self.name}: serves {weights_id[:12]} already")
-        found = [each for each in self.model.history if each.weights_id == weights_id and each.kind == "full"]
-        if not found:
-            raise NothingToRollBack(f"{self.name}: {beginning}: came by a delta or a part; swap a full file")
-        return self.model.swap(found[-1].source, expect=weights_id, by=by)
-
-    def _await(self, state: DesiredState) -> SwapReceipt | None:
-        """Wait until this process serves what is desired, for a while."""
-        wanted = state.weights.weights_id if state.weights else None
-        self._look_until(lambda _: self.model.weights_id == wanted)
-        return self.model.history[-1] if self.model.weights_id == wanted else None
-
-    def _await_read(self, state: DesiredState) -> None:
-        """Wait until this process has read what an operator wrote, for a while: the answer tells it."""
-        self._look_until(lambda follower: (follower.status.revision or 0) >= state.revision)
-
-    def _look_until(self, reached: Callable[[Follower], bool]) -> None:
-        self._look()
-        deadline = time.monotonic() + _PATIENCE
-        while (follower := self._find(Follower)) and not reached(follower) and time.monotonic() < deadline:
-            time.sleep(0.005)
-
-    @contextmanager
-    def _saying(self, by: str, why: str) -> Iterator[None]:
-        """A block whose commit is for this reason."""
-        self._said = by, why
-        try:
-            yield
-        finally:
-            self._said = "", ""
-
-    def _note(self, receipt: SwapReceipt) -> None:
-        by, why = self._said
-        if receipt.by == by:
-            kept = {each.generation for each in self.model.history}
-            known = {number: said for number, said in self._whys.items() if number in kept}
-            self._whys = known | {receipt.generation: why}
-
-    def _why(self, receipt: SwapReceipt) -> str:
-        """As the operator said, or else the place that is followed."""
-        follower = self._find(Follower)
-        state: DesiredState | None = follower.desired if follower else None
-        said = {weights.weights_id: weights.why for weights in state.known} if state else {}
-        return self._whys.get(receipt.generation, said.get(receipt.weights_id, ""))
-
-    def _look(self) -> None:
-        for each in self.model.watching:
-            each.look_soon()
 
     def _discard(self) -> None:
         if self._entry is not None:
@@ -394,31 +305,3 @@ class Desk:
             if self._entry is entry:
                 self._entry = None
                 self.served.end_canary()
-
-    @property
-    def _place(self) -> DesiredPlace | None:
-        """What a change has to be written to."""
-        return next((each.place for each in self.model.watching if each.place is not None), None)
-
-    def _needed_place(self, what: str) -> DesiredPlace:
-        if (place := self._place) is None:
-            raise Conflict(f"{self.name}: {what} is written to a desired state, and the model follows none")
-        return place
-
-    @staticmethod
-    def _seen(place: DesiredPlace, request: Change) -> int:
-        return place.read().revision if request.revision is None else request.revision
-
-    def _check_free(self) -> None:
-        if self.model.watching:
-            raise Conflict(f"{self.name}: follows or watches something already; unfollow it first")
-
-    def _find(self, kind: type[Any]) -> Any:
-        return next((each for each in self.model.watching if isinstance(each, kind)), None)
-
-    def _on_event(self, event: Event) -> None:
-        if event.kind in _REFUSED:
-            self._refusals.append(refusal_of(event))
-        if event.receipt is not None:
-            self._note(event.receipt)
-        self._events.append((next(self._numbers), event.as_dict()))

@@ -58,6 +58,18 @@ class CanaryRequest(Change, forbid_unknown_fields=True, kw_only=True):
     allow_nonfinite: bool | list[_Text] = False
     ignore: list[_Text] = []
 
+    def staging(self, source: str) -> StageRequest:
+        """What is asked for first, where a source was named."""
+        return StageRequest(
+            source=source,
+            expect=self.expect,
+            allow_other_graph=self.allow_other_graph,
+            allow_nonfinite=self.allow_nonfinite,
+            ignore=self.ignore,
+            why=self.why,
+            revision=self.revision,
+        )
+
 
 class RollbackRequest(Change, forbid_unknown_fields=True, kw_only=True):
     """to: the beginning of a weights id; None: what was served, or desired, before. hold: of a desired state."""

@@ -33,7 +33,7 @@ class EventStream:
 
         with_load: and `load`, with the points of the last minutes at first, then each as it comes, with a `status`.
         """
-        seen = {name: desk.last_event for name, desk in self._desks.items()}
+        seen = {name: desk.journal.last_event for name, desk in self._desks.items()}
         counted = dict.fromkeys(self._desks, 0.0) if with_load else {}
         told = time.monotonic()
         yield _event("status", await in_thread(self._server_status))
@@ -52,7 +52,7 @@ class EventStream:
     def _news(self, seen: dict[str, int]) -> list[bytes]:
         found = []
         for name, desk in self._desks.items():
-            for number, event in desk.events(seen[name]):
+            for number, event in desk.journal.events(seen[name]):
                 seen[name] = number
                 found.append(_event("event", {"model": name, **event}))
         return found
