@@ -72,7 +72,7 @@ class NumberFiles:
 
 
 def number(output: torch.Tensor) -> int:
-    """What all weights were that an output was computed from. Raises AssertionError where they were not all the same."""
+    """What all weights were that an output was computed from. Raises AssertionError where they differed."""
     found = sorted({int(value) for value in output.tolist()})
     assert len(found) == 1, f"an output of a mixture: {found}"
     return found[0]
