@@ -79,9 +79,9 @@ def _check_tools() -> None:
         )
     if not hasattr(config.cpp, "march"):
         raise Unsupported(
-            f"torch {torch.__version__} compiles for the machine that it runs on alone, and what it compiles neither says "
-            f"why a call failed nor gives back the tensors that it was bound to (it lacks {' and '.join(_SINCE_2_13)}). "
-            "Install torch>=2.13 to compile for the engine 'aoti', on the CPU and on GPUs"
+            f"torch {torch.__version__} compiles for the machine that it runs on alone, and what it compiles neither "
+            "says why a call failed nor gives back the tensors that it was bound to: it lacks "
+            f"{' and '.join(_SINCE_2_13)}. Install torch>=2.13 to compile for the engine 'aoti', on the CPU and on GPUs"
         )
 
 
