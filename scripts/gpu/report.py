@@ -6,6 +6,7 @@ import json
 import tarfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from running import Result
 
@@ -24,6 +25,9 @@ def _text(out: Path, facts: Mapping[str, object], results: Sequence[Result]) -> 
     parts += ["## Steps", _table(("step", "result", "seconds", ""), rows)]
     if ceilings := _ceilings(out / "ceilings.json"):
         parts += ["## What the machine can do", _table(("what", "figure", "unit"), ceilings)]
+    if benchmarks := _benchmarks(out / "bench.json"):
+        heads = ("what", "median", "p99", "unit", "goal", "met", "peer", "peer's median", "ratio")
+        parts += ["## Beside peers", _table(heads, benchmarks)]
     if (out / "cuda.svg").exists():
         parts += ["![Ours beside its peers](cuda.svg)"]
     for result in results:
@@ -45,6 +49,21 @@ def _ceilings(path: Path) -> list[tuple[str, str, str]]:
     if not path.exists():
         return []
     return [(row["what"], f"{row['value']:.4g}", row["unit"]) for row in json.loads(path.read_text())]
+
+
+def _benchmarks(path: Path) -> list[list[str]]:
+    if not path.exists():
+        return []
+    return [_benchmark(row) for row in json.loads(path.read_text())["rows"]]
+
+
+def _benchmark(row: Mapping[str, Any]) -> list[str]:
+    goal = "{figure} {sense} {limit:g}".format(**row["goal"]) if row["goal"] else ""
+    met = {True: "yes", False: "**no**", None: ""}[row["met"]]
+    median, p99, peer, ratio = (
+        "" if row[name] is None else f"{row[name]:.4g}" for name in ("median", "p99", "peer_median", "ratio")
+    )
+    return [row["what"], median, p99, row["unit"], goal, met, row["peer"] or "", peer, ratio]
 
 
 def _pack(out: Path, logs: Sequence[Path]) -> None:

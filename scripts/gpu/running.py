@@ -89,7 +89,7 @@ class Run:
 def _started(result: Result, end: float) -> list[_Process]:
     """A step's process; none where it is skipped."""
     step = result.step
-    limit = min(step.limit, end - time.monotonic() - GRACE)
+    limit = min(step.limit, end - time.monotonic() - GRACE - step.leaves)
     lacks = [name for name in step.packages if not find_spec(name)]
     lacks += [name for name in step.files if not (ROOT / name).exists()]
     if limit < 1:

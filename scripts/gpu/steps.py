@@ -19,7 +19,8 @@ PYTEST += ("-W", "default", "-o", "faulthandler_timeout=60")
 class Step:
     """A command with its limit in seconds, from its own start. It is skipped without one of its packages or files.
 
-    tests: its last line counts tests; where none has passed, the step was skipped.
+    tests: its last line counts tests; where none has passed, the step was skipped. leaves: seconds for what comes after
+    it.
     """
 
     name: str
@@ -28,6 +29,7 @@ class Step:
     packages: tuple[str, ...] = LIBRARY
     files: tuple[str, ...] = ()
     tests: bool = False
+    leaves: float = 0
 
 
 def marked(name: str, limit: float, *files: str, packages: tuple[str, ...] = (), also: tuple[str, ...] = ()) -> Step:
@@ -51,18 +53,19 @@ def all_steps(out: Path) -> list[list[Step]]:
             marked("onnx", 120, "tests/devices/test_onnx.py", packages=("onnx", "onnxruntime", "onnxscript")),
         ],
         [_benchmarks(out)],
+        [python("plot", 60, "scripts/benchmarks/plot.py", str(out), packages=("matplotlib", "torch", "rich"))],
         *([[_memcheck()]] if os.environ.get("MEMCHECK") else []),
     ]
 
 
-def python(name: str, limit: float, *arguments: str) -> Step:
-    return Step(name, (sys.executable, *arguments), limit)
+def python(name: str, limit: float, *arguments: str, packages: tuple[str, ...] = LIBRARY, leaves: float = 0) -> Step:
+    return Step(name, (sys.executable, *arguments), limit, packages, leaves=leaves)
 
 
 def _benchmarks(out: Path) -> Step:
     size, rounds = os.environ.get("SIZE_MB", "8000"), os.environ.get("ROUNDS", "5")
     options = ("--size-mb", size, "--rounds", rounds, "--out", str(out))
-    return python("benchmarks", 400, "scripts/benchmarks/main.py", "cuda", *options)
+    return python("benchmarks", 400, "scripts/benchmarks/main.py", "cuda", *options, leaves=20)
 
 
 def _memcheck() -> Step:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import json
 import os
 import re
 import subprocess
@@ -154,6 +155,25 @@ def test_an_interrupted_run_ends_its_processes(tmp_path: Path) -> None:
 def test_some_steps_alone_are_run_if_they_are_named(tmp_path: Path) -> None:
     code, report = Running(tmp_path, f"[[{PASSING}, step('two', 'exit 1')]]", "--steps", "one").end()
     assert (code, "two" in report) == (0, False)
+
+
+def test_figures_are_tables_of_the_report_as_far_as_they_were_measured(tmp_path: Path) -> None:
+    goal = {"figure": "ratio", "sense": "at most", "limit": 0.25}
+    row = {
+        "what": "swap",
+        "unit": "ms",
+        "median": 12.345,
+        "p99": None,
+        "peer": "a copy",
+        "peer_median": 100,
+        "ratio": 0.12,
+    }
+    (tmp_path / "bench.json").write_text(json.dumps({"rows": [row | {"goal": goal, "met": True}]}))
+    (tmp_path / "ceilings.json").write_text(json.dumps([{"what": "cores", "value": 16, "unit": ""}]))
+    text = f"cp {tmp_path}/*.json {tmp_path}/report; exec sleep 300"
+    _, report = Running(tmp_path, f"[[step('benchmarks', '{text}', 1)]]").end()
+    assert "| cores | 16 |  |" in report
+    assert "| swap | 12.35 |  | ms | ratio at most 0.25 | yes | a copy | 100 | 0.12 |" in report
 
 
 def test_packages_that_are_missing_come_from_wheels(tmp_path: Path) -> None:

@@ -36,7 +36,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> NumberFiles:
 
 
 class Asked:
-    """Outputs of calls that were made in a stream of their own, behind work that takes `BUSY` seconds."""
+    """Outputs of calls that were made in a stream of their own, behind work that takes seconds."""
 
     def __init__(self, model: Model, x: torch.Tensor) -> None:
         self._model, self._x = model, x
@@ -46,11 +46,11 @@ class Asked:
             keep_busy(0)
         torch.cuda.synchronize()
 
-    def call(self) -> torch.Tensor:
-        """At once, while the device is busy."""
+    def call(self, busy: float = BUSY) -> torch.Tensor:
+        """At once, though the stream is busy for some seconds."""
         start = time.perf_counter()
         with torch.cuda.stream(self._stream):
-            keep_busy(BUSY)
+            keep_busy(busy)
             output: torch.Tensor = self._model(self._x)
         assert time.perf_counter() - start < PROMPT, "the host waited in a call"
         return output
@@ -115,20 +115,21 @@ def test_a_commit_in_double_residency_waits_for_nothing(device: str, files: Numb
 @on_accelerator
 @in_every_way
 @captured_or_not
-def test_late_copies_are_waited_for(
+def test_a_call_after_a_commit_waits_for_late_copies(
     device: str, options: Options, graphs: Any, files: NumberFiles, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = load(files.artifact, files.files[0], device=device, cuda_graphs=graphs, keep_previous="host", **options)
+    model = load(files.artifact, files.files[0], device=device, cuda_graphs=graphs, **options)
     asked = Asked(model, torch.zeros((), device=device))
-    slow_copies(monkeypatch, 0.05)
-    x = torch.zeros((), device=device)
-    for served in (1, 2, 0, 1):
-        model.swap(files.files[served])
-        assert number(model(x).cpu()) == served
-        with torch.cuda.stream(asked._stream):
-            assert number(model(x).cpu()) == served
-    model.rollback()
-    assert number(model(x).cpu()) == 0
+    slow_copies(monkeypatch, BUSY / 5)
+    for generation, served in enumerate((1, 2, 0), 1):
+        staged = model.stage(files.files[served])
+        thread = threading.Thread(target=staged.commit)
+        thread.start()
+        while model.generation != generation:  # from here on calls have the new weights, which are on their way
+            time.sleep(0.0002)
+        output = asked.call(0)
+        thread.join()
+        assert asked.numbers(output) == [served]
 
 
 @pytest.fixture
