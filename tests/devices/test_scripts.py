@@ -200,7 +200,8 @@ def test_every_step_has_a_name_of_its_own_and_fits_the_time() -> None:
     groups: list[list[tuple[str, float]]] = [ast.literal_eval(line) for line in done.stdout.splitlines()]
     names = [name for group in groups for name, _ in group]
     assert len(set(names)) == len(names)
-    before = sum(max(limit for _, limit in group) for group in groups[:-1])
+    timed = next(place for place, group in enumerate(groups) if group[0][0] == "benchmarks")
+    before = sum(max(limit for _, limit in group) for group in groups[:timed])
     assert before <= 300, "the benchmarks would have no time"
 
 
