@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -130,6 +132,38 @@ def test_a_call_after_a_commit_waits_for_late_copies(
         output = asked.call(0)
         thread.join()
         assert asked.numbers(output) == [served]
+
+
+@contextmanager
+def foreign_stream() -> Iterator[torch.cuda.ExternalStream]:
+    """A stream that is not torch's, and is gone after the block: the driver may give its handle to the next one."""
+    handle, runtime = ctypes.c_void_p(), torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    assert not int(runtime.cudaStreamCreate(ctypes.addressof(handle)))
+    yield torch.cuda.ExternalStream(handle.value)  # type: ignore[no-untyped-call]
+    runtime.cudaStreamDestroy(handle.value)
+
+
+@on_accelerator
+@in_every_way
+def test_streams_that_are_gone_while_their_calls_wait_have_the_weights_of_these(
+    device: str, options: Options, files: NumberFiles
+) -> None:
+    model = load(files.artifact, files.files[0], device=device, **options)
+    x = torch.zeros((), device=device)
+    model(x)
+    torch.cuda.synchronize()
+    for before, after in ((0, 1), (1, 2), (2, 0)):
+        staged = model.stage(files.files[after])
+        with foreign_stream() as stream, torch.cuda.stream(stream):
+            keep_busy(BUSY / 3)
+            output = model(x)
+            done = stream.record_event()
+        staged.commit()
+        done.synchronize()  # torch lends the next stream what this one had, if it has its handle
+        with foreign_stream() as stream, torch.cuda.stream(stream):
+            later = model(x)
+            stream.synchronize()
+        assert (number(output.cpu()), number(later.cpu())) == (before, after)
 
 
 @pytest.fixture
