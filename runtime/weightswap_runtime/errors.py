@@ -366,8 +366,11 @@ def lacks_memory(error: BaseException) -> bool:
     )
 
 
+RESTART = "Most errors of a device last as long as the process: if calls fail, too, restart it."
+
+
 def is_of_device(error: BaseException) -> bool:
-    """Whether torch raised an error for a device that reports one."""
+    """Whether torch raised an error for a device that reports one. It says nothing of the weights."""
     return any(kind.__name__ == "AcceleratorError" for kind in type(error).__mro__)
 
 

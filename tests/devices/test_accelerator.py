@@ -17,8 +17,9 @@ from tests.support.accelerators import ACCELERATOR, on_accelerator, on_every_dev
 from tests.support.setups import different, equal
 from tests.support.tiny import TinyArtifact, WriteWeights, X
 from weightswap_exporter import MethodSpec, export, pack
-from weightswap_runtime import Artifact, InputMismatch, Model, OutOfMemory, Unsupported, load, write_delta
-from weightswap_runtime.memory.device.torch_device import KEPT, open_accelerator
+from weightswap_runtime import Artifact, DeviceError, InputMismatch, Model, OutOfMemory, Unsupported, load, write_delta
+from weightswap_runtime.engines.aten.cpu import BoundTorch
+from weightswap_runtime.memory.device.torch_device import Accelerator, open_accelerator, ring_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*fallback.*:UserWarning")
 
@@ -186,8 +187,6 @@ def test_goldens_are_reproduced_before_the_commit(device: str, staging: str, res
 def test_out_of_memory_is_a_refused_swap(
     device: str, tiny: TinyArtifact, weight_file: WriteWeights, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from weightswap_runtime.memory.device.torch_device import Accelerator
-
     model = load(tiny.path, weight_file(0), device=device, residency="single", staging="device")
 
     def full(self: Accelerator, nbytes: int) -> None:
@@ -445,13 +444,64 @@ def test_nothing_goes_through_pageable_memory(device: str, staging: str, residen
 
 @on_accelerator
 @on_cuda
-def test_page_locked_memory_of_dropped_models_is_bounded(device: str) -> None:
+def test_each_model_has_streams_of_its_own_and_all_share_page_locked_memory(device: str) -> None:
+    one, other = open_accelerator(device), open_accelerator(device)
+    assert len({stream.stream_id for each in (one, other) for stream in (each.staging, each.commits)}) == 4
+    assert ring_of(one) is ring_of(other)
+
+
+@on_accelerator
+@on_cuda
+@pytest.mark.parametrize("residency", ["single", "double"])
+def test_a_stream_that_is_not_torch_s_is_in_order_and_may_end(device: str, residency: str, files: Files) -> None:
+    made = torch.cuda.Stream(device)
+    handle = made.cuda_stream  # by another number it is a stranger to torch
+    model = load(files.artifact, files.files[0], device=device, residency=residency)  # type: ignore[arg-type]
+    x = files.x.to(device)
+    torch.accelerator.synchronize()
+    for number in (1, 2, 1):
+        with torch.cuda.stream(torch.cuda.ExternalStream(handle, device)):
+            found = model(x)
+            torch.cuda.current_stream().synchronize()
+        assert model._store.gate.current is not None
+        assert handle not in model._store.gate.current.session.arena._users  # type: ignore[attr-defined]
+        assert equal(found, model(x))
+        model.swap(files.files[number])
+
+
+@on_accelerator
+@on_cuda
+def test_a_capture_of_the_application_s_own_is_refused(device: str, files: Files) -> None:
+    model, x = load(files.artifact, files.files[0], device=device), files.x.to(device)
+    before = model(x)
+    graph = torch.cuda.CUDAGraph()
+    with pytest.raises(Unsupported, match="replays of its graph would not be in order with swaps"):  # noqa: SIM117
+        with torch.cuda.graph(graph):
+            model(x)
+    assert equal(model(x), before)
+
+
+@on_accelerator
+@on_cuda
+def test_the_host_sleeps_while_it_waits_for_the_device(device: str) -> None:
     accelerator = open_accelerator(device)
-    for mebibytes in range(65, 65 + KEPT + 3):
-        buffer = accelerator.lock(mebibytes << 20)
-        del buffer
-        assert len(accelerator._locked) <= KEPT + 1
-    kept = [tensor.numel() for tensor in accelerator._locked]
-    again = accelerator.lock(kept[0])
-    assert again.nbytes == kept[0]
-    assert len(accelerator._locked) == len(kept) - 1
+    with accelerator.on(accelerator.staging):
+        mark = accelerator.mark(accelerator.staging)
+    assert isinstance(mark, torch.cuda.Event)
+    accelerator.finish(mark)
+    assert mark.query()
+
+
+@on_every_device
+def test_a_device_s_error_in_a_trial_does_not_blame_the_weights(
+    device: str, files: Files, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: object, **__: object) -> Any:
+        raise torch.AcceleratorError("an illegal memory access was encountered")
+
+    model = load(files.artifact, files.files[0], device=device)
+    with monkeypatch.context() as patch:
+        patch.setattr(BoundTorch, "run", broken)
+        with pytest.raises(DeviceError, match=r"an illegal memory access.*restart it"):
+            model.swap(files.files[1])
+    assert model.swap(files.files[1]).generation == 1

@@ -8,26 +8,35 @@ from typing import Any
 import pytest
 import torch
 
-from weightswap_runtime.engines.replay.replays import MOST, Captures, Shapes
+from weightswap_runtime.engines.replay.replays import MOST, Captures, Passing, Shapes
+from weightswap_runtime.errors import DeviceError
 from weightswap_runtime.memory.device import Event, Stream
 
 
 class Nothing:
     """The order of a device that does everything at once."""
 
+    name = "nothing:0"
+
     def __init__(self) -> None:
         self.key = 0
+        self.capturing: set[int] = set()
+        self.waits: list[tuple[int, int]] = []
 
     def current(self) -> Stream:
-        return None
+        return self.key
 
     def current_key(self) -> int:
         return self.key
 
     def mark(self, stream: Stream) -> Event:
-        return self  # type: ignore[return-value]
+        return stream
 
-    def wait(self, stream: Stream, mark: Event) -> None: ...
+    def wait(self, stream: Stream, mark: Event) -> None:
+        self.waits.append((stream, mark))
+
+    def is_capturing(self, stream: Stream) -> bool:
+        return stream in self.capturing
 
 
 class Replayer:
@@ -154,6 +163,8 @@ def test_what_cannot_be_captured_is_named_and_not_tried_again(caplog: pytest.Log
     captures = Captures(Nothing(), small.recorder, small.shapes, run)  # type: ignore[arg-type]
     for _ in range(2):
         assert captures.replay("forward", [x(2), 0]) is None
+    captures.capture_named()
+    assert captures.replay("forward", [x(2), 0]) is None
     assert small.recorder.records == 1
     (reason,) = small.shapes.failures.values()
     assert reason == "aten.cumsum.default: RuntimeError: operation not permitted when stream is capturing"
@@ -165,3 +176,44 @@ def test_not_every_shape_in_the_world_is_captured() -> None:
     for rows in range(MOST + 10):
         small.captures.replay("forward", [x(rows + 1), 0])
     assert small.recorder.records == MOST
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory"), Passing("no stream is free")])
+def test_what_could_not_be_captured_for_a_while_is_tried_again_after_the_next_swap(error: Exception) -> None:
+    small = Small(auto=True)
+    failing = True
+
+    def run(method: str, inputs: list[Any]) -> list[Any]:
+        if failing:
+            raise error
+        return small.run(method, inputs)
+
+    captures = Captures(small.device, small.recorder, small.shapes, run)  # type: ignore[arg-type]
+    for _ in range(2):
+        assert captures.replay("forward", [x(2), 0]) is None
+    assert small.recorder.records == 1
+    failing = False
+    captures.capture_named()  # as after a swap
+    assert captures.replay("forward", [x(2), 0]) is not None
+
+
+def test_replays_in_one_stream_ask_for_no_order_and_those_of_two_follow_each_other() -> None:
+    small = Small(auto=True)
+    for _ in range(3):
+        small.captures.replay("forward", [x(2), 0])
+    assert small.device.waits == []
+    for key in (7, 7, 0):
+        small.device.key = key
+        small.captures.replay("forward", [x(2), 0])
+    assert small.device.waits == [(7, 0), (0, 7)]
+
+
+def test_a_replay_is_no_part_of_what_an_application_captures_elsewhere() -> None:
+    small = Small(auto=True)
+    small.captures.replay("forward", [x(2), 0])
+    small.device.capturing.add(0)
+    small.device.key = 7
+    with pytest.raises(DeviceError, match="being captured in a CUDA graph of the application"):
+        small.captures.replay("forward", [x(2), 0])
+    small.device.capturing.clear()
+    assert small.captures.replay("forward", [x(2), 0]) is not None

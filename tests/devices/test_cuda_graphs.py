@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from itertools import count
 from types import SimpleNamespace
 from typing import Any
@@ -10,7 +11,8 @@ import pytest
 import torch
 
 from tests.support.standin import Queue, StandIn
-from weightswap_runtime.engines.replay.cuda_graphs import CudaRecorder
+from weightswap_runtime.engines.replay.cuda_graphs import MOST_STREAMS, CudaRecorder, streams_of
+from weightswap_runtime.engines.replay.replays import Passing
 from weightswap_runtime.errors import Unsupported
 
 Pool = tuple[int, int]
@@ -85,14 +87,16 @@ class Accelerator(StandIn):
 
     def __init__(self) -> None:
         super().__init__(0)
-        self.torch = SimpleNamespace(type="cuda")
-        self.index = 0
-        self.captures = self.stream()
-        self.apart: list[Queue] = []
+        self.torch = SimpleNamespace(type="cuda", made=self.made)
+        self.index = next(self.indices)
+        self.pool = [self.stream() for _ in range(MOST_STREAMS)]
+        self.handed = count()
 
-    def stream_apart(self) -> Queue:
-        self.apart.append(self.stream())
-        return self.apart[-1]
+    indices = count()
+
+    def made(self) -> Queue:
+        """As torch does: one of the pool after the other."""
+        return self.pool[next(self.handed) % MOST_STREAMS]
 
 
 @pytest.fixture
@@ -101,6 +105,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Cuda:
     monkeypatch.setattr(Graph, "cuda", made, raising=False)
     monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", made.new_pool)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device, priority: device.made())
     monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", made.stop, raising=False)
     monkeypatch.setattr(torch._C, "_cuda_releasePool", made.release, raising=False)
     monkeypatch.setattr("weightswap_runtime.engines.replay.cuda_graphs.torch.zeros", lambda *args, **kwargs: None)
@@ -116,14 +121,60 @@ def returning(value: Any) -> Any:
 
 
 def test_graphs_of_one_recorder_share_a_pool_and_no_stream_with_another(cuda: Cuda) -> None:
-    accelerator = Accelerator()
+    accelerator, kept = Accelerator(), []
     for value in (1, 2):
         one = recorder(accelerator)
+        kept.append(one)
         assert one.record(returning(value))[1] == [value]
         assert one.record(returning(value + 10))[1] == [value + 10]
     assert sorted(cuda.graphs.values()) == [2, 2]
-    assert len({stream.key for stream in (accelerator.captures, *accelerator.apart)}) == 3
+    assert next(accelerator.handed) == 4  # one each, one that all warm up in, and one for repairs
     assert cuda.in_order
+
+
+def test_a_session_s_stream_is_another_s_once_its_graphs_are_gone(cuda: Cuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    accelerator = Accelerator()
+    seen: list[int] = []
+    free_at_ends: list[int] = []
+    streams = streams_of(accelerator)  # type: ignore[arg-type]
+    monkeypatch.setattr(Graph, "__del__", lambda _: free_at_ends.append(len(streams._free)), raising=False)
+
+    def record(one: CudaRecorder) -> Any:
+        return one.record(lambda: seen.append(accelerator.current_key()) or [])[0]  # type: ignore[func-returns-value]
+
+    one = recorder(accelerator)
+    replay = record(one)
+    first = seen[-1]
+    del one
+    second = record(recorder(accelerator))
+    assert seen[-1] != first  # the graph still replays
+    del replay
+    third = recorder(accelerator)
+    record(third)
+    assert seen[-1] == first
+    assert set(free_at_ends) == {0}
+    del second, third
+
+
+def test_a_session_without_a_stream_says_so_until_another_is_gone(cuda: Cuda) -> None:
+    accelerator = Accelerator()
+    others = [recorder(accelerator) for _ in range(MOST_STREAMS - 2)]
+    for each in others:
+        each.record(returning(0))
+    last = recorder(accelerator)
+    with pytest.raises(Passing, match="all of torch's 32 streams of priority -2 are taken"):
+        last.record(returning(0))
+    del each
+    others.pop()
+    assert last.record(returning(3))[1] == [3]
+    assert cuda.in_order
+
+
+def test_no_garbage_is_collected_while_a_graph_is_captured(cuda: Cuda) -> None:
+    enabled: list[bool] = []
+    recorder(Accelerator()).record(lambda: enabled.append(gc.isenabled()) or [])  # type: ignore[func-returns-value]
+    assert enabled == [True, True, False]
+    assert gc.isenabled()
 
 
 @pytest.mark.parametrize("before", [0, 1])
@@ -170,7 +221,7 @@ def test_what_a_failed_warm_up_has_asked_for_comes_before_what_follows(cuda: Cud
         ask("warm-up")
         raise ValueError("an operator of a package")
 
-    accelerator.slow = accelerator.captures
+    accelerator.slow = streams_of(accelerator).warm_up  # type: ignore[arg-type]
     ask("before")
     with pytest.raises(ValueError, match="of a package"):
         recorder(accelerator).record(wrong)

@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import random
+import threading
 from itertools import pairwise
+from typing import Any
 
 import pytest
 
 from tests.support.standin import Broken, Memory, StandIn
+from weightswap_runtime.errors import OutOfMemory
 from weightswap_runtime.format.manifest import NamedTensor
 from weightswap_runtime.memory.arena import ArenaLayout, ByteRange, HostArena
-from weightswap_runtime.memory.device.arena import DeviceArena, LockedArena, Region, plan_runs
-from weightswap_runtime.memory.device.ring import BUFFER_BYTES, Ring
-from weightswap_runtime.memory.patch import HostPatch, Span
+from weightswap_runtime.memory.device.arena import DeviceArena, Region, plan_runs
+from weightswap_runtime.memory.device.memory import DeviceMemory
+from weightswap_runtime.memory.device.patch import DevicePatch
+from weightswap_runtime.memory.device.ring import BUFFER_BYTES, SHARE, Ring
+from weightswap_runtime.memory.patch import HostPatch, Span, copy_ranges
+from weightswap_runtime.threads.job import Job
 from weightswap_runtime.threads.workers import Workers
 
 SIZE = 3 * BUFFER_BYTES + 12345
@@ -91,14 +97,13 @@ def layout() -> ArenaLayout:
     )
 
 
-@pytest.mark.parametrize("target", ["host", "locked", "device"])
-@pytest.mark.parametrize("source", ["host", "locked", "device"])
+@pytest.mark.parametrize("target", ["host", "device"])
+@pytest.mark.parametrize("source", ["host", "device"])
 def test_arenas_are_copied_to_each_other(source: str, target: str) -> None:
     device, workers = StandIn(1), Workers(2)
     ring = Ring(device, 6)
     made = {
         "host": lambda: HostArena(layout()),
-        "locked": lambda: LockedArena(device, layout()),
         "device": lambda: DeviceArena(device, layout(), ring, serves=True),
     }
     one, other = made[source](), made[target]()
@@ -149,3 +154,90 @@ def test_a_call_in_which_an_engine_is_bound_is_waited_for(seed: int) -> None:
         region.write(0, content(1000, seed=1))
     device.drain()
     assert seen.content == old
+
+
+class Counting(StandIn):
+    """Counts what it locks."""
+
+    locked = 0
+
+    def lock(self, nbytes: int) -> Memory:
+        memory = super().lock(nbytes)
+        self.locked += 1
+        return memory
+
+
+def test_buffers_are_locked_once_and_for_all_users() -> None:
+    device = Counting(0)
+    ring = Ring(device, 3, urgent=Ring(device, 2))
+    for _ in range(2):
+        ring.allocate()
+        assert device.locked == 5
+    device.lockable = 0
+    with ring.take(device.staging), ring.urgent.take(device.commits):
+        pass
+    assert device.locked == 5
+
+
+def test_it_works_with_as_many_buffers_as_can_be_locked(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Scarce(Counting):
+        def lock(self, nbytes: int) -> Memory:
+            if self.locked == 2:
+                raise MemoryError("no more pages")
+            return super().lock(nbytes)
+
+    device = Scarce(0)
+    ring = Ring(device, 5)
+    ring.allocate()
+    region, wanted = Region(device, SIZE, ring), content(SIZE)
+    with region.writing():
+        region.write(0, wanted)
+    assert region.fetch(0, SIZE) == wanted
+    assert device.locked == 2
+
+
+@pytest.mark.parametrize(("free", "buffers"), [(None, 5), (1 << 40, 5), (3 * SHARE * BUFFER_BYTES, 3), (1, 1)])
+def test_no_more_than_a_share_of_the_host_s_memory_is_locked(
+    free: int | None, buffers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("weightswap_runtime.memory.device.ring.available", lambda: free)
+    device = Counting(0)
+    Ring(device, 5).allocate()
+    assert device.locked == buffers
+
+
+def test_where_nothing_can_be_locked_the_model_is_refused() -> None:
+    with pytest.raises(OutOfMemory, match=r"standin:0: no memory of the host can be page-locked.*cannot be locked"):
+        DeviceMemory(StandIn(0, lockable=0), Ring(StandIn(0, lockable=0), 2), "auto")
+
+
+def test_what_lies_on_the_device_moves_in_one_copy() -> None:
+    device, workers = StandIn(0), Workers(2)
+    ring = Ring(device, 2)
+    one, other = (DeviceArena(device, layout(), ring, serves=True) for _ in range(2))
+    wanted = content(layout().nbytes)
+    with one.writing():
+        one.write(0, wanted)
+    before = device.copies
+    with other.writing():
+        copy_ranges(other, one, [layout().whole], workers, Job())
+    assert device.copies == before + 1
+    assert other.fetch(0, len(wanted)) == wanted
+
+
+def test_a_patch_is_copied_by_several_threads() -> None:
+    class Slow(StandIn):
+        def __init__(self) -> None:
+            super().__init__(0)
+            self.both = threading.Barrier(2, timeout=30)
+
+        def copy(self, target: Any, at: int, source: Any, begin: int, nbytes: int) -> None:
+            self.both.wait()  # two threads at a time, or never
+            super().copy(target, at, source, begin, nbytes)
+
+    device = Slow()
+    patch = HostPatch([Span(0, content(BUFFER_BYTES)), Span(2 * BUFFER_BYTES, content(100, seed=1))])
+    moved = DevicePatch.of(patch, Region(device, patch.nbytes, Ring(device, 4)), Workers(2))
+    device.both.abort()
+    device.drain()
+    assert moved._region.buffer.content == bytes(patch.spans[0].data) + bytes(patch.spans[1].data)

@@ -53,8 +53,9 @@ class Queue:
     keys = count()
 
     def __init__(self) -> None:
-        self.key = next(self.keys)
+        self.key = self.stream_id = next(self.keys)
         self.work: deque[Work] = deque()
+        self.foreign = self.capturing = self.ended = False
 
 
 class StandIn:
@@ -65,6 +66,7 @@ class StandIn:
         self.staging, self.commits, self.default = Queue(), Queue(), Queue()
         self.capacity, self.lockable = capacity, lockable
         self.copies = 0
+        self.for_calls = 0  # bytes that calls may need
         self.broken = False
         self.slow: Queue | None = None  # a stream that works only when no other can
         self._queues = [self.staging, self.commits, self.default]
@@ -98,11 +100,24 @@ class StandIn:
     def free_bytes(self) -> int:
         return self.capacity
 
+    def needed_by_calls(self) -> int:
+        return self.for_calls
+
+    def is_foreign(self, stream: Queue) -> bool:
+        return stream.foreign
+
+    def is_capturing(self, stream: Queue) -> bool:
+        return stream.capturing
+
+    def is_capturing_here(self) -> bool:
+        return self.current().capturing
+
     def copy(self, target: Any, at: int, source: Any, begin: int, nbytes: int) -> None:
         assert 0 <= at <= at + nbytes <= target.nbytes
         assert 0 <= begin <= begin + nbytes <= source.nbytes
         for memory in (target, source):
-            assert not memory.on_device or self.current_key() in memory.users, "memory of another stream"
+            lent = self.current().foreign or self.current_key() in memory.users
+            assert not memory.on_device or lent, "memory of another stream"
         with self._lock:
             self.copies += 1
 
@@ -140,9 +155,16 @@ class StandIn:
             mark.done = True
             return True
 
+        assert not stream.ended, "a stream that was destroyed"
+        assert not stream.capturing, "a mark in a stream that is captured becomes a part of the graph"
         with self._lock:
             stream.work.append(work)
         return mark
+
+    def end(self, stream: Queue) -> None:
+        """Let a foreign stream go, whatever it was asked for: that is done, and nobody may ask it for more."""
+        assert stream.foreign
+        stream.ended = True
 
     def finish(self, mark: Mark) -> None:
         self.run_until(lambda: mark.done)

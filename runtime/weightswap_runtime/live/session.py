@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from weightswap_runtime.engines.engine import Bound, Engine
-from weightswap_runtime.errors import DeviceError, OutOfMemory, WeightsMismatch, lacks_memory
+from weightswap_runtime.errors import RESTART, DeviceError, OutOfMemory, WeightsMismatch, is_of_device, lacks_memory
 from weightswap_runtime.memory.arena import Arena
 from weightswap_runtime.tensors.digests import Blocks
 from weightswap_runtime.threads.claims import ClaimReference
@@ -89,7 +89,7 @@ class Session:
         try:
             self.arena.synchronize()
         except Exception as error:
-            raise DeviceError(f"{where}: {type(error).__name__}: {error}") from error
+            raise DeviceError(f"{where}: {type(error).__name__}: {error}. {RESTART}") from error
 
 
 def bind(engine: Engine, arena: Arena) -> Bound:
@@ -104,12 +104,17 @@ def bind(engine: Engine, arena: Arena) -> Bound:
 
 
 def run_prologue(bound: Bound, where: str) -> None:
-    """Let an engine compute what depends on weights from `where`. Raises WeightsMismatch and OutOfMemory."""
+    """Let an engine compute what depends on weights from `where`.
+
+    Raises WeightsMismatch and OutOfMemory, and what torch raises for a device.
+    """
     try:
         bound.run_prologue()
     except Exception as error:
         if lacks_memory(error):
             raise OutOfMemory(f"{where}: no memory for what is computed from weights alone ({error})") from error
+        if is_of_device(error):
+            raise
         raise WeightsMismatch(
             where,
             [f"what the graphs compute from weights alone cannot be computed: {type(error).__name__}: {error}"],

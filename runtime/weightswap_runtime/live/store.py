@@ -16,6 +16,7 @@ import msgspec
 
 from weightswap_runtime.engines.engine import Engine
 from weightswap_runtime.errors import (
+    RESTART,
     BaseMismatch,
     DeviceError,
     ModelFailed,
@@ -197,7 +198,7 @@ class Store:
         except RuntimeError as error:
             if not is_of_device(error):
                 raise
-            raise DeviceError(f"{printable(request.path)}: {error}") from error
+            raise DeviceError(f"{printable(request.path)}: {error}. {RESTART}") from error
         finally:
             self.job = None
 

@@ -63,6 +63,7 @@ class Arena(Room, Protocol):
 
     layout: ArenaLayout
     address: int
+    piece: int  # bytes of one copy to another arena of this kind
 
     def write(self, offset: int, data: memoryview) -> None:
         """Copy bytes, of writable memory, to an offset. They are in order with what the block `writing` does."""
@@ -101,8 +102,8 @@ class Arena(Room, Protocol):
         """Wait until all that was written is there. Raises what the device reports."""
         ...
 
-    def reserve(self, source: object) -> None:
-        """Have ready what writing `source`, an arena or a patch, in a commit takes. Raises OutOfMemory."""
+    def check_streams(self) -> None:
+        """Raise DeviceError where `writing` would, with nothing done."""
         ...
 
 
@@ -114,6 +115,7 @@ class HostArena:
     """
 
     most = 1 << 30
+    piece = COPY_CHUNK
 
     def __init__(self, layout: ArenaLayout, memory: Buffer | None = None) -> None:
         self.layout = layout
@@ -144,14 +146,11 @@ class HostArena:
 
     def write(self, offset: int, data: memoryview) -> None:
         """Copy bytes to an offset. `data` is of writable memory."""
-        if len(data):
-            # ctypes releases the interpreter's lock for the call, slice assignment would not
-            ctypes.memmove(self.address + offset, ctypes.addressof(ctypes.c_char.from_buffer(data)), len(data))
+        copy_bytes(self.fetch(offset, len(data)), data)
 
     def read(self, offset: int, target: memoryview) -> None:
         """Copy bytes from an offset, as many as `target`, which is of writable memory, holds."""
-        if len(target):
-            ctypes.memmove(ctypes.addressof(ctypes.c_char.from_buffer(target)), self.address + offset, len(target))
+        copy_bytes(target, self.fetch(offset, len(target)))
 
     def fetch(self, offset: int, nbytes: int) -> memoryview:
         """The arena's own memory."""
@@ -168,8 +167,8 @@ class HostArena:
     def synchronize(self) -> None:
         """Nothing to wait for."""
 
-    def reserve(self, source: object) -> None:
-        """Nothing to have ready."""
+    def check_streams(self) -> None:
+        """Nothing to look at."""
 
 
 class Scratch:
@@ -190,6 +189,13 @@ class Scratch:
     def room(self, slots: Sequence[ByteRange]) -> AbstractContextManager[list[memoryview]]:
         """This very memory."""
         return nullcontext([self.memory[offset : offset + size] for offset, size in slots])
+
+
+def copy_bytes(target: memoryview, source: memoryview) -> None:
+    """Copy bytes between writable memories of one size, without the interpreter's lock, which an assignment keeps."""
+    if len(source):
+        to, at = (ctypes.addressof(ctypes.c_char.from_buffer(each)) for each in (target, source))
+        ctypes.memmove(to, at, len(source))
 
 
 def allocate(nbytes: int) -> mmap.mmap | bytearray:

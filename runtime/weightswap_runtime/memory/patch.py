@@ -56,7 +56,7 @@ class HostPatch(Patch):
 
     def write_to(self, arena: Arena, workers: Workers) -> None:
         """Copy every span to its place; addresses stay."""
-        workers.run_all(lambda span: arena.write(span.offset, span.data), _in_chunks(self.spans, COPY_CHUNK))
+        workers.run_all(lambda span: arena.write(span.offset, span.data), in_chunks(self.spans, COPY_CHUNK))
 
     def lay_over(self, arena: Arena, workers: Workers, job: Job) -> None:
         """As `write_to`, at the job's pace. Raises StageCancelled, with the copy half done."""
@@ -66,7 +66,7 @@ class HostPatch(Patch):
             for start, stop in job.steps(0, len(span.data)):
                 arena.write(span.offset + start, span.data[start:stop])
 
-        workers.run_all(write, _in_chunks(self.spans, COPY_CHUNK))
+        workers.run_all(write, in_chunks(self.spans, COPY_CHUNK))
 
     def undo(self, arena: Arena) -> HostPatch:
         """What lies in the arena where this would be written, copied. Raises MemoryError."""
@@ -81,7 +81,8 @@ class HostPatch(Patch):
     saved = undo
 
 
-def _in_chunks(spans: Iterable[Span], most: int) -> Iterable[Span]:
+def in_chunks(spans: Iterable[Span], most: int) -> Iterable[Span]:
+    """The spans in pieces of at most so many bytes."""
     for offset, data in spans:
         for start in range(0, len(data), most):
             yield Span(offset + start, data[start : start + most])
@@ -110,4 +111,5 @@ def copy_ranges(target: Arena, source: Arena, ranges: Sequence[ByteRange], worke
         for start, stop in job.steps(part.offset, part.end):
             target.copy_part(source, start, stop)
 
-    workers.run_all(copy, (part for whole in ranges for part in whole.split(COPY_CHUNK)))
+    piece = min(target.piece, source.piece)
+    workers.run_all(copy, (part for whole in ranges for part in whole.split(piece)))

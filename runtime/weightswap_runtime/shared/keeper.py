@@ -24,7 +24,7 @@ from weightswap_runtime.memory.host import HostMemory
 from weightswap_runtime.memory.opening import HOST
 from weightswap_runtime.messages import listed, plural
 
-from .available import allocate_shared
+from .allocation import allocate_shared
 from .control import Control
 from .described import describe, described, read_history, write_history
 from .segment import Segment, map_writable

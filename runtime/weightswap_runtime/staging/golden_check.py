@@ -12,6 +12,7 @@ from weightswap_runtime.errors import (
     OutOfMemory,
     Unsupported,
     WeightswapError,
+    is_of_device,
     lacks_memory,
 )
 from weightswap_runtime.format.goldens import Environment, Goldens, Mode, check_mode
@@ -103,11 +104,9 @@ def _case_problems(
 ) -> Iterator[str]:
     try:
         found = bound.run(case.method, [_input(goldens, engine, value) for value in case.inputs])
-    except (WeightswapError, MemoryError):
-        raise
-    except Exception as error:  # an operator's own, such as an index out of range
-        if lacks_memory(error):
-            raise OutOfMemory(f"{goldens.where}: no memory for a trial call ({error})") from error
+    except Exception as error:
+        if not _is_of_graph(error, goldens.where):
+            raise
         yield f": the graph raised {type(error).__name__}: {error}"
         return
     if not goldens.record.has_outputs:
@@ -123,6 +122,15 @@ def _case_problems(
             text = f": expected {recorded}, found {value}" if wrong else None
         if text:
             yield f", {leaf.name}{text}"
+
+
+def _is_of_graph(error: Exception, where: str) -> bool:
+    """Whether an operator raised an error of its own, such as an index out of range. Raises OutOfMemory."""
+    if isinstance(error, WeightswapError | MemoryError) or is_of_device(error):
+        return False
+    if lacks_memory(error):
+        raise OutOfMemory(f"{where}: no memory for a trial call ({error})") from error
+    return True
 
 
 def _tensor_problem(

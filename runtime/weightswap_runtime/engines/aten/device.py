@@ -17,6 +17,7 @@ from weightswap_runtime.format.goldens import Environment
 from weightswap_runtime.format.manifest import NamedTensor
 from weightswap_runtime.memory.arena import Arena
 from weightswap_runtime.memory.device.arena import DeviceArena
+from weightswap_runtime.memory.device.capturing import check_call
 from weightswap_runtime.memory.device.torch_device import Accelerator, TorchBuffer, open_accelerator
 from weightswap_runtime.tensors.content import TensorBytes
 from weightswap_runtime.tensors.torch_modes import default_torch_modes
@@ -90,9 +91,10 @@ class AcceleratedEngine(TorchEngine):
 
     def _new_state(self) -> AcceleratedState:
         stream = self._accelerator.current()
-        stream.wait_event(self._ready)
-        for value in self._initial.values():
-            value.record_stream(stream)
+        self._accelerator.wait(stream, self._ready)
+        if not self._accelerator.is_foreign(stream):
+            for value in self._initial.values():
+                value.record_stream(stream)
         return AcceleratedState(self._manifest.state, self._initial, self._accelerator)
 
     def _new_recorder(self) -> GraphRecorder:
@@ -158,9 +160,9 @@ class AcceleratedState(TorchState):
     def in_turn(self) -> Iterator[None]:
         """A block that reads or writes the state in the thread's current stream."""
         stream = self._accelerator.current()
-        stream.wait_event(self._changed)
+        self._accelerator.wait(stream, self._changed)
         key = self._accelerator.current_key()
-        if key not in self._lent:
+        if key not in self._lent and not self._accelerator.is_foreign(stream):
             for tensor in self.tensors.values():
                 tensor.record_stream(stream)
             self._lent.add(key)
@@ -206,9 +208,14 @@ class BoundAccelerated(BoundTorch):
     def run(
         self, method: str, inputs: list[Any], state: State | None = None, chosen: Chosen | None = None
     ) -> list[Any]:
-        """Flat inputs to flat outputs, in the thread's current stream."""
+        """Flat inputs to flat outputs, in the thread's current stream.
+
+        Raises Unsupported within a capture of the application's own.
+        """
         check_plain(method, inputs)  # before anything is replayed, or given to another stream
-        self._arena.use()
+        check_call(self._accelerator)
+        if self._arena.use():
+            return self._run_in_foreign(method, inputs, state, chosen)
         self._lend()
         if isinstance(chosen, ChosenTensors):
             chosen.lend(self._accelerator.current())
@@ -218,6 +225,20 @@ class BoundAccelerated(BoundTorch):
             if found is not None:
                 return found
         return super().run(method, inputs, state, chosen)
+
+    def _run_in_foreign(self, method: str, inputs: list[Any], state: State | None, chosen: Chosen | None) -> list[Any]:
+        """In a stream that is not torch's own. Nothing is lent to it: what has our memory later waits for the call.
+
+        That is the host, where a state or variants are used, which have no stream of ours.
+        """
+        try:
+            return super().run(method, inputs, state, chosen)
+        finally:
+            self._arena.leave()
+            mark = self._accelerator.mark(self._accelerator.current())
+            self._accelerator.wait(self._accelerator.staging, mark)
+            if state is not None or chosen is not None or self._calls[method].stateful:
+                self._accelerator.finish(mark)
 
     def _is_captured(self, method: str) -> bool:
         """Whether calls may be replayed: a state lies elsewhere in each, and a caller's autocast was not captured."""

@@ -10,7 +10,9 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from weightswap_runtime.memory.device import Device, Event
+from weightswap_runtime.errors import lacks_memory
+from weightswap_runtime.memory.device import Device
+from weightswap_runtime.memory.device.capturing import check_not_capturing
 from weightswap_runtime.tensors.torch_modes import default_torch_modes
 
 MOST = 64  # shapes that are captured without having been named
@@ -19,6 +21,10 @@ _log.addHandler(logging.NullHandler())  # quiet unless the application configure
 Function = Callable[[], list[Any]]
 Inputs = list[Any]
 Run = Callable[[str, Inputs], list[Any]]
+
+
+class Passing(Exception):
+    """Why a call cannot be captured now, and may be able to after the next swap."""
 
 
 class GraphRecorder(Protocol):
@@ -44,6 +50,7 @@ class Shapes:
         self._auto = auto
         self.samples: dict[Hashable, tuple[str, Inputs]] = {key_of(*sample): sample for sample in named}
         self.failures: dict[Hashable, str] = {}
+        self._passing: set[Hashable] = set()
 
     def wanted(self, key: Hashable) -> bool:
         """Whether a call of these shapes is to be captured."""
@@ -56,10 +63,17 @@ class Shapes:
         if key not in self.samples:
             self.samples[key] = method, [_like(value) for value in inputs]
 
-    def failed(self, key: Hashable, method: str, reason: str) -> None:
-        """Remember that a shape cannot be captured."""
+    def failed(self, key: Hashable, method: str, reason: str, passing: bool) -> None:
+        """Remember that a shape cannot be captured; passing: until `try_again`."""
         self.failures[key] = reason
+        if passing:
+            self._passing.add(key)
         _log.warning("%s: calls run without a CUDA graph: %s", method, reason)
+
+    def try_again(self) -> None:
+        """Forget failures for want of memory, or of streams."""
+        while self._passing:
+            self.failures.pop(self._passing.pop(), None)
 
 
 def key_of(method: str, inputs: Inputs) -> Hashable:
@@ -91,10 +105,11 @@ class Captures:
         self._run = run
         self._lock = RLock()
         self._captured: dict[Hashable, _CapturedCall] = {}
-        self._last: Event = device.mark(device.current())
+        self._last = device.current()  # the stream of the last replay: one of torch's, which never ends
 
     def capture_named(self) -> None:
         """Capture what other sessions have, and this one has not."""
+        self._shapes.try_again()
         for key, (method, inputs) in list(self._shapes.samples.items()):
             if key not in self._captured and key not in self._shapes.failures:
                 self._capture(key, method, inputs)
@@ -108,19 +123,23 @@ class Captures:
         if captured is None:
             return None
         with self._lock, torch.no_grad():
-            stream = self._device.current()
-            self._device.wait(stream, self._last)
+            self._follow()
             self._lend(captured)
-            try:
-                for static, value in zip(captured.inputs, inputs, strict=True):
-                    if isinstance(value, torch.Tensor):
-                        static.copy_(value)
-                captured.replay()
-                for index in captured.written:
-                    inputs[index].copy_(captured.inputs[index])
-                return [_copied(value) for value in captured.outputs]
-            finally:
-                self._last = self._device.mark(stream)
+            for static, value in zip(captured.inputs, inputs, strict=True):
+                if isinstance(value, torch.Tensor):
+                    static.copy_(value)
+            captured.replay()
+            for index in captured.written:
+                inputs[index].copy_(captured.inputs[index])
+            return [_copied(value) for value in captured.outputs]
+
+    def _follow(self) -> None:
+        """Let the current stream wait for the last replay. In one stream replays are in order by themselves."""
+        stream, last = self._device.current(), self._last
+        if stream != last:
+            check_not_capturing(self._device, last)
+            self._device.wait(stream, self._device.mark(last))
+            self._last = stream
 
     def _lend(self, captured: _CapturedCall) -> None:
         key = self._device.current_key()
@@ -136,18 +155,16 @@ class Captures:
                     self._captured[key] = self._record(method, inputs, last)
                     self._shapes.note(key, method, inputs)
         except Exception as error:
-            self._shapes.failed(key, method, f"{last.name}: {type(error).__name__}: {error}")
+            passing = isinstance(error, Passing) or lacks_memory(error)
+            self._shapes.failed(key, method, f"{last.name}: {type(error).__name__}: {error}", passing)
         return self._captured.get(key)
 
     def _record(self, method: str, inputs: Inputs, last: _LastOperator) -> _CapturedCall:
-        self._device.wait(self._device.current(), self._last)
+        self._follow()
         static = [_like(value) for value in inputs]
         before = [_version(value) for value in static]
-        try:
-            with last:
-                replay, outputs = self._recorder.record(lambda: self._run(method, static))
-        finally:
-            self._last = self._device.mark(self._device.current())
+        with last:
+            replay, outputs = self._recorder.record(lambda: self._run(method, static))
         written = [index for index, value in enumerate(static) if _version(value) != before[index]]
         return _CapturedCall(static, outputs, replay, written, set())
 

@@ -8,12 +8,14 @@ from contextlib import contextmanager
 from typing import NamedTuple
 
 from weightswap_runtime.errors import (
+    RESTART,
     ModelClosed,
     ModelFailed,
     NothingToRollBack,
     OutOfMemory,
     SwapError,
     WeightsMismatch,
+    is_of_device,
 )
 from weightswap_runtime.live.gate import Version
 from weightswap_runtime.live.session import Session
@@ -84,7 +86,7 @@ class Single:
         return StagingTarget(self._live, IN_PLACE)
 
     def stage_patch(self, patch: HostPatch, contents: Contents, timeout: float | None, job: Job) -> StagedPatch:
-        staged, staged_in = self._memory.staged_patch(patch)
+        staged, staged_in = self._memory.staged_patch(patch, self._workers)
         return StagedPatch(
             contents.placed(staged_in), staged, lambda job: self._new_session(self._copy_with(staged, job))
         )
@@ -129,17 +131,18 @@ class Single:
 
         What breaks off in between must not serve: the model then refuses its calls.
         """
-        self._live.arena.reserve(change.source)
         kept = self._snapshot(change.source)
         undo = self._undo(change, kept)
-        with self._gate.hold(self._live, timeout, check) as hold, self._failing():
-            before, self._previous = self._previous, kept
-            refused = self._copy(change, undo)
-            if refused is None or undo is None:
-                self._gate.exchange(change.version)
-            else:
-                self._previous = before
-                self._gate.exchange(undo.version)
+        with self._gate.hold(self._live, timeout, check) as hold:
+            self._live.arena.check_streams()  # here a refusal leaves the model as it is
+            with self._failing():
+                before, self._previous = self._previous, kept
+                refused = self._copy(change, undo)
+                if refused is None or undo is None:
+                    self._gate.exchange(change.version)
+                else:
+                    self._previous = before
+                    self._gate.exchange(undo.version)
         self._synchronize()
         try:
             if refused is not None:
@@ -158,9 +161,10 @@ class Single:
             raise
         except Exception as error:
             self._gate.fail(f"{type(error).__name__}: {error}")
+            advice = f" {RESTART}" if is_of_device(error) else ""
             raise ModelFailed(
                 f"the in-place commit broke off ({type(error).__name__}: {error}). The model refuses calls until a "
-                "swap or a rollback succeeds."
+                f"swap or a rollback succeeds.{advice}"
             ) from error
 
     def _copy(self, change: _Commit, undo: _Undo | None) -> SwapError | None:
@@ -208,7 +212,9 @@ class Single:
             self._live.arena.synchronize()
         except Exception as error:
             self._gate.fail(f"{type(error).__name__}: {error}")
-            raise ModelFailed(f"the device did not complete the commit ({type(error).__name__}: {error})") from error
+            raise ModelFailed(
+                f"the device did not complete the commit ({type(error).__name__}: {error}). {RESTART}"
+            ) from error
 
     def _snapshot(self, source: Arena | Patch) -> _Kept | None:
         """The weights that a commit is about to replace, copied while they still serve."""

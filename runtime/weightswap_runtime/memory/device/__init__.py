@@ -53,6 +53,22 @@ class Device(Protocol):
         """About how much can still be allocated."""
         ...
 
+    def needed_by_calls(self) -> int:
+        """About how many bytes calls may need beyond what they have now."""
+        ...
+
+    def is_foreign(self, stream: Stream) -> bool:
+        """Whether a stream may end at any time, and another have its key. Raises Unsupported for what is no stream."""
+        ...
+
+    def is_capturing(self, stream: Stream) -> bool:
+        """Whether what a stream is asked for is recorded instead of done."""
+        ...
+
+    def is_capturing_here(self) -> bool:
+        """As `is_capturing`, of the current stream, and quick."""
+        ...
+
     def copy(self, target: Buffer, at: int, source: Buffer, begin: int, nbytes: int) -> None:
         """Ask for a copy of bytes, in the current stream. The host does not wait."""
         ...

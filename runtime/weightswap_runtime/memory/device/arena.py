@@ -6,13 +6,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import NamedTuple
 
-from weightswap_runtime.errors import OutOfMemory
 from weightswap_runtime.format.weight_file import ALIGNMENT
-from weightswap_runtime.memory.arena import Arena, ArenaLayout, ByteRange, HostArena, allocate
+from weightswap_runtime.memory.arena import Arena, ArenaLayout, ByteRange, allocate, copy_bytes
 from weightswap_runtime.memory.device import Buffer, Device, Event, LockedBuffer, Stream
-from weightswap_runtime.memory.patch import HostPatch
 from weightswap_runtime.threads.workers import Workers
 
+from .capturing import check_not_capturing
 from .ring import BUFFER_BYTES, Ring
 
 
@@ -43,36 +42,12 @@ def plan_runs(slots: Sequence[ByteRange]) -> tuple[list[int], list[Copy]]:
     return places, runs
 
 
-class LockedArena(HostArena):
-    """An arena in page-locked memory of the host, from and to which the device copies by itself."""
-
-    def __init__(self, device: Device, layout: ArenaLayout) -> None:
-        """Raises MemoryError."""
-        self.layout = layout
-        self.buffer: LockedBuffer = device.lock(max(1, layout.nbytes))
-        self.memory = self.buffer.view  # type: ignore[assignment]  # as good as a map: it is only viewed
-        self.address = self.buffer.address
-
-    def write_to(self, other: Arena, workers: Workers) -> None:
-        """Copy every weight to an arena of the same layout; to one on the device in one piece."""
-        if isinstance(other, DeviceArena):
-            other.copy_part(self, 0, self.layout.nbytes)
-        else:
-            super().write_to(other, workers)
-
-    def copy_part(self, other: Arena, begin: int, end: int) -> None:
-        """Copy bytes `begin` to `end` of an arena of the same layout; the host waits for those of a device."""
-        if isinstance(other, DeviceArena):
-            other.download(begin, self.buffer, begin, end - begin)
-        else:
-            super().copy_part(other, begin, end)
-
-
 class Region:
     """One allocation on a device. Who uses it and who writes to it is in order by streams; the host waits for nobody.
 
     A call says `use()` first: its stream then waits for the last `writing()`. That waits for all streams in which calls
-    were, from the moment it begins on; that no call begins meanwhile is the gate's affair.
+    were, from the moment it begins on; that no call begins meanwhile is the gate's affair. A stream that is not torch's
+    own may be gone by then: what writes waits for the end of each call in it, which says `leave()`.
     """
 
     most = BUFFER_BYTES - (1 << 20)  # room for the gaps between slots
@@ -87,27 +62,48 @@ class Region:
         self._users: dict[int, tuple[Stream, Event]] = {}
         self._writer: Stream | None = None
 
-    def use(self) -> None:
-        """Let the thread's current stream read the memory, from now on until something is written."""
+    def use(self) -> bool:
+        """Let the thread's current stream read the memory, from now on until something is written.
+
+        Returns whether `leave` must follow the call: the stream is none of torch's, and is not remembered. Raises
+        Unsupported for one that cannot be in order.
+        """
         key, written = self.device.current_key(), self._written
         known = self._users.get(key)
         if known is not None and known[1] is written:
-            return
+            return False
         stream = self.device.current()
+        foreign = self.device.is_foreign(stream)
         self.device.wait(stream, written)
+        if foreign:
+            return True
         if known is None:
             self.device.lend(self.buffer, stream)
         self._users[key] = stream, written
+        return False
+
+    def leave(self) -> None:
+        """Let what writes here, and what has the memory later, wait for what the current stream was asked for."""
+        mark = self.device.mark(self.device.current())
+        for stream in (self.device.staging, self.device.commits):
+            self.device.wait(stream, mark)
+
+    def check_streams(self) -> None:
+        """Raise DeviceError where a writing would become a part of what an application captures."""
+        for stream, _ in list(self._users.values()):
+            check_not_capturing(self.device, stream)
 
     @contextmanager
     def writing(self, urgent: bool = False, join: bool = False) -> Iterator[None]:
         """A block that writes in a stream of its own, in order with all calls. It is not the thread's current stream.
 
-        join: within another such block it does nothing; elsewhere calls may begin and go on meanwhile.
+        join: within another such block it does nothing; elsewhere calls may begin and go on meanwhile. Raises what
+        `check_streams` raises, with nothing done.
         """
         if join and self._writer is not None:
             yield
             return
+        self.check_streams()
         stream = self.device.commits if urgent else self.device.staging
         try:
             self._writer = stream
@@ -155,7 +151,7 @@ class Region:
         for start in range(0, len(data), BUFFER_BYTES):
             part = data[start : start + BUFFER_BYTES]
             with self.room([ByteRange(offset + start, len(part))]) as (target,):
-                target[:] = part
+                copy_bytes(target, part)
 
     def read(self, offset: int, target: memoryview) -> None:
         """Copy bytes from an offset, through the ring; the host waits for them."""
@@ -163,7 +159,7 @@ class Region:
             part = target[start : start + BUFFER_BYTES]
             with self._take() as buffer:
                 self.download(offset + start, buffer, 0, len(part))
-                part[:] = buffer.view[: len(part)]
+                copy_bytes(part, buffer.view[: len(part)])
 
     def fetch(self, offset: int, nbytes: int) -> memoryview:
         """A copy of bytes."""
@@ -178,26 +174,16 @@ class Region:
             self.device.copy(target, at, self.buffer, offset, nbytes)
             self.device.finish(self.device.mark(self._stream))
 
-    def take_from(self, source: Region | LockedArena, runs: Iterable[Copy]) -> None:
+    def take_from(self, source: Region, runs: Iterable[Copy]) -> None:
         """Copy runs of bytes; the host waits for nothing."""
         with self.stream():
-            if isinstance(source, Region):
-                source.use()
+            source.use()
             for offset, begin, nbytes in runs:
                 self.device.copy(self.buffer, offset, source.buffer, begin, nbytes)
 
     def beside(self, nbytes: int) -> Region:
         """Other memory of the same device. Raises MemoryError."""
         return Region(self.device, nbytes, self._ring)
-
-    def reserve(self, source: object) -> None:
-        """Have the page-locked memory through which other memory of the host goes. Raises OutOfMemory."""
-        if type(source) in (HostArena, HostPatch):
-            try:
-                with self._ring.urgent.take(self.device.commits):
-                    pass
-            except MemoryError as error:
-                raise OutOfMemory(f"no memory can be page-locked for the commit ({error})") from error
 
     def synchronize(self) -> None:
         """Keep the host waiting until all that was written is there. Raises what the device reports."""
@@ -207,6 +193,8 @@ class Region:
 class DeviceArena(Region):
     """Memory of a device that holds one full set of weights."""
 
+    piece = 1 << 30
+
     def __init__(self, device: Device, layout: ArenaLayout, ring: Ring, *, serves: bool) -> None:
         """serves: whether it stays as long as its model, and not just for one staging. Raises MemoryError."""
         super().__init__(device, layout.nbytes, ring)
@@ -215,13 +203,13 @@ class DeviceArena(Region):
 
     def write_to(self, other: Arena, workers: Workers) -> None:
         """Copy every weight to an arena of the same layout; addresses stay."""
-        step = self.layout.nbytes if isinstance(other, DeviceArena | LockedArena) else BUFFER_BYTES
+        step = self.layout.nbytes if isinstance(other, DeviceArena) else BUFFER_BYTES
         parts = self.layout.whole.split(max(1, step))
         workers.run_all(lambda part: other.copy_part(self, part.offset, part.end), parts)
 
     def copy_part(self, other: Arena, begin: int, end: int) -> None:
         """Copy bytes `begin` to `end` of an arena of the same layout; the host waits only for pageable memory."""
-        if isinstance(other, DeviceArena | LockedArena):
+        if isinstance(other, DeviceArena):
             self.take_from(other, [Copy(begin, begin, end - begin)])
         else:
             self.write(begin, other.fetch(begin, end - begin))

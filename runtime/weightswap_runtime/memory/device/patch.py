@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from weightswap_runtime.memory.arena import Arena
-from weightswap_runtime.memory.patch import HostPatch, Patch, Span
+from weightswap_runtime.memory.patch import HostPatch, Patch, Span, in_chunks
 from weightswap_runtime.threads.job import Job
 from weightswap_runtime.threads.workers import Workers
 
 from .arena import Copy, DeviceArena, Region
+from .ring import BUFFER_BYTES
 
 
 class DevicePatch(Patch):
@@ -20,18 +21,20 @@ class DevicePatch(Patch):
         self._runs = tuple(runs)
 
     @classmethod
-    def of(cls, patch: HostPatch, region: Region) -> DevicePatch:
+    def of(cls, patch: HostPatch, region: Region, workers: Workers) -> DevicePatch:
         """Copy a patch to a region of its size, through the ring. What lies side by side is one run."""
         runs: list[Copy] = []
+        parts: list[Span] = []  # by their places in the region
         begin = 0
+        for offset, data in sorted(patch.spans, key=lambda span: span.offset):
+            parts.append(Span(begin, data))
+            if runs and runs[-1].offset + runs[-1].nbytes == offset:
+                runs[-1] = runs[-1]._replace(nbytes=runs[-1].nbytes + len(data))
+            else:
+                runs.append(Copy(offset, begin, len(data)))
+            begin += len(data)
         with region.writing():
-            for offset, data in sorted(patch.spans, key=lambda span: span.offset):
-                region.write(begin, data)
-                if runs and runs[-1].offset + runs[-1].nbytes == offset:
-                    runs[-1] = runs[-1]._replace(nbytes=runs[-1].nbytes + len(data))
-                else:
-                    runs.append(Copy(offset, begin, len(data)))
-                begin += len(data)
+            workers.run_all(lambda part: region.write(part.offset, part.data), in_chunks(parts, BUFFER_BYTES))
         region.synchronize()
         return cls(region, runs)
 

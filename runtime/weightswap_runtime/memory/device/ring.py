@@ -8,10 +8,12 @@ from contextlib import contextmanager
 from threading import Condition
 from typing import NamedTuple
 
+from weightswap_runtime.memory.available import available
 from weightswap_runtime.memory.device import Device, Event, LockedBuffer, Stream
 from weightswap_runtime.threads.claims import POLL_SECONDS, Claim, ClaimReference
 
 BUFFER_BYTES = 16 << 20
+SHARE = 8  # of the memory that is free on the host, one part in so many is page-locked at most
 
 
 class _Turn(NamedTuple):
@@ -28,7 +30,7 @@ class _Turn(NamedTuple):
 
 
 class Ring:
-    """A few buffers of BUFFER_BYTES, allocated on first use. Any number of threads may take turns.
+    """A few buffers of BUFFER_BYTES, allocated on first use at the latest. Any number of threads may take turns.
 
     A copy from pageable memory would keep the whole device waiting; one from page-locked memory does not.
     """
@@ -41,11 +43,29 @@ class Ring:
         self._changed = Condition()
         self._turns: list[_Turn] = []  # the one that was given back first comes first
 
+    def allocate(self) -> None:
+        """Have all buffers, or as many as a share of the host's free memory holds and can be page-locked: one or more.
+
+        Called in `load()`: each takes milliseconds, in which the driver answers nobody. Raises MemoryError.
+        """
+        free = available()
+        most = self._count if free is None else min(self._count, max(1, free // SHARE // BUFFER_BYTES))
+        with self._changed:
+            while len(self._turns) < most:
+                try:
+                    self._turns.insert(0, _Turn(self._device.lock(BUFFER_BYTES), None, None))
+                except MemoryError:
+                    if not self._turns:
+                        raise
+                    break
+        if self.urgent is not self:
+            self.urgent.allocate()
+
     @contextmanager
     def take(self, stream: Stream) -> Iterator[LockedBuffer]:
         """A buffer for the block. What `stream` is asked to copy in it is done before the next turn begins.
 
-        Raises MemoryError where no memory can be page-locked.
+        Raises MemoryError where there is none yet, and no memory can be page-locked.
         """
         claim = Claim()
         waited = False
@@ -60,16 +80,13 @@ class Ring:
 
     def _take(self, claim: Claim) -> _Turn:
         with self._changed:
-            while not (free := self._free()):
+            if not self._turns:
+                self.allocate()
+            while (free := next((turn for turn in self._turns if not turn.is_held), None)) is None:
                 self._changed.wait(POLL_SECONDS)  # an interrupted thread does not say that it has gone
-            turn = free[0]._replace(holder=weakref.ref(claim))
+            turn = free._replace(holder=weakref.ref(claim))
             self._turns = [other for other in self._turns if other.buffer is not turn.buffer] + [turn]
             return turn
-
-    def _free(self) -> list[_Turn]:
-        while len(self._turns) < self._count:
-            self._turns.insert(0, _Turn(self._device.lock(BUFFER_BYTES), None, None))
-        return [turn for turn in self._turns if not turn.is_held]
 
     def _give_back(self, claim: Claim, busy: Event | None) -> None:
         """`busy`: after it the buffer is free; None: when it was free before."""

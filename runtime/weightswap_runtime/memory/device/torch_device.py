@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import functools
-import time
 import weakref
-from contextlib import AbstractContextManager, suppress
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from threading import Lock
 from typing import Any
 
 from weightswap_runtime.errors import MissingExtra, Unsupported
-from weightswap_runtime.memory.arena import allocate
 from weightswap_runtime.tensors.torch_modes import default_torch_modes
 from weightswap_runtime.threads.workers import Workers
 
@@ -21,11 +20,10 @@ try:
 except ImportError as error:
     raise MissingExtra("a device other than the CPU", "torch") from error
 
-_LOW, _HIGH, _APART = 0, -1, -2  # priorities; torch hands the streams of each out in turn, also to others
-NAP = 0.0001  # seconds
-LARGE = 64 << 20  # bytes
-KEPT = 3  # large pieces of page-locked memory that nobody uses, beside the one that is locked next
+_LOW, _HIGH = 0, -1  # priorities; torch hands the 32 streams of each out in turn, also to others
+_OF_THREADS = {1: "cudaStreamLegacy", 2: "cudaStreamPerThread"}  # handles that mean another stream in another thread
 SPARE = 4  # buffers whose bytes are on their way, beside those that threads fill
+URGENT = 8  # buffers for what calls wait for
 
 
 class TorchBuffer:
@@ -42,24 +40,39 @@ class TorchBuffer:
         return self.tensor.numpy().data
 
 
+class _Account:
+    """Bytes of arenas on one device, of all models: those of now, and the most that there were."""
+
+    def __init__(self) -> None:
+        self.held = self.most = 0
+        self._lock = Lock()
+
+    def add(self, nbytes: int) -> None:
+        with self._lock:
+            self.held += nbytes
+            self.most = max(self.most, self.held)
+
+
 class Accelerator:
-    """One device of torch's current accelerator. Buffers, streams and events are its own."""
+    """One device of torch's current accelerator, for one model: its buffers and streams are nobody else's.
+
+    torch has 32 streams of each priority: with more models than that, some wait for each other.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self.torch = device
         self.name = str(device)
         self.index = device.index
-        self.staging = torch.Stream(device, priority=_LOW)
-        self.commits = torch.Stream(device, priority=_HIGH)
-        self.captures = self.stream_apart()
-        self._locked: list[torch.Tensor] = []  # what was dropped, the latest last
-        self._locking = Lock()
+        self._on_cuda = device.type == "cuda"
+        self._new_stream: Callable[..., torch.Stream] = torch.cuda.Stream if self._on_cuda else torch.Stream
+        sleeping = functools.partial(torch.cuda.Event, blocking=True)  # who waits for it needs no processor
+        self._new_event: Callable[[], torch.Event] = sleeping if self._on_cuda else torch.Event
+        self.staging = self._new_stream(device, priority=_LOW)
+        self.commits = self._new_stream(device, priority=_HIGH)
+        self._account = _accounts.setdefault(device.index, _Account())
+        self._dropped = 0  # bytes that torch's allocator has again, of which it may have given some to the driver
         raw = getattr(torch._C, f"_{device.type}_getCurrentRawStream", None)
-        self._raw = raw if device.type == "cuda" else None
-
-    def stream_apart(self) -> torch.Stream:
-        """A stream that nothing of ours is in, and that torch hands out again only after 31 others."""
-        return torch.Stream(self.torch, priority=_APART)
+        self._raw = raw if self._on_cuda else None
 
     @property
     def capability(self) -> str:
@@ -76,74 +89,50 @@ class Accelerator:
         """
         try:
             with self.on(self.staging):
-                return TorchBuffer(torch.empty(nbytes, dtype=torch.uint8, device=self.torch))
+                buffer = TorchBuffer(torch.empty(nbytes, dtype=torch.uint8, device=self.torch))
         except torch.OutOfMemoryError as error:
             raise MemoryError(str(error).split("\n")[0]) from error
+        self._account.add(nbytes)
+        self._dropped = max(0, self._dropped - nbytes)
+        weakref.finalize(buffer, self._drop, nbytes).atexit = False
+        return buffer
+
+    def _drop(self, nbytes: int) -> None:
+        self._account.add(-nbytes)
+        self._dropped += nbytes
 
     @default_torch_modes()
     def lock(self, nbytes: int) -> TorchBuffer:
-        """Page-locked memory; much of it not of torch's allocator, which rounds up to a power of two.
+        """Page-locked memory. While the driver locks it, it answers no other request of this process.
 
         Raises MemoryError.
         """
-        if self.torch.type == "cuda" and nbytes > LARGE:
-            return self._registered(nbytes)
         try:
             return TorchBuffer(torch.empty(nbytes, dtype=torch.uint8, pin_memory=True))
         except RuntimeError as error:
             raise MemoryError(str(error).split("\n")[0]) from error
 
-    def _registered(self, nbytes: int) -> TorchBuffer:
-        """Memory of this process that CUDA was told to lock.
-
-        It takes seconds, so that a few that were dropped are kept for others of the same size.
-        """
-        for stream in (self.staging, self.commits):  # what was dropped may still be copied from
-            self.finish(self.mark(stream))
-        with self._locking:
-            place = next((place for place, kept in enumerate(self._locked) if kept.numel() == nbytes), None)
-            if place is None:
-                self._unlock(len(self._locked) - KEPT)
-            tensor = self._locked_anew(nbytes) if place is None else self._locked.pop(place)
-        buffer = TorchBuffer(tensor)
-        weakref.finalize(buffer, self._locked.append, tensor).atexit = False
-        return buffer
-
-    def _locked_anew(self, nbytes: int) -> torch.Tensor:
-        try:
-            return self._register(torch.frombuffer(allocate(nbytes), dtype=torch.uint8))
-        except MemoryError:
-            if not self._locked:
-                raise
-        self._unlock(len(self._locked))
-        return self._register(torch.frombuffer(allocate(nbytes), dtype=torch.uint8))
-
-    def _unlock(self, count: int) -> None:
-        """Let go of those that were dropped first."""
-        for _ in range(count):
-            torch.cuda.cudart().cudaHostUnregister(self._locked.pop(0).data_ptr())  # type: ignore[no-untyped-call]
-
-    def _register(self, tensor: torch.Tensor) -> torch.Tensor:
-        runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-        with self.on(self.staging):
-            code = runtime.cudaHostRegister(tensor.data_ptr(), tensor.numel(), 0)
-            if not int(code):
-                return tensor
-            with suppress(RuntimeError):  # CUDA keeps the error for whoever asks next
-                torch.zeros(1, device=self.torch)
-        raise MemoryError(f"cudaHostRegister of {tensor.numel()} bytes: {runtime.cudaGetErrorString(code)}")
-
     def free_bytes(self) -> int:
-        """What the driver has, and what torch's allocator keeps for the stream `staging` without using it."""
+        """What the driver has, and what torch's allocator keeps of arenas that were dropped.
+
+        Only their successors get that without the whole device being waited for.
+        """
         free, _ = torch.accelerator.get_memory_info(self.torch)
-        if self.torch.type != "cuda":
-            return int(free)
-        handle = self.staging.native_handle  # type: ignore[attr-defined]
-        kept = 0
-        for segment in torch.cuda.memory_snapshot(include_traces=False):  # type: ignore[no-untyped-call]
-            if (segment["device"], segment["stream"]) == (self.index, handle):
-                kept += segment["total_size"] - segment["active_size"]
-        return int(free) + kept
+        statistics = self._statistics()
+        kept = statistics.get("reserved_bytes.all.current", 0) - statistics.get("active_bytes.all.current", 0)
+        return int(free) + max(0, min(self._dropped, kept))
+
+    def needed_by_calls(self) -> int:
+        """What calls had more than now where they had most, as far as torch's allocator knows, arenas aside."""
+        statistics = self._statistics()
+        most = statistics.get("active_bytes.all.peak", 0) - self._account.most
+        return max(0, most - (statistics.get("active_bytes.all.current", 0) - self._account.held))
+
+    def _statistics(self) -> Mapping[str, int]:
+        try:
+            return torch.cuda.memory_stats(self.torch) if self._on_cuda else {}
+        except RuntimeError:  # of an allocator that was put in the place of torch's
+            return {}
 
     def copy(self, target: Any, at: int, source: Any, begin: int, nbytes: int) -> None:
         """Ask for a copy of bytes, in the current stream. The host does not wait."""
@@ -161,21 +150,43 @@ class Accelerator:
 
     def current(self) -> torch.Stream:
         """The thread's current stream on this device."""
+        if self._on_cuda:
+            return torch.cuda.current_stream(self.torch)
         return torch.accelerator.current_stream(self.torch)
 
     def current_key(self) -> int:
         """The stream's handle."""
         return int(self._raw(self.index)) if self._raw else self.current().stream_id
 
+    def is_foreign(self, stream: Any) -> bool:
+        """Whether a stream is not torch's own, so that it may end at any time, and another have its handle.
+
+        Raises Unsupported for a handle that means another stream in each thread.
+        """
+        if not self._on_cuda or not stream.stream_id or stream.stream_id & 1:  # torch's own are odd
+            return False
+        if name := _OF_THREADS.get(stream.cuda_stream):
+            raise Unsupported(f"the current stream is {name}, another one in each thread: call in one of torch's")
+        return True
+
+    def is_capturing(self, stream: Any) -> bool:
+        """Whether what a stream is asked for becomes a part of a CUDA graph."""
+        with self.on(stream):
+            return self.is_capturing_here()
+
+    def is_capturing_here(self) -> bool:
+        """As `is_capturing`, of the current stream."""
+        return self._on_cuda and torch.cuda.is_current_stream_capturing()
+
     def mark(self, stream: Any) -> torch.Event:
         """A mark after all that `stream` was asked for."""
-        event: torch.Event = stream.record_event()
+        event = self._new_event()
+        event.record(stream)
         return event
 
     def finish(self, mark: Any) -> None:
-        """Keep the host waiting for a mark, asleep: torch's own wait would keep a processor busy."""
-        while not mark.query():
-            time.sleep(NAP)
+        """Keep the host waiting for a mark, without the interpreter's lock, on CUDA without a processor, too."""
+        mark.synchronize()
 
     def wait(self, stream: Any, mark: Any) -> None:
         """Let all that `stream` is asked for from now on wait for a mark."""
@@ -186,14 +197,18 @@ class Accelerator:
         buffer.tensor.record_stream(stream)
 
 
-@functools.cache
 def ring_of(accelerator: Accelerator) -> Ring:
-    """The buffers that all models on a device share, and a few for what calls wait for."""
-    return Ring(accelerator, Workers().threads + SPARE, urgent=Ring(accelerator, SPARE))
+    """The page-locked buffers that all models on a device share."""
+    with _opening:
+        ring = _rings.get(accelerator.index)
+        if ring is None:
+            urgent = Ring(accelerator, URGENT)
+            ring = _rings[accelerator.index] = Ring(accelerator, Workers().threads + SPARE, urgent)
+        return ring
 
 
 def open_accelerator(name: str) -> Accelerator:
-    """The accelerator called `name`, such as "cuda" or "cuda:1", one object for each.
+    """The accelerator called `name`, such as "cuda" or "cuda:1", with streams of its own.
 
     Raises Unsupported where there is none.
     """
@@ -212,11 +227,9 @@ def open_accelerator(name: str) -> Accelerator:
     index = torch.accelerator.current_device_index() if device.index is None else device.index
     if index >= count:
         raise Unsupported(f"device {name!r}: there are {count}, counted from 0")
-    with _opening:
-        if index not in _opened:
-            _opened[index] = Accelerator(torch.device(device.type, index))
-        return _opened[index]
+    return Accelerator(torch.device(device.type, index))
 
 
 _opening = Lock()
-_opened: dict[int, Accelerator] = {}
+_rings: dict[int, Ring] = {}
+_accounts: dict[int, _Account] = {}

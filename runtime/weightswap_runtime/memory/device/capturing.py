@@ -1,0 +1,25 @@
+"""What must not become a part of a CUDA graph that an application captures: its replays would come at any time."""
+
+from __future__ import annotations
+
+from weightswap_runtime.errors import DeviceError, Unsupported
+
+from . import Device, Stream
+
+
+def check_not_capturing(device: Device, stream: Stream) -> None:
+    """Raise DeviceError where a mark in a stream that calls were in would be recorded, and what waits for it, too."""
+    if device.is_capturing(stream):
+        raise DeviceError(
+            f"{device.name}: a stream in which calls were made is being captured in a CUDA graph of the application; "
+            "our copies would become a part of it. Wait for the end of the capture, or capture in another stream."
+        )
+
+
+def check_call(device: Device) -> None:
+    """Raise Unsupported for a call that would be recorded in a graph of the application."""
+    if device.is_capturing_here():
+        raise Unsupported(
+            "a call within a capture of the application: replays of its graph would not be in order with swaps. Load "
+            "with cuda_graphs=..., which captures calls by itself."
+        )

@@ -1,0 +1,146 @@
+"""Streams that torch does not own, and captures that are the application's: in order, or refused by name."""
+
+from __future__ import annotations
+
+import random
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from tests.devices.test_standin_storm import Served, values_of
+from tests.support.standin import Queue, StandIn
+from tests.support.tiny import TinyArtifact, WriteWeights
+from weightswap_runtime import DeviceError, Unsupported
+from weightswap_runtime.memory.device.torch_device import Accelerator
+
+
+class Handles(StandIn):
+    """A device whose driver gives a stream the handle of one that was destroyed."""
+
+    def foreign_stream(self, handle: int) -> Queue:
+        stream = self.stream()
+        stream.key, stream.foreign = handle, True
+        return stream
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_streams_that_end_and_come_again_under_one_handle_see_no_mixture(
+    seed: int, residency: str, tiny: TinyArtifact, weight_file: WriteWeights
+) -> None:
+    device, chance = Handles(seed), random.Random(seed)
+    served = Served(tiny, residency, "auto", device, "host")
+    files = [weight_file(number) for number in range(3)]
+    now = 0
+    served.model.swap(files[now])
+    streams, found = [device.foreign_stream(1000), device.foreign_stream(2000)], []
+    for _ in range(60):
+        place = chance.randrange(2)
+        with device.on(chance.choice([streams[place], device.default])):
+            found.append((now, served.call()))
+        for _ in range(chance.randrange(4)):
+            device.step()
+        if chance.random() < 0.3:  # destroyed with work left; the next has its handle
+            device.end(streams[place])
+            streams[place] = device.foreign_stream(streams[place].key)
+        if chance.random() < 0.4:
+            now = chance.randrange(3)
+            served.model.swap(files[now])
+    device.drain()
+    for number, target in found:
+        assert served.weights(target.content) == values_of(number)
+
+
+def test_a_commit_comes_after_a_call_in_a_stream_that_has_ended(
+    residency: str, tiny: TinyArtifact, weight_file: WriteWeights
+) -> None:
+    device = Handles(0)
+    served = Served(tiny, residency, "device", device, None)
+    served.model.swap(weight_file(0))
+    device.slow = stream = device.foreign_stream(1000)
+    with device.on(stream):
+        found = served.call()
+    device.end(stream)
+    for seed in (1, 2):
+        served.model.swap(weight_file(seed))
+    device.drain()
+    assert served.weights(found.content) == values_of(0)
+
+
+@pytest.mark.parametrize("what", ["swap", "part", "rollback"])
+def test_what_an_application_captures_gets_no_part_of_a_swap(
+    what: str, tiny: TinyArtifact, weight_file: WriteWeights
+) -> None:
+    device = StandIn(0)
+    served = Served(tiny, "single", "device", device, "host")
+    for seed in range(2):
+        served.model.swap(weight_file(seed))
+    stream = device.stream()
+    with device.on(stream):
+        served.call()
+    stream.capturing = True
+    deeds = {
+        "swap": partial(served.model.swap, weight_file(2)),
+        "part": partial(served.model.swap, weight_file(2), only="*"),
+        "rollback": served.model.rollback,
+    }
+    with pytest.raises(DeviceError, match="standin:0: a stream in which calls were made is being captured"):
+        deeds[what]()
+    assert not served.model.failed
+    stream.capturing = False
+    found = served.call()
+    assert served.model.rollback().generation == 2
+    last = served.call()
+    device.drain()
+    assert served.weights(found.content) == values_of(1)
+    assert served.weights(last.content) == values_of(0)
+
+
+def a_stream(stream_id: int, handle: int = 0) -> Any:
+    return SimpleNamespace(stream_id=stream_id, cuda_stream=handle)
+
+
+def accelerator(kind: str = "cuda") -> Any:
+    """Without a device: only what looks at numbers."""
+    made: Any = object.__new__(Accelerator)
+    made._on_cuda = kind == "cuda"
+    made.torch = torch.device(kind, 0)
+    return made
+
+
+def test_torch_s_own_streams_are_known_by_their_numbers() -> None:
+    cuda = accelerator()
+    assert not cuda.is_foreign(a_stream(0))
+    assert not cuda.is_foreign(a_stream(0b1000011))
+    assert cuda.is_foreign(a_stream(0x7F0000001000, 0x7F0000001000))
+    assert not accelerator("xpu").is_foreign(a_stream(0x1000))
+    for handle, name in ((1, "cudaStreamLegacy"), (2, "cudaStreamPerThread")):
+        with pytest.raises(Unsupported, match=f"{name}, another one in each thread: call in one of torch's"):
+            cuda.is_foreign(a_stream(handle * 2, handle))
+
+
+@pytest.mark.parametrize("own", [0, 600])
+def test_what_calls_need_is_what_they_had_beyond_arenas_and_what_they_have(
+    own: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    statistics = {
+        "active_bytes.all.peak": 1000 + own,
+        "active_bytes.all.current": 300 + own // 2,
+        "reserved_bytes.all.current": 900 + own // 2,
+    }
+    monkeypatch.setattr(torch.cuda, "memory_stats", lambda device: statistics)
+    monkeypatch.setattr(torch.accelerator, "get_memory_info", lambda device: (50, 10_000))
+    cuda = accelerator()
+    cuda._account = SimpleNamespace(held=own // 2, most=own)
+    assert cuda.needed_by_calls() == 700
+    for dropped, free in ((0, 50), (400, 450), (5000, 650)):
+        cuda._dropped = dropped
+        assert cuda.free_bytes() == free
+
+    def none(device: torch.device) -> Any:
+        raise RuntimeError("does not yet support getDeviceStats")
+
+    monkeypatch.setattr(torch.cuda, "memory_stats", none)
+    assert (cuda.needed_by_calls(), cuda.free_bytes()) == (0, 50)
