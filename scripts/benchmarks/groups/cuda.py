@@ -10,6 +10,7 @@ from itertools import cycle
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from threading import Event, Thread
+from unittest import mock
 from zipfile import ZipFile
 
 import safetensors.torch
@@ -21,6 +22,7 @@ from timing import in_turn, per_call, percentile, seconds
 
 from weightswap_exporter import export, pack
 from weightswap_runtime import Model, load
+from weightswap_runtime.memory.device.torch_device import Accelerator
 
 COMMITS = 100  # for each round
 CALLS = 200  # for each percentile
@@ -109,11 +111,16 @@ def _staging(stored: Stored, device: str, rounds: int) -> Iterator[Row]:
         staged.commit()
         return taken
 
+    def stage_hashing_on_host() -> float:
+        with mock.patch.object(Accelerator, "hasher", lambda *_: None):
+            return stage()
+
     copy = partial(_settled, lambda: there.copy_(locked, non_blocking=True))
-    taken = in_turn({"stage": stage, "copy": copy}, rounds)
+    taken = in_turn({"stage": stage, "copy": copy, "on host": stage_hashing_on_host}, rounds)
     rate = {name: [stored.nbytes / second / 1e9 for second in values] for name, values in taken.items()}
     peer = "page-locked copy_ to the device"
     yield compared(f"stage {stored.size}, digests on", "GB/s", rate["stage"], peer, rate["copy"], NEARLY_A_COPY)
+    yield compared(f"stage {stored.size}, digests on", "GB/s", rate["stage"], "digests on the host", rate["on host"])
     _check(stored, model)
 
 
