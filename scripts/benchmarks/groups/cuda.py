@@ -112,7 +112,7 @@ def _staging(stored: Stored, device: str, rounds: int) -> Iterator[Row]:
         return taken
 
     def stage_hashing_on_host() -> float:
-        with mock.patch.object(Accelerator, "hasher", lambda *_: None):
+        with mock.patch.object(Accelerator, "hasher", return_value=None):
             return stage()
 
     copy = partial(_settled, lambda: there.copy_(locked, non_blocking=True))
