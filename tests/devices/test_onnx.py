@@ -15,6 +15,8 @@ from torch.export import Dim
 pytest.importorskip("onnxruntime")
 pytest.importorskip("onnxscript")
 
+from onnxruntime import get_available_providers
+
 from tests.support.accelerators import ACCELERATOR, moved, on_accelerator, use_own_stream
 from tests.support.models import Counter, Everything, Nested
 from tests.support.setups import different
@@ -31,6 +33,13 @@ from weightswap_runtime.engines.onnx.graph import OnnxGraph
 from weightswap_runtime.format.manifest import Method
 
 ON_THE_HOST = Counterpart("CPUExecutionProvider", "cpu", {})
+PROVIDER = "CUDAExecutionProvider"
+NO_PROVIDER = ACCELERATOR == "cuda" and PROVIDER not in get_available_providers()
+needs_provider = pytest.mark.skipif(NO_PROVIDER, reason=f"this build of onnxruntime has no {PROVIDER}")
+ON_DEVICES = [
+    "cpu",
+    *(pytest.param(*each.values, id=each.id, marks=[*each.marks, needs_provider]) for each in on_accelerator.args[1]),
+]
 
 
 class Host:
@@ -64,7 +73,7 @@ class OnTheHost(TorchEngine):
         return OnnxCall(self._graphs[name], tensors, self.host, "cpu")  # type: ignore[arg-type]
 
 
-@pytest.fixture(params=["cpu", *on_accelerator.args[1]])
+@pytest.fixture(params=ON_DEVICES)
 def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     if request.param == "cpu":
         monkeypatch.setattr(torch_engine, "TorchEngine", OnTheHost)
@@ -277,6 +286,7 @@ def test_auto_on_a_device_is_torch_whatever_the_processor_could_run(
 
 
 @on_accelerator
+@needs_provider
 def test_a_device_that_onnx_runtime_does_not_serve_is_refused(
     device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

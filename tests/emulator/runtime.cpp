@@ -662,6 +662,17 @@ cudaError_t not_run(const void* kernel) {
   return cudaSuccess;
 }
 
+// Of kernels torch.cuda._sleep alone is run, at 2 GHz.
+cudaError_t launched(const void* kernel, void** arguments, cudaStream_t stream) {
+  {
+    Lock lock(everything);
+    if (kernels[kernel].find("spin_kernel") == std::string::npos) arguments = nullptr;
+  }
+  if (!arguments) return not_run(kernel);
+  std::chrono::nanoseconds time(*static_cast<int64_t*>(arguments[0]) / 2);
+  return ask_unlocked(stream, [=] { std::this_thread::sleep_for(time); });
+}
+
 }  // namespace
 
 API void** __cudaRegisterFatBinary(void*) {
@@ -696,8 +707,12 @@ API cudaError_t __cudaGetKernel(cudaKernel_t* found, const void* kernel) {
   return cudaSuccess;
 }
 
-API cudaError_t cudaLaunchKernel(const void* it, dim3, dim3, void**, size_t, cudaStream_t) { return not_run(it); }
-API cudaError_t __cudaLaunchKernel(cudaKernel_t it, dim3, dim3, void**, size_t, cudaStream_t) { return not_run(it); }
+API cudaError_t cudaLaunchKernel(const void* it, dim3, dim3, void** arguments, size_t, cudaStream_t stream) {
+  return launched(it, arguments, stream);
+}
+API cudaError_t __cudaLaunchKernel(cudaKernel_t it, dim3, dim3, void** arguments, size_t, cudaStream_t stream) {
+  return launched(it, arguments, stream);
+}
 API cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t*, const void* it, void**) { return not_run(it); }
 API cudaError_t cudaLaunchCooperativeKernel(const void* it, dim3, dim3, void**, size_t, cudaStream_t) {
   return not_run(it);

@@ -12,21 +12,27 @@ from weightswap_runtime import DesiredPlace, WeightFile
 
 FOLLOW = """
 import sys
+import time
 from weightswap_runtime import load
 
 def say(*words):
     sys.stdout.write(" ".join(map(str, words)) + "\\n")  # in one piece: threads say things at once
     sys.stdout.flush()
 
+served = [None]
+
 def report(event):
     if event.kind in ("committed", "rolled back"):
         say("serves", event.weights_id)
+        served.append(event.weights_id)
 
 model = load(sys.argv[1], on_event=report)
 follower = model.follow(sys.argv[2], 0.01)
 say("follows")
 for line in sys.stdin:
     follower.wait(30, revision=int(line))
+    while served[-1] != follower.status.served:  # a commit is told after it was made
+        time.sleep(0.001)
     say("status", follower.status.served)
 """
 

@@ -68,6 +68,7 @@ class StandIn:
         self.copies = 0
         self.for_calls = 0  # bytes that calls may need
         self.broken = False
+        self.hashing: Any = None  # what computes digests on it
         self.slow: Queue | None = None  # a stream that works only when no other can
         self._queues = [self.staging, self.commits, self.default]
         self._here = threading.local()
@@ -111,6 +112,12 @@ class StandIn:
 
     def is_capturing_here(self) -> bool:
         return self.current().capturing
+
+    def hasher(self, buffer: Any) -> Any:
+        return self.hashing
+
+    def distrust_hasher(self, reason: str) -> None:
+        self.hashing = None
 
     def copy(self, target: Any, at: int, source: Any, begin: int, nbytes: int) -> None:
         assert 0 <= at <= at + nbytes <= target.nbytes

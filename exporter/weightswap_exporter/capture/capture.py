@@ -22,7 +22,7 @@ from .composed import in_parts, name_parts
 from .inlining import inline_operators
 from .leftovers import Leftovers, is_read_later, leftovers_of_calls
 from .mutations import mutated_buffers
-from .random_numbers import check_no_generator, no_seeding
+from .random_numbers import INSTEAD, check_no_generator, no_seeding
 from .replaced import check_seen, replaced_tensors
 
 _OF_A_SKELETON = (
@@ -105,6 +105,8 @@ def _advice(reason: str) -> str:
     """torch 2.11 does not see that min(8 * n, 16 * n) is 8 * n, as in grouped-query attention of any length."""
     if "cast NotImplemented to Tensor" in reason:
         return ". A class of tensors that are made of others has to take what is called apart in __torch_function__."
+    if "torch._C.Generator" in reason:  # torch 2.11; later ones capture it
+        return f". A call draws random numbers from a torch.Generator, which no graph seeds: {INSTEAD}"
     if torch.__version__ >= "2.13" or "Constraints violated" not in reason or "min(" not in reason:
         return ""
     return "Where that holds for every size, export with torch 2.13: what it exports runs on this torch, too."

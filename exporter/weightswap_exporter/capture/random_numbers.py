@@ -12,7 +12,7 @@ from torch.export import ExportedProgram
 
 from weightswap_runtime.errors import CaptureError
 
-_INSTEAD = "draw the numbers once, before the export, and keep them as a buffer"
+INSTEAD = "draw the numbers once, before the export, and keep them as a buffer"
 
 
 @contextmanager
@@ -23,7 +23,7 @@ def no_seeding() -> Iterator[None]:
     def refuse(value: Any) -> torch.Generator:
         if get_ident() != mine:
             return seed(value)
-        raise CaptureError(f"a call seeds torch's random numbers, which no graph does: {_INSTEAD}")
+        raise CaptureError(f"a call seeds torch's random numbers, which no graph does: {INSTEAD}")
 
     places: tuple[Any, ...] = torch, torch.random
     for place in places:
@@ -38,4 +38,4 @@ def no_seeding() -> Iterator[None]:
 def check_no_generator(program: ExportedProgram) -> None:
     """Raise CaptureError for a generator, which each call of a graph would take on from where the last one stopped."""
     if any(isinstance(value, torch.Generator) for value in program.constants.values()):
-        raise CaptureError(f"a call draws random numbers from a torch.Generator, which no graph seeds: {_INSTEAD}")
+        raise CaptureError(f"a call draws random numbers from a torch.Generator, which no graph seeds: {INSTEAD}")

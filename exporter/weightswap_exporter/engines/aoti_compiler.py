@@ -30,6 +30,7 @@ from weightswap_runtime.errors import CaptureError, ExportError, Unsupported
 _MISSING_COMPILER = "InvalidCxxCompiler"
 _ERROR_LINE = re.compile(r"^.*\berror: (.*)$", re.MULTILINE)
 _CUDA_HEADER = re.compile(r"((?:cuda|crt/|nv/)[^:]*): No such file")
+_SINCE_2_13 = ("AOTInductorGetLastError", "AOTInductorModelContainerExtractConstantsMapEntries")
 _CHECK, _PARALLEL = "AOTI_TORCH_CHECK(", "#pragma omp parallel"
 
 # Weights stay out, in every form: by default weights of one element, and vectors of up to eight, are compiled in.
@@ -78,8 +79,9 @@ def _check_tools() -> None:
         )
     if not hasattr(config.cpp, "march"):
         raise Unsupported(
-            f"torch {torch.__version__} compiles for the machine that it runs on alone. Install torch>=2.13 to compile "
-            "for the engine 'aoti'"
+            f"torch {torch.__version__} compiles for the machine that it runs on alone, and what it compiles neither "
+            "says why a call failed nor gives back the tensors that it was bound to: it lacks "
+            f"{' and '.join(_SINCE_2_13)}. Install torch>=2.13 to compile for the engine 'aoti', on the CPU and on GPUs"
         )
 
 

@@ -106,6 +106,15 @@ class Arena(Room, Protocol):
         """Raise DeviceError where `writing` would, with nothing done."""
         ...
 
+    @property
+    def computes_digests(self) -> bool:
+        """Whether `digests` has some, and sooner than the host would."""
+        ...
+
+    def digests(self, parts: Sequence[ByteRange]) -> list[bytes] | None:
+        """Those of parts of at most a block each, of what is there; None where they turn out to be wrong."""
+        ...
+
 
 class HostArena:
     """Page-aligned memory, which lives as long as anything views it.
@@ -169,6 +178,11 @@ class HostArena:
 
     def check_streams(self) -> None:
         """Nothing to look at."""
+
+    computes_digests = False
+
+    def digests(self, parts: Sequence[ByteRange]) -> None:
+        """None: those who read compute them."""
 
 
 class Scratch:

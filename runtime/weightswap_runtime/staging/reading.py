@@ -90,7 +90,7 @@ def read_tensors(
     plain = [
         new_piece(weights, keys[0], arena, slots[name]) for name, keys in found.items() if rows[name].stride is None
     ]
-    read_pieces(plain, workers, job)
+    _read_plain(plain, arena, workers, job)
     read = Findings.of(plain)
     others: list[Scratched] = [(rows[name], keys[0]) for name, keys in found.items() if rows[name].stride is not None]
     others += [(None, key) for keys in found.values() for key in keys[1:]]
@@ -98,6 +98,26 @@ def read_tensors(
         read.add(_read_batch(weights, batch, arena, workers, job))
     weights.check_unchanged(proven=weights.stamp is not None)
     return read
+
+
+def _read_plain(pieces: Sequence[Piece], arena: Arena, workers: Workers, job: Job) -> None:
+    """Read what lies in the arena as in the file; the arena computes the digests where it can, and of what arrived."""
+    if pieces and arena.computes_digests:
+        read_pieces(pieces, workers, job, hashing=False)
+        blocks = [list(_blocks(piece)) for piece in pieces]
+        found = arena.digests([block for of_piece in blocks for block in of_piece])
+        if found is not None:
+            left = iter(found)
+            for piece, of_piece in zip(pieces, blocks, strict=True):
+                piece.digests[:] = [next(left) for _ in of_piece]
+            return
+        for piece in pieces:  # all is read once more, and hashed on the way
+            piece.nonfinite.clear()
+    read_pieces(pieces, workers, job)
+
+
+def _blocks(piece: Piece) -> Iterator[ByteRange]:
+    return piece.slot.split(BLOCK) if piece.slot.nbytes else iter([piece.slot])
 
 
 def _batches(weights: WeightSet, items: Iterable[Scratched]) -> Iterator[list[Scratched]]:
@@ -143,11 +163,11 @@ def new_piece(weights: WeightSet, key: str, room: Room, slot: ByteRange) -> Piec
     return Piece(key, stored.dtype, stored.file.source, stored.offset, room, slot, blanks, [])
 
 
-def read_pieces(pieces: Iterable[Piece], workers: Workers, job: Job) -> None:
-    """Fill every piece's slot, its list of digests, and that of what is not finite."""
+def read_pieces(pieces: Iterable[Piece], workers: Workers, job: Job, *, hashing: bool = True) -> None:
+    """Fill every piece's slot, its list of digests unless that is not asked for, and that of what is not finite."""
     ordered = sorted(pieces, key=lambda piece: (id(piece.source), piece.begin))
     reads = list(_reads((part for piece in ordered for part in _parts(piece, _unit(piece, job))), job))
-    workers.run_all(_reader(job), _groups(reads))
+    workers.run_all(_reader(job, hashing), _groups(reads))
 
 
 def _unit(piece: Piece, job: Job) -> int:
@@ -197,7 +217,7 @@ def _groups(reads: Iterable[list[Part]]) -> Iterator[Sequence[list[Part]]]:
         yield group
 
 
-def _reader(job: Job) -> Callable[[Sequence[list[Part]]], None]:
+def _reader(job: Job, hashing: bool) -> Callable[[Sequence[list[Part]]], None]:
     def work(reads: Sequence[list[Part]]) -> None:
         room = reads[0][0].piece.room
         with room.room([part.slot for read in reads for part in read]) as memory:
@@ -208,7 +228,7 @@ def _reader(job: Job) -> Callable[[Sequence[list[Part]]], None]:
                 for low, high in job.steps(0, sum(map(len, targets))):
                     piece.source.read_into(_between(targets, low, high), piece.begin + start + low)
                 for part, target in zip(read, targets, strict=True):
-                    _hash(part, target)
+                    _look_at(part, target, hashing)
 
     return work
 
@@ -222,11 +242,12 @@ def _between(buffers: list[memoryview], low: int, high: int) -> list[memoryview]
     return found
 
 
-def _hash(part: Part, target: memoryview) -> None:
+def _look_at(part: Part, target: memoryview, hashing: bool) -> None:
     first = part.start // BLOCK
     for index, start in enumerate(range(0, max(1, len(target)), BLOCK), first):
         block = target[start : start + BLOCK]
-        part.piece.digests[index] = blake3(block).digest()
+        if hashing:
+            part.piece.digests[index] = blake3(block).digest()
         if found := count_nonfinite(part.piece.dtype, block):  # while it is in the cache
             part.piece.nonfinite.append(found)
 

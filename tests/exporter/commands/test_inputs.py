@@ -216,7 +216,7 @@ def test_the_users_inputs_are_taken(text: str, tmp_path: Path) -> None:
         ("()", "--inputs: the eager LlamaForCausalLM refuses : "),
         ("{'pixels': 1}", "--inputs: the eager LlamaForCausalLM refuses pixels []: "),
         ("(1,) * 99", "--inputs: not what the forward of LlamaForCausalLM takes: too many positional arguments"),
-        ("{'input_ids': torch.zeros(2, 3)}", "--inputs: the eager LlamaForCausalLM refuses input_ids [2, 3]: "),
+        ("{'input_ids': torch.zeros(2, 3, 4).long()}", "the eager LlamaForCausalLM refuses input_ids [2, 3, 4]: "),
         ("1 / 0", "samples.py:inputs: raised ZeroDivisionError: division by zero"),
     ],
 )

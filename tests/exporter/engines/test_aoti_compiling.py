@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -39,6 +40,16 @@ def test_a_machine_without_a_target_is_refused(linear: Artifact, monkeypatch: py
 
     monkeypatch.setattr(aoti_packages, "machine_targets", lambda: ())
     with pytest.raises(Unsupported, match="compiles for x86_64 with AVX2 on Linux; this machine is"):
+        compile_engines(linear, ["aoti"])
+
+
+def test_a_torch_whose_interface_lacks_what_is_called_is_refused(
+    linear: Artifact, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from weightswap_exporter.engines import aoti_compiler
+
+    monkeypatch.setattr(aoti_compiler, "config", SimpleNamespace(cpp=object()))  # as torch 2.11 has it
+    with pytest.raises(Unsupported, match=r"lacks AOTInductorGetLastError and .*Install torch>=2.13 .* and on GPUs"):
         compile_engines(linear, ["aoti"])
 
 

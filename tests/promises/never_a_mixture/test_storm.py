@@ -19,8 +19,9 @@ import torch
 from torch import nn
 from torch.export import Dim
 
-from tests.support.accelerators import moved, on_accelerator, use_own_stream
+from tests.support.accelerators import ACCELERATOR, moved, on_accelerator, use_own_stream
 from tests.support.compiled import needs_compiler
+from tests.support.slow_streams import keep_busy, slow_copies
 from weightswap_exporter import export, pack
 from weightswap_runtime import (
     Artifact,
@@ -97,7 +98,11 @@ def files_of(tmp_path_factory: pytest.TempPathFactory) -> FilesOf:
 
 
 class Storm:
-    """The model, its files, every possible answer, and what the threads have seen."""
+    """The model, its files, every possible answer, and what the threads have seen.
+
+    `answers` are those to each input, `tried` those of staged weights to the first: weights that wait on the host are
+    tried on the CPU. `before_call` is called before each call.
+    """
 
     def __init__(
         self, files: Files, residency: str, engine: str = "torch", device: str = "cpu", **options: Any
@@ -109,12 +114,16 @@ class Storm:
             self.inputs: list[Any] = moved(inputs, device)
             eager = [deepcopy(model).to(device) for model in files.models]
             self.answers = [self._answers(eager, x) for x in self.inputs]
+            on_host = residency == "single" and options.get("staging") == "host"
+            self.tried = self._answers(files.models, inputs[0]) if on_host else self.answers[0]
         else:
             self.inputs = [x.numpy() for x in inputs] if engine == "onnx" else inputs
             self.answers = self._own_answers(opened())
+            self.tried = self.answers[0]
         self.model: Model = opened(residency=residency, keep_previous="host")
         self.now: Served = (0, 0)
         self.ledger = {0: self.now}
+        self.before_call: Callable[[random.Random], None] = lambda choose: None
         self.stop = threading.Event()
         self.failures: list[str] = []
         self.seen: list[list[Seen]] = [[] for _ in range(THREADS)]
@@ -159,6 +168,7 @@ class Storm:
         try:
             while not self.stop.is_set():
                 index = choose.randrange(len(self.inputs))
+                self.before_call(choose)
                 if choose.random() < 0.5:
                     first = self.model.generation
                     output = self.model(self.inputs[index])
@@ -252,7 +262,7 @@ class Changes:
 
     def discard(self) -> None:
         with self._model.stage(self._files[self._choose.randrange(SETS)]) as staged:
-            assert content(staged(self._storm.inputs[0])) in self._storm.answers[0]
+            assert content(staged(self._storm.inputs[0])) in self._storm.tried
 
     def refused(self) -> None:
         with pytest.raises(DigestMismatch):
@@ -283,13 +293,19 @@ def test_eight_threads_call_while_weights_change_in_every_way(
 
 @on_accelerator
 @pytest.mark.parametrize("staging", ["device", "host"])
-def test_the_storm_on_an_accelerator(device: str, staging: str, files_of: FilesOf, residency: str) -> None:
+@pytest.mark.parametrize("late", [0.0, 0.002], ids=["", "late"])
+def test_the_storm_on_an_accelerator(
+    device: str, staging: str, late: float, files_of: FilesOf, residency: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     storm = Storm(files_of("torch"), residency, device=device, staging=staging)
+    if late and ACCELERATOR == "cuda":  # else they are over too soon for a missing wait to show
+        slow_copies(monkeypatch, late)
+        storm.before_call = lambda choose: keep_busy(choose.random() * late)
     changes = Changes(storm, random.Random(5))
     with storm.calls():
         for change in changes.all:
             change()
-        for _ in range(500):
+        for _ in range(100 if late else 500):
             changes.any()
     storm.check()
     assert all(storm.seen)

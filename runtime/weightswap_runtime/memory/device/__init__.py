@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
+
+from weightswap_runtime.memory.arena import ByteRange
 
 Event = Any  # a mark in a stream; only the device looks into it
 Stream = Any  # work of a device that is done in order, some time after it was asked for; only the device looks into it
@@ -24,6 +27,14 @@ class LockedBuffer(Buffer, Protocol):
 
     @property
     def view(self) -> memoryview: ...
+
+
+class Hasher(Protocol):
+    """Computes BLAKE3 digests where the bytes are."""
+
+    def digests(self, buffer: Buffer, parts: Sequence[ByteRange]) -> list[bytes]:
+        """Those of parts of at most a block each, in the current stream. The host waits."""
+        ...
 
 
 class Device(Protocol):
@@ -99,4 +110,12 @@ class Device(Protocol):
 
     def lend(self, buffer: Buffer, stream: Stream) -> None:
         """Once `buffer` is dropped, its memory is kept until what `stream` was asked for until then is done."""
+        ...
+
+    def hasher(self, buffer: Buffer) -> Hasher | None:
+        """What computes digests on the device, if that is quicker than on the host. buffer: of many blocks."""
+        ...
+
+    def distrust_hasher(self, reason: str) -> None:
+        """Let there be none from now on."""
         ...

@@ -6,6 +6,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import NamedTuple
 
+from blake3 import blake3
+
 from weightswap_runtime.format.weight_file import ALIGNMENT
 from weightswap_runtime.memory.arena import Arena, ArenaLayout, ByteRange, allocate, copy_bytes
 from weightswap_runtime.memory.device import Buffer, Device, Event, LockedBuffer, Stream
@@ -13,6 +15,8 @@ from weightswap_runtime.threads.workers import Workers
 
 from .capturing import check_not_capturing
 from .ring import BUFFER_BYTES, Ring
+
+LEAST = 64 << 20  # bytes of a set whose digests the device computes
 
 
 class Copy(NamedTuple):
@@ -213,3 +217,22 @@ class DeviceArena(Region):
             self.take_from(other, [Copy(begin, begin, end - begin)])
         else:
             self.write(begin, other.fetch(begin, end - begin))
+
+    @property
+    def computes_digests(self) -> bool:
+        """Whether the device computes digests of large sets sooner than the host."""
+        return self.layout.nbytes >= LEAST and self.device.hasher(self.buffer) is not None
+
+    def digests(self, parts: Sequence[ByteRange]) -> list[bytes] | None:
+        """Those of parts of at most a block each; None where the host has another for one of the largest."""
+        hasher = self.device.hasher(self.buffer)
+        if hasher is None:
+            return None
+        with self.stream():
+            self.use()
+            found = hasher.digests(self.buffer, parts)
+        index, part = max(enumerate(parts), key=lambda each: each[1].nbytes)
+        if found[index] == blake3(self.fetch(*part)).digest():
+            return found
+        self.device.distrust_hasher("the device has computed another for a block of weights")
+        return None

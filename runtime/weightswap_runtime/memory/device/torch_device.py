@@ -13,6 +13,7 @@ from weightswap_runtime.errors import MissingExtra, Unsupported
 from weightswap_runtime.tensors.torch_modes import default_torch_modes
 from weightswap_runtime.threads.workers import Workers
 
+from . import Hasher
 from .ring import Ring
 
 try:
@@ -133,6 +134,20 @@ class Accelerator:
             return torch.cuda.memory_stats(self.torch) if self._on_cuda else {}
         except RuntimeError:  # of an allocator that was put in the place of torch's
             return {}
+
+    def hasher(self, buffer: Any) -> Hasher | None:
+        """What computes digests on the device, if that is quicker than on the host."""
+        if not self._on_cuda:
+            return None
+        from .digests import hasher_of
+
+        return hasher_of(self.torch, buffer)
+
+    def distrust_hasher(self, reason: str) -> None:
+        """Let there be none from now on."""
+        from .digests import distrust
+
+        distrust(self.torch, reason)
 
     def copy(self, target: Any, at: int, source: Any, begin: int, nbytes: int) -> None:
         """Ask for a copy of bytes, in the current stream. The host does not wait."""

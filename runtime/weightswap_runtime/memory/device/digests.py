@@ -1,0 +1,94 @@
+"""BLAKE3 digests that a GPU computes of what has arrived in its memory, so that the host only has to read."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from blake3 import blake3
+
+from weightswap_runtime.memory.arena import ByteRange
+from weightswap_runtime.tensors.digests import BLOCK
+from weightswap_runtime.threads.workers import Workers
+
+from . import Buffer
+
+SOURCE = Path(__file__).with_name("blake3.cu")
+THREADS = 256  # of the kernel
+AT_ONCE = 4096  # blocks of one launch: calls' kernels come in between
+TRIED = 64  # blocks by which it is measured
+_log = logging.getLogger("weightswap.device")
+_log.addHandler(logging.NullHandler())  # quiet unless the application configures logging
+
+
+class DeviceHasher:
+    """A kernel that was compiled for a device."""
+
+    def __init__(self, device: torch.device) -> None:
+        """Raises whatever torch, NVRTC and the driver raise where one of them will not."""
+        self._device = device
+        with torch.cuda.device(device):
+            self._kernel = torch.cuda._compile_kernel(SOURCE.read_text(), "digest_blocks")
+
+    def digests(self, buffer: Buffer, parts: Sequence[ByteRange]) -> list[bytes]:
+        """Those of parts of at most a block each, in the current stream. The host waits."""
+        table = torch.tensor(parts, dtype=torch.int64).pin_memory().to(self._device, non_blocking=True)
+        found = torch.empty(len(parts), 32, dtype=torch.uint8, device=self._device)
+        with torch.cuda.device(self._device):
+            for first in range(0, len(parts), AT_ONCE):
+                grid = min(AT_ONCE, len(parts) - first), 1, 1
+                self._kernel(grid, (THREADS, 1, 1), [buffer.tensor, table[first:], found[first:]])  # type: ignore[attr-defined]
+        on_host = torch.empty(found.shape, dtype=torch.uint8, pin_memory=True).copy_(found, non_blocking=True)
+        done = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+        done.record(torch.cuda.current_stream(self._device))
+        done.synchronize()
+        return [row.tobytes() for row in on_host.numpy()]
+
+
+_found: dict[torch.device, DeviceHasher | None] = {}
+_finding = threading.Lock()
+
+
+def hasher_of(device: torch.device, buffer: Buffer) -> DeviceHasher | None:
+    """That of a device, compiled and measured by the first staging; None where it cannot be had, or is slower.
+
+    buffer: memory by which it is measured, of at least TRIED blocks.
+    """
+    with _finding:
+        if device not in _found:
+            _found[device] = _find(device, buffer)
+        return _found[device]
+
+
+def distrust(device: torch.device, reason: str) -> None:
+    """Let the host compute all digests from now on."""
+    _found[device] = None
+    _log.warning("%s: the host computes digests: %s", device, reason)
+
+
+def _find(device: torch.device, buffer: Buffer) -> DeviceHasher | None:
+    try:
+        hasher = DeviceHasher(device)
+        on_device, on_host = _seconds(hasher, buffer)
+    except Exception as error:
+        _log.warning("%s: the host computes digests: %s: %s", device, type(error).__name__, error)
+        return None
+    return hasher if on_device < on_host else None
+
+
+def _seconds(hasher: DeviceHasher, buffer: Buffer) -> tuple[float, float]:
+    """How long the device takes for TRIED blocks, and the threads of the host together."""
+    parts = [ByteRange(index * BLOCK, BLOCK) for index in range(TRIED)]
+    hasher.digests(buffer, parts[:1])  # loads it
+    began = time.perf_counter()
+    hasher.digests(buffer, parts)
+    on_device = time.perf_counter() - began
+    block = bytes(BLOCK)
+    began = time.perf_counter()
+    for _ in range(4):
+        blake3(block).digest()
+    return on_device, (time.perf_counter() - began) / 4 * TRIED / Workers().threads

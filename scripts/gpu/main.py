@@ -1,0 +1,85 @@
+"""Runs what needs a GPU within a time, and reports as it goes. `scripts/test_cuda` calls it; it imports no torch."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import report
+from running import ROOT, Run
+from steps import all_steps
+
+FACTS = (sys.executable, "scripts/gpu/facts.py")
+
+
+def main() -> int:
+    """Returns 0 where every step has passed, 1 where one has not, or there is no GPU."""
+    end = time.monotonic() + float(os.environ.get("TIME_S", "570"))
+    options = _parser().parse_args()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    with TemporaryDirectory(prefix="weightswap-gpu-") as folder:
+        _prepare(Path(folder, "site"))
+        facts = _facts()
+        if facts is None:
+            return 1
+        out = options.folder.resolve()
+        out.mkdir(parents=True, exist_ok=True)
+        groups = [[step for step in group if _asked(step.name, options.steps)] for group in all_steps(out)]
+        run = Run(groups, Path(folder), end)
+        run.changed = partial(report.write, out, facts, run.results)
+        try:
+            run.go()
+        except KeyboardInterrupt:
+            print("interrupted", file=sys.stderr)
+        report.write(out, facts, run.results)
+    print((out / "report.md").read_text(), end="")
+    return 0 if all(result.passed for result in run.results) else 1
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="scripts/test_cuda", description="What needs a GPU: docs/cuda.md.")
+    parser.add_argument(
+        "folder", nargs="?", type=Path, default=Path("cuda-report"), help="for the report (%(default)s)"
+    )
+    parser.add_argument("--steps", default="", help="the names of some, with commas; else all")
+    return parser
+
+
+def _asked(name: str, names: str) -> bool:
+    return not names or name in names.split(",")
+
+
+def _prepare(site: Path) -> None:
+    """What the steps' processes find: the sources, and packages that the interpreter lacks."""
+    wheels = sorted(Path(os.environ["WHEELS"]).glob("*.whl")) if os.environ.get("WHEELS") else []
+    if wheels:
+        options = ("--quiet", "--no-index", "--no-deps", "--no-compile", "--target", str(site))
+        subprocess.run((sys.executable, "-m", "pip", "install", *options, *map(str, wheels)), check=True, timeout=60)
+    found = [str(path) for path in (ROOT / "exporter", ROOT / "runtime", site)]
+    sys.path += found  # to look for packages
+    os.environ["PYTHONPATH"] = os.pathsep.join([*found, *filter(None, [os.environ.get("PYTHONPATH")])])
+    os.environ["PYTHONUNBUFFERED"] = "1"
+    os.environ.pop("TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", None)  # images that set it have other results than the CPU
+    os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # the same bits in every stream
+
+
+def _facts() -> dict[str, object] | None:
+    """What the machine and its software are. None, and said why, where there is no GPU."""
+    done = subprocess.run(FACTS, cwd=ROOT, capture_output=True, text=True, timeout=180, check=False)
+    if done.returncode:
+        print(done.stderr.strip(), file=sys.stderr)
+        return None
+    facts: dict[str, object] = json.loads(done.stdout)
+    return facts
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,78 @@
+"""What is run, in which order, and what each step needs. Steps that stand together run beside each other."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+LIBRARY = ("torch", "numpy", "ml_dtypes", "msgspec", "blake3", "safetensors", "rich", "typer")
+TESTS = (*LIBRARY, "pytest", "hypothesis")
+PYTEST = (sys.executable, "-m", "pytest", "-m", "cuda", "-p", "no:cacheprovider", "-vv", "-ra")
+# warnings about the machine, such as torch's about pynvml, are no failures
+PYTEST += ("-W", "default", "-o", "faulthandler_timeout=60")
+
+
+@dataclass(frozen=True)
+class Step:
+    """A command with its limit in seconds, from its own start. It is skipped without one of its packages or files.
+
+    tests: its last line counts tests; where none has passed, the step was skipped. leaves: seconds for what comes after
+    it.
+    """
+
+    name: str
+    command: tuple[str, ...]
+    limit: float
+    packages: tuple[str, ...] = LIBRARY
+    files: tuple[str, ...] = ()
+    tests: bool = False
+    leaves: float = 0
+
+
+def marked(name: str, limit: float, *files: str, packages: tuple[str, ...] = (), also: tuple[str, ...] = ()) -> Step:
+    """The tests that are marked `cuda` in some files."""
+    return Step(name, (*PYTEST, *also, *files), limit, (*TESTS, *packages), files, tests=True)
+
+
+def all_steps(out: Path) -> list[list[Step]]:
+    """Groups of steps: within one nothing is timed, or there is one step alone. What is timed goes to `out`."""
+    return [
+        [python("ceilings", 90, "scripts/gpu/ceilings.py", str(out / "ceilings.json"))],
+        [
+            marked("slow streams", 150, "tests/devices/test_slow_streams.py"),
+            marked("large swaps", 180, "tests/devices/test_large_swaps.py"),
+            marked("devices", 180, "tests/devices/test_accelerator.py"),
+            marked("storm", 180, "tests/promises/never_a_mixture/test_storm.py", packages=("onnx", "onnxscript")),
+            marked("hashing on the device", 120, "tests/devices/test_device_digests.py"),
+            marked("models", 150, "tests/zoo/test_zoo.py", packages=("transformers", "xdist"), also=("-n", "6")),
+            marked("parity", 120, "tests/exporter/parity/test_compare.py"),
+            marked("aoti", 150, "tests/devices/test_aoti.py", packages=("triton",)),
+            marked("onnx", 120, "tests/devices/test_onnx.py", packages=("onnx", "onnxruntime", "onnxscript")),
+        ],
+        [_benchmarks(out)],
+        [python("plot", 60, "scripts/benchmarks/plot.py", str(out), packages=("matplotlib", "torch", "rich"))],
+        *([[_memcheck()]] if os.environ.get("MEMCHECK") else []),
+    ]
+
+
+def python(name: str, limit: float, *arguments: str, packages: tuple[str, ...] = LIBRARY, leaves: float = 0) -> Step:
+    return Step(name, (sys.executable, *arguments), limit, packages, leaves=leaves)
+
+
+def _benchmarks(out: Path) -> Step:
+    size, rounds = os.environ.get("SIZE_MB", "8000"), os.environ.get("ROUNDS", "5")
+    options = ("--size-mb", size, "--rounds", rounds, "--out", str(out))
+    return python("benchmarks", 400, "scripts/benchmarks/main.py", "cuda", *options, leaves=20)
+
+
+def _memcheck() -> Step:
+    """Of our own kernels, and what torch is asked for; errors that torch itself looks at and goes on are none."""
+    program = shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitizer"
+    options = ("--tool", "memcheck", "--report-api-errors", "no", "--error-exitcode", "1")
+    files = ("tests/devices/test_accelerator.py", "tests/devices/test_device_digests.py")
+    found = tuple(file for file in files if Path(file).exists())
+    command = (program, *options, *PYTEST, *found, "-k", "streams or every_kind or digests")
+    return Step("memcheck", command, 240, TESTS, (program,), tests=True)

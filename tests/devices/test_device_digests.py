@@ -1,0 +1,240 @@
+"""Digests that the device computes: the kernel's arithmetic, run on the host, and what a staging makes of them."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import random
+import shutil
+import subprocess
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from blake3 import blake3
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from tests.devices.test_standin_storm import Served, values_of
+from tests.support.accelerators import on_accelerator
+from tests.support.setups import different
+from tests.support.standin import StandIn
+from tests.support.tiny import TinyArtifact, WriteWeights
+from weightswap_exporter import export, pack
+from weightswap_runtime import DigestMismatch, load
+from weightswap_runtime.memory.arena import ByteRange
+from weightswap_runtime.memory.device import arena as device_arena
+from weightswap_runtime.memory.device.digests import SOURCE, DeviceHasher
+from weightswap_runtime.memory.device.torch_device import TorchBuffer
+from weightswap_runtime.staging import reading
+from weightswap_runtime.tensors.digests import BLOCK
+
+Digest = Callable[[bytearray, Sequence[ByteRange]], list[bytes]]
+SIZES = [0, 1, 3, 4, 63, 64, 65, 1023, 1024, 1025, 2047, 2048, 2049, 3072, 3073, 4097, 256 * 1024 + 1]
+SIZES += [BLOCK - 1025, BLOCK - 1024, BLOCK - 1, BLOCK]
+needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
+
+
+def compiled(folder: Path) -> Digest:
+    """The kernel, by the host's compiler."""
+    library = folder / "blake3.so"
+    shim = Path(__file__).with_name("blake3_on_host.cpp")
+    options = [
+        "-std=c++20",
+        "-O2",
+        "-Wall",
+        "-Wextra",
+        "-Wno-unknown-pragmas",
+        "-Werror",
+        "-shared",
+        "-fPIC",
+        "-pthread",
+    ]
+    subprocess.run(["g++", *options, f'-DSOURCE="{SOURCE}"', str(shim), "-o", str(library)], check=True)
+    run = ctypes.CDLL(str(library)).run
+
+    def digest(memory: bytearray, parts: Sequence[ByteRange]) -> list[bytes]:
+        found = (ctypes.c_ubyte * (32 * len(parts)))()
+        table = (ctypes.c_ulonglong * (2 * len(parts)))(*[number for part in parts for number in part])
+        run((ctypes.c_ubyte * len(memory)).from_buffer(memory), table, found, len(parts))
+        return [bytes(found[32 * index : 32 * index + 32]) for index in range(len(parts))]
+
+    return digest
+
+
+@pytest.fixture(scope="module")
+def kernel(tmp_path_factory: pytest.TempPathFactory) -> Digest:
+    return compiled(tmp_path_factory.mktemp("kernel"))
+
+
+def expected(memory: bytearray, parts: Sequence[ByteRange]) -> list[bytes]:
+    return [blake3(memory[part.offset : part.end]).digest() for part in parts]
+
+
+@needs_compiler
+def test_the_kernel_is_blake3(kernel: Digest) -> None:
+    memory, parts = bytearray(), []
+    for size in SIZES:
+        memory += bytes(-len(memory) % 256)
+        parts.append(ByteRange(len(memory), size))
+        memory += random.Random(size).randbytes(size)
+    assert kernel(memory, parts) == expected(memory, parts)
+
+
+@needs_compiler
+@settings(max_examples=15)
+@given(chunks=st.integers(0, 1023), rest=st.integers(0, 1024), seed=st.integers(0, 2**32))
+def test_the_kernel_is_blake3_for_any_size(kernel: Digest, chunks: int, rest: int, seed: int) -> None:
+    memory = bytearray(random.Random(seed).randbytes(chunks * 1024 + rest) + b"\0")
+    parts = [ByteRange(0, len(memory) - 1)]
+    assert kernel(memory, parts) == expected(memory, parts)
+
+
+@pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
+def test_the_kernel_is_cuda(tmp_path: Path) -> None:
+    command = ["nvcc", "-arch=sm_90", "-cubin", "-Werror", "all-warnings", "-Xptxas", "-v", str(SOURCE)]
+    done = subprocess.run([*command, "-o", str(tmp_path / "k.cubin")], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "0 bytes spill stores" in done.stderr
+
+
+class OnDevice:
+    """What computes digests of the stand-in's memory, once it is there."""
+
+    def __init__(self, device: StandIn, digest: Digest = expected) -> None:
+        self._device = device
+        self._digest = digest
+        self.parts = 0
+
+    def digests(self, buffer: Any, parts: Sequence[ByteRange]) -> list[bytes]:
+        self._device.finish(self._device.mark(self._device.current()))
+        self.parts += len(parts)
+        return self._digest(buffer.content, parts)
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> StandIn:
+    monkeypatch.setattr(device_arena, "LEAST", 0)
+    return StandIn(0)
+
+
+def served(tiny: TinyArtifact, device: StandIn, residency: str) -> Served:
+    return Served(tiny, residency, "device", device, None)
+
+
+def serves(model: Served, seed: int) -> bool:
+    found = model.call()
+    model.device.drain()
+    return model.weights(found.content) == values_of(seed)
+
+
+@needs_compiler
+def test_the_host_hashes_nothing_of_what_the_device_does(
+    kernel: Digest,
+    device: StandIn,
+    residency: str,
+    tiny: TinyArtifact,
+    weight_file: WriteWeights,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    device.hashing = hasher = OnDevice(device, kernel)
+    monkeypatch.setattr(reading, "blake3", None)
+    model = served(tiny, device, residency)
+    for seed in range(3):
+        model.model.swap(weight_file(seed))
+    assert serves(model, 2)
+    assert hasher.parts == 3 * len(tiny.values(0))
+
+
+def test_a_damaged_file_is_refused_as_the_host_does(
+    device: StandIn, residency: str, tiny: TinyArtifact, weight_file: WriteWeights
+) -> None:
+    good, damaged = weight_file(0), weight_file(1)
+    content = bytearray(damaged.read_bytes())
+    content[-3] ^= 1
+    damaged.write_bytes(content)
+    said = []
+    for hasher in (None, OnDevice(device)):
+        device.hashing = hasher
+        model = served(tiny, device, residency)
+        model.model.swap(good)
+        with pytest.raises(DigestMismatch) as refused:
+            model.model.swap(damaged)
+        said.append(str(refused.value))
+        assert serves(model, 0)
+    assert said[0] == said[1]
+
+
+def test_a_bit_that_turns_on_the_way_is_found(
+    device: StandIn, residency: str, tiny: TinyArtifact, weight_file: WriteWeights
+) -> None:
+    """Which a host that hashes what it has read does not see."""
+    model = served(tiny, device, residency)
+    model.model.swap(weight_file(0))
+    slot = model.model._store._residency.sessions[0].arena.layout.slots["bias"]
+
+    def turning(memory: bytearray, parts: Sequence[ByteRange]) -> list[bytes]:
+        memory[slot.offset] ^= 4
+        return expected(memory, parts)
+
+    device.hashing = OnDevice(device, turning)
+    with pytest.raises(DigestMismatch, match="bias: the file records the digest"):
+        model.model.swap(weight_file(1))
+    assert serves(model, 0)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_kernel_that_is_wrong_is_not_believed(seed: int, device: StandIn, residency: str, tiny: TinyArtifact) -> None:
+    device.hashing = hasher = OnDevice(device, lambda memory, parts: [bytes(32) for _ in parts])
+    model = served(tiny, device, residency)
+    values = tiny.values(seed)
+    values["bias"][1] = torch.nan
+    path = tiny.write(tiny.path.parent / f"nan{seed}.safetensors", values)
+    receipt = model.model.swap(path, allow_nonfinite=True)
+    assert device.hashing is None
+    assert receipt.nonfinite["bias"].nan == 1
+    model.model.swap(path, allow_nonfinite=True)
+    assert hasher.parts == len(values)  # once, and never again
+
+
+def test_small_sets_are_the_host_s(tiny: TinyArtifact, weight_file: WriteWeights) -> None:
+    device = StandIn(0)
+    device.hashing = hasher = OnDevice(device)
+    model = served(tiny, device, "double")
+    model.model.swap(weight_file(1))
+    assert hasher.parts == 0
+    assert serves(model, 1)
+
+
+@on_accelerator
+@pytest.mark.skipif("EMULATED_OPERATORS" in os.environ, reason="the emulated device runs no kernels")
+def test_on_a_gpu_it_is_blake3(device: str) -> None:
+    memory = torch.randint(0, 256, (96 * BLOCK + 12345,), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    starts = [random.Random(size).randrange(64 * BLOCK) // 256 * 256 for size in SIZES]
+    parts = [ByteRange(start, size) for start, size in zip(starts, SIZES, strict=True)]
+    parts += [ByteRange(index * BLOCK, min(BLOCK, len(memory) - index * BLOCK)) for index in range(97)]
+    found = DeviceHasher(torch.device(device, 0)).digests(TorchBuffer(memory.to(device)), parts)
+    assert found == expected(bytearray(memory.numpy().tobytes()), parts)
+
+
+@on_accelerator
+def test_large_sets_swap_and_are_refused_whoever_hashes_them(
+    device: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    models = [different(lambda: nn.Linear(4096, 4608), seed) for seed in range(2)]  # 75 MB
+    artifact = export(models[0], (torch.ones(1, 4096),), out=tmp_path / "a")
+    files = [pack(each, artifact, out=tmp_path / f"v{seed}.safetensors").path for seed, each in enumerate(models)]
+    content = bytearray(files[1].read_bytes())
+    content[-4096] ^= 1
+    (tmp_path / "damaged.safetensors").write_bytes(content)
+    with caplog.at_level("WARNING", "weightswap.device"):
+        model, x = load(artifact, files[0], device=device), torch.ones(1, 4096)
+    assert ("the host computes digests" in caplog.text) == ("EMULATED_OPERATORS" in os.environ)
+    with pytest.raises(DigestMismatch, match="weight: the file records the digest"):
+        model.swap(tmp_path / "damaged.safetensors")
+    assert torch.allclose(model(x.to(device)).cpu(), models[0](x), rtol=1e-4, atol=1e-4)
+    model.swap(files[1])
+    assert torch.allclose(model(x.to(device)).cpu(), models[1](x), rtol=1e-4, atol=1e-4)
