@@ -42,7 +42,7 @@ from weightswap_runtime.tensors.content import TensorBytes
 from weightswap_runtime.tensors.torch_tensors import tensor_bytes
 from weightswap_runtime.threads.garbage import without_garbage_collection
 
-from .adapter.recording import Recorded, record_adapter
+from .adapter.adapter_recording import Recorded, record_adapter
 from .adapter.tracing import Checkpoint, Load
 from .capture.archive import graph_archive
 from .capture.capture import Captured, MethodSpec, capture, training_operators

@@ -28,10 +28,10 @@ from weightswap_runtime.tensors.comparing import Tolerance
 from .adapter.tracing import Load
 from .capture.variants import Groups, base_alone
 from .checkpoints.casting import cast, casting, casts, requested
-from .checkpoints.choosing import choose_level
 from .checkpoints.kinds import check_kinds, kind_mismatch, model_problems
+from .checkpoints.level_choice import choose_level
 from .checkpoints.nested_state_dicts import Choice, NestedStateDict
-from .checkpoints.opening import Checkpoint, Source, open_checkpoint
+from .checkpoints.reading_checkpoints import Checkpoint, Source, open_checkpoint
 from .checkpoints.tensor import pieces
 from .checkpoints.through_model import load_into
 from .goldens.calls import Requested, wanted_goldens

@@ -29,7 +29,7 @@ from weightswap_runtime.threads.workers import forget_frames
 
 from .checkpoints.casting import requested
 from .checkpoints.nested_state_dicts import nested_levels
-from .checkpoints.opening import Checkpoint, from_module
+from .checkpoints.reading_checkpoints import Checkpoint, from_module
 from .checkpoints.tensor import values_of
 from .goldens.calls import Requested
 from .goldens.recording import Recording, goldens_first

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from weightswap_runtime.tensors.comparing import Tolerance
 
     from .parity import ParityReport
-    from .parity.calls import Cases
+    from .parity.compared_calls import Cases
 
 PathLike = str | os.PathLike[str]
 _ENGINES = "--weightswap-engines"
@@ -166,7 +166,7 @@ class AssertParity:
         from weightswap_runtime.errors import ParityError
 
         from .parity import check_outputs, record_outputs
-        from .parity.calls import recorded_calls
+        from .parity.compared_calls import recorded_calls
 
         if model is None:
             raise ParityError(["goldens= says what the eager model gave, and there is no model"], "Give the model.")

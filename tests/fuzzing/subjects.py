@@ -17,10 +17,10 @@ from torch import nn
 from tests.fuzzing import mutations
 from tests.support.tiny import TinyArtifact, serves
 from weightswap_runtime import ArtifactError, Model, Unsupported, load, write_delta
-from weightswap_runtime.engines.graphs import opening
-from weightswap_runtime.engines.graphs.compiling import compile_graph
+from weightswap_runtime.engines.graphs import graph_opening
 from weightswap_runtime.engines.graphs.operators import ForeignFunction, MissingOperator
 from weightswap_runtime.engines.graphs.schema import UnknownPart, read_program
+from weightswap_runtime.engines.graphs.straight_line import compile_graph
 from weightswap_runtime.format.call_check import CallCheck
 from weightswap_runtime.format.manifest import MANIFEST_NAME, decode_manifest
 from weightswap_runtime.format.signature import Literal, leaves
@@ -121,7 +121,7 @@ def _graph(raw: bytes) -> None:
         archive.writestr("archive/models/model.json", raw)
     try:
         compile_graph(read_program(written.getvalue()).graph_module.graph, torch.device("cpu"))
-    except opening.DAMAGED as error:
+    except graph_opening.DAMAGED as error:
         raise ArtifactError(str(error)) from error
     except (UnknownPart, MissingOperator, ForeignFunction) as error:
         raise Unsupported(str(error)) from error

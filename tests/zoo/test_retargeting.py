@@ -16,8 +16,8 @@ from tests.zoo.conftest import Exported
 from weightswap_exporter import export
 from weightswap_exporter.capture.reopening import open_program, retarget
 from weightswap_runtime import Artifact
-from weightswap_runtime.engines.graphs import opening
-from weightswap_runtime.engines.graphs.compiling import Compiled
+from weightswap_runtime.engines.graphs import graph_opening
+from weightswap_runtime.engines.graphs.straight_line import Compiled
 from weightswap_runtime.format.signature import flatten
 from weightswap_runtime.tensors.torch_tensors import torch_dtype
 
@@ -56,7 +56,7 @@ def devices(artifact: Artifact, given: dict[str, Any], opened: Compiled) -> set[
 
 def test_the_zoo_runs_on_a_gpu_that_is_not_there(exported: Exported) -> None:
     entry, artifact = exported.entry, exported.hollow
-    opened = opening.open_graph(artifact, artifact.manifest.methods["forward"].graph, GPU)
+    opened = graph_opening.open_graph(artifact, artifact.manifest.methods["forward"].graph, GPU)
     assert torch.device("cpu") not in constants(opened)
     assert "cpu" not in constants(opened)
     try:
@@ -117,7 +117,7 @@ def test_every_device_of_a_graph_is_another(way: str, tmp_path: Path) -> None:
     cast = way == "reader"  # torch's own program checks the dtypes, and does not cast without a GPU
     artifact = export(Placed(cast).eval(), (x,), out=tmp_path / "a")
     name = artifact.manifest.methods["forward"].graph
-    opened = opening.open_graph(artifact, name, GPU) if way == "reader" else retargeted(artifact, name)
+    opened = graph_opening.open_graph(artifact, name, GPU) if way == "reader" else retargeted(artifact, name)
     assert devices(artifact, {"x": x}, opened) == {GPU}
 
 
@@ -125,7 +125,7 @@ def test_autocast_is_that_of_the_other_device(tmp_path: Path) -> None:
     x = torch.randn(3, 4)
     artifact = export(Placed().eval(), (x,), out=tmp_path / "a")
     for device, other in (("cpu", "cuda"), ("cuda", "cpu")):
-        opened = opening.open_graph(artifact, artifact.manifest.methods["forward"].graph, torch.device(device))
+        opened = graph_opening.open_graph(artifact, artifact.manifest.methods["forward"].graph, torch.device(device))
         assert device in constants(opened)
         assert other not in constants(opened)
 
@@ -142,7 +142,7 @@ class Elsewhere(nn.Module):
 def test_autocast_of_another_device_stays_as_it_is(tmp_path: Path) -> None:
     x = torch.randn(3, 4)
     artifact = export(Elsewhere().eval(), (x,), out=tmp_path / "a")
-    opened = opening.open_graph(artifact, artifact.manifest.methods["forward"].graph, torch.device("cpu"))
+    opened = graph_opening.open_graph(artifact, artifact.manifest.methods["forward"].graph, torch.device("cpu"))
     assert "cuda" in constants(opened)
     assert "cpu" not in constants(opened)
     assert torch.equal(opened.call(x)[0], Elsewhere()(x))

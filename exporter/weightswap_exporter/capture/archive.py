@@ -16,8 +16,8 @@ import torch
 from torch.export import ExportedProgram
 from torch.utils import _pytree as pytree
 
-from weightswap_runtime.engines.graphs.compiling import compile_graph
-from weightswap_runtime.engines.graphs.opening import checked, read_graph
+from weightswap_runtime.engines.graphs.graph_opening import checked, read_graph
+from weightswap_runtime.engines.graphs.straight_line import compile_graph
 from weightswap_runtime.errors import ArtifactError, CaptureError
 from weightswap_runtime.format.signature import Dict, Items, Key, Node, Signature, Tuple, key_text, leaves, unflatten
 

@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 
 from weightswap_runtime import Artifact
 from weightswap_runtime.engines.graphs.archives import check_records
-from weightswap_runtime.engines.graphs.opening import open_graph
+from weightswap_runtime.engines.graphs.graph_opening import open_graph
 from weightswap_runtime.errors import ArtifactError
 from weightswap_runtime.messages import listed
 from weightswap_runtime.tensors.content import TensorBytes

@@ -13,7 +13,7 @@ from weightswap_exporter.adapter.tracing import Checkpoint
 from weightswap_runtime.errors import CheckpointError
 from weightswap_runtime.tensors.torch_tensors import torch_dtype
 
-from .opening import open_checkpoint
+from .reading_checkpoints import open_checkpoint
 from .tensor import CheckpointTensor
 
 

@@ -17,7 +17,7 @@ from weightswap_runtime.errors import ArtifactError, CheckpointError, WeightsMis
 from weightswap_runtime.format.name_matching import Match
 
 from .nested_state_dicts import NestedStateDict
-from .opening import Checkpoint
+from .reading_checkpoints import Checkpoint
 
 PARTS_NAME = "parts.json"  # runtimes that do not know it leave it alone
 _ADVICE = "Quantise the checkpoint as the model was that was exported, or export that of the checkpoint."

@@ -19,7 +19,7 @@ from weightswap_exporter.models.user_errors import first_line, place_of, reason
 from weightswap_runtime.errors import MOST_PRINTED, CheckpointError
 
 from .nested_state_dicts import ANYWHERE, Choice, NestedStateDict
-from .opening import Checkpoint, Source, from_module, open_checkpoint
+from .reading_checkpoints import Checkpoint, Source, from_module, open_checkpoint
 from .tensor import pieces
 
 

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 import typer
 
 from weightswap_runtime import Artifact
-from weightswap_runtime.memory.opening import HOST
+from weightswap_runtime.memory.device_choice import HOST
 from weightswap_runtime.messages import listed, plural
 from weightswap_tools.terminal import (
     IgnoreOption,

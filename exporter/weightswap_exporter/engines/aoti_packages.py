@@ -16,7 +16,7 @@ from weightswap_runtime.engines.aoti.library import Library
 from weightswap_runtime.engines.aoti.names import LIBRARY_SUFFIX, NOTE_NAME, Note, Taken, machine_name, machine_targets
 from weightswap_runtime.errors import CaptureError, Unsupported
 from weightswap_runtime.format.manifest import GraphInput
-from weightswap_runtime.memory.opening import device_name
+from weightswap_runtime.memory.device_choice import device_name
 from weightswap_runtime.tensors.dtypes import TORCH_NAMES
 
 from .aoti_compiler import compile_library

@@ -17,7 +17,7 @@ from weightswap_runtime.engines.choosing import ENGINES
 from weightswap_runtime.engines.onnx import names as onnx_names
 from weightswap_runtime.errors import ExportError, Unsupported
 from weightswap_runtime.format.manifest import MANIFEST_NAME, Manifest, encode_manifest
-from weightswap_runtime.memory.opening import HOST
+from weightswap_runtime.memory.device_choice import HOST
 from weightswap_runtime.sources.atomic import new_file
 
 Tell = Callable[[str], object]

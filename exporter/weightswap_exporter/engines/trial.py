@@ -22,7 +22,7 @@ import numpy as np
 from weightswap_runtime import Artifact, Model, load
 from weightswap_runtime.errors import CaptureError, WeightswapError
 from weightswap_runtime.format.signature import Signature, leaves
-from weightswap_runtime.memory.opening import HOST
+from weightswap_runtime.memory.device_choice import HOST
 from weightswap_runtime.tensors.content import TensorBytes, as_float64
 from weightswap_runtime.tensors.dtypes import has_fractions
 from weightswap_tools.call_inputs import call_flat

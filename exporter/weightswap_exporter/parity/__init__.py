@@ -1,6 +1,6 @@
 """Parity: whether what was exported computes what the eager model does, and where it parts from it if not."""
 
-from .comparing import compare
+from .compare import compare
 from .executions import Run
 from .first_divergence import first_divergence
 from .recorded import check_outputs, record_outputs

@@ -20,7 +20,7 @@ from weightswap_runtime import Artifact
 from weightswap_runtime.tensors.content import TensorBytes
 from weightswap_runtime.tensors.dtypes import DTYPES
 
-from .calls import Given
+from .compared_calls import Given
 from .executions import GRAPH, EagerSide, EngineSide, Run
 from .graphs import OpenedGraph
 from .measuring import Measure, measure

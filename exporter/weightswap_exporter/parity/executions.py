@@ -23,7 +23,7 @@ from weightswap_runtime.format.signature import Leaf, leaves
 from weightswap_runtime.tensors.torch_tensors import copied_tensor
 from weightswap_tools.call_inputs import call_flat
 
-from .calls import Given
+from .compared_calls import Given
 
 PathLike = str | os.PathLike[str]
 HOST = "cpu"

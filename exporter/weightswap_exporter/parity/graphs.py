@@ -17,7 +17,7 @@ from weightswap_exporter.checkpoints.tensor import content_of
 from weightswap_exporter.packing import pack
 from weightswap_runtime import Artifact, read_weights
 
-from .calls import Given
+from .compared_calls import Given
 from .executions import initial_state
 from .steps import GraphRun, Step, StepRecorder
 

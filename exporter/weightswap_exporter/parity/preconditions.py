@@ -19,11 +19,11 @@ from weightswap_runtime import Artifact
 from weightswap_runtime.errors import ParityError, RecordingError, WeightFileError
 from weightswap_runtime.format.goldens import Goldens, artifact_goldens, goldens_beside
 from weightswap_runtime.format.weight_set import open_weights
-from weightswap_runtime.memory.opening import open_memory
+from weightswap_runtime.memory.device_choice import open_memory
 from weightswap_runtime.tensors.comparing import Tolerance
 from weightswap_runtime.tensors.digests import digest_of
 
-from .calls import Given
+from .compared_calls import Given
 
 PathLike = str | os.PathLike[str]
 

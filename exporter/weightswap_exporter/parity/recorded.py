@@ -22,7 +22,7 @@ from weightswap_runtime.staging.golden_check import OTHER_KERNELS, default_toler
 from weightswap_runtime.tensors.comparing import Tolerance
 from weightswap_runtime.tensors.content import TensorBytes
 
-from .calls import Cases, calls_to_compare, recorded_calls
+from .compared_calls import Cases, calls_to_compare, recorded_calls
 from .executions import HOST, eager_side, taken
 from .measuring import measure
 from .preconditions import check_request, checked_model

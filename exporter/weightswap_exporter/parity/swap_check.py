@@ -12,11 +12,11 @@ from weightswap_exporter.models.user_errors import first_line
 from weightswap_runtime import Artifact, Model, load
 from weightswap_runtime.errors import WeightswapError
 from weightswap_runtime.format.signature import leaves
-from weightswap_runtime.live.residency.opening import ResidencyName
+from weightswap_runtime.live.residency.residency import ResidencyName
 from weightswap_runtime.tensors.comparing import difference
 from weightswap_runtime.tensors.content import TensorBytes
 
-from .calls import Given
+from .compared_calls import Given
 from .executions import call
 
 PathLike = str | os.PathLike[str]

@@ -19,12 +19,12 @@ from weightswap_exporter.engines.trial import MOST_BYTES
 from weightswap_exporter.models.tensors import unwrapped
 from weightswap_runtime import Artifact, GoldenMismatch, Model, load
 from weightswap_runtime.engines.choosing import available_engines
-from weightswap_runtime.live.residency.opening import RESIDENCIES
+from weightswap_runtime.live.residency.residency import RESIDENCIES
 from weightswap_runtime.tensors.comparing import Tolerance
 from weightswap_tools.random_inputs import write_random_weights
 
-from .calls import Given, calls_to_compare
-from .comparing import compare_calls
+from .compare import compare_calls
+from .compared_calls import Given, calls_to_compare
 from .filling import fill_model
 from .preconditions import checked_model, recorded_inputs, servable
 from .report import ParityReport

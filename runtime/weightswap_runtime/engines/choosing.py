@@ -10,7 +10,7 @@ from typing import Literal, NamedTuple
 
 from weightswap_runtime.errors import Unsupported
 from weightswap_runtime.format.artifact import Artifact
-from weightswap_runtime.memory.opening import HOST
+from weightswap_runtime.memory.device_choice import HOST
 
 from .aoti.package import can_run
 from .engine import AUTO, DEFAULTS, Engine, EngineOptions

@@ -13,13 +13,13 @@ from weightswap_runtime.errors import Unsupported
 from weightswap_runtime.format.artifact import Artifact
 from weightswap_runtime.format.goldens import Mode
 from weightswap_runtime.format.name_matching import Keys
-from weightswap_runtime.memory.opening import HOST, StagingMode, device_name, open_memory
+from weightswap_runtime.memory.device_choice import HOST, StagingMode, device_name, open_memory
 from weightswap_runtime.variants.resident import MOST
 
 from .admission import Admit
 from .events import Listener
 from .model import Model
-from .residency.opening import ResidencyName
+from .residency.residency import ResidencyName
 from .store import Store
 
 Path = str | os.PathLike[str]

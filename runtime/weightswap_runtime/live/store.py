@@ -52,7 +52,7 @@ from .events import Event, EventKind, Events
 from .gate import Gate
 from .receipt import SwapReceipt
 from .residency.candidate import Candidate, Committed, Means, StagedSet
-from .residency.opening import Ended, Residency, open_residency
+from .residency.residency import Ended, Residency, open_residency
 from .session import Session, bind, run_prologue
 from .trials import Member, find_trials, new_member, try_out
 from .turns import Turns

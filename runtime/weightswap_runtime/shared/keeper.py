@@ -20,8 +20,8 @@ from weightswap_runtime.live.residency.double import Double
 from weightswap_runtime.live.session import Session
 from weightswap_runtime.live.store import Store
 from weightswap_runtime.memory.arena import ArenaLayout, HostArena
+from weightswap_runtime.memory.device_choice import HOST
 from weightswap_runtime.memory.host import HostMemory
-from weightswap_runtime.memory.opening import HOST
 from weightswap_runtime.messages import listed, plural
 
 from .allocation import allocate_shared

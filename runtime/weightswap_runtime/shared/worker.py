@@ -19,8 +19,8 @@ from weightswap_runtime.live.receipt import SwapReceipt
 from weightswap_runtime.live.session import Session
 from weightswap_runtime.live.store import Store
 from weightswap_runtime.memory.arena import ArenaLayout, HostArena
+from weightswap_runtime.memory.device_choice import HOST
 from weightswap_runtime.memory.host import HostMemory
-from weightswap_runtime.memory.opening import HOST
 from weightswap_runtime.threads.claims import POLL_SECONDS, Claim
 from weightswap_runtime.threads.ending import Background
 

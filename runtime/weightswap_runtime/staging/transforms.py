@@ -15,10 +15,10 @@ try:
 except ImportError as error:
     raise MissingExtra("a checkpoint from which weights have to be computed", "torch") from error
 
-from weightswap_runtime.engines.graphs.compiling import compile_graph
-from weightswap_runtime.engines.graphs.opening import checked, read_graph
+from weightswap_runtime.engines.graphs.graph_opening import checked, read_graph
 from weightswap_runtime.engines.graphs.operators import ForeignFunction, find_operator
 from weightswap_runtime.engines.graphs.schema import Graph, Node, argument_names
+from weightswap_runtime.engines.graphs.straight_line import compile_graph
 from weightswap_runtime.tensors.torch_modes import default_torch_modes
 from weightswap_runtime.tensors.torch_tensors import copied_tensor
 

@@ -12,7 +12,7 @@ from threading import Condition
 from typing import Generic, TypeVar
 
 T = TypeVar("T")
-MOST_THREADS = 8
+MOST_THREADS = 16
 _NOTHING = object()
 
 
@@ -24,7 +24,7 @@ def forget_frames(error: BaseException | None) -> None:
 
 
 class Workers:
-    """One thread for each processor that this process may use, at most eight; the caller's is one of them."""
+    """One thread for each processor that this process may use, at most sixteen; the caller's is one of them."""
 
     def __init__(self, threads: int | None = None) -> None:
         self.threads = threads or min(MOST_THREADS, len(os.sched_getaffinity(0)))

@@ -14,7 +14,7 @@ import msgspec
 
 from weightswap_runtime.errors import Unsupported
 from weightswap_runtime.format.artifact import Artifact
-from weightswap_runtime.memory.opening import HOST
+from weightswap_runtime.memory.device_choice import HOST
 from weightswap_runtime.options import is_number
 from weightswap_runtime.shared.segment import Segment
 from weightswap_server.admin.settings import AdminSettings

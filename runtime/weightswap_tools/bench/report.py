@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from weightswap_runtime.live.residency.opening import ResidencyName
+from weightswap_runtime.live.residency.residency import ResidencyName
 
 
 class _BenchPart(msgspec.Struct, frozen=True, kw_only=True):

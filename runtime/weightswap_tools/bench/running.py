@@ -16,7 +16,7 @@ from weightswap_runtime.format.artifact import Artifact
 from weightswap_runtime.format.conditions import evaluate, parse_condition
 from weightswap_runtime.format.signature import Signature
 from weightswap_runtime.format.weight_set import open_weights
-from weightswap_runtime.live.residency.opening import RESIDENCIES
+from weightswap_runtime.live.residency.residency import RESIDENCIES
 from weightswap_runtime.sources.location import printable
 from weightswap_tools.random_inputs import common_sizes
 

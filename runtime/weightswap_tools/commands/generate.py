@@ -9,7 +9,7 @@ import typer
 
 from weightswap_runtime.live.loading import load
 from weightswap_runtime.live.model import Model
-from weightswap_runtime.memory.opening import HOST
+from weightswap_runtime.memory.device_choice import HOST
 from weightswap_runtime.messages import visible, visible_lines
 from weightswap_tools.terminal import DeviceOption, EngineOption, JsonOption, errors_as_exit, print_json
 

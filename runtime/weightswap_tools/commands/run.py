@@ -14,7 +14,7 @@ from weightswap_runtime.errors import Unsupported, WeightswapError
 from weightswap_runtime.format.signature import call_arguments, flatten, leaves
 from weightswap_runtime.live.loading import load
 from weightswap_runtime.live.model import Model, engine_of
-from weightswap_runtime.memory.opening import HOST
+from weightswap_runtime.memory.device_choice import HOST
 from weightswap_runtime.messages import visible
 from weightswap_runtime.tensors.content import TensorBytes
 from weightswap_runtime.threads.garbage import without_garbage_collection

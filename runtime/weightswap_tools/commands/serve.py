@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from weightswap_runtime.memory.opening import HOST
+from weightswap_runtime.memory.device_choice import HOST
 from weightswap_tools.terminal import DeviceOption, EngineOption, OpLibraryOption, errors_as_exit, say
 
 from .swap import ResidencyChoice

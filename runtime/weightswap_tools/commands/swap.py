@@ -13,7 +13,7 @@ from weightswap_runtime.format.goldens import Mode
 from weightswap_runtime.format.name_matching import Keys
 from weightswap_runtime.live.loading import load
 from weightswap_runtime.live.receipt import SwapReceipt
-from weightswap_runtime.memory.opening import HOST
+from weightswap_runtime.memory.device_choice import HOST
 from weightswap_tools.terminal import (
     DeviceOption,
     EngineOption,

@@ -383,6 +383,7 @@ def test_a_reader_of_another_distribution(tmp_path: Path, monkeypatch: pytest.Mo
     assert len(asked) == 3  # a file that the runtime knows is offered to nobody
 
 
+LOADED = "import weightswap_exporter.checkpoints.checkpoint_set\n"
 ALLOWED = 64 << 20
 
 
@@ -392,7 +393,7 @@ def test_memory_does_not_depend_on_the_size_of_tensors(form: str, tmp_path: Path
     for place, value in enumerate((1.0, 1.01)):
         (tmp_path / str(place)).mkdir()
         paths.append(FORMS[form](tmp_path / str(place), {"w": torch.full((1 << 10, 24 << 10), value)}))  # 96 MiB
-    command = [sys.executable, "-c", f"import weightswap_exporter.checkpoints.tensor_set\n{MEMORY}", *map(str, paths)]
+    command = [sys.executable, "-c", LOADED + MEMORY, *map(str, paths)]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
     level, grown = done.stdout.split()

@@ -18,10 +18,10 @@ from tests.support.forged import replace_file, with_document
 from tests.support.graphs import CPU, Document, Whole, archived, compiled, documented, numbers, parts
 from weightswap_exporter import export
 from weightswap_runtime import ArtifactError, load
-from weightswap_runtime.engines.graphs import opening
-from weightswap_runtime.engines.graphs.compiling import DamagedGraph
+from weightswap_runtime.engines.graphs import graph_opening
 from weightswap_runtime.engines.graphs.operators import ForeignFunction, MissingOperator
 from weightswap_runtime.engines.graphs.schema import UnknownPart
+from weightswap_runtime.engines.graphs.straight_line import DamagedGraph
 
 
 class Opened(NamedTuple):
@@ -86,7 +86,7 @@ def test_nothing_but_operators_is_called(target: str, small: Path) -> None:
         }
 
     with pytest.raises(ArtifactError):
-        opening.open_graph(changed((small / "graphs/forward.pt2").read_bytes(), plant), "x.pt2", CPU)  # type: ignore[arg-type]
+        graph_opening.open_graph(changed((small / "graphs/forward.pt2").read_bytes(), plant), "x.pt2", CPU)  # type: ignore[arg-type]
 
 
 @pytest.mark.usefixtures("_nothing_runs")
@@ -101,7 +101,7 @@ def test_names_and_texts_never_become_source(small: Path) -> None:
             if key == "as_string":
                 place[key] = f"'+{PLANTED}+'"
 
-    ours = opening.open_graph(changed(raw, plant), "x.pt2", CPU)  # type: ignore[arg-type]
+    ours = graph_opening.open_graph(changed(raw, plant), "x.pt2", CPU)  # type: ignore[arg-type]
     with pytest.raises(RuntimeError, match="approximate argument must be either none or tanh"):
         ours.call(numbers(4, 3))
 
@@ -123,7 +123,7 @@ def test_what_is_not_known_is_refused_with_its_name(small: Path) -> None:
         ("torch.ops.debugprims.load_tensor.default", "which is torch's own"),
     ):
         with pytest.raises(ArtifactError, match=says):
-            opening.open_graph(
+            graph_opening.open_graph(
                 changed(raw, lambda document, to=target: nodes(document)[-1].update(target=to)), "x", CPU
             )  # type: ignore[arg-type, misc]
 
@@ -202,7 +202,7 @@ def test_operators_of_other_packages_get_no_texts() -> None:
 def test_another_major_version_of_the_schema_is_refused(small: Path) -> None:
     raw = (small / "graphs/forward.pt2").read_bytes()
     with pytest.raises(ArtifactError, match="has schema version 9, which weightswap does not run"):
-        opening.open_graph(changed(raw, lambda document: document["schema_version"].update(major=9)), "x", CPU)  # type: ignore[arg-type]
+        graph_opening.open_graph(changed(raw, lambda document: document["schema_version"].update(major=9)), "x", CPU)  # type: ignore[arg-type]
 
 
 ODD = [None, True, -1, 2**70, 1e400, "", "x", PLANTED, [], {}, [[]], {"as_none": True}, {"as_tensor": {"name": "x"}}]
@@ -224,7 +224,7 @@ def test_mutated_documents_are_refused_by_name_or_run_nothing(seed: int, small: 
     for _ in range(100):
         try:
             found = compiled(changed(raw, mutate).raw)
-        except (UnknownPart, MissingOperator, ForeignFunction, *opening.DAMAGED):
+        except (UnknownPart, MissingOperator, ForeignFunction, *graph_opening.DAMAGED):
             refused += 1
             continue
         with suppress(RuntimeError, TypeError, ValueError, IndexError, AttributeError, AssertionError):
@@ -241,6 +241,6 @@ def test_an_artifact_that_contradicts_itself_is_refused_with_a_reason(small: Pat
         (lambda document: document.pop("graph_module"), "missing required field `graph_module`"),
     ):
         with pytest.raises(ArtifactError, match=says):
-            opening.open_graph(changed(raw, change), "x.pt2", CPU)  # type: ignore[arg-type]
+            graph_opening.open_graph(changed(raw, change), "x.pt2", CPU)  # type: ignore[arg-type]
     with pytest.raises(DamagedGraph):
         compiled(changed(raw, lambda document: nodes(document).reverse()).raw)

@@ -8,8 +8,8 @@ from typing import Any, Protocol
 
 import torch
 
-from weightswap_runtime.engines.graphs.compiling import Compiled
-from weightswap_runtime.engines.graphs.opening import open_graph
+from weightswap_runtime.engines.graphs.graph_opening import open_graph
+from weightswap_runtime.engines.graphs.straight_line import Compiled
 from weightswap_runtime.errors import ArtifactError
 from weightswap_runtime.format.artifact import Artifact
 from weightswap_runtime.format.manifest import GraphInput, Method

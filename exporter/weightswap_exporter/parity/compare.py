@@ -22,7 +22,7 @@ from weightswap_runtime.format.signature import Leaf, leaves
 from weightswap_runtime.tensors.comparing import Tolerance
 from weightswap_runtime.tensors.content import TensorBytes
 
-from .calls import Cases, Given, calls_to_compare
+from .compared_calls import Cases, Given, calls_to_compare
 from .divergence import locate_divergence
 from .executions import HOST, EagerSide, EngineSide, Run, Side, eager_side, taken
 from .measuring import measure

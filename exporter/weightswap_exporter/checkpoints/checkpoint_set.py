@@ -12,9 +12,9 @@ from weightswap_runtime.tensors.dtypes import nbytes
 from weightswap_runtime.tensors.torch_tensors import tensor_bytes
 from weightswap_tools.tensor_set import Opener, SetRequest, SetTensor, TensorSet
 
-from .choosing import check_tensors, choose_level, fullest_level
+from .level_choice import check_tensors, choose_level, fullest_level
 from .nested_state_dicts import Choice, NestedStateDict
-from .opening import Checkpoint, find_opener, open_checkpoint
+from .reading_checkpoints import Checkpoint, find_opener, open_checkpoint
 from .tensor import CheckpointTensor
 
 

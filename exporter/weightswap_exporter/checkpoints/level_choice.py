@@ -10,7 +10,7 @@ from weightswap_runtime.format.name_matching import Match, Reading, Readings, re
 from weightswap_runtime.messages import listed, plural
 
 from .nested_state_dicts import NO_VALUES, NestedStateDict, listing
-from .opening import Checkpoint
+from .reading_checkpoints import Checkpoint
 
 _OPTIMIZER_STATE = "state"  # where every optimizer of torch keeps its tensors
 _PREFIX_DEPTH = 4

@@ -13,9 +13,9 @@ from weightswap_runtime.errors import ArtifactError
 from weightswap_runtime.format.artifact import Artifact
 
 from .archives import check_records, functions
-from .compiling import Compiled, DamagedGraph, compile_graph
 from .operators import OF_TORCH, ForeignFunction, MissingOperator, find_operator
 from .schema import Graph, UnknownPart, read_program
+from .straight_line import Compiled, DamagedGraph, compile_graph
 
 Result = TypeVar("Result")
 DAMAGED = (
