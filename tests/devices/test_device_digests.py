@@ -107,7 +107,7 @@ def test_the_kernel_needs_no_toolkit(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nor any folder of it: servers have wheels."""
     monkeypatch.setattr("torch.utils.cpp_extension.CUDA_HOME", None)
     assert b"digest_blocks" in compile_source(SOURCE.read_text(), (9, 0))
-    with pytest.raises(RuntimeError, match="NVRTC: source.cu.*undefined"):
+    with pytest.raises(RuntimeError, match=r"NVRTC: source\.cu.*undefined"):
         compile_source("__global__ void run() { undefined(); }", (9, 0))
 
 
