@@ -28,6 +28,7 @@ from weightswap_runtime import DigestMismatch, load
 from weightswap_runtime.memory.arena import ByteRange
 from weightswap_runtime.memory.device import arena as device_arena
 from weightswap_runtime.memory.device.digests import SOURCE, DeviceHasher
+from weightswap_runtime.memory.device.nvrtc import compile_source
 from weightswap_runtime.memory.device.torch_device import TorchBuffer
 from weightswap_runtime.staging import reading
 from weightswap_runtime.tensors.digests import BLOCK
@@ -99,6 +100,15 @@ def test_the_kernel_is_cuda(tmp_path: Path) -> None:
     done = subprocess.run([*command, "-o", str(tmp_path / "k.cubin")], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert "0 bytes spill stores" in done.stderr
+
+
+@pytest.mark.skipif(torch.version.cuda is None, reason="needs torch's CUDA build")
+def test_the_kernel_needs_no_toolkit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor any folder of it: servers have wheels."""
+    monkeypatch.setattr("torch.utils.cpp_extension.CUDA_HOME", None)
+    assert b"digest_blocks" in compile_source(SOURCE.read_text(), (9, 0))
+    with pytest.raises(RuntimeError, match=r"NVRTC: source\.cu.*undefined"):
+        compile_source("__global__ void run() { undefined(); }", (9, 0))
 
 
 class OnDevice:
@@ -200,6 +210,32 @@ def test_a_kernel_that_is_wrong_is_not_believed(seed: int, device: StandIn, resi
     assert hasher.parts == len(values)  # once, and never again
 
 
+def test_without_memory_for_them_the_host_computes_them(
+    device: StandIn, residency: str, tiny: TinyArtifact, weight_file: WriteWeights
+) -> None:
+    def digest(memory: bytearray, parts: Sequence[ByteRange]) -> list[bytes]:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    device.hashing = hasher = OnDevice(device, digest)
+    model = served(tiny, device, residency)
+    model.model.swap(weight_file(1))
+    assert serves(model, 1)
+    assert hasher.parts
+    assert device.hashing is hasher  # there may be some the next time
+
+
+def test_what_computes_them_is_measured_in_a_stream_of_no_call(
+    device: StandIn, residency: str, tiny: TinyArtifact, weight_file: WriteWeights, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would wait for what the caller's stream was asked for, and be measured with that."""
+    streams = []
+    monkeypatch.setattr(device, "hasher", lambda buffer: streams.append(device.current()))
+    model = served(tiny, device, residency)
+    model.model.swap(weight_file(1))
+    assert streams
+    assert set(streams) == {device.staging}
+
+
 def test_small_sets_are_the_host_s(tiny: TinyArtifact, weight_file: WriteWeights) -> None:
     device = StandIn(0)
     device.hashing = hasher = OnDevice(device)
@@ -216,7 +252,9 @@ def test_on_a_gpu_it_is_blake3(device: str) -> None:
     starts = [random.Random(size).randrange(64 * BLOCK) // 256 * 256 for size in SIZES]
     parts = [ByteRange(start, size) for start, size in zip(starts, SIZES, strict=True)]
     parts += [ByteRange(index * BLOCK, min(BLOCK, len(memory) - index * BLOCK)) for index in range(97)]
-    found = DeviceHasher(torch.device(device, 0)).digests(TorchBuffer(memory.to(device)), parts)
+    hasher, buffer = DeviceHasher(torch.device(device, 0)), TorchBuffer(memory.to(device))
+    with torch.device(device):  # of whoever swaps
+        found = hasher.digests(buffer, parts)
     assert found == expected(bytearray(memory.numpy().tobytes()), parts)
 
 

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from blake3 import blake3
 
+from weightswap_runtime.errors import lacks_memory
 from weightswap_runtime.format.weight_file import ALIGNMENT
 from weightswap_runtime.memory.arena import Arena, ArenaLayout, ByteRange, allocate, copy_bytes
 from weightswap_runtime.memory.device import Buffer, Device, Event, LockedBuffer, Stream
@@ -221,16 +222,28 @@ class DeviceArena(Region):
     @property
     def computes_digests(self) -> bool:
         """Whether the device computes digests of large sets sooner than the host."""
-        return self.layout.nbytes >= LEAST and self.device.hasher(self.buffer) is not None
+        if self.layout.nbytes < LEAST:
+            return False
+        with self.stream():  # it may be measured, which must not wait for calls
+            self.use()
+            return self.device.hasher(self.buffer) is not None
 
     def digests(self, parts: Sequence[ByteRange]) -> list[bytes] | None:
-        """Those of parts of at most a block each; None where the host has another for one of the largest."""
+        """Those of parts of at most a block each; None where the host has another for one of the largest.
+
+        None, too, where there is no memory for them.
+        """
         hasher = self.device.hasher(self.buffer)
         if hasher is None:
             return None
         with self.stream():
             self.use()
-            found = hasher.digests(self.buffer, parts)
+            try:
+                found = hasher.digests(self.buffer, parts)
+            except Exception as error:
+                if lacks_memory(error):
+                    return None
+                raise
         index, part = max(enumerate(parts), key=lambda each: each[1].nbytes)
         if found[index] == blake3(self.fetch(*part)).digest():
             return found
