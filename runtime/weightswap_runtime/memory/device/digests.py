@@ -38,7 +38,7 @@ class DeviceHasher:
         self._device = device
         with torch.cuda.device(device):
             code = compile_source(SOURCE.read_text(), torch.cuda.get_device_capability(device))
-            self._kernel = _cuda_load_module(code, [KERNEL])[KERNEL]
+            self._kernel = getattr(_cuda_load_module(code), KERNEL)
 
     @default_torch_modes()
     def digests(self, buffer: Buffer, parts: Sequence[ByteRange]) -> list[bytes]:
@@ -48,7 +48,7 @@ class DeviceHasher:
         with torch.cuda.device(self._device):
             for first in range(0, len(parts), AT_ONCE):
                 grid = min(AT_ONCE, len(parts) - first), 1, 1
-                self._kernel(grid, (THREADS, 1, 1), [buffer.tensor, table[first:], found[first:]])
+                self._kernel(grid, (THREADS, 1, 1), [buffer.tensor, table[first:], found[first:]])  # type: ignore[attr-defined]
         on_host = torch.empty(found.shape, dtype=torch.uint8, pin_memory=True).copy_(found, non_blocking=True)
         done = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
         done.record(torch.cuda.current_stream(self._device))
