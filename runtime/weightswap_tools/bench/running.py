@@ -164,7 +164,7 @@ def _measured(
 
 def _run(request: BenchRequest) -> EngineBench:
     """Measure in a process of its own."""
-    command = [sys.executable, "-m", f"{__package__}.worker"]
+    command = [sys.executable, "-m", f"{__package__}.measured_process"]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
     done = subprocess.run(
         command, input=msgspec.json.encode(request), capture_output=True, env=environment, check=False

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 from tests.support.tiny import TinyArtifact
 from weightswap_runtime import Artifact, Unsupported, WeightFileError
-from weightswap_tools.bench import BenchReport, CallTimes, EngineBench, bench, running, worker
+from weightswap_tools.bench import BenchReport, CallTimes, EngineBench, bench, measured_process, running
 from weightswap_tools.bench.command import bench_command
 from weightswap_tools.bench.report import BenchRequest
 from weightswap_tools.bench.rows import CALLS, call_rows
@@ -33,7 +33,7 @@ def request(tiny: TinyArtifact, weights: Path, **more: Any) -> BenchRequest:
 
 
 def test_calls_swaps_and_memory(tiny: TinyArtifact, weight_file: Weights, residency: str) -> None:
-    found = worker.measure(request(tiny, weight_file(1), residency=residency, threads=3, seconds=0.02))
+    found = measured_process.measure(request(tiny, weight_file(1), residency=residency, threads=3, seconds=0.02))
     (calls,) = found.calls
     assert (calls.sizes, calls.threads, calls.samples_per_second) == ({"batch": 3}, 3, None)
     assert calls.calls >= 3
@@ -47,13 +47,13 @@ def test_calls_swaps_and_memory(tiny: TinyArtifact, weight_file: Weights, reside
 
 def test_inputs_from_a_file(tiny: TinyArtifact, weight_file: Weights, tmp_path: Path) -> None:
     np.savez(tmp_path / "in.npz", x=np.ones((7, 3), "f4"))
-    found = worker.measure(request(tiny, weight_file(1), sizes=({},), inputs=str(tmp_path / "in.npz")))
+    found = measured_process.measure(request(tiny, weight_file(1), sizes=({},), inputs=str(tmp_path / "in.npz")))
     assert [calls.samples_per_second for calls in found.calls] == [None]
 
 
 def test_samples_are_those_of_all_threads_together(tiny: TinyArtifact, weight_file: Weights) -> None:
     sizes = tuple({"batch": batch} for batch in (0, 1, 7))
-    found = worker.measure(request(tiny, weight_file(1), sizes=sizes, threads=2, batch_dimension="batch"))
+    found = measured_process.measure(request(tiny, weight_file(1), sizes=sizes, threads=2, batch_dimension="batch"))
     assert [calls.samples_per_second for calls in found.calls] == [
         calls.sizes["batch"] * calls.calls / calls.seconds for calls in found.calls
     ]
@@ -81,7 +81,7 @@ def test_a_failure_is_a_result(
     np.savez(tmp_path / "more.npz", x=np.ones((7, 3), "f4"), y=np.ones(3, "f4"))
     wanted = msgspec.structs.replace(request(tiny, weight_file(1)), **more)
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(msgspec.json.encode(wanted))))
-    worker.main()
+    measured_process.main()
     found = msgspec.json.decode(capfdbinary.readouterr().out.splitlines()[-1], type=EngineBench)
     assert found.failed.startswith(says)
     assert found.calls == ()
