@@ -362,16 +362,20 @@ def text_of(error: BaseException) -> str:
 def lacks_memory(error: BaseException) -> bool:
     """Whether an error says that memory could not be had; torch has no class of its own for it on the CPU."""
     return (
-        isinstance(error, MemoryError) or "allocate memory" in str(error) or type(error).__name__ == "OutOfMemoryError"
+        isinstance(error, MemoryError)
+        or type(error).__name__ == "OutOfMemoryError"
+        or any(said in str(error) for said in ("allocate memory", "STATUS_ALLOC_FAILED"))  # also that of cuBLAS
     )
 
 
+_OF_LIBRARIES = ("CUDA error", "CUDA driver error", "cuDNN error", "cuDNN Frontend error", "cusolver error")
 RESTART = "Most errors of a device last as long as the process: if calls fail, too, restart it."
 
 
 def is_of_device(error: BaseException) -> bool:
-    """Whether torch raised an error for a device that reports one. It says nothing of the weights."""
-    return any(kind.__name__ == "AcceleratorError" for kind in type(error).__mro__)
+    """Whether torch raised an error for a device, or for one of its libraries. It says nothing of the weights."""
+    by_library = isinstance(error, RuntimeError) and str(error).startswith(_OF_LIBRARIES)
+    return by_library or any(kind.__name__ == "AcceleratorError" for kind in type(error).__mro__)
 
 
 __all__ = [

@@ -19,6 +19,7 @@ from tests.support.tiny import TinyArtifact, WriteWeights, X
 from weightswap_exporter import MethodSpec, export, pack
 from weightswap_runtime import Artifact, DeviceError, InputMismatch, Model, OutOfMemory, Unsupported, load, write_delta
 from weightswap_runtime.engines.aten.cpu import BoundTorch
+from weightswap_runtime.memory.device import own_streams
 from weightswap_runtime.memory.device.torch_device import Accelerator, open_accelerator, ring_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*fallback.*:UserWarning")
@@ -479,6 +480,71 @@ def test_a_capture_of_the_application_s_own_is_refused(device: str, files: Files
         with torch.cuda.graph(graph):
             model(x)
     assert equal(model(x), before)
+
+
+@on_accelerator
+@on_cuda
+def test_a_context_of_a_call_that_was_refused_in_a_capture_is_whole(device: str, files: Files) -> None:
+    model, x = load(files.artifact, files.files[0], device=device), files.x.to(device)
+    with model.new_context() as context:
+        with pytest.raises(Unsupported), torch.cuda.graph(torch.cuda.CUDAGraph()):
+            model.count(x, context=context)
+        assert int(model.count(x, context=context)) == 12
+
+
+@pytest.mark.cuda
+@on_cuda
+@pytest.mark.skipif(torch.accelerator.device_count() < 2, reason="needs two GPUs")
+def test_a_capture_on_another_device_than_the_thread_s_is_refused(files: Files) -> None:
+    model, x, stream = (
+        load(files.artifact, files.files[0], device="cuda:1"),
+        files.x.to("cuda:1"),
+        torch.Stream("cuda:1"),
+    )
+    with stream:
+        before = model(x)
+    torch.cuda.synchronize(1)
+    with torch.cuda.device(1), pytest.raises(Unsupported, match="would not be in order"):  # noqa: SIM117
+        with torch.cuda.graph(torch.cuda.CUDAGraph(), stream=stream), torch.cuda.device(0):  # type: ignore[arg-type]
+            model(x)
+    assert equal(model(x), before)
+
+
+@on_accelerator
+@on_cuda
+def test_what_an_application_captures_in_a_stream_of_torch_s_has_no_part_of_a_staging(
+    device: str, files: Files
+) -> None:
+    model, x = load(files.artifact, files.files[0], device=device, residency="single"), files.x.to(device)
+    graphs = []
+    for number in range(1, 41):  # torch has 32 streams, and hands them out in turn
+        staging = threading.Thread(target=model.swap, args=(files.files[number % 3],))
+        graphs.append(torch.cuda.CUDAGraph())
+        with torch.cuda.graph(graphs[-1], stream=torch.cuda.Stream(), capture_error_mode="thread_local"):
+            kept = x + number
+            staging.start()
+            staging.join(60)
+        assert files.correct(model, number % 3)
+    for graph in graphs:
+        graph.replay()
+    assert files.correct(model, 1)
+    assert equal(kept, x + 40)
+
+
+@on_accelerator
+@on_cuda
+def test_torch_hands_our_streams_to_nobody(device: str) -> None:
+    ours = [open_accelerator(device) for _ in range(3)]
+    handles = {stream.cuda_stream for each in ours for stream in (each.staging, each.commits)}  # type: ignore[attr-defined]
+    theirs = {torch.cuda.Stream(device, priority=level).cuda_stream for level in (0, -1) for _ in range(40)}
+    assert len(handles) == 6
+    assert not handles & theirs
+    del ours
+    gc.collect()
+    made = len(own_streams._made)
+    for _ in range(40):
+        open_accelerator(device)
+    assert len(own_streams._made) == made
 
 
 @on_accelerator

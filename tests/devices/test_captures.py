@@ -8,9 +8,15 @@ from typing import Any
 import pytest
 import torch
 
+from tests.support.standin import StandIn
+from weightswap_runtime.engines.aten.device import BoundAccelerated
 from weightswap_runtime.engines.replay.replays import MOST, Captures, Passing, Shapes
 from weightswap_runtime.errors import DeviceError
+from weightswap_runtime.format.manifest import NamedTensor
+from weightswap_runtime.memory.arena import ArenaLayout
 from weightswap_runtime.memory.device import Event, Stream
+from weightswap_runtime.memory.device.arena import DeviceArena
+from weightswap_runtime.memory.device.ring import Ring
 
 
 class Nothing:
@@ -146,6 +152,31 @@ def test_inputs_with_gradients_leave_no_trace() -> None:
     assert not found[0].requires_grad
 
 
+def test_what_is_captured_has_the_strides_of_the_inputs() -> None:
+    """Or a kernel could choose another algorithm than it does in eager."""
+    small, seen = Small(auto=True), list[tuple[int, ...]]()
+
+    def run(method: str, inputs: list[Any]) -> list[Any]:
+        seen.append(inputs[0].stride())
+        return small.run(method, inputs)
+
+    captures = Captures(small.device, small.recorder, small.shapes, run)  # type: ignore[arg-type]
+    for wide in (torch.arange(20.0).reshape(4, 5), torch.arange(20.0).reshape(5, 4).t()):
+        found = captures.replay("forward", [wide[:, 1:4], 1])
+        assert found is not None
+        assert torch.equal(found[0], wide[:, 1:4] * 2 + 1)
+        assert set(seen) == {wide.stride()}
+        seen.clear()
+
+
+def test_what_lies_on_top_of_itself_is_not_captured(caplog: pytest.LogCaptureFixture) -> None:
+    small = Small(auto=True)
+    for _ in range(2):
+        assert small.captures.replay("forward", [x(1).expand(4, 3), 0]) is None
+    assert small.recorder.records == 0
+    assert caplog.text.count("more than one element of the written-to tensor") == 1
+
+
 def test_memory_for_inputs_is_lent_to_every_stream_once() -> None:
     small = Small(auto=True)
     for key in (0, 0, 7, 0, 7):
@@ -195,6 +226,38 @@ def test_what_could_not_be_captured_for_a_while_is_tried_again_after_the_next_sw
     failing = False
     captures.capture_named()  # as after a swap
     assert captures.replay("forward", [x(2), 0]) is not None
+
+
+def served(device: StandIn, small: Small) -> BoundAccelerated:
+    """An engine over an arena that serves; small's shapes are captured."""
+    layout = ArenaLayout([NamedTensor(name="a", dtype="U8", shape=(8,))])
+    arena = DeviceArena(device, layout, Ring(device, 1), serves=True)
+    bound = BoundAccelerated({}, arena, [], lambda: None, device)  # type: ignore[arg-type, return-value]
+    bound._captures = small.captures
+    return bound
+
+
+@pytest.mark.parametrize("computed", [True, False])
+def test_while_a_commit_holds_calls_nothing_is_captured_and_then_it_is(computed: bool) -> None:
+    small, device = Small([("forward", [x(2), 0])]), StandIn(0)
+    bound, other = served(device, small), served(device, Small())
+    small.shapes.failed(next(iter(small.shapes.samples)), "forward", "no memory", passing=True)
+    with bound._arena.writing(urgent=True):
+        if computed:
+            bound.run_prologue()
+        else:
+            assert bound.copy_prologue_from(other)
+    assert small.recorder.records == 0
+    assert small.captures.replay("forward", [x(2), 0]) is not None
+    assert small.recorder.records == 1
+
+
+def test_before_an_arena_serves_its_calls_are_captured() -> None:
+    small, device = Small([("forward", [x(2), 0])]), StandIn(0)
+    bound = served(device, small)
+    with bound._arena.writing():
+        bound.run_prologue()
+    assert small.recorder.records == 1
 
 
 def test_replays_in_one_stream_ask_for_no_order_and_those_of_two_follow_each_other() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from itertools import count
+from threading import Thread
 from types import SimpleNamespace
 from typing import Any
 
@@ -175,6 +176,23 @@ def test_no_garbage_is_collected_while_a_graph_is_captured(cuda: Cuda) -> None:
     recorder(Accelerator()).record(lambda: enabled.append(gc.isenabled()) or [])  # type: ignore[func-returns-value]
     assert enabled == [True, True, False]
     assert gc.isenabled()
+
+
+def test_a_signal_handler_may_call_a_model_while_another_is_captured(cuda: Cuda) -> None:
+    accelerator, kept = Accelerator(), list[Any]()
+
+    def handled() -> list[Any]:
+        if not kept:
+            kept.append(recorder(accelerator))
+            assert kept[0].record(returning(1))[1] == [1]
+        return [2]
+
+    found: list[Any] = []
+    thread = Thread(target=lambda: found.append(recorder(accelerator).record(handled)[1]), daemon=True)
+    thread.start()
+    thread.join(10)
+    assert found == [[2]]
+    assert cuda.in_order
 
 
 @pytest.mark.parametrize("before", [0, 1])

@@ -224,6 +224,19 @@ def test_without_memory_for_them_the_host_computes_them(
     assert device.hashing is hasher  # there may be some the next time
 
 
+def test_a_kernel_that_cannot_be_run_is_no_fault_of_the_weights(
+    device: StandIn, residency: str, tiny: TinyArtifact, weight_file: WriteWeights
+) -> None:
+    def digest(memory: bytearray, parts: Sequence[ByteRange]) -> list[bytes]:
+        raise RuntimeError("CUDA error: no kernel image is available for execution on the device")
+
+    device.hashing = OnDevice(device, digest)
+    model = served(tiny, device, residency)
+    model.model.swap(weight_file(1))
+    assert serves(model, 1)
+    assert device.hashing is None
+
+
 def test_what_computes_them_is_measured_in_a_stream_of_no_call(
     device: StandIn, residency: str, tiny: TinyArtifact, weight_file: WriteWeights, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from functools import partial
+from threading import Thread
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -14,7 +17,8 @@ from tests.devices.test_standin_storm import Served, values_of
 from tests.support.standin import Queue, StandIn
 from tests.support.tiny import TinyArtifact, WriteWeights
 from weightswap_runtime import DeviceError, Unsupported
-from weightswap_runtime.memory.device.torch_device import Accelerator
+from weightswap_runtime.memory.device import own_streams
+from weightswap_runtime.memory.device.torch_device import Accelerator, _Account
 
 
 class Handles(StandIn):
@@ -119,6 +123,93 @@ def test_torch_s_own_streams_are_known_by_their_numbers() -> None:
     for handle, name in ((1, "cudaStreamLegacy"), (2, "cudaStreamPerThread")):
         with pytest.raises(Unsupported, match=f"{name}, another one in each thread: call in one of torch's"):
             cuda.is_foreign(a_stream(handle * 2, handle))
+
+
+def test_a_stream_that_was_made_for_us_is_not_foreign(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(own_streams, "_made", {0x7F0000002000})
+    assert not accelerator().is_foreign(a_stream(0x7F0000002000, 0x7F0000002000))
+
+
+def test_streams_are_made_apart_from_torch_s_and_lent_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Runtime:
+        made: ClassVar[list[tuple[int, int, int]]] = []  # of a device, with flags and a priority
+
+        def cudaStreamCreateWithPriority(self, handle: Any, flags: int, priority: int) -> int:  # noqa: N802
+            handle._obj.value = 0x1000 * (1 + len(self.made))
+            self.made.append((devices[-1], flags, priority))
+            return 0
+
+    devices: list[int] = []
+
+    @contextmanager
+    def current(device: torch.device) -> Iterator[None]:
+        devices.append(device.index)
+        yield
+
+    monkeypatch.setattr(own_streams, "_spare", {})
+    monkeypatch.setattr(own_streams, "_made", set())
+    monkeypatch.setattr(own_streams.ctypes, "CDLL", lambda _: Runtime())
+    monkeypatch.setattr(torch.cuda, "init", lambda: None)
+    monkeypatch.setattr(torch.cuda, "device", current)
+    monkeypatch.setattr(torch.cuda, "ExternalStream", lambda handle, device: a_stream(handle, handle))
+
+    class Model:
+        def __init__(self, index: int, *priorities: int) -> None:
+            found = [own_streams.lend_stream(self, torch.device("cuda", index), each) for each in priorities]
+            self.streams = [stream.stream_id for stream in found]
+
+    first, second, third = Model(0, 0, -1), Model(0, 0), Model(1, 0)
+    assert first.streams + second.streams + third.streams == [0x1000, 0x2000, 0x3000, 0x4000]
+    assert Runtime.made == [(0, 1, 0), (0, 1, -1), (0, 1, 0), (1, 1, 0)]
+    assert all(map(own_streams.is_ours, (0x1000, 0x4000)))
+    del first
+    assert Model(0, 0, -1).streams == [0x1000, 0x2000]
+    assert len(Runtime.made) == 4
+
+
+def test_where_torch_has_its_own_runtime_the_streams_are_torch_s(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(own_streams, "_spare", {})
+    monkeypatch.setattr(own_streams.ctypes, "CDLL", lambda _: SimpleNamespace())
+    monkeypatch.setattr(torch.cuda, "init", lambda: None)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device, priority: (device, priority))
+    found = own_streams.lend_stream(accelerator(), torch.device("cuda", 0), -1)
+    assert found == (torch.device("cuda", 0), -1)  # type: ignore[comparison-overlap]
+
+
+@pytest.mark.parametrize("here", [0, 1])
+def test_whether_a_call_would_be_captured_is_asked_of_the_model_s_device(
+    here: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    devices = [here]
+
+    @contextmanager
+    def current(device: torch.device) -> Iterator[None]:
+        devices.append(device.index)
+        yield
+        devices.pop()
+
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: devices[-1])
+    monkeypatch.setattr(torch.cuda, "device", current)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: devices[-1] == 1)
+    for index in (0, 1):
+        cuda = accelerator()
+        cuda.torch, cuda.index = torch.device("cuda", index), index
+        assert cuda.is_capturing_here() == (index == 1)
+    assert devices == [here]
+
+
+def test_an_arena_that_is_collected_while_one_is_counted_keeps_nobody_waiting() -> None:
+    account = _Account()
+
+    def collected() -> None:
+        with account._lock:  # the collector runs wherever it likes
+            account.add(-5)
+
+    thread = Thread(target=collected, daemon=True)
+    thread.start()
+    thread.join(10)
+    assert (thread.is_alive(), account.held) == (False, -5)
 
 
 @pytest.mark.parametrize("own", [0, 600])

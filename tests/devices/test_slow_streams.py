@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +15,9 @@ import torch
 
 from tests.support.accelerators import ACCELERATOR, on_accelerator, use_own_stream
 from tests.support.slow_streams import EMULATED, NumberFiles, keep_busy, number, slow_copies
+from weightswap_exporter import export, pack
 from weightswap_runtime import Model, load
+from weightswap_runtime.engines.aten.device import AcceleratedEngine
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*fallback.*:UserWarning"),
@@ -132,6 +135,37 @@ def test_a_call_after_a_commit_waits_for_late_copies(
         output = asked.call(0)
         thread.join()
         assert asked.numbers(output) == [served]
+
+
+class Shifted(torch.nn.Module):
+    """A constant that is no weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = torch.nn.Parameter(torch.ones(()))
+        self.register_buffer("table", torch.arange(64.0), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.scale + self.table
+
+
+@on_accelerator
+@pytest.mark.parametrize("residency", ["single", "double"])
+def test_a_call_waits_for_constants_that_are_late(
+    device: str, residency: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    artifact = export(Shifted(), (torch.zeros(64),), out=tmp_path / "a")
+    file = pack(Shifted(), artifact, out=tmp_path / "v.safetensors").path
+    x = torch.zeros(64, device=device)
+    load(artifact, file, device=device)(x)  # loads kernels, for which the device may have to be idle
+    placed = AcceleratedEngine._placed
+
+    def late(self: AcceleratedEngine, value: torch.Tensor) -> torch.Tensor:
+        keep_busy(BUSY / 3)
+        return placed(self, value)
+
+    monkeypatch.setattr(AcceleratedEngine, "_placed", late)
+    assert torch.equal(load(artifact, file, device=device, residency=residency)(x).cpu(), torch.arange(64.0))
 
 
 @contextmanager

@@ -151,3 +151,21 @@ def test_an_event_is_one_line_whatever_it_is_of() -> None:
     event = Event("refused", EVIL, EVIL, "0" * 64, error=ValueError(EVIL))
     assert str(event) == f"refused for {visible(EVIL)}: {visible(EVIL)}: ValueError: {visible(EVIL)}"
     assert str(event).isprintable()
+
+
+@pytest.mark.parametrize(
+    ("error", "of_device", "memory"),
+    [
+        (RuntimeError("CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(handle)`"), True, False),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), True, True),
+        (RuntimeError("cuDNN error: CUDNN_STATUS_EXECUTION_FAILED"), True, False),
+        (RuntimeError("CUDA driver error: device not ready"), True, False),
+        (torch.AcceleratorError("an illegal memory access was encountered"), True, False),
+        (torch.OutOfMemoryError("CUDA out of memory"), False, True),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes"), False, True),
+        (RuntimeError("The size of tensor a (2) must match the size of tensor b (3)"), False, False),
+        (ValueError("CUDA error: said by somebody else"), False, False),
+    ],
+)
+def test_errors_of_a_device_and_of_memory_are_known(error: Exception, of_device: bool, memory: bool) -> None:
+    assert (errors.is_of_device(error), errors.lacks_memory(error)) == (of_device, memory)

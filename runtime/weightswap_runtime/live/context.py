@@ -169,7 +169,10 @@ class Context(AbstractContextManager["Context"]):
         self._whole = False
         try:
             outputs = bound.run(method, inputs, self._state, chosen)
-        except InputMismatch:  # before anything ran; other refusals are those of a signal handler's own calls
+        except (
+            InputMismatch,
+            Unsupported,
+        ):  # before anything ran; other refusals are those of a signal handler's own calls
             self._whole = True
             raise
         self._made_with, self._variants, self._whole = weights_id, ids, True

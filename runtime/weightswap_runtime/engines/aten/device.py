@@ -71,6 +71,7 @@ class AcceleratedEngine(TorchEngine):
     def bind(self, arena: Arena) -> Bound:
         """As on the CPU; weights in host memory are for trials, and run there."""
         if isinstance(arena, DeviceArena):
+            self._accelerator.wait(self._accelerator.current(), self._ready)  # which calls wait for, with the arena's
             return super().bind(arena)
         assert self._host is not None
         return OnHost(self._host.bind(arena), self._host, self._placed, self._fetched)
@@ -263,14 +264,24 @@ class BoundAccelerated(BoundTorch):
     def run_prologue(self) -> None:
         """After new weights came to the arena: compute what depends on them alone, and capture what was named."""
         super().run_prologue()
-        if self._captures is not None:
-            self._captures.capture_named()
+        self._capture_named()
 
     def copy_prologue_from(self, other: Bound) -> bool:
         """As on the CPU; the other's memory is kept until the copies are done."""
         if isinstance(other, BoundAccelerated):
             other._lend()
-        return super().copy_prologue_from(other)
+        copied = super().copy_prologue_from(other)
+        if copied:
+            self._capture_named()
+        return copied
+
+    def _capture_named(self) -> None:
+        if self._captures is None:
+            return
+        if self._arena.holds_calls:  # which are not to wait for captures, too: one of them will do it
+            self._captures.try_again()
+        else:
+            self._captures.capture_named()
 
     def _run_prologue(self) -> None:
         super()._run_prologue()

@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from functools import cached_property
-from threading import Lock
+from threading import Lock, RLock
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ from .replays import Passing
 _APART = -2  # a priority that torch's own code and most applications do not ask for
 MOST_STREAMS = 32  # torch has no more of one priority
 WARM_UPS = 2  # libraries allocate and choose in first calls, which a capture does not allow
-_capturing = Lock()  # torch's random generator of a device knows of one capture at a time
+_capturing = RLock()  # torch's generator of a device knows of one capture at a time; a signal handler may call a model
 _failed: list[torch.cuda.CUDAGraph] = []  # torch's allocator for the host never stops asking them about streams
 
 

@@ -107,9 +107,13 @@ class Captures:
         self._captured: dict[Hashable, _CapturedCall] = {}
         self._last = device.current()  # the stream of the last replay: one of torch's, which never ends
 
+    def try_again(self) -> None:
+        """Let the next calls capture what could not be for want of memory, or of streams."""
+        self._shapes.try_again()
+
     def capture_named(self) -> None:
         """Capture what other sessions have, and this one has not."""
-        self._shapes.try_again()
+        self.try_again()
         for key, (method, inputs) in list(self._shapes.samples.items()):
             if key not in self._captured and key not in self._shapes.failures:
                 self._capture(key, method, inputs)
@@ -125,9 +129,7 @@ class Captures:
         with self._lock, torch.no_grad():
             self._follow()
             self._lend(captured)
-            for static, value in zip(captured.inputs, inputs, strict=True):
-                if isinstance(value, torch.Tensor):
-                    static.copy_(value)
+            _fill(captured.inputs, inputs)
             captured.replay()
             for index in captured.written:
                 inputs[index].copy_(captured.inputs[index])
@@ -162,6 +164,7 @@ class Captures:
     def _record(self, method: str, inputs: Inputs, last: _LastOperator) -> _CapturedCall:
         self._follow()
         static = [_like(value) for value in inputs]
+        _fill(static, inputs)  # which is refused where elements lie on top of each other
         before = [_version(value) for value in static]
         with last:
             replay, outputs = self._recorder.record(lambda: self._run(method, static))
@@ -170,8 +173,16 @@ class Captures:
 
 
 def _like(value: Any) -> Any:
-    """Zeros in the tensor's layout, as kernels look at that; a value that is no tensor as it is."""
-    return torch.zeros_like(value, requires_grad=False) if isinstance(value, torch.Tensor) else value
+    """Zeros in the tensor's strides, as kernels look at those; a value that is no tensor as it is."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device).zero_()
+
+
+def _fill(static: Inputs, inputs: Inputs) -> None:
+    for target, value in zip(static, inputs, strict=True):
+        if isinstance(value, torch.Tensor):
+            target.copy_(value)
 
 
 def _version(value: Any) -> int:

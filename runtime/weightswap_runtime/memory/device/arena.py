@@ -123,6 +123,11 @@ class Region:
             self._writer = None
             self._written = self.device.mark(stream)
 
+    @property
+    def holds_calls(self) -> bool:
+        """Whether something urgent is being written."""
+        return self._writer is self.device.commits
+
     def stream(self) -> AbstractContextManager[object]:
         """A block whose work is done where that of `writing` is."""
         return self.device.on(self._stream)
@@ -231,7 +236,7 @@ class DeviceArena(Region):
     def digests(self, parts: Sequence[ByteRange]) -> list[bytes] | None:
         """Those of parts of at most a block each; None where the host has another for one of the largest.
 
-        None, too, where there is no memory for them.
+        None, too, where they cannot be computed.
         """
         hasher = self.device.hasher(self.buffer)
         if hasher is None:
@@ -241,9 +246,9 @@ class DeviceArena(Region):
             try:
                 found = hasher.digests(self.buffer, parts)
             except Exception as error:
-                if lacks_memory(error):
-                    return None
-                raise
+                if not lacks_memory(error):  # there may be some the next time
+                    self.device.distrust_hasher(f"{type(error).__name__}: {error}")
+                return None
         index, part = max(enumerate(parts), key=lambda each: each[1].nbytes)
         if found[index] == blake3(self.fetch(*part)).digest():
             return found

@@ -6,7 +6,7 @@ import functools
 import weakref
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from threading import Lock
+from threading import Lock, RLock
 from typing import Any
 
 from weightswap_runtime.errors import MissingExtra, Unsupported
@@ -21,7 +21,9 @@ try:
 except ImportError as error:
     raise MissingExtra("a device other than the CPU", "torch") from error
 
-_LOW, _HIGH = 0, -1  # priorities; torch hands the 32 streams of each out in turn, also to others
+from .own_streams import is_ours, lend_stream
+
+_LOW, _HIGH = 0, -1  # priorities
 _OF_THREADS = {1: "cudaStreamLegacy", 2: "cudaStreamPerThread"}  # handles that mean another stream in another thread
 SPARE = 4  # buffers whose bytes are on their way, beside those that threads fill
 URGENT = 8  # buffers for what calls wait for
@@ -46,7 +48,7 @@ class _Account:
 
     def __init__(self) -> None:
         self.held = self.most = 0
-        self._lock = Lock()
+        self._lock = RLock()  # an arena may be collected while one is counted
 
     def add(self, nbytes: int) -> None:
         with self._lock:
@@ -55,25 +57,23 @@ class _Account:
 
 
 class Accelerator:
-    """One device of torch's current accelerator, for one model: its buffers and streams are nobody else's.
-
-    torch has 32 streams of each priority: with more models than that, some wait for each other.
-    """
+    """One device of torch's current accelerator, for one model: its streams are nobody else's."""
 
     def __init__(self, device: torch.device) -> None:
         self.torch = device
         self.name = str(device)
         self.index = device.index
         self._on_cuda = device.type == "cuda"
-        self._new_stream: Callable[..., torch.Stream] = torch.cuda.Stream if self._on_cuda else torch.Stream
         sleeping = functools.partial(torch.cuda.Event, blocking=True)  # who waits for it needs no processor
         self._new_event: Callable[[], torch.Event] = sleeping if self._on_cuda else torch.Event
-        self.staging = self._new_stream(device, priority=_LOW)
-        self.commits = self._new_stream(device, priority=_HIGH)
+        self.staging, self.commits = (self._new_stream(priority) for priority in (_LOW, _HIGH))
         self._account = _accounts.setdefault(device.index, _Account())
         self._dropped = 0  # bytes that torch's allocator has again, of which it may have given some to the driver
         raw = getattr(torch._C, f"_{device.type}_getCurrentRawStream", None)
         self._raw = raw if self._on_cuda else None
+
+    def _new_stream(self, priority: int) -> torch.Stream:
+        return lend_stream(self, self.torch, priority) if self._on_cuda else torch.Stream(self.torch, priority=priority)
 
     @property
     def capability(self) -> str:
@@ -174,12 +174,12 @@ class Accelerator:
         return int(self._raw(self.index)) if self._raw else self.current().stream_id
 
     def is_foreign(self, stream: Any) -> bool:
-        """Whether a stream is not torch's own, so that it may end at any time, and another have its handle.
+        """Whether a stream is neither torch's nor ours, so that it may end at any time, and another have its handle.
 
         Raises Unsupported for a handle that means another stream in each thread.
         """
-        if not self._on_cuda or not stream.stream_id or stream.stream_id & 1:  # torch's own are odd
-            return False
+        if not self._on_cuda or not stream.stream_id or stream.stream_id & 1 or is_ours(stream.stream_id):
+            return False  # torch's own are odd
         if name := _OF_THREADS.get(stream.cuda_stream):
             raise Unsupported(f"the current stream is {name}, another one in each thread: call in one of torch's")
         return True
@@ -190,8 +190,11 @@ class Accelerator:
             return self.is_capturing_here()
 
     def is_capturing_here(self) -> bool:
-        """As `is_capturing`, of the current stream."""
-        return self._on_cuda and torch.cuda.is_current_stream_capturing()
+        """As `is_capturing`, of the thread's current stream on this device, which may not be the thread's device."""
+        if not self._on_cuda or torch.cuda.current_device() == self.index:
+            return self._on_cuda and torch.cuda.is_current_stream_capturing()
+        with torch.cuda.device(self.torch):
+            return torch.cuda.is_current_stream_capturing()
 
     def mark(self, stream: Any) -> torch.Event:
         """A mark after all that `stream` was asked for."""
