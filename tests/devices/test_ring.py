@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import threading
+import time
 from itertools import pairwise
 from typing import Any
 
@@ -12,7 +13,7 @@ import pytest
 from tests.support.standin import Broken, Memory, StandIn
 from weightswap_runtime.errors import OutOfMemory
 from weightswap_runtime.format.manifest import NamedTensor
-from weightswap_runtime.memory.arena import ArenaLayout, ByteRange, HostArena
+from weightswap_runtime.memory.arena import ArenaLayout, ByteRange, HostArena, allocate, copy_bytes
 from weightswap_runtime.memory.device.arena import DeviceArena, Region, plan_runs
 from weightswap_runtime.memory.device.memory import DeviceMemory
 from weightswap_runtime.memory.device.patch import DevicePatch
@@ -223,6 +224,47 @@ def test_what_lies_on_the_device_moves_in_one_copy() -> None:
         copy_ranges(other, one, [layout().whole], workers, Job())
     assert device.copies == before + 1
     assert other.fetch(0, len(wanted)) == wanted
+
+
+def test_neighbours_of_a_patch_move_in_one_copy() -> None:
+    device, workers = StandIn(0), Workers(2)
+    ring = Ring(device, 4)
+    arena = DeviceArena(device, layout(), ring, serves=True)
+    spans = [Span(512, content(256)), Span(768, content(BUFFER_BYTES, seed=1)), Span(BUFFER_BYTES + 4096, content(100))]
+    with arena.writing():
+        arena.write(0, content(layout().nbytes, seed=2))
+    patch = HostPatch(spans)
+    moved = DevicePatch.of(patch, Region(device, patch.nbytes, ring), workers)
+    before = device.copies
+    with arena.writing():
+        moved.write_to(arena, workers)
+    assert device.copies == before + 2
+    assert all(arena.fetch(offset, len(data)) == data for offset, data in spans)
+
+
+def test_other_threads_go_on_while_bytes_are_copied() -> None:
+    """An assignment between memoryviews would keep the interpreter's lock for as long as it takes."""
+    size, begun, ended = 256 << 20, threading.Event(), threading.Event()
+    target, source = (memoryview(allocate(size)) for _ in range(2))
+    taken: list[float] = []
+
+    def copy() -> None:
+        begun.set()
+        taken.append(time.perf_counter())
+        copy_bytes(target, source)
+        taken.append(time.perf_counter())
+        ended.set()
+
+    thread, seen = threading.Thread(target=copy), list[float]()
+    thread.start()
+    begun.wait()
+    while not ended.is_set():
+        seen.append(time.perf_counter())
+        time.sleep(0.0005)
+    thread.join()
+    begin, end = taken
+    margin = (end - begin) / 5
+    assert any(begin + margin < moment < end - margin for moment in seen)
 
 
 def test_a_patch_is_copied_by_several_threads() -> None:
