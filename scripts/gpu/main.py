@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -60,15 +61,25 @@ def _asked(name: str, names: str) -> bool:
 def _prepare(site: Path) -> None:
     """What the steps' processes find: the sources, and packages that the interpreter lacks."""
     wheels = sorted(Path(os.environ["WHEELS"]).glob("*.whl")) if os.environ.get("WHEELS") else []
-    if wheels:
-        options = ("--quiet", "--no-index", "--no-deps", "--no-compile", "--target", str(site))
-        subprocess.run((sys.executable, "-m", "pip", "install", *options, *map(str, wheels)), check=True, timeout=60)
+    if wheels and not _installed(wheels, site):
+        for wheel in wheels:  # one that is another interpreter's keeps no other away
+            if not _installed([wheel], site):
+                print(f"{wheel.name}: pip does not install it; what needs it is skipped", file=sys.stderr)
     found = [str(path) for path in (ROOT / "exporter", ROOT / "runtime", site)]
     sys.path += found  # to look for packages
     os.environ["PYTHONPATH"] = os.pathsep.join([*found, *filter(None, [os.environ.get("PYTHONPATH")])])
     os.environ["PYTHONUNBUFFERED"] = "1"
     os.environ.pop("TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", None)  # images that set it have other results than the CPU
     os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # the same bits in every stream
+
+
+def _installed(wheels: Sequence[Path], site: Path) -> bool:
+    options = ("--quiet", "--no-index", "--no-deps", "--no-compile", "--target", str(site))
+    command = (sys.executable, "-m", "pip", "install", *options, *map(str, wheels))
+    try:
+        return subprocess.run(command, check=False, timeout=60).returncode == 0
+    except subprocess.TimeoutExpired:
+        return False
 
 
 def _facts() -> dict[str, object] | None:

@@ -45,7 +45,7 @@ def all_steps(out: Path) -> list[list[Step]]:
             marked("slow streams", 150, "tests/devices/test_slow_streams.py"),
             marked("large swaps", 180, "tests/devices/test_large_swaps.py"),
             marked("devices", 180, "tests/devices/test_accelerator.py"),
-            marked("storm", 180, "tests/promises/never_a_mixture/test_storm.py", packages=("onnx", "onnxscript")),
+            marked("storm", 180, "tests/promises/never_a_mixture/test_storm.py"),
             marked("hashing on the device", 120, "tests/devices/test_device_digests.py"),
             marked("models", 150, "tests/zoo/test_zoo.py", packages=("transformers", "xdist"), also=("-n", "6")),
             marked("parity", 120, "tests/exporter/parity/test_compare.py"),

@@ -14,6 +14,14 @@ class Item:
     """What a reference can be watched of."""
 
 
+@pytest.mark.parametrize(("processors", "threads"), [(1, 1), (12, 12), (16, 16), (96, 16)])
+def test_as_many_threads_as_processors_up_to_what_feeds_a_gpu(
+    processors: int, threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(processors)))
+    assert Workers().threads == threads
+
+
 @pytest.mark.usefixtures("_uncollected")
 @pytest.mark.parametrize("in_the_pool", [True, False])
 def test_an_error_of_any_thread_keeps_nothing_of_the_batch(in_the_pool: bool) -> None:
