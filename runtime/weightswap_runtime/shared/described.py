@@ -82,8 +82,7 @@ def named(control: Control, generation: int) -> Named | None:
 
 
 def on_trial(control: Control, trial: int) -> Named | None:
-    """What the word of a trial has named; None once it is over. Where it ends meanwhile, that may be another set: so
-    whoever calls it looks at the word first."""
+    """What the word of a trial has named; None once it is over."""
     text = control.descriptions[trial % 2].read() if trial else None
     found = _named.decode(text) if text else None
     return found if control.trial == trial else None

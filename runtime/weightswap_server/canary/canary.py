@@ -62,7 +62,8 @@ class Canary:
     def __init__(self, staged: Staged | Trial, plan: Plan, tell: Callable[[str, str], None]) -> None:
         """staged: in a worker, the trial of what its keeper has staged.
 
-        tell: called with "errors", "compared" or "differing" and the weights id, for metrics. Raises Unsupported."""
+        tell: called with "errors", "compared" or "differing" and the weights id, for metrics. Raises Unsupported.
+        """
         check_plan(plan)
         self.staged, self.plan = staged, plan
         self.weights_id = staged.weights_id
@@ -95,7 +96,7 @@ class Canary:
         (self.canary if by_canary else self.served).answered(seconds)
         with self._changed:
             if len(self._waiting) >= _WAITING:
-                self.differences.skipped += 1
+                self.differences.skip()
             elif not self._closed:
                 self._waiting.append((method, flat, answer, by_canary))
                 self._changed.notify()

@@ -127,6 +127,11 @@ class Differences:
             self._differing.append(differs)
         return differs
 
+    def skip(self) -> None:
+        """An answer was left out."""
+        with self._lock:
+            self.skipped += 1
+
     def take(self) -> Compared:
         """As a side's."""
         with self._lock:

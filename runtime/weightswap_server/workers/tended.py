@@ -46,7 +46,8 @@ class Child:
         pass_on: Callable[[bytes], object] = lambda _: None,
     ) -> None:
         """processes: of all. timeout: seconds of silence after which it is killed; 0: it never is. pass_on: takes what
-        is for the keeper."""
+        is for the keeper.
+        """
         self._name, self._task, self._totals, self._timeout = task.name, task, totals, timeout
         self._processes, self._pass_on = processes, pass_on
         self._writer: asyncio.StreamWriter | None = None
