@@ -376,7 +376,7 @@ numbers = st.lists(st.floats(width=32) | st.just(0.0), min_size=4, max_size=4)
 def test_differences(one: list[float], other: list[float]) -> None:
     first, second = np.asarray(one, np.float32), np.asarray(other, np.float32)
     found = Differences(0.01)
-    differs = found.add([("y", array_content(first))], [("y", array_content(second))])
+    differs = found.compare([("y", array_content(first))], [("y", array_content(second))])
     assert differs == (not np.array_equal(first, second, equal_nan=True) and found.max_rel > 0.01)
     if np.isfinite(first).all() and np.isfinite(second).all():
         assert found.max_abs == np.abs(first.astype(np.float64) - second.astype(np.float64)).max()
@@ -396,4 +396,4 @@ def test_differences(one: list[float], other: list[float]) -> None:
     ],
 )
 def test_answers_that_differ(one: Any, other: Any, differs: bool) -> None:
-    assert Differences(0.01).add([("y", array_content(one))], [("y", array_content(other))]) == differs
+    assert Differences(0.01).compare([("y", array_content(one))], [("y", array_content(other))]) == differs

@@ -7,15 +7,17 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
+from weightswap_runtime.errors import StageClosed
 from weightswap_runtime.format.identity import Identity
 from weightswap_runtime.format.manifest import NamedTensor
 from weightswap_runtime.live.gate import Version
@@ -24,9 +26,10 @@ from weightswap_runtime.live.residency.double import Double
 from weightswap_runtime.live.session import Session
 from weightswap_runtime.memory.arena import Arena, ArenaLayout, HostArena
 from weightswap_runtime.shared.control import Control
-from weightswap_runtime.shared.described import described
+from weightswap_runtime.shared.described import Named, described, on_trial
 from weightswap_runtime.shared.keeper import KeeperGate, KeptMemory
 from weightswap_runtime.shared.segment import Segment
+from weightswap_runtime.shared.trial import announce
 from weightswap_runtime.shared.worker import MappedMemory, WorkerGate
 from weightswap_runtime.staging.request import Contents
 from weightswap_runtime.threads.claims import Claim
@@ -73,16 +76,36 @@ class BareKeeper:
             assert found is not None
             self.gate.adopt(self.residency.adopt(generation, found.identity, None))
 
-    def swap(self, timeout: float | None = 10.0) -> int:
-        """Put the next generation in."""
-        generation = 0 if self.gate.current is None else self.gate.current.generation + 1
+    @property
+    def next(self) -> int:
+        """The generation of the next commit."""
+        return 0 if self.gate.current is None else self.gate.current.generation + 1
+
+    def stage(
+        self, number: int, timeout: float | None = 10.0, meanwhile: Callable[[], None] = lambda: None
+    ) -> StagedSet:
+        """Write a set into the idle arena; `meanwhile` is called when a part of it lies there."""
         with self.residency.target(timeout, Job()) as (target, _):
             values = numbers(target)
             for start in range(0, len(values), 1 << 12):  # in pieces, as a file comes
-                values[start : start + (1 << 12)] = generation
-        identity = Identity(f"weights {generation}", {}, {})
-        self.residency.commit(StagedSet(Contents(identity, "full", "nowhere"), target), None, lambda: None)
-        return generation
+                values[start : start + (1 << 12)] = number
+                if not start:
+                    meanwhile()
+        return StagedSet(Contents(Identity(f"weights {number}", {}, {}), "full", "nowhere"), target)
+
+    def try_out(self, number: int, timeout: float | None = 10.0) -> StagedSet:
+        """Stage a set, and let workers call it."""
+        staged = self.stage(number, timeout)
+        announce(self.control, staged.contents.identity)
+        return staged
+
+    def commit(self, staged: StagedSet) -> int:
+        """Serve what was staged; its generation."""
+        return self.residency.commit(staged, None, lambda: None).version.generation
+
+    def swap(self, timeout: float | None = 10.0) -> int:
+        """Put the next generation in."""
+        return self.commit(self.stage(self.next, timeout))
 
 
 class BareWorker:
@@ -91,7 +114,7 @@ class BareWorker:
     gate_class: type[WorkerGate] = WorkerGate
 
     def __init__(self, segment: Segment, slot: int) -> None:
-        control = Control(segment.control)
+        self.control = control = Control(segment.control)
         control.take_slot(slot, os.getpid())
         layout, memory = ArenaLayout(WEIGHTS), MappedMemory(segment)
         self.gate = self.gate_class(control, slot)
@@ -107,6 +130,25 @@ class BareWorker:
         finally:
             self.gate.release(version.session, lease)
 
+    @contextmanager
+    def trial(self, found: tuple[int, Named] | None = None) -> Iterator[Version[Session]]:
+        """A block with a lease of what is on trial, or was when it was found. Raises StageClosed."""
+        word, known = found or self.find_trial()
+        lease = Claim()
+        leased = self.gate.acquire_trial(word, lease)
+        try:
+            yield Version(leased, int(known.weights_id.split()[1]), known.identity)
+        finally:
+            self.gate.release(leased, lease)
+
+    def find_trial(self) -> tuple[int, Named]:
+        """What is on trial. Raises StageClosed."""
+        word = self.control.trial
+        known = on_trial(self.control, word)
+        if known is None:
+            raise StageClosed("nothing is on trial")
+        return word, known
+
 
 def is_whole(version: Version[Session]) -> bool:
     """Whether what lies there is what was promised."""
@@ -116,9 +158,16 @@ def is_whole(version: Version[Session]) -> bool:
 
 
 def _keep(segment: Segment, log: int) -> None:
-    keeper = BareKeeper(segment)
+    keeper, dice = BareKeeper(segment), random.Random()
     while True:
-        generation = keeper.swap()
+        for _ in range(dice.randrange(3)):  # on trial, and given up
+            keeper.try_out(-time.monotonic_ns())
+            time.sleep(dice.uniform(0, 0.002))
+            if dice.random() < 0.5:
+                keeper.control.end_trial()
+        staged = keeper.try_out(keeper.next)
+        time.sleep(dice.uniform(0, 0.002))
+        generation = keeper.commit(staged)
         os.write(log, json.dumps(["commit", time.monotonic(), generation]).encode() + b"\n")
 
 
@@ -131,6 +180,9 @@ def _work(segment: Segment, slot: int, log: int) -> None:
         with worker.call() as version:
             whole = is_whole(version) and is_whole(version)
         os.write(log, json.dumps(["call" if whole else "mixed", begun, version.generation]).encode() + b"\n")
+        with suppress(StageClosed), worker.trial() as version:
+            whole = is_whole(version) and is_whole(version)
+            os.write(log, json.dumps(["trial" if whole else "mixed", begun, version.generation]).encode() + b"\n")
 
 
 def main(role: str, descriptors: str, slot: str, path: str) -> None:

@@ -6,6 +6,10 @@ To enter, a worker reads the word, holds the parity in its slot, and reads the w
 and begins anew. The keeper writes to the arena of a parity, and what describes it, once no slot holds that parity, and
 then stores the word. A store that a processor delays would break both, so that the keeper has all of them catch up
 after each store of the word (`fences`).
+
+A staged set in the other arena may be on trial. A second word says so, which is never the same for two trials, and ends
+in the parity. To call it, a worker that has found it holds the parity, and reads that word again: if it has moved, the
+trial is over. The keeper sets it to 0 before it looks who holds the arena, and before it commits.
 """
 
 from __future__ import annotations
@@ -21,7 +25,7 @@ _PAGE: Final = 4096
 _SLOT: Final = 256  # bytes: a cache line for each of its words
 _HISTORY: Final = 1 << 20
 _LABELS: Final = 1 << 20
-_WORD, _WORKERS, _UNLOADED = 8, 16, 17  # where they are, in words of 8 bytes
+_WORD, _WORKERS, _UNLOADED, _TRIAL, _TRIALS = 8, 16, 17, 24, 25  # where they are, in words of 8 bytes
 _PID, _HOLDS, _UNFENCED = 0, (8, 16), 24
 
 
@@ -78,6 +82,24 @@ class Control:
         """Serve a generation: who enters from now on gets it."""
         self._words[_WORD] = generation + 1
         self.fence()
+
+    @property
+    def trial(self) -> int:
+        """The word of what is on trial; 0: nothing is."""
+        return int(self._words[_TRIAL])
+
+    def begin_trial(self, parity: int) -> None:
+        """Let workers call what lies in the arena of a parity, and is described."""
+        self._words[_TRIALS] += 1
+        self.fence()  # what lies there is seen before the word
+        self._words[_TRIAL] = 2 * self._words[_TRIALS] + parity
+        self.fence()
+
+    def end_trial(self) -> None:
+        """Nobody begins to call that from now on."""
+        if self._words[_TRIAL]:
+            self._words[_TRIAL] = 0
+            self.fence()
 
     def fence(self) -> None:
         """Let what all processes have stored be seen by all."""

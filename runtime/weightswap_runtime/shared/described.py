@@ -15,13 +15,14 @@ from .control import Control
 
 
 class Described(msgspec.Struct, frozen=True):
-    """A generation, and which weights it is."""
+    """A generation, and which weights it is. `terms`: of their trial, as whoever began it has written them."""
 
     generation: int
     weights_id: str
     labels: Mapping[str, str]
     digests: Mapping[str, tuple[bytes, ...]] = {}
     nonfinite: Mapping[str, Counts] = {}
+    terms: bytes = b""
 
     @property
     def identity(self) -> Identity:
@@ -34,6 +35,7 @@ class Named(msgspec.Struct, frozen=True):
     generation: int
     weights_id: str
     labels: Mapping[str, str]
+    terms: bytes = b""
 
     @property
     def identity(self) -> Identity:
@@ -51,10 +53,10 @@ _history = msgspec.msgpack.Decoder(_History)
 _encoder = msgspec.msgpack.Encoder()
 
 
-def describe(control: Control, generation: int, identity: Identity) -> None:
+def describe(control: Control, generation: int, identity: Identity, terms: bytes = b"") -> None:
     """Say what lies in the arena of a generation. Raises WeightFileError where that takes too much room."""
     text = _encoder.encode(
-        Described(generation, identity.weights_id, identity.labels, identity.digests, identity.nonfinite)
+        Described(generation, identity.weights_id, identity.labels, identity.digests, identity.nonfinite, terms)
     )
     place = control.descriptions[generation % 2]
     if len(text) > place.most:
@@ -77,6 +79,13 @@ def named(control: Control, generation: int) -> Named | None:
     text = control.descriptions[generation % 2].read()
     found = _named.decode(text) if text else None
     return found if found is not None and found.generation == generation else None
+
+
+def on_trial(control: Control, trial: int) -> Named | None:
+    """What the word of a trial has named; None once it is over."""
+    text = control.descriptions[trial % 2].read() if trial else None
+    found = _named.decode(text) if text else None
+    return found if control.trial == trial else None
 
 
 def write_history(control: Control, receipts: Iterable[SwapReceipt]) -> None:

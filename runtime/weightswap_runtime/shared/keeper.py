@@ -110,6 +110,7 @@ class KeeperGate(Gate[Session]):
     def __init__(self, control: Control) -> None:
         super().__init__()
         self._control = control
+        control.end_trial()  # what an earlier keeper had staged is nobody's
 
     def wait_idle(self, session: Session, timeout: float | None, check: Callable[[], None] = lambda: None) -> None:
         """As others', for the leases of workers, too. Raises LeaseTimeout with the workers' numbers."""
@@ -118,6 +119,7 @@ class KeeperGate(Gate[Session]):
         self._await_workers(deadline, check)
 
     def _await_workers(self, deadline: float, check: Callable[[], None]) -> None:
+        self._control.end_trial()
         while holders := self._control.holders(self._idle_parity):
             if time.monotonic() >= deadline:
                 raise LeaseTimeout(
@@ -140,6 +142,7 @@ class KeeperGate(Gate[Session]):
 
     def exchange(self, version: Version[Session]) -> float:
         """Serve a version, in all workers. Who begins a call after this gets it."""
+        self._control.end_trial()
         describe(self._control, version.generation, version.identity)
         seconds = super().exchange(version)
         self._control.commit(version.generation)

@@ -10,7 +10,7 @@ from functools import partial, partialmethod
 from typing import Any, NoReturn
 
 from weightswap_runtime.engines.choosing import open_engine
-from weightswap_runtime.errors import ModelFailed, Unsupported
+from weightswap_runtime.errors import ModelFailed, StageClosed, Unsupported
 from weightswap_runtime.format.artifact import Artifact
 from weightswap_runtime.live.events import Event, EventKind
 from weightswap_runtime.live.gate import Gate, Version
@@ -25,9 +25,10 @@ from weightswap_runtime.threads.claims import POLL_SECONDS, Claim
 from weightswap_runtime.threads.ending import Background
 
 from .control import Control
-from .described import named, read_history
+from .described import named, on_trial, read_history
 from .keeper import OPTIONS
 from .segment import Segment, map_read_only
+from .trial import Trial
 
 _RECEIPT = 1.0  # seconds for which a commit's receipt is waited for: a keeper may be killed before it writes it
 
@@ -91,6 +92,24 @@ class WorkerGate(Gate[Session]):
             finally:
                 self._let_go(parity)  # unless it has a lease now
 
+    def acquire_trial(self, trial: int, lease: Claim) -> Session:
+        """Lease what the word of a trial has named. Raises StageClosed once that is over."""
+        parity = trial % 2
+        with self._lock:
+            between()
+            self._control.hold(self._slot, parity)
+            try:
+                if self._trial_over(trial):
+                    raise StageClosed("what was on trial was committed or discarded; the served weights answer")
+                self.acquire_session(self._sessions[parity], lease)
+            finally:
+                self._let_go(parity)  # unless it has a lease now
+        return self._sessions[parity]
+
+    def _trial_over(self, trial: int) -> bool:
+        """As `_moved`, of the word of a trial."""
+        return self._control.trial != trial
+
     def release(self, session: Session, lease: Claim) -> None:
         super().release(session, lease)
         with self._lock:
@@ -143,8 +162,14 @@ class WorkerModel(Model):
 
     def begin(self, gate: WorkerGate, control: Control) -> None:
         """Tell listeners of commits from now on. Those that it began with are not told."""
+        self._leasing, self._control = gate, control
         self._noticing = Noticing(gate, control, self._store, self.graph_id)
         weakref.finalize(self, self._noticing.end).atexit = False
+
+    def find_trial(self, word: int) -> Trial | None:
+        """What is on trial where the control page has this word, or None."""
+        found = on_trial(self._control, word)
+        return Trial(self._methods, self._leasing, word, found) if found is not None else None
 
     def close(self) -> None:
         self._noticing.stop()

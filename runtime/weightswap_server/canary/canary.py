@@ -6,16 +6,21 @@ import time
 from collections import deque
 from collections.abc import Callable
 from threading import Condition, Lock, Thread
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import msgspec
 
 from weightswap_runtime.errors import StageClosed, Unsupported
-from weightswap_runtime.live.staged import Staged
 from weightswap_server.errors import log
 from weightswap_server.methods import Flat, Method
 from weightswap_server.protocol.tensors_on_the_wire import Answer
 
-from .measuring import MEASURED, Differences, Side, has_nonfinite, ratio
+from .measuring import MEASURED, Answers, Compared, Differences, Side, has_nonfinite, ratio
 from .rule import Rule
+
+if TYPE_CHECKING:
+    from weightswap_runtime.live.staged import Staged
+    from weightswap_runtime.shared.trial import Trial
 
 HEADER = "x-weightswap-canary"
 DEFAULT_ABORT = "errors > served_errors + 0.01 or nonfinite > served_nonfinite + 0.01"
@@ -43,11 +48,22 @@ def check_plan(plan: Plan) -> None:
             Rule(rule, MEASURED)
 
 
+class Measured(msgspec.Struct, frozen=True):
+    """What one process has measured of a canary."""
+
+    served: Answers
+    canary: Answers
+    differences: Compared
+
+
 class Canary:
     """Staged weights that answer some requests. Its errors are nobody else's: the served weights answer, then."""
 
-    def __init__(self, staged: Staged, plan: Plan, tell: Callable[[str, str], None]) -> None:
-        """tell: called with "errors", "compared" or "differing" and the weights id, for metrics. Raises Unsupported."""
+    def __init__(self, staged: Staged | Trial, plan: Plan, tell: Callable[[str, str], None]) -> None:
+        """staged: in a worker, the trial of what its keeper has staged.
+
+        tell: called with "errors", "compared" or "differing" and the weights id, for metrics. Raises Unsupported.
+        """
         check_plan(plan)
         self.staged, self.plan = staged, plan
         self.weights_id = staged.weights_id
@@ -80,7 +96,7 @@ class Canary:
         (self.canary if by_canary else self.served).answered(seconds)
         with self._changed:
             if len(self._waiting) >= _WAITING:
-                self.differences.skipped += 1
+                self.differences.skip()
             elif not self._closed:
                 self._waiting.append((method, flat, answer, by_canary))
                 self._changed.notify()
@@ -92,6 +108,16 @@ class Canary:
                 self.canary.failed()
                 self._tell("errors", self.weights_id)
             log.warning("the canary %s has failed, and the served weights answer: %s", self.weights_id[:12], error)
+
+    def take(self) -> Measured:
+        """What was measured since the last time, for another process's canary of the same weights."""
+        return Measured(self.served.take(), self.canary.take(), self.differences.take())
+
+    def add(self, taken: Measured) -> None:
+        """Count what another process has measured."""
+        self.served.add(taken.served)
+        self.canary.add(taken.canary)
+        self.differences.add(taken.differences)
 
     def values(self) -> dict[str, float | None]:
         """What rules are about."""
@@ -141,7 +167,7 @@ class Canary:
             self.canary.answered(time.perf_counter() - began)
         self.canary.looked_at(has_nonfinite(outputs))
         self._tell("compared", self.weights_id)
-        if self.differences.add(answer.outputs, outputs):
+        if self.differences.compare(answer.outputs, outputs):
             self._tell("differing", self.weights_id)
 
 

@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Sequence
 from threading import Lock
 
+import msgspec
 import numpy as np
 
 from weightswap_runtime.tensors.content import TensorBytes, as_array
@@ -19,6 +20,26 @@ MEASURED = frozenset(
         *("p50_ratio", "p99_ratio", "compared", "differing", "max_abs", "max_rel"),
     }
 )
+
+
+class Answers(msgspec.Struct, frozen=True):
+    """What a side has measured since it was last taken."""
+
+    requests: int
+    errors: int
+    seconds: list[float]
+    failed: list[bool]
+    nonfinite: list[bool]
+
+
+class Compared(msgspec.Struct, frozen=True):
+    """The same of differences."""
+
+    compared: int
+    skipped: int
+    max_abs: float
+    max_rel: float
+    differing: list[bool]
 
 
 class Side:
@@ -48,6 +69,25 @@ class Side:
         with self._lock:
             self._nonfinite.append(nonfinite)
 
+    def take(self) -> Answers:
+        """What was measured, which this side then forgets: it is another's."""
+        with self._lock:
+            lasting = list(self._seconds), list(self._failed), list(self._nonfinite)
+            taken = Answers(self.requests, self.errors, *lasting)
+            self.requests = self.errors = 0
+            for each in (self._seconds, self._failed, self._nonfinite):
+                each.clear()
+        return taken
+
+    def add(self, taken: Answers) -> None:
+        """What another process has measured."""
+        with self._lock:
+            self.requests += taken.requests
+            self.errors += taken.errors
+            self._seconds.extend(taken.seconds)
+            self._failed.extend(taken.failed)
+            self._nonfinite.extend(taken.nonfinite)
+
     def values(self, prefix: str) -> dict[str, float | None]:
         """Rates, and latencies as soon as there are any."""
         with self._lock:
@@ -75,7 +115,7 @@ class Differences:
         self._differing: deque[bool] = deque(maxlen=LAST)
         self._lock = Lock()
 
-    def add(self, served: Outputs, canary: Outputs) -> bool:
+    def compare(self, served: Outputs, canary: Outputs) -> bool:
         """Compare the answers to one request; whether they differ."""
         found = [_difference(one, other) for (_, one), (_, other) in zip(served, canary, strict=True)]
         largest = max((each[0] for each in found), default=0.0)
@@ -86,6 +126,28 @@ class Differences:
             self.max_abs, self.max_rel = max(self.max_abs, largest), max(self.max_rel, relative)
             self._differing.append(differs)
         return differs
+
+    def skip(self) -> None:
+        """An answer was left out."""
+        with self._lock:
+            self.skipped += 1
+
+    def take(self) -> Compared:
+        """As a side's."""
+        with self._lock:
+            taken = Compared(self.compared, self.skipped, self.max_abs, self.max_rel, list(self._differing))
+            self.compared = self.skipped = 0
+            self.max_abs = self.max_rel = 0.0
+            self._differing.clear()
+        return taken
+
+    def add(self, taken: Compared) -> None:
+        """As a side's."""
+        with self._lock:
+            self.compared += taken.compared
+            self.skipped += taken.skipped
+            self.max_abs, self.max_rel = max(self.max_abs, taken.max_abs), max(self.max_rel, taken.max_rel)
+            self._differing.extend(taken.differing)
 
     def values(self) -> dict[str, float | None]:
         with self._lock:

@@ -12,9 +12,8 @@ from concurrent.futures import Future
 from threading import Condition, Thread
 from typing import Any
 
+from weightswap_runtime.live.calling import Caller
 from weightswap_runtime.live.model import Model
-from weightswap_runtime.live.pinned import Pinned
-from weightswap_runtime.live.staged import Staged
 from weightswap_runtime.tensors.content import TensorBytes
 from weightswap_server.canary.canary import Canary
 from weightswap_server.errors import NotReady, Overloaded, UnknownModel
@@ -216,7 +215,7 @@ class ModelThread:
             self._quick[method] = max(known, nbytes)
 
 
-def _call(session: Pinned | Staged, calls: Sequence[Call], generation: int | None, weights_id: str) -> list[Answer]:
+def _call(session: Caller, calls: Sequence[Call], generation: int | None, weights_id: str) -> list[Answer]:
     """One call for all of them."""
     method = calls[0].method
     if len(calls) == 1:

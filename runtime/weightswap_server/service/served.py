@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -21,6 +22,7 @@ from .metrics import ServerMetrics
 
 if TYPE_CHECKING:
     from weightswap_runtime.shared.control import Control
+    from weightswap_runtime.shared.trial import Trial
 
     from .traces import Traces
 
@@ -52,7 +54,8 @@ class Served:
         self.canary: Canary | None = None
         self.warm = False
         self.switch: Switch | Control = Switch()  # the latter is one of several processes
-        self.by_workers = False  # whether it is other processes that answer
+        self.announce: Callable[[Canary | None], object] = lambda _: None  # to other processes, where those answer
+        self.look: Callable[[], object] = lambda: None  # whether another process has announced one
         self._settings = settings
         if settings.max_batch > 1:
             self._batch()
@@ -71,25 +74,35 @@ class Served:
 
     def start_canary(self, staged: Staged, plan: Plan) -> Canary:
         """Let what is staged answer some requests. Raises Unsupported where it cannot."""
-        if self.by_workers:
-            raise Unsupported(f"{self.name}: a canary: its workers cannot do that; serve without --workers")
         if self.generates:
             raise Unsupported(f"{self.name}: generates, and each generation stays on the weights that it began with")
         if self.model.residency != "double":
             raise Unsupported(f"{self.name}: a canary needs both sets in memory: residency double, not single")
         if self.model.weights_id is None:
             raise Unsupported(f"{self.name}: serves nothing yet, which a canary could be compared with; commit it")
+        canary = self.try_out(staged, plan)
+        try:
+            self.announce(canary)
+        except BaseException:
+            self.end_canary()
+            raise
+        return canary
+
+    def try_out(self, staged: Staged | Trial, plan: Plan) -> Canary:
+        """As `start_canary`, where that was allowed and announced."""
         self.canary = Canary(staged, plan, partial(self._metrics.tried, self.name))
         return self.canary
 
     def end_canary(self) -> None:
         """Nothing more goes to what is staged."""
         if self.canary is not None:
+            self.announce(None)
             self.canary.close()
             self.canary = None
 
     def choose(self, version: str, wish: str) -> Canary | None:
         """Whose the next request is: the canary's, or the served weights'."""
+        self.look()
         canary = self.canary
         return canary if canary is not None and not version and canary.answers_next(wish) else None
 

@@ -14,7 +14,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext, suppress
 from functools import partial
 from queue import SimpleQueue
@@ -39,6 +39,7 @@ from weightswap_server.settings import Settings
 from weightswap_server.signed_weights import requires
 
 from .totals import Role
+from .trials import KeeperTrials, WorkerTrials
 
 TELLS = 1.0  # seconds between two times that a child tells its metrics
 _WARM = 60.0  # seconds for which a worker that joins waits until it is warm
@@ -62,10 +63,11 @@ class Task(msgspec.Struct, frozen=True, kw_only=True):
 class Word(msgspec.Struct, frozen=True):
     """What a child says to its manager, and, as "total" and "processes", asks. One that is not "alive" for long hangs.
 
-    text: as "alive" a `Process`; "metrics" and "total" are as Prometheus reads them; "processes" are those of all.
+    text: as "alive" a `Process`; "metrics" and "total" are as Prometheus reads them; "processes" are those of all;
+    "tried" is a `Tried`, which the manager passes on to the keeper.
     """
 
-    kind: Literal["ready", "failed", "alive", "metrics", "total", "processes"]
+    kind: Literal["ready", "failed", "alive", "metrics", "total", "processes", "tried"]
     text: str = ""
 
 
@@ -76,6 +78,7 @@ class Line:
         self._stream = socket.socket(fileno=descriptor).makefile("rwb")
         self.task = msgspec.json.decode(self._stream.readline(), type=Task)
         self.closed = Event()
+        self.on_tried: Callable[[str], object] = lambda _: None
         self._sending = Lock()
         self._asking = Lock()
         self._answers: SimpleQueue[str] = SimpleQueue()
@@ -87,7 +90,8 @@ class Line:
     def _listen(self) -> None:
         with suppress(OSError, msgspec.DecodeError):
             while raw := self._stream.readline():
-                self._answers.put(msgspec.json.decode(raw, type=Word).text)
+                word = msgspec.json.decode(raw, type=Word)
+                (self.on_tried if word.kind == "tried" else self._answers.put)(word.text)
         self._answers.put("")
         self.closed.set()
 
@@ -118,8 +122,8 @@ def _keep(line: Line) -> None:
     models = {name: keep(source.artifact, task.segments[name], admit) for name, source in task.sources.items()}
     service = Service(models, task.settings)
     for served in service.served:
-        served.by_workers = True
         served.switch = Control(task.segments[served.name].control)
+    line.on_tried = KeeperTrials(service.served).heard
     service.all_metrics = lambda: line.total(service.metrics.text())
     service.load_metrics = lambda: text_string_to_metric_families(service.all_metrics().decode())
     service.processes = line.processes
@@ -145,6 +149,7 @@ def _serve(line: Line) -> None:
     server = Server(models, task.settings, listener=socket.socket(fileno=task.listener))
     for served in server.service.served:
         served.switch = Control(task.segments[served.name].control)
+    trials = WorkerTrials(server.service.served)
     own = server.service.metrics.text
     server.service.all_metrics = lambda: line.total(own())
     server.on_listening(partial(line.say, Word("ready")))
@@ -153,7 +158,7 @@ def _serve(line: Line) -> None:
     gc.freeze()
     turned = Event()
     server.on_listening(lambda: _turn(asyncio.get_running_loop(), turned))
-    Thread(target=_tell, args=(line, server, turned), name="weightswap-telling", daemon=True).start()
+    Thread(target=_tell, args=(line, server, turned, trials), name="weightswap-telling", daemon=True).start()
     server.run()
 
 
@@ -172,11 +177,13 @@ def _await_warm(server: Server) -> None:
         time.sleep(0.01)
 
 
-def _tell(line: Line, server: Server, turned: Event) -> None:
+def _tell(line: Line, server: Server, turned: Event, trials: WorkerTrials) -> None:
     """In a thread, as the manager may let one wait."""
     while not line.closed.wait(TELLS):
         _say_how(line, server.service, turned.is_set())
         turned.clear()
+        for text in trials.told():
+            line.say(Word("tried", text))
     server.stop()
 
 

@@ -110,7 +110,8 @@ class Workers:
         def processes() -> list[Process]:
             return [child.process for child in (keeper, *workers)]
 
-        keeper, *workers = (Child(task, totals, processes, self._timeout) for task in tasks)
+        keeper = Child(tasks[0], totals, processes, self._timeout)
+        workers = [Child(task, totals, processes, self._timeout, keeper.tell) for task in tasks[1:]]
         self._serving = asyncio.create_task(self._serve(keeper, workers))
         with signals(asyncio.get_running_loop(), self.stop):
             try:

@@ -37,10 +37,20 @@ class ChildFailed(WeightswapError):
 class Child:
     """One of the processes, and those that take its place."""
 
-    def __init__(self, task: Task, totals: Totals, processes: Callable[[], list[Process]], timeout: float) -> None:
-        """processes: of all. timeout: seconds of silence after which it is killed; 0: it never is."""
+    def __init__(
+        self,
+        task: Task,
+        totals: Totals,
+        processes: Callable[[], list[Process]],
+        timeout: float,
+        pass_on: Callable[[bytes], object] = lambda _: None,
+    ) -> None:
+        """processes: of all. timeout: seconds of silence after which it is killed; 0: it never is. pass_on: takes what
+        is for the keeper.
+        """
         self._name, self._task, self._totals, self._timeout = task.name, task, totals, timeout
-        self._processes = processes
+        self._processes, self._pass_on = processes, pass_on
+        self._writer: asyncio.StreamWriter | None = None
         self._said = self._begun(0)
         self._spoken: bool | None = None  # since the last look; None until it is ready
         self._ready: asyncio.Future[str] = asyncio.get_running_loop().create_future()
@@ -99,6 +109,7 @@ class Child:
         self._said = self._begun(process.pid)
         reader, writer = await asyncio.open_connection(sock=ours, limit=_LINE)
         writer.write(msgspec.json.encode(self._task) + b"\n")
+        self._writer = writer
         hearing = asyncio.create_task(self._hear(process.pid, reader, writer))
         looking = asyncio.create_task(self._look_after(process))
         try:
@@ -108,6 +119,7 @@ class Child:
             await asyncio.wait([hearing], timeout=1)  # its last words
             hearing.cancel()
             looking.cancel()
+            self._writer = None
             writer.close()
             self._totals.end(process.pid)
             self._let_go()
@@ -148,6 +160,8 @@ class Child:
                     self._said = msgspec.structs.replace(
                         msgspec.json.decode(word.text, type=Process), since=self._said.since, heard=time.time()
                     )
+                elif word.kind == "tried":
+                    self._pass_on(raw)
                 elif word.kind == "processes":
                     found = msgspec.json.encode([each for each in self._processes() if each.pid]).decode()
                     writer.write(msgspec.json.encode(Word("processes", found)) + b"\n")
@@ -155,6 +169,11 @@ class Child:
                     self._totals.tell(pid, self._task.role, word.text)
                 if word.kind == "total":
                     writer.write(msgspec.json.encode(Word("total", self._totals.text())) + b"\n")
+
+    def tell(self, raw: bytes) -> None:
+        """Send it a word, unless it reads none."""
+        if self._writer is not None and self._writer.transport.get_write_buffer_size() < _LINE:
+            self._writer.write(raw)
 
     def _tell_ready(self, text: str) -> None:
         if not self._ready.done():

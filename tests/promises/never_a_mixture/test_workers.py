@@ -94,7 +94,9 @@ def test_a_storm_of_commits_and_kills(tmp_path: Path, seconds: float) -> None:
         _lines(tmp_path, "worker"),
         sorted((when, number) for _, when, number in _lines(tmp_path, "keeper")),
     )
-    assert [call for call in calls if call[0] != "call"] == []
+    assert [call for call in calls if call[0] == "mixed"] == []
+    trials = [call for call in calls if call[0] == "trial"]
+    calls = [call for call in calls if call[0] == "call"]
     times = [when for when, _ in commits]
     late = [call for call in calls if (before := bisect_left(times, call[1])) and call[2] < commits[before - 1][1]]
     assert late == []  # a call that began after a commit had returned had those weights, or later ones
@@ -104,4 +106,5 @@ def test_a_storm_of_commits_and_kills(tmp_path: Path, seconds: float) -> None:
     assert min(crew.kills.values()) > 0
     assert len(calls) > 100 * seconds
     assert len(commits) > 10 * seconds
-    print(f"{len(calls)} calls, {len(commits)} commits, {crew.kills} kills")
+    assert len({number for _, _, number in trials}) > 10 * seconds
+    print(f"{len(calls)} calls, {len(trials)} of sets on trial, {len(commits)} commits, {crew.kills} kills")

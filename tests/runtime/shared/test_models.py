@@ -18,12 +18,16 @@ from weightswap_runtime.errors import (
     LeaseTimeout,
     NothingToRollBack,
     OutOfMemory,
+    StageClosed,
     Unsupported,
     WeightsMismatch,
 )
+from weightswap_runtime.live.staged import Staged
 from weightswap_runtime.memory import available as memory
+from weightswap_runtime.shared.control import Control
 from weightswap_runtime.shared.keeper import keep
 from weightswap_runtime.shared.segment import Segment
+from weightswap_runtime.shared.trial import begin_trial
 from weightswap_runtime.shared.worker import WorkerModel, join
 
 
@@ -65,6 +69,33 @@ def test_a_commit_is_served_by_all(shared: Shared, weight_file: WriteWeights) ->
             assert serves(worker, seed)
     keeper.rollback()
     assert all(serves(worker, 2) for worker in workers)
+
+
+def test_workers_call_what_is_on_trial(shared: Shared, weight_file: WriteWeights) -> None:
+    keeper, workers, segment = shared
+    keeper.swap(weight_file(1))
+    control = Control(segment.control)
+    for ends in (Staged.discard, Staged.commit):
+        staged = keeper.stage(weight_file(2))
+        word = begin_trial(control, staged, b"terms")
+        trials = [trial for worker in workers if (trial := worker.find_trial(word)) is not None]
+        assert [(trial.weights_id, trial.terms) for trial in trials] == 2 * [(staged.weights_id, b"terms")]
+        for trial, worker in zip(trials, workers, strict=True):
+            assert torch.equal(trial(X), TinyArtifact.eager(2, X))
+            assert serves(worker, 1)
+        again = begin_trial(control, staged)
+        assert [worker.find_trial(word) for worker in workers] == [None, None]
+        assert workers[0].find_trial(again) is not None
+        ends(staged)
+        if ends is Staged.discard:
+            control.end_trial()  # else its next staging does
+        assert control.trial == 0
+        with pytest.raises(StageClosed, match="the served weights answer"):
+            trials[0](X)
+        with pytest.raises(StageClosed, match="already committed or discarded"):
+            begin_trial(control, staged)
+        assert control.trial == 0
+    assert serves(workers[0], 2)
 
 
 def test_a_refused_swap_changes_nobody(

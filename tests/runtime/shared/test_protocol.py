@@ -7,8 +7,10 @@ from collections.abc import Callable
 import pytest
 
 from tests.support.sharing import BareKeeper, BareWorker, is_whole, segment
-from weightswap_runtime.errors import LeaseTimeout, NoWeights
+from weightswap_runtime.errors import LeaseTimeout, NoWeights, StageClosed
 from weightswap_runtime.shared import worker as worker_module
+from weightswap_runtime.shared.control import Control
+from weightswap_runtime.shared.described import Named
 from weightswap_runtime.shared.keeper import KeeperGate
 from weightswap_runtime.shared.worker import WorkerGate
 from weightswap_runtime.threads.claims import Claim
@@ -17,6 +19,9 @@ from weightswap_runtime.threads.job import Job
 
 class _NoSecondRead(WorkerGate):
     def _moved(self, word: int) -> bool:
+        return False
+
+    def _trial_over(self, trial: int) -> bool:
         return False
 
 
@@ -120,3 +125,109 @@ def test_another_keeper_goes_on_where_one_has_ended() -> None:
             assert is_whole(version)
         with worker.call() as version:
             assert (version.generation, is_whole(version)) == (3, True)
+
+
+def _is_mixed(worker: BareWorker, found: tuple[int, Named] | None = None) -> bool:
+    """Whether a call of what is on trial gets something else; it may get nothing."""
+    try:
+        with worker.trial(found) as version:
+            return not is_whole(version)
+    except StageClosed:
+        return False
+
+
+@pytest.mark.parametrize(
+    ("kind", "whole"), [(BareWorker, True), (_HalfBlind, False)], ids=["protocol", "no second read"]
+)
+def test_trials_between_the_word_and_the_hold(
+    kind: type[BareWorker], whole: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with segment() as shared:
+        keeper, worker = BareKeeper(shared), kind(shared.read_only(), 0)
+        keeper.swap()
+        keeper.try_out(71)
+        assert not _is_mixed(worker)
+        _between(monkeypatch, lambda: keeper.try_out(72))
+        assert _is_mixed(worker) == (not whole)
+
+
+@pytest.mark.parametrize("numbered", [True, False], ids=["protocol", "a word for all trials"])
+def test_the_next_trial_is_another(numbered: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not numbered:
+        monkeypatch.setattr(Control, "trial", property(lambda control: min(_word(control), 2 + _word(control) % 2)))
+    with segment() as shared:
+        keeper, worker = BareKeeper(shared), BareWorker(shared.read_only(), 0)
+        keeper.swap()
+        keeper.try_out(71)
+        found = worker.find_trial()
+        keeper.try_out(72)
+        assert _is_mixed(worker, found) == (not numbered)
+        assert not _is_mixed(worker)
+
+
+_word: Callable[[Control], int] = Control.trial.fget  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("ends", [True, False], ids=["protocol", "no end before the overwriting"])
+def test_a_trial_ends_before_it_is_overwritten(ends: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    with segment() as shared:
+        keeper, worker, mixed = BareKeeper(shared), BareWorker(shared.read_only(), 0), []
+        keeper.swap()
+        keeper.try_out(71)
+        found = worker.find_trial()
+        if not ends:
+            monkeypatch.setattr(Control, "end_trial", lambda _: None)
+        keeper.stage(72, meanwhile=lambda: mixed.append(_is_mixed(worker, found)))
+        assert mixed == [not ends]
+
+
+@pytest.mark.parametrize("waits", [True, False], ids=["protocol", "no wait for the idle arena"])
+def test_a_call_of_a_trial_keeps_its_arena(waits: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not waits:
+        monkeypatch.setattr(KeeperGate, "_await_workers", lambda *_: None)
+    with segment() as shared:
+        keeper, worker = BareKeeper(shared), BareWorker(shared.read_only(), 0)
+        keeper.swap()
+        keeper.try_out(71)
+        with worker.trial() as version:
+            if waits:
+                with pytest.raises(LeaseTimeout, match="held by 1 worker"):
+                    keeper.stage(72, timeout=0.05)
+            else:
+                keeper.stage(72)
+            assert is_whole(version) == waits
+        keeper.stage(73)
+
+
+def test_a_trial_that_is_committed_is_served() -> None:
+    with segment() as shared:
+        keeper, worker = BareKeeper(shared), BareWorker(shared.read_only(), 0)
+        keeper.swap()
+        staged = keeper.try_out(1)
+        with worker.trial() as tried:
+            assert keeper.commit(staged) == 1
+            with worker.call() as served:
+                assert served.session is tried.session
+                assert is_whole(served)
+            keeper.swap()  # into the arena that nobody holds
+            with pytest.raises(LeaseTimeout):
+                keeper.swap(timeout=0.02)
+            assert is_whole(tried)
+        with pytest.raises(StageClosed):
+            worker.find_trial()
+
+
+def test_a_trial_ends_with_its_keeper() -> None:
+    with segment() as shared:
+        first, worker = BareKeeper(shared), BareWorker(shared.read_only(), 0)
+        first.swap()
+        first.try_out(71)
+        found = worker.find_trial()
+        assert not _is_mixed(worker)  # also when the first keeper is dead
+        second = BareKeeper(shared)
+        with pytest.raises(StageClosed), worker.trial(found):
+            pass
+        second.try_out(72)
+        assert not _is_mixed(worker, found)
+        assert not _is_mixed(worker)
+        assert second.swap() == 1
