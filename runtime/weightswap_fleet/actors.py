@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 import ray
@@ -34,6 +36,7 @@ _OPTIONS: dict[str, Any] = {
     "max_concurrency": 16,
     "num_cpus": 0,
 }
+IDLE, _LOOK = 600.0, 5.0  # seconds
 _STATUS = 5.0  # seconds for an answer that nothing is waited for
 
 
@@ -46,6 +49,16 @@ class _Keeper:
 
             import_libraries(spec.op_libraries)
         self._keeper = NodeKeeper(spec, node)
+        threading.Thread(target=self._end_when_idle, name="weightswap-idle", daemon=True).start()
+
+    def _end_when_idle(self) -> None:
+        """Without replicas the memory is let go, after a while in which some may come back."""
+        since = time.monotonic()
+        while time.monotonic() - since < IDLE:
+            time.sleep(_LOOK)
+            if self._keeper.status().replicas:
+                since = time.monotonic()
+        ray.kill(ray.get_runtime_context().current_actor)
 
     def take_seat(self, pid: int) -> Seat:
         return self._keeper.take_seat(pid)
@@ -180,6 +193,13 @@ def find_spec(fleet: str) -> Spec:
     return max((each.spec for each in statuses(fleet)), key=lambda spec: spec.since)
 
 
+def end_actors(fleet: str) -> None:
+    """End the keepers and the controller of a fleet."""
+    for name in (*_keepers(fleet), _controller_name(fleet)):
+        with suppress(ValueError):  # it has ended
+            ray.kill(ray.get_actor(name, NAMESPACE))
+
+
 def keeper_of_this_node(spec: Spec) -> ActorHandle[Any]:
     """The keeper of the node that this process is on; it is made where there is none."""
     node = ray.get_runtime_context().get_node_id()
@@ -193,7 +213,11 @@ def keeper_of_this_node(spec: Spec) -> ActorHandle[Any]:
 
 def controller_of(fleet: str) -> ActorHandle[Any]:
     """The controller of a fleet; it is made where there is none."""
-    return ray.remote(_Controller).options(**_OPTIONS, name=f"controller:{fleet}").remote(fleet)
+    return ray.remote(_Controller).options(**_OPTIONS, name=_controller_name(fleet)).remote(fleet)
+
+
+def _controller_name(fleet: str) -> str:
+    return f"controller:{fleet}"
 
 
 def _keeper_name(fleet: str, graph_id: str, node: str) -> str:

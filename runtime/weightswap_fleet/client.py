@@ -17,7 +17,7 @@ from ray.serve.handle import DeploymentHandle
 from weightswap_runtime.desired.document import DesiredState
 from weightswap_runtime.sources.location import Url, as_location, fixed
 
-from .actors import controller_of, statuses
+from .actors import controller_of, end_actors, statuses
 from .agreement import DEADLINES, Deadlines
 from .documents import FleetReceipt, NodeStatus
 from .errors import StaleReplica
@@ -106,6 +106,11 @@ class Fleet:
         return all(
             wanted.weights is not None and each.weights_id == wanted.weights.weights_id for each in self.nodes.values()
         )
+
+    def remove(self) -> None:
+        """End its replicas, keepers and memory. What is desired stays as it is."""
+        serve.delete(self.name)
+        end_actors(self.name)
 
     def client(self) -> FleetClient:
         """A client whose answers never go back to earlier weights."""
