@@ -11,7 +11,7 @@ from typing import Any
 import ray
 from numpy.typing import NDArray
 from ray import serve
-from ray.exceptions import RayTaskError
+from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 from ray.serve.handle import DeploymentHandle
 
 from weightswap_runtime.desired.document import DesiredState
@@ -20,10 +20,11 @@ from weightswap_runtime.sources.location import Url, as_location, fixed
 from .actors import controller_of, end_actors, statuses
 from .agreement import DEADLINES, Deadlines
 from .documents import FleetReceipt, NodeStatus
-from .errors import StaleReplica
+from .errors import FleetUndecided, StaleReplica
 from .replica import FleetAnswer
 
 _Path = str | os.PathLike[str]
+_POLL = 0.05
 _SLACK = 30.0  # seconds beside those of a change's phases
 
 
@@ -86,8 +87,15 @@ class Fleet:
     @property
     def desired(self) -> DesiredState:
         """What the place says. Raises DesiredError."""
-        found: DesiredState = self._ask("desired")
-        return found
+        deadline = time.monotonic() + _SLACK
+        while True:
+            try:
+                found: DesiredState = self._ask("desired")
+                return found
+            except FleetUndecided:  # it begins again
+                if time.monotonic() >= deadline:
+                    raise
+                time.sleep(_POLL)
 
     @property
     def nodes(self) -> dict[str, NodeStatus]:
@@ -98,7 +106,7 @@ class Fleet:
         """Wait until all nodes serve what is desired. Returns whether they do."""
         deadline = time.monotonic() + timeout
         while not (agree := self._agrees()) and time.monotonic() < deadline:
-            time.sleep(0.05)
+            time.sleep(_POLL)
         return agree
 
     def _agrees(self) -> bool:
@@ -117,10 +125,16 @@ class Fleet:
         return FleetClient(serve.get_deployment_handle(self.name, self.name))
 
     def _ask(self, method: str, *arguments: Any, timeout: float = 0.0) -> Any:
+        """What the controller answers. Whether one that has ended meanwhile had changed anything, the place says."""
         try:
             return ray.get(getattr(controller_of(self.name), method).remote(*arguments), timeout=timeout + _SLACK)
         except RayTaskError as error:
             raise error.cause from None
+        except (RayActorError, GetTimeoutError) as error:
+            raise FleetUndecided(
+                f"{self.name}: the controller ended, or did not answer, while it was asked to {method} "
+                f"({type(error).__name__}). What is desired now is what was decided, and all nodes do that: look there"
+            ) from error
 
 
 class FleetClient:

@@ -212,8 +212,7 @@ def test_whoever_is_killed(deployed: Deployed) -> None:
             killing.join()
             time.sleep(1.0)
         assert fleet.wait(120)
-    # whoever was killed has refused, or the controller has said nothing
-    assert set(refusals) <= {"FleetRefused", "ActorDiedError", "ActorUnavailableError"}
+    assert set(refusals) <= {"FleetRefused", "FleetUndecided"}  # a keeper that was killed, or the controller
     assert sum(len(client.answers) for client in clients) > 100
     assert len({each.weights_id for each in fleet.nodes.values()}) == 1
 
