@@ -108,7 +108,7 @@ class Agreement:
     ) -> FleetReceipt:
         began = self._clock()
         lease = max(LEAST_LEASE, 2 * deadlines.commit)
-        order = Order(uuid.uuid4().hex, state.revision, source, wanted, lease)
+        order = Order(uuid.uuid4().hex, state.revision, source, wanted, lease, proven=kind == "rollback")
         prepared = self._prepare(order, deadlines.prepare)
         ready = self._clock()
         after = self._decide(order, decide)

@@ -32,7 +32,8 @@ class Order(NamedTuple):
     """What all nodes of a fleet are to serve together, once all of them can.
 
     id: of this change. revision: that of the place which it follows on. lease: seconds after which a node that was told
-    nothing more looks at the place itself, and gives the weights up unless they are desired.
+    nothing more looks at the place itself, and gives the weights up unless they are desired. proven: the source was
+    desired before, so that a node which has the weights in memory need not read it.
     """
 
     id: str
@@ -40,6 +41,7 @@ class Order(NamedTuple):
     source: str
     weights: DesiredWeights
     lease: float
+    proven: bool = False
 
 
 class Prepared(NamedTuple):

@@ -88,7 +88,7 @@ class NodeKeeper:
         with self._turn:
             self._check_free()
             wanted = order.weights.weights_id
-            if wanted in {self.model.weights_id, self.model.previous_weights_id}:
+            if order.proven and wanted in {self.model.weights_id, self.model.previous_weights_id}:
                 self._order = _OpenOrder(order, None)
                 return Prepared(time.perf_counter() - began, True, "none")
             self._order = opening = _OpenOrder(order, None)
