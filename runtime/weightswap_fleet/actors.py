@@ -49,6 +49,7 @@ class _Keeper:
 
             import_libraries(spec.op_libraries)
         self._keeper = NodeKeeper(spec, node)
+        self._keeper.start()
         threading.Thread(target=self._end_when_idle, name="weightswap-idle", daemon=True).start()
 
     def _end_when_idle(self) -> None:

@@ -46,8 +46,8 @@ _log = logging.getLogger("weightswap.fleet")
 class NodeKeeper:
     """The keeper of a node. Every method may be called from any thread; `close` ends it."""
 
-    def __init__(self, spec: Spec, node: str) -> None:
-        """Serves what the place says before anybody can take a seat, if that can be served.
+    def __init__(self, spec: Spec, node: str, clock: Callable[[], float] = time.monotonic) -> None:
+        """Serves what the place says before anybody can take a seat, if that can be served; `start` keeps it so.
 
         node: its name, which no other has. Memory that replicas of an earlier keeper of the name have is served on.
         Raises ArtifactError, MissingExtra, OutOfMemory and Unsupported.
@@ -62,13 +62,17 @@ class NodeKeeper:
         self.model = keep(artifact, self._memory.segment, admit)
         self._seats = Seats(Control(self._memory.segment.control), lambda pid: NodeMemory.is_held_by(pid, name))
         self._place = DesiredPlace(spec.place)
-        self._reconciler = Reconciler(self._place, spec.interval)
+        self._reconciler = Reconciler(self._place, spec.interval, clock)
+        self._clock = clock
         self._order: _OpenOrder | None = None
         self._turn = threading.RLock()  # one change at a time: an order's, or what a look finds
         self._stopped = threading.Event()
         self._bell = threading.Event()
-        self._look()
         self._thread = threading.Thread(target=self._run, name="weightswap-keeper", daemon=True)
+        self.look()
+
+    def start(self) -> None:
+        """Look at the place from now on, in a thread."""
         self._thread.start()
 
     def take_seat(self, pid: int) -> Seat:
@@ -89,9 +93,9 @@ class NodeKeeper:
             self._check_free()
             wanted = order.weights.weights_id
             if order.proven and wanted in {self.model.weights_id, self.model.previous_weights_id}:
-                self._order = _OpenOrder(order, None)
+                self._order = _OpenOrder(order, self._clock)
                 return Prepared(time.perf_counter() - began, True, "none")
-            self._order = opening = _OpenOrder(order, None)
+            self._order = opening = _OpenOrder(order, self._clock)
             try:
                 opening.staged = self._stage(order.source, order.weights, background=True)
                 opening.staged.wait()
@@ -208,7 +212,8 @@ class NodeKeeper:
         """End. Replicas serve on what they have."""
         self._stopped.set()
         self._bell.set()
-        self._thread.join()
+        if self._thread.is_alive():
+            self._thread.join()
         with self._turn:
             self._drop()
         self.model.close()
@@ -221,11 +226,11 @@ class NodeKeeper:
             self._bell.clear()
             self._seats.sweep()
             try:
-                self._look()
+                self.look()
             except Exception:
                 _log.exception("%s: a look at %s failed", self.node, self.spec.place)
 
-    def _look(self) -> None:
+    def look(self) -> None:
         """Do what the place says; an order that is open waits for its end."""
         with self._turn:
             if self._order is not None and not self._settle(self._order):
@@ -266,18 +271,19 @@ def memory_name(spec: Spec, node: str) -> str:
 
 
 class _OpenOrder:
-    """An order that this node is ready for, or will be."""
+    """An order that this node is ready for, or will be; `staged` where the weights were not in memory."""
 
-    def __init__(self, order: Order, staged: Staged | None) -> None:
-        self.order, self.staged = order, staged
+    def __init__(self, order: Order, clock: Callable[[], float]) -> None:
+        self.order, self._clock = order, clock
+        self.staged: Staged | None = None
         self.renew()
 
     def renew(self) -> None:
-        self._until = time.monotonic() + self.order.lease
+        self._until = self._clock() + self.order.lease
 
     @property
     def is_over(self) -> bool:
-        return time.monotonic() >= self._until
+        return self._clock() >= self._until
 
 
 class _Target:

@@ -42,7 +42,7 @@ class NodeMemory:
         return None
 
     @classmethod
-    def from_process(cls, pid: int, descriptors: tuple[int, ...], read_only: bool = False) -> Self:
+    def from_process(cls, pid: int | str, descriptors: tuple[int, ...], read_only: bool = False) -> Self:
         """That of another process. read_only: its arenas cannot be written. Raises OSError where it is not there."""
         opened: list[int] = []
         try:
