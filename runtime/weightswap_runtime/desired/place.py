@@ -107,7 +107,7 @@ class DesiredPlace:
         Raises WeightFileError for what cannot be opened, GraphMismatch, and Unsupported for a delta and for a file
         that weightswap has not packed, which does not say which weights it holds.
         """
-        found = known or _known(source)
+        found = known or known_weights(source)
         return self._write(revision, lambda state: self._set(state, source, found, by, why, allow_other_graph))
 
     def _set(
@@ -174,7 +174,7 @@ class DesiredPlace:
 
         Raises Held, Superseded for weights that were desired or withdrawn before, DesiredError, and what `set` raises.
         """
-        weights = self._described(source, known or _known(source), by, why)
+        weights = self._described(source, known or known_weights(source), by, why)
         for _ in range(MOST_TRIES):
             stored, state = self._read(None)
             after = promoted(state, weights)
@@ -250,7 +250,8 @@ def _stamp(source: Source) -> Stamp | None:
         return weights.stamp
 
 
-def _known(source: Source) -> Known:
+def known_weights(source: Source) -> Known:
+    """What a packed file says of itself. Raises WeightFileError, and Unsupported for any other file."""
     if (stamp := _stamp(source)) is None:
         raise Unsupported(f"{printable(source)}: does not say which weights it holds; pack it (weightswap pack)")
     return Known(stamp.weights_id, stamp.graph_id, dict(stamp.labels))

@@ -120,6 +120,11 @@ class Model(Caller, AbstractContextManager["Model"]):
         return self._gate.current.weights_id if self._gate.current else None
 
     @property
+    def previous_weights_id(self) -> str | None:
+        """The id of the weights that `rollback()` would serve; None where there are none."""
+        return self._store.previous_id
+
+    @property
     def generation(self) -> int | None:
         """0 for the first weights, one more for each commit; None before the first swap."""
         return self._gate.current.generation if self._gate.current else None

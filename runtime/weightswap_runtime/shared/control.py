@@ -129,6 +129,11 @@ class Control:
         slots = [slot for slot in range(self.workers) if self._slot_word(slot, _HOLDS[parity])]
         return [self._slot_word(slot, _PID) for slot in slots]
 
+    @property
+    def processes(self) -> list[int]:
+        """The process of each slot; 0 where it is free."""
+        return [self._slot_word(slot, _PID) for slot in range(self.workers)]
+
     def _slot_word(self, slot: int, word: int) -> int:
         return int(self._words[self._at(slot, word)])
 

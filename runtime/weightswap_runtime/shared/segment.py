@@ -17,6 +17,7 @@ from weightswap_runtime.tensors.digests import block_count
 
 from .control import Control, control_size
 
+PARTS = ("control", "0", "1")
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW  # else whoever cuts it off would kill all who read it
 
 
@@ -27,14 +28,16 @@ class Segment(NamedTuple):
     arenas: tuple[int, int]
 
     @classmethod
-    def create(cls, weights: tuple[NamedTensor, ...], workers: int) -> Segment:
+    def create(cls, weights: tuple[NamedTensor, ...], workers: int, name: str = "weightswap") -> Segment:
         """Room for two sets of weights, and for so many workers. It takes memory as it is written. Raises OutOfMemory.
 
-        weights: a manifest's. `close` gives the descriptors back.
+        weights: a manifest's. name: what the system shows of the descriptors, with one of PARTS. `close` gives them
+        back.
         """
         nbytes = max(ArenaLayout(weights).nbytes, 1)
         described = sum(64 + len(weight.name) + 48 * block_count(weight.nbytes) for weight in weights)
-        made = cls(_memfd(control_size(workers, described)), (_memfd(nbytes), _memfd(nbytes)))
+        control, first, second = (f"{name}.{part}" for part in PARTS)
+        made = cls(memfd(control_size(workers, described), control), (memfd(nbytes, first), memfd(nbytes, second)))
         Control(made.control, workers)
         return made
 
@@ -52,9 +55,10 @@ class Segment(NamedTuple):
             os.close(descriptor)
 
 
-def _memfd(nbytes: int) -> int:
+def memfd(nbytes: int, name: str) -> int:
+    """A descriptor of shared memory, of whole pages, which keeps its size. Raises OutOfMemory."""
     pages = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
-    descriptor = os.memfd_create("weightswap", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    descriptor = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         os.ftruncate(descriptor, pages)
         fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _SEALS)

@@ -1,0 +1,58 @@
+"""Fleets on Ray Serve that change their weights together; docs/fleet.md.
+
+Nothing of this imports Ray before it is asked for.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from importlib.util import find_spec
+from typing import TYPE_CHECKING
+
+from weightswap_runtime.errors import MissingExtra
+
+from .agreement import Deadlines
+from .documents import FleetReceipt, NodeReceipt, NodeStatus
+from .errors import FleetError, FleetRefused, FleetUndecided, StaleReplica, UnknownFleet
+
+if TYPE_CHECKING:
+    from .client import Fleet, FleetClient, connect
+    from .deploying import deployment
+    from .replica import FleetAnswer
+
+_HOMES = {
+    "Fleet": "client",
+    "FleetAnswer": "replica",
+    "FleetClient": "client",
+    "connect": "client",
+    "deployment": "deploying",
+}
+
+__all__ = [
+    "Deadlines",
+    "Fleet",
+    "FleetAnswer",
+    "FleetClient",
+    "FleetError",
+    "FleetReceipt",
+    "FleetRefused",
+    "FleetUndecided",
+    "NodeReceipt",
+    "NodeStatus",
+    "StaleReplica",
+    "UnknownFleet",
+    "connect",
+    "deployment",
+]
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if find_spec("ray") is None:
+        raise MissingExtra("a fleet", "ray")
+    return getattr(import_module(f".{_HOMES[name]}", __name__), name)
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -1,0 +1,225 @@
+"""The actors of a fleet: a keeper on each node, and the controller through which it is changed.
+
+All are found by their names, outlive who has made them, and are made again by whoever needs them.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any
+
+import ray
+from ray.actor import ActorHandle
+from ray.exceptions import GetTimeoutError, RayError, RayTaskError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from weightswap_runtime.desired.document import DesiredState
+from weightswap_runtime.desired.place import DesiredPlace, known_weights
+
+from .agreement import Agreement, Deadlines
+from .documents import Committed, FleetReceipt, NodeStatus, Order, Prepared, Seat, Spec
+from .errors import UnknownFleet
+from .keeper import NodeKeeper
+
+NAMESPACE = "weightswap"
+_KEEPER = "keeper"
+SHOWN = 12  # letters of a node's id
+_OPTIONS: dict[str, Any] = {
+    "namespace": NAMESPACE,
+    "lifetime": "detached",
+    "get_if_exists": True,
+    "max_restarts": -1,
+    "max_concurrency": 16,
+    "num_cpus": 0,
+}
+IDLE, _LOOK = 600.0, 5.0  # seconds
+_STATUS = 5.0  # seconds for an answer that nothing is waited for
+
+
+class _Keeper:
+    """A `NodeKeeper` that others call."""
+
+    def __init__(self, spec: Spec, node: str) -> None:
+        if spec.op_libraries:
+            from weightswap_runtime.engines.graphs.libraries import import_libraries  # needs torch
+
+            import_libraries(spec.op_libraries)
+        self._keeper = NodeKeeper(spec, node)
+        self._keeper.start()
+        threading.Thread(target=self._end_when_idle, name="weightswap-idle", daemon=True).start()
+
+    def _end_when_idle(self) -> None:
+        """Without replicas the memory is let go, after a while in which some may come back."""
+        since = time.monotonic()
+        while time.monotonic() - since < IDLE:
+            time.sleep(_LOOK)
+            if self._keeper.status().replicas:
+                since = time.monotonic()
+        ray.kill(ray.get_runtime_context().current_actor)
+
+    def take_seat(self, pid: int) -> Seat:
+        return self._keeper.take_seat(pid)
+
+    def prepare(self, order: Order) -> Prepared:
+        return self._keeper.prepare(order)
+
+    def discard(self, order_id: str) -> None:
+        self._keeper.discard(order_id)
+
+    def commit(self, order_id: str, revision: int) -> Committed:
+        return self._keeper.commit(order_id, revision)
+
+    def look_soon(self) -> None:
+        self._keeper.look_soon()
+
+    def status(self) -> NodeStatus:
+        return self._keeper.status()
+
+
+class _Controller:
+    """Changes a fleet. What it knows it asks the keepers, and reads in the place; so it may die at any moment."""
+
+    def __init__(self, fleet: str) -> None:
+        self._fleet = fleet
+        self._changing = threading.Lock()
+
+    def swap(self, source: str, by: str, why: str, deadlines: Deadlines) -> FleetReceipt:
+        known = known_weights(source)
+        with self._changing:
+            return self._agreement().swap(source, known, by, why, deadlines)
+
+    def rollback(self, to: str | None, by: str, why: str, hold: bool, deadlines: Deadlines) -> FleetReceipt:
+        with self._changing:
+            return self._agreement().rollback(to, by, why, hold, deadlines)
+
+    def hold(self, by: str, why: str) -> DesiredState:
+        return self._write("hold", by=by, why=why)
+
+    def release(self) -> DesiredState:
+        return self._write("release")
+
+    def _write(self, method: str, **options: Any) -> DesiredState:
+        with self._changing:
+            spec = find_spec(self._fleet)
+            place, nodes = DesiredPlace(spec.place), RayNodes(self._fleet, spec.graph_id)
+            state: DesiredState = getattr(place, method)(revision=place.read().revision, **options)
+            nodes.ask(nodes.names(), "look_soon", timeout=_STATUS)
+            return state
+
+    def desired(self) -> DesiredState:
+        return DesiredPlace(find_spec(self._fleet).place).read()
+
+    def _agreement(self) -> Agreement:
+        spec = find_spec(self._fleet)
+        return Agreement(DesiredPlace(spec.place), RayNodes(self._fleet, spec.graph_id))
+
+
+class RayNodes:
+    """The keepers of a fleet's nodes, for one artifact; see `agreement.Nodes`."""
+
+    def __init__(self, fleet: str, graph_id: str) -> None:
+        self._fleet, self._graph_id = fleet, graph_id
+
+    def names(self) -> list[str]:
+        """Of nodes that live: the beginnings of their ids."""
+        prefix = self._actor("")
+        return [name.removeprefix(prefix) for name in _keepers(self._fleet) if name.startswith(prefix)]
+
+    def ask(self, names: Sequence[str], method: str, *arguments: Any, timeout: float) -> dict[str, Any]:
+        """What each answers, or why it does not."""
+        answers = _ask([self._actor(name) for name in names], method, *arguments, timeout=timeout)
+        return dict(zip(names, answers, strict=True))
+
+    def _actor(self, node: str) -> str:
+        return _keeper_name(self._fleet, self._graph_id, node)
+
+
+def _keepers(fleet: str) -> list[str]:
+    """The names of the actors of nodes that live."""
+    living = {node["NodeID"][:SHOWN] for node in ray.nodes() if node["Alive"]}
+    named = ray.util.list_named_actors(all_namespaces=True)
+    found = [each["name"] for each in named if each["namespace"] == NAMESPACE]
+    prefix = f"{_KEEPER}:{fleet}:"
+    return sorted(name for name in found if name.startswith(prefix) and name.rpartition(":")[2] in living)
+
+
+def _ask(actors: Sequence[str], method: str, *arguments: Any, timeout: float) -> list[Any]:
+    """What each actor answers, in their order; instead of an answer the exception that says why there is none."""
+    asked = [_send(name, method, arguments) for name in actors]
+    sent = [each for each in asked if isinstance(each, ray.ObjectRef)]
+    if sent:
+        ray.wait(sent, num_returns=len(sent), timeout=timeout)
+    return [
+        _answer(each, TimeoutError(f"{name}: has not answered {method} within {timeout:g} s"))
+        if isinstance(each, ray.ObjectRef)
+        else each
+        for name, each in zip(actors, asked, strict=True)
+    ]
+
+
+def _send(actor: str, method: str, arguments: Sequence[Any]) -> Any:
+    try:
+        return getattr(ray.get_actor(actor, NAMESPACE), method).remote(*arguments)
+    except (ValueError, RayError) as error:  # it has gone
+        return error
+
+
+def _answer(reference: Any, late: TimeoutError) -> Any:
+    try:
+        return ray.get(reference, timeout=0)
+    except GetTimeoutError:
+        return late
+    except RayTaskError as error:
+        return error.cause
+    except RayError as error:
+        return error
+
+
+def statuses(fleet: str) -> list[NodeStatus]:
+    """How the nodes of a fleet stand that answer. Raises UnknownFleet where none does."""
+    answers = _ask(_keepers(fleet), "status", timeout=_STATUS)
+    found = [each for each in answers if isinstance(each, NodeStatus)]
+    if not found:
+        known = f" ({len(answers)} do not answer)" if answers else ""
+        raise UnknownFleet(f"{fleet}: no node of a fleet of that name is there{known}; deploy it first")
+    return found
+
+
+def find_spec(fleet: str) -> Spec:
+    """What a fleet serves, as its nodes say; of several deployments the last one. Raises UnknownFleet."""
+    return max((each.spec for each in statuses(fleet)), key=lambda spec: spec.since)
+
+
+def end_actors(fleet: str) -> None:
+    """End the keepers and the controller of a fleet."""
+    for name in (*_keepers(fleet), _controller_name(fleet)):
+        with suppress(ValueError):  # it has ended
+            ray.kill(ray.get_actor(name, NAMESPACE))
+
+
+def keeper_of_this_node(spec: Spec) -> ActorHandle[Any]:
+    """The keeper of the node that this process is on; it is made where there is none."""
+    node = ray.get_runtime_context().get_node_id()
+    options = _OPTIONS | {
+        "name": _keeper_name(spec.fleet, spec.graph_id, node[:SHOWN]),
+        "scheduling_strategy": NodeAffinitySchedulingStrategy(node, soft=False),
+        "runtime_env": {"env_vars": {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}},
+    }
+    return ray.remote(_Keeper).options(**options).remote(spec, node[:SHOWN])
+
+
+def controller_of(fleet: str) -> ActorHandle[Any]:
+    """The controller of a fleet; it is made where there is none."""
+    return ray.remote(_Controller).options(**_OPTIONS, name=_controller_name(fleet)).remote(fleet)
+
+
+def _controller_name(fleet: str) -> str:
+    return f"controller:{fleet}"
+
+
+def _keeper_name(fleet: str, graph_id: str, node: str) -> str:
+    return f"{_KEEPER}:{fleet}:{graph_id[:SHOWN]}:{node}"

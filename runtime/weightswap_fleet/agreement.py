@@ -1,0 +1,209 @@
+"""How a fleet changes its weights: all nodes, or none.
+
+1. All nodes stage and verify. If one cannot, all give up, and the reasons come back together.
+2. The place of the desired state is written, if it is still at the revision that was read: that is the decision.
+3. All nodes commit. Who does not hear of it reads it in the place.
+
+This is a two-phase commit whose coordinator remembers nothing (Gray, Notes on Data Base Operating Systems, 1978): what
+was decided is in the place alone. A coordinator that dies before the decision leaves orders that run out; one that dies
+after it leaves nodes that read it. Nodes that come in between read the place, and are asked again until all agree.
+"""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
+
+from msgspec.structs import replace
+
+from weightswap_runtime.desired.document import SHOWN, DesiredState, DesiredWeights, find_good
+from weightswap_runtime.desired.place import DesiredPlace, Known
+from weightswap_runtime.errors import DesiredError, text_of
+from weightswap_runtime.sources.location import printable
+
+from .documents import Committed, FleetReceipt, NodeReceipt, NodeStatus, Order, Prepared
+from .errors import FleetRefused, FleetUndecided
+
+LEAST_LEASE = 10.0  # seconds
+_POLL = 0.02
+
+
+class Nodes(Protocol):
+    """The keepers of a fleet's nodes, wherever they are."""
+
+    def names(self) -> list[str]:
+        """Of the nodes that are there now."""
+        ...
+
+    def ask(self, names: Sequence[str], method: str, *arguments: Any, timeout: float) -> dict[str, Any]:
+        """Call a method of `NodeKeeper` on all of these at once: what each returns, or the exception that it raises.
+
+        One that has not answered in time gives a TimeoutError; one that is not there, whatever tells that.
+        """
+        ...
+
+
+class Deadlines(NamedTuple):
+    """Seconds for each phase of a change."""
+
+    prepare: float = 600.0
+    commit: float = 10.0
+
+
+DEADLINES = Deadlines()
+
+
+class Agreement:
+    """Changes a fleet, one change at a time. Other coordinators may be at work: the place takes one of them."""
+
+    def __init__(self, place: DesiredPlace, nodes: Nodes, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._place, self._nodes, self._clock = place, nodes, clock
+
+    def swap(self, source: str, known: Known, by: str, why: str, deadlines: Deadlines) -> FleetReceipt:
+        """Let all nodes serve other weights, which are `known` to be these.
+
+        Raises FleetRefused with all reasons, RevisionConflict where somebody else has decided something meanwhile,
+        FleetUndecided where the place does not say whether it was written, and what `DesiredPlace.set` raises.
+        """
+        state = self._place.read()
+        wanted = DesiredWeights(
+            source=source,
+            weights_id=known.weights_id,
+            graph_id=known.graph_id,
+            labels=dict(known.labels),
+            since=time.time(),
+            by=by,
+            why=why,
+        )
+
+        def decide(revision: int) -> DesiredState:
+            return self._place.set(source, revision=revision, by=by, why=why, known=known)
+
+        return self._change("swap", state, wanted, source, decide, deadlines)
+
+    def rollback(self, to: str | None, by: str, why: str, hold: bool, deadlines: Deadlines) -> FleetReceipt:
+        """Let all nodes serve earlier weights again: those before, or those whose id begins with `to`.
+
+        Raises what `swap` raises, and what `DesiredPlace.rollback` raises.
+        """
+        state = self._place.read()
+        wanted = replace(find_good(state, to, self._place.where), by=by, why=why)
+
+        def decide(revision: int) -> DesiredState:
+            return self._place.rollback(revision=revision, to=wanted.weights_id, by=by, why=why, hold=hold)
+
+        source = str(self._place.locate(wanted))
+        return self._change("rollback", state, wanted, source, decide, deadlines)
+
+    def _change(
+        self,
+        kind: str,
+        state: DesiredState,
+        wanted: DesiredWeights,
+        source: str,
+        decide: Callable[[int], DesiredState],
+        deadlines: Deadlines,
+    ) -> FleetReceipt:
+        began = self._clock()
+        lease = max(LEAST_LEASE, 2 * deadlines.commit)
+        order = Order(uuid.uuid4().hex, state.revision, source, wanted, lease, proven=kind == "rollback")
+        prepared = self._prepare(order, deadlines.prepare)
+        ready = self._clock()
+        after = self._decide(order, decide)
+        committed, late = self._settle(order, after, list(prepared), deadlines.commit)
+        nodes = {name: _receipt(said, committed.get(name)) for name, said in prepared.items()}
+        times = [found.at for found in committed.values()]
+        before = state.weights.weights_id if state.weights else None
+        return FleetReceipt(
+            kind="none" if before == wanted.weights_id else kind,
+            revision=after.revision,
+            weights_id=wanted.weights_id,
+            previous_weights_id=before,
+            source=printable(source),
+            by=wanted.by,
+            why=wanted.why,
+            seconds_staged=ready - began,
+            seconds_committed=self._clock() - ready,
+            skew=max(times) - min(times) if times else 0.0,
+            nodes=nodes,
+            late=late,
+        )
+
+    def _prepare(self, order: Order, timeout: float) -> dict[str, Prepared]:
+        """Have all nodes ready. Raises FleetRefused, once all have given it up again."""
+        names = self._nodes.names()
+        answers = self._nodes.ask(names, "prepare", order, timeout=timeout)
+        there = set(self._nodes.names())
+        problems = {name: each for name, each in _errors(answers).items() if name in there}
+        if problems:
+            self._give_up(order, names)
+            raise FleetRefused(printable(order.source), problems)
+        return {name: each for name, each in answers.items() if isinstance(each, Prepared)}
+
+    def _give_up(self, order: Order, names: Sequence[str]) -> None:
+        self._nodes.ask(names, "discard", order.id, timeout=LEAST_LEASE)
+
+    def _decide(self, order: Order, decide: Callable[[int], DesiredState]) -> DesiredState:
+        """Write the place. Where that fails, and it is known to have failed, all nodes give up."""
+        try:
+            return decide(order.revision)
+        except DesiredError as error:
+            return self._find_out(order, error)
+        except BaseException:
+            self._give_up(order, self._nodes.names())
+            raise
+
+    def _find_out(self, order: Order, error: DesiredError) -> DesiredState:
+        """Whether a write that has failed was done all the same."""
+        try:
+            state = self._place.read()
+        except DesiredError:
+            raise FleetUndecided(
+                f"{self._place.where}: did not say whether it has taken the weights {order.weights.weights_id[:SHOWN]} "
+                f"({text_of(error)}). All nodes look there until it answers, and then do what it says."
+            ) from error
+        if state.revision == order.revision + 1 and _says(state, order):
+            return state
+        self._give_up(order, self._nodes.names())
+        raise error
+
+    def _settle(
+        self, order: Order, after: DesiredState, names: list[str], timeout: float
+    ) -> tuple[dict[str, Committed], dict[str, str]]:
+        """Have all nodes commit, also those that have come meanwhile. Which have, and why others have not yet."""
+        deadline = self._clock() + timeout
+        answers = self._nodes.ask(names, "commit", order.id, after.revision, timeout=timeout)
+        committed = {name: each for name, each in answers.items() if isinstance(each, Committed)}
+        while True:
+            left = max(deadline - self._clock(), _POLL)
+            behind = self._behind(after, left)
+            if not behind or self._clock() >= deadline:
+                return committed, behind
+            self._nodes.ask(list(behind), "look_soon", timeout=left)
+            time.sleep(_POLL)
+
+    def _behind(self, after: DesiredState, timeout: float) -> dict[str, str]:
+        """Nodes that do not serve a revision yet, and why."""
+        found: Mapping[str, Any] = self._nodes.ask(self._nodes.names(), "status", timeout=timeout)
+        reasons: dict[str, str] = {}
+        for name, each in found.items():
+            if isinstance(each, BaseException):
+                reasons[name] = f"{type(each).__name__}: {text_of(each)}"
+            elif isinstance(each, NodeStatus) and each.revision < after.revision:
+                reasons[name] = each.error or f"is at revision {each.revision}"
+        return reasons
+
+
+def _receipt(said: Prepared, found: Committed | None) -> NodeReceipt:
+    at, generation = (found.at, found.generation) if found is not None else (None, None)
+    return NodeReceipt(said.seconds, said.resident, said.verified, at, generation)
+
+
+def _errors(answers: Mapping[str, Any]) -> dict[str, BaseException]:
+    return {name: each for name, each in answers.items() if isinstance(each, BaseException)}
+
+
+def _says(state: DesiredState, order: Order) -> bool:
+    return state.weights is not None and state.weights.weights_id == order.weights.weights_id

@@ -1,0 +1,184 @@
+"""A fleet as its operators, trainers and clients see it."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import ray
+from numpy.typing import NDArray
+from ray import serve
+from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
+from ray.serve.handle import DeploymentHandle
+
+from weightswap_runtime.desired.document import DesiredState
+from weightswap_runtime.sources.location import Url, as_location, fixed
+
+from .actors import controller_of, end_actors, statuses
+from .agreement import DEADLINES, Deadlines
+from .documents import FleetReceipt, NodeStatus
+from .errors import FleetUndecided, StaleReplica
+from .replica import FleetAnswer
+
+_Path = str | os.PathLike[str]
+_POLL = 0.05
+_SLACK = 30.0  # seconds beside those of a change's phases
+
+
+def connect(name: str = "weightswap") -> Fleet:
+    """The fleet of a name, in the Ray cluster that this process is connected to. Raises UnknownFleet."""
+    statuses(name)
+    return Fleet(name)
+
+
+class Fleet:
+    """A deployed fleet. Every method may be called from any thread; made by `connect`."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __repr__(self) -> str:
+        return f"Fleet({self.name!r})"
+
+    def swap(self, weights: _Path, *, by: str = "", why: str = "", deadlines: Deadlines = DEADLINES) -> FleetReceipt:
+        """Let all nodes serve other weights, at one revision: all of them, or none.
+
+        weights: a packed file, an index of shards, or a URL, which all nodes can read. deadlines: for each phase.
+
+        Raises FleetRefused with the reasons of all nodes that could not take them, RevisionConflict where others have
+        decided something meanwhile, FleetUndecided where the place did not say whether it was written, DesiredError,
+        WeightFileError, and UnknownFleet.
+        """
+        location = as_location(weights)
+        source = location.raw if isinstance(location, Url) else str(fixed(location))
+        found: FleetReceipt = self._ask("swap", source, by, why, deadlines, timeout=sum(deadlines))
+        return found
+
+    def rollback(
+        self,
+        to: str | None = None,
+        *,
+        by: str = "",
+        why: str = "",
+        hold: bool = True,
+        deadlines: Deadlines = DEADLINES,
+    ) -> FleetReceipt:
+        """Let all nodes serve earlier weights again, and withdraw what came after them.
+
+        to: the beginning of a weights id of the history; None: what was desired before. A node that has them in memory
+        reads nothing. hold: take nothing new until `release`. Raises NothingToRollBack, and what `swap` raises.
+        """
+        found: FleetReceipt = self._ask("rollback", to, by, why, hold, deadlines, timeout=sum(deadlines))
+        return found
+
+    def hold(self, *, by: str = "", why: str = "") -> DesiredState:
+        """Let nothing be promoted until `release`. Raises RevisionConflict and DesiredError."""
+        found: DesiredState = self._ask("hold", by, why)
+        return found
+
+    def release(self) -> DesiredState:
+        """Let promotions through again. Raises RevisionConflict and DesiredError."""
+        found: DesiredState = self._ask("release")
+        return found
+
+    @property
+    def desired(self) -> DesiredState:
+        """What the place says. Raises DesiredError."""
+        deadline = time.monotonic() + _SLACK
+        while True:
+            try:
+                found: DesiredState = self._ask("desired")
+                return found
+            except FleetUndecided:  # it begins again
+                if time.monotonic() >= deadline:
+                    raise
+                time.sleep(_POLL)
+
+    @property
+    def nodes(self) -> dict[str, NodeStatus]:
+        """How the nodes stand that answer, by name. Raises UnknownFleet."""
+        return {status.node: status for status in statuses(self.name)}
+
+    def wait(self, timeout: float = 60.0) -> bool:
+        """Wait until all nodes serve what is desired. Returns whether they do."""
+        deadline = time.monotonic() + timeout
+        while not (agree := self._agrees()) and time.monotonic() < deadline:
+            time.sleep(_POLL)
+        return agree
+
+    def _agrees(self) -> bool:
+        wanted = self.desired
+        return all(
+            wanted.weights is not None and each.weights_id == wanted.weights.weights_id for each in self.nodes.values()
+        )
+
+    def remove(self) -> None:
+        """End its replicas, keepers and memory. What is desired stays as it is."""
+        serve.delete(self.name)
+        end_actors(self.name)
+
+    def client(self) -> FleetClient:
+        """A client whose answers never go back to earlier weights."""
+        return FleetClient(serve.get_deployment_handle(self.name, self.name))
+
+    def _ask(self, method: str, *arguments: Any, timeout: float = 0.0) -> Any:
+        """What the controller answers. Whether one that has ended meanwhile had changed anything, the place says."""
+        try:
+            return ray.get(getattr(controller_of(self.name), method).remote(*arguments), timeout=timeout + _SLACK)
+        except RayTaskError as error:
+            raise error.cause from None
+        except (RayActorError, GetTimeoutError) as error:
+            raise FleetUndecided(
+                f"{self.name}: the controller ended, or did not answer, while it was asked to {method} "
+                f"({type(error).__name__}). What is desired now is what was decided, and all nodes do that: look there"
+            ) from error
+
+
+class FleetClient:
+    """Calls a fleet through Ray. Once it has seen a revision, no older one answers it. From any thread."""
+
+    def __init__(self, handle: DeploymentHandle[Any], *, patience: float = 30.0) -> None:
+        """handle: of the fleet's deployment. patience: seconds for a replica that is not behind."""
+        self._handle, self._patience = handle, patience
+        self._seen = 0
+        self._lock = threading.Lock()
+
+    @property
+    def revision(self) -> int:
+        """The newest that it has seen."""
+        return self._seen
+
+    def infer(self, inputs: Mapping[str, NDArray[Any]], *, model: str = "") -> FleetAnswer:
+        """Call a method with arrays by the inputs' names, and wait. model: as over HTTP; empty: the default method.
+
+        Raises StaleReplica where no replica has caught up in time, and what the call raises.
+        """
+        deadline = time.monotonic() + self._patience
+        while True:
+            try:
+                return self._note(self._handle.infer.remote(inputs, model, self._seen).result())
+            except RayTaskError as error:
+                self._check(error, deadline)
+
+    async def ainfer(self, inputs: Mapping[str, NDArray[Any]], *, model: str = "") -> FleetAnswer:
+        """As `infer`, for asyncio."""
+        deadline = time.monotonic() + self._patience
+        while True:
+            try:
+                return self._note(await self._handle.infer.remote(inputs, model, self._seen))
+            except RayTaskError as error:
+                self._check(error, deadline)
+
+    @staticmethod
+    def _check(error: RayTaskError, deadline: float) -> None:
+        """Whether to try again."""
+        if not isinstance(error.cause, StaleReplica) or time.monotonic() >= deadline:
+            raise error.cause from None
+
+    def _note(self, answer: FleetAnswer) -> FleetAnswer:
+        with self._lock:
+            self._seen = max(self._seen, answer.revision)
+        return answer

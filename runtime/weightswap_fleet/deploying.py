@@ -1,0 +1,114 @@
+"""A fleet as an application of Ray Serve."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ray import serve
+from ray.serve.config import RequestRouterConfig
+
+from weightswap_runtime.desired.place import DesiredPlace
+from weightswap_runtime.errors import Unsupported
+from weightswap_runtime.format.artifact import Artifact
+from weightswap_runtime.sources.location import Url, as_location, fixed
+from weightswap_server.serving import default_name
+from weightswap_server.settings import Settings
+
+from .documents import Spec
+from .replica import Replica
+
+_Path = str | os.PathLike[str]
+_ROUTER = RequestRouterConfig(
+    request_router_class="weightswap_fleet.router:FreshRouter",
+    request_routing_stats_period_s=0.2,
+    request_routing_stats_timeout_s=5.0,
+)
+
+
+def deployment(
+    artifact: _Path,
+    weights: _Path | None = None,
+    *,
+    follow: _Path | None = None,
+    name: str = "weightswap",
+    model: str | None = None,
+    num_replicas: int | None = None,
+    autoscaling_config: Mapping[str, Any] | None = None,
+    ray_actor_options: Mapping[str, Any] | None = None,
+    max_ongoing_requests: int = 64,
+    batch: int = 1,
+    verify: str = "goldens",
+    require_signature: _Path | None = None,
+    op_libraries: tuple[str, ...] = (),
+    settings: Settings | None = None,
+    interval: float = 1.0,
+) -> serve.Application:
+    """An application for `serve.run`, whose replicas serve what a place says is desired, and change together.
+
+    artifact: a path that all nodes see. follow: the place, a directory that all nodes see or the URL of a folder;
+      None: the directory of `weights`.
+    weights: a packed file that is desired where the place says nothing yet.
+    name: the fleet's, for `connect`. model: what requests over HTTP call it; None: the artifact's name.
+    num_replicas, autoscaling_config, ray_actor_options, max_ongoing_requests: as Ray Serve takes them.
+    batch: how many rows of requests one call may have; 1 for no batching. verify: as for `Model.stage`.
+    require_signature: a public key; weights that it has not signed are refused. op_libraries: as for `load`.
+    settings: limits of the server; ports and times of connections are those of Serve's proxies.
+    interval: seconds between two looks at the place.
+
+    Replicas are on the CPU, with the engine "torch"; those of one node share one copy of the weights.
+
+    Raises Unsupported, ArtifactError, and what `DesiredPlace.set` raises.
+    """
+    if weights is None and follow is None:
+        raise Unsupported("a fleet needs weights, or the place of a desired state that it follows")
+    opened = Artifact.open(_shared(artifact))
+    place = _shared(follow) if follow is not None else _folder(weights)
+    _desire(DesiredPlace(place), weights)
+    limits = settings or Settings(max_batch=batch)
+    limits.check()
+    spec = Spec(
+        fleet=name,
+        artifact=_shared(artifact),
+        graph_id=opened.graph_id,
+        place=place,
+        model=model or default_name(_shared(artifact)),
+        since=time.time(),
+        verify=verify,
+        require_signature=_shared(require_signature) if require_signature is not None else None,
+        interval=interval,
+        op_libraries=tuple(op_libraries),
+        settings=limits,
+    )
+    options: dict[str, Any] = {"name": name, "max_ongoing_requests": max_ongoing_requests}
+    if autoscaling_config is not None:
+        options["autoscaling_config"] = dict(autoscaling_config)
+    else:
+        options["num_replicas"] = num_replicas or 1
+    deployed = serve.deployment(
+        **options,
+        ray_actor_options=dict(ray_actor_options or {}),
+        request_router_config=_ROUTER,
+    )(Replica)
+    return deployed.bind(spec)
+
+
+def _desire(place: DesiredPlace, weights: _Path | None) -> None:
+    """Weights to begin with."""
+    if weights is not None and place.read().weights is None:
+        place.set(_shared(weights), revision=place.read().revision, why="the fleet's first weights")
+
+
+def _shared(path: _Path) -> str:
+    """A path that means the same in every process of a node; URLs as they are."""
+    location = as_location(path)
+    return location.raw if isinstance(location, Url) else str(fixed(location))
+
+
+def _folder(weights: _Path | None) -> str:
+    assert weights is not None
+    location = as_location(weights)
+    return location.parent.raw if isinstance(location, Url) else str(Path(fixed(location)).parent)

@@ -1,0 +1,44 @@
+"""Why a fleet was not changed, or did not answer.
+
+WeightswapError
+`-- FleetError
+    |-- FleetRefused     a node could not take the weights, so that none has
+    |-- FleetUndecided   whether the change was written is not known; all nodes do what the place says
+    |-- UnknownFleet     no fleet of that name is deployed
+    `-- StaleReplica     a replica has not caught up with what its client has seen
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from weightswap_runtime.errors import WeightswapError, text_of
+
+
+class FleetError(WeightswapError):
+    """Raised by a fleet; each node serves what it served, or what the place of the desired state says."""
+
+
+class FleetRefused(FleetError):
+    """Not all nodes could take the weights, so that none did. `reasons`: the errors, by the nodes' names."""
+
+    def __init__(self, what: str, reasons: Mapping[str, BaseException]) -> None:
+        self.what, self.reasons = what, dict(reasons)
+        told = [f"{node}: {type(error).__name__}: {text_of(error)}" for node, error in self.reasons.items()]
+        super().__init__("\n- ".join([f"{what}: no node has changed; refused by {len(told)}:", *told]))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.what, self.reasons)
+
+
+class FleetUndecided(FleetError):
+    """The place did not say whether it has taken a change. The nodes read it, and do what it says."""
+
+
+class UnknownFleet(FleetError):
+    """No fleet of that name is deployed here."""
+
+
+class StaleReplica(FleetError):
+    """A replica has older weights than its client has seen; the same request may be sent again."""

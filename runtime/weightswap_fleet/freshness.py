@@ -1,0 +1,74 @@
+"""Nobody goes back: who has seen a revision is not answered by an older one."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, MutableMapping
+from typing import Any
+
+from weightswap_runtime.live.model import Model
+from weightswap_server.errors import Failure
+from weightswap_server.http.app import refusal
+
+from .errors import StaleReplica
+from .memory import Board
+
+MIN_REVISION = "weightswap-min-revision"  # of a request: an older revision may not answer it
+REVISION = "weightswap-revision"  # of an answer: what its client may ask for from then on
+PATIENCE = 2.0  # seconds for a commit that others have done already
+_POLL = 0.002
+_Message = MutableMapping[str, Any]
+_Receive = Callable[[], Awaitable[_Message]]
+_Send = Callable[[_Message], Awaitable[None]]
+_App = Callable[[_Message, _Receive, _Send], Awaitable[None]]
+
+
+class Freshness:
+    """Which revision a replica serves."""
+
+    def __init__(self, board: Board, model: Model) -> None:
+        self._board, self._model = board, model
+
+    @property
+    def revision(self) -> int:
+        """Of what a call gets that begins now; at least that of what one got that has ended."""
+        return self._board.revision(self._model.generation)
+
+    async def wait(self, revision: int, timeout: float = PATIENCE) -> None:
+        """Wait until it is served. Raises StaleReplica where it is not in time."""
+        deadline = time.monotonic() + timeout
+        while self.revision < revision:
+            if time.monotonic() >= deadline:
+                raise StaleReplica(
+                    f"this replica serves revision {self.revision}, and {revision} was asked for; try again"
+                )
+            await asyncio.sleep(_POLL)
+
+
+class FreshApp:
+    """An ASGI application whose requests may ask for a revision, and whose answers say theirs."""
+
+    def __init__(self, app: _App, freshness: Freshness) -> None:
+        self._app, self._freshness = app, freshness
+
+    async def __call__(self, scope: _Message, receive: _Receive, send: _Send) -> None:
+        async def say(message: _Message) -> None:
+            if message["type"] == "http.response.start":
+                revision = str(self._freshness.revision).encode()
+                message["headers"] = [*message.get("headers", ()), (REVISION.encode(), revision)]
+            await send(message)
+
+        told = await self._refusal(scope) if scope["type"] == "http" else None
+        await (self._app if told is None else refusal(told))(scope, receive, say)
+
+    async def _refusal(self, scope: _Message) -> Failure | None:
+        """Why a request is not answered here; after a wait, where that helps."""
+        asked = next((value for name, value in scope["headers"] if name == MIN_REVISION.encode()), b"0")
+        if not (asked.isdigit() and len(asked) < 20):
+            return Failure(400, "", f"{MIN_REVISION}: expected a revision, as {REVISION} of an answer says it")
+        try:
+            await self._freshness.wait(int(asked))
+        except StaleReplica as error:
+            return Failure(503, "", str(error))
+        return None

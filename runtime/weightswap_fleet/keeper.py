@@ -1,0 +1,324 @@
+"""A node's keeper: it has the memory that the node's replicas serve, and takes part in the fleet's changes.
+
+What a fleet has decided is in its place, and nowhere else. A keeper that was told of an order holds the weights ready,
+and commits them when it is told to, or when it reads in the place that they are desired; without an order it does what
+the place says. So whoever has given an order may die at any moment.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+from weightswap_runtime.desired.document import DesiredState, DesiredWeights
+from weightswap_runtime.desired.place import DesiredPlace
+from weightswap_runtime.errors import (
+    NothingToRollBack,
+    NoWeights,
+    StageCancelled,
+    StageClosed,
+    StagingBusy,
+    WeightswapError,
+    text_of,
+)
+from weightswap_runtime.format.artifact import Artifact
+from weightswap_runtime.live.receipt import SwapReceipt
+from weightswap_runtime.live.staged import Staged
+from weightswap_runtime.live.watching.intake import Told
+from weightswap_runtime.live.watching.reconciler import Reconciler
+from weightswap_runtime.shared.control import Control
+from weightswap_runtime.shared.keeper import keep
+from weightswap_server.signed_weights import requires
+
+from .documents import Committed, NodeStatus, Order, Prepared, Seat, Spec
+from .memory import NodeMemory
+from .seats import Seats
+
+MOST_REPLICAS = 64  # of one node
+_log = logging.getLogger("weightswap.fleet")
+
+
+class NodeKeeper:
+    """The keeper of a node. Every method may be called from any thread; `close` ends it."""
+
+    def __init__(self, spec: Spec, node: str, clock: Callable[[], float] = time.monotonic) -> None:
+        """Serves what the place says before anybody can take a seat, if that can be served; `start` keeps it so.
+
+        node: its name, which no other has. Memory that replicas of an earlier keeper of the name have is served on.
+        Raises ArtifactError, MissingExtra, OutOfMemory and Unsupported.
+        """
+        self.spec, self.node = spec, node
+        artifact = Artifact.open(spec.artifact)
+        name = memory_name(spec, node)
+        weights = artifact.manifest.weights
+        self._memory = NodeMemory.adopt(name) or NodeMemory.create(weights, MOST_REPLICAS, name)
+        self._board = self._memory.board
+        admit = requires(spec.require_signature) if spec.require_signature is not None else None
+        self.model = keep(artifact, self._memory.segment, admit)
+        self._seats = Seats(Control(self._memory.segment.control), lambda pid: NodeMemory.is_held_by(pid, name))
+        self._place = DesiredPlace(spec.place)
+        self._reconciler = Reconciler(self._place, spec.interval, clock)
+        self._clock = clock
+        self._order: _OpenOrder | None = None
+        self._turn = threading.RLock()  # one change at a time: an order's, or what a look finds
+        self._stopped = threading.Event()
+        self._bell = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="weightswap-keeper", daemon=True)
+        self.look()
+
+    def start(self) -> None:
+        """Look at the place from now on, in a thread."""
+        self._thread.start()
+
+    def take_seat(self, pid: int) -> Seat:
+        """A slot for a replica of this node. Raises Unsupported, and NoWeights where it would have nothing to serve."""
+        if self.model.weights_id is None:
+            raise NoWeights(self._error or f"{self.spec.place}: no weights are desired yet")
+        return Seat(os.getpid(), self._memory.descriptors, self._seats.take(pid))
+
+    def prepare(self, order: Order) -> Prepared:
+        """Stage and verify the weights of an order, and keep them ready.
+
+        Raises what `Model.stage` raises, StageCancelled where the order is given up meanwhile, and StagingBusy where
+        another is open.
+        """
+        began = time.perf_counter()
+        self._check_free()
+        with self._turn:
+            self._check_free()
+            wanted = order.weights.weights_id
+            if order.proven and wanted in {self.model.weights_id, self.model.previous_weights_id}:
+                self._order = _OpenOrder(order, self._clock)
+                return Prepared(time.perf_counter() - began, True, "none")
+            self._order = opening = _OpenOrder(order, self._clock)
+            try:
+                opening.staged = self._stage(order.source, order.weights, background=True)
+                opening.staged.wait()
+            except BaseException:
+                self._order = None
+                raise
+            opening.renew()  # it may have taken long
+            return Prepared(time.perf_counter() - began, False, opening.staged.verified)
+
+    def _check_free(self) -> None:
+        if (opened := self._order) is not None:
+            by = f" by {opened.order.weights.by}" if opened.order.weights.by else ""
+            raise StagingBusy(
+                f"{self.node}: has an order{by} open, for {opened.order.weights.weights_id[:12]}; try again when it is "
+                "over"
+            )
+
+    def _stage(self, path: str | Path, weights: DesiredWeights, *, background: bool) -> Staged:
+        return self.model.stage(
+            path,
+            expect=weights.weights_id,
+            allow_other_graph=weights.graph_id not in ("", self.spec.graph_id),
+            verify=self.spec.verify,  # type: ignore[arg-type]
+            by=weights.by,
+            background=background,
+        )
+
+    def discard(self, order_id: str) -> None:
+        """Give an order up, if it is the one that is open; also while it is being staged."""
+        opened = self._order
+        if opened is not None and opened.order.id == order_id:
+            if opened.staged is not None:
+                opened.staged.cancel_soon()
+            with self._turn:
+                if self._order is opened:
+                    self._drop()
+
+    def _drop(self) -> None:
+        opened, self._order = self._order, None
+        if opened is not None and opened.staged is not None:
+            opened.staged.discard()
+
+    def commit(self, order_id: str, revision: int) -> Committed:
+        """Serve what was prepared for an order, which was decided as a revision of the place.
+
+        Raises StageClosed where it is not prepared any more (what the place says is done all the same, by itself), and
+        what `Staged.commit` raises.
+        """
+        with self._turn:
+            opened = self._order
+            if opened is None or opened.order.id != order_id:
+                self.look_soon()
+                raise StageClosed(f"{self.node}: the order {order_id} is not prepared any more")
+            return self._commit(opened, revision)
+
+    def _commit(self, opened: _OpenOrder, revision: int) -> Committed:
+        weights, seconds = opened.order.weights, 0.0
+        if opened.staged is not None:
+            self._mark_next(revision)
+            seconds = opened.staged.commit().seconds_paused
+        elif self.model.weights_id != weights.weights_id:
+            seconds = self._roll_back(weights, revision).seconds_paused
+        at, generation = time.time(), self.model.generation
+        assert generation is not None
+        self._mark(revision)
+        self._order = None
+        self.look_soon()
+        return Committed(at, generation, seconds)
+
+    def _roll_back(self, weights: DesiredWeights, revision: int) -> SwapReceipt:
+        if self.model.previous_weights_id != weights.weights_id:
+            raise NothingToRollBack(f"{self.node}: the weights {weights.weights_id[:12]} are not in memory any more")
+        self._mark_next(revision)
+        return self.model.rollback(by=weights.by)
+
+    def _mark_next(self, revision: int) -> None:
+        """Before a commit, so that no replica answers with weights and an older revision."""
+        generation = self.model.generation
+        self._board.set_revision(0 if generation is None else generation + 1, revision)
+
+    def _mark(self, revision: int) -> None:
+        """What is served is that of a revision, too."""
+        generation = self.model.generation
+        if generation is not None and self._board.revision(generation) < revision:
+            self._board.set_revision(generation, revision)
+
+    def look_soon(self) -> None:
+        """Look at the place now, and not only after the interval."""
+        self._bell.set()
+
+    def status(self) -> NodeStatus:
+        """How it stands."""
+        state, opened = self._reconciler.state, self._order
+        return NodeStatus(
+            node=self.node,
+            spec=self.spec,
+            keeper=os.getpid(),
+            weights_id=self.model.weights_id,
+            generation=self.model.generation,
+            revision=self._board.revision(self.model.generation),
+            read=state.revision if state else 0,
+            reachable=self._reconciler.reachable,
+            preparing=opened.order.weights.weights_id if opened else "",
+            replicas=self._seats.processes,
+            error=self._error,
+        )
+
+    @property
+    def _error(self) -> str:
+        error = self._reconciler.last_error
+        return text_of(error) if error is not None else ""
+
+    def close(self) -> None:
+        """End. Replicas serve on what they have."""
+        self._stopped.set()
+        self._bell.set()
+        if self._thread.is_alive():
+            self._thread.join()
+        with self._turn:
+            self._drop()
+        self.model.close()
+        self._seats.close()
+        self._memory.close()
+
+    def _run(self) -> None:
+        while not self._stopped.is_set():
+            self._bell.wait(self.spec.interval)
+            self._bell.clear()
+            self._seats.sweep()
+            try:
+                self.look()
+            except Exception:
+                _log.exception("%s: a look at %s failed", self.node, self.spec.place)
+
+    def look(self) -> None:
+        """Do what the place says; an order that is open waits for its end."""
+        with self._turn:
+            if self._order is not None and not self._settle(self._order):
+                return
+            self._reconciler.look(_Target(self))
+            state = self._reconciler.state
+            if state is not None and self._reconciler.reachable:
+                self._board.read = state.revision
+                if state.weights is not None and state.weights.weights_id == self.model.weights_id:
+                    self._mark(state.revision)
+
+    def _settle(self, opened: _OpenOrder) -> bool:
+        """Do what the place says of an order that is open. Whether it is over."""
+        try:
+            state = self._place.read()
+        except WeightswapError:
+            state = None
+        if state is not None and state.revision != opened.order.revision:
+            if decided(state, opened.order):
+                with suppress(WeightswapError):  # the look that follows tries it in its own way
+                    self._commit(opened, state.revision)
+                    return True
+            self._drop()
+        elif opened.is_over:
+            _log.warning("%s: nothing more was heard of the order %s", self.node, opened.order.id)
+            self._drop()
+        return self._order is None
+
+
+def decided(state: DesiredState, order: Order) -> bool:
+    """Whether a place that has gone on says what an order wants."""
+    return state.weights is not None and state.weights.weights_id == order.weights.weights_id
+
+
+def memory_name(spec: Spec, node: str) -> str:
+    """By which a node's memory is found again."""
+    return f"weightswap.{spec.fleet}.{spec.graph_id[:12]}.{node}"
+
+
+class _OpenOrder:
+    """An order that this node is ready for, or will be; `staged` where the weights were not in memory."""
+
+    def __init__(self, order: Order, clock: Callable[[], float]) -> None:
+        self.order, self._clock = order, clock
+        self.staged: Staged | None = None
+        self.renew()
+
+    def renew(self) -> None:
+        self._until = self._clock() + self.order.lease
+
+    @property
+    def is_over(self) -> bool:
+        return self._clock() >= self._until
+
+
+class _Target:
+    """The node's model, as the reconciler keeps it at what is desired."""
+
+    def __init__(self, keeper: NodeKeeper) -> None:
+        self._keeper, self._model = keeper, keeper.model
+
+    def check(self) -> None:
+        if self._keeper._stopped.is_set():
+            raise StageCancelled("the keeper was stopped")
+
+    def serves(self, weights_id: str) -> bool:
+        return self._model.weights_id == weights_id
+
+    @property
+    def serves_nothing(self) -> bool:
+        return self._model.weights_id is None
+
+    def put(self, path: str | Path, weights: DesiredWeights, is_wanted: Callable[[], bool]) -> None:
+        keeper = self._keeper
+        if self._model.previous_weights_id == weights.weights_id:
+            if is_wanted():
+                keeper._roll_back(weights, self._revision)
+            return
+        with keeper._stage(path, weights, background=False) as staged:
+            self.check()
+            if is_wanted():
+                keeper._mark_next(self._revision)
+                staged.commit()
+
+    @property
+    def _revision(self) -> int:
+        state = self._keeper._reconciler.state
+        return state.revision if state is not None else 0
+
+    def tell(self, kind: Told, source: str, error: BaseException) -> None:
+        _log.warning("%s: %s: %s: %s", self._keeper.node, kind, source, text_of(error))

@@ -1,0 +1,93 @@
+"""A replica: it answers requests from the memory of its node, over HTTP and from handles."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import ray
+from numpy.typing import NDArray
+from ray import serve
+
+from weightswap_runtime.errors import NoWeights, WeightswapError
+from weightswap_runtime.shared.worker import join
+from weightswap_runtime.tensors.content import array_content, as_array
+from weightswap_server.http.app import http_app
+from weightswap_server.service.service import Service
+
+from .actors import controller_of, keeper_of_this_node
+from .documents import NodeStatus, Spec
+from .errors import StaleReplica
+from .freshness import FreshApp, Freshness
+from .memory import NodeMemory
+
+_BEGIN = 600.0  # seconds for the node's first weights
+_WARM = 60.0  # seconds for the first calls
+
+
+class FleetAnswer(NamedTuple):
+    """Outputs by name, and which weights have answered. revision: of the fleet; what later calls should ask for."""
+
+    outputs: dict[str, NDArray[Any]]
+    weights_id: str
+    generation: int | None
+    revision: int
+
+
+@serve.ingress()
+class Replica:
+    """One replica of a fleet. It begins with the weights that are desired, or not at all."""
+
+    def __init__(self, spec: Spec) -> None:
+        if spec.op_libraries:
+            from weightswap_runtime.engines.graphs.libraries import import_libraries  # needs torch
+
+            import_libraries(spec.op_libraries)
+        self._spec = spec
+        controller_of(spec.fleet)  # so that the first change need not wait for it
+        seat = ray.get(keeper_of_this_node(spec).take_seat.remote(os.getpid()), timeout=_BEGIN)
+        self._memory = NodeMemory.from_process(seat.keeper, seat.descriptors, read_only=True)
+        self._model = join(spec.artifact, self._memory.segment, seat.slot)
+        self._service = Service({spec.model: self._model}, spec.settings)
+        self._freshness = Freshness(self._memory.board, self._model)
+        self._await_warm()
+
+    def _await_warm(self) -> None:
+        deadline = time.monotonic() + _WARM
+        while not self._service.ready:
+            if time.monotonic() >= deadline:
+                raise NoWeights(f"{self._spec.model}: is not ready after {_WARM:g} s")
+            time.sleep(0.01)
+
+    def __serve_build_asgi_app__(self) -> FreshApp:
+        return FreshApp(http_app(self._service), self._freshness)
+
+    async def infer(self, inputs: Mapping[str, NDArray[Any]], model: str = "", min_revision: int = 0) -> FleetAnswer:
+        """Call a method with arrays by the inputs' names. model: as over HTTP; empty: the default method.
+
+        Raises StaleReplica, and what a request over HTTP is refused with.
+        """
+        await self._freshness.wait(min_revision)
+        contents = {name: array_content(array) for name, array in inputs.items()}
+        served, call = self._service.call(model or self._spec.model, "", contents)
+        answer = await self._service.answer(served, call)
+        outputs = {name: as_array(content) for name, content in answer.outputs}
+        return FleetAnswer(outputs, answer.weights_id, answer.generation, self._freshness.revision)
+
+    def record_routing_stats(self) -> dict[str, int]:
+        """For the router, which leaves out who is behind."""
+        return {"revision": self._freshness.revision}
+
+    async def check_health(self) -> None:
+        """Raise where it does not see what its keeper commits. A keeper that has gone is made again."""
+        try:
+            status: NodeStatus = await asyncio.wait_for(keeper_of_this_node(self._spec).status.remote(), _WARM)
+        except (WeightswapError, TimeoutError, ray.exceptions.RayError):
+            return  # it serves on
+        if os.getpid() not in status.replicas and status.weights_id is not None:
+            raise StaleReplica(f"{self._spec.fleet}: the keeper of this node has other memory than this replica")
+        if self._model.failed:
+            raise StaleReplica(f"{self._spec.fleet}: the model of this replica has failed")

@@ -1,0 +1,74 @@
+"""The replicas of a node: each has a slot of the control page, which is free again when it has ended."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from contextlib import suppress
+from select import POLLIN, poll
+from threading import Lock
+
+from weightswap_runtime.errors import Unsupported
+from weightswap_runtime.shared.control import Control
+
+
+class Seats:
+    """Slots of replicas, by the descriptors that tell of their ends. Every method may be called from any thread."""
+
+    def __init__(self, control: Control, belongs: Callable[[int], bool]) -> None:
+        """Whoever has a slot already is watched; the dead have theirs no more, nor has another process of their number.
+
+        belongs: whether a process has this memory.
+        """
+        self._control = control
+        self._lock = Lock()
+        self._taken: dict[int, tuple[int, int]] = {}  # slot -> process, pidfd
+        for slot, pid in enumerate(control.processes):
+            if pid and not (belongs(pid) and self._watch(slot, pid)):
+                control.empty_slot(slot)
+
+    def take(self, pid: int) -> int:
+        """A slot for a process. Raises Unsupported where there is none."""
+        self.sweep()
+        with self._lock:
+            free = next((slot for slot in range(self._control.workers) if slot not in self._taken), None)
+            if free is None:
+                raise Unsupported(f"{self._control.workers} replicas on one node, which is the most that share weights")
+            if not self._watch(free, pid):
+                raise Unsupported(f"process {pid} is not there; a replica and its node's keeper must see each other")
+            return free
+
+    def _watch(self, slot: int, pid: int) -> bool:
+        try:
+            self._taken[slot] = pid, os.pidfd_open(pid)
+        except ProcessLookupError:
+            return False
+        return True
+
+    def sweep(self) -> None:
+        """Let go of what the dead held."""
+        with self._lock:
+            for slot, (_, descriptor) in list(self._taken.items()):
+                if _has_ended(descriptor):
+                    self._control.empty_slot(slot)
+                    del self._taken[slot]
+                    os.close(descriptor)
+
+    @property
+    def processes(self) -> tuple[int, ...]:
+        """Of replicas, in the order of their slots."""
+        with self._lock:
+            return tuple(pid for _, (pid, _) in sorted(self._taken.items()))
+
+    def close(self) -> None:
+        with self._lock:
+            for _, descriptor in self._taken.values():
+                with suppress(OSError):
+                    os.close(descriptor)
+            self._taken.clear()
+
+
+def _has_ended(descriptor: int) -> bool:
+    watched = poll()
+    watched.register(descriptor, POLLIN)
+    return bool(watched.poll(0))

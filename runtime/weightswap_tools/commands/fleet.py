@@ -1,0 +1,231 @@
+"""`weightswap fleet`: deploy on a Ray cluster, look, and change the weights of all nodes together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from weightswap_runtime.desired.document import SHOWN, DesiredState
+from weightswap_runtime.errors import MissingExtra, Unsupported
+from weightswap_runtime.sources.location import printable
+from weightswap_tools.terminal import JsonOption, errors_as_exit, print_json, print_table, say
+
+from .desired import time_said
+
+if TYPE_CHECKING:
+    from weightswap_fleet import Fleet, FleetReceipt, NodeStatus
+
+fleet_command = typer.Typer(add_completion=False, help="Many machines that change their weights together, on Ray.")
+NameOption = Annotated[str, typer.Option("--name", "-n", help="The fleet's name.")]
+ByOption = Annotated[str, typer.Option(help="Who asks.")]
+WhyOption = Annotated[str, typer.Option(help="The reason, for those who come after.")]
+AddressOption = Annotated[
+    str, typer.Option(envvar="RAY_ADDRESS", help="Of the Ray cluster; `auto` is that of this machine.")
+]
+_NAME = "weightswap"
+
+
+@fleet_command.command()
+def deploy(
+    artifact: Annotated[str, typer.Argument(help="The artifact, at a path that all nodes see.")],
+    weights: Annotated[str | None, typer.Option(help="Weights to begin with, where nothing is desired yet.")] = None,
+    follow: Annotated[
+        str | None, typer.Option(help="The place of the desired state; else the directory of the weights.")
+    ] = None,
+    name: NameOption = _NAME,
+    replicas: Annotated[int, typer.Option(min=1, help="How many replicas there are, over all nodes.")] = 1,
+    max_replicas: Annotated[
+        int | None, typer.Option(help="Let Ray Serve have more replicas under load, up to so many.")
+    ] = None,
+    model: Annotated[str | None, typer.Option(help="What requests call it; else the artifact's name.")] = None,
+    max_batch: Annotated[int, typer.Option(min=1, help="Rows of requests that may go as one call.")] = 1,
+    route: Annotated[str, typer.Option(help="The prefix of its pages at Ray Serve's proxies.")] = "/",
+    require_signature: Annotated[
+        Path | None, typer.Option(help="A public key; weights that it has not signed are refused.", dir_okay=False)
+    ] = None,
+    address: AddressOption = "auto",
+    as_json: JsonOption = False,
+) -> None:
+    """Deploy an artifact as an application of Ray Serve, or change its number of replicas."""
+    with errors_as_exit(as_json), _cluster(address):
+        from ray import serve
+
+        from weightswap_fleet import connect, deployment
+
+        scaling: dict[str, Any] = {"num_replicas": replicas}
+        if max_replicas is not None:
+            scaling = {"autoscaling_config": {"min_replicas": replicas, "max_replicas": max_replicas}}
+        application = deployment(
+            artifact,
+            weights,
+            follow=follow,
+            name=name,
+            model=model,
+            batch=max_batch,
+            require_signature=require_signature,
+            **scaling,
+        )
+        serve.run(application, name=name, route_prefix=route)
+        _show(connect(name), as_json)
+
+
+@fleet_command.command()
+def status(name: NameOption = _NAME, address: AddressOption = "auto", as_json: JsonOption = False) -> None:
+    """Show what is desired, and which weights each node serves; with status 1 where they differ."""
+    with errors_as_exit(as_json), _fleet(name, address) as fleet:
+        if not _show(fleet, as_json):
+            raise typer.Exit(1)
+
+
+@fleet_command.command()
+def swap(
+    weights: Annotated[str, typer.Argument(help="A packed weight file, at a path or URL that all nodes can read.")],
+    name: NameOption = _NAME,
+    by: ByOption = "",
+    why: WhyOption = "",
+    address: AddressOption = "auto",
+    as_json: JsonOption = False,
+) -> None:
+    """Let all nodes serve other weights together: all stage and verify them first, and if one cannot, none does."""
+    with errors_as_exit(as_json), _fleet(name, address) as fleet:
+        _say_receipt(fleet.swap(weights, by=by, why=why), as_json)
+
+
+@fleet_command.command()
+def rollback(
+    to: Annotated[
+        str | None, typer.Argument(help="The beginning of a weights id; else what was desired before.")
+    ] = None,
+    name: NameOption = _NAME,
+    no_hold: Annotated[bool, typer.Option("--no-hold", help="Do not hold afterwards.")] = False,
+    by: ByOption = "",
+    why: WhyOption = "",
+    address: AddressOption = "auto",
+    as_json: JsonOption = False,
+) -> None:
+    """Let all nodes serve earlier weights again, and take nothing new until `release`."""
+    with errors_as_exit(as_json), _fleet(name, address) as fleet:
+        _say_receipt(fleet.rollback(to, by=by, why=why, hold=not no_hold), as_json)
+
+
+@fleet_command.command()
+def hold(
+    name: NameOption = _NAME,
+    by: ByOption = "",
+    why: WhyOption = "",
+    address: AddressOption = "auto",
+    as_json: JsonOption = False,
+) -> None:
+    """Let nothing be promoted until `release`."""
+    with errors_as_exit(as_json), _fleet(name, address) as fleet:
+        _say_desired(fleet.hold(by=by, why=why), as_json)
+
+
+@fleet_command.command()
+def release(name: NameOption = _NAME, address: AddressOption = "auto", as_json: JsonOption = False) -> None:
+    """End a hold."""
+    with errors_as_exit(as_json), _fleet(name, address) as fleet:
+        _say_desired(fleet.release(), as_json)
+
+
+@fleet_command.command()
+def remove(name: NameOption = _NAME, address: AddressOption = "auto", as_json: JsonOption = False) -> None:
+    """End a fleet: its replicas, its keepers and their memory. What is desired stays as it is."""
+    with errors_as_exit(as_json), _fleet(name, address) as fleet:
+        fleet.remove()
+
+
+@contextmanager
+def _fleet(name: str, address: str) -> Iterator[Fleet]:
+    with _cluster(address):
+        from weightswap_fleet import connect
+
+        yield connect(name)
+
+
+@contextmanager
+def _cluster(address: str) -> Iterator[None]:
+    """A block that is connected to a Ray cluster. Raises MissingExtra, and Unsupported where none is there."""
+    try:
+        import ray
+    except ImportError as error:
+        raise MissingExtra("a fleet", "ray") from error
+    try:
+        ray.init(address, log_to_driver=False, logging_level="error", namespace="weightswap")
+    except ConnectionError as error:
+        raise Unsupported(f"no Ray cluster at {address}: start one (ray start --head), or say --address") from error
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
+def _say_receipt(receipt: FleetReceipt, as_json: bool) -> None:
+    if as_json:
+        return print_json(receipt.as_dict())
+    before = receipt.previous_weights_id
+    say(f"{receipt.kind:<12}{receipt.source}")
+    say(f"weights id  {receipt.weights_id}")
+    say(f"before      {before or 'nothing'}")
+    say(f"revision    {receipt.revision}")
+    say(
+        f"took        {receipt.seconds_staged:.2f} s until all were ready, {receipt.seconds_committed:.2f} s until all "
+        f"served; {receipt.skew * 1e3:.1f} ms between the first and the last"
+    )
+    rows = [
+        [node, "in memory" if each.resident else f"{each.seconds_staged:.2f} s", receipt.late.get(node, "serves")]
+        for node, each in sorted(receipt.nodes.items())
+    ]
+    rows += [[node, "", why] for node, why in sorted(receipt.late.items()) if node not in receipt.nodes]
+    print_table("Nodes", ["node", "staged in", "state"], rows)
+    return None
+
+
+def _say_desired(state: DesiredState, as_json: bool) -> None:
+    if as_json:
+        return print_json(state.as_dict())
+    say(f"revision    {state.revision}")
+    if state.weights is not None:
+        say(f"desired     {printable(state.weights.source)}")
+        say(f"weights id  {state.weights.weights_id}")
+        by = f" by {state.weights.by}" if state.weights.by else ""
+        say(f"since       {time_said(state.weights.since)}{by}{_because(state.weights.why)}")
+    if (held := state.hold) is not None:
+        say(f"on hold     since {time_said(held.since)}{f' by {held.by}' if held.by else ''}{_because(held.why)}")
+    return None
+
+
+def _because(why: str) -> str:
+    return f": {why}" if why else ""
+
+
+def _show(fleet: Fleet, as_json: bool) -> bool:
+    """Say how it stands. Whether all nodes serve what is desired."""
+    state, nodes = fleet.desired, fleet.nodes
+    wanted = state.weights.weights_id if state.weights else None
+    agree = all(each.weights_id == wanted for each in nodes.values())
+    if as_json:
+        found = [_document(each) for each in nodes.values()]
+        print_json({"fleet": fleet.name, "agrees": agree, "desired": state.as_dict(), "nodes": found})
+        return agree
+    say(f"fleet       {fleet.name}")
+    _say_desired(state, as_json)
+    columns = ["node", "weights", "revision", "replicas", "state"]
+    print_table("Nodes", columns, [_row(each, wanted) for _, each in sorted(nodes.items())])
+    return agree
+
+
+def _document(node: NodeStatus) -> dict[str, Any]:
+    return {name: value for name, value in node._asdict().items() if name != "spec"}
+
+
+def _row(node: NodeStatus, wanted: str | None) -> list[str]:
+    state = node.error or ("serves" if node.weights_id == wanted else "behind")
+    if node.preparing:
+        state += f", prepares {node.preparing[:SHOWN]}"
+    served = (node.weights_id or "nothing")[:SHOWN]
+    return [node.node, served, str(node.revision), str(len(node.replicas)), state]

@@ -1,0 +1,124 @@
+"""Keepers of several nodes in one process, and messages to them that get lost."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.tiny import TinyArtifact
+from weightswap_fleet.documents import Spec
+from weightswap_fleet.keeper import NodeKeeper
+from weightswap_fleet.memory import NodeMemory
+from weightswap_runtime import DesiredPlace, Event
+from weightswap_runtime.desired.document import DesiredState
+from weightswap_runtime.format.weight_set import open_weights
+
+
+class Died(BaseException):
+    """The coordinator ends here."""
+
+
+Fate = Callable[[str, str], str]  # of a message, by method and node: "", "lost", "answer lost"
+
+
+class MortalPlace(DesiredPlace):
+    """A place whose writer may end just before it has written, or just after."""
+
+    dies = ""
+
+    def _write(self, revision: int, work: Callable[[DesiredState], DesiredState]) -> DesiredState:
+        if self.dies == "before":
+            raise Died
+        written = super()._write(revision, work)
+        if self.dies == "after":
+            raise Died
+        return written
+
+
+class Fleet:
+    """Several nodes, their place, and files by their numbers; whoever coordinates may be told to end."""
+
+    def __init__(self, folder: Path, nodes: int, patch: pytest.MonkeyPatch) -> None:
+        self.tiny = TinyArtifact(folder / "tiny.artifact")
+        self.where = folder / "place"
+        self.where.mkdir()
+        self.place = MortalPlace(self.where)
+        self._folder = folder
+        self.now = 0.0
+        self.spec = Spec("fleet", str(self.tiny.path), self.tiny.manifest.graph_id, str(self.where), "tiny", 0.0)
+        self.keepers: dict[str, NodeKeeper] = {}
+        self._held: dict[str, NodeMemory] = {}  # by replicas, which outlive keepers
+        patch.setattr(NodeMemory, "adopt", lambda name: self._adopted(name.rpartition(".")[2]))
+        self.commits: list[tuple[int, str]] = []  # the revision that replicas read just then, and the weights
+        self.asked: list[str] = []  # of the nodes, method by method
+        self.fate: Fate = lambda method, node: ""
+        self.dies_at = -1  # how many times the nodes are asked before the coordinator ends
+        self.gone: set[str] = set()
+        for number in range(nodes):
+            self.start(f"n{number}")
+
+    def start(self, node: str) -> None:
+        """A keeper begins: the first of a node, or the next."""
+        keeper = self.keepers[node] = NodeKeeper(self.spec, node, lambda: self.now)
+        keeper.model.listen(lambda event: self._note_commit(keeper, event))
+        if node not in self._held:
+            self._held[node] = NodeMemory.from_process("self", keeper._memory.descriptors, read_only=True)
+
+    def _note_commit(self, keeper: NodeKeeper, event: Event) -> None:
+        if event.receipt is not None:
+            self.commits.append((keeper._board.revision(event.receipt.generation), event.receipt.weights_id))
+
+    def _adopted(self, node: str) -> NodeMemory | None:
+        held = self._held.get(node)
+        return NodeMemory.from_process("self", held.descriptors) if held else None
+
+    def file(self, number: int) -> Path:
+        path = self._folder / f"v{number}.safetensors"
+        return path if path.exists() else self.tiny.write(path, self.tiny.values(number))
+
+    def damaged(self, number: int) -> Path:
+        path = self._folder / f"damaged{number}.safetensors"
+        content = bytearray(self.file(number).read_bytes())
+        content[-1] ^= 1
+        path.write_bytes(content)
+        return path
+
+    def weights_id(self, number: int) -> str:
+        with open_weights(self.file(number)) as weights:
+            assert weights.stamp is not None
+            return weights.stamp.weights_id
+
+    def close(self) -> None:
+        for keeper in self.keepers.values():
+            keeper.close()
+        for memory in self._held.values():
+            memory.close()
+
+    def served(self) -> dict[str, str | None]:
+        return {node: keeper.model.weights_id for node, keeper in self.keepers.items()}
+
+    # as `agreement.Nodes`
+
+    def names(self) -> list[str]:
+        return [node for node in self.keepers if node not in self.gone]
+
+    def ask(self, names: Sequence[str], method: str, *arguments: Any, timeout: float) -> dict[str, Any]:
+        if len(self.asked) == self.dies_at:
+            raise Died
+        self.asked.append(method)
+        return {name: self._deliver(name, method, arguments) for name in names}
+
+    def _deliver(self, node: str, method: str, arguments: tuple[Any, ...]) -> Any:
+        fate = self.fate(method, node)
+        if fate == "lost" or node in self.gone:
+            return TimeoutError(f"{node}: has not answered")
+        try:
+            answer = getattr(self.keepers[node], method)(*arguments)
+        except Exception as error:
+            answer = error
+        if method == "look_soon":
+            self.keepers[node].look()
+        return TimeoutError(f"{node}: has not answered") if fate else answer

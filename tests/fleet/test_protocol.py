@@ -1,0 +1,219 @@
+"""The protocol of a fleet: messages that are lost, coordinators and keepers that die, operators, outages, in any order.
+
+What was decided is what the place says; a revision stands for one set of weights, on each node, at each time.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
+
+from weightswap_fleet.agreement import Agreement, Deadlines
+from weightswap_fleet.documents import FleetReceipt
+from weightswap_fleet.errors import FleetRefused, FleetUndecided
+from weightswap_runtime import DesiredError, NothingToRollBack, RevisionConflict
+from weightswap_runtime.desired.place import known_weights
+
+from .nodes import Died, Fleet
+
+NODES, SETS = 3, 4
+SOON = Deadlines(prepare=5.0, commit=0.05)
+nodes = st.sampled_from([f"n{number}" for number in range(NODES)])
+sets = st.integers(0, SETS - 1)
+fates = st.dictionaries(
+    st.tuples(st.sampled_from(["prepare", "commit", "discard", "status"]), nodes),
+    st.sampled_from(["lost", "answer lost"]),
+    max_size=3,
+)
+deaths = st.sampled_from([-1, 0, 1, 2, "before", "after"])  # before which question, or the decision
+
+
+class Protocol(RuleBasedStateMachine):
+    """Three nodes, two coordinators that take turns, operators, and clients that remember a revision."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._patch = pytest.MonkeyPatch()
+        self._folder = tempfile.TemporaryDirectory()
+        self.fleet = Fleet(Path(self._folder.name), NODES, self._patch)
+        self.said: dict[int, str | None] = {0: None}  # by revision, which weights are desired
+        self.seen = 0
+        self.fleet.place.set(self.fleet.file(0), revision=0)
+        self._note()
+
+    def _note(self) -> None:
+        state = self.fleet.place.read()
+        self.said.setdefault(state.revision, state.weights.weights_id if state.weights else None)
+
+    @property
+    def _is_there(self) -> bool:
+        return self.fleet.where.exists()
+
+    @rule(number=sets, faults=fates, death=deaths, damaged=st.booleans())
+    def swap(self, number: int, faults: dict[tuple[str, str], str], death: int | str, damaged: bool) -> None:
+        path = self.fleet.damaged(number) if damaged else self.fleet.file(number)
+        self._change(
+            lambda agreement: agreement.swap(str(path), known_weights(path), "ana", "", SOON), faults, death, damaged
+        )
+
+    @rule(faults=fates, death=deaths, hold=st.booleans())
+    def rollback(self, faults: dict[tuple[str, str], str], death: int | str, hold: bool) -> None:
+        self._change(lambda agreement: agreement.rollback(None, "bo", "", hold, SOON), faults, death)
+
+    def _change(self, change, faults, death, damaged=False) -> None:  # type: ignore[no-untyped-def]
+        fleet = self.fleet
+        fleet.fate = lambda method, node: faults.get((method, node), "")
+        fleet.asked.clear()
+        if isinstance(death, str):
+            fleet.place.dies = death
+        else:
+            fleet.dies_at = death
+        self.open = {keeper.status().preparing for keeper in fleet.keepers.values()}
+        served, desired = fleet.served(), fleet.place.read() if self._is_there else None
+        try:
+            receipt = change(Agreement(fleet.place, fleet))
+        except FleetRefused:
+            assert (fleet.served(), fleet.place.read()) == (served, desired)
+            if not faults:
+                assert {keeper.status().preparing for keeper in fleet.keepers.values()} == self.open
+        except (Died, NothingToRollBack):
+            pass
+        except (DesiredError, FleetUndecided):
+            assert not self._is_there
+        else:
+            assert not damaged
+            self._check(receipt, everybody=not faults)
+        finally:
+            fleet.fate, fleet.dies_at, fleet.place.dies = lambda method, node: "", -1, ""
+            if self._is_there:
+                self._note()
+
+    def _check(self, receipt: FleetReceipt, everybody: bool) -> None:
+        served = self.fleet.served()
+        assert set(receipt.nodes) == set(served)
+        assert {weights for node, weights in served.items() if node not in receipt.late} <= {receipt.weights_id}
+        assert not (everybody and receipt.late)
+
+    @rule(number=sets)
+    def an_operator_sets(self, number: int) -> None:
+        if self._is_there:
+            self.fleet.place.set(self.fleet.file(number), revision=self.fleet.place.read().revision)
+            self._note()
+
+    @rule()
+    def an_operator_holds(self) -> None:
+        if self._is_there:
+            self.fleet.place.hold(revision=self.fleet.place.read().revision)
+            self._note()
+
+    @rule(node=nodes)
+    def look(self, node: str) -> None:
+        self.fleet.keepers[node].look()
+
+    @rule(node=nodes)
+    def a_keeper_is_killed(self, node: str) -> None:
+        """Its replicas serve on, and the next keeper finds the memory."""
+        del self.fleet.keepers[node]
+        self.fleet.start(node)
+
+    @rule()
+    def time_passes(self) -> None:
+        self.fleet.now += 1000.0
+
+    @rule()
+    def an_outage(self) -> None:
+        """The place is away, or is there again."""
+        away = self.fleet.where.with_name("away")
+        before, after = (self.fleet.where, away) if self._is_there else (away, self.fleet.where)
+        before.rename(after)
+
+    @rule(node=nodes)
+    def a_client_asks(self, node: str) -> None:
+        """It is answered where it would not go back; an answer's revision is that of the weights."""
+        keeper = self.fleet.keepers[node]
+        revision = keeper._board.revision(keeper.model.generation)
+        if revision >= self.seen and keeper.model.weights_id is not None:
+            self.seen = revision
+
+    @invariant()
+    def a_revision_stands_for_one_set_of_weights(self) -> None:
+        for keeper in self.fleet.keepers.values():
+            status = keeper.status()
+            assert self.said[status.revision] == status.weights_id
+            assert status.revision <= max(self.said)
+        for revision, weights_id in self.fleet.commits:
+            assert self.said[revision] == weights_id
+        self.fleet.commits.clear()
+
+    def teardown(self) -> None:
+        """Messages flow again: all serve what the place says, and no order is open."""
+        if not self._is_there:
+            self.an_outage()
+        for _ in range(3):
+            self.fleet.now += 1000.0
+            for keeper in self.fleet.keepers.values():
+                keeper.look()
+        state = self.fleet.place.read()
+        assert state.weights is not None
+        assert set(self.fleet.served().values()) == {state.weights.weights_id}
+        assert {keeper.status().preparing for keeper in self.fleet.keepers.values()} == {""}
+        assert {keeper.status().revision for keeper in self.fleet.keepers.values()} == {state.revision}
+        self.fleet.close()
+        self._patch.undo()
+        self._folder.cleanup()
+
+
+@pytest.mark.parametrize("examples", [20, pytest.param(400, marks=pytest.mark.slow)])
+def test_any_order(examples: int) -> None:
+    run_state_machine_as_test(Protocol, settings=settings(max_examples=examples, stateful_step_count=25, deadline=None))
+
+
+def test_two_coordinators_that_meet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second is refused by all nodes; after the first has decided it succeeds."""
+    fleet = Fleet(tmp_path, NODES, monkeypatch)
+    fleet.place.set(fleet.file(0), revision=0)
+    first, second = (Agreement(fleet.place, fleet) for _ in range(2))
+    said: list[FleetRefused] = []
+    decide = fleet.place.set
+
+    def meet(*arguments, **options):  # type: ignore[no-untyped-def]
+        monkeypatch.setattr(fleet.place, "set", decide)
+        with pytest.raises(FleetRefused, match="has an order by ana open") as refused:
+            second.swap(str(fleet.file(2)), known_weights(fleet.file(2)), "bo", "", SOON)
+        said.append(refused.value)
+        return decide(*arguments, **options)
+
+    monkeypatch.setattr(fleet.place, "set", meet)
+    receipt = first.swap(str(fleet.file(1)), known_weights(fleet.file(1)), "ana", "", SOON)
+    assert (receipt.late, set(said[0].reasons)) == ({}, set(fleet.names()))
+    assert set(fleet.served().values()) == {fleet.weights_id(1)}
+    receipt = second.swap(str(fleet.file(2)), known_weights(fleet.file(2)), "bo", "", SOON)
+    assert set(fleet.served().values()) == {receipt.weights_id}
+    fleet.close()
+
+
+def test_who_decides_meanwhile_is_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fleet = Fleet(tmp_path, NODES, monkeypatch)
+    fleet.place.set(fleet.file(0), revision=0)
+    for keeper in fleet.keepers.values():
+        keeper.look()
+
+    def meanwhile(method: str, node: str) -> str:
+        if method == "prepare" and node == "n2":
+            fleet.place.set(fleet.file(3), revision=1, by="eve")
+        return ""
+
+    fleet.fate = meanwhile
+    with pytest.raises(RevisionConflict, match="by eve"):
+        Agreement(fleet.place, fleet).swap(str(fleet.file(1)), known_weights(fleet.file(1)), "ana", "", SOON)
+    assert set(fleet.served().values()) == {fleet.weights_id(0)}
+    assert fleet.asked[-1] == "discard"
+    for keeper in fleet.keepers.values():
+        keeper.look()
+    assert set(fleet.served().values()) == {fleet.weights_id(3)}
+    fleet.close()
