@@ -11,9 +11,9 @@ WeightswapError
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 from weightswap_runtime.errors import WeightswapError, text_of
+from weightswap_runtime.messages import brief, plural
 
 
 class FleetError(WeightswapError):
@@ -21,15 +21,18 @@ class FleetError(WeightswapError):
 
 
 class FleetRefused(FleetError):
-    """Not all nodes could take the weights, so that none did. `reasons`: the errors, by the nodes' names."""
+    """Not all nodes could take the weights, so that none did.
 
-    def __init__(self, what: str, reasons: Mapping[str, BaseException]) -> None:
-        self.what, self.reasons = what, dict(reasons)
-        told = [f"{node}: {type(error).__name__}: {text_of(error)}" for node, error in self.reasons.items()]
-        super().__init__("\n- ".join([f"{what}: no node has changed; refused by {len(told)}:", *told]))
+    reasons: the errors, by the nodes' names. problems: the same as sentences.
+    """
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self.what, self.reasons)
+    def __init__(self, where: str, reasons: Mapping[str, BaseException]) -> None:
+        self.where, self.reasons = where, dict(reasons)
+        self.problems = tuple(
+            brief(f"{node}: {type(error).__name__}: {text_of(error)}") for node, error in self.reasons.items()
+        )
+        lines = [f"  - {problem}" for problem in self.problems]
+        super().__init__(f"{where}: no node has changed, as {plural(len(lines), 'node')} cannot take it", *lines)
 
 
 class FleetUndecided(FleetError):

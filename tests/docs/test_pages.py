@@ -46,7 +46,7 @@ def test_links_lead_somewhere(page: Path) -> None:
 @every_page
 def test_names_are_there(page: Path) -> None:
     for name in re.findall(
-        r"\bweightswap_(?:exporter|runtime|server|tools)(?:\.[A-Za-z]\w*)+(?!\w*/)", page.read_text()
+        r"\bweightswap_(?:exporter|fleet|runtime|server|tools)(?:\.[A-Za-z]\w*)+(?!\w*/)", page.read_text()
     ):
         assert resolve_name(name) is not None
 

@@ -137,6 +137,8 @@ def remove(name: NameOption = _NAME, address: AddressOption = "auto", as_json: J
     """End a fleet: its replicas, its keepers and their memory. What is desired stays as it is."""
     with errors_as_exit(as_json), _fleet(name, address) as fleet:
         fleet.remove()
+        if as_json:
+            print_json({"fleet": name})
 
 
 @contextmanager

@@ -1,0 +1,239 @@
+"""A node's keeper, and how all of them agree, step by step."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from weightswap_fleet.agreement import Agreement, Deadlines
+from weightswap_fleet.documents import Order
+from weightswap_fleet.errors import FleetError, FleetRefused, FleetUndecided, StaleReplica, UnknownFleet
+from weightswap_runtime import DesiredError, DigestMismatch, NothingToRollBack
+from weightswap_runtime.desired.document import DesiredWeights
+from weightswap_runtime.desired.place import known_weights
+from weightswap_runtime.errors import NoWeights, StageClosed, StagingBusy
+
+from .nodes import Fleet
+
+SOON = Deadlines(prepare=5.0, commit=0.2)
+
+
+@pytest.fixture
+def fleet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Fleet]:
+    """Two nodes that serve number 0, at revision 1."""
+    made = Fleet(tmp_path, 2, monkeypatch)
+    made.place.set(made.file(0), revision=0)
+    for keeper in made.keepers.values():
+        keeper.look()
+    yield made
+    made.close()
+
+
+def order(fleet: Fleet, number: int, proven: bool = False) -> Order:
+    path = fleet.file(number)
+    weights = DesiredWeights(source=str(path), weights_id=fleet.weights_id(number), since=0.0, by="ana")
+    return Order(f"order {number}", fleet.place.read().revision, str(path), weights, 10.0, proven)
+
+
+def swap(fleet: Fleet, number: int, path: Path | None = None):  # type: ignore[no-untyped-def]
+    path = path or fleet.file(number)
+    return Agreement(fleet.place, fleet).swap(str(path), known_weights(path), "ana", "", SOON)
+
+
+def test_what_is_prepared_is_committed_or_given_up(fleet: Fleet) -> None:
+    keeper = fleet.keepers["n0"]
+    assert not keeper.prepare(order(fleet, 1)).resident
+    with pytest.raises(StagingBusy, match=r"n0: has an order by ana open, for \w+; try again"):
+        keeper.prepare(order(fleet, 2))
+    assert keeper.status().preparing == keeper_wants(fleet, 1)
+    keeper.discard("another")
+    assert keeper.status().preparing
+    keeper.discard("order 1")
+    assert (keeper.status().preparing, keeper.model.weights_id) == ("", fleet.weights_id(0))
+    with pytest.raises(StageClosed, match="not prepared any more"):
+        keeper.commit("order 1", 2)
+    keeper.prepare(order(fleet, 1))
+    done = keeper.commit("order 1", 2)
+    assert (done.generation, keeper.model.weights_id, keeper.status().revision) == (1, fleet.weights_id(1), 2)
+
+
+def keeper_wants(fleet: Fleet, number: int) -> str:
+    return fleet.weights_id(number)
+
+
+def test_an_order_that_nobody_speaks_of_runs_out(fleet: Fleet) -> None:
+    keeper = fleet.keepers["n0"]
+    keeper.prepare(order(fleet, 1))
+    keeper.look()
+    assert keeper.status().preparing
+    fleet.now += 11.0
+    keeper.look()
+    assert (keeper.status().preparing, keeper.model.weights_id) == ("", fleet.weights_id(0))
+
+
+def test_what_was_decided_is_done_without_a_word_and_without_reading_again(fleet: Fleet) -> None:
+    keeper = fleet.keepers["n0"]
+    keeper.prepare(order(fleet, 1))
+    fleet.place.set(fleet.file(1), revision=1)
+    fleet.file(1).unlink()
+    keeper.look()
+    assert (keeper.model.weights_id, keeper.status().revision) == (keeper.status().weights_id, 2)
+    assert fleet.place.read().weights.weights_id == keeper.model.weights_id  # type: ignore[union-attr]
+
+
+def test_what_others_have_decided_is_not_the_order(fleet: Fleet) -> None:
+    keeper = fleet.keepers["n0"]
+    keeper.prepare(order(fleet, 1))
+    fleet.place.set(fleet.file(2), revision=1)
+    fleet.commits.clear()
+    keeper.look()
+    assert fleet.commits == [(2, fleet.weights_id(2))]
+    with pytest.raises(StageClosed):
+        keeper.commit("order 1", 2)
+    assert keeper.model.weights_id == fleet.weights_id(2)
+
+
+def test_while_the_place_is_away_an_order_stays_open_until_it_is_over(fleet: Fleet) -> None:
+    keeper, away = fleet.keepers["n0"], fleet.where.with_name("away")
+    keeper.prepare(order(fleet, 1))
+    fleet.where.rename(away)
+    keeper.look()
+    assert keeper.status().preparing
+    keeper.commit("order 1", 2)  # whoever says so has seen it written
+    assert keeper.model.weights_id == fleet.weights_id(1)
+    keeper.look()
+    assert (keeper.status().reachable, keeper.model.weights_id) == (False, fleet.weights_id(1))
+    away.rename(fleet.where)
+
+
+def test_a_rollback_reads_nothing_and_a_swap_reads_what_it_is_given(fleet: Fleet) -> None:
+    swap(fleet, 1)
+    for number in (0, 1):
+        fleet.file(number).rename(fleet.file(number).with_suffix(".away"))
+    keeper = fleet.keepers["n0"]
+    weights = fleet.place.read().history[-1]
+    assert keeper.prepare(Order("back", 2, weights.source, weights, 10.0, proven=True)).resident
+    assert keeper.commit("back", 3).generation == 2
+    assert keeper.model.weights_id == weights.weights_id
+
+
+def test_the_reasons_of_all_come_back_together(fleet: Fleet) -> None:
+    served = fleet.served()
+    for number in (0, 1):  # 0 says that it is what is served
+        with pytest.raises(FleetRefused) as refused:
+            swap(fleet, number, fleet.damaged(number))
+        assert {name: type(error) for name, error in refused.value.reasons.items()} == dict.fromkeys(
+            ("n0", "n1"), DigestMismatch
+        )
+        assert str(refused.value).count("DigestMismatch") == len(refused.value.problems) == 2
+    assert (fleet.served(), fleet.place.read().revision) == (served, 1)
+
+
+def test_who_does_not_answer_refuses_and_who_has_gone_does_not(fleet: Fleet) -> None:
+    fleet.fate = lambda method, node: "lost" if (method, node) == ("prepare", "n1") else ""
+    with pytest.raises(FleetRefused, match="n1: TimeoutError") as refused:
+        swap(fleet, 1)
+    assert list(refused.value.reasons) == ["n1"]
+    assert fleet.keepers["n0"].status().preparing == ""
+
+    def goes(method: str, node: str) -> str:
+        if node == "n1":
+            fleet.gone.add(node)
+        return ""
+
+    fleet.fate = goes
+    receipt = swap(fleet, 1)
+    assert (list(receipt.nodes), receipt.late) == (["n0"], {})
+    assert fleet.keepers["n0"].model.weights_id == receipt.weights_id
+
+
+def test_who_was_not_told_is_asked_to_look_or_is_late(fleet: Fleet) -> None:
+    fleet.fate = lambda method, node: "lost" if (method, node) == ("commit", "n1") else ""
+    receipt = swap(fleet, 1)
+    assert receipt.late == {}
+    assert receipt.nodes["n1"].committed_at is None
+    assert set(fleet.served().values()) == {receipt.weights_id}
+    fleet.fate = lambda method, node: "lost" if node == "n1" and method in {"commit", "look_soon"} else ""
+    receipt = swap(fleet, 2)
+    assert receipt.late == {"n1": "is at revision 2"}
+
+
+@pytest.mark.parametrize("written", [True, False])
+def test_whether_a_write_that_failed_was_done_is_looked_up(
+    fleet: Fleet, written: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decide = fleet.place.set
+
+    def fails(*arguments, **options):  # type: ignore[no-untyped-def]
+        if written:
+            decide(*arguments, **options)
+        raise DesiredError("the bucket said nothing")
+
+    monkeypatch.setattr(fleet.place, "set", fails)
+    if written:
+        assert swap(fleet, 1).late == {}
+    else:
+        with pytest.raises(DesiredError, match="said nothing"):
+            swap(fleet, 1)
+        assert {keeper.status().preparing for keeper in fleet.keepers.values()} == {""}
+    assert set(fleet.served().values()) == {fleet.weights_id(int(written))}
+
+
+def test_what_nobody_can_look_up_is_undecided(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
+    away = fleet.where.with_name("away")
+
+    def vanishes(*arguments, **options):  # type: ignore[no-untyped-def]
+        fleet.where.rename(away)
+        raise DesiredError("the bucket said nothing")
+
+    monkeypatch.setattr(fleet.place, "set", vanishes)
+    with pytest.raises(FleetUndecided, match="look there until it answers"):
+        swap(fleet, 1)
+    assert all(keeper.status().preparing for keeper in fleet.keepers.values())
+    away.rename(fleet.where)
+    fleet.now += 100.0
+    for keeper in fleet.keepers.values():
+        keeper.look()
+    assert set(fleet.served().values()) == {fleet.weights_id(0)}
+
+
+def test_a_rollback_of_all(fleet: Fleet) -> None:
+    swap(fleet, 1)
+    receipt = Agreement(fleet.place, fleet).rollback(None, "bo", "worse", True, SOON)
+    assert (receipt.kind, receipt.weights_id, receipt.by) == ("rollback", fleet.weights_id(0), "bo")
+    assert all(each.resident for each in receipt.nodes.values())
+    state = fleet.place.read()
+    assert (state.revision, state.hold.by if state.hold else "", state.withdrawn[0].weights_id) == (
+        3,
+        "bo",
+        fleet.weights_id(1),
+    )
+    with pytest.raises(NothingToRollBack):
+        Agreement(fleet.place, fleet).rollback(None, "bo", "", True, SOON)
+
+
+def test_without_weights_nobody_gets_a_seat(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fleet = Fleet(tmp_path, 1, monkeypatch)
+    with pytest.raises(NoWeights, match="no weights are desired yet"):
+        fleet.keepers["n0"].take_seat(1)
+    fleet.close()
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        FleetError("a"),
+        FleetRefused("v1", {"n0": DigestMismatch("w", ["a differs"], "Copy it again"), "n1": TimeoutError("late")}),
+        FleetUndecided("b"),
+        StaleReplica("c"),
+        UnknownFleet("d"),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_errors_cross_processes_whole(error: FleetError) -> None:
+    again = pickle.loads(pickle.dumps(error))
+    assert (type(again), str(again)) == (type(error), str(error))
+    assert str(getattr(again, "reasons", "")) == str(getattr(error, "reasons", ""))
