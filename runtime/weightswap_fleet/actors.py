@@ -61,8 +61,8 @@ class _Keeper:
                 since = time.monotonic()
         ray.kill(ray.get_runtime_context().current_actor)
 
-    def take_seat(self, pid: int) -> Seat:
-        return self._keeper.take_seat(pid)
+    def take_seat(self, pid: int, spec: Spec) -> Seat:
+        return self._keeper.take_seat(pid, spec)
 
     def prepare(self, order: Order) -> Prepared:
         return self._keeper.prepare(order)
@@ -105,7 +105,7 @@ class _Controller:
     def _write(self, method: str, **options: Any) -> DesiredState:
         with self._changing:
             spec = find_spec(self._fleet)
-            place, nodes = DesiredPlace(spec.place), RayNodes(self._fleet, spec.graph_id)
+            place, nodes = DesiredPlace(spec.place), RayNodes(spec)
             state: DesiredState = getattr(place, method)(revision=place.read().revision, **options)
             nodes.ask(nodes.names(), "look_soon", timeout=_STATUS)
             return state
@@ -115,19 +115,19 @@ class _Controller:
 
     def _agreement(self) -> Agreement:
         spec = find_spec(self._fleet)
-        return Agreement(DesiredPlace(spec.place), RayNodes(self._fleet, spec.graph_id))
+        return Agreement(DesiredPlace(spec.place), RayNodes(spec))
 
 
 class RayNodes:
-    """The keepers of a fleet's nodes, for one artifact; see `agreement.Nodes`."""
+    """The keepers of a fleet's nodes, for one artifact and place; see `agreement.Nodes`."""
 
-    def __init__(self, fleet: str, graph_id: str) -> None:
-        self._fleet, self._graph_id = fleet, graph_id
+    def __init__(self, spec: Spec) -> None:
+        self._spec = spec
 
     def names(self) -> list[str]:
         """Of nodes that live: the beginnings of their ids."""
         prefix = self._actor("")
-        return [name.removeprefix(prefix) for name in _keepers(self._fleet) if name.startswith(prefix)]
+        return [name.removeprefix(prefix) for name in _keepers(self._spec.fleet) if name.startswith(prefix)]
 
     def ask(self, names: Sequence[str], method: str, *arguments: Any, timeout: float) -> dict[str, Any]:
         """What each answers, or why it does not."""
@@ -135,7 +135,7 @@ class RayNodes:
         return dict(zip(names, answers, strict=True))
 
     def _actor(self, node: str) -> str:
-        return _keeper_name(self._fleet, self._graph_id, node)
+        return _keeper_name(self._spec, node)
 
 
 def _keepers(fleet: str) -> list[str]:
@@ -205,7 +205,7 @@ def keeper_of_this_node(spec: Spec) -> ActorHandle[Any]:
     """The keeper of the node that this process is on; it is made where there is none."""
     node = ray.get_runtime_context().get_node_id()
     options = _OPTIONS | {
-        "name": _keeper_name(spec.fleet, spec.graph_id, node[:SHOWN]),
+        "name": _keeper_name(spec, node[:SHOWN]),
         "scheduling_strategy": NodeAffinitySchedulingStrategy(node, soft=False),
         "runtime_env": {"env_vars": {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}},
     }
@@ -221,5 +221,5 @@ def _controller_name(fleet: str) -> str:
     return f"controller:{fleet}"
 
 
-def _keeper_name(fleet: str, graph_id: str, node: str) -> str:
-    return f"{_KEEPER}:{fleet}:{graph_id[:SHOWN]}:{node}"
+def _keeper_name(spec: Spec, node: str) -> str:
+    return f"{_KEEPER}:{spec.fleet}:{spec.key}:{node}"

@@ -20,7 +20,7 @@ from weightswap_runtime.sources.location import Url, as_location, fixed
 from .actors import controller_of, end_actors, statuses
 from .agreement import DEADLINES, Deadlines
 from .documents import FleetReceipt, NodeStatus
-from .errors import FleetUndecided, StaleReplica
+from .errors import FleetUndecided, StaleReplica, UnknownFleet
 from .replica import FleetAnswer
 
 _Path = str | os.PathLike[str]
@@ -117,12 +117,12 @@ class Fleet:
 
     def remove(self) -> None:
         """End its replicas, keepers and memory. What is desired stays as it is."""
-        serve.delete(self.name)
+        serve.delete(_application(self.name))
         end_actors(self.name)
 
     def client(self) -> FleetClient:
         """A client whose answers never go back to earlier weights."""
-        return FleetClient(serve.get_deployment_handle(self.name, self.name))
+        return FleetClient(serve.get_deployment_handle(self.name, _application(self.name)))
 
     def _ask(self, method: str, *arguments: Any, timeout: float = 0.0) -> Any:
         """What the controller answers. Whether one that has ended meanwhile had changed anything, the place says."""
@@ -135,6 +135,14 @@ class Fleet:
                 f"{self.name}: the controller ended, or did not answer, while it was asked to {method} "
                 f"({type(error).__name__}). What is desired now is what was decided, and all nodes do that: look there"
             ) from error
+
+
+def _application(fleet: str) -> str:
+    """Under which a fleet was deployed. Raises UnknownFleet."""
+    for name, application in serve.status().applications.items():
+        if fleet in application.deployments:
+            return str(name)
+    raise UnknownFleet(f"{fleet}: no application of Ray Serve has a deployment of that name")
 
 
 class FleetClient:

@@ -17,6 +17,7 @@ from weightswap_runtime.format.artifact import Artifact
 from weightswap_runtime.sources.location import Url, as_location, fixed
 from weightswap_server.serving import default_name
 from weightswap_server.settings import Settings
+from weightswap_server.signed_weights import requires
 
 from .documents import Spec
 from .replica import Replica
@@ -61,13 +62,15 @@ def deployment(
 
     Replicas are on the CPU, with the engine "torch"; those of one node share one copy of the weights.
 
-    Raises Unsupported, ArtifactError, and what `DesiredPlace.set` raises.
+    Raises Unsupported, ArtifactError, MissingExtra, and what `DesiredPlace.set` raises.
     """
     if weights is None and follow is None:
         raise Unsupported("a fleet needs weights, or the place of a desired state that it follows")
     opened = Artifact.open(_shared(artifact))
     place = _shared(follow) if follow is not None else _folder(weights)
     _desire(DesiredPlace(place), weights)
+    if require_signature is not None:
+        requires(_shared(require_signature))
     limits = settings or Settings(max_batch=batch)
     limits.check()
     spec = Spec(

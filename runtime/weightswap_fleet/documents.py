@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+from blake3 import blake3
+
 from weightswap_runtime.desired.document import DesiredWeights
 from weightswap_server.settings import Settings
 
@@ -26,6 +28,11 @@ class Spec(NamedTuple):
     interval: float = 1.0
     op_libraries: tuple[str, ...] = ()
     settings: Settings = Settings()
+
+    @property
+    def key(self) -> str:
+        """Of what shares memory: replicas of another graph, or of another place, have keepers of their own."""
+        return blake3(f"{self.graph_id}\n{self.place}".encode()).hexdigest()[:12]
 
 
 class Order(NamedTuple):

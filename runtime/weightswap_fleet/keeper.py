@@ -58,8 +58,8 @@ class NodeKeeper:
         weights = artifact.manifest.weights
         self._memory = NodeMemory.adopt(name) or NodeMemory.create(weights, MOST_REPLICAS, name)
         self._board = self._memory.board
-        admit = requires(spec.require_signature) if spec.require_signature is not None else None
-        self.model = keep(artifact, self._memory.segment, admit)
+        self.model = keep(artifact, self._memory.segment)
+        self._take(spec)
         self._seats = Seats(Control(self._memory.segment.control), lambda pid: NodeMemory.is_held_by(pid, name))
         self._place = DesiredPlace(spec.place)
         self._reconciler = Reconciler(self._place, spec.interval, clock)
@@ -75,11 +75,23 @@ class NodeKeeper:
         """Look at the place from now on, in a thread."""
         self._thread.start()
 
-    def take_seat(self, pid: int) -> Seat:
-        """A slot for a replica of this node. Raises Unsupported, and NoWeights where it would have nothing to serve."""
+    def take_seat(self, pid: int, spec: Spec) -> Seat:
+        """A slot for a replica of this node, whose deployment counts if it is the latest.
+
+        Raises Unsupported, and NoWeights where it would have nothing to serve.
+        """
+        with self._turn:
+            if spec.since > self.spec.since:
+                self._take(spec)
         if self.model.weights_id is None:
             raise NoWeights(self._error or f"{self.spec.place}: no weights are desired yet")
         return Seat(os.getpid(), self._memory.descriptors, self._seats.take(pid))
+
+    def _take(self, spec: Spec) -> None:
+        """Verify as a deployment says; what is served already, it serves on."""
+        key = spec.require_signature
+        self.model._store.admit = requires(key) if key is not None else None
+        self.spec = spec
 
     def prepare(self, order: Order) -> Prepared:
         """Stage and verify the weights of an order, and keep them ready.
@@ -267,7 +279,7 @@ def decided(state: DesiredState, order: Order) -> bool:
 
 def memory_name(spec: Spec, node: str) -> str:
     """By which a node's memory is found again."""
-    return f"weightswap.{spec.fleet}.{spec.graph_id[:12]}.{node}"
+    return f"weightswap.{spec.fleet}.{spec.key}.{node}"
 
 
 class _OpenOrder:

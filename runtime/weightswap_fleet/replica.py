@@ -48,7 +48,7 @@ class Replica:
             import_libraries(spec.op_libraries)
         self._spec = spec
         controller_of(spec.fleet)  # so that the first change need not wait for it
-        seat = ray.get(keeper_of_this_node(spec).take_seat.remote(os.getpid()), timeout=_BEGIN)
+        seat = ray.get(keeper_of_this_node(spec).take_seat.remote(os.getpid(), spec), timeout=_BEGIN)
         self._memory = NodeMemory.from_process(seat.keeper, seat.descriptors, read_only=True)
         self._model = join(spec.artifact, self._memory.segment, seat.slot)
         self._service = Service({spec.model: self._model}, spec.settings)

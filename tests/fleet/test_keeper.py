@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 
 from weightswap_fleet.agreement import Agreement, Deadlines
 from weightswap_fleet.documents import Order
@@ -14,7 +17,8 @@ from weightswap_fleet.errors import FleetError, FleetRefused, FleetUndecided, St
 from weightswap_runtime import DesiredError, DigestMismatch, NothingToRollBack
 from weightswap_runtime.desired.document import DesiredWeights
 from weightswap_runtime.desired.place import known_weights
-from weightswap_runtime.errors import NoWeights, StageClosed, StagingBusy
+from weightswap_runtime.errors import NoWeights, StageClosed, StagingBusy, Unsupported
+from weightswap_server.signed_weights import SignatureRefused
 
 from .nodes import Fleet
 
@@ -215,10 +219,29 @@ def test_a_rollback_of_all(fleet: Fleet) -> None:
         Agreement(fleet.place, fleet).rollback(None, "bo", "", True, SOON)
 
 
+def test_the_latest_deployment_counts(fleet: Fleet, tmp_path: Path) -> None:
+    """Its key is asked for by keepers that were there before; other places have keepers of their own."""
+    keeper = fleet.keepers["n0"]
+    public = ec.generate_private_key(ec.SECP256R1()).public_key()
+    key = tmp_path / "key.pem"
+    later = fleet.spec._replace(since=1.0, require_signature=str(key))
+    with pytest.raises(Unsupported, match=r"key\.pem: no public key"):
+        keeper.take_seat(os.getpid(), later)
+    assert keeper.spec == fleet.spec
+    key.write_bytes(public.public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo))
+    keeper.take_seat(os.getpid(), later)
+    with pytest.raises(SignatureRefused, match="not signed"):
+        keeper.prepare(order(fleet, 1))
+    assert (keeper.status().preparing, keeper.model.weights_id) == ("", fleet.weights_id(0))
+    keeper.take_seat(os.getpid(), fleet.spec)
+    assert keeper.spec == later
+    assert fleet.spec._replace(place="elsewhere").key != fleet.spec.key == later.key
+
+
 def test_without_weights_nobody_gets_a_seat(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fleet = Fleet(tmp_path, 1, monkeypatch)
     with pytest.raises(NoWeights, match="no weights are desired yet"):
-        fleet.keepers["n0"].take_seat(1)
+        fleet.keepers["n0"].take_seat(1, fleet.spec)
     fleet.close()
 
 
