@@ -100,20 +100,26 @@ def test_the_check_tells_wrong_answers_from_mixed_ones(tmp_path: Path) -> None:
     assert done.stdout.splitlines() == ["right right", "wrong wrong wrong", "mixed mixed"]
 
 
-def test_it_imports_what_its_extra_installs() -> None:
-    """`scripts/demo` in a fresh clone has nothing else of what the tests have; `--serve` installs its own extra."""
+@pytest.mark.parametrize(
+    ("without", "extra", "ours"), [({"fleet"}, "export", ()), (set(), "ray", ("weightswap_fleet",))]
+)
+def test_it_imports_what_its_extra_installs(without: set[str], extra: str, ours: tuple[str, ...]) -> None:
+    """`scripts/demo` in a fresh clone has nothing else of what the tests have; `--serve` installs its own extra.
+
+    So has `scripts/demo_fleet`, with one extra more.
+    """
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
-    lines = [*project["dependencies"], *extras["demo"], *extras["export"]]
+    lines = [*project["dependencies"], *extras["demo"], *extras["export"], *extras[extra]]
     installed = {name for line in lines for name in re.findall(r"^[\w-]+", line)}
-    files = list(DIGITS.glob("*.py"))
+    files = [file for file in DIGITS.glob("*.py") if file.stem not in without]
     imported = {
         name for file in files for name in re.findall(r"^\s*(?:from|import) (\w+)", file.read_text(), re.MULTILINE)
     }
     elsewhere = imported - sys.stdlib_module_names - {file.stem for file in files}
-    ours = {"weightswap_exporter", "weightswap_runtime", "weightswap_server"}
-    assert {"torch", "sklearn", *ours} <= elsewhere
-    assert elsewhere - ours - {"sklearn"} <= installed
+    packages = {"weightswap_exporter", "weightswap_runtime", "weightswap_server", *ours}
+    assert {"torch", "sklearn", *packages} <= elsewhere
+    assert elsewhere - packages - {"sklearn"} <= installed
     assert "scikit-learn" in installed
 
 

@@ -350,7 +350,7 @@ class FailsToSave(nn.Module):
 
 
 def test_a_state_dict_that_fails_is_named(tmp_path: Path) -> None:
-    says = r"model.state_dict\(\) fails: _fail \(test_recording.py, line \d+\): ValueError: no saving today"
+    says = r"model.state_dict\(\) fails: _fail \(test_adapter_recording.py, line \d+\): ValueError: no saving today"
     with pytest.warns(UserWarning, match=says):
         export(FailsToSave(), (X,), out=tmp_path / "a.artifact")
 
