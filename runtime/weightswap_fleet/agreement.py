@@ -27,6 +27,7 @@ from .documents import Committed, FleetReceipt, NodeReceipt, NodeStatus, Order, 
 from .errors import FleetRefused, FleetUndecided
 
 LEAST_LEASE = 10.0  # seconds
+_STATUS = 1.0  # seconds for how a node stands, whatever time is left
 _POLL = 0.02
 
 
@@ -178,7 +179,7 @@ class Agreement:
         committed = {name: each for name, each in answers.items() if isinstance(each, Committed)}
         while True:
             left = max(deadline - self._clock(), _POLL)
-            behind = self._behind(after, left)
+            behind = self._behind(after, max(left, _STATUS))
             if not behind or self._clock() >= deadline:
                 return committed, behind
             self._nodes.ask(list(behind), "look_soon", timeout=left)

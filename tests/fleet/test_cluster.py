@@ -25,7 +25,7 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.filterwarnings("ignore"),  # Ray's
 ]
-NUMBERS = 6
+NUMBERS = 7
 
 
 class Deployed(NamedTuple):
@@ -251,7 +251,7 @@ def test_a_hold_stops_promotions_alone(deployed: Deployed, tmp_path: Path) -> No
     fleet, files, _ = deployed
     fleet.hold(by="ana")
     with pytest.raises(Held):
-        DesiredPlace(files.folder).promote(files.weights[5])
+        DesiredPlace(files.folder).promote(files.weights[6])
     assert fleet.swap(files.weights[4]).late == {}
     fleet.release()
 
@@ -261,6 +261,7 @@ def test_a_lost_node(deployed: Deployed) -> None:
     fleet, files, made = deployed
     with calling(deployed) as clients:
         node = next(each for each in made.list_all_nodes() if not each.is_head())
+        lost = {each.node for each in fleet.nodes.values() if node.node_id.startswith(each.node)}
         made.remove_node(node, allow_graceful=False)
         deadline = time.monotonic() + 60
         while True:
@@ -270,7 +271,7 @@ def test_a_lost_node(deployed: Deployed) -> None:
             except Exception:
                 assert time.monotonic() < deadline
                 time.sleep(0.5)
-    assert receipt.late == {}
+    assert set(receipt.late) <= lost  # as long as Ray has not noticed
     assert fleet.wait(60)
     assert {each.weights_id for each in fleet.nodes.values()} == {receipt.weights_id}
     assert sum(len(client.answers) for client in clients) > 10
