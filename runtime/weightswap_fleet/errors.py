@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from weightswap_runtime.errors import WeightswapError, text_of
+from weightswap_runtime.errors import MOST_OF_A_PROBLEM, WeightswapError, text_of
 from weightswap_runtime.messages import brief, plural
 
 
@@ -27,9 +27,11 @@ class FleetRefused(FleetError):
     """
 
     def __init__(self, where: str, reasons: Mapping[str, BaseException]) -> None:
-        self.where, self.reasons = where, dict(reasons)
+        self.where = brief(where)
+        self.reasons = {brief(node): error for node, error in reasons.items()}
         self.problems = tuple(
-            brief(f"{node}: {type(error).__name__}: {text_of(error)}") for node, error in self.reasons.items()
+            brief(f"{node}: {type(error).__name__}: {text_of(error)}", MOST_OF_A_PROBLEM)
+            for node, error in self.reasons.items()
         )
         lines = [f"  - {problem}" for problem in self.problems]
         super().__init__(f"{where}: no node has changed, as {plural(len(lines), 'node')} cannot take it", *lines)

@@ -46,7 +46,7 @@ def example(kind: type[WeightswapError], text: str = "a text") -> WeightswapErro
     samples: dict[Any, Any] = {
         str: text,
         Sequence[str]: [text, f"{text} again"],
-        Mapping[str, BaseException]: {text: OSError(text)},
+        Mapping[str, BaseException]: {text: OSError("away")},
     }
     return kind(*(samples[kinds[parameter.name]] for parameter in parameters))
 
