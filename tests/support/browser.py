@@ -17,8 +17,8 @@ ARGUMENTS = [
     "--disable-sync",
     "--no-first-run",
 ]
-# those of some elements that have no name
-NAMELESS = """all => all.filter(one => !(
+# those of some elements that are seen and have no name
+NAMELESS = """all => all.filter(one => one.checkVisibility() && !(
     one.getAttribute("aria-label") || one.labels?.[0]?.textContent.trim() || one.textContent.trim()
 )).map(one => one.outerHTML)"""
 # how many elements have text, and those whose text does not stand out

@@ -16,7 +16,7 @@ def table_markup(table: Table) -> str:
         f"{_tools(table) if len(table.rows) >= FILTER_FROM else ''}"
         f'<div class="scroll" tabindex="0" role="group" aria-label="{label}"><table aria-label="{label}">'
         f"<thead><tr>{heads}</tr></thead><tbody></tbody></table></div>"
-        '<button type="button" class="button more"></button>'
+        '<button type="button" class="button more" hidden></button>'
     )
 
 
