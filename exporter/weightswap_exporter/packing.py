@@ -50,7 +50,7 @@ class Packed:
     weights (state, extra state), those that lack the prefix, and those that `ignore=` has matched. cast: a dtype of the
     checkpoint -> the weights that were cast from it. goldens: how many cases were recorded, in the file beside it.
     promoted: the revision of the desired state that named it then; None where none was to. refusal: why it was not
-    promoted, as `publish(promote=)` has asked for; empty otherwise.
+    promoted, as `publish(promote=)` has asked for; empty otherwise. receipt: a fleet's, where it was promoted to one.
     """
 
     path: Path
@@ -64,6 +64,7 @@ class Packed:
     goldens: int = 0
     promoted: int | None = None
     refusal: str = ""
+    receipt: object = None
 
 
 def pack(

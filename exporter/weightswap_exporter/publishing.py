@@ -11,7 +11,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import nn
@@ -39,7 +39,25 @@ from .packing import Packed, pack_checkpoint, recorder
 STEP_DIGITS = 9
 ID_LETTERS = 12
 _PREFIX = "step-"
+_Promote = Callable[[Packed, str, str], Packed]  # a file, who says so, and why
 _log = logging.getLogger("weightswap")
+
+
+class Receipt(Protocol):
+    """What a service says of a change."""
+
+    @property
+    def revision(self) -> int:
+        """Of its desired state."""
+        ...
+
+
+class Publishing(Protocol):
+    """A service that takes new weights: `weightswap_fleet.Fleet`."""
+
+    def publish(self, weights: Path, *, by: str, why: str) -> Receipt:
+        """Serve a file, unless that would undo what an operator has done. Raises WeightswapError."""
+        ...
 
 
 class Publication:
@@ -78,7 +96,7 @@ def publish(
     dtype: torch.dtype | str | None = None,
     goldens: Requested | None = None,
     tolerance: Tolerance | None = None,
-    promote: str | os.PathLike[str] | None = None,
+    promote: str | os.PathLike[str] | Publishing | None = None,
     policy: Policy = "newest",
     by: str = "publish",
 ) -> Publication:
@@ -94,7 +112,8 @@ def publish(
     in `pack()`, recorded with this model, in the mode that it is in, before this returns: it must be on the CPU, and as
     it was exported (`model.eval()`). They lie beside the file before that appears.
 
-    promote: a place (`DesiredPlace`) that is then to name the file as what a service should serve. policy: "newest"
+    promote: a place (`DesiredPlace`) that is then to name the file as what a service should serve; or a fleet
+    (`weightswap_fleet.connect`), all of whose nodes then serve it, or none does: `Packed.receipt`. policy: "newest"
     does so as soon as it is there, as servers look at weights before they take them; "proven" loads it first, as a
     server would, and asks that recorded outputs were reproduced, and that all is finite. by: who says so, in the
     document. A refusal (a hold, weights that were withdrawn, Unproven, a place that is away) is logged and in
@@ -120,7 +139,7 @@ def publish(
         )
     check_writable(directory)
     check_promotion_policy(policy)
-    promotion = None if promote is None else _Promotion(DesiredPlace(promote), policy, by)
+    promotion = None if promote is None else _Promotion(_promoter(promote), policy, by)
     opened = artifact if isinstance(artifact, Artifact) else Artifact.open(artifact)
     requested(dtype, opened.manifest)
     record_from = recorder(model, opened, goldens, tolerance)
@@ -145,7 +164,7 @@ def publish(
 class _Promotion(NamedTuple):
     """Where a file is named once it is there, when, and who says so."""
 
-    place: DesiredPlace
+    promote: _Promote
     policy: Policy
     by: str
 
@@ -154,12 +173,26 @@ class _Promotion(NamedTuple):
         try:
             if self.policy == "proven":
                 _prove(packed, artifact)
-            known = Known(packed.weights_id, packed.graph_id, packed.labels)
-            state = self.place.promote(packed.path, known=known, by=self.by, why=self.policy)
+            return self.promote(packed, self.by, self.policy)
         except WeightswapError as error:
             _log.warning("%s was not promoted: %s: %s", packed.path, type(error).__name__, text_of(error))
             return replace(packed, refusal=f"{type(error).__name__}: {error}")
-        return replace(packed, promoted=state.revision)
+
+
+def _promoter(promote: str | os.PathLike[str] | Publishing) -> _Promote:
+    if isinstance(promote, (str, os.PathLike)):
+        return partial(_in_place, DesiredPlace(promote))
+    return partial(_in_service, promote)
+
+
+def _in_place(place: DesiredPlace, packed: Packed, by: str, why: str) -> Packed:
+    known = Known(packed.weights_id, packed.graph_id, packed.labels)
+    return replace(packed, promoted=place.promote(packed.path, known=known, by=by, why=why).revision)
+
+
+def _in_service(service: Publishing, packed: Packed, by: str, why: str) -> Packed:
+    receipt = service.publish(packed.path, by=by, why=why)
+    return replace(packed, promoted=receipt.revision, receipt=receipt)
 
 
 def _prove(packed: Packed, artifact: Artifact) -> None:

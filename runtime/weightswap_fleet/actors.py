@@ -92,6 +92,11 @@ class _Controller:
         with self._changing:
             return self._agreement().swap(source, known, by, why, deadlines)
 
+    def publish(self, source: str, by: str, why: str, deadlines: Deadlines) -> FleetReceipt:
+        known = known_weights(source)
+        with self._changing:
+            return self._agreement().publish(source, known, by, why, deadlines)
+
     def rollback(self, to: str | None, by: str, why: str, hold: bool, deadlines: Deadlines) -> FleetReceipt:
         with self._changing:
             return self._agreement().rollback(to, by, why, hold, deadlines)

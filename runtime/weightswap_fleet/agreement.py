@@ -14,13 +14,14 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 from msgspec.structs import replace
 
-from weightswap_runtime.desired.document import SHOWN, DesiredState, DesiredWeights, find_good
+from weightswap_runtime.desired.document import SHOWN, DesiredState, DesiredWeights, check_promotable, find_good
 from weightswap_runtime.desired.place import DesiredPlace, Known
-from weightswap_runtime.errors import DesiredError, text_of
+from weightswap_runtime.errors import DesiredError, RevisionConflict, text_of
 from weightswap_runtime.sources.location import printable
 
 from .documents import Committed, FleetReceipt, NodeReceipt, NodeStatus, Order, Prepared
@@ -69,20 +70,25 @@ class Agreement:
         FleetUndecided where the place does not say whether it was written, and what `DesiredPlace.set` raises.
         """
         state = self._place.read()
-        wanted = DesiredWeights(
-            source=source,
-            weights_id=known.weights_id,
-            graph_id=known.graph_id,
-            labels=dict(known.labels),
-            since=time.time(),
-            by=by,
-            why=why,
-        )
 
         def decide(revision: int) -> DesiredState:
             return self._place.set(source, revision=revision, by=by, why=why, known=known)
 
-        return self._change("swap", state, wanted, source, decide, deadlines)
+        return self._change("swap", state, _weights(source, known, by, why), source, decide, deadlines)
+
+    def publish(self, source: str, known: Known, by: str, why: str, deadlines: Deadlines) -> FleetReceipt:
+        """Let all nodes serve new weights, unless that would undo what an operator has done.
+
+        Raises Held, Superseded, and what `swap` raises.
+        """
+        state = self._place.read()
+        check_promotable(state, known.weights_id, printable(source))
+
+        def decide(revision: int) -> DesiredState:
+            follows = partial(_check_follows, revision, self._place.where)
+            return self._place.promote(source, known=known, by=by, why=why, may=follows)
+
+        return self._change("publish", state, _weights(source, known, by, why), source, decide, deadlines)
 
     def rollback(self, to: str | None, by: str, why: str, hold: bool, deadlines: Deadlines) -> FleetReceipt:
         """Let all nodes serve earlier weights again: those before, or those whose id begins with `to`.
@@ -195,6 +201,26 @@ class Agreement:
             elif isinstance(each, NodeStatus) and each.revision < after.revision:
                 reasons[name] = each.error or f"is at revision {each.revision}"
         return reasons
+
+
+def _weights(source: str, known: Known, by: str, why: str) -> DesiredWeights:
+    return DesiredWeights(
+        source=source,
+        weights_id=known.weights_id,
+        graph_id=known.graph_id,
+        labels=dict(known.labels),
+        since=time.time(),
+        by=by,
+        why=why,
+    )
+
+
+def _check_follows(revision: int, where: str, state: DesiredState) -> None:
+    """Raise RevisionConflict where others have written since all nodes were asked."""
+    if state.revision != revision:
+        raise RevisionConflict(
+            f"{where}: is at revision {state.revision}, and the nodes were asked at {revision}. Publish it again."
+        )
 
 
 def _receipt(said: Prepared, found: Committed | None) -> NodeReceipt:

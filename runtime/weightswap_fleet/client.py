@@ -52,9 +52,15 @@ class Fleet:
         decided something meanwhile, FleetUndecided where the place did not say whether it was written, DesiredError,
         WeightFileError, and UnknownFleet.
         """
-        location = as_location(weights)
-        source = location.raw if isinstance(location, Url) else str(fixed(location))
-        found: FleetReceipt = self._ask("swap", source, by, why, deadlines, timeout=sum(deadlines))
+        found: FleetReceipt = self._ask("swap", _source(weights), by, why, deadlines, timeout=sum(deadlines))
+        return found
+
+    def publish(self, weights: _Path, *, by: str = "", why: str = "", deadlines: Deadlines = DEADLINES) -> FleetReceipt:
+        """Let all nodes serve new weights, unless that would undo what an operator has done: for trainers.
+
+        Raises Held, Superseded for weights that were desired or withdrawn before, and what `swap` raises.
+        """
+        found: FleetReceipt = self._ask("publish", _source(weights), by, why, deadlines, timeout=sum(deadlines))
         return found
 
     def rollback(
@@ -135,6 +141,11 @@ class Fleet:
                 f"{self.name}: the controller ended, or did not answer, while it was asked to {method} "
                 f"({type(error).__name__}). What is desired now is what was decided, and all nodes do that: look there"
             ) from error
+
+
+def _source(weights: _Path) -> str:
+    location = as_location(weights)
+    return location.raw if isinstance(location, Url) else str(fixed(location))
 
 
 def _application(fleet: str) -> str:

@@ -99,10 +99,10 @@ class NodeReceipt(NamedTuple):
 class FleetReceipt(NamedTuple):
     """A change of a whole fleet.
 
-    kind: "swap", "rollback", or "none" where the weights were desired already. seconds_staged: until all nodes were
-    ready; seconds_committed: from the decision until all nodes served; skew: seconds between the first node's commit
-    and the last one's, by their clocks. nodes: by name. late: nodes that did not say in time that they serve it, and
-    why; they do as soon as they read the place.
+    kind: "swap", "publish", "rollback", or "none" where the weights were desired already. seconds_staged: until all
+    nodes were ready; seconds_committed: from the decision until all nodes served; skew: seconds between the first
+    node's commit and the last one's, by their clocks. nodes: by name. late: nodes that did not say in time that they
+    serve it, and why; they do as soon as they read the place.
     """
 
     kind: str

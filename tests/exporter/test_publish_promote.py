@@ -11,7 +11,7 @@ from torch import nn
 
 from tests.support.models import Renamed
 from weightswap_exporter import export, publish
-from weightswap_runtime import Artifact, DesiredPlace, Unsupported, load
+from weightswap_runtime import Artifact, DesiredPlace, Held, Unsupported, load
 
 X = torch.randn(2, 3, generator=torch.Generator().manual_seed(1))
 GOLDENS = [((X,), {})]
@@ -83,3 +83,30 @@ def test_a_place_that_is_away_is_no_error_of_the_training(artifact: Artifact, tm
     assert packed.refusal.startswith("DesiredError: ")
     with pytest.raises(Unsupported, match="policy='best'"):
         publish(trained(1.0), tmp_path / "run", artifact, step=2, policy="best")  # type: ignore[arg-type]
+
+
+class Service:
+    """What takes new weights, as a fleet does."""
+
+    def __init__(self) -> None:
+        self.revision, self.taken, self.refuses = 6, list[tuple[Path, str, str]](), False
+
+    def publish(self, weights: Path, *, by: str, why: str) -> Service:
+        if self.refuses:
+            raise Held("on hold by ana")
+        self.taken.append((weights, by, why))
+        self.revision += 1
+        return self
+
+
+def test_a_service_takes_what_is_published(artifact: Artifact, tmp_path: Path) -> None:
+    service = Service()
+    packed = publish(trained(1.0), tmp_path / "run", artifact, step=1, promote=service, by="run 7").wait(60)
+    assert service.taken == [(packed.path, "run 7", "newest")]
+    assert (packed.promoted, packed.receipt, packed.refusal) == (7, service, "")
+    packed = publish(trained(2.0), tmp_path / "run", artifact, step=2, promote=service, policy="proven").wait(60)
+    assert packed.refusal.startswith("Unproven: ")
+    service.refuses = True
+    packed = publish(trained(3.0), tmp_path / "run", artifact, step=3, promote=service).wait(60)
+    assert (packed.promoted, packed.receipt, packed.refusal) == (None, None, "Held: on hold by ana")
+    assert (packed.path.exists(), len(service.taken)) == (True, 1)

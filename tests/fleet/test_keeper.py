@@ -14,7 +14,7 @@ from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 from weightswap_fleet.agreement import Agreement, Deadlines
 from weightswap_fleet.documents import Order
 from weightswap_fleet.errors import FleetError, FleetRefused, FleetUndecided, StaleReplica, UnknownFleet
-from weightswap_runtime import DesiredError, DigestMismatch, NothingToRollBack
+from weightswap_runtime import DesiredError, DigestMismatch, Held, NothingToRollBack, RevisionConflict, Superseded
 from weightswap_runtime.desired.document import DesiredWeights
 from weightswap_runtime.desired.place import known_weights
 from weightswap_runtime.errors import NoWeights, StageClosed, StagingBusy, Unsupported
@@ -217,6 +217,48 @@ def test_a_rollback_of_all(fleet: Fleet) -> None:
     )
     with pytest.raises(NothingToRollBack):
         Agreement(fleet.place, fleet).rollback(None, "bo", "", True, SOON)
+
+
+def publish(fleet: Fleet, number: int):  # type: ignore[no-untyped-def]
+    path = fleet.file(number)
+    return Agreement(fleet.place, fleet).publish(str(path), known_weights(path), "run 7", "newest", SOON)
+
+
+def test_what_a_trainer_publishes_all_serve_unless_an_operator_has_said_otherwise(fleet: Fleet) -> None:
+    receipt = publish(fleet, 1)
+    assert (receipt.kind, receipt.revision, receipt.by, receipt.late) == ("publish", 2, "run 7", {})
+    assert set(fleet.served().values()) == {fleet.weights_id(1)}
+    again = publish(fleet, 1)
+    assert (again.kind, again.revision, again.late) == ("none", 2, {})
+    assert {keeper.status().preparing for keeper in fleet.keepers.values()} == {""}
+    fleet.asked.clear()
+    with pytest.raises(Superseded, match="were desired before"):
+        publish(fleet, 0)
+    fleet.place.hold(revision=2, by="bo")
+    with pytest.raises(Held, match="on hold by bo"):
+        publish(fleet, 2)
+    assert fleet.asked == []
+    assert set(fleet.served().values()) == {fleet.weights_id(1)}
+
+
+@pytest.mark.parametrize("what", ["hold", "set"])
+def test_an_operator_who_says_so_while_a_trainer_publishes_is_obeyed(fleet: Fleet, what: str) -> None:
+    def meanwhile(method: str, node: str) -> str:
+        if (method, node) == ("prepare", "n1"):
+            if what == "hold":
+                fleet.place.hold(revision=1, by="bo")
+            else:
+                fleet.place.set(fleet.file(3), revision=1, by="bo")
+        return ""
+
+    fleet.fate = meanwhile
+    with pytest.raises(Held if what == "hold" else RevisionConflict):
+        publish(fleet, 2)
+    assert fleet.place.read().revision == 2
+    for keeper in fleet.keepers.values():
+        assert keeper.status().preparing == ""
+        keeper.look()
+    assert set(fleet.served().values()) == {fleet.weights_id(0 if what == "hold" else 3)}
 
 
 def test_the_latest_deployment_counts(fleet: Fleet, tmp_path: Path) -> None:

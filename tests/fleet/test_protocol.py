@@ -16,7 +16,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_stat
 from weightswap_fleet.agreement import Agreement, Deadlines
 from weightswap_fleet.documents import FleetReceipt
 from weightswap_fleet.errors import FleetRefused, FleetUndecided
-from weightswap_runtime import DesiredError, NothingToRollBack, RevisionConflict
+from weightswap_runtime import DesiredError, Held, NothingToRollBack, RevisionConflict, Superseded
 from weightswap_runtime.desired.place import known_weights
 
 from .nodes import Died, Fleet
@@ -54,11 +54,16 @@ class Protocol(RuleBasedStateMachine):
     def _is_there(self) -> bool:
         return self.fleet.where.exists()
 
-    @rule(number=sets, faults=fates, death=deaths, damaged=st.booleans())
-    def swap(self, number: int, faults: dict[tuple[str, str], str], death: int | str, damaged: bool) -> None:
+    @rule(method=st.sampled_from(["swap", "publish"]), number=sets, faults=fates, death=deaths, damaged=st.booleans())
+    def swap(
+        self, method: str, number: int, faults: dict[tuple[str, str], str], death: int | str, damaged: bool
+    ) -> None:
         path = self.fleet.damaged(number) if damaged else self.fleet.file(number)
         self._change(
-            lambda agreement: agreement.swap(str(path), known_weights(path), "ana", "", SOON), faults, death, damaged
+            lambda agreement: getattr(agreement, method)(str(path), known_weights(path), "ana", "", SOON),
+            faults,
+            death,
+            damaged,
         )
 
     @rule(faults=fates, death=deaths, hold=st.booleans())
@@ -83,6 +88,8 @@ class Protocol(RuleBasedStateMachine):
                 assert {keeper.status().preparing for keeper in fleet.keepers.values()} == self.open
         except (Died, NothingToRollBack):
             pass
+        except (Held, Superseded):  # a promotion
+            assert (fleet.asked, fleet.served()) == ([], served)
         except (DesiredError, FleetUndecided):
             assert not self._is_there
         else:
@@ -109,6 +116,12 @@ class Protocol(RuleBasedStateMachine):
     def an_operator_holds(self) -> None:
         if self._is_there:
             self.fleet.place.hold(revision=self.fleet.place.read().revision)
+            self._note()
+
+    @rule()
+    def an_operator_releases(self) -> None:
+        if self._is_there:
+            self.fleet.place.release(revision=self.fleet.place.read().revision)
             self._note()
 
     @rule(node=nodes)
