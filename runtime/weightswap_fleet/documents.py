@@ -68,7 +68,8 @@ class Committed(NamedTuple):
 
 
 class NodeStatus(NamedTuple):
-    """A node. revision: of what it serves; read: of the place, when it was last read; replicas: their processes.
+    """A node. revision: of what it serves; since: when that began, in seconds since the epoch; read: the revision of
+    the place, when it was last read; replicas: their processes.
 
     error: why it does not serve what is desired, or cannot read the place; empty if all is well.
     """
@@ -79,6 +80,7 @@ class NodeStatus(NamedTuple):
     weights_id: str | None
     generation: int | None
     revision: int
+    since: float | None
     read: int
     reachable: bool
     preparing: str

@@ -208,6 +208,7 @@ class NodeKeeper:
             weights_id=self.model.weights_id,
             generation=self.model.generation,
             revision=self._board.revision(self.model.generation),
+            since=self.model.history[-1].committed_at if self.model.history else None,
             read=state.revision if state else 0,
             reachable=self._reconciler.reachable,
             preparing=opened.order.weights.weights_id if opened else "",

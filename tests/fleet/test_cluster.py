@@ -4,21 +4,26 @@ from __future__ import annotations
 
 import json
 import os
-import random
 import signal
 import threading
 import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+import torch
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
 
-from weightswap_runtime.errors import DigestMismatch, Held, NothingToRollBack, WeightFileError
+from weightswap_exporter import publish
+from weightswap_fleet import Deadlines, FleetRefused
+from weightswap_runtime import DesiredPlace
+from weightswap_runtime.errors import DesiredError, DigestMismatch, Held, NothingToRollBack, WeightFileError
 
-from .clusters import INPUT, Files, cluster
+from .clusters import INPUT, Files, Numbered, cluster
 
 pytest.importorskip("ray")
 pytestmark = [
@@ -26,6 +31,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore"),  # Ray's
 ]
 NUMBERS = 7
+VICTIMS = ["keeper", "frozen keeper", "replica", "controller"]
 
 
 class Deployed(NamedTuple):
@@ -133,8 +139,6 @@ def test_clients_never_go_back(deployed: Deployed) -> None:
 
 
 def test_what_one_node_cannot_take_none_does(deployed: Deployed) -> None:
-    from weightswap_fleet import FleetRefused
-
     fleet, files, _ = deployed
     before = fleet.desired
     damaged = files.folder / "damaged.safetensors"
@@ -190,38 +194,151 @@ def test_over_http(deployed: Deployed) -> None:
         assert json.load(refused.value)["error"]
 
 
-def test_whoever_is_killed(deployed: Deployed) -> None:
-    """Replicas, keepers and the controller die by kill -9 while weights change; all ends on what is desired."""
+@settings(max_examples=4, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(deaths=st.lists(st.tuples(st.sampled_from(VICTIMS), st.floats(0.0, 0.3)), min_size=2, max_size=4))
+@example(deaths=[("keeper", 0.01), ("replica", 0.02), ("controller", 0.03), ("frozen keeper", 0.01)])
+def test_whoever_is_killed_or_does_not_answer(deployed: Deployed, deaths: list[tuple[str, float]]) -> None:
+    """By kill -9 or for a second, anywhere in a change: all ends on what is desired, and no answer was wrong."""
     import ray
 
     fleet, files, _ = deployed
-    dice = random.Random(7)
     refusals: list[str] = []
     with calling(deployed) as clients:
-        for turn in range(6):
-            nodes = list(fleet.nodes.values())
-            node = dice.choice(nodes)
-            victims = {"keeper": node.keeper, "replica": dice.choice(node.replicas or (0,))}
-            victim = ("keeper", "replica", "controller")[turn % 3]
-            killing = threading.Timer(dice.random() * 0.3, _kill, (ray, victim, victims.get(victim, 0)))
+        for turn, (victim, after) in enumerate(deaths):
+            node = list(fleet.nodes.values())[turn % len(fleet.nodes)]
+            pid = node.keeper if victim.endswith("keeper") else (*node.replicas, 0)[0]
+            killing = threading.Timer(after, _kill, (ray, victim, pid))
             killing.start()
             try:
-                fleet.swap(files.weights[1 + turn % 5])
+                fleet.swap(files.weights[1 + turn % 5], deadlines=Deadlines(prepare=10.0, commit=0.5))
             except Exception as error:
                 refusals.append(type(error).__name__)
             killing.join()
             time.sleep(1.0)
         assert fleet.wait(120)
     assert set(refusals) <= {"FleetRefused", "FleetUndecided"}  # a keeper that was killed, or the controller
-    assert sum(len(client.answers) for client in clients) > 100
+    assert sum(len(client.answers) for client in clients) > 20
     assert len({each.weights_id for each in fleet.nodes.values()}) == 1
 
 
 def _kill(ray: Any, victim: str, pid: int) -> None:
     if victim == "controller":
         ray.kill(ray.get_actor("controller:numbered", "weightswap"), no_restart=False)
+    elif victim == "frozen keeper":
+        with frozen(pid):
+            time.sleep(1.0)
     elif pid:
         os.kill(pid, signal.SIGKILL)
+
+
+@contextmanager
+def frozen(pid: int) -> Iterator[None]:
+    """A block in which a process does nothing."""
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        os.kill(pid, signal.SIGCONT)
+
+
+def test_a_node_that_does_not_answer_refuses_and_its_replicas_answer_on(deployed: Deployed) -> None:
+    fleet, files, _ = deployed
+    fleet.swap(files.weights[1])
+    before = fleet.desired
+    node = min(fleet.nodes.values(), key=lambda each: each.node)
+    with calling(deployed) as clients, frozen(node.keeper):
+        with pytest.raises(FleetRefused) as refused:
+            fleet.swap(files.weights[2], deadlines=Deadlines(prepare=2.0))
+        assert {name: type(error) for name, error in refused.value.reasons.items()} == {node.node: TimeoutError}
+        assert fleet.desired == before
+    assert [client.failures for client in clients] == [[], []]
+    assert soon(lambda: fleet.swap(files.weights[2])).late == {}
+    assert fleet.wait(30)
+
+
+def soon(work: Callable[[], Any]) -> Any:
+    """What a change says, once no order is open any more that was not heard in time."""
+    deadline = time.monotonic() + 60
+    while True:
+        try:
+            return work()
+        except FleetRefused:
+            assert time.monotonic() < deadline
+            time.sleep(0.2)
+
+
+def test_a_place_that_is_away_is_waited_for(deployed: Deployed) -> None:
+    """All serve on; nothing is changed, and what an operator does elsewhere is done when it is there again."""
+    fleet, files, _ = deployed
+    fleet.swap(files.weights[3])
+    away = files.folder.with_name("away")
+    with calling(deployed) as clients:
+        files.folder.rename(away)
+        try:
+            with pytest.raises(DesiredError, match="cannot be opened"):
+                fleet.rollback()
+            deadline = time.monotonic() + 30
+            while any(each.reachable for each in fleet.nodes.values()) and time.monotonic() < deadline:
+                time.sleep(0.1)
+            assert {(each.reachable, files.number(each.weights_id)) for each in fleet.nodes.values()} == {(False, 3)}
+            assert all(each.error for each in fleet.nodes.values())
+        finally:
+            away.rename(files.folder)
+        place = DesiredPlace(files.folder)
+        place.set(files.weights[4], revision=place.read().revision)
+        assert fleet.wait(30)
+    assert [client.failures for client in clients] == [[], []]
+    assert {files.number(each.weights_id) for each in fleet.nodes.values()} == {4}
+
+
+def test_a_trainer_publishes(deployed: Deployed) -> None:
+    fleet, files, _ = deployed
+    model = Numbered()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(6)
+    out = files.folder / "run"
+    packed = publish(model, out, files.artifact, step=1, promote=fleet, by="run 7").wait(60)
+    assert (packed.receipt.kind, packed.receipt.late, packed.refusal) == ("publish", {}, "")
+    assert (fleet.desired.revision, fleet.desired.weights.by) == (packed.promoted, "run 7")
+    assert {files.number(each.weights_id) for each in fleet.nodes.values()} == {6}
+    fleet.rollback(by="eve", why="worse")
+    with torch.no_grad():
+        model.first.weight.fill_(7)
+    packed = publish(model, out, files.artifact, step=2, promote=fleet).wait(60)
+    assert packed.refusal.startswith("Held: ")
+    assert files.number(fleet.desired.weights.weights_id) != 6
+    fleet.release()
+
+
+def test_replicas_that_join_under_load_serve_what_is_desired(deployed: Deployed, tmp_path: Path) -> None:
+    from ray import serve
+
+    from weightswap_fleet import connect, deployment
+
+    _, files, made = deployed
+    scaling = {"min_replicas": 1, "max_replicas": 2, "target_ongoing_requests": 0.5, "upscale_delay_s": 0.5}
+    application = deployment(
+        files.artifact,
+        files.weights[0],
+        follow=tmp_path,
+        name="scaled",
+        autoscaling_config={**scaling, "metrics_interval_s": 0.2, "look_back_period_s": 1.0},
+        ray_actor_options={"num_cpus": 0.5},
+        interval=0.5,
+    )
+    serve.run(application, name="scaled", route_prefix="/scaled")
+    scaled = Deployed(connect("scaled"), files, made)
+    with calling(scaled, 6) as clients:
+        scaled.fleet.swap(files.weights[1])
+        deadline = time.monotonic() + 90
+        while sum(len(each.replicas) for each in scaled.fleet.nodes.values()) < 2 and time.monotonic() < deadline:
+            time.sleep(0.1)
+        scaled.fleet.swap(files.weights[2])
+    assert sum(len(each.replicas) for each in scaled.fleet.nodes.values()) == 2
+    assert {files.number(each.weights_id) for each in scaled.fleet.nodes.values()} == {2}
+    assert [client.failures for client in clients] == [[]] * 6
+    scaled.fleet.remove()
 
 
 def test_two_operators_at_once(deployed: Deployed) -> None:
@@ -246,8 +363,6 @@ def test_two_operators_at_once(deployed: Deployed) -> None:
 
 
 def test_a_hold_stops_promotions_alone(deployed: Deployed, tmp_path: Path) -> None:
-    from weightswap_runtime.desired.place import DesiredPlace
-
     fleet, files, _ = deployed
     fleet.hold(by="ana")
     with pytest.raises(Held):
@@ -258,9 +373,12 @@ def test_a_hold_stops_promotions_alone(deployed: Deployed, tmp_path: Path) -> No
 
 def test_a_lost_node(deployed: Deployed) -> None:
     """The others go on, and change; Serve starts its replicas elsewhere, with the weights that are desired."""
+    import ray
+
     fleet, files, made = deployed
     with calling(deployed) as clients:
-        node = next(each for each in made.list_all_nodes() if not each.is_head())
+        mine = ray.get_runtime_context().get_node_id()
+        node = next(each for each in made.list_all_nodes() if not each.is_head() and each.node_id != mine)
         lost = {each.node for each in fleet.nodes.values() if node.node_id.startswith(each.node)}
         made.remove_node(node, allow_graceful=False)
         deadline = time.monotonic() + 60

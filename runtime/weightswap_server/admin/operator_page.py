@@ -27,20 +27,22 @@ _HEADERS = {
 }
 
 
-def _path(file: Path) -> str:
-    name = file.relative_to(_FOLDER).as_posix()
-    return "/" if name == "index.html" else f"/page/{name}"
+def _files(folder: Path) -> dict[str, Path]:
+    found = {file.relative_to(folder).as_posix(): file for file in sorted(folder.rglob("*")) if file.suffix in _TYPES}
+    return {"/" if name == "index.html" else f"/page/{name}": file for name, file in found.items()}
 
 
-_FILES = {_path(file): file for file in sorted(_FOLDER.rglob("*")) if file.suffix in _TYPES}
-OPEN_PATHS = frozenset(_FILES)
+OPEN_PATHS = frozenset(_files(_FOLDER))
 
 
-async def _send(request: Request) -> Response:
-    file = _FILES[request.url.path]
-    return Response(file.read_bytes(), media_type=_TYPES[file.suffix], headers=_HEADERS)
+def page_routes(*others: Path) -> list[Route]:
+    """A route for each file; those of other folders, for a page that is made of the same parts, come before."""
+    files = _files(_FOLDER)
+    for folder in others:
+        files |= _files(folder)
 
+    async def send(request: Request) -> Response:
+        file = files[request.url.path]
+        return Response(file.read_bytes(), media_type=_TYPES[file.suffix], headers=_HEADERS)
 
-def page_routes() -> list[Route]:
-    """A route for each file."""
-    return [Route(path, _send, methods=["GET"]) for path in _FILES]
+    return [Route(path, send, methods=["GET"]) for path in files]

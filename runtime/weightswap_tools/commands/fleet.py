@@ -82,6 +82,23 @@ def status(name: NameOption = _NAME, address: AddressOption = "auto", as_json: J
 
 
 @fleet_command.command()
+def page(
+    name: NameOption = _NAME,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Where the page is; 0 for any that is free.")] = 8008,
+    host: Annotated[str, typer.Option(help="Where it listens; whoever reaches that sees the page.")] = "127.0.0.1",
+    address: AddressOption = "auto",
+) -> None:
+    """Serve a page that shows which weights each replica serves, until it is interrupted."""
+    with errors_as_exit(False), _fleet(name, address) as fleet:
+        from weightswap_fleet.operator_page import serve_page
+
+        def ready(where: str) -> None:
+            say(f"page        {where}")
+
+        serve_page(name, lambda: fleet.desired, lambda: fleet.nodes, host, port, ready)
+
+
+@fleet_command.command()
 def swap(
     weights: Annotated[str, typer.Argument(help="A packed weight file, at a path or URL that all nodes can read.")],
     name: NameOption = _NAME,
@@ -211,18 +228,15 @@ def _show(fleet: Fleet, as_json: bool) -> bool:
     wanted = state.weights.weights_id if state.weights else None
     agree = all(each.weights_id == wanted for each in nodes.values())
     if as_json:
-        found = [_document(each) for each in nodes.values()]
-        print_json({"fleet": fleet.name, "agrees": agree, "desired": state.as_dict(), "nodes": found})
+        from weightswap_fleet.operator_page import standing
+
+        print_json(standing(fleet.name, state, nodes))
         return agree
     say(f"fleet       {fleet.name}")
     _say_desired(state, as_json)
     columns = ["node", "weights", "revision", "replicas", "state"]
     print_table("Nodes", columns, [_row(each, wanted) for _, each in sorted(nodes.items())])
     return agree
-
-
-def _document(node: NodeStatus) -> dict[str, Any]:
-    return {name: value for name, value in node._asdict().items() if name != "spec"}
 
 
 def _row(node: NodeStatus, wanted: str | None) -> list[str]:

@@ -13,7 +13,8 @@ export class Refused extends Error {
 }
 
 async function send(token, path, options) {
-  const answer = await fetch(path, { cache: "no-store", headers: { authorization: `Bearer ${token}` }, ...options });
+  const headers = token ? { authorization: `Bearer ${token}` } : {};
+  const answer = await fetch(path, { cache: "no-store", headers, ...options });
   if (!answer.ok) {
     const said = await answer
       .json()
@@ -30,12 +31,12 @@ export async function call(token, path, body) {
 }
 
 /** Tell each event, and "away" when the stream ends; connect again until `signal`. Throws Refused for a bad token. */
-export async function listen(token, tell, signal) {
+export async function listen(token, tell, signal, path = "admin/events?load") {
   let wait = 0;
   while (!signal.aborted) {
     const silence = new AbortController();
     try {
-      const answer = await send(token, "admin/events?load", { signal: AbortSignal.any([signal, silence.signal]) });
+      const answer = await send(token, path, { signal: AbortSignal.any([signal, silence.signal]) });
       for await (const [kind, data] of events(answer.body, silence)) {
         wait = 0;
         tell(kind, data);

@@ -1,0 +1,167 @@
+// The page of a fleet: what is desired, which weights each replica serves, and a commit passing over them.
+
+import { listen } from "./connection.js";
+import { Facts, Id, Labels, Section, When, duration } from "./parts.js";
+import { html, render, useEffect, useReducer } from "./vendor/htm/preact.js";
+
+/** What the page knows, after one more thing of the stream. */
+function known(state, [kind, data]) {
+  if (kind === "away") return { ...state, connected: false };
+  if (kind === "problem") return { ...state, connected: true, problem: data.error };
+  return { found: data, connected: true, problem: "" };
+}
+
+function states({ agrees, nodes }) {
+  if (!agrees) return ["mark", "not all serve what is desired"];
+  const prepares = nodes.some(({ preparing }) => preparing);
+  return prepares ? ["mark", "a change is prepared"] : ["good", "all serve what is desired"];
+}
+
+function Top({ found, connected, problem }) {
+  const [look, says] = connected && !problem ? states(found) : ["bad", problem || "no connection; trying again"];
+  return html`<header class="top">
+    <h1>${found.fleet}</h1>
+    <div class="actions"><span class=${`badge ${look}`} role="status">${says}</span></div>
+  </header>`;
+}
+
+function Desired({ desired, now }) {
+  const { weights, hold, revision } = desired;
+  return html`<${Section} id="desired" title="Desired">
+    <${Facts}
+      rows=${[
+        ["weights", weights && html`<${Id} id=${weights.weights_id} />`],
+        ["source", weights?.source],
+        ["since", weights && html`<${When} at=${weights.since} now=${now} />`],
+        ["by", weights?.by],
+        ["why", weights?.why],
+        ["revision", revision],
+        ["on hold", hold && [hold.by && `by ${hold.by}`, hold.why].filter(Boolean).join(": ")],
+      ]}
+    />
+    ${weights && html`<${Labels} labels=${weights.labels} />`}
+  <//>`;
+}
+
+/** Seconds from the first commit of the newest revision to each node's; null where a node is behind. */
+function afterTheFirst(nodes) {
+  const newest = Math.max(...nodes.map(({ revision }) => revision));
+  const times = nodes.map(({ revision, since }) => (revision === newest ? since : null));
+  const first = Math.min(...times.filter((time) => time !== null));
+  return times.map((time) => (time === null ? null : time - first));
+}
+
+function Node({ node, wanted, after, longest, now }) {
+  const serves = node.weights_id === wanted;
+  const [look, says] = node.error
+    ? ["bad", node.error]
+    : node.preparing
+      ? ["mark", `prepares ${node.preparing.slice(0, 12)}`]
+      : serves
+        ? ["good", "serves"]
+        : ["mark", "behind"];
+  return html`<tr>
+    <th scope="row">${node.node}</th>
+    <td><span class=${`badge ${look}`}>${says}</span></td>
+    <td>${node.weights_id && html`<${Id} id=${node.weights_id} />`}</td>
+    <td>${node.revision}</td>
+    <td>
+      <ul class="replicas" aria-label=${`Replicas of ${node.node}`}>
+        ${node.replicas.map((pid) => html`<li key=${pid} class=${serves ? "good" : "mark"}>${pid}</li>`)}
+      </ul>
+    </td>
+    <td class="after">
+      ${after === null ? "" : after === 0 ? "first" : `${duration(after)} later`}
+      ${after !== null && html`<span style=${{ width: `${longest ? (100 * after) / longest : 0}%` }}></span>`}
+    </td>
+    <td>${node.since && html`<${When} at=${node.since} now=${now} />`}</td>
+  </tr>`;
+}
+
+function Nodes({ found }) {
+  const { nodes, desired, time } = found;
+  const after = afterTheFirst(nodes);
+  const longest = Math.max(...after);
+  return html`<${Section} id="nodes" title="Nodes">
+    <div class="wide" tabindex="0" role="group" aria-label="Nodes">
+      <table>
+        <thead>
+          <tr>
+            ${["Node", "State", "Weights", "Revision", "Replicas", "Commit", "Since"].map(
+              (title) => html`<th key=${title} scope="col">${title}</th>`,
+            )}
+          </tr>
+        </thead>
+        <tbody>
+          ${nodes.map(
+            (node, at) =>
+              html`<${Node}
+                key=${node.node}
+                node=${node}
+                wanted=${desired.weights?.weights_id}
+                after=${after[at]}
+                longest=${longest}
+                now=${time}
+              />`,
+          )}
+        </tbody>
+      </table>
+    </div>
+    <p class="hint">All replicas of a node change with it. Times of commits are those of the nodes' own clocks.</p>
+  <//>`;
+}
+
+function History({ desired, now }) {
+  const entries = [
+    ...[...desired.history].reverse().map((weights) => ({ ...weights, what: "served before" })),
+    ...[...desired.withdrawn].reverse().map((weights) => ({ ...weights, what: "withdrawn" })),
+  ];
+  if (!entries.length) return null;
+  return html`<${Section} id="history" title="Before">
+    <div class="wide" tabindex="0" role="group" aria-label="Before">
+      <table>
+        <thead>
+          <tr>
+            ${["Weights", "", "Source", "By", "Why", "Desired"].map(
+              (title) => html`<th key=${title} scope="col">${title}</th>`,
+            )}
+          </tr>
+        </thead>
+        <tbody>
+          ${entries.map(
+            (each) =>
+              html`<tr key=${`${each.what} ${each.weights_id}`}>
+                <th scope="row"><${Id} id=${each.weights_id} /></th>
+                <td>${each.what}</td>
+                <td>${each.source}</td>
+                <td>${each.by}</td>
+                <td>${each.why}</td>
+                <td><${When} at=${each.since} now=${now} /></td>
+              </tr>`,
+          )}
+        </tbody>
+      </table>
+    </div>
+  <//>`;
+}
+
+function Page() {
+  const [{ found, connected, problem }, know] = useReducer(known, { found: null, connected: false, problem: "" });
+  useEffect(() => {
+    const ended = new AbortController();
+    listen(null, (kind, data) => know([kind, data]), ended.signal, "fleet/events");
+    return () => ended.abort();
+  }, []);
+  useEffect(() => {
+    if (found) document.title = `${found.fleet}: revision ${found.desired.revision} · weightswap`;
+  });
+  if (!found) return html`<main><p class="hint">${problem || "Connecting…"}</p></main>`;
+  return html`<${Top} found=${found} connected=${connected} problem=${problem} />
+    <main class=${connected && !problem ? "" : "stale"}>
+      <${Desired} desired=${found.desired} now=${found.time} />
+      <${Nodes} found=${found} />
+      <${History} desired=${found.desired} now=${found.time} />
+    </main>`;
+}
+
+render(html`<${Page} />`, document.body);

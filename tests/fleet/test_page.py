@@ -1,0 +1,114 @@
+"""The page of a fleet: what it shows of nodes, of a commit that passes over them, and of what is wrong."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import uvicorn
+from starlette.testclient import TestClient
+
+from tests.support.browser import FAINT, NAMELESS, browser
+from weightswap_fleet.agreement import Agreement, Deadlines
+from weightswap_fleet.errors import UnknownFleet
+from weightswap_fleet.operator_page import page_app
+from weightswap_runtime.desired.place import known_weights
+from weightswap_server.http.listening import listening
+
+from .nodes import Fleet
+
+__all__ = ["browser"]
+HOSTS = ["127.0.0.1"]
+SOON = Deadlines(prepare=5.0, commit=0.2)
+
+
+@pytest.fixture
+def fleet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Fleet]:
+    """Three nodes that serve number 0, at revision 1."""
+    made = Fleet(tmp_path, 3, monkeypatch)
+    made.place.set(made.file(0), revision=0, by="ana", why="the first")
+    for keeper in made.keepers.values():
+        keeper.look()
+    yield made
+    made.close()
+
+
+@contextmanager
+def served(fleet: Fleet, nodes: Callable[[], Any]) -> Iterator[str]:
+    """A block with the page's address."""
+    app = page_app("tagger", fleet.place.read, nodes, HOSTS)
+    with listening("127.0.0.1", 0) as listener:
+        server = uvicorn.Server(uvicorn.Config(app, log_config=None, lifespan="off", timeout_graceful_shutdown=1))
+        thread = threading.Thread(target=server.run, args=([listener],))
+        thread.start()
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}/"
+        server.should_exit = True
+        thread.join()
+
+
+def statuses(fleet: Fleet) -> dict[str, Any]:
+    return {name: keeper.status()._replace(replicas=(100, 101)) for name, keeper in fleet.keepers.items()}
+
+
+def swap(fleet: Fleet, number: int) -> Any:
+    path = fleet.file(number)
+    return Agreement(fleet.place, fleet).swap(str(path), known_weights(path), "bo", "better", SOON)
+
+
+def test_it_shows_what_each_replica_serves_and_a_commit_that_passes_over_them(fleet: Fleet, browser: Any) -> None:
+    complaints: list[str] = []
+    problem: list[Exception] = []
+
+    def nodes() -> dict[str, Any]:
+        if problem:
+            raise problem[0]
+        return statuses(fleet)
+
+    with served(fleet, nodes) as address:
+        context = browser.new_context(reduced_motion="reduce", viewport={"width": 1200, "height": 900})
+        page = context.new_page()
+        page.set_default_timeout(10_000)
+        page.on("console", lambda message: complaints.append(message.text))
+        page.on("pageerror", lambda error: complaints.append(str(error)))
+        page.goto(address)
+        page.get_by_text("all serve what is desired", exact=True).wait_for()
+        assert page.locator(".replicas li.good").all_inner_texts() == ["100", "101"] * 3
+        assert page.get_by_text("first", exact=True).count() >= 1
+        assert page.locator("*").evaluate_all(FAINT)[1] == []
+        assert page.locator("button, [role=group], ul").evaluate_all(NAMELESS) == []
+
+        fleet.fate = lambda method, node: "lost" if node == "n1" and method in {"commit", "look_soon"} else ""
+        receipt = swap(fleet, 1)
+        page.get_by_text("not all serve what is desired").wait_for()
+        assert page.locator(".replicas li.mark").count() == 2
+        ids = page.locator("section[aria-labelledby=nodes] tbody code").all_inner_texts()
+        assert [shown == receipt.weights_id[:12] for shown in ids] == [True, False, True]
+        fleet.keepers["n1"].look()
+        page.get_by_text("all serve what is desired", exact=True).wait_for()
+        assert page.get_by_text("later").count() == 2
+        assert page.title() == "tagger: revision 2 · weightswap"
+        page.locator("section[aria-labelledby=history]").get_by_text("served before").wait_for()
+
+        page.set_viewport_size({"width": 360, "height": 800})
+        assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+        problem.append(UnknownFleet("tagger: no node of a fleet of that name is there; deploy it first"))
+        page.get_by_text("no node of a fleet of that name is there").wait_for()
+        problem.clear()
+        page.get_by_text("all serve what is desired", exact=True).wait_for()
+        context.close()
+    assert complaints == []
+
+
+def test_it_answers_to_no_other_name_and_changes_nothing(fleet: Fleet) -> None:
+    app = page_app("tagger", fleet.place.read, lambda: statuses(fleet), HOSTS)
+    assert TestClient(app, base_url="http://evil.example").get("/").status_code == 400
+    client = TestClient(app, base_url="http://127.0.0.1")
+    page = client.get("/")
+    assert (page.status_code, "page/fleet.js" in page.text) == (200, True)
+    assert "script-src 'self'" in page.headers["content-security-policy"]
+    assert client.post("/fleet/events").status_code == 405
+    assert client.get("/page/../keeper.py").status_code == 404
