@@ -1,0 +1,152 @@
+"""The memory of a node beside real processes: who has it is found, who has ended gives his seat back."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.support.tiny import TinyArtifact
+from weightswap_fleet.memory import NodeMemory
+from weightswap_fleet.seats import Seats
+from weightswap_runtime.errors import Unsupported
+from weightswap_runtime.shared.control import Control
+
+HOLDER = """
+import sys
+from weightswap_fleet.memory import NodeMemory
+pid, *descriptors = map(int, sys.argv[1:])
+memory = NodeMemory.from_process(pid, tuple(descriptors), read_only=True)
+print("holds", flush=True)
+sys.stdin.read()
+"""
+Start = Callable[[NodeMemory], "subprocess.Popen[str]"]
+
+
+@pytest.fixture
+def holder() -> Iterator[Start]:
+    """Starts a process that has a node's memory open, as a replica has."""
+    started: list[subprocess.Popen[str]] = []
+
+    def start(memory: NodeMemory) -> subprocess.Popen[str]:
+        arguments = [str(each) for each in (os.getpid(), *memory.descriptors)]
+        process = subprocess.Popen(
+            [sys.executable, "-c", HOLDER, *arguments], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        started.append(process)
+        assert process.stdout is not None
+        assert process.stdout.readline() == "holds\n"
+        return process
+
+    yield start
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+@pytest.fixture
+def name(request: pytest.FixtureRequest) -> str:
+    return f"weightswap.test.{os.getpid()}.{request.node.name[:40]}"
+
+
+def test_memory_is_found_in_whoever_has_it_and_is_the_same(tiny: TinyArtifact, holder: Start, name: str) -> None:
+    weights = tiny.manifest.weights
+    assert NodeMemory.adopt(name) is None
+    memory = NodeMemory.create(weights, 2, name)
+    assert NodeMemory.adopt(name) is None  # this process is no other
+    memory.board.set_revision(1, 7)
+    process = holder(memory)
+    assert NodeMemory.is_held_by(process.pid, name)
+    assert not NodeMemory.is_held_by(process.pid, f"{name}.other")
+    memory.close()
+    again = NodeMemory.adopt(name)
+    assert again is not None
+    assert (again.board.revision(1), again.board.revision(0)) == (7, 0)
+    Control(again.segment.control).commit(1)
+    again.close()
+
+
+def test_what_replicas_have_they_cannot_write(tiny: TinyArtifact, name: str) -> None:
+    memory = NodeMemory.create(tiny.manifest.weights, 2, name)
+    seen = NodeMemory.from_process("self", memory.descriptors, read_only=True)
+    for arena in seen.segment.arenas:
+        with pytest.raises(PermissionError):
+            mmap.mmap(arena, mmap.PAGESIZE, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
+    seen.close()
+    memory.close()
+
+
+def test_with_the_last_that_has_it_memory_goes(tiny: TinyArtifact, holder: Start, name: str) -> None:
+    memory = NodeMemory.create(tiny.manifest.weights, 2, name)
+    process = holder(memory)
+    memory.close()
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert NodeMemory.adopt(name) is None
+
+
+def test_a_process_that_has_gone_cannot_be_read(tiny: TinyArtifact, holder: Start, name: str) -> None:
+    memory = NodeMemory.create(tiny.manifest.weights, 2, name)
+    process = holder(memory)
+    descriptors = memory.descriptors
+    process.kill()
+    process.wait()
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    with pytest.raises(OSError):
+        NodeMemory.from_process(process.pid, descriptors)
+    assert len(list(Path("/proc/self/fd").iterdir())) == before
+    memory.close()
+
+
+def test_who_was_killed_holds_nothing_and_has_no_seat(tiny: TinyArtifact, holder: Start, name: str) -> None:
+    memory = NodeMemory.create(tiny.manifest.weights, 2, name)
+    control = Control(memory.segment.control)
+    seats = Seats(control, lambda pid: NodeMemory.is_held_by(pid, name))
+    first, second = holder(memory), holder(memory)
+    slots = [seats.take(process.pid) for process in (first, second)]
+    for slot, process in zip(slots, (first, second), strict=True):
+        control.take_slot(slot, process.pid)
+        control.hold(slot, 1)
+    with pytest.raises(Unsupported, match="2 replicas on one node"):
+        seats.take(os.getpid())
+    assert seats.processes == (first.pid, second.pid)
+    first.send_signal(signal.SIGKILL)
+    first.wait()
+    seats.sweep()
+    assert (seats.processes, control.holders(1)) == ((second.pid,), [second.pid])
+    third = holder(memory)
+    assert seats.take(third.pid) == slots[0]
+    third.kill()
+    third.wait()
+    with pytest.raises(Unsupported, match="is not there"):
+        seats.take(first.pid)
+    seats.close()
+    memory.close()
+
+
+def test_the_next_keeper_knows_who_sits_there(tiny: TinyArtifact, holder: Start, name: str) -> None:
+    """The living are watched; the dead, and whoever has got their number since, are let go."""
+    memory = NodeMemory.create(tiny.manifest.weights, 3, name)
+    control = Control(memory.segment.control)
+    living, dead = holder(memory), holder(memory)
+    strange = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    for slot, process in enumerate((living, dead, strange)):
+        control.take_slot(slot, process.pid)
+        control.hold(slot, 0)
+    dead.kill()
+    dead.wait()
+    seats = Seats(control, lambda pid: NodeMemory.is_held_by(pid, name))
+    assert (seats.processes, control.holders(0)) == ((living.pid,), [living.pid])
+    living.kill()
+    living.wait()
+    seats.sweep()
+    assert control.holders(0) == []
+    strange.communicate(b"\n")
+    seats.close()
+    memory.close()
