@@ -27,7 +27,7 @@ from weightswap_runtime import DesiredPlace, StageClosed, Unsupported, load
 from weightswap_runtime.live.staged import Staged
 from weightswap_runtime.tensors.content import array_content
 from weightswap_server import Server
-from weightswap_server.canary.canary import Plan, check_plan
+from weightswap_server.canary.judging import Plan, check_plan
 from weightswap_server.canary.measuring import Differences, Side, has_nonfinite
 from weightswap_server.canary.rule import Rule
 from weightswap_server.methods import Method

@@ -13,7 +13,8 @@ from weightswap_runtime.desired.place import DesiredPlace, Known
 from weightswap_runtime.errors import StageClosed, StagingBusy, Unsupported
 from weightswap_runtime.live.receipt import SwapReceipt
 from weightswap_runtime.sources.location import printable
-from weightswap_server.canary.canary import Plan, check_plan, report
+from weightswap_server.canary.canary import Canary
+from weightswap_server.canary.judging import Plan, check_plan
 from weightswap_server.service.served import Served
 
 from .allowing import Allowed
@@ -71,7 +72,7 @@ class Desk:
             served=served_weights(last[-1], self.journal.why(last[-1])) if (last := model.history) else None,
             staged=staged_weights(self._entry),
             staging=Staging(phase=progress[0], bytes_done=progress[1], bytes_total=progress[2]) if progress else None,
-            canary=CanaryStatus(**report(canary)) if (canary := self.served.canary) else None,
+            canary=_canary_status(canary) if (canary := self.served.canary) is not None else None,
             following=following(follower) if follower else None,
             watching=watched(watcher) if watcher else None,
         )
@@ -305,3 +306,7 @@ class Desk:
             if self._entry is entry:
                 self._entry = None
                 self.served.end_canary()
+
+
+def _canary_status(canary: Canary) -> CanaryStatus:
+    return CanaryStatus(weights_id=canary.weights_id, since=canary.since, **canary.report())

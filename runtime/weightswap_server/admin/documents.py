@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta, Struct, field
 
-from weightswap_server.canary.canary import DEFAULT_ABORT
+from weightswap_server.canary.judging import DEFAULT_ABORT
 from weightswap_server.service.processes import Process
 
 _Text = Annotated[str, Meta(max_length=4096)]

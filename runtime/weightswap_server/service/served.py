@@ -11,7 +11,8 @@ from weightswap_runtime.errors import Unsupported
 from weightswap_runtime.live.events import Event
 from weightswap_runtime.live.model import Model
 from weightswap_runtime.live.staged import Staged
-from weightswap_server.canary.canary import Canary, Plan
+from weightswap_server.canary.canary import Canary
+from weightswap_server.canary.judging import Plan
 from weightswap_server.errors import log
 from weightswap_server.methods import Method
 from weightswap_server.protocol.tensors_on_the_wire import Answer

@@ -13,7 +13,8 @@ from weightswap_runtime.live.staged import Staged
 from weightswap_runtime.shared.control import Control
 from weightswap_runtime.shared.trial import begin_trial
 from weightswap_runtime.shared.worker import WorkerModel
-from weightswap_server.canary.canary import Canary, Measured, Plan
+from weightswap_server.canary.canary import Canary
+from weightswap_server.canary.judging import Measured, Plan
 from weightswap_server.service.served import Served
 
 
