@@ -59,6 +59,7 @@ class Files:
 def cluster(nodes: int, cpus: int = 2) -> Iterator[Any]:
     """Several nodes of Ray, each with so many processors to give away."""
     os.environ["RAY_AUTH_MODE"] = "disabled"
+    os.environ["RAY_ENABLE_AUTO_CONNECT"] = "0"  # a handle that has outlived its cluster would look for another
     os.environ["RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"] = "0"
     import ray
     from ray import serve

@@ -30,7 +30,7 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.filterwarnings("ignore"),  # Ray's
 ]
-NUMBERS = 7
+NUMBERS = 8
 VICTIMS = ["keeper", "frozen keeper", "replica", "controller"]
 
 
@@ -311,36 +311,6 @@ def test_a_trainer_publishes(deployed: Deployed) -> None:
     fleet.release()
 
 
-def test_replicas_that_join_under_load_serve_what_is_desired(deployed: Deployed, tmp_path: Path) -> None:
-    from ray import serve
-
-    from weightswap_fleet import connect, deployment
-
-    _, files, made = deployed
-    scaling = {"min_replicas": 1, "max_replicas": 2, "target_ongoing_requests": 0.5, "upscale_delay_s": 0.5}
-    application = deployment(
-        files.artifact,
-        files.weights[0],
-        follow=tmp_path,
-        name="scaled",
-        autoscaling_config={**scaling, "metrics_interval_s": 0.2, "look_back_period_s": 1.0},
-        ray_actor_options={"num_cpus": 0.5},
-        interval=0.5,
-    )
-    serve.run(application, name="scaled", route_prefix="/scaled")
-    scaled = Deployed(connect("scaled"), files, made)
-    with calling(scaled, 6) as clients:
-        scaled.fleet.swap(files.weights[1])
-        deadline = time.monotonic() + 90
-        while sum(len(each.replicas) for each in scaled.fleet.nodes.values()) < 2 and time.monotonic() < deadline:
-            time.sleep(0.1)
-        scaled.fleet.swap(files.weights[2])
-    assert sum(len(each.replicas) for each in scaled.fleet.nodes.values()) == 2
-    assert {files.number(each.weights_id) for each in scaled.fleet.nodes.values()} == {2}
-    assert [client.failures for client in clients] == [[]] * 6
-    scaled.fleet.remove()
-
-
 def test_two_operators_at_once(deployed: Deployed) -> None:
     """One of them after the other, or one is told why not."""
     fleet, files, _ = deployed
@@ -366,7 +336,7 @@ def test_a_hold_stops_promotions_alone(deployed: Deployed, tmp_path: Path) -> No
     fleet, files, _ = deployed
     fleet.hold(by="ana")
     with pytest.raises(Held):
-        DesiredPlace(files.folder).promote(files.weights[6])
+        DesiredPlace(files.folder).promote(files.weights[7])
     assert fleet.swap(files.weights[4]).late == {}
     fleet.release()
 
@@ -393,3 +363,33 @@ def test_a_lost_node(deployed: Deployed) -> None:
     assert fleet.wait(60)
     assert {each.weights_id for each in fleet.nodes.values()} == {receipt.weights_id}
     assert sum(len(client.answers) for client in clients) > 10
+
+
+def test_replicas_that_join_under_load_serve_what_is_desired(deployed: Deployed, tmp_path: Path) -> None:
+    from ray import serve
+
+    from weightswap_fleet import connect, deployment
+
+    _, files, made = deployed
+    scaling = {"min_replicas": 1, "max_replicas": 2, "target_ongoing_requests": 0.5, "upscale_delay_s": 0.5}
+    application = deployment(
+        files.artifact,
+        files.weights[0],
+        follow=tmp_path,
+        name="scaled",
+        autoscaling_config={**scaling, "metrics_interval_s": 0.2, "look_back_period_s": 1.0},
+        ray_actor_options={"num_cpus": 0},
+        interval=0.5,
+    )
+    serve.run(application, name="scaled", route_prefix="/scaled")
+    scaled = Deployed(connect("scaled"), files, made)
+    with calling(scaled, 6) as clients:
+        scaled.fleet.swap(files.weights[1])
+        deadline = time.monotonic() + 90
+        while sum(len(each.replicas) for each in scaled.fleet.nodes.values()) < 2 and time.monotonic() < deadline:
+            time.sleep(0.1)
+        scaled.fleet.swap(files.weights[2])
+    assert sum(len(each.replicas) for each in scaled.fleet.nodes.values()) == 2
+    assert {files.number(each.weights_id) for each in scaled.fleet.nodes.values()} == {2}
+    assert [client.failures for client in clients] == [[]] * 6
+    scaled.fleet.remove()
