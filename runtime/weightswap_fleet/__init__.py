@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from weightswap_runtime.errors import MissingExtra
 
 from .agreement import Deadlines
-from .documents import FleetReceipt, NodeReceipt, NodeStatus
+from .documents import FleetPlan, FleetReceipt, NodeReceipt, NodeStatus, TrialReport
 from .errors import FleetError, FleetRefused, FleetUndecided, StaleReplica, UnknownFleet
 
 if TYPE_CHECKING:
@@ -34,12 +34,14 @@ __all__ = [
     "FleetAnswer",
     "FleetClient",
     "FleetError",
+    "FleetPlan",
     "FleetReceipt",
     "FleetRefused",
     "FleetUndecided",
     "NodeReceipt",
     "NodeStatus",
     "StaleReplica",
+    "TrialReport",
     "UnknownFleet",
     "connect",
     "deployment",

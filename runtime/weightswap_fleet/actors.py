@@ -17,18 +17,14 @@ from ray.actor import ActorHandle
 from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from weightswap_runtime.desired.document import DesiredState
-from weightswap_runtime.desired.place import DesiredPlace, known_weights
-
-from .agreement import Agreement, Deadlines
-from .documents import Committed, FleetReceipt, NodeStatus, Order, Prepared, Seat, Spec
+from .documents import NodeStatus, Spec
 from .errors import UnknownFleet
 from .keeper import NodeKeeper
 
 NAMESPACE = "weightswap"
 _KEEPER = "keeper"
 SHOWN = 12  # letters of a node's id
-_OPTIONS: dict[str, Any] = {
+ACTOR_OPTIONS: dict[str, Any] = {
     "namespace": NAMESPACE,
     "lifetime": "detached",
     "get_if_exists": True,
@@ -37,7 +33,7 @@ _OPTIONS: dict[str, Any] = {
     "num_cpus": 0,
 }
 IDLE, _LOOK = 600.0, 5.0  # seconds
-_STATUS = 5.0  # seconds for an answer that nothing is waited for
+ANSWER = 5.0  # seconds for what takes no time
 
 
 class _Keeper:
@@ -61,66 +57,9 @@ class _Keeper:
                 since = time.monotonic()
         ray.kill(ray.get_runtime_context().current_actor)
 
-    def take_seat(self, pid: int, spec: Spec) -> Seat:
-        return self._keeper.take_seat(pid, spec)
-
-    def prepare(self, order: Order) -> Prepared:
-        return self._keeper.prepare(order)
-
-    def discard(self, order_id: str) -> None:
-        self._keeper.discard(order_id)
-
-    def commit(self, order_id: str, revision: int) -> Committed:
-        return self._keeper.commit(order_id, revision)
-
-    def look_soon(self) -> None:
-        self._keeper.look_soon()
-
-    def status(self) -> NodeStatus:
-        return self._keeper.status()
-
-
-class _Controller:
-    """Changes a fleet. What it knows it asks the keepers, and reads in the place; so it may die at any moment."""
-
-    def __init__(self, fleet: str) -> None:
-        self._fleet = fleet
-        self._changing = threading.Lock()
-
-    def swap(self, source: str, by: str, why: str, deadlines: Deadlines) -> FleetReceipt:
-        known = known_weights(source)
-        with self._changing:
-            return self._agreement().swap(source, known, by, why, deadlines)
-
-    def publish(self, source: str, by: str, why: str, deadlines: Deadlines) -> FleetReceipt:
-        known = known_weights(source)
-        with self._changing:
-            return self._agreement().publish(source, known, by, why, deadlines)
-
-    def rollback(self, to: str | None, by: str, why: str, hold: bool, deadlines: Deadlines) -> FleetReceipt:
-        with self._changing:
-            return self._agreement().rollback(to, by, why, hold, deadlines)
-
-    def hold(self, by: str, why: str) -> DesiredState:
-        return self._write("hold", by=by, why=why)
-
-    def release(self) -> DesiredState:
-        return self._write("release")
-
-    def _write(self, method: str, **options: Any) -> DesiredState:
-        with self._changing:
-            spec = find_spec(self._fleet)
-            place, nodes = DesiredPlace(spec.place), RayNodes(spec)
-            state: DesiredState = getattr(place, method)(revision=place.read().revision, **options)
-            nodes.ask(nodes.names(), "look_soon", timeout=_STATUS)
-            return state
-
-    def desired(self) -> DesiredState:
-        return DesiredPlace(find_spec(self._fleet).place).read()
-
-    def _agreement(self) -> Agreement:
-        spec = find_spec(self._fleet)
-        return Agreement(DesiredPlace(spec.place), RayNodes(spec))
+    def ask(self, method: str, *arguments: Any) -> Any:
+        """What a method of the `NodeKeeper` returns."""
+        return getattr(self._keeper, method)(*arguments)
 
 
 class RayNodes:
@@ -168,7 +107,7 @@ def _ask(actors: Sequence[str], method: str, *arguments: Any, timeout: float) ->
 
 def _send(actor: str, method: str, arguments: Sequence[Any]) -> Any:
     try:
-        return getattr(ray.get_actor(actor, NAMESPACE), method).remote(*arguments)
+        return ray.get_actor(actor, NAMESPACE).ask.remote(method, *arguments)
     except (ValueError, RayError) as error:  # it has gone
         return error
 
@@ -186,7 +125,7 @@ def _answer(reference: Any, late: TimeoutError) -> Any:
 
 def statuses(fleet: str) -> list[NodeStatus]:
     """How the nodes of a fleet stand that answer. Raises UnknownFleet where none does."""
-    answers = _ask(_keepers(fleet), "status", timeout=_STATUS)
+    answers = _ask(_keepers(fleet), "status", timeout=ANSWER)
     found = [each for each in answers if isinstance(each, NodeStatus)]
     if not found:
         known = f" ({len(answers)} do not answer)" if answers else ""
@@ -201,7 +140,7 @@ def find_spec(fleet: str) -> Spec:
 
 def end_actors(fleet: str) -> None:
     """End the keepers and the controller of a fleet."""
-    for name in (*_keepers(fleet), _controller_name(fleet)):
+    for name in (*_keepers(fleet), controller_name(fleet)):
         with suppress(ValueError):  # it has ended
             ray.kill(ray.get_actor(name, NAMESPACE))
 
@@ -209,7 +148,7 @@ def end_actors(fleet: str) -> None:
 def keeper_of_this_node(spec: Spec) -> ActorHandle[Any]:
     """The keeper of the node that this process is on; it is made where there is none."""
     node = ray.get_runtime_context().get_node_id()
-    options = _OPTIONS | {
+    options = ACTOR_OPTIONS | {
         "name": _keeper_name(spec, node[:SHOWN]),
         "scheduling_strategy": NodeAffinitySchedulingStrategy(node, soft=False),
         "runtime_env": {"env_vars": {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}},
@@ -217,12 +156,7 @@ def keeper_of_this_node(spec: Spec) -> ActorHandle[Any]:
     return ray.remote(_Keeper).options(**options).remote(spec, node[:SHOWN])
 
 
-def controller_of(fleet: str) -> ActorHandle[Any]:
-    """The controller of a fleet; it is made where there is none."""
-    return ray.remote(_Controller).options(**_OPTIONS, name=_controller_name(fleet)).remote(fleet)
-
-
-def _controller_name(fleet: str) -> str:
+def controller_name(fleet: str) -> str:
     return f"controller:{fleet}"
 
 

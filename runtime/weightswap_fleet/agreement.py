@@ -11,6 +11,7 @@ after it leaves nodes that read it. Nodes that come in between read the place, a
 
 from __future__ import annotations
 
+import threading
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
@@ -24,12 +25,13 @@ from weightswap_runtime.desired.place import DesiredPlace, Known
 from weightswap_runtime.errors import DesiredError, RevisionConflict, text_of
 from weightswap_runtime.sources.location import printable
 
-from .documents import Committed, FleetReceipt, NodeReceipt, NodeStatus, Order, Prepared
+from .documents import Committed, FleetReceipt, NodeReceipt, NodeStatus, Order, Prepared, TrialOrder
 from .errors import FleetRefused, FleetUndecided
 
 LEAST_LEASE = 10.0  # seconds
 _STATUS = 1.0  # seconds for how a node stands, whatever time is left
 _POLL = 0.02
+_RENEW = LEAST_LEASE / 4
 
 
 class Nodes(Protocol):
@@ -74,7 +76,7 @@ class Agreement:
         def decide(revision: int) -> DesiredState:
             return self._place.set(source, revision=revision, by=by, why=why, known=known)
 
-        return self._change("swap", state, _weights(source, known, by, why), source, decide, deadlines)
+        return self._change("swap", state, described(source, known, by, why), source, decide, deadlines)
 
     def publish(self, source: str, known: Known, by: str, why: str, deadlines: Deadlines) -> FleetReceipt:
         """Let all nodes serve new weights, unless that would undo what an operator has done.
@@ -88,7 +90,7 @@ class Agreement:
             follows = partial(_check_follows, revision, self._place.where)
             return self._place.promote(source, known=known, by=by, why=why, may=follows)
 
-        return self._change("publish", state, _weights(source, known, by, why), source, decide, deadlines)
+        return self._change("publish", state, described(source, known, by, why), source, decide, deadlines)
 
     def rollback(self, to: str | None, by: str, why: str, hold: bool, deadlines: Deadlines) -> FleetReceipt:
         """Let all nodes serve earlier weights again: those before, or those whose id begins with `to`.
@@ -139,15 +141,23 @@ class Agreement:
         )
 
     def _prepare(self, order: Order, timeout: float) -> dict[str, Prepared]:
-        """Have all nodes ready. Raises FleetRefused, once all have given it up again."""
-        names = self._nodes.names()
-        answers = self._nodes.ask(names, "prepare", order, timeout=timeout)
-        there = set(self._nodes.names())
-        problems = {name: each for name, each in _errors(answers).items() if name in there}
-        if problems:
-            self._give_up(order, names)
-            raise FleetRefused(printable(order.source), problems)
-        return {name: each for name, each in answers.items() if isinstance(each, Prepared)}
+        """Have all nodes ready. Raises FleetRefused, once all have given it up again.
+
+        Those that were ready first are told that the order is still meant.
+        """
+        done = threading.Event()
+
+        def renew() -> None:
+            while not done.wait(_RENEW):
+                self._nodes.ask(self._nodes.names(), "renew", order.id, timeout=_RENEW)
+
+        renewing = threading.Thread(target=renew, name="weightswap-renewing", daemon=True)
+        renewing.start()
+        try:
+            return prepare_all(self._nodes, "prepare", order, "discard", timeout)
+        finally:
+            done.set()
+            renewing.join()
 
     def _give_up(self, order: Order, names: Sequence[str]) -> None:
         self._nodes.ask(names, "discard", order.id, timeout=LEAST_LEASE)
@@ -203,7 +213,20 @@ class Agreement:
         return reasons
 
 
-def _weights(source: str, known: Known, by: str, why: str) -> DesiredWeights:
+def prepare_all(nodes: Nodes, method: str, order: Order | TrialOrder, undo: str, timeout: float) -> dict[str, Prepared]:
+    """Have all nodes stage and verify. Raises FleetRefused, once all have given it up again."""
+    names = nodes.names()
+    answers = nodes.ask(names, method, order, timeout=timeout)
+    there = set(nodes.names())
+    problems = {name: each for name, each in answers.items() if isinstance(each, BaseException) and name in there}
+    if problems:
+        nodes.ask(names, undo, order.id, timeout=LEAST_LEASE)
+        raise FleetRefused(printable(order.source), problems)
+    return {name: each for name, each in answers.items() if isinstance(each, Prepared)}
+
+
+def described(source: str, known: Known, by: str, why: str) -> DesiredWeights:
+    """Weights that somebody wants now."""
     return DesiredWeights(
         source=source,
         weights_id=known.weights_id,
@@ -226,10 +249,6 @@ def _check_follows(revision: int, where: str, state: DesiredState) -> None:
 def _receipt(said: Prepared, found: Committed | None) -> NodeReceipt:
     at, generation = (found.at, found.generation) if found is not None else (None, None)
     return NodeReceipt(said.seconds, said.resident, said.verified, at, generation)
-
-
-def _errors(answers: Mapping[str, Any]) -> dict[str, BaseException]:
-    return {name: each for name, each in answers.items() if isinstance(each, BaseException)}
 
 
 def _says(state: DesiredState, order: Order) -> bool:

@@ -6,7 +6,7 @@ import os
 import threading
 import time
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 import ray
 from numpy.typing import NDArray
@@ -17,9 +17,10 @@ from ray.serve.handle import DeploymentHandle
 from weightswap_runtime.desired.document import DesiredState
 from weightswap_runtime.sources.location import Url, as_location, fixed
 
-from .actors import controller_of, end_actors, statuses
+from .actors import end_actors, statuses
 from .agreement import DEADLINES, Deadlines
-from .documents import FleetReceipt, NodeStatus
+from .controller import controller_of
+from .documents import FleetPlan, FleetReceipt, NodeStatus, TrialReport
 from .errors import FleetUndecided, StaleReplica, UnknownFleet
 from .replica import FleetAnswer
 
@@ -52,16 +53,14 @@ class Fleet:
         decided something meanwhile, FleetUndecided where the place did not say whether it was written, DesiredError,
         WeightFileError, and UnknownFleet.
         """
-        found: FleetReceipt = self._ask("swap", _source(weights), by, why, deadlines, timeout=sum(deadlines))
-        return found
+        return cast("FleetReceipt", self._ask("swap", _source(weights), by, why, deadlines, timeout=sum(deadlines)))
 
     def publish(self, weights: _Path, *, by: str = "", why: str = "", deadlines: Deadlines = DEADLINES) -> FleetReceipt:
         """Let all nodes serve new weights, unless that would undo what an operator has done: for trainers.
 
         Raises Held, Superseded for weights that were desired or withdrawn before, and what `swap` raises.
         """
-        found: FleetReceipt = self._ask("publish", _source(weights), by, why, deadlines, timeout=sum(deadlines))
-        return found
+        return cast("FleetReceipt", self._ask("publish", _source(weights), by, why, deadlines, timeout=sum(deadlines)))
 
     def rollback(
         self,
@@ -77,27 +76,68 @@ class Fleet:
         to: the beginning of a weights id of the history; None: what was desired before. A node that has them in memory
         reads nothing. hold: take nothing new until `release`. Raises NothingToRollBack, and what `swap` raises.
         """
-        found: FleetReceipt = self._ask("rollback", to, by, why, hold, deadlines, timeout=sum(deadlines))
-        return found
+        return cast("FleetReceipt", self._ask("rollback", to, by, why, hold, deadlines, timeout=sum(deadlines)))
+
+    def canary(
+        self,
+        weights: _Path,
+        plan: FleetPlan | None = None,
+        *,
+        by: str = "",
+        why: str = "",
+        deadlines: Deadlines = DEADLINES,
+        **fields: Any,
+    ) -> TrialReport:
+        """Let weights answer some requests on all nodes, before all of them get it: a canary, a shadow, or by steps.
+
+        plan: a `FleetPlan`, or its fields by name: `share=0.1`, `of="nodes"`, `shadow=True`, `steps=(0.1, 0.5, 1.0)`,
+        `promote_if=`, `abort_if=`. All nodes stage and verify first. It goes on until `promote`, `abort`, or what its
+        rules say.
+
+        Raises StagingBusy where others are on trial, Unsupported for a plan that cannot be meant, and what `swap`
+        raises.
+        """
+        wanted = plan or FleetPlan(**fields)
+        timeout = deadlines.prepare
+        return cast(
+            "TrialReport", self._ask("begin_trial", _source(weights), wanted, by, why, deadlines, timeout=timeout)
+        )
+
+    def promote(self, *, by: str = "", why: str = "", deadlines: Deadlines = DEADLINES) -> FleetReceipt:
+        """Let all nodes serve what is on trial, at one revision: all of them, or none, and then the trial goes on.
+
+        Raises StageClosed where nothing is on trial, and what `swap` raises.
+        """
+        return cast("FleetReceipt", self._ask("promote", by, why, deadlines, timeout=sum(deadlines)))
+
+    def abort(self, *, by: str = "", why: str = "") -> TrialReport:
+        """Give up what is on trial. Raises StageClosed where nothing is."""
+        return cast("TrialReport", self._ask("abort", by, why))
+
+    @property
+    def trial(self) -> TrialReport | None:
+        """What is on trial; else how the last one has ended, as long as the controller knows that."""
+        return cast("TrialReport | None", self._ask_again("trial"))
 
     def hold(self, *, by: str = "", why: str = "") -> DesiredState:
         """Let nothing be promoted until `release`. Raises RevisionConflict and DesiredError."""
-        found: DesiredState = self._ask("hold", by, why)
-        return found
+        return cast("DesiredState", self._ask("hold", by, why))
 
     def release(self) -> DesiredState:
         """Let promotions through again. Raises RevisionConflict and DesiredError."""
-        found: DesiredState = self._ask("release")
-        return found
+        return cast("DesiredState", self._ask("release"))
 
     @property
     def desired(self) -> DesiredState:
         """What the place says. Raises DesiredError."""
+        return cast("DesiredState", self._ask_again("desired"))
+
+    def _ask_again(self, method: str) -> Any:
+        """What the controller answers, or the next one."""
         deadline = time.monotonic() + _SLACK
         while True:
             try:
-                found: DesiredState = self._ask("desired")
-                return found
+                return self._ask(method)
             except FleetUndecided:  # it begins again
                 if time.monotonic() >= deadline:
                     raise
@@ -170,24 +210,27 @@ class FleetClient:
         """The newest that it has seen."""
         return self._seen
 
-    def infer(self, inputs: Mapping[str, NDArray[Any]], *, model: str = "") -> FleetAnswer:
+    def infer(self, inputs: Mapping[str, NDArray[Any]], *, model: str = "", canary: bool | None = None) -> FleetAnswer:
         """Call a method with arrays by the inputs' names, and wait. model: as over HTTP; empty: the default method.
+        canary: ask for what is on trial, or for what is served; None: whichever it is.
 
         Raises StaleReplica where no replica has caught up in time, and what the call raises.
         """
         deadline = time.monotonic() + self._patience
         while True:
             try:
-                return self._note(self._handle.infer.remote(inputs, model, self._seen).result())
+                return self._note(self._handle.infer.remote(inputs, model, self._seen, canary).result())
             except RayTaskError as error:
                 self._check(error, deadline)
 
-    async def ainfer(self, inputs: Mapping[str, NDArray[Any]], *, model: str = "") -> FleetAnswer:
+    async def ainfer(
+        self, inputs: Mapping[str, NDArray[Any]], *, model: str = "", canary: bool | None = None
+    ) -> FleetAnswer:
         """As `infer`, for asyncio."""
         deadline = time.monotonic() + self._patience
         while True:
             try:
-                return self._note(await self._handle.infer.remote(inputs, model, self._seen))
+                return self._note(await self._handle.infer.remote(inputs, model, self._seen, canary))
             except RayTaskError as error:
                 self._check(error, deadline)
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+import math
+from typing import Any, Literal, NamedTuple
 
 from blake3 import blake3
 
 from weightswap_runtime.desired.document import DesiredWeights
+from weightswap_runtime.errors import Unsupported
+from weightswap_server.canary.judging import DEFAULT_ABORT, Plan, check_plan
 from weightswap_server.settings import Settings
 
 
@@ -51,6 +54,87 @@ class Order(NamedTuple):
     proven: bool = False
 
 
+class FleetPlan(NamedTuple):
+    """How weights are tried before all nodes serve them.
+
+    share: of the requests of each node; with of="nodes", of the nodes, which answer all of theirs so. steps: one share
+    after another, each for `step_seconds`; after the last one the weights are promoted, where there is no rule for
+    that. shadow, tolerance, promote_if, abort_if: as of a server's canary, over what all replicas measure.
+    """
+
+    share: float = 0.0
+    of: Literal["requests", "nodes"] = "requests"
+    shadow: bool = False
+    tolerance: float = 0.01
+    promote_if: str = ""
+    abort_if: str = DEFAULT_ABORT
+    steps: tuple[float, ...] = ()
+    step_seconds: float = 60.0
+
+    @property
+    def judged(self) -> Plan:
+        """What is measured and judged, of all shares."""
+        return Plan(self.share, self.shadow, self.tolerance, self.promote_if, self.abort_if)
+
+    def check(self) -> None:
+        """Raise Unsupported for what cannot be meant."""
+        check_plan(self.judged)
+        if self.of not in ("requests", "nodes"):
+            raise Unsupported(f"of={self.of!r}: expected 'requests' or 'nodes'")
+        if self.steps and self.share:
+            raise Unsupported("share and steps: give one of them")
+        if not all(0 <= step <= 1 for step in self.steps):
+            raise Unsupported(f"steps={self.steps}: expected shares from 0 to 1")
+        if not 0 < self.step_seconds < math.inf:
+            raise Unsupported(f"step_seconds={self.step_seconds}: expected a number of seconds")
+
+    def share_at(self, elapsed: float) -> float:
+        """That after so many seconds."""
+        if not self.steps:
+            return self.share
+        return self.steps[min(max(0, int(elapsed / self.step_seconds)), len(self.steps) - 1)]
+
+    def is_through(self, elapsed: float) -> bool:
+        """Whether its last step is over, and nothing more is asked for."""
+        return bool(self.steps) and not self.promote_if and elapsed >= len(self.steps) * self.step_seconds
+
+
+class TrialOrder(NamedTuple):
+    """What all nodes are to try. id, source, lease: as of an `Order`; weights.since: when it was begun."""
+
+    id: str
+    source: str
+    weights: DesiredWeights
+    plan: FleetPlan
+    lease: float = 10.0
+
+
+class TrialReport(NamedTuple):
+    """A trial of a fleet.
+
+    shares: of its requests, by node. values: what rules are about. promote_held: for how many seconds the rule of
+    promotion has held; skipped: answers that were not compared. outcome: empty while it goes on, then "promoted",
+    "aborted", or "ended" where the nodes have given it up; reason: why.
+    """
+
+    weights_id: str
+    source: str
+    by: str
+    why: str
+    since: float
+    plan: FleetPlan
+    shares: dict[str, float]
+    values: dict[str, float | None]
+    promote_held: float
+    skipped: int
+    outcome: str
+    reason: str
+
+    def as_dict(self) -> dict[str, Any]:
+        """The fields by name, as plain values."""
+        return self._asdict() | {"plan": self.plan._asdict()}
+
+
 class Prepared(NamedTuple):
     """A node has the weights of an order, and they are verified. resident: they were still in its memory."""
 
@@ -71,7 +155,8 @@ class NodeStatus(NamedTuple):
     """A node. revision: of what it serves; since: when that began, in seconds since the epoch; read: the revision of
     the place, when it was last read; replicas: their processes.
 
-    error: why it does not serve what is desired, or cannot read the place; empty if all is well.
+    preparing, trying: the weights of an order, and on trial; empty if there are none. error: why it does not serve what
+    is desired, or cannot read the place; empty if all is well.
     """
 
     node: str
@@ -84,6 +169,7 @@ class NodeStatus(NamedTuple):
     read: int
     reachable: bool
     preparing: str
+    trying: str
     replicas: tuple[int, ...]
     error: str
 

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from weightswap_runtime.desired.document import DesiredState, DesiredWeights
+from weightswap_runtime.desired.document import SHOWN, DesiredState, DesiredWeights
 from weightswap_runtime.desired.place import DesiredPlace
 from weightswap_runtime.errors import (
     NothingToRollBack,
@@ -23,6 +23,7 @@ from weightswap_runtime.errors import (
     StageCancelled,
     StageClosed,
     StagingBusy,
+    Unsupported,
     WeightswapError,
     text_of,
 )
@@ -33,10 +34,12 @@ from weightswap_runtime.live.watching.intake import Told
 from weightswap_runtime.live.watching.reconciler import Reconciler
 from weightswap_runtime.shared.control import Control
 from weightswap_runtime.shared.keeper import keep
+from weightswap_server.canary.judging import Measured
 from weightswap_server.signed_weights import requires
 
-from .documents import Committed, NodeStatus, Order, Prepared, Seat, Spec
+from .documents import Committed, NodeStatus, Order, Prepared, Seat, Spec, TrialOrder
 from .memory import NodeMemory
+from .node_trial import NodeTrial
 from .seats import Seats
 
 MOST_REPLICAS = 64  # of one node
@@ -60,11 +63,13 @@ class NodeKeeper:
         self._board = self._memory.board
         self.model = keep(artifact, self._memory.segment)
         self._take(spec)
-        self._seats = Seats(Control(self._memory.segment.control), lambda pid: NodeMemory.is_held_by(pid, name))
+        self._control = Control(self._memory.segment.control)
+        self._seats = Seats(self._control, lambda pid: NodeMemory.is_held_by(pid, name))
         self._place = DesiredPlace(spec.place)
         self._reconciler = Reconciler(self._place, spec.interval, clock)
         self._clock = clock
         self._order: _OpenOrder | None = None
+        self._trial: NodeTrial | None = None
         self._turn = threading.RLock()  # one change at a time: an order's, or what a look finds
         self._stopped = threading.Event()
         self._bell = threading.Event()
@@ -96,14 +101,23 @@ class NodeKeeper:
     def prepare(self, order: Order) -> Prepared:
         """Stage and verify the weights of an order, and keep them ready.
 
+        What is on trial is not staged again, and stays on trial until the commit. A rollback ends a trial.
+
         Raises what `Model.stage` raises, StageCancelled where the order is given up meanwhile, and StagingBusy where
-        another is open.
+        another is open, or other weights are on trial.
         """
         began = time.perf_counter()
         self._check_free()
         with self._turn:
             self._check_free()
             wanted = order.weights.weights_id
+            if self._trial is not None and self._trial.order.weights.weights_id == wanted:
+                self._order = opening = _OpenOrder(order, self._clock)
+                opening.staged, opening.is_on_trial = self._trial.staged, True
+                return Prepared(time.perf_counter() - began, True, opening.staged.verified)
+            if order.proven:
+                self._end_trial()
+            self._check_no_trial()
             if order.proven and wanted in {self.model.weights_id, self.model.previous_weights_id}:
                 self._order = _OpenOrder(order, self._clock)
                 return Prepared(time.perf_counter() - began, True, "none")
@@ -125,6 +139,74 @@ class NodeKeeper:
                 "over"
             )
 
+    def _check_no_trial(self) -> None:
+        if (trial := self._trial) is not None:
+            weights = trial.order.weights
+            raise StagingBusy(
+                f"{self.node}: {weights.weights_id[:SHOWN]} is on trial{f' by {weights.by}' if weights.by else ''}; "
+                "promote or abort it first"
+            )
+
+    def renew(self, order_id: str) -> None:
+        """An order is still meant, as others take longer."""
+        opened = self._order
+        if opened is not None and opened.order.id == order_id:
+            opened.renew()
+
+    def prepare_trial(self, order: TrialOrder) -> Prepared:
+        """Stage and verify what is to be tried; `renew_trial` begins it. Raises what `prepare` raises, and Unsupported
+        for what is served."""
+        began = time.perf_counter()
+        self._check_free()
+        with self._turn:
+            self._check_free()
+            self._check_no_trial()
+            if self.model.weights_id in (None, order.weights.weights_id):
+                raise Unsupported(f"{self.node}: serves these weights, or none, with which a trial could be compared")
+            staged = self._stage(order.source, order.weights, background=True)
+            self._trial = NodeTrial(order, staged, self._control, self._clock)
+            try:
+                staged.wait()
+                self._trial.keep()  # it may have taken long
+            except BaseException:
+                self._trial = None
+                raise
+            return Prepared(time.perf_counter() - began, False, staged.verified)
+
+    def renew_trial(self, trial_id: str, share: float) -> Measured:
+        """Let a share of the requests be answered by what is on trial; what was measured since the last time.
+
+        Raises StageClosed where that trial is over.
+        """
+        with self._turn:
+            if self._trial is None or self._trial.order.id != trial_id:
+                raise StageClosed(f"{self.node}: the trial {trial_id} is over")
+            return self._trial.renew(share)
+
+    def end_trial(self, trial_id: str) -> None:
+        """Give a trial up, if it is the one that there is; also while it is being staged."""
+        trial = self._trial
+        if trial is not None and trial.order.id == trial_id:
+            trial.staged.cancel_soon()
+            with self._turn:
+                if self._trial is trial:
+                    self._end_trial()
+
+    def _end_trial(self) -> None:
+        trial, self._trial = self._trial, None
+        if trial is not None:
+            trial.end()
+
+    def trial(self) -> TrialOrder | None:
+        """What is on trial here."""
+        trial = self._trial
+        return trial.order if trial is not None else None
+
+    def tried(self, text: str) -> None:
+        """A replica has said what it has measured of a trial."""
+        if (trial := self._trial) is not None:
+            trial.heard(text)
+
     def _stage(self, path: str | Path, weights: DesiredWeights, *, background: bool) -> Staged:
         return self.model.stage(
             path,
@@ -139,7 +221,7 @@ class NodeKeeper:
         """Give an order up, if it is the one that is open; also while it is being staged."""
         opened = self._order
         if opened is not None and opened.order.id == order_id:
-            if opened.staged is not None:
+            if opened.staged is not None and not opened.is_on_trial:
                 opened.staged.cancel_soon()
             with self._turn:
                 if self._order is opened:
@@ -147,7 +229,7 @@ class NodeKeeper:
 
     def _drop(self) -> None:
         opened, self._order = self._order, None
-        if opened is not None and opened.staged is not None:
+        if opened is not None and opened.staged is not None and not opened.is_on_trial:
             opened.staged.discard()
 
     def commit(self, order_id: str, revision: int) -> Committed:
@@ -168,6 +250,7 @@ class NodeKeeper:
         if opened.staged is not None:
             self._mark_next(revision)
             seconds = opened.staged.commit().seconds_paused
+            self._trial = None  # its weights are served, or there was none
         elif self.model.weights_id != weights.weights_id:
             seconds = self._roll_back(weights, revision).seconds_paused
         at, generation = time.time(), self.model.generation
@@ -200,7 +283,7 @@ class NodeKeeper:
 
     def status(self) -> NodeStatus:
         """How it stands."""
-        state, opened = self._reconciler.state, self._order
+        state, opened, trial = self._reconciler.state, self._order, self._trial
         return NodeStatus(
             node=self.node,
             spec=self.spec,
@@ -212,6 +295,7 @@ class NodeKeeper:
             read=state.revision if state else 0,
             reachable=self._reconciler.reachable,
             preparing=opened.order.weights.weights_id if opened else "",
+            trying=trial.order.weights.weights_id if trial else "",
             replicas=self._seats.processes,
             error=self._error,
         )
@@ -229,6 +313,7 @@ class NodeKeeper:
             self._thread.join()
         with self._turn:
             self._drop()
+            self._end_trial()
         self.model.close()
         self._seats.close()
         self._memory.close()
@@ -248,6 +333,9 @@ class NodeKeeper:
         with self._turn:
             if self._order is not None and not self._settle(self._order):
                 return
+            if self._trial is not None and self._trial.is_over:
+                _log.warning("%s: nothing more was heard of the trial %s", self.node, self._trial.order.id)
+                self._end_trial()
             self._reconciler.look(_Target(self))
             state = self._reconciler.state
             if state is not None and self._reconciler.reachable:
@@ -289,6 +377,7 @@ class _OpenOrder:
     def __init__(self, order: Order, clock: Callable[[], float]) -> None:
         self.order, self._clock = order, clock
         self.staged: Staged | None = None
+        self.is_on_trial = False  # what is staged, which then stays where the order is given up
         self.renew()
 
     def renew(self) -> None:
@@ -318,6 +407,13 @@ class _Target:
 
     def put(self, path: str | Path, weights: DesiredWeights, is_wanted: Callable[[], bool]) -> None:
         keeper = self._keeper
+        if keeper._trial is not None:
+            if keeper._trial.order.weights.weights_id == weights.weights_id and is_wanted():
+                keeper._mark_next(self._revision)
+                keeper._trial.staged.commit()
+                keeper._trial = None
+                return
+            keeper._end_trial()
         if self._model.previous_weights_id == weights.weights_id:
             if is_wanted():
                 keeper._roll_back(weights, self._revision)

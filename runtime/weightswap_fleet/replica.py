@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import threading
 import time
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -13,12 +14,15 @@ from numpy.typing import NDArray
 from ray import serve
 
 from weightswap_runtime.errors import NoWeights, WeightswapError
+from weightswap_runtime.shared.control import Control
 from weightswap_runtime.shared.worker import join
 from weightswap_runtime.tensors.content import array_content, as_array
 from weightswap_server.http.app import http_app
 from weightswap_server.service.service import Service
+from weightswap_server.workers.trials import WorkerTrials
 
-from .actors import controller_of, keeper_of_this_node
+from .actors import keeper_of_this_node
+from .controller import controller_of
 from .documents import NodeStatus, Spec
 from .errors import StaleReplica
 from .freshness import FreshApp, Freshness
@@ -26,10 +30,14 @@ from .memory import NodeMemory
 
 _BEGIN = 600.0  # seconds for the node's first weights
 _WARM = 60.0  # seconds for the first calls
+_TELL = 0.5  # seconds between two reports on a trial
 
 
 class FleetAnswer(NamedTuple):
-    """Outputs by name, and which weights have answered. revision: of the fleet; what later calls should ask for."""
+    """Outputs by name, and which weights have answered. revision: of the fleet; what later calls should ask for.
+
+    generation: None where weights on trial have answered.
+    """
 
     outputs: dict[str, NDArray[Any]]
     weights_id: str
@@ -48,10 +56,13 @@ class Replica:
             import_libraries(spec.op_libraries)
         self._spec = spec
         controller_of(spec.fleet)  # so that the first change need not wait for it
-        seat = ray.get(keeper_of_this_node(spec).take_seat.remote(os.getpid(), spec), timeout=_BEGIN)
+        seat = ray.get(keeper_of_this_node(spec).ask.remote("take_seat", os.getpid(), spec), timeout=_BEGIN)
         self._memory = NodeMemory.from_process(seat.keeper, seat.descriptors, read_only=True)
         self._model = join(spec.artifact, self._memory.segment, seat.slot)
         self._service = Service({spec.model: self._model}, spec.settings)
+        for served in self._service.served:
+            served.switch = Control(self._memory.segment.control)
+        threading.Thread(target=self._tell, name="weightswap-telling", daemon=True).start()
         self._freshness = Freshness(self._memory.board, self._model)
         self._await_warm()
 
@@ -62,17 +73,29 @@ class Replica:
                 raise NoWeights(f"{self._spec.model}: is not ready after {_WARM:g} s")
             time.sleep(0.01)
 
+    def _tell(self) -> None:
+        """Say what is measured of a trial."""
+        trials, keeper = WorkerTrials(self._service.served), keeper_of_this_node(self._spec)
+        while True:
+            time.sleep(_TELL)
+            for text in trials.told():
+                keeper.ask.remote("tried", text)
+
     def __serve_build_asgi_app__(self) -> FreshApp:
         return FreshApp(http_app(self._service), self._freshness)
 
-    async def infer(self, inputs: Mapping[str, NDArray[Any]], model: str = "", min_revision: int = 0) -> FleetAnswer:
-        """Call a method with arrays by the inputs' names. model: as over HTTP; empty: the default method.
+    async def infer(
+        self, inputs: Mapping[str, NDArray[Any]], model: str = "", min_revision: int = 0, canary: bool | None = None
+    ) -> FleetAnswer:
+        """Call a method with arrays by the inputs' names. model: as over HTTP; empty: the default method. canary: ask
+        for what is on trial, or for what is served; None: whichever it is.
 
         Raises StaleReplica, and what a request over HTTP is refused with.
         """
         await self._freshness.wait(min_revision)
         contents = {name: array_content(array) for name, array in inputs.items()}
-        served, call = self._service.call(model or self._spec.model, "", contents)
+        wish = "" if canary is None else str(int(canary))
+        served, call = self._service.call(model or self._spec.model, "", contents, wish=wish)
         answer = await self._service.answer(served, call)
         outputs = {name: as_array(content) for name, content in answer.outputs}
         return FleetAnswer(outputs, answer.weights_id, answer.generation, self._freshness.revision)
@@ -84,7 +107,7 @@ class Replica:
     async def check_health(self) -> None:
         """Raise where it does not see what its keeper commits. A keeper that has gone is made again."""
         try:
-            status: NodeStatus = await asyncio.wait_for(keeper_of_this_node(self._spec).status.remote(), _WARM)
+            status: NodeStatus = await asyncio.wait_for(keeper_of_this_node(self._spec).ask.remote("status"), _WARM)
         except (WeightswapError, TimeoutError, ray.exceptions.RayError):
             return  # it serves on
         if os.getpid() not in status.replicas and status.weights_id is not None:

@@ -29,6 +29,11 @@ class Tried(msgspec.Struct, frozen=True):
 _tried = msgspec.msgpack.Decoder(Tried)
 
 
+def read_tried(text: str) -> Tried:
+    """What `WorkerTrials.told` has said."""
+    return _tried.decode(b64decode(text))
+
+
 class KeeperTrials:
     """The keeper's: a canary of a model is one of all workers, and what they measure is the model's."""
 
@@ -40,7 +45,7 @@ class KeeperTrials:
 
     def heard(self, text: str) -> None:
         """A worker has said what it has measured. What is of an earlier trial is nobody's."""
-        tried = _tried.decode(b64decode(text))
+        tried = read_tried(text)
         canary = self._models[tried.model].canary
         if canary is not None and tried.trial == self._words.get(tried.model):
             canary.add(tried.measured)

@@ -1,0 +1,171 @@
+"""The controller of a fleet: an actor through which it is changed, and that leads its trials."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+import uuid
+from contextlib import suppress
+from typing import Any
+
+import ray
+from ray.actor import ActorHandle
+
+from weightswap_runtime.desired.document import DesiredState, DesiredWeights
+from weightswap_runtime.desired.place import DesiredPlace, Known, known_weights
+from weightswap_runtime.errors import Held, StageClosed, StagingBusy, WeightswapError, text_of
+
+from .actors import ACTOR_OPTIONS, ANSWER, SHOWN, RayNodes, controller_name, find_spec
+from .agreement import DEADLINES, LEAST_LEASE, Agreement, Deadlines, described
+from .documents import FleetPlan, FleetReceipt, TrialOrder, TrialReport
+from .errors import UnknownFleet
+from .fleet_trial import FleetTrial, Verdict
+
+_LOOK = 1.0  # seconds between two looks at a trial
+_log = logging.getLogger("weightswap.fleet")
+
+
+class Controller:
+    """Changes a fleet. What it knows it asks the keepers, and reads in the place; so it may die at any moment."""
+
+    def __init__(self, fleet: str) -> None:
+        self._fleet = fleet
+        self._changing = threading.Lock()
+        self._trial: FleetTrial | None = None
+        self._last: TrialReport | None = None
+        self._born = time.monotonic()
+        threading.Thread(target=self._lead, name="weightswap-trial", daemon=True).start()
+
+    def swap(self, source: str, by: str, why: str, deadlines: Deadlines) -> FleetReceipt:
+        known = known_weights(source)
+        with self._changing:
+            return self._agreement().swap(source, known, by, why, deadlines)
+
+    def publish(self, source: str, by: str, why: str, deadlines: Deadlines) -> FleetReceipt:
+        known = known_weights(source)
+        with self._changing:
+            return self._agreement().publish(source, known, by, why, deadlines)
+
+    def rollback(self, to: str | None, by: str, why: str, hold: bool, deadlines: Deadlines) -> FleetReceipt:
+        with self._changing:
+            return self._agreement().rollback(to, by, why, hold, deadlines)
+
+    def hold(self, by: str, why: str) -> DesiredState:
+        return self._write("hold", by=by, why=why)
+
+    def release(self) -> DesiredState:
+        return self._write("release")
+
+    def begin_trial(self, source: str, plan: FleetPlan, by: str, why: str, deadlines: Deadlines) -> TrialReport:
+        plan.check()
+        weights = described(source, known_weights(source), by, why)
+        with self._changing:
+            if self._trial is not None:
+                already = self._trial.order.weights
+                raise StagingBusy(
+                    f"{already.weights_id[:SHOWN]} is on trial{f' by {already.by}' if already.by else ''}; promote or "
+                    "abort it first"
+                )
+            trial = FleetTrial(TrialOrder(uuid.uuid4().hex, source, weights, plan), RayNodes(find_spec(self._fleet)))
+            trial.begin(deadlines.prepare)
+            self._trial = trial
+            return trial.report()
+
+    def promote(self, by: str, why: str, deadlines: Deadlines) -> FleetReceipt:
+        with self._changing:
+            trial = self._trial_there()
+            source, weights = trial.order.source, trial.order.weights
+            receipt = self._agreement().swap(source, _known(weights), by, why or weights.why, deadlines)
+            self._conclude(trial, "promoted", f"by {by}" if by else "")
+            return receipt
+
+    def abort(self, by: str, why: str) -> TrialReport:
+        with self._changing:
+            trial = self._trial_there()
+            trial.end()
+            return self._conclude(trial, "aborted", ": ".join(filter(None, (f"by {by}" if by else "", why))))
+
+    def trial(self) -> TrialReport | None:
+        """What is on trial; else how the last one has ended."""
+        trial = self._trial
+        return trial.report() if trial is not None else self._last
+
+    def _trial_there(self) -> FleetTrial:
+        if self._trial is None:
+            ended = f"; the last one was {self._last.outcome} ({self._last.reason})" if self._last else ""
+            raise StageClosed(f"{self._fleet}: nothing is on trial{ended}")
+        return self._trial
+
+    def _conclude(self, trial: FleetTrial, outcome: str, reason: str) -> TrialReport:
+        self._last, self._trial = trial.report(outcome, reason), None
+        return self._last
+
+    def _lead(self) -> None:
+        """Renew the trial, and do what its rules say. One whose controller has died is found in the nodes."""
+        while True:
+            time.sleep(_LOOK)
+            try:
+                if self._trial is None and time.monotonic() < self._born + LEAST_LEASE:
+                    self._find_trial()
+                if (trial := self._trial) is not None:
+                    self._judge(trial, trial.look())
+            except Exception:
+                _log.exception("%s: the trial could not be looked at", self._fleet)
+
+    def _find_trial(self) -> None:
+        with self._changing, suppress(UnknownFleet):
+            if self._trial is None:
+                self._trial = FleetTrial.find(RayNodes(find_spec(self._fleet)))
+
+    def _judge(self, trial: FleetTrial, verdict: Verdict | None) -> None:
+        """Do what a verdict says, unless an operator is about to do something; then at the next look."""
+        if verdict is None or not self._changing.acquire(blocking=False):
+            return
+        try:
+            if self._trial is not trial:
+                return
+            if verdict.what == "promote":
+                self._promote_by_rule(trial, verdict.why)
+            else:
+                trial.end()
+                self._conclude(trial, "aborted" if verdict.what == "abort" else "ended", verdict.why)
+        finally:
+            self._changing.release()
+
+    def _promote_by_rule(self, trial: FleetTrial, rule: str) -> None:
+        """As a trainer publishes: under a hold it goes on; what a node cannot take is given up."""
+        source, weights = trial.order.source, trial.order.weights
+        try:
+            self._agreement().publish(source, _known(weights), weights.by, f"trial: {rule}", DEADLINES)
+        except Held as error:
+            _log.info("%s: %s", self._fleet, error)
+        except WeightswapError as error:
+            trial.end()
+            self._conclude(trial, "aborted", f"{type(error).__name__}: {text_of(error)}")
+        else:
+            self._conclude(trial, "promoted", rule)
+
+    def _write(self, method: str, **options: Any) -> DesiredState:
+        with self._changing:
+            spec = find_spec(self._fleet)
+            place, nodes = DesiredPlace(spec.place), RayNodes(spec)
+            state: DesiredState = getattr(place, method)(revision=place.read().revision, **options)
+            nodes.ask(nodes.names(), "look_soon", timeout=ANSWER)
+            return state
+
+    def desired(self) -> DesiredState:
+        return DesiredPlace(find_spec(self._fleet).place).read()
+
+    def _agreement(self) -> Agreement:
+        spec = find_spec(self._fleet)
+        return Agreement(DesiredPlace(spec.place), RayNodes(spec))
+
+
+def _known(weights: DesiredWeights) -> Known:
+    return Known(weights.weights_id, weights.graph_id, dict(weights.labels))
+
+
+def controller_of(fleet: str) -> ActorHandle[Any]:
+    """The controller of a fleet; it is made where there is none."""
+    return ray.remote(Controller).options(**ACTOR_OPTIONS, name=controller_name(fleet)).remote(fleet)

@@ -1,0 +1,59 @@
+"""Weights on trial on one node: its replicas answer some requests with them, and say what they measure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import msgspec
+
+from weightswap_runtime.live.staged import Staged
+from weightswap_runtime.shared.control import Control
+from weightswap_runtime.shared.trial import begin_trial
+from weightswap_server.canary.judging import Judgement, Measured
+from weightswap_server.workers.trials import read_tried
+
+from .documents import TrialOrder
+
+
+class NodeTrial:
+    """Staged weights that replicas may call, once `renew` has said how often; until `end`, or a commit of them."""
+
+    def __init__(self, order: TrialOrder, staged: Staged, control: Control, clock: Callable[[], float]) -> None:
+        self.order, self.staged = order, staged
+        self._control, self._clock = control, clock
+        self._judged = Judgement(order.plan.judged)
+        self._share: float | None = None
+        self._word = 0
+        self.keep()
+
+    def keep(self) -> None:
+        """It goes on for the time of its lease."""
+        self._until = self._clock() + self.order.lease
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nobody has renewed it in time."""
+        return self._clock() >= self._until
+
+    def renew(self, share: float) -> Measured:
+        """Go on, with a share of the requests. What replicas have measured since the last time.
+
+        Raises StageClosed where its weights were committed or given up.
+        """
+        if share != self._share:
+            terms = self.order.plan.judged._replace(share=share, promote_if="", abort_if="")  # rules are not theirs
+            self._word = begin_trial(self._control, self.staged, msgspec.msgpack.encode(terms))
+            self._share = share
+        self.keep()
+        return self._judged.take()
+
+    def heard(self, text: str) -> None:
+        """A replica has said what it has measured. What is of an earlier trial is nobody's."""
+        tried = read_tried(text)
+        if tried.trial == self._word:
+            self._judged.add(tried.measured)
+
+    def end(self) -> None:
+        """Nobody calls its weights from now on, and they are given up."""
+        self._control.end_trial()
+        self.staged.discard()
