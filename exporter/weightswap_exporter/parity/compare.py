@@ -25,11 +25,10 @@ from weightswap_runtime.tensors.content import TensorBytes
 from .compared_calls import Cases, Given, calls_to_compare
 from .divergence import locate_divergence
 from .executions import HOST, EagerSide, EngineSide, Run, Side, eager_side, taken
-from .measuring import measure
+from .measuring import Tolerances, measure, tolerances
 from .preconditions import check_request, checked_model, other_values, recorded_inputs, servable
 from .report import CaseParity, Divergence, EngineParity, OutputParity, ParityReport
 from .steps import NodeFailed
-from .tolerances import Tolerances, tolerances
 
 PathLike = str | os.PathLike[str]
 
