@@ -1,8 +1,8 @@
 """Tracing a model's own loading code: a graph from the tensors of a checkpoint to those of the model.
 
 The code runs once, on tensors without values, and every operator that it calls is recorded by `make_fx`
-(torch.fx.experimental.proxy_tensor). What depends on values cannot be recorded, and is refused with the code's name. Past the tracer, assignments of `.data` are followed, and writes to
-other tensors refused.
+(torch.fx.experimental.proxy_tensor). What depends on values cannot be recorded, and is refused with the code's name.
+Assignments of `.data`, which pass the tracer by, are followed; writes to tensors that are not the model's are refused.
 """
 
 from __future__ import annotations
