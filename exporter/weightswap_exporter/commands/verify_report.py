@@ -9,7 +9,7 @@ from weightswap_exporter.parity import Divergence, EngineParity, ParityReport
 from weightswap_exporter.parity.swap_check import SwapCheck
 from weightswap_exporter.parity.verification import Verification
 from weightswap_runtime.messages import plural
-from weightswap_tools.reports import (
+from weightswap_tools.reports.blocks import (
     Block,
     Column,
     Facts,
@@ -21,8 +21,8 @@ from weightswap_tools.reports import (
     Span,
     Table,
     Timeline,
-    write_report,
 )
+from weightswap_tools.reports.page import write_report
 
 _BEFORE, _AFTER = 5, 20  # modules that are shown around the one where executions part
 _SCALED = "largest difference, as a part of the largest value"

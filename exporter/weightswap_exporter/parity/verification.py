@@ -25,8 +25,7 @@ from weightswap_tools.random_inputs import write_random_weights
 
 from .compare import compare_calls
 from .compared_calls import Given, calls_to_compare
-from .filling import fill_model
-from .preconditions import checked_model, recorded_inputs, servable
+from .preconditions import checked_model, fill_model, recorded_inputs, servable
 from .report import ParityReport
 from .swap_check import SwapCheck, check_swap
 

@@ -17,6 +17,7 @@ from starlette.routing import Route
 
 from weightswap_runtime import __version__
 from weightswap_runtime.live.receipt import SwapReceipt
+from weightswap_runtime.messages import encode_json
 from weightswap_runtime.threads.awaiting import in_thread
 from weightswap_server.errors import BadRequest, UnknownModel, log
 from weightswap_server.http.app import body_of
@@ -39,7 +40,6 @@ from .documents import (
     ServerStatus,
     StageRequest,
     WatchRequest,
-    encoded,
 )
 from .errors import Forbidden, Refused, Unauthorised, refused
 from .event_stream import EventStream
@@ -251,10 +251,10 @@ async def _pieces(request: Request) -> AsyncIterator[bytes]:
 
 def document(found: Any, status: int = 200) -> Response:
     """An answer that browsers and proxies do not keep."""
-    return Response(encoded(found), status, NO_STORE, _JSON)
+    return Response(encode_json(found), status, NO_STORE, _JSON)
 
 
 def refusal(told: Refused) -> Response:
     """An answer that is an error."""
     headers = {**NO_STORE, "retry-after": "1"} if told.status == 503 else NO_STORE
-    return Response(encoded(AdminError(error=told.text, kind=told.kind)), told.status, headers, _JSON)
+    return Response(encode_json(AdminError(error=told.text, kind=told.kind)), told.status, headers, _JSON)

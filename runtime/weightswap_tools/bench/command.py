@@ -101,7 +101,7 @@ def _size(text: str) -> int:
 
 def _show(found: BenchReport, html: Path | None, as_json: bool) -> None:
     if html:
-        from weightswap_tools.reports import write_report
+        from weightswap_tools.reports.page import write_report
 
         from .show_page import bench_report
 

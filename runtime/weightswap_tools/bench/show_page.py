@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 from weightswap_tools.bench import BenchReport, CallTimes, EngineBench, SwapTimes
-from weightswap_tools.reports import (
+from weightswap_tools.reports.blocks import (
     Axis,
     Block,
     Facts,
@@ -15,12 +15,12 @@ from weightswap_tools.reports import (
     LinePlot,
     Note,
     Report,
+    Scale,
     Section,
     Span,
     Table,
     Timeline,
 )
-from weightswap_tools.reports.blocks import Scale
 
 from .rows import CALLS, MEMORY, SWAPS, call_rows, memory_rows, milli, swap_rows
 

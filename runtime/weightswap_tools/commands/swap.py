@@ -24,10 +24,10 @@ from weightswap_tools.terminal import (
     IgnoreOption,
     JsonOption,
     OpLibraryOption,
-    encode_json,
     errors_as_exit,
     human_bytes,
     print_json,
+    printable_json,
     say,
     warnings_said,
 )
@@ -196,7 +196,7 @@ def print_event(event: Event) -> None:
 
 def print_event_as_json(event: Event) -> None:
     """An event as one line of JSON."""
-    typer.echo(encode_json(event.as_dict()).decode())
+    typer.echo(printable_json(event.as_dict()).decode())
 
 
 def watch_until_interrupt(start: Callable[[], Watching]) -> None:

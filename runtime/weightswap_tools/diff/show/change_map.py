@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from weightswap_tools.diff import TensorDiff
 from weightswap_tools.module_tree import natural, split_name
-from weightswap_tools.reports import Block, HeatMap, Mark, Note
+from weightswap_tools.reports.blocks import Block, HeatMap, Mark, Note
 
 MOST_CELLS = 100_000
 NEW_NAN, NEW_INF = "new NaN", "new Inf"
