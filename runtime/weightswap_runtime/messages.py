@@ -49,7 +49,7 @@ def _ends(text: str, most: int) -> str:
 
 
 def encode_json(document: Any) -> bytes:
-    """One line. Texts that UTF-8 cannot hold, as paths of other bytes, are spelled out; objects that JSON has not are text."""
+    """One line. What UTF-8 cannot hold, as in paths of other bytes, is spelled out; what JSON has not is text."""
     try:
         return msgspec.json.encode(document, enc_hook=str)
     except UnicodeEncodeError:
