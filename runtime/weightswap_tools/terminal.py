@@ -14,7 +14,14 @@ import msgspec
 import typer
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    MofNCompleteColumn,
+    Progress,
+    TimeRemainingColumn,
+    TransferSpeedColumn,
+)
 from rich.table import Table
 
 from weightswap_runtime.engines.choosing import EngineName
@@ -158,11 +165,13 @@ def print_table(title: str, columns: list[str], rows: list[list[str]]) -> None:
 
 
 @contextmanager
-def progress_bar(what: str) -> Iterator[Callable[[int, int], None]]:
-    """A bar for bytes done of bytes in all, on a terminal only."""
+def progress_bar(what: str, *, of_bytes: bool = True) -> Iterator[Callable[[int, int], None]]:
+    """A bar for bytes, or other things, done of those in all, on a terminal only."""
     console = Console(stderr=True)
-    columns = ("{task.description}", BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, disable=not console.is_terminal, transient=True) as bar:
+    measures = (DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn()) if of_bytes else (MofNCompleteColumn(),)
+    with Progress(
+        "{task.description}", BarColumn(), *measures, console=console, disable=not console.is_terminal, transient=True
+    ) as bar:
         task = bar.add_task(what, total=None)
         yield lambda done, total: bar.update(task, completed=done, total=total)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -27,9 +26,7 @@ from weightswap_runtime.messages import listed
 from weightswap_runtime.tensors.comparing import Tolerance
 from weightswap_runtime.tensors.digests import digest_of
 
-from .compared_calls import Given
-
-PathLike = str | os.PathLike[str]
+from .compared_calls import Given, PathLike
 
 
 def checked_model(model: nn.Module, artifact: Artifact) -> nn.Module:
