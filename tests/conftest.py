@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import gc
+import os
 import random
 import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+# before torch is imported: threads of OpenMP that wait for each other would keep the processors from other processes
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import numpy as np
 import pytest

@@ -1,9 +1,12 @@
-"""Words of messages: lists, numbers of things, and text from elsewhere as logs and terminals may show it."""
+"""Words of messages: lists, numbers of things, text from elsewhere as logs and terminals may show it, and JSON."""
 
 from __future__ import annotations
 
 from collections.abc import Collection
 from itertools import islice
+from typing import Any
+
+import msgspec
 
 MOST_LISTED = 5
 MOST_SHOWN = 2000  # characters of a line in a message
@@ -43,3 +46,20 @@ def _ends(text: str, most: int) -> str:
         return text
     half = most // 2 - 20
     return f"{text[:half]} ... {len(text) - 2 * half} letters ... {text[-half:]}"
+
+
+def encode_json(document: Any) -> bytes:
+    """One line. What UTF-8 cannot hold, as in paths of other bytes, is spelled out; what JSON has not is text."""
+    try:
+        return msgspec.json.encode(document, enc_hook=str)
+    except UnicodeEncodeError:
+        return msgspec.json.encode(_spelled_out(msgspec.to_builtins(document, enc_hook=str)))
+
+
+def _spelled_out(found: Any) -> Any:
+    r"""Plain Python values; what UTF-8 cannot hold is written like \udcff."""
+    if isinstance(found, str):
+        return found.encode(errors="backslashreplace").decode()
+    if isinstance(found, dict):
+        return {_spelled_out(name): _spelled_out(value) for name, value in found.items()}
+    return [_spelled_out(value) for value in found] if isinstance(found, list | tuple) else found

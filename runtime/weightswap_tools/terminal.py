@@ -14,12 +14,19 @@ import msgspec
 import typer
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    MofNCompleteColumn,
+    Progress,
+    TimeRemainingColumn,
+    TransferSpeedColumn,
+)
 from rich.table import Table
 
 from weightswap_runtime.engines.choosing import EngineName
 from weightswap_runtime.errors import MissingExtra, RecipeError, Unsupported, WeightswapError
-from weightswap_runtime.messages import visible
+from weightswap_runtime.messages import encode_json, visible
 from weightswap_runtime.sources.atomic import check_reportable, is_file
 
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of text.")]
@@ -107,25 +114,12 @@ def warnings_said() -> Iterator[list[str]]:
 
 def print_json(document: Any) -> None:
     """A document over several lines."""
-    typer.echo(msgspec.json.format(encode_json(document), indent=2).decode())
+    typer.echo(msgspec.json.format(printable_json(document), indent=2).decode())
 
 
-def encode_json(document: Any) -> bytes:
-    """One line. Texts that UTF-8 cannot hold, such as paths of other bytes, are spelled out; controls have escapes."""
-    try:
-        found = msgspec.json.encode(document, enc_hook=str)
-    except UnicodeEncodeError:
-        found = msgspec.json.encode(_spelled_out(msgspec.to_builtins(document, enc_hook=str)))
-    return _CONTROLS.sub(lambda letter: b"\\u00%02x" % letter[0][-1], found)
-
-
-def _spelled_out(found: Any) -> Any:
-    r"""Plain Python values; what UTF-8 cannot hold is written like \udcff."""
-    if isinstance(found, str):
-        return found.encode(errors="backslashreplace").decode()
-    if isinstance(found, dict):
-        return {_spelled_out(name): _spelled_out(value) for name, value in found.items()}
-    return [_spelled_out(value) for value in found] if isinstance(found, list | tuple) else found
+def printable_json(document: Any) -> bytes:
+    """One line, in which controls have escapes: a terminal would obey them."""
+    return _CONTROLS.sub(lambda letter: b"\\u00%02x" % letter[0][-1], encode_json(document))
 
 
 @contextmanager
@@ -171,11 +165,13 @@ def print_table(title: str, columns: list[str], rows: list[list[str]]) -> None:
 
 
 @contextmanager
-def progress_bar(what: str) -> Iterator[Callable[[int, int], None]]:
-    """A bar for bytes done of bytes in all, on a terminal only."""
+def progress_bar(what: str, *, of_bytes: bool = True) -> Iterator[Callable[[int, int], None]]:
+    """A bar for bytes, or other things, done of those in all, on a terminal only."""
     console = Console(stderr=True)
-    columns = ("{task.description}", BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, disable=not console.is_terminal, transient=True) as bar:
+    measures = (DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn()) if of_bytes else (MofNCompleteColumn(),)
+    with Progress(
+        "{task.description}", BarColumn(), *measures, console=console, disable=not console.is_terminal, transient=True
+    ) as bar:
         task = bar.add_task(what, total=None)
         yield lambda done, total: bar.update(task, completed=done, total=total)
 

@@ -182,7 +182,7 @@ def main() -> int:
         _, held_out = split_digits()
         checkpoints = train(options.epochs, folder, artifact, held_out)
         first = next(iter(checkpoints.values())).path
-        ray.init(log_to_driver=False, logging_level="error", include_dashboard=False, num_cpus=REPLICAS)
+        ray.init("local", log_to_driver=False, logging_level="error", include_dashboard=False, num_cpus=REPLICAS)
         try:
             application = deployment(
                 artifact.path, first, name=_NAME, num_replicas=REPLICAS, ray_actor_options={"num_cpus": 0.5}

@@ -23,7 +23,8 @@ from torch import nn
 
 from weightswap_tools.diff import Policy, compare_weights
 from weightswap_tools.diff.show.weights_page import weights_report
-from weightswap_tools.reports import Report, write_report
+from weightswap_tools.reports.blocks import Report
+from weightswap_tools.reports.page import write_report
 
 SCRIPTS = Path(__file__).parents[1]
 IMAGES = SCRIPTS.parent / "docs" / "images"

@@ -28,8 +28,7 @@ from weightswap_runtime import DigestMismatch, load
 from weightswap_runtime.memory.arena import ByteRange
 from weightswap_runtime.memory.device import arena as device_arena
 from weightswap_runtime.memory.device import digests
-from weightswap_runtime.memory.device.digests import SOURCE, DeviceHasher
-from weightswap_runtime.memory.device.nvrtc import compile_source
+from weightswap_runtime.memory.device.digests import SOURCE, DeviceHasher, compile_source
 from weightswap_runtime.memory.device.torch_device import TorchBuffer
 from weightswap_runtime.staging import reading
 from weightswap_runtime.tensors.digests import BLOCK

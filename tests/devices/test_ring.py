@@ -15,8 +15,7 @@ from weightswap_runtime.errors import OutOfMemory
 from weightswap_runtime.format.manifest import NamedTensor
 from weightswap_runtime.memory.arena import ArenaLayout, ByteRange, HostArena, allocate, copy_bytes
 from weightswap_runtime.memory.device.arena import DeviceArena, Region, plan_runs
-from weightswap_runtime.memory.device.memory import DeviceMemory
-from weightswap_runtime.memory.device.patch import DevicePatch
+from weightswap_runtime.memory.device.memory import DeviceMemory, DevicePatch
 from weightswap_runtime.memory.device.ring import BUFFER_BYTES, SHARE, Ring
 from weightswap_runtime.memory.patch import HostPatch, Span, copy_ranges
 from weightswap_runtime.threads.job import Job

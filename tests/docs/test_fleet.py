@@ -7,21 +7,24 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.support.pages import page, python
+from tests.support.turns import turn
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """One with the files of the page on serving."""
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """One with the files of the page on serving; clusters here would find each other, and want the same ports."""
     monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
     monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}:{os.environ['PATH']}")
     (build, *_) = re.findall(r"```python\n(.*?)```", page("serving"), re.DOTALL)
     python(tmp_path, build)
-    return tmp_path
+    with turn("ray"):
+        yield tmp_path
 
 
 def run(folder: Path, command: list[str]) -> str:

@@ -6,12 +6,12 @@ import json
 import re
 import socket
 import subprocess
-import sys
 from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
+from tests.support import warm
 from tests.support.pages import page, python, served
 from weightswap_runtime import DesiredPlace, load
 from weightswap_server import Settings
@@ -111,7 +111,7 @@ def test_weights_are_signed(folder: Path) -> None:
 
 def commands(folder: Path, text: str) -> str:
     """Commands of the page; the programs among them are those of this checkout."""
-    program = f"{sys.executable} -c 'from weightswap_tools.commands.{{0}} import {{0}}_command; {{0}}_command()'"
+    program = f"{warm.python()} -c 'from weightswap_tools.commands.{{0}} import {{0}}_command; {{0}}_command()'"
     return shell(
         folder, re.sub(r"weightswap (canary|desired|push|sign|status)", lambda found: program.format(found[1]), text)
     )

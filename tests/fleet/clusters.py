@@ -13,6 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
+from tests.support.turns import turn
 from weightswap_exporter import export, pack
 
 INPUT: NDArray[Any] = np.ones((1, 8), np.float32)
@@ -57,7 +58,13 @@ class Files:
 
 @contextmanager
 def cluster(nodes: int, cpus: int = 2) -> Iterator[Any]:
-    """Several nodes of Ray, each with so many processors to give away."""
+    """Several nodes of Ray, each with so many processors to give away; one cluster at a time."""
+    with turn("ray"), _cluster(nodes, cpus) as made:
+        yield made
+
+
+@contextmanager
+def _cluster(nodes: int, cpus: int) -> Iterator[Any]:
     os.environ["RAY_AUTH_MODE"] = "disabled"
     os.environ["RAY_ENABLE_AUTO_CONNECT"] = "0"  # a handle that has outlived its cluster would look for another
     os.environ["RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"] = "0"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -14,12 +15,11 @@ from typer.testing import CliRunner
 from tests.support.administered import TOKEN, administered
 from tests.support.tiny import TinyArtifact, WriteDelta, WriteWeights, serves
 from weightswap_runtime import DesiredPlace, MissingExtra, SwapError, UnexpectedWeights, Unsupported, load
+from weightswap_server.signed_weights import SignatureRefused, requires
 from weightswap_tools.commands.push import push_command
 from weightswap_tools.commands.sign import sign_command
 
-pytest.importorskip("model_signing")
-
-from weightswap_server.signed_weights import SignatureRefused, requires
+pytestmark = pytest.mark.skipif(find_spec("model_signing") is None, reason="model_signing is not installed")
 
 
 @pytest.fixture(scope="module")

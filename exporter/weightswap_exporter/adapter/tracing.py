@@ -2,19 +2,23 @@
 
 The code runs once, on tensors without values, and every operator that it calls is recorded by `make_fx`
 (torch.fx.experimental.proxy_tensor). What depends on values cannot be recorded, and is refused with the code's name.
+Assignments of `.data`, which pass the tracer by, are followed; writes to tensors that are not the model's are refused.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx import GraphModule, Node
-from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot, make_fx, set_proxy_slot
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from weightswap_exporter.models.parts import Kind, describe_kind, kinds_of, parts_of, put_together
 from weightswap_exporter.models.stand_ins import install, restored, stand_in, without_values
@@ -22,10 +26,9 @@ from weightswap_exporter.models.tensors import named_tensors
 from weightswap_exporter.models.user_errors import Unrecordable, first_line, place_of, reason, wants_values
 from weightswap_runtime.errors import CaptureError
 
-from .writes import watched
-
 Load = Callable[[nn.Module, dict[str, Any]], object]
 Checkpoint = Mapping[str, Any]
+_data: Any = torch._C.TensorBase.data
 
 
 class Untraceable(Exception):
@@ -186,3 +189,40 @@ def _like(checkpoint: Checkpoint, tensors: Mapping[str, torch.Tensor]) -> dict[s
 def _mutates(node: Node) -> bool:
     schema = getattr(node.target, "_schema", None)
     return schema is not None and schema.is_mutable
+
+
+@contextmanager
+def watched() -> Iterator[None]:
+    """For a function that `make_fx` traces. Raises Unrecordable for what would be lost, or would be done for real."""
+    writes: Any = _Writes  # torch has no types for it
+    with writes(), mock.patch.object(torch.Tensor, "data", property(_data.__get__, _assign_data), create=True):
+        yield
+
+
+class _Writes(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """A tensor that the model or a hook has kept is real: the tracer would change it."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = kwargs or {}
+        if func._schema.is_mutable:
+            for position, argument in enumerate(func._schema.arguments):
+                if argument.alias_info is not None and argument.alias_info.is_write:
+                    value = args[position] if position < len(args) else given.get(argument.name)
+                    _check(value if isinstance(value, list | tuple) else [value], func)
+        return func(*args, **given)
+
+
+def _check(values: Any, func: object) -> None:
+    parts = [part for value in values if isinstance(value, torch.Tensor) for part in parts_of("", value).values()]
+    if not all(isinstance(part, FakeTensor) for part in parts):
+        raise Unrecordable(f"{func} writes to a tensor that is neither a weight nor of the checkpoint")
+
+
+def _assign_data(tensor: torch.Tensor, value: torch.Tensor) -> None:
+    """`tensor.data = value`: from here on the tensor is what the tracer knows as `value`."""
+    mode = get_proxy_mode()
+    proxy = get_proxy_slot(value, mode.tracer, None) if mode is not None else None
+    if proxy is None or not isinstance(tensor, FakeTensor):
+        raise Unrecordable("an assignment of `.data` that does not put a tensor of the checkpoint into a weight")
+    _data.__set__(tensor, value)
+    set_proxy_slot(tensor, mode.tracer, proxy)  # type: ignore[union-attr]

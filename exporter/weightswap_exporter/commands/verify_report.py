@@ -9,20 +9,17 @@ from weightswap_exporter.parity import Divergence, EngineParity, ParityReport
 from weightswap_exporter.parity.swap_check import SwapCheck
 from weightswap_exporter.parity.verification import Verification
 from weightswap_runtime.messages import plural
-from weightswap_tools.reports import (
+from weightswap_tools.reports.blocks import (
     Block,
     Column,
     Facts,
     HeatMap,
-    Lane,
     Note,
     Report,
     Section,
-    Span,
     Table,
-    Timeline,
-    write_report,
 )
+from weightswap_tools.reports.page import write_report
 
 _BEFORE, _AFTER = 5, 20  # modules that are shown around the one where executions part
 _SCALED = "largest difference, as a part of the largest value"
@@ -77,7 +74,7 @@ def _sections(found: Verification) -> Iterator[Section]:
         yield _parity(found.parity)
     yield Section("Recorded calls", (_goldens(found),))
     if found.swaps:
-        yield Section("Swap", tuple(_swaps(found.swaps)), "Outputs against those of a model loaded with the weights.")
+        yield Section("Swap", (_swaps(found.swaps),), "Outputs against those of a model loaded with the weights.")
 
 
 def _goldens(found: Verification) -> Table:
@@ -159,7 +156,7 @@ def _divergence(found: Divergence) -> Iterator[Block]:
     yield HeatMap(rows, ("difference",), values, _SCALED, "log", count)
 
 
-def _swaps(swaps: tuple[SwapCheck, ...]) -> Iterator[Block]:
+def _swaps(swaps: tuple[SwapCheck, ...]) -> Table:
     columns = (
         Column("engine"),
         Column("residency"),
@@ -181,15 +178,8 @@ def _swaps(swaps: tuple[SwapCheck, ...]) -> Iterator[Block]:
         )
         for s in swaps
     )
-    yield Table(columns, rows)
-    lanes = tuple(Lane(f"{swap.engine}, {swap.residency}", tuple(_spans(swap))) for swap in swaps)
-    yield Timeline(lanes, "One swap each: reading and hashing beside the calls, then the commit.")
+    return Table(columns, rows)
 
 
 def _millis(seconds: float) -> float:
     return round(seconds * 1e3, 4)
-
-
-def _spans(swap: SwapCheck) -> Iterator[Span]:
-    yield Span(0.0, swap.seconds_staged, "staged", "staged")
-    yield Span(swap.seconds_staged, swap.seconds_staged + swap.seconds_paused, "paused", "paused")

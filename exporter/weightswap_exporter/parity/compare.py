@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -22,16 +21,13 @@ from weightswap_runtime.format.signature import Leaf, leaves
 from weightswap_runtime.tensors.comparing import Tolerance
 from weightswap_runtime.tensors.content import TensorBytes
 
-from .compared_calls import Cases, Given, calls_to_compare
+from .compared_calls import Cases, Given, PathLike, calls_to_compare
 from .divergence import locate_divergence
 from .executions import HOST, EagerSide, EngineSide, Run, Side, eager_side, taken
-from .measuring import measure
+from .measuring import Tolerances, measure, tolerances
 from .preconditions import check_request, checked_model, other_values, recorded_inputs, servable
 from .report import CaseParity, Divergence, EngineParity, OutputParity, ParityReport
 from .steps import NodeFailed
-from .tolerances import Tolerances, tolerances
-
-PathLike = str | os.PathLike[str]
 
 
 def compare(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -20,6 +21,7 @@ from weightswap_tools.random_inputs import Sizes, common_sizes, edge_sizes, rand
 from .index_bounds import index_bounds
 from .report import Origin
 
+PathLike = str | os.PathLike[str]
 Cases = Requested | Literal["goldens", "generated"]
 _ADVICE = 'Give a list of (args, kwargs), a dict from methods to such lists, "goldens", "generated" or None.'
 

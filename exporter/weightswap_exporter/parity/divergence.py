@@ -23,11 +23,10 @@ from weightswap_runtime.tensors.dtypes import DTYPES
 from .compared_calls import Given
 from .executions import GRAPH, EagerSide, EngineSide, Run
 from .graphs import OpenedGraph
-from .measuring import Measure, measure
+from .measuring import Measure, Tolerances, measure, tolerances
 from .report import Divergence, ModuleError
 from .steps import ModuleStack, Place, Step, StepRecorder, aligned, first_names
 from .taps import Tap, last_of_modules, tapped, taps_of
-from .tolerances import Tolerances, tolerances
 
 
 class _StepPair(NamedTuple):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
@@ -23,9 +22,8 @@ from weightswap_runtime.format.signature import Leaf, leaves
 from weightswap_runtime.tensors.torch_tensors import copied_tensor
 from weightswap_tools.call_inputs import call_flat
 
-from .compared_calls import Given
+from .compared_calls import Given, PathLike
 
-PathLike = str | os.PathLike[str]
 HOST = "cpu"
 GRAPH = "graph"  # the graph itself, run node by node by torch's interpreter
 

@@ -18,15 +18,12 @@ from weightswap_runtime.format.signature import Leaf, leaves
 from weightswap_runtime.tensors.comparing import Tolerance
 from weightswap_runtime.tensors.content import TensorBytes
 
-from .compared_calls import Cases, Given, calls_to_compare
+from .compared_calls import Cases, Given, PathLike, calls_to_compare
 from .divergence import between_engines, locate_divergence
 from .executions import HOST, EagerSide, EngineSide, Run, Side, eager_side, taken
-from .measuring import measure
+from .measuring import Tolerances, measure, tolerances
 from .preconditions import checked_model, recorded_inputs, servable
 from .report import Divergence
-from .tolerances import Tolerances, tolerances
-
-PathLike = str | os.PathLike[str]
 
 
 def first_divergence(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from functools import cached_property
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -17,11 +16,9 @@ from weightswap_exporter.checkpoints.tensor import content_of
 from weightswap_exporter.packing import pack
 from weightswap_runtime import Artifact, read_weights
 
-from .compared_calls import Given
+from .compared_calls import Given, PathLike
 from .executions import initial_state
 from .steps import GraphRun, Step, StepRecorder
-
-PathLike = str | os.PathLike[str]
 
 
 class OpenedGraph:

@@ -1,31 +1,32 @@
-"""What is known of a model and its weights before anything runs."""
+"""A model and its weights before anything runs: what is known of them, and the model filled with the weights."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
+import torch
 from torch import nn
 
 from weightswap_exporter.adapter.tracing import Load
 from weightswap_exporter.checkpoints.kinds import model_problems
 from weightswap_exporter.checkpoints.tensor import pieces
+from weightswap_exporter.checkpoints.through_model import load_into
 from weightswap_exporter.goldens.calls import tolerance_problem
 from weightswap_exporter.goldens.recording import check_has_values, type_problems
-from weightswap_exporter.models.tensors import named_tensors
+from weightswap_exporter.models.tensors import named_tensors, unwrapped
 from weightswap_exporter.packing import pack
-from weightswap_runtime import Artifact
-from weightswap_runtime.errors import ParityError, RecordingError, WeightFileError
+from weightswap_runtime import Artifact, read_weights
+from weightswap_runtime.errors import CheckpointError, ParityError, RecordingError, WeightFileError
 from weightswap_runtime.format.goldens import Goldens, artifact_goldens, goldens_beside
 from weightswap_runtime.format.weight_set import open_weights
 from weightswap_runtime.memory.device_choice import open_memory
+from weightswap_runtime.messages import listed
 from weightswap_runtime.tensors.comparing import Tolerance
 from weightswap_runtime.tensors.digests import digest_of
 
-from .compared_calls import Given
-
-PathLike = str | os.PathLike[str]
+from .compared_calls import Given, PathLike
 
 
 def checked_model(model: nn.Module, artifact: Artifact) -> nn.Module:
@@ -97,3 +98,52 @@ def other_values(model: nn.Module, artifact: Artifact, weights: PathLike) -> Ite
     for row in (*artifact.manifest.weights, *artifact.manifest.constants):
         if row.name in digests and row.name in tensors and digest_of(pieces(tensors[row.name])) != digests[row.name]:
             yield row.name
+
+
+def fill_model(model: nn.Module, artifact: Artifact, weights: PathLike, load: Load | None = None) -> None:
+    """Put weights into the model that an artifact was exported from.
+
+    A packed weight file's tensors are put in by name. Anything else is loaded by the model's own code, or `load`, as
+    `pack(..., model=model)` does; what that refuses but the artifact's adapter does not is packed first.
+
+    Raises CheckpointError and what reading raises.
+    """
+    plain = unwrapped(model)
+    if _is_packed(weights):
+        _fill(plain, artifact, weights)
+        return
+    try:
+        with load_into(plain, weights, load):
+            return
+    except CheckpointError:
+        if load is not None:
+            raise
+        with TemporaryDirectory(prefix="weightswap-") as folder:
+            _fill(plain, artifact, pack(weights, artifact, out=Path(folder) / "weights.safetensors").path)
+
+
+def _fill(model: nn.Module, artifact: Artifact, weights: PathLike) -> None:
+    """Put a packed file's tensors in by name. Raises CheckpointError."""
+    tensors, values = named_tensors(model), read_weights(weights, framework="torch")
+    problems = list(type_problems(model, artifact.manifest))
+    problems += [f"{row.name}: not in the file" for row in artifact.manifest.weights if row.name not in values]
+    if not problems:
+        pairs = [(row.name, tensors[row.name], values[row.name]) for row in artifact.manifest.weights]
+        problems = [
+            f"{name}: {list(one.shape)}, not {list(other.shape)}"
+            for name, one, other in pairs
+            if one.shape != other.shape
+        ]
+    if problems:
+        raise CheckpointError(f"{weights}: is not for this model: {listed(problems, between='; ')}")
+    with torch.no_grad():
+        for _, tensor, value in pairs:
+            tensor.copy_(value)
+
+
+def _is_packed(weights: PathLike) -> bool:
+    try:
+        with open_weights(weights) as opened:
+            return opened.stamp is not None
+    except WeightFileError:
+        return False

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -22,12 +21,10 @@ from weightswap_runtime.staging.golden_check import OTHER_KERNELS, default_toler
 from weightswap_runtime.tensors.comparing import Tolerance
 from weightswap_runtime.tensors.content import TensorBytes
 
-from .compared_calls import Cases, calls_to_compare, recorded_calls
+from .compared_calls import Cases, PathLike, calls_to_compare, recorded_calls
 from .executions import HOST, eager_side, taken
 from .measuring import measure
 from .preconditions import check_request, checked_model
-
-PathLike = str | os.PathLike[str]
 
 
 def record_outputs(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -16,10 +15,9 @@ from weightswap_runtime.live.residency.residency import ResidencyName
 from weightswap_runtime.tensors.comparing import difference
 from weightswap_runtime.tensors.content import TensorBytes
 
-from .compared_calls import Given
+from .compared_calls import Given, PathLike
 from .executions import call
 
-PathLike = str | os.PathLike[str]
 _Outputs = list[Any] | str  # what a call gives, or raises
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
@@ -24,13 +23,10 @@ from weightswap_runtime.tensors.comparing import Tolerance
 from weightswap_tools.random_inputs import write_random_weights
 
 from .compare import compare_calls
-from .compared_calls import Given, calls_to_compare
-from .filling import fill_model
-from .preconditions import checked_model, recorded_inputs, servable
+from .compared_calls import Given, PathLike, calls_to_compare
+from .preconditions import checked_model, fill_model, recorded_inputs, servable
 from .report import ParityReport
 from .swap_check import SwapCheck, check_swap
-
-PathLike = str | os.PathLike[str]
 
 
 class GoldensCheck(msgspec.Struct, frozen=True, kw_only=True):

@@ -17,6 +17,7 @@ from starlette.routing import Route
 
 from weightswap_runtime import __version__
 from weightswap_runtime.live.receipt import SwapReceipt
+from weightswap_runtime.messages import encode_json
 from weightswap_runtime.threads.awaiting import in_thread
 from weightswap_server.errors import BadRequest, UnknownModel, log
 from weightswap_server.http.app import body_of
@@ -24,11 +25,10 @@ from weightswap_server.protocol.tensors_on_the_wire import decoded
 from weightswap_server.service.service import Service
 
 from . import triton
-from .answers import NO_STORE, document, refusal
-from .audit import AuditLog
-from .audited import audited, peer, who
+from .audit import AuditLog, audited, peer, who
 from .desk import Desk
 from .documents import (
+    AdminError,
     CanaryRequest,
     Change,
     Changed,
@@ -53,6 +53,8 @@ from .uploads import UploadDirectory
 T = TypeVar("T")
 Page = Callable[[Request], Awaitable[Response]]
 Work = Callable[[Desk, Any, str], SwapReceipt | None]
+_JSON = "application/json"
+NO_STORE = {"cache-control": "no-store"}
 
 CHANGES: dict[str, tuple[type[Any], Work]] = {
     "stage": (StageRequest, Desk.stage),
@@ -245,3 +247,14 @@ async def _pieces(request: Request) -> AsyncIterator[bytes]:
     except ClientDisconnect as error:
         log.info("an upload broke off")
         raise BadRequest("the upload broke off") from error
+
+
+def document(found: Any, status: int = 200) -> Response:
+    """An answer that browsers and proxies do not keep."""
+    return Response(encode_json(found), status, NO_STORE, _JSON)
+
+
+def refusal(told: Refused) -> Response:
+    """An answer that is an error."""
+    headers = {**NO_STORE, "retry-after": "1"} if told.status == 503 else NO_STORE
+    return Response(encode_json(AdminError(error=told.text, kind=told.kind)), told.status, headers, _JSON)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-import msgspec
 from msgspec import Meta, Struct, field
 
 from weightswap_server.canary.judging import DEFAULT_ABORT
@@ -275,22 +274,3 @@ class IndexRequest(Struct, kw_only=True):
     """Of Triton's `index`. ready: only what can be called."""
 
     ready: bool = False
-
-
-def encoded(document: Any) -> bytes:
-    """A document in JSON. What is no UTF-8 in names of files is spelled out, as `\\udcff`."""
-    try:
-        return msgspec.json.encode(document)
-    except UnicodeEncodeError:
-        return msgspec.json.encode(_spelled_out(msgspec.to_builtins(document)))
-
-
-def _spelled_out(found: Any) -> Any:
-    match found:
-        case str():
-            return found.encode(errors="backslashreplace").decode()
-        case list():
-            return [_spelled_out(each) for each in found]
-        case dict():
-            return {_spelled_out(name): _spelled_out(value) for name, value in found.items()}
-    return found

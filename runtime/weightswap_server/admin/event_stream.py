@@ -7,10 +7,11 @@ import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Any
 
+from weightswap_runtime.messages import encode_json
 from weightswap_runtime.threads.awaiting import in_thread
 
 from .desk import Desk
-from .documents import ServerStatus, encoded
+from .documents import ServerStatus
 from .load_series import LoadSeries
 
 _LOOK, _QUIET = 0.25, 15.0  # seconds between two looks, and until a line that says that the stream is alive
@@ -75,4 +76,4 @@ class EventStream:
 
 
 def _event(kind: str, data: Any) -> bytes:
-    return b"event: %s\ndata: %s\n\n" % (kind.encode(), encoded(data))
+    return b"event: %s\ndata: %s\n\n" % (kind.encode(), encode_json(data))

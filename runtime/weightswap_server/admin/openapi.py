@@ -7,8 +7,7 @@ from typing import Any
 
 import msgspec
 
-from weightswap_runtime import __version__
-from weightswap_server.http.openapi import content, operation, parameter
+from weightswap_server.http.openapi import TEMPLATE, content, document, operation, parameter
 from weightswap_server.protocol.documents import IndexEntry
 
 from .documents import (
@@ -23,7 +22,6 @@ from .documents import (
     Uploads,
 )
 
-_TEMPLATE = "#/components/schemas/{name}"
 _ANSWERS = (
     AdminError,
     ServerStatus,
@@ -41,7 +39,7 @@ _ANSWERS = (
 def description(models: Sequence[str], changes: Mapping[str, type[Any]]) -> dict[str, Any]:
     """The document at /openapi.json of an admin plane with these models, and changes by their documents."""
     kinds = list(dict.fromkeys(changes.values()))
-    found, components = msgspec.json.schema_components([*_ANSWERS, *kinds], ref_template=_TEMPLATE)
+    found, components = msgspec.json.schema_components([*_ANSWERS, *kinds], ref_template=TEMPLATE)
     error, server, model, history, changed, uploads, uploaded, index, indexing, loading = found[: len(_ANSWERS)]
     asked = dict(zip(kinds, found[len(_ANSWERS) :], strict=True))
     name, file = parameter("name", enum=list(models)), parameter("file")
@@ -65,17 +63,9 @@ def description(models: Sequence[str], changes: Mapping[str, type[Any]]) -> dict
     for change, kind in changes.items():
         does = operation(f"Change a model: {change}.", changed, body=asked[kind])
         paths[f"{one}/{change}"] = {"post": does, "parameters": [name]}
-    for path in paths.values():
-        for each in path.values():
-            if isinstance(each, dict):
-                each["responses"]["default"] = {"description": "An error.", "content": content(error)}
-    return {
-        "openapi": "3.1.0",
-        "info": {"title": "weightswap admin", "version": __version__},
-        "paths": paths,
-        "security": [{"token": []}],
-        "components": {"schemas": components, "securitySchemes": {"token": {"type": "http", "scheme": "bearer"}}},
-    }
+    schemes = {"token": {"type": "http", "scheme": "bearer"}}
+    whole = document("weightswap admin", paths, error, {"schemas": components, "securitySchemes": schemes})
+    return {**whole, "security": [{"token": []}]}
 
 
 def _events() -> dict[str, Any]:

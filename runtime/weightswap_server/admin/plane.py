@@ -19,8 +19,7 @@ from weightswap_server.service.service import Service
 
 from .allowing import Allowed
 from .app import AdminPages
-from .audit import AuditLog
-from .audited import obey
+from .audit import AuditLog, obey
 from .desk import Desk
 from .load_series import EVERY, LoadSeries
 from .operator_page import OPEN_PATHS

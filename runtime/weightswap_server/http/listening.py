@@ -1,17 +1,116 @@
-"""Sockets, and uvicorn on them with the limits of the settings."""
+"""Sockets, and uvicorn on them with limits: of connections, of requests that do not come, of answers nobody reads."""
 
 from __future__ import annotations
 
+import asyncio
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Literal, cast
 
 import uvicorn
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from weightswap_server.settings import Settings
 
-from .guard import guarded_protocol
+_BUSY = b'{"error":"too many connections"}'
+_TOO_MANY = (
+    b"HTTP/1.1 503 Service Unavailable\r\ncontent-type: application/json\r\nretry-after: 1\r\n"
+    b"connection: close\r\ncontent-length: %d\r\n\r\n%s" % (len(_BUSY), _BUSY)
+)
+_LARGE = 1 << 16
+_What = Literal["request", "reading"]
+
+
+class GuardedProtocol(HttpToolsProtocol):
+    """uvicorn's protocol with limits. A connection that does not meet one in time is broken off."""
+
+    settings: Settings
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._timers: dict[_What, asyncio.TimerHandle] = {}
+
+    def connection_made(self, transport: Any) -> None:
+        super().connection_made(cast("Any", _Joining(transport, self.loop)))
+        if len(self.connections) > self.settings.max_connections:
+            transport.write(_TOO_MANY)
+            transport.close()
+        else:
+            self._expect("request")
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._met("request")
+        self._met("reading")
+        super().connection_lost(exc)
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self._expect("request")
+
+    def on_headers_complete(self) -> None:
+        self._met("request")
+        super().on_headers_complete()
+
+    def on_message_complete(self) -> None:
+        self._met("request")
+        super().on_message_complete()
+
+    def on_response_complete(self) -> None:
+        if self.cycle.more_body:  # nobody waits for the rest of a request that was answered
+            self._expect("request")
+        super().on_response_complete()
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._expect("reading")
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._met("reading")
+
+    def _expect(self, what: _What) -> None:
+        """The client is to send bytes of a request, or to read those of an answer."""
+        self._met(what)
+        self._timers[what] = self.loop.call_later(self.settings.body_timeout, self.transport.abort)
+
+    def _met(self, what: _What) -> None:
+        if what in self._timers:
+            self._timers.pop(what).cancel()
+
+
+class _Joining:
+    """A transport that sends what is written in one go, such as a head and a body, by one call of the system."""
+
+    def __init__(self, transport: Any, loop: asyncio.AbstractEventLoop) -> None:
+        self._transport, self._loop = transport, loop
+        self._parts: list[bytes] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
+
+    def write(self, data: bytes) -> None:
+        if len(data) > _LARGE:
+            self._flush()
+            self._transport.write(data)
+            return
+        if not self._parts:
+            self._loop.call_soon(self._flush)
+        self._parts.append(data)
+
+    def close(self) -> None:
+        self._flush()
+        self._transport.close()
+
+    def _flush(self) -> None:
+        if self._parts:
+            self._transport.write(b"".join(self._parts))
+            self._parts.clear()
+
+
+def guarded_protocol(settings: Settings) -> type[GuardedProtocol]:
+    """The protocol with the limits of these settings."""
+    return type("GuardedProtocol", (GuardedProtocol,), {"settings": settings})
 
 
 class HttpServer(uvicorn.Server):

@@ -29,12 +29,12 @@ _DOCUMENTS = (
     GenerateRequest,
     GenerateResponse,
 )
-_TEMPLATE = "#/components/schemas/{name}"
+TEMPLATE = "#/components/schemas/{name}"
 
 
 def description(models: Sequence[str]) -> dict[str, Any]:
     """The document at /openapi.json of a server with these models."""
-    found, components = msgspec.json.schema_components(_DOCUMENTS, ref_template=_TEMPLATE)
+    found, components = msgspec.json.schema_components(_DOCUMENTS, ref_template=TEMPLATE)
     error, index, infer, inferred, model, server, generate, generated = found
     name, version = parameter("name", enum=list(models)), parameter("version")
     paths: dict[str, Any] = {
@@ -54,16 +54,17 @@ def description(models: Sequence[str]) -> dict[str, Any]:
     for last, media in (("generate", "application/json"), ("generate_stream", "text/event-stream")):
         continued = operation("Continue a prompt.", generated, body=generate, media=media)
         paths[f"/v2/models/{{name}}/{last}"] = {"post": continued, "parameters": [name]}
+    return document("weightswap", paths, error, {"schemas": components})
+
+
+def document(title: str, paths: dict[str, Any], error: Any, components: dict[str, Any]) -> dict[str, Any]:
+    """The whole; each operation may answer with an error of that schema."""
     for path in paths.values():
         for each in path.values():
             if isinstance(each, dict):
                 each["responses"]["default"] = {"description": "An error.", "content": content(error)}
-    return {
-        "openapi": "3.1.0",
-        "info": {"title": "weightswap", "version": __version__},
-        "paths": paths,
-        "components": {"schemas": components},
-    }
+    info = {"title": title, "version": __version__}
+    return {"openapi": "3.1.0", "info": info, "paths": paths, "components": components}
 
 
 def parameter(name: str, **more: Any) -> dict[str, Any]:

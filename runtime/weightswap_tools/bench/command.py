@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress
 
 from weightswap_tools.bench import BenchReport, bench
-from weightswap_tools.terminal import HtmlOption, JsonOption, OpLibraryOption, errors_as_exit, print_json, say
+from weightswap_tools.terminal import (
+    HtmlOption,
+    JsonOption,
+    OpLibraryOption,
+    errors_as_exit,
+    print_json,
+    progress_bar,
+    say,
+)
 
 MOST_SECONDS = 86400.0
 bench_command = typer.Typer(add_completion=False)
@@ -46,7 +50,7 @@ def bench_(
     """
     batches, sizes = _numbers(batch), _sizes(size)
     with errors_as_exit(as_json):
-        with _progress() as progress:
+        with progress_bar("measuring", of_bytes=False) as progress:
             found = bench(
                 artifact,
                 weights,
@@ -64,16 +68,6 @@ def bench_(
         _show(found, html, as_json)
     if any(result.failed for result in found.engines):
         raise typer.Exit(1)
-
-
-@contextmanager
-def _progress() -> Iterator[Callable[[int, int], None]]:
-    """A bar for processes done of processes in all, on a terminal only."""
-    console = Console(stderr=True)
-    columns = ("measuring", BarColumn(), MofNCompleteColumn())
-    with Progress(*columns, console=console, disable=not console.is_terminal, transient=True) as bar:
-        task = bar.add_task("", total=None)
-        yield lambda done, total: bar.update(task, completed=done, total=total)
 
 
 def _numbers(text: str) -> list[int]:
@@ -101,7 +95,7 @@ def _size(text: str) -> int:
 
 def _show(found: BenchReport, html: Path | None, as_json: bool) -> None:
     if html:
-        from weightswap_tools.reports import write_report
+        from weightswap_tools.reports.page import write_report
 
         from .show_page import bench_report
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from statistics import median
 
 from weightswap_tools.bench import EngineBench
-from weightswap_tools.reports import Cell, Column
+from weightswap_tools.reports.blocks import Cell, Column
 
 CALLS = (
     Column("engine"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from weightswap_tools.bench import BenchReport
-from weightswap_tools.reports import Cell, Column
+from weightswap_tools.reports.blocks import Cell, Column
 from weightswap_tools.terminal import human_bytes, print_table, say
 
 from .rows import CALLS, MEMORY, SWAPS, Row, call_rows, memory_rows, swap_rows

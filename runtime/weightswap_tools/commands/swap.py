@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from enum import StrEnum
 from functools import partial
 from typing import Annotated, NamedTuple
@@ -11,8 +12,10 @@ import typer
 
 from weightswap_runtime.format.goldens import Mode
 from weightswap_runtime.format.name_matching import Keys
+from weightswap_runtime.live.events import Event
 from weightswap_runtime.live.loading import load
 from weightswap_runtime.live.receipt import SwapReceipt
+from weightswap_runtime.live.watching.loop import Watching
 from weightswap_runtime.memory.device_choice import HOST
 from weightswap_tools.terminal import (
     DeviceOption,
@@ -24,13 +27,14 @@ from weightswap_tools.terminal import (
     errors_as_exit,
     human_bytes,
     print_json,
+    printable_json,
     say,
     warnings_said,
 )
 
 from .swap_report import reported
-from .swap_watch import StartChoice, print_event, print_event_as_json, watch_until_interrupt
 
+POLL_SECONDS = 0.2  # how soon it is noticed that the watching has ended by itself
 swap_command = typer.Typer(add_completion=False)
 
 
@@ -64,6 +68,14 @@ class ResidencyChoice(StrEnum):
 
     DOUBLE = "double"
     SINGLE = "single"
+
+
+class StartChoice(StrEnum):
+    """Which of the files that are there already are taken."""
+
+    NEWEST = "newest"
+    ALL = "all"
+    NEW = "new"
 
 
 @swap_command.command()
@@ -175,6 +187,28 @@ class _SwapOptions(NamedTuple):
     rate_limit: float | None
     allow_nonfinite: bool | list[str] | None
     ignore: Sequence[str]
+
+
+def print_event(event: Event) -> None:
+    """An event as one line of text; what a terminal would obey, in the names of a file's tensors, is escaped."""
+    say(" ".join(str(event).split()))
+
+
+def print_event_as_json(event: Event) -> None:
+    """An event as one line of JSON."""
+    typer.echo(printable_json(event.as_dict()).decode())
+
+
+def watch_until_interrupt(start: Callable[[], Watching]) -> None:
+    """Start the watching, and return on Ctrl-C when it has ended. Events may be printed before it has been started."""
+    watcher: Watching | None = None
+    try:
+        watcher = start()
+        while watcher.alive:
+            time.sleep(POLL_SECONDS)
+    except KeyboardInterrupt:
+        if watcher is not None:
+            watcher.stop()
 
 
 def say_receipt(receipt: SwapReceipt) -> None:

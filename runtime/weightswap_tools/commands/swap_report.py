@@ -10,7 +10,7 @@ from weightswap_runtime.errors import WeightswapError
 from weightswap_runtime.live.model import Model
 from weightswap_runtime.live.receipt import SwapReceipt
 from weightswap_runtime.messages import plural
-from weightswap_tools.reports import (
+from weightswap_tools.reports.blocks import (
     Block,
     Cell,
     Column,
@@ -22,8 +22,8 @@ from weightswap_tools.reports import (
     Span,
     Table,
     Timeline,
-    write_report,
 )
+from weightswap_tools.reports.page import write_report
 
 _COLUMNS = (
     Column("generation", "number"),

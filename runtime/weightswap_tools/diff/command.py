@@ -89,7 +89,7 @@ def _are_artifacts(before: str, after: str) -> bool:
 
 def _show_artifacts(found: ArtifactsDiff, html: Path | None, as_json: bool) -> None:
     if html:
-        from weightswap_tools.reports import write_report
+        from weightswap_tools.reports.page import write_report
 
         from .show.artifacts_page import artifacts_report
 
@@ -107,7 +107,7 @@ def _show_weights(
     found: WeightsDiff, failures: dict[str, tuple[str, ...]], html: Path | None, most: int | None, as_json: bool
 ) -> None:
     if html:
-        from weightswap_tools.reports import write_report
+        from weightswap_tools.reports.page import write_report
 
         from .show.weights_page import weights_report
 

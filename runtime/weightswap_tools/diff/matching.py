@@ -9,9 +9,8 @@ from typing import NamedTuple
 from weightswap_runtime.tensors.dtypes import TensorType
 from weightswap_tools.module_tree import natural
 
-from .readable import Tensor
 from .sides import Side
-from .streaming import digests_of
+from .streaming import Tensor, digests_of
 
 FEWEST_COMMON = 0.1  # of the smaller set's names; below that they are those of something else
 

@@ -15,9 +15,8 @@ from weightswap_runtime.memory.arena import allocate
 from weightswap_runtime.tensors.content import TensorBytes
 from weightswap_tools.tensor_set import SetRequest, SetTensor, TensorSet
 
-from .readable import Computed, Tensor
 from .report import SetInfo
-from .streaming import digests_of
+from .streaming import Computed, Tensor, digests_of
 
 if TYPE_CHECKING:
     import torch

@@ -5,15 +5,43 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from weightswap_runtime.tensors.content import TensorBytes
 from weightswap_runtime.tensors.digests import Blocks, block_digests, digest_of, tensor_digest
 from weightswap_runtime.tensors.dtypes import DTYPES
 from weightswap_runtime.threads.workers import Workers
+from weightswap_tools.tensor_set import SetTensor
 
-from .readable import Computed, Readable, Tensor
 from .statistics import Summary, Tally, same_bytes, summary, tally
+
+
+class Readable(Protocol):
+    """A tensor whose bytes several threads may read."""
+
+    @property
+    def dtype(self) -> str: ...
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+    @property
+    def nbytes(self) -> int: ...
+
+    def read_into(self, memory: memoryview, begin: int) -> None:
+        """Fill the memory with its row-major bytes from `begin` on. Raises WeightswapError."""
+        ...
+
+
+class Computed(NamedTuple):
+    """A tensor that takes memory for all of it: one that an adapter computes, or that can only be read whole."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    nbytes: int
+    compute: Callable[[], TensorBytes]
+
+
+Tensor = SetTensor | TensorBytes | Computed
+
 
 PIECE = 1 << 20  # elements; a multiple of the blocks of statistics and, whatever the dtype, of those of digests
 Progress = Callable[[int, int], None]

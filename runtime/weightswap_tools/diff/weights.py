@@ -15,12 +15,11 @@ from weightswap_runtime.tensors.dtypes import DTYPES, TensorType
 from weightswap_tools.tensor_set import check_levels, open_set
 
 from .matching import Pairs, pair, strangers
-from .readable import Computed, Readable, Tensor
 from .report import Overall, Status, TensorDiff, WeightsDiff
 from .severity import alarm_order, graded
 from .sides import Side, request, side
 from .statistics import merged, ratio
-from .streaming import Progress, Reader, Scan
+from .streaming import Computed, Progress, Readable, Reader, Scan, Tensor
 
 T = TypeVar("T")
 MOST_NAMED = 5  # in a notice

@@ -9,7 +9,7 @@ from weightswap_runtime.format.manifest import Adapter, Manifest, Method, NamedT
 from weightswap_runtime.format.signature import leaves
 from weightswap_runtime.messages import plural
 from weightswap_runtime.tensors.dtypes import describe
-from weightswap_tools.reports import Block, Column, Facts, ModuleGraph, Note, Report, Section, Table
+from weightswap_tools.reports.blocks import Block, Column, Facts, ModuleGraph, Note, Report, Section, Table
 from weightswap_tools.wording import node_text, node_words, signature_sentence, signature_text
 
 from .facts import artifact_facts, origin_kind, shape_text, size_fact

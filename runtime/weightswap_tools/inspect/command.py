@@ -46,7 +46,7 @@ def inspect(
 
 
 def _write_page(subject: Subject, path: Path) -> None:
-    from weightswap_tools.reports import write_report
+    from weightswap_tools.reports.page import write_report
 
     from .page import report_of
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from weightswap_runtime.format.goldens import GoldensRecord
 from weightswap_runtime.messages import plural
-from weightswap_tools.reports import Column, Facts, Report, Section, Table
+from weightswap_tools.reports.blocks import Column, Facts, Report, Section, Table
 
 from .facts import exactness, goldens_facts, machine
 from .subject import GoldensSubject

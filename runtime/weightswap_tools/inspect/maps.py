@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from msgspec import structs
 
 from weightswap_tools.module_tree import Branch, grow, sizes_below, split_name
-from weightswap_tools.reports import Column, Table, Treemap, TreemapNode
+from weightswap_tools.reports.blocks import Column, Table, Treemap, TreemapNode
 
 
 def weights_map(sizes: Mapping[str, int], details: Mapping[str, str], title: str) -> Treemap:

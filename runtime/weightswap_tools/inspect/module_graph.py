@@ -8,7 +8,7 @@ from weightswap_runtime.engines.graphs.schema import UnknownPart
 from weightswap_runtime.format.manifest import Manifest
 from weightswap_runtime.messages import listed, plural
 from weightswap_tools.module_tree import Branch, fingerprints, grow, runs, sizes_below
-from weightswap_tools.reports import ModuleNode, ModuleRun
+from weightswap_tools.reports.blocks import ModuleNode, ModuleRun
 from weightswap_tools.terminal import human_bytes
 
 from .graph_outline import Flow, Outline, outline

@@ -8,7 +8,7 @@ from pathlib import Path
 from weightswap_runtime.format.delta_file import DATA, RUNS
 from weightswap_runtime.tensors.dtypes import describe
 from weightswap_runtime.tensors.dtypes import nbytes as size_of
-from weightswap_tools.reports import Column, Facts, Report, Section, Table
+from weightswap_tools.reports.blocks import Column, Facts, Report, Section, Table
 from weightswap_tools.tensor_set import SetTensor
 
 from .artifact_page import artifact_report

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from functools import cache
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +22,12 @@ POLICY = (
     "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:; "
     "base-uri 'none'; form-action 'none'"
 )
-STYLES = ("colours.css", "page.css", "blocks.css")
-SCRIPTS = ("page.js", "table.js", "modules.js", "charts.js", "start.js")
-CHART_LIBRARY = "vendor/echarts/echarts.min.js"
+HERE = Path(__file__).parent
+ASSETS = HERE / "assets"
+LOOK = HERE.parents[1] / "weightswap_server" / "admin" / "page"  # files alone: what the server imports may be absent
+STYLES = (LOOK / "colours.css", LOOK / "look.css", ASSETS / "page.css", ASSETS / "blocks.css")
+SCRIPTS = tuple(ASSETS / name for name in ("page.js", "table.js", "modules.js", "charts.js", "start.js"))
+CHART_LIBRARY = HERE / "vendor" / "echarts" / "echarts.min.js"
 Data = dict[str, Any]
 
 
@@ -54,7 +56,7 @@ def _head(report: Report) -> Iterator[str]:
     yield '<meta name="referrer" content="no-referrer">'
     yield '<link rel="icon" href="data:,">'
     yield f"<title>{markup(report.title)}</title>"
-    yield from (f"<style>\n{_asset(f'assets/{name}')}</style>" for name in STYLES)
+    yield from (f"<style>\n{_asset(path)}</style>" for path in STYLES)
     yield "</head>"
 
 
@@ -136,10 +138,9 @@ _MODULES = """<div class="tools">
 
 def _scripts(data: list[Data]) -> Iterator[str]:
     library = [CHART_LIBRARY] if any("option" in each for each in data) else []
-    for name in (*library, *(f"assets/{name}" for name in SCRIPTS)):
-        yield f"<script>\n{_asset(name)}</script>"
+    yield from (f"<script>\n{_asset(path)}</script>" for path in (*library, *SCRIPTS))
 
 
 @cache
-def _asset(name: str) -> str:
-    return files(__package__).joinpath(name).read_text("utf-8")
+def _asset(path: Path) -> str:
+    return path.read_text("utf-8")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ import torch
 from torch import nn
 from torch.distributed import checkpoint as distributed
 
+from tests.support import warm
 from tests.support.quantised import BATCH, X, floats, quantised
 from weightswap_exporter import export, pack, publish
 from weightswap_runtime import Artifact, ArtifactError, CheckpointError, RecordingError, WeightsMismatch
@@ -164,7 +164,7 @@ if sys.argv[1:]:
     sys.modules["torchao"] = None
 pack({str(path)!r}, {str(artifact.path)!r}, out={str(tmp_path / "v1.safetensors")!r})
 """
-    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
-    found = subprocess.run([sys.executable, "-c", code, "without"], check=False, capture_output=True, text=True)
+    subprocess.run([warm.python(), "-c", code], check=True, capture_output=True)
+    found = subprocess.run([warm.python(), "-c", code, "without"], check=False, capture_output=True, text=True)
     assert "CheckpointError" in found.stderr
     assert "holds weights that torchao has quantised, and torchao cannot be imported" in found.stderr

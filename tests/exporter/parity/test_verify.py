@@ -129,7 +129,7 @@ def test_a_rollback_that_gives_something_else(folder: Path, monkeypatch: pytest.
 def test_a_graph_that_is_not_the_models(folder: Path) -> None:
     model = tied()
     model.blocks[1].scale = 0.75
-    found = verify(folder / "a", folder / "v1.safetensors", {"model": model, "args": (IDS,)})
+    found = verify(folder / "a", folder / "v1.safetensors", {"model": model, "args": (IDS,)}, engines=["torch"])
     assert not found.same
     assert found.parity is not None
     divergence = found.parity.engines[0].divergence
@@ -170,7 +170,7 @@ def test_a_mismatch_has_status_1_and_says_where(folder: Path, tmp_path: Path) ->
     assert "problem: parity, torch: forward, case 0, left: [" in result.output
     assert re.search(r"^not verified, \d+ problems", result.output, re.MULTILINE)
     assert "Where torch and onnx part" in report.read_text()
-    document = json.loads(command(folder, *arguments, "--json").output)
+    document = json.loads(command(folder, *arguments[:-1], "torch", "--json").output)
     assert document["same"] is False
     assert document["verification"]["parity"]["engines"][0]["divergence"]["module"] == "blocks.1"
 
@@ -234,7 +234,8 @@ def test_a_checkpoint_that_the_recipe_loads_and_others_before_it(folder: Path, t
     def load_deep(model: torch.nn.Module, checkpoint: dict[str, Any]) -> None:
         model.load_state_dict(checkpoint["deep"]["net"])
 
-    found = verify(folder / "a", tmp_path / "deep.pt", recipe() | {"load": load_deep}, before=tmp_path / "other.pt")
+    loaded, before = recipe() | {"load": load_deep}, tmp_path / "other.pt"
+    found = verify(folder / "a", tmp_path / "deep.pt", loaded, before=before, engines=["torch"])
     assert found.same, found.problems
 
 

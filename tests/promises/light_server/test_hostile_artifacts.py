@@ -35,7 +35,7 @@ from weightswap_runtime.format.manifest import ADAPTER_NAME, MANIFEST_NAME
 
 FORWARD = "graphs/forward.pt2"
 MARK = "planted_by_somebody"
-IN_SHORT = 40  # texts of each file; all of them in the long run
+IN_SHORT = 25  # texts of each file; all of them in the long run
 # what a server or a verification has no reason to do at all, whatever the arguments
 NEVER = (
     "os.system",

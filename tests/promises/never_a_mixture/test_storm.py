@@ -36,7 +36,7 @@ from weightswap_runtime import (
 )
 
 SETS, THREADS = 4, 8
-STEPS, LONG = 120, 1000
+STEPS, LONG = 60, 1000
 Served = tuple[int, int]  # the sets that `front` and `back` are of
 
 

@@ -27,7 +27,7 @@ from weightswap_runtime.sources import atomic as files
 from weightswap_runtime.sources.atomic import new_file, new_folder
 from weightswap_runtime.tensors.content import TensorBytes
 from weightswap_tools.inspect.command import inspect_command
-from weightswap_tools.reports import Report
+from weightswap_tools.reports.blocks import Report
 from weightswap_tools.reports.page import write_report
 from weightswap_tools.tensor_files import write_tensors
 

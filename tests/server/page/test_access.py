@@ -114,8 +114,3 @@ def test_its_files_need_no_token_and_may_run_nothing_else(server: Server) -> Non
     assert call(server, "/", {}, headers={}).status == 405
     for path in ("/page/", "/page/../app.py", "/page/%2e%2e/app.py", "/page/vendor/htm/LICENSE", "/admin/status", "//"):
         assert call(server, path, headers={}).status == 401, path
-
-
-def test_its_colours_are_those_of_reports() -> None:
-    reports = ROOT / "runtime" / "weightswap_tools" / "reports" / "assets" / "colours.css"
-    assert (FOLDER / "colours.css").read_text() == reports.read_text()

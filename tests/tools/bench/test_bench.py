@@ -20,9 +20,8 @@ from weightswap_tools.bench import BenchReport, CallTimes, EngineBench, bench, m
 from weightswap_tools.bench.command import bench_command
 from weightswap_tools.bench.report import BenchRequest
 from weightswap_tools.bench.rows import CALLS, call_rows
-from weightswap_tools.bench.show_page import bench_report
-from weightswap_tools.bench.show_plots import call_plots, fitting_scale
-from weightswap_tools.reports import Table
+from weightswap_tools.bench.show_page import bench_report, call_plots, fitting_scale
+from weightswap_tools.reports.blocks import Table
 
 Weights = Callable[[int], Path]
 

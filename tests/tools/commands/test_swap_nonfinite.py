@@ -13,8 +13,7 @@ from typer.testing import CliRunner
 from tests.support.tiny import TinyArtifact, WriteWeights
 from tests.support.watched import SOON, Directory, eventually
 from weightswap_runtime import Event, load
-from weightswap_tools.commands.swap import swap_command
-from weightswap_tools.commands.swap_watch import print_event, print_event_as_json
+from weightswap_tools.commands.swap import print_event, print_event_as_json, swap_command
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from torch import nn
 from tests.support import warm
 from weightswap_exporter import export, pack
 from weightswap_runtime.messages import visible
-from weightswap_tools.terminal import encode_json
+from weightswap_tools.terminal import printable_json
 
 EVIL = "evil\nverdict     equal\r\x1b[31m\x9b2J\u202e[red]"
 MAIN = "from weightswap_tools.program import main; main()"
@@ -123,7 +123,7 @@ def test_streams_that_a_shell_has_closed(closed: str, folder: Path) -> None:
 
 def test_json_has_no_raw_control_characters() -> None:
     text = "a\x9b2J\x7f\x85é"
-    raw = encode_json({text: [text]})
+    raw = printable_json({text: [text]})
     assert raw == rb'{"a\u009b2J\u007f\u0085' + "é".encode() + rb'":["a\u009b2J\u007f\u0085' + "é".encode() + b'"]}'
     assert json.loads(raw) == {text: [text]}
-    assert not any("\x7f" <= letter <= "\x9f" for letter in encode_json({"\udcff": text}).decode())
+    assert not any("\x7f" <= letter <= "\x9f" for letter in printable_json({"\udcff": text}).decode())

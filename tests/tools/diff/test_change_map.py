@@ -15,7 +15,7 @@ from weightswap_tools.diff.report import Status, TensorDiff
 from weightswap_tools.diff.show import change_map as mapping
 from weightswap_tools.diff.show.change_map import MARKS, change_map
 from weightswap_tools.diff.show.weights_page import weights_report
-from weightswap_tools.reports import HeatMap, Note, Table
+from weightswap_tools.reports.blocks import HeatMap, Note, Table
 
 Tensors = dict[str, torch.Tensor]
 Compared = Callable[[Tensors, Tensors], WeightsDiff]

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from weightswap_runtime.format.manifest import Adapter, Manifest, NamedTensor, Producer
 from weightswap_tools.inspect.graph_outline import ModuleOutline, Outline
 from weightswap_tools.inspect.module_graph import module_nodes
-from weightswap_tools.reports import ModuleNode, ModuleRun
+from weightswap_tools.reports.blocks import ModuleNode, ModuleRun
 
 
 def manifest(*weights: NamedTensor) -> Manifest:

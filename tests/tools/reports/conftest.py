@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from tests.support.browser import browser
-from weightswap_tools.reports import Report, write_report
+from weightswap_tools.reports.blocks import Report
+from weightswap_tools.reports.page import write_report
 
 __all__ = ["browser", "open_report"]
 Open = Callable[..., Any]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from weightswap_tools.reports import (
+from weightswap_tools.reports.blocks import (
     Axis,
     Block,
     Column,

@@ -21,8 +21,7 @@ from tests.tools.reports.samples import (
     report_of,
     table,
 )
-from weightswap_tools.reports import Block, Lane, Span, Timeline, Treemap, TreemapNode
-from weightswap_tools.reports.blocks import ChartBlock
+from weightswap_tools.reports.blocks import Block, ChartBlock, Lane, Span, Timeline, Treemap, TreemapNode
 
 
 @pytest.mark.parametrize("name", CHARTS)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import re
-from importlib.resources import files
 from itertools import product
 
 import pytest
 
 from tests.tools.reports.conftest import Open
 from tests.tools.reports.samples import HEAT, report_of
+from weightswap_tools.reports.page import LOOK
 
 PAIRS = [
     *product(["text", "muted", "accent"], ["page", "surface", "raised"]),
@@ -22,7 +22,7 @@ PAIRS = [
 SHAPES = [*product([f"hue-{place}" for place in range(1, 9)], ["surface"]), ("edge", "surface"), ("bad", "surface")]
 
 
-SHEET = files("weightswap_tools.reports").joinpath("assets/colours.css").read_text("utf-8")
+SHEET = (LOOK / "colours.css").read_text("utf-8")
 COLOURS = re.findall(r"--([\w-]+): light-dark\((#[0-9a-f]{6}), (#[0-9a-f]{6})\);", SHEET)
 SCHEMES = {
     "light": {name: light for name, light, _ in COLOURS},

@@ -10,7 +10,7 @@ import pytest
 from tests.tools.reports.conftest import Open
 from tests.tools.reports.drawn import alternative, labels, shapes
 from tests.tools.reports.samples import EVIL, HEAT, report_of
-from weightswap_tools.reports import HeatMap, Mark
+from weightswap_tools.reports.blocks import HeatMap, Mark
 
 MARKS = (Mark("new NaN", "NaN", "bad"), Mark("removed", "-"), Mark("added", "+"), Mark(EVIL, "!"))
 

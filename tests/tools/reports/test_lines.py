@@ -7,7 +7,7 @@ from typing import Any
 from tests.tools.reports.conftest import Open
 from tests.tools.reports.drawn import alternative, colour, fills, labels, shapes
 from tests.tools.reports.samples import EVIL, LINES, report_of
-from weightswap_tools.reports import Axis, Line, LinePlot
+from weightswap_tools.reports.blocks import Axis, Line, LinePlot
 
 
 def strokes(page: Any) -> list[tuple[str, bool]]:

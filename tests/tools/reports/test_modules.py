@@ -8,7 +8,7 @@ import pytest
 
 from tests.tools.reports.conftest import Open
 from tests.tools.reports.samples import BLOCK, EVIL, FOLDED, GRAPH, module, report_of
-from weightswap_tools.reports import ModuleGraph, ModuleRun
+from weightswap_tools.reports.blocks import ModuleGraph, ModuleRun
 
 
 @pytest.fixture

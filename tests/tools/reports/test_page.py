@@ -13,8 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.tools.reports.samples import EVERYTHING, EVIL, report_of, table
-from weightswap_tools.reports import Column, Facts, Histogram, Note, Report, Section, Table, render, write_report
+from weightswap_tools.reports.blocks import Column, Facts, Histogram, Note, Report, Section, Table
 from weightswap_tools.reports.embedding import embedded_json
+from weightswap_tools.reports.page import render, write_report
 
 VOID = {"meta", "link", "input", "br"}
 LOADING = {"src", "srcset", "href", "action", "data", "poster", "background", "formaction"}

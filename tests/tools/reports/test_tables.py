@@ -6,7 +6,7 @@ from typing import Any
 
 from tests.tools.reports.conftest import Open
 from tests.tools.reports.samples import report_of, table
-from weightswap_tools.reports import Cell, Column, Table
+from weightswap_tools.reports.blocks import Cell, Column, Table
 
 
 def column(page: Any, place: int) -> list[str]:

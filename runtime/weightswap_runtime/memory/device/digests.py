@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -17,7 +18,6 @@ from weightswap_runtime.tensors.torch_modes import default_torch_modes
 from weightswap_runtime.threads.workers import Workers
 
 from . import Buffer
-from .nvrtc import compile_source
 
 SOURCE = Path(__file__).with_name("blake3.cu")
 KERNEL = "digest_blocks"
@@ -100,3 +100,46 @@ def _seconds(hasher: DeviceHasher, buffer: Buffer) -> tuple[float, float]:
     for _ in range(4):
         blake3(block).digest()
     return on_device, (time.perf_counter() - began) / 4 * TRIED / Workers().threads
+
+
+def compile_source(source: str, capability: tuple[int, int]) -> bytes:
+    """Machine code of a source that includes nothing, for GPUs of a compute capability, by torch's NVRTC.
+
+    torch's own way to it needs the CUDA toolkit's folder and setuptools.
+
+    Raises OSError where there is no NVRTC, and RuntimeError with what it says of the source.
+    """
+    nvrtc = _library()
+    program = ctypes.c_void_p()
+    _check(nvrtc.nvrtcCreateProgram(ctypes.byref(program), source.encode(), b"source.cu", 0, None, None))
+    try:
+        options = (ctypes.c_char_p * 1)("--gpu-architecture=sm_{}{}".format(*capability).encode())
+        if nvrtc.nvrtcCompileProgram(program, len(options), options):
+            log = _read(nvrtc.nvrtcGetProgramLogSize, nvrtc.nvrtcGetProgramLog, program)
+            raise RuntimeError(f"NVRTC: {log.rstrip(bytes(1)).decode(errors='replace')}")
+        return _read(nvrtc.nvrtcGetCUBINSize, nvrtc.nvrtcGetCUBIN, program)
+    finally:
+        nvrtc.nvrtcDestroyProgram(ctypes.byref(program))
+
+
+def _library() -> ctypes.CDLL:
+    """That of torch's version of CUDA. In wheels it is where only a library of torch's that needs it finds it."""
+    name = f"libnvrtc.so.{str(torch.version.cuda).partition('.')[0]}"
+    try:
+        return ctypes.CDLL(name)
+    except OSError:
+        ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libcaffe2_nvrtc.so"))
+        return ctypes.CDLL(name)  # which is loaded now
+
+
+def _read(size_of: Callable[..., int], get: Callable[..., int], program: ctypes.c_void_p) -> bytes:
+    size = ctypes.c_size_t()
+    _check(size_of(program, ctypes.byref(size)))
+    found = ctypes.create_string_buffer(size.value)
+    _check(get(program, found))
+    return found.raw
+
+
+def _check(code: int) -> None:
+    if code:
+        raise RuntimeError(f"NVRTC: error {code}")

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from weightswap_tools.diff import ArtifactsDiff
 from weightswap_tools.diff.artifacts import MethodDiff
-from weightswap_tools.reports import Block, Column, Facts, Note, Report, Section, Table
+from weightswap_tools.reports.blocks import Block, Column, Facts, Note, Report, Section, Table
 
 from .artifacts_text import row_cells, signature_words, source_cells
 from .weights_text import COLUMNS, tensor_cells

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from weightswap_tools.diff import TensorDiff
-from weightswap_tools.reports import Block, HeatMap, Mark, Note
-
-from .layers import grid
+from weightswap_tools.module_tree import natural, split_name
+from weightswap_tools.reports.blocks import Block, HeatMap, Mark, Note
 
 MOST_CELLS = 100_000
 NEW_NAN, NEW_INF = "new NaN", "new Inf"
@@ -43,3 +43,31 @@ def _cell(tensor: TensorDiff) -> float | str:
     if change.new_nan or change.new_inf:
         return NEW_NAN if change.new_nan else NEW_INF
     return change.rel_change
+
+
+class Grid(NamedTuple):
+    """`names[row][column]`: the weight that is there, None where there is none."""
+
+    rows: tuple[str, ...]
+    columns: tuple[str, ...]
+    names: tuple[tuple[str | None, ...], ...]
+
+
+def grid(names: Sequence[str]) -> Grid:
+    """`encoder.layers.0.attn.q.weight` is `attn.q.weight` of `encoder.layers.0`: the first number ends a layer's name.
+
+    A weight outside of numbered layers is in the row of its module, under its own name.
+    """
+    places = {name: _place(name) for name in sorted(names, key=natural)}
+    rows = tuple(dict.fromkeys(row for row, _ in places.values()))
+    columns = tuple(dict.fromkeys(column for _, column in places.values()))
+    found = {place: name for name, place in places.items()}
+    return Grid(rows, columns, tuple(tuple(found.get((row, column)) for column in columns) for row in rows))
+
+
+def _place(name: str) -> tuple[str, str]:
+    path, own = split_name(name)
+    numbered = next((place for place, part in enumerate(path) if part.isascii() and part.isdecimal()), None)
+    if numbered is None:
+        return ".".join(path) or "(model)", own
+    return ".".join(path[: numbered + 1]), ".".join([*path[numbered + 1 :], own])

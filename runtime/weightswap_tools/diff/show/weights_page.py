@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from weightswap_tools.diff import Histogram as Changes
 from weightswap_tools.diff import SetInfo, TensorDiff, WeightsDiff
-from weightswap_tools.reports import Column, Facts, Histogram, Note, Report, Section, Table
+from weightswap_tools.reports.blocks import Column, Facts, Histogram, Note, Report, Section, Table
 
 from .change_map import change_map
 from .phrases import condition_words, overall, place, set_facts, verdict

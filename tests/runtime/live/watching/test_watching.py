@@ -19,7 +19,7 @@ from tests.support.watched import SOON, Directory, eventually, mark
 from weightswap_runtime import Event, MissingExtra, Model, StagingBusy, Unsupported, load, write_delta
 from weightswap_runtime.live.watching import loop as watching
 from weightswap_runtime.live.watching.intake import Intake
-from weightswap_tools.commands.swap_watch import print_event
+from weightswap_tools.commands.swap import print_event
 
 
 def test_each_new_file_is_served_and_damage_is_skipped(model: Model, directory: Directory) -> None:
