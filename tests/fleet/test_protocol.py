@@ -1,4 +1,5 @@
-"""The protocol of a fleet: messages that are lost, coordinators and keepers that die, operators, outages, in any order.
+"""The protocol of a fleet: messages that are lost, coordinators and keepers that die, operators, outages, trials, in any
+order.
 
 What was decided is what the place says; a revision stands for one set of weights, on each node, at each time.
 """
@@ -7,6 +8,7 @@ from __future__ import annotations
 
 import tempfile
 from pathlib import Path
+from uuid import uuid4
 
 import pytest
 from hypothesis import settings
@@ -14,9 +16,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 
 from weightswap_fleet.agreement import Agreement, Deadlines
-from weightswap_fleet.documents import FleetReceipt
+from weightswap_fleet.documents import FleetPlan, FleetReceipt, TrialOrder
 from weightswap_fleet.errors import FleetRefused, FleetUndecided
+from weightswap_fleet.fleet_trial import FleetTrial
 from weightswap_runtime import DesiredError, Held, NothingToRollBack, RevisionConflict, Superseded
+from weightswap_runtime.desired.document import DesiredWeights
 from weightswap_runtime.desired.place import known_weights
 
 from .nodes import Died, Fleet
@@ -25,8 +29,9 @@ NODES, SETS = 3, 4
 SOON = Deadlines(prepare=5.0, commit=0.05)
 nodes = st.sampled_from([f"n{number}" for number in range(NODES)])
 sets = st.integers(0, SETS - 1)
+_METHODS = ["prepare", "commit", "discard", "status", "prepare_trial", "renew_trial", "end_trial"]
 fates = st.dictionaries(
-    st.tuples(st.sampled_from(["prepare", "commit", "discard", "status"]), nodes),
+    st.tuples(st.sampled_from(_METHODS), nodes),
     st.sampled_from(["lost", "answer lost"]),
     max_size=3,
 )
@@ -43,6 +48,7 @@ class Protocol(RuleBasedStateMachine):
         self.fleet = Fleet(Path(self._folder.name), NODES, self._patch)
         self.said: dict[int, str | None] = {0: None}  # by revision, which weights are desired
         self.seen = 0
+        self.trial: FleetTrial | None = None  # as its leader knows it
         self.fleet.place.set(self.fleet.file(0), revision=0)
         self._note()
 
@@ -104,6 +110,56 @@ class Protocol(RuleBasedStateMachine):
         assert {weights for node, weights in served.items() if node not in receipt.late} <= {receipt.weights_id}
         assert not (everybody and receipt.late)
 
+    @rule(number=sets, faults=fates, dies_at=st.sampled_from([-1, 0, 1]), damaged=st.booleans())
+    def a_trial_begins(self, number: int, faults: dict[tuple[str, str], str], dies_at: int, damaged: bool) -> None:
+        fleet = self.fleet
+        path = fleet.damaged(number) if damaged else fleet.file(number)
+        weights = DesiredWeights(source=str(path), weights_id=fleet.weights_id(number), since=fleet.now)
+        trial = FleetTrial(TrialOrder(uuid4().hex, str(path), weights, FleetPlan(share=0.5)), fleet)
+        fleet.fate, fleet.dies_at = (lambda method, node: faults.get((method, node), "")), dies_at
+        fleet.asked.clear()
+        others = {keeper.status().trying for keeper in fleet.keepers.values()}
+        try:
+            trial.begin(5.0)
+        except FleetRefused:
+            assert faults or {keeper.status().trying for keeper in fleet.keepers.values()} == others
+        except Died:
+            pass
+        else:
+            assert not damaged
+            self.trial = trial
+        finally:
+            fleet.fate, fleet.dies_at = lambda method, node: "", -1
+
+    @rule(faults=fates)
+    def the_trials_leader_looks(self, faults: dict[tuple[str, str], str]) -> None:
+        self.fleet.fate = lambda method, node: faults.get((method, node), "")
+        if self.trial is not None and (verdict := self.trial.look()) is not None:
+            assert verdict.what == "ended"
+            self.trial = None
+        self.fleet.fate = lambda method, node: ""
+
+    @rule()
+    def another_leads_the_trial(self) -> None:
+        self.trial = FleetTrial.find(self.fleet)
+
+    @rule(faults=fates, death=deaths)
+    def a_trial_is_promoted(self, faults: dict[tuple[str, str], str], death: int | str) -> None:
+        if self.trial is not None:
+            path = self.trial.order.source
+            self._change(
+                lambda agreement: agreement.swap(path, known_weights(path), "ana", "", SOON),
+                faults,
+                death,
+            )
+
+    @rule()
+    def a_trial_is_aborted(self) -> None:
+        if self.trial is not None:
+            self.trial.end()
+            assert {keeper.trial() for keeper in self.fleet.keepers.values()} <= {None}
+            self.trial = None
+
     @rule(number=sets)
     def an_operator_sets(self, number: int) -> None:
         if self._is_there:
@@ -157,6 +213,8 @@ class Protocol(RuleBasedStateMachine):
             status = keeper.status()
             assert self.said[status.revision] == status.weights_id
             assert status.revision <= max(self.said)
+            assert status.trying != status.weights_id
+            assert status.trying or not keeper._control.trial
         for revision, weights_id in self.fleet.commits:
             assert self.said[revision] == weights_id
         self.fleet.commits.clear()
@@ -172,7 +230,7 @@ class Protocol(RuleBasedStateMachine):
         state = self.fleet.place.read()
         assert state.weights is not None
         assert set(self.fleet.served().values()) == {state.weights.weights_id}
-        assert {keeper.status().preparing for keeper in self.fleet.keepers.values()} == {""}
+        assert {keeper.status().preparing + keeper.status().trying for keeper in self.fleet.keepers.values()} == {""}
         assert {keeper.status().revision for keeper in self.fleet.keepers.values()} == {state.revision}
         self.fleet.close()
         self._patch.undo()

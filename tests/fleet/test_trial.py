@@ -1,0 +1,308 @@
+"""Weights on trial on the nodes of a fleet, step by step: who begins, renews, judges, promotes, and who dies."""
+
+from __future__ import annotations
+
+from base64 import b64encode
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from weightswap_fleet.agreement import Agreement, Deadlines
+from weightswap_fleet.documents import FleetPlan, Order, TrialOrder
+from weightswap_fleet.errors import FleetRefused
+from weightswap_fleet.fleet_trial import FleetTrial, shares
+from weightswap_runtime.desired.document import DesiredWeights
+from weightswap_runtime.desired.place import known_weights
+from weightswap_runtime.errors import DigestMismatch, StageClosed, StagingBusy, Unsupported
+from weightswap_server.canary.judging import Measured
+from weightswap_server.canary.measuring import Answers, Compared
+from weightswap_server.workers.trials import Tried
+
+from .nodes import Fleet
+
+SOON = Deadlines(prepare=5.0, commit=0.2)
+NODES = 3
+
+
+@pytest.fixture
+def fleet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Fleet]:
+    """Nodes that serve number 0, at revision 1."""
+    made = Fleet(tmp_path, NODES, monkeypatch)
+    made.place.set(made.file(0), revision=0)
+    for keeper in made.keepers.values():
+        keeper.look()
+    made.asked.clear()
+    yield made
+    made.close()
+
+
+def trial_of(fleet: Fleet, number: int = 1, path: Path | None = None, **plan: Any) -> TrialOrder:
+    path = path or fleet.file(number)
+    weights = DesiredWeights(source=str(path), weights_id=fleet.weights_id(number), since=100.0, by="ana")
+    return TrialOrder(f"trial {number}", str(path), weights, FleetPlan(**plan))
+
+
+def begun(fleet: Fleet, number: int = 1, now: float = 100.0, **plan: Any) -> FleetTrial:
+    """A trial that all nodes have, since second 100; its leader's clock stands still."""
+    trial = FleetTrial(trial_of(fleet, number, **plan), fleet, lambda: now)
+    trial.begin(5.0)
+    return trial
+
+
+def trying(fleet: Fleet) -> dict[str, str]:
+    return {node: keeper.status().trying for node, keeper in fleet.keepers.items()}
+
+
+def answered(fleet: Fleet, node: str, canary: int, errors: int = 0, word: int | None = None) -> None:
+    """A replica of a node has answered so many requests with what is on trial, and as many with what is served."""
+    served = Answers(canary, 0, [0.001] * canary, [False] * canary, [])
+    failed = [False] * (canary - errors) + [True] * errors
+    tried = Answers(canary, errors, [0.001] * (canary - errors), failed, [])
+    measured = Measured(served, tried, Compared(0, 0, 0.0, 0.0, []))
+    keeper = fleet.keepers[node]
+    text = msgspec.msgpack.encode(Tried("tiny", keeper._control.trial if word is None else word, measured))
+    keeper.tried(b64encode(text).decode())
+
+
+def promote(fleet: Fleet, number: int = 1) -> Any:
+    path = fleet.file(number)
+    return Agreement(fleet.place, fleet).swap(str(path), known_weights(path), "ana", "", SOON)
+
+
+def test_all_nodes_try_and_serve_what_they_served(fleet: Fleet) -> None:
+    trial = begun(fleet, share=0.25)
+    assert set(trying(fleet).values()) == {fleet.weights_id(1)}
+    assert set(fleet.served().values()) == {fleet.weights_id(0)}
+    assert fleet.place.read().revision == 1
+    assert trial.shares == dict.fromkeys(fleet.names(), 0.25)
+    assert all(keeper._control.trial for keeper in fleet.keepers.values())
+    report = trial.report()
+    assert (report.weights_id, report.by, report.outcome) == (fleet.weights_id(1), "ana", "")
+    assert report.as_dict()["plan"]["share"] == 0.25
+
+
+def test_one_that_a_node_cannot_take_is_tried_by_none(fleet: Fleet) -> None:
+    with pytest.raises(FleetRefused) as refused:
+        FleetTrial(trial_of(fleet, 1, fleet.damaged(1)), fleet).begin(5.0)
+    assert {type(error) for error in refused.value.reasons.values()} == {DigestMismatch}
+    assert set(trying(fleet).values()) == {""}
+    fleet.fate = lambda method, node: "lost" if (method, node) == ("prepare_trial", "n1") else ""
+    with pytest.raises(FleetRefused, match="n1"):
+        begun(fleet)
+    assert set(trying(fleet).values()) == {""}
+
+
+def test_one_whose_nodes_lose_it_as_it_begins_has_not_begun(fleet: Fleet) -> None:
+    def gives_up(method: str, node: str) -> str:
+        if method == "renew_trial":
+            fleet.keepers[node].end_trial("trial 1")
+        return ""
+
+    fleet.fate = gives_up
+    with pytest.raises(FleetRefused, match="the trial trial 1 is over|no node has it"):
+        begun(fleet)
+
+
+def test_what_is_served_is_not_tried(fleet: Fleet) -> None:
+    with pytest.raises(FleetRefused) as refused:
+        begun(fleet, 0)
+    assert {type(error) for error in refused.value.reasons.values()} == {Unsupported}
+
+
+def test_a_second_trial_and_a_change_wait_for_the_first(fleet: Fleet) -> None:
+    trial = begun(fleet)
+    for change in (lambda: begun(fleet, 2), lambda: promote(fleet, 2)):
+        with pytest.raises(FleetRefused, match=r"is on trial by ana; promote or abort it first") as refused:
+            change()
+        assert {type(error) for error in refused.value.reasons.values()} == {StagingBusy}
+    assert (set(trying(fleet).values()), trial.look()) == ({fleet.weights_id(1)}, None)
+    trial.end()
+    assert set(trying(fleet).values()) == {""}
+    promote(fleet, 2)
+    assert set(fleet.served().values()) == {fleet.weights_id(2)}
+
+
+def test_a_promotion_reads_no_file_again(fleet: Fleet) -> None:
+    trial = begun(fleet)
+    known = known_weights(fleet.file(1))
+    fleet.file(1).rename(fleet.file(1).with_suffix(".away"))
+    place = fleet.place
+    place.set(fleet.file(0), revision=1)  # somebody else decides something that changes nothing
+    receipt = Agreement(place, fleet).swap(str(fleet.tiny.path.parent / "v1.safetensors"), known, "bo", "", SOON)
+    assert {each.resident for each in receipt.nodes.values()} == {True}
+    assert set(fleet.served().values()) == {fleet.weights_id(1)}
+    assert set(trying(fleet).values()) == {""}
+    verdict = trial.look()
+    assert verdict is not None
+    assert verdict.what == "ended"
+
+
+def test_a_promotion_that_is_not_decided_leaves_the_trial(fleet: Fleet) -> None:
+    trial = begun(fleet)
+    fleet.fate = lambda method, node: "lost" if (method, node) == ("prepare", "n2") else ""
+    with pytest.raises(FleetRefused, match="n2"):
+        promote(fleet)
+    assert (set(trying(fleet).values()), trial.look()) == ({fleet.weights_id(1)}, None)
+    assert {keeper.status().preparing for keeper in fleet.keepers.values()} == {""}
+    keeper = fleet.keepers["n0"]
+    keeper.prepare(Order("left", 1, "", trial.order.weights, 10.0))  # whose coordinator dies
+    fleet.now += 11.0
+    trial.look()
+    keeper.look()
+    assert (keeper.status().preparing, keeper.status().trying) == ("", fleet.weights_id(1))
+
+
+def test_a_rollback_ends_it(fleet: Fleet) -> None:
+    promote(fleet, 2)
+    trial = begun(fleet)
+    Agreement(fleet.place, fleet).rollback(None, "bo", "", False, SOON)
+    assert set(fleet.served().values()) == {fleet.weights_id(0)}
+    assert set(trying(fleet).values()) == {""}
+    verdict = trial.look()
+    assert verdict is not None
+    assert verdict.what == "ended"
+
+
+@pytest.mark.parametrize("number", [1, 2], ids=["what is on trial", "something else"])
+def test_the_place_says_something_meanwhile(fleet: Fleet, number: int) -> None:
+    """Somebody has it desired by other means: what is on trial is served without being read, or given up."""
+    begun(fleet)
+    fleet.place.set(fleet.file(number), revision=1)
+    fleet.file(1).rename(fleet.file(1).with_suffix(".away"))
+    for keeper in fleet.keepers.values():
+        keeper.look()
+        assert keeper.status().revision == 2
+    assert set(fleet.served().values()) == {fleet.place.read().weights.weights_id}  # type: ignore[union-attr]
+    assert set(trying(fleet).values()) == {""}
+    assert not any(keeper._control.trial for keeper in fleet.keepers.values())
+
+
+def test_without_its_leader_it_runs_out(fleet: Fleet) -> None:
+    trial = begun(fleet)
+    fleet.now += 9.0
+    assert trial.look() is None
+    fleet.now += 9.0
+    for keeper in fleet.keepers.values():
+        keeper.look()
+    assert set(trying(fleet).values()) == {fleet.weights_id(1)}
+    fleet.now += 2.0
+    for keeper in fleet.keepers.values():
+        keeper.look()
+    assert set(trying(fleet).values()) == {""}
+    promote(fleet, 2)
+
+
+def test_the_next_leader_finds_it(fleet: Fleet) -> None:
+    assert FleetTrial.find(fleet) is None
+    begun(fleet, share=0.5)
+    fleet.keepers["n2"].end_trial("trial 1")
+    found = FleetTrial.find(fleet)
+    assert found is not None
+    assert (found.order.id, set(found.shares)) == ("trial 1", {"n0", "n1"})
+    fleet.now += 9.0
+    assert found.look() is None
+    assert found.shares == {"n0": 0.5, "n1": 0.5}
+    fleet.now += 9.0
+    fleet.keepers["n0"].look()
+    assert fleet.keepers["n0"].status().trying
+    found.end()
+    assert set(trying(fleet).values()) == {""}
+
+
+def test_a_node_that_is_late_keeps_it_and_one_that_has_gone_does_not(fleet: Fleet) -> None:
+    trial = begun(fleet, share=0.5)
+    fleet.fate = lambda method, node: "lost" if node == "n1" else ""
+    assert trial.look() is None
+    assert set(trial.shares) == {"n0", "n1", "n2"}
+    fleet.gone.add("n1")
+    assert trial.look() is None
+    assert set(trial.shares) == {"n0", "n2"}
+    del fleet.keepers["n0"]
+    fleet.start("n0")  # the next keeper knows of no trial
+    assert trial.look() is None
+    assert set(trial.shares) == {"n2"}
+    assert fleet.keepers["n0"]._control.trial == 0
+
+
+def test_what_all_nodes_measure_is_judged_together(fleet: Fleet) -> None:
+    """No node has a hundred requests, and one node's errors alone would have ended it there."""
+    trial = begun(fleet, share=0.5, promote_if="requests >= 100 and errors < 0.1", abort_if="errors >= 0.1")
+    for node in fleet.names():
+        answered(fleet, node, 33, errors=5 if node == "n1" else 0)
+    assert trial.look() is None
+    assert trial.report().values["requests"] == 99
+    assert trial.report().values["errors"] == pytest.approx(5 / 99)
+    answered(fleet, "n0", 1, word=12345)  # of an earlier trial
+    assert trial.look() is None
+    answered(fleet, "n0", 1)
+    verdict = trial.look()
+    assert verdict is not None
+    assert (verdict.what, verdict.why) == ("promote", "requests >= 100 and errors < 0.1")
+    answered(fleet, "n2", 20, errors=20)
+    verdict = trial.look()
+    assert verdict is not None
+    assert verdict.what == "abort"
+
+
+def test_steps(fleet: Fleet) -> None:
+    now = [100.0]
+    order = trial_of(fleet, steps=(0.0, 0.2, 1.0), step_seconds=60.0)
+    trial = FleetTrial(order, fleet, lambda: now[0])
+    trial.begin(5.0)
+    found = {}
+    for second in (0, 59, 60, 119, 120, 179):
+        now[0] = 100.0 + second
+        assert trial.look() is None
+        found[second] = trial.shares["n0"]
+    assert found == {0: 0.0, 59: 0.0, 60: 0.2, 119: 0.2, 120: 1.0, 179: 1.0}
+    now[0] = 280.0
+    assert trial.look() == ("promote", "3 steps of 60 s")
+
+
+def test_a_share_of_the_nodes(fleet: Fleet) -> None:
+    trial = begun(fleet, share=0.34, of="nodes")
+    assert trial.shares == {"n0": 1.0, "n1": 1.0, "n2": 0.0}
+    fleet.keepers["n0"].end_trial("trial 1")
+    trial.look()
+    trial.look()
+    assert trial.shares == {"n1": 1.0, "n2": 0.0}
+
+
+@pytest.mark.parametrize(
+    ("share", "first"), [(0.0, 0), (0.1, 1), (0.25, 1), (0.5, 2), (0.51, 3), (0.75, 3), (1.0, 4), (0.1 + 0.2 + 0.2, 2)]
+)
+def test_how_many_nodes_a_share_is(share: float, first: int) -> None:
+    assert list(shares("abcd", share, by_nodes=True).values()) == [1.0] * first + [0.0] * (4 - first)
+    assert shares("ab", share, by_nodes=False) == {"a": share, "b": share}
+
+
+@pytest.mark.parametrize(
+    ("plan", "said"),
+    [
+        ({"share": 1.5}, "share=1.5: expected 0 to 1"),
+        ({"share": float("nan")}, "share=nan"),
+        ({"of": "replicas"}, "expected 'requests' or 'nodes'"),
+        ({"share": 0.1, "steps": (0.2,)}, "give one of them"),
+        ({"steps": (0.2, 2.0)}, "expected shares from 0 to 1"),
+        ({"steps": (0.2, float("nan"))}, "expected shares from 0 to 1"),
+        ({"steps": (0.2,), "step_seconds": 0.0}, "expected a number of seconds"),
+        ({"steps": (0.2,), "step_seconds": float("inf")}, "expected a number of seconds"),
+        ({"promote_if": "nonsense > 1"}, "nonsense"),
+        ({"abort_if": "errors >"}, "errors >"),
+    ],
+)
+def test_plans_that_cannot_be_meant(plan: dict[str, Any], said: str) -> None:
+    with pytest.raises((Unsupported, ValueError), match=said):
+        FleetPlan(**plan).check()
+
+
+def test_renewing_what_is_over(fleet: Fleet) -> None:
+    keeper = fleet.keepers["n0"]
+    with pytest.raises(StageClosed, match="n0: the trial trial 1 is over"):
+        keeper.renew_trial("trial 1", 0.1)
+    keeper.end_trial("trial 1")
+    keeper.tried(b64encode(b"late").decode())  # nobody's, and not read
+    assert keeper.trial() is None
