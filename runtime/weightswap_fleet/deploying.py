@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,8 @@ from ray.serve.config import RequestRouterConfig
 from weightswap_runtime.desired.place import DesiredPlace
 from weightswap_runtime.errors import Unsupported
 from weightswap_runtime.format.artifact import Artifact
+from weightswap_runtime.format.manifest import Manifest
+from weightswap_runtime.format.nonfinite import as_allowed
 from weightswap_runtime.sources.location import Url, as_location, fixed
 from weightswap_server.serving import default_name
 from weightswap_server.settings import Settings
@@ -43,6 +45,7 @@ def deployment(
     max_ongoing_requests: int = 64,
     batch: int = 1,
     verify: str = "goldens",
+    allow_nonfinite: bool | str | Sequence[str] = False,
     require_signature: _Path | None = None,
     op_libraries: tuple[str, ...] = (),
     settings: Settings | None = None,
@@ -56,6 +59,8 @@ def deployment(
     name: the fleet's, for `connect`. model: what requests over HTTP call it; None: the artifact's name.
     num_replicas, autoscaling_config, ray_actor_options, max_ongoing_requests: as Ray Serve takes them.
     batch: how many rows of requests one call may have; 1 for no batching. verify: as for `Model.stage`.
+    allow_nonfinite: True, or patterns of FQNs, for weights that may have NaN or infinities where those that are served
+      have none. Others are refused.
     require_signature: a public key; weights that it has not signed are refused. op_libraries: as for `load`.
     settings: limits of the server; ports and times of connections are those of Serve's proxies.
     interval: seconds between two looks at the place.
@@ -81,6 +86,7 @@ def deployment(
         model=model or default_name(_shared(artifact)),
         since=time.time(),
         verify=verify,
+        allow_nonfinite=_allowed(allow_nonfinite, opened.manifest),
         require_signature=_shared(require_signature) if require_signature is not None else None,
         interval=interval,
         op_libraries=tuple(op_libraries),
@@ -103,6 +109,12 @@ def _desire(place: DesiredPlace, weights: _Path | None) -> None:
     """Weights to begin with."""
     if weights is not None and place.read().weights is None:
         place.set(_shared(weights), revision=place.read().revision, why="the fleet's first weights")
+
+
+def _allowed(given: bool | str | Sequence[str], manifest: Manifest) -> bool | tuple[str, ...]:
+    """Names, so that patterns are tried before there are replicas."""
+    found = as_allowed(given, manifest)
+    return found if isinstance(found, bool) else tuple(sorted(found or ()))
 
 
 def _shared(path: _Path) -> str:

@@ -17,7 +17,8 @@ class Spec(NamedTuple):
     """What a fleet serves: an artifact, under a name, and the place of its desired state.
 
     since: when it was deployed, in seconds since the epoch; of two deployments of one name the later one counts.
-    verify: as for `Model.stage`. interval: seconds between two looks at the place. model: what requests call it.
+    verify, allow_nonfinite: as for `Model.watch`. interval: seconds between two looks at the place. model: what
+    requests call it.
     """
 
     fleet: str
@@ -27,6 +28,7 @@ class Spec(NamedTuple):
     model: str
     since: float
     verify: str = "goldens"
+    allow_nonfinite: bool | tuple[str, ...] = False
     require_signature: str | None = None
     interval: float = 1.0
     op_libraries: tuple[str, ...] = ()

@@ -213,6 +213,7 @@ class NodeKeeper:
             expect=weights.weights_id,
             allow_other_graph=weights.graph_id not in ("", self.spec.graph_id),
             verify=self.spec.verify,  # type: ignore[arg-type]
+            allow_nonfinite=self.spec.allow_nonfinite,
             by=weights.by,
             background=background,
         )

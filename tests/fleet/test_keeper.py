@@ -17,7 +17,7 @@ from weightswap_fleet.errors import FleetError, FleetRefused, FleetUndecided, St
 from weightswap_runtime import DesiredError, DigestMismatch, Held, NothingToRollBack, RevisionConflict, Superseded
 from weightswap_runtime.desired.document import DesiredWeights
 from weightswap_runtime.desired.place import known_weights
-from weightswap_runtime.errors import NoWeights, StageClosed, StagingBusy, Unsupported
+from weightswap_runtime.errors import NonFiniteWeights, NoWeights, StageClosed, StagingBusy, Unsupported
 from weightswap_server.signed_weights import SignatureRefused
 
 from .nodes import Fleet
@@ -66,6 +66,26 @@ def test_what_is_prepared_is_committed_or_given_up(fleet: Fleet) -> None:
 
 def keeper_wants(fleet: Fleet, number: int) -> str:
     return fleet.weights_id(number)
+
+
+def test_nan_is_refused_unless_the_deployment_lets_it_in(fleet: Fleet, tmp_path: Path) -> None:
+    """In orders, in what the place says, and in what is tried first."""
+    values = fleet.tiny.values(1)
+    values["weight"][0, 0] = float("nan")
+    path = fleet.tiny.write(tmp_path / "nan.safetensors", values)
+    with pytest.raises(FleetRefused) as refused:
+        swap(fleet, 1, path)
+    assert {type(error) for error in refused.value.reasons.values()} == {NonFiniteWeights}
+    fleet.place.set(path, revision=1)
+    keeper = fleet.keepers["n0"]
+    keeper.look()
+    assert "weight: 1 NaN" in keeper.status().error
+    assert set(fleet.served().values()) == {fleet.weights_id(0)}
+    keeper.take_seat(os.getpid(), fleet.spec._replace(since=1.0, allow_nonfinite=("weight",)))
+    fleet.place.set(fleet.file(0), revision=2)
+    fleet.place.set(path, revision=3)
+    keeper.look()
+    assert keeper.status().revision == 4
 
 
 def test_an_order_that_nobody_speaks_of_runs_out(fleet: Fleet) -> None:

@@ -47,6 +47,9 @@ def deploy(
     require_signature: Annotated[
         Path | None, typer.Option(help="A public key; weights that it has not signed are refused.", dir_okay=False)
     ] = None,
+    allow_nonfinite: Annotated[
+        list[str] | None, typer.Option(help="Let NaN and infinities into weights of this name; `*` is all.")
+    ] = None,
     address: AddressOption = "auto",
     as_json: JsonOption = False,
 ) -> None:
@@ -67,6 +70,7 @@ def deploy(
             model=model,
             batch=max_batch,
             require_signature=require_signature,
+            allow_nonfinite=allow_nonfinite or False,
             **scaling,
         )
         serve.run(application, name=name, route_prefix=route)
