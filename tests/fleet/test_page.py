@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -14,8 +15,11 @@ from starlette.testclient import TestClient
 
 from tests.support.browser import FAINT, NAMELESS, browser
 from weightswap_fleet.agreement import Agreement, Deadlines
+from weightswap_fleet.documents import FleetPlan, NodeStatus, TrialOrder, TrialReport
 from weightswap_fleet.errors import UnknownFleet
+from weightswap_fleet.fleet_trial import FleetTrial
 from weightswap_fleet.operator_page import page_app
+from weightswap_runtime.desired.document import DesiredState, DesiredWeights
 from weightswap_runtime.desired.place import known_weights
 from weightswap_server.http.listening import listening
 
@@ -37,10 +41,31 @@ def fleet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Fleet]:
     made.close()
 
 
+class Watched:
+    """A fleet as the page sees it, and a problem that it may have."""
+
+    name = "tagger"
+    problem: Exception | None = None
+    trial: TrialReport | None = None
+
+    def __init__(self, fleet: Fleet) -> None:
+        self._fleet = fleet
+
+    @property
+    def desired(self) -> DesiredState:
+        return self._fleet.place.read()
+
+    @property
+    def nodes(self) -> dict[str, NodeStatus]:
+        if self.problem is not None:
+            raise self.problem
+        return {name: keeper.status()._replace(replicas=(100, 101)) for name, keeper in self._fleet.keepers.items()}
+
+
 @contextmanager
-def served(fleet: Fleet, nodes: Callable[[], Any]) -> Iterator[str]:
+def served(watched: Watched) -> Iterator[str]:
     """A block with the page's address."""
-    app = page_app("tagger", fleet.place.read, nodes, HOSTS)
+    app = page_app(watched, HOSTS)
     with listening("127.0.0.1", 0) as listener:
         server = uvicorn.Server(uvicorn.Config(app, log_config=None, lifespan="off", timeout_graceful_shutdown=1))
         thread = threading.Thread(target=server.run, args=([listener],))
@@ -50,25 +75,21 @@ def served(fleet: Fleet, nodes: Callable[[], Any]) -> Iterator[str]:
         thread.join()
 
 
-def statuses(fleet: Fleet) -> dict[str, Any]:
-    return {name: keeper.status()._replace(replicas=(100, 101)) for name, keeper in fleet.keepers.items()}
-
-
 def swap(fleet: Fleet, number: int) -> Any:
     path = fleet.file(number)
     return Agreement(fleet.place, fleet).swap(str(path), known_weights(path), "bo", "better", SOON)
 
 
+def a_trial(fleet: Fleet, number: int) -> TrialOrder:
+    path, weights_id = fleet.file(number), fleet.weights_id(number)
+    weights = DesiredWeights(source=str(path), weights_id=weights_id, since=time.time(), by="bo")
+    return TrialOrder("a trial", str(path), weights, FleetPlan(share=0.25))
+
+
 def test_it_shows_what_each_replica_serves_and_a_commit_that_passes_over_them(fleet: Fleet, browser: Any) -> None:
     complaints: list[str] = []
-    problem: list[Exception] = []
-
-    def nodes() -> dict[str, Any]:
-        if problem:
-            raise problem[0]
-        return statuses(fleet)
-
-    with served(fleet, nodes) as address:
+    watched = Watched(fleet)
+    with served(watched) as address:
         context = browser.new_context(reduced_motion="reduce", viewport={"width": 1200, "height": 900})
         page = context.new_page()
         page.set_default_timeout(10_000)
@@ -93,18 +114,32 @@ def test_it_shows_what_each_replica_serves_and_a_commit_that_passes_over_them(fl
         assert page.title() == "tagger: revision 2 · weightswap"
         page.locator("section[aria-labelledby=history]").get_by_text("served before").wait_for()
 
+        trial = FleetTrial(a_trial(fleet, 2), fleet)
+        trial.begin(5.0)
+        watched.trial = trial.report()
+        page.get_by_text("weights are on trial", exact=True).wait_for()
+        assert page.locator("section[aria-labelledby=nodes]").get_by_text("tries ").count() == 3
+        tried = page.locator("section[aria-labelledby=canary]")
+        tried.get_by_text("answers 25 %").wait_for()
+        assert tried.locator("code").first.inner_text() == trial.order.weights.weights_id[:12]
+        trial.end()
+        watched.trial = trial.report("aborted", "errors > 0.01")
+        page.locator("section[aria-labelledby=trial]").get_by_text("errors > 0.01").wait_for()
+        page.get_by_text("all serve what is desired", exact=True).wait_for()
+        assert page.locator("*").evaluate_all(FAINT)[1] == []
+
         page.set_viewport_size({"width": 360, "height": 800})
         assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
-        problem.append(UnknownFleet("tagger: no node of a fleet of that name is there; deploy it first"))
+        watched.problem = UnknownFleet("tagger: no node of a fleet of that name is there; deploy it first")
         page.get_by_text("no node of a fleet of that name is there").wait_for()
-        problem.clear()
+        watched.problem = None
         page.get_by_text("all serve what is desired", exact=True).wait_for()
         context.close()
     assert complaints == []
 
 
 def test_it_answers_to_no_other_name_and_changes_nothing(fleet: Fleet) -> None:
-    app = page_app("tagger", fleet.place.read, lambda: statuses(fleet), HOSTS)
+    app = page_app(Watched(fleet), HOSTS)
     assert TestClient(app, base_url="http://evil.example").get("/").status_code == 400
     client = TestClient(app, base_url="http://127.0.0.1")
     page = client.get("/")

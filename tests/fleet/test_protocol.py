@@ -1,5 +1,4 @@
-"""The protocol of a fleet: messages that are lost, coordinators and keepers that die, operators, outages, trials, in any
-order.
+"""The protocol of a fleet: messages that are lost, coordinators and keepers that die, operators, outages, trials.
 
 What was decided is what the place says; a revision stands for one set of weights, on each node, at each time.
 """

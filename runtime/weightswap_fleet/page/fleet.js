@@ -1,5 +1,6 @@
 // The page of a fleet: what is desired, which weights each replica serves, and a commit passing over them.
 
+import { Canary } from "./canary.js";
 import { listen } from "./connection.js";
 import { Facts, Id, Labels, Section, When, duration } from "./parts.js";
 import { html, render, useEffect, useReducer } from "./vendor/htm/preact.js";
@@ -11,8 +12,9 @@ function known(state, [kind, data]) {
   return { found: data, connected: true, problem: "" };
 }
 
-function states({ agrees, nodes }) {
+function states({ agrees, nodes, trial }) {
   if (!agrees) return ["mark", "not all serve what is desired"];
+  if (trial && !trial.outcome) return ["mark", "weights are on trial"];
   const prepares = nodes.some(({ preparing }) => preparing);
   return prepares ? ["mark", "a change is prepared"] : ["good", "all serve what is desired"];
 }
@@ -57,6 +59,8 @@ function Node({ node, wanted, after, longest, now }) {
     ? ["bad", node.error]
     : node.preparing
       ? ["mark", `prepares ${node.preparing.slice(0, 12)}`]
+      : node.trying
+        ? ["mark", `tries ${node.trying.slice(0, 12)}`]
       : serves
         ? ["good", "serves"]
         : ["mark", "behind"];
@@ -111,6 +115,25 @@ function Nodes({ found }) {
   <//>`;
 }
 
+/** What is on trial on all nodes, with the share of all their requests; or how the last trial has ended. */
+function Trial({ trial, now }) {
+  if (!trial) return null;
+  if (!trial.outcome) {
+    const parts = Object.values(trial.shares);
+    const share = parts.reduce((sum, part) => sum + part, 0) / (parts.length || 1);
+    return html`<${Canary} canary=${{ ...trial.plan, ...trial, share }} now=${now} />`;
+  }
+  return html`<${Section} id="trial" title="Last trial">
+    <${Facts}
+      rows=${[
+        ["weights", html`<${Id} id=${trial.weights_id} />`],
+        ["outcome", trial.outcome],
+        ["because", trial.reason],
+      ]}
+    />
+  <//>`;
+}
+
 function History({ desired, now }) {
   const entries = [
     ...[...desired.history].reverse().map((weights) => ({ ...weights, what: "served before" })),
@@ -160,6 +183,7 @@ function Page() {
     <main class=${connected && !problem ? "" : "stale"}>
       <${Desired} desired=${found.desired} now=${found.time} />
       <${Nodes} found=${found} />
+      <${Trial} trial=${found.trial} now=${found.time} />
       <${History} desired=${found.desired} now=${found.time} />
     </main>`;
 }

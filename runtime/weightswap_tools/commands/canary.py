@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -103,7 +104,11 @@ def _show(found: dict[str, Any], as_json: bool) -> None:
     if trial["promote_if"]:
         say(f"promote if  {trial['promote_if']} (held for {trial['promote_held']:.0f} s)")
     say(f"abort if    {trial['abort_if']}")
-    values = trial["values"]
+    print_measured(trial["values"])
+
+
+def print_measured(values: Mapping[str, float | None]) -> None:
+    """What rules are about, of both sets of weights."""
     rows = [[title, _number(values.get(one)), _number(values.get(other))] for title, one, other in _SHOWN]
     print_table("", ["", "canary", "served"], rows)
 

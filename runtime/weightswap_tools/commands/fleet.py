@@ -2,31 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from weightswap_runtime.desired.document import SHOWN, DesiredState
-from weightswap_runtime.errors import MissingExtra, Unsupported
 from weightswap_runtime.sources.location import printable
 from weightswap_tools.terminal import JsonOption, errors_as_exit, print_json, print_table, say
 
 from .desired import time_said
+from .fleet_canary import abort, canary, promote, say_trial
+from .fleet_cluster import NAME, AddressOption, ByOption, NameOption, WhyOption, cluster, connected, say_receipt
 
 if TYPE_CHECKING:
-    from weightswap_fleet import Fleet, FleetReceipt, NodeStatus
+    from weightswap_fleet import Fleet, NodeStatus
 
 fleet_command = typer.Typer(add_completion=False, help="Many machines that change their weights together, on Ray.")
-NameOption = Annotated[str, typer.Option("--name", "-n", help="The fleet's name.")]
-ByOption = Annotated[str, typer.Option(help="Who asks.")]
-WhyOption = Annotated[str, typer.Option(help="The reason, for those who come after.")]
-AddressOption = Annotated[
-    str, typer.Option(envvar="RAY_ADDRESS", help="Of the Ray cluster; `auto` is that of this machine.")
-]
-_NAME = "weightswap"
+for _command in (canary, promote, abort):
+    fleet_command.command()(_command)
 
 
 @fleet_command.command()
@@ -36,7 +30,7 @@ def deploy(
     follow: Annotated[
         str | None, typer.Option(help="The place of the desired state; else the directory of the weights.")
     ] = None,
-    name: NameOption = _NAME,
+    name: NameOption = NAME,
     replicas: Annotated[int, typer.Option(min=1, help="How many replicas there are, over all nodes.")] = 1,
     max_replicas: Annotated[
         int | None, typer.Option(help="Let Ray Serve have more replicas under load, up to so many.")
@@ -54,7 +48,7 @@ def deploy(
     as_json: JsonOption = False,
 ) -> None:
     """Deploy an artifact as an application of Ray Serve, or change its number of replicas."""
-    with errors_as_exit(as_json), _cluster(address):
+    with errors_as_exit(as_json), cluster(address):
         from ray import serve
 
         from weightswap_fleet import connect, deployment
@@ -78,42 +72,42 @@ def deploy(
 
 
 @fleet_command.command()
-def status(name: NameOption = _NAME, address: AddressOption = "auto", as_json: JsonOption = False) -> None:
+def status(name: NameOption = NAME, address: AddressOption = "auto", as_json: JsonOption = False) -> None:
     """Show what is desired, and which weights each node serves; with status 1 where they differ."""
-    with errors_as_exit(as_json), _fleet(name, address) as fleet:
+    with errors_as_exit(as_json), connected(name, address) as fleet:
         if not _show(fleet, as_json):
             raise typer.Exit(1)
 
 
 @fleet_command.command()
 def page(
-    name: NameOption = _NAME,
+    name: NameOption = NAME,
     port: Annotated[int, typer.Option(min=0, max=65535, help="Where the page is; 0 for any that is free.")] = 8008,
     host: Annotated[str, typer.Option(help="Where it listens; whoever reaches that sees the page.")] = "127.0.0.1",
     address: AddressOption = "auto",
 ) -> None:
     """Serve a page that shows which weights each replica serves, until it is interrupted."""
-    with errors_as_exit(False), _fleet(name, address) as fleet:
+    with errors_as_exit(False), connected(name, address) as fleet:
         from weightswap_fleet.operator_page import serve_page
 
         def ready(where: str) -> None:
             say(f"page        {where}")
 
-        serve_page(name, lambda: fleet.desired, lambda: fleet.nodes, host, port, ready)
+        serve_page(fleet, host, port, ready)
 
 
 @fleet_command.command()
 def swap(
     weights: Annotated[str, typer.Argument(help="A packed weight file, at a path or URL that all nodes can read.")],
-    name: NameOption = _NAME,
+    name: NameOption = NAME,
     by: ByOption = "",
     why: WhyOption = "",
     address: AddressOption = "auto",
     as_json: JsonOption = False,
 ) -> None:
     """Let all nodes serve other weights together: all stage and verify them first, and if one cannot, none does."""
-    with errors_as_exit(as_json), _fleet(name, address) as fleet:
-        _say_receipt(fleet.swap(weights, by=by, why=why), as_json)
+    with errors_as_exit(as_json), connected(name, address) as fleet:
+        say_receipt(fleet.swap(weights, by=by, why=why), as_json)
 
 
 @fleet_command.command()
@@ -121,7 +115,7 @@ def rollback(
     to: Annotated[
         str | None, typer.Argument(help="The beginning of a weights id; else what was desired before.")
     ] = None,
-    name: NameOption = _NAME,
+    name: NameOption = NAME,
     no_hold: Annotated[bool, typer.Option("--no-hold", help="Do not hold afterwards.")] = False,
     by: ByOption = "",
     why: WhyOption = "",
@@ -129,83 +123,37 @@ def rollback(
     as_json: JsonOption = False,
 ) -> None:
     """Let all nodes serve earlier weights again, and take nothing new until `release`."""
-    with errors_as_exit(as_json), _fleet(name, address) as fleet:
-        _say_receipt(fleet.rollback(to, by=by, why=why, hold=not no_hold), as_json)
+    with errors_as_exit(as_json), connected(name, address) as fleet:
+        say_receipt(fleet.rollback(to, by=by, why=why, hold=not no_hold), as_json)
 
 
 @fleet_command.command()
 def hold(
-    name: NameOption = _NAME,
+    name: NameOption = NAME,
     by: ByOption = "",
     why: WhyOption = "",
     address: AddressOption = "auto",
     as_json: JsonOption = False,
 ) -> None:
     """Let nothing be promoted until `release`."""
-    with errors_as_exit(as_json), _fleet(name, address) as fleet:
+    with errors_as_exit(as_json), connected(name, address) as fleet:
         _say_desired(fleet.hold(by=by, why=why), as_json)
 
 
 @fleet_command.command()
-def release(name: NameOption = _NAME, address: AddressOption = "auto", as_json: JsonOption = False) -> None:
+def release(name: NameOption = NAME, address: AddressOption = "auto", as_json: JsonOption = False) -> None:
     """End a hold."""
-    with errors_as_exit(as_json), _fleet(name, address) as fleet:
+    with errors_as_exit(as_json), connected(name, address) as fleet:
         _say_desired(fleet.release(), as_json)
 
 
 @fleet_command.command()
-def remove(name: NameOption = _NAME, address: AddressOption = "auto", as_json: JsonOption = False) -> None:
+def remove(name: NameOption = NAME, address: AddressOption = "auto", as_json: JsonOption = False) -> None:
     """End a fleet: its replicas, its keepers and their memory. What is desired stays as it is."""
-    with errors_as_exit(as_json), _fleet(name, address) as fleet:
+    with errors_as_exit(as_json), connected(name, address) as fleet:
         fleet.remove()
         if as_json:
             print_json({"fleet": name})
-
-
-@contextmanager
-def _fleet(name: str, address: str) -> Iterator[Fleet]:
-    with _cluster(address):
-        from weightswap_fleet import connect
-
-        yield connect(name)
-
-
-@contextmanager
-def _cluster(address: str) -> Iterator[None]:
-    """A block that is connected to a Ray cluster. Raises MissingExtra, and Unsupported where none is there."""
-    try:
-        import ray
-    except ImportError as error:
-        raise MissingExtra("a fleet", "ray") from error
-    try:
-        ray.init(address, log_to_driver=False, logging_level="error", namespace="weightswap")
-    except ConnectionError as error:
-        raise Unsupported(f"no Ray cluster at {address}: start one (ray start --head), or say --address") from error
-    try:
-        yield
-    finally:
-        ray.shutdown()
-
-
-def _say_receipt(receipt: FleetReceipt, as_json: bool) -> None:
-    if as_json:
-        return print_json(receipt.as_dict())
-    before = receipt.previous_weights_id
-    say(f"{receipt.kind:<12}{receipt.source}")
-    say(f"weights id  {receipt.weights_id}")
-    say(f"before      {before or 'nothing'}")
-    say(f"revision    {receipt.revision}")
-    say(
-        f"took        {receipt.seconds_staged:.2f} s until all were ready, {receipt.seconds_committed:.2f} s until all "
-        f"served; {receipt.skew * 1e3:.1f} ms between the first and the last"
-    )
-    rows = [
-        [node, "in memory" if each.resident else f"{each.seconds_staged:.2f} s", receipt.late.get(node, "serves")]
-        for node, each in sorted(receipt.nodes.items())
-    ]
-    rows += [[node, "", why] for node, why in sorted(receipt.late.items()) if node not in receipt.nodes]
-    print_table("Nodes", ["node", "staged in", "state"], rows)
-    return None
 
 
 def _say_desired(state: DesiredState, as_json: bool) -> None:
@@ -228,18 +176,19 @@ def _because(why: str) -> str:
 
 def _show(fleet: Fleet, as_json: bool) -> bool:
     """Say how it stands. Whether all nodes serve what is desired."""
-    state, nodes = fleet.desired, fleet.nodes
+    state, nodes, trial = fleet.desired, fleet.nodes, fleet.trial
     wanted = state.weights.weights_id if state.weights else None
     agree = all(each.weights_id == wanted for each in nodes.values())
     if as_json:
         from weightswap_fleet.operator_page import standing
 
-        print_json(standing(fleet.name, state, nodes))
+        print_json(standing(fleet.name, state, nodes, trial))
         return agree
     say(f"fleet       {fleet.name}")
     _say_desired(state, as_json)
     columns = ["node", "weights", "revision", "replicas", "state"]
     print_table("Nodes", columns, [_row(each, wanted) for _, each in sorted(nodes.items())])
+    say_trial(trial)
     return agree
 
 
@@ -247,5 +196,7 @@ def _row(node: NodeStatus, wanted: str | None) -> list[str]:
     state = node.error or ("serves" if node.weights_id == wanted else "behind")
     if node.preparing:
         state += f", prepares {node.preparing[:SHOWN]}"
+    if node.trying:
+        state += f", tries {node.trying[:SHOWN]}"
     served = (node.weights_id or "nothing")[:SHOWN]
     return [node.node, served, str(node.revision), str(len(node.replicas)), state]

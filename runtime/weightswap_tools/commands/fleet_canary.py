@@ -1,0 +1,132 @@
+"""`weightswap fleet canary`, `promote` and `abort`: weights answer some requests of a fleet, before all of them."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from weightswap_runtime.errors import StageClosed
+from weightswap_tools.terminal import JsonOption, errors_as_exit, print_json, say, status_line
+
+from .canary import print_measured
+from .fleet_cluster import NAME, AddressOption, ByOption, NameOption, WhyOption, connected, say_receipt
+
+if TYPE_CHECKING:
+    from weightswap_fleet import Fleet, TrialReport
+
+_LOOK = 0.5  # seconds between two looks
+
+
+def canary(
+    weights: Annotated[
+        str | None, typer.Argument(help="A packed weight file, as for swap; without it, what is on trial is shown.")
+    ] = None,
+    name: NameOption = NAME,
+    share: Annotated[float | None, typer.Option(help="The share of requests that it answers, 0 to 1.")] = None,
+    of: Annotated[str, typer.Option(help="`requests`: of each node; `nodes`: of the nodes, for all of theirs.")] = "",
+    steps: Annotated[str | None, typer.Option(help="Shares one after another, as `0.01,0.1,0.5,1`.")] = None,
+    step_seconds: Annotated[float | None, typer.Option(help="How long each step lasts.")] = None,
+    shadow: Annotated[bool, typer.Option("--shadow", help="Call it beside the served weights, and compare.")] = False,
+    tolerance: Annotated[float | None, typer.Option(help="The relative difference that makes answers differ.")] = None,
+    promote_if: Annotated[str, typer.Option(help="A rule, as `errors < 0.001 and p99_ratio < 1.1 for 5 min`.")] = "",
+    abort_if: Annotated[str | None, typer.Option(help="A rule; without it, errors and NaN abort.")] = None,
+    wait: Annotated[bool, typer.Option("--wait", help="Wait for its end; status 1 where it was not promoted.")] = False,
+    by: ByOption = "",
+    why: WhyOption = "",
+    address: AddressOption = "auto",
+    as_json: JsonOption = False,
+) -> None:
+    """Let weights answer some requests on all nodes (--share, --steps, --shadow), or show what is on trial."""
+    plan = {
+        "share": share,
+        "of": of or None,
+        "steps": _shares(steps),
+        "step_seconds": step_seconds,
+        "shadow": shadow or None,
+        "tolerance": tolerance,
+        "promote_if": promote_if or None,
+        "abort_if": abort_if,
+    }
+    given: dict[str, Any] = {field: value for field, value in plan.items() if value is not None}
+    if given and weights is None:
+        raise typer.BadParameter("give the weights that are to be tried")
+    with errors_as_exit(as_json), connected(name, address) as fleet:
+        if weights is not None:
+            fleet.canary(weights, by=by, why=why, **given)
+        trial = _waited(fleet) if wait else fleet.trial
+        if as_json:
+            print_json({"trial": trial.as_dict() if trial is not None else None})
+        else:
+            say_trial(trial)
+        if wait and (trial is None or trial.outcome != "promoted"):
+            raise typer.Exit(1)
+
+
+def promote(
+    name: NameOption = NAME,
+    by: ByOption = "",
+    why: WhyOption = "",
+    address: AddressOption = "auto",
+    as_json: JsonOption = False,
+) -> None:
+    """Let all nodes serve what is on trial, together: all of them, or none, and then the trial goes on."""
+    with errors_as_exit(as_json), connected(name, address) as fleet:
+        say_receipt(fleet.promote(by=by, why=why), as_json)
+
+
+def abort(
+    name: NameOption = NAME,
+    by: ByOption = "",
+    why: WhyOption = "",
+    address: AddressOption = "auto",
+    as_json: JsonOption = False,
+) -> None:
+    """Give up what is on trial."""
+    with errors_as_exit(as_json), connected(name, address) as fleet:
+        trial = fleet.abort(by=by, why=why)
+        if as_json:
+            print_json({"trial": trial.as_dict()})
+        else:
+            say_trial(trial)
+
+
+def _shares(steps: str | None) -> tuple[float, ...] | None:
+    if steps is None:
+        return None
+    try:
+        return tuple(float(step) for step in steps.split(","))
+    except ValueError:
+        raise typer.BadParameter(f"--steps {steps}: expected shares, as 0.1,0.5,1") from None
+
+
+def _waited(fleet: Fleet) -> TrialReport | None:
+    """How what is on trial has ended."""
+    trial = fleet.trial
+    if trial is None:
+        raise StageClosed(f"{fleet.name}: nothing is on trial")
+    with status_line(f"{fleet.name}: canary") as tell:
+        while trial is not None and not trial.outcome:
+            tell(f"{fleet.name}: canary, {trial.values['requests'] or 0:.0f} requests")
+            time.sleep(_LOOK)
+            trial = fleet.trial
+    return trial
+
+
+def say_trial(trial: TrialReport | None) -> None:
+    """Print what is on trial, or how the last trial has ended."""
+    if trial is None:
+        return
+    plan = trial.plan
+    say(f"canary      {trial.source}{f' by {trial.by}' if trial.by else ''}")
+    say(f"weights id  {trial.weights_id}")
+    if trial.outcome:
+        say(f"outcome     {trial.outcome}{f': {trial.reason}' if trial.reason else ''}")
+    else:
+        say(f"answers     {', '.join(f'{100 * part:g} % of {node}' for node, part in sorted(trial.shares.items()))}")
+    for title, rule in (("promote if", plan.promote_if), ("abort if", plan.abort_if)):
+        if rule:
+            held = f" (held for {trial.promote_held:.0f} s)" if title == "promote if" and not trial.outcome else ""
+            say(f"{title:<12}{rule}{held}")
+    print_measured(trial.values)
