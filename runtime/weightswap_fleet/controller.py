@@ -17,8 +17,8 @@ from weightswap_runtime.desired.place import DesiredPlace, Known, known_weights
 from weightswap_runtime.errors import Held, StageClosed, StagingBusy, WeightswapError, text_of
 
 from .actors import ACTOR_OPTIONS, ANSWER, SHOWN, RayNodes, controller_name, find_spec
-from .agreement import DEADLINES, LEAST_LEASE, Agreement, Deadlines, described
-from .documents import FleetPlan, FleetReceipt, TrialOrder, TrialReport
+from .agreement import DEADLINES, Agreement, Deadlines, described
+from .documents import TRIAL_LEASE, FleetPlan, FleetReceipt, TrialOrder, TrialReport
 from .errors import UnknownFleet
 from .fleet_trial import FleetTrial, Verdict
 
@@ -106,7 +106,7 @@ class Controller:
         while True:
             time.sleep(_LOOK)
             try:
-                if self._trial is None and time.monotonic() < self._born + LEAST_LEASE:
+                if self._trial is None and time.monotonic() < self._born + TRIAL_LEASE:
                     self._find_trial()
                 if (trial := self._trial) is not None:
                     self._judge(trial, trial.look())

@@ -12,6 +12,8 @@ from weightswap_runtime.errors import Unsupported
 from weightswap_server.canary.judging import DEFAULT_ABORT, Plan, check_plan
 from weightswap_server.settings import Settings
 
+TRIAL_LEASE = 30.0  # seconds
+
 
 class Spec(NamedTuple):
     """What a fleet serves: an artifact, under a name, and the place of its desired state.
@@ -102,13 +104,16 @@ class FleetPlan(NamedTuple):
 
 
 class TrialOrder(NamedTuple):
-    """What all nodes are to try. id, source, lease: as of an `Order`; weights.since: when it was begun."""
+    """What all nodes are to try. id, source, lease: as of an `Order`; weights.since: when it was begun.
+
+    The next controller begins within the lease, or the nodes give it up.
+    """
 
     id: str
     source: str
     weights: DesiredWeights
     plan: FleetPlan
-    lease: float = 10.0
+    lease: float = TRIAL_LEASE
 
 
 class TrialReport(NamedTuple):

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -15,8 +18,10 @@ from torch import nn
 
 from tests.support.turns import turn
 from weightswap_exporter import export, pack
+from weightswap_fleet import FleetRefused
 
 INPUT: NDArray[Any] = np.ones((1, 8), np.float32)
+NUMBERS = 8
 
 
 class Numbered(nn.Module):
@@ -36,24 +41,27 @@ class Files:
     def __init__(self, folder: Path, numbers: int) -> None:
         self.folder = folder
         self.artifact = folder / "numbered.artifact"
-        model = Numbered()
-        export(model, (torch.ones(1, 8),), out=self.artifact)
-        self.weights: dict[int, Path] = {}
-        self._numbers: dict[str, int] = {}
-        for number in range(numbers):
-            with torch.no_grad():
-                for parameter in model.parameters():
-                    parameter.fill_(number)
-            packed = pack(model.state_dict(), self.artifact, out=folder / f"{number}.safetensors")
-            self.weights[number] = folder / f"{number}.safetensors"
-            self._numbers[packed.weights_id] = number
+        self._model = Numbered()
+        export(self._model, (torch.ones(1, 8),), out=self.artifact)
+        self._numbers: dict[str, float] = {}
+        self.weights = {number: self.write(number) for number in range(numbers)}
 
-    def number(self, weights_id: str) -> int:
+    def write(self, number: float) -> Path:
+        """The weights of a number."""
+        with torch.no_grad():
+            for parameter in self._model.parameters():
+                parameter.fill_(number)
+        packed = pack(self._model.state_dict(), self.artifact, out=self.folder / f"{number}.safetensors")
+        self._numbers[packed.weights_id] = number
+        return packed.path
+
+    def number(self, weights_id: str) -> float:
         return self._numbers[weights_id]
 
     def is_whole(self, output: NDArray[Any], weights_id: str) -> bool:
         """Whether an output is that of the weights which it is said to be of."""
-        return bool((output == 8 * 64 * self.number(weights_id) ** 2).all())
+        with np.errstate(over="ignore"):
+            return bool((output == np.float32(8 * 64 * self.number(weights_id) ** 2)).all())
 
 
 @contextmanager
@@ -83,3 +91,98 @@ def _cluster(nodes: int, cpus: int) -> Iterator[Any]:
     finally:
         ray.shutdown()
         made.shutdown()
+
+
+class Deployed(NamedTuple):
+    fleet: Any
+    files: Files
+    cluster: Any
+
+
+@contextmanager
+def deployed_on(folder: Path, nodes: int) -> Iterator[Deployed]:
+    """Four replicas on several nodes."""
+    from ray import serve
+
+    from weightswap_fleet import connect, deployment
+
+    files = Files(folder, NUMBERS)
+    with cluster(nodes) as made:
+        application = deployment(
+            files.artifact,
+            files.weights[0],
+            name="numbered",
+            num_replicas=4,
+            ray_actor_options={"num_cpus": 1},
+            interval=0.5,
+        )
+        serve.run(application, name="numbered")
+        yield Deployed(connect("numbered"), files, made)
+
+
+class Client(threading.Thread):
+    """Calls all the time, and looks at each answer."""
+
+    def __init__(self, deployed: Deployed) -> None:
+        super().__init__(daemon=True)
+        self._client, self._files = deployed.fleet.client(), deployed.files
+        self.answers: list[tuple[float, float, int]] = []  # when it was asked for, its number, its revision
+        self.wrong: list[str] = []
+        self.failures: list[BaseException] = []
+        self._stopped = threading.Event()
+
+    def run(self) -> None:
+        while not self._stopped.is_set():
+            asked = time.time()
+            try:
+                answer = self._client.infer({"x": INPUT})
+            except Exception as error:
+                self.failures.append(error)
+                continue
+            if not self._files.is_whole(answer.outputs["output"], answer.weights_id):
+                self.wrong.append(f"{answer.outputs} of {answer.weights_id}")
+            self.answers.append((asked, self._files.number(answer.weights_id), answer.revision))
+
+    def end(self) -> None:
+        self._stopped.set()
+        self.join(60)
+        assert not self.is_alive()
+
+
+@contextmanager
+def calling(deployed: Deployed, clients: int = 2) -> Iterator[list[Client]]:
+    """A block in which clients call; afterwards no answer was wrong, and none went back."""
+    found = [Client(deployed) for _ in range(clients)]
+    for client in found:
+        client.start()
+    try:
+        yield found
+    finally:
+        for client in found:
+            client.end()
+    for client in found:
+        assert client.wrong == []
+        revisions = [revision for _, _, revision in client.answers]
+        assert revisions == sorted(revisions)
+        assert client.answers
+
+
+@contextmanager
+def frozen(pid: int) -> Iterator[None]:
+    """A block in which a process does nothing."""
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        os.kill(pid, signal.SIGCONT)
+
+
+def soon(work: Callable[[], Any]) -> Any:
+    """What a change says, once no order is open any more that was not heard in time."""
+    deadline = time.monotonic() + 60
+    while True:
+        try:
+            return work()
+        except FleetRefused:
+            assert time.monotonic() < deadline
+            time.sleep(0.2)

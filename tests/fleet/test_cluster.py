@@ -8,10 +8,8 @@ import signal
 import threading
 import time
 import urllib.request
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -23,89 +21,14 @@ from weightswap_fleet import Deadlines, FleetRefused
 from weightswap_runtime import DesiredPlace
 from weightswap_runtime.errors import DesiredError, DigestMismatch, Held, NothingToRollBack, WeightFileError
 
-from .clusters import INPUT, Files, Numbered, cluster
+from .clusters import INPUT, Deployed, Numbered, calling, frozen, soon
 
 pytest.importorskip("ray")
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.filterwarnings("ignore"),  # Ray's
 ]
-NUMBERS = 8
 VICTIMS = ["keeper", "frozen keeper", "replica", "controller"]
-
-
-class Deployed(NamedTuple):
-    fleet: Any
-    files: Files
-    cluster: Any
-
-
-@pytest.fixture(scope="module")
-def deployed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployed]:
-    """Four replicas on three nodes."""
-    from ray import serve
-
-    from weightswap_fleet import connect, deployment
-
-    files = Files(tmp_path_factory.mktemp("fleet"), NUMBERS)
-    with cluster(3) as made:
-        application = deployment(
-            files.artifact,
-            files.weights[0],
-            name="numbered",
-            num_replicas=4,
-            ray_actor_options={"num_cpus": 1},
-            interval=0.5,
-        )
-        serve.run(application, name="numbered")
-        yield Deployed(connect("numbered"), files, made)
-
-
-class Client(threading.Thread):
-    """Calls all the time, and looks at each answer."""
-
-    def __init__(self, deployed: Deployed) -> None:
-        super().__init__(daemon=True)
-        self._client, self._files = deployed.fleet.client(), deployed.files
-        self.answers: list[tuple[float, int, int]] = []  # when it was asked for, its number, its revision
-        self.wrong: list[str] = []
-        self.failures: list[BaseException] = []
-        self._stopped = threading.Event()
-
-    def run(self) -> None:
-        while not self._stopped.is_set():
-            asked = time.time()
-            try:
-                answer = self._client.infer({"x": INPUT})
-            except Exception as error:
-                self.failures.append(error)
-                continue
-            if not self._files.is_whole(answer.outputs["output"], answer.weights_id):
-                self.wrong.append(f"{answer.outputs} of {answer.weights_id}")
-            self.answers.append((asked, self._files.number(answer.weights_id), answer.revision))
-
-    def end(self) -> None:
-        self._stopped.set()
-        self.join(60)
-        assert not self.is_alive()
-
-
-@contextmanager
-def calling(deployed: Deployed, clients: int = 2) -> Iterator[list[Client]]:
-    """A block in which clients call; afterwards no answer was wrong, and none went back."""
-    found = [Client(deployed) for _ in range(clients)]
-    for client in found:
-        client.start()
-    try:
-        yield found
-    finally:
-        for client in found:
-            client.end()
-    for client in found:
-        assert client.wrong == []
-        revisions = [revision for _, _, revision in client.answers]
-        assert revisions == sorted(revisions)
-        assert client.answers
 
 
 def test_a_swap_is_every_node_s(deployed: Deployed) -> None:
@@ -231,16 +154,6 @@ def _kill(ray: Any, victim: str, pid: int) -> None:
         os.kill(pid, signal.SIGKILL)
 
 
-@contextmanager
-def frozen(pid: int) -> Iterator[None]:
-    """A block in which a process does nothing."""
-    os.kill(pid, signal.SIGSTOP)
-    try:
-        yield
-    finally:
-        os.kill(pid, signal.SIGCONT)
-
-
 def test_a_node_that_does_not_answer_refuses_and_its_replicas_answer_on(deployed: Deployed) -> None:
     fleet, files, _ = deployed
     fleet.swap(files.weights[1])
@@ -254,17 +167,6 @@ def test_a_node_that_does_not_answer_refuses_and_its_replicas_answer_on(deployed
     assert [client.failures for client in clients] == [[], []]
     assert soon(lambda: fleet.swap(files.weights[2])).late == {}
     assert fleet.wait(30)
-
-
-def soon(work: Callable[[], Any]) -> Any:
-    """What a change says, once no order is open any more that was not heard in time."""
-    deadline = time.monotonic() + 60
-    while True:
-        try:
-            return work()
-        except FleetRefused:
-            assert time.monotonic() < deadline
-            time.sleep(0.2)
 
 
 def test_a_place_that_is_away_is_waited_for(deployed: Deployed) -> None:

@@ -42,7 +42,7 @@ def fleet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Fleet]:
 def trial_of(fleet: Fleet, number: int = 1, path: Path | None = None, **plan: Any) -> TrialOrder:
     path = path or fleet.file(number)
     weights = DesiredWeights(source=str(path), weights_id=fleet.weights_id(number), since=100.0, by="ana")
-    return TrialOrder(f"trial {number}", str(path), weights, FleetPlan(**plan))
+    return TrialOrder(f"trial {number}", str(path), weights, FleetPlan(**plan), lease=10.0)
 
 
 def begun(fleet: Fleet, number: int = 1, now: float = 100.0, **plan: Any) -> FleetTrial:
