@@ -49,8 +49,8 @@ def _played(options: Options, started: float) -> Iterator[Outcome]:
 
 
 def _keep_up(page: dict[str, str]) -> None:
-    print(f"the operator's page: {page['address']}  token: {page['token']}  (Ctrl-C ends it)", flush=True)
     with suppress(KeyboardInterrupt):
+        print(f"the operator's page: {page['address']}  token: {page['token']}  (Ctrl-C ends it)", flush=True)
         signal.pause()
 
 

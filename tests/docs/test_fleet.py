@@ -42,13 +42,18 @@ def test_the_program(folder: Path) -> None:
 
 @pytest.mark.slow
 def test_the_commands(folder: Path) -> None:
-    _, deploy, ask, end = re.findall(r"```sh\n(.*?)```", page("fleet"), re.DOTALL)
+    _, deploy, ask, back, canary, end = re.findall(r"```sh\n(.*?)```", page("fleet"), re.DOTALL)
     try:
         said = run(folder, ["sh", "-ec", deploy])
         assert said.count("desired     v1.safetensors") == 2
         assert re.search(r"^swap +\S+/v2.safetensors$", said, re.MULTILINE)
         assert json.loads(run(folder, ["sh", "-ec", ask]))["model_name"] == "tagger"
-        said = run(folder, ["sh", "-ec", end])
+        said = run(folder, ["sh", "-ec", back])
         assert re.search(r"^rollback +\S+/v1.safetensors$", said, re.MULTILINE)
+        said = run(folder, ["sh", "-ec", canary])
+        assert re.search(r"^answers +20 % of \w+$", said, re.MULTILINE)
+        assert '"model_version":"canary"' in said
+        assert re.search(r"^swap +\S+/v2.safetensors$", said, re.MULTILINE)
+        run(folder, ["sh", "-ec", end])
     finally:
         run(folder, ["ray", "stop", "--force"])

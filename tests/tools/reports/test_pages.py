@@ -50,7 +50,7 @@ def test_a_verification_that_fails(folder: Path, open_report: Open) -> None:
         "Recorded calls",
         "Swap",
     ]
-    assert page.locator("svg").count() == 3  # outputs by engine, modules, swaps
+    assert page.locator("svg").count() == 2  # outputs by engine, modules
     assert page.get_by_text("blocks.1 (Block)", exact=True).is_visible()
     assert page.get_by_text(f"{len(found.problems)} problems", exact=True).is_visible()
 
