@@ -33,6 +33,7 @@ NAMED = (
     "variants",
     "generate",
     "serve",
+    "fleet",
 )  # parts of `engines`, and what is asked for
 GROUPS = (*ALL, *NAMED)
 WIDTH = 200  # columns of a table that goes to no terminal

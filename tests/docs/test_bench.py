@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
+import sys
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -13,6 +15,7 @@ import pytest
 
 from tests import ROOT
 from tests.support import warm
+from tests.support.turns import turn
 
 BENCHMARKS = ROOT / "scripts" / "benchmarks"
 MAIN = "import main\nsys.exit(main.main())"
@@ -143,6 +146,42 @@ def test_exports(tmp_path: Path) -> None:
         what for what, peer in goals if what.endswith("model to artifact, time") and peer == "torch.export.export"
     ]
     assert len(families) == 3
+
+
+@pytest.mark.slow
+def test_fleet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}:{os.environ['PATH']}")
+    command = [sys.executable, "-W", "ignore", BENCHMARKS / "main.py", "fleet", "--rounds", "1", "--out", tmp_path]
+    with turn("ray"):
+        done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
+    assert done.returncode == 0, done.stderr
+    rows = json.loads((tmp_path / "bench.json").read_text())["rows"]
+    goals = {row["what"]: row["goal"]["limit"] for row in rows if row["goal"] and row["goal"]["figure"] == "p99"}
+    assert goals == {"fleet.swap, 8 replicas on 4 nodes": 500, "fleet.swap, from the first commit to the last": 50}
+    peers = [row for row in rows if row["peer"]]
+    assert len({row["peer"] for row in peers}) == 3
+    for row in peers:
+        assert min(row["median"], row["peer_median"], row["ratio"]) > 0
+
+
+def test_the_model_of_a_fleet() -> None:
+    """Against what can be said without simulating: one machine, a network that takes no time, and a chain."""
+    program = """
+from fleet_model import Rates, commit_skew, from_bucket, through_tree
+alone = Rates(network=3, reader=2, bucket=100, staging=8)
+assert from_bucket(1, 100, alone) == through_tree(1, 100, alone, chunks=1000) == 50
+assert from_bucket(1000, 100, alone) == 1000
+at_once = Rates(network=1e9, reader=2, bucket=100, staging=1e9)
+assert abs(through_tree(1000, 100, at_once, chunks=100) - 50) < 1e-3
+even = Rates(network=2, reader=2, bucket=2, staging=9)
+for nodes in (1, 2, 10):
+    chunks = 50 + nodes - 1
+    assert abs(through_tree(nodes, 100, even, fanout=1, chunks=50) - chunks * 1.0) < 1e-9
+assert abs(through_tree(3, 100, even, fanout=2, chunks=50) - (1 + 100)) < 1e-9  # two children share the network
+assert commit_skew(1, 5.0) == 0
+"""
+    done = python(program)
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.slow

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from tests import ROOT
 from tests.support.pages import page, python
 from tests.support.turns import turn
 
@@ -38,6 +39,12 @@ def run(folder: Path, command: list[str]) -> str:
 def test_the_program(folder: Path) -> None:
     (program,) = re.findall(r"```python\n(.*?)```", page("fleet"), re.DOTALL)
     assert run(folder, [sys.executable, "-c", program]).splitlines()[-2:] == ["True True {}", "['DigestMismatch']"]
+
+
+def test_the_table_is_the_model_s() -> None:
+    program = [sys.executable, str(ROOT / "scripts" / "benchmarks" / "fleet_model.py")]
+    said = subprocess.run(program, capture_output=True, text=True, check=True).stdout
+    assert "\n".join(line for line in said.splitlines() if line.startswith("|")) in page("fleet")
 
 
 @pytest.mark.slow

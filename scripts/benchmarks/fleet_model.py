@@ -1,0 +1,93 @@
+"""A model of a fleet that is larger than any that was measured: how long weights take to reach it, and a commit.
+
+`python scripts/benchmarks/fleet_model.py` prints it. Measured are what one node stages and what one message costs
+(`scripts/bench swap` and `scripts/bench fleet`); what networks and buckets give is assumed, and can be said.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+
+class Rates(NamedTuple):
+    """In GB/s: of a node's network, each way; of a bucket for one reader, and for all; of staging with digests."""
+
+    network: float = 3.1  # 25 Gbit/s
+    reader: float = 3.1
+    bucket: float = 100.0
+    staging: float = 8.0
+
+
+def from_bucket(nodes: int, gigabytes: float, rates: Rates) -> float:
+    """Seconds until all nodes have read a bucket that gives all of them the same share."""
+    return gigabytes / min(rates.reader, rates.bucket / nodes, rates.network, rates.staging)
+
+
+def through_tree(nodes: int, gigabytes: float, rates: Rates, fanout: int = 2, chunks: int = 200) -> float:
+    """Seconds until all nodes have every chunk, where one reads the bucket and each passes chunks on to its children.
+
+    Simulated chunk by chunk: a node sends whole chunks, the oldest first, to one child after another, over a network
+    that does one thing at a time each way. Node 0 reads; the children of n are n * fanout + 1 and those after it.
+    """
+    size = gigabytes / chunks
+    read, passed = size / min(rates.reader, rates.bucket, rates.staging), size / min(rates.network, rates.staging)
+    has = [[(chunk + 1) * read for chunk in range(chunks)]]
+    has += [[0.0] * chunks for _ in range(nodes - 1)]
+    for node in range(nodes):  # parents come before their children
+        free = 0.0
+        for chunk in range(chunks):
+            for child in _children(node, nodes, fanout):
+                free = max(free, has[node][chunk]) + passed
+                has[child][chunk] = free
+    return max(each[-1] for each in has)
+
+
+def _children(node: int, nodes: int, fanout: int) -> Iterator[int]:
+    yield from range(node * fanout + 1, min(node * fanout + 1 + fanout, nodes))
+
+
+def commit_skew(nodes: int, milliseconds: float) -> float:
+    """Milliseconds from the first node's commit to the last one's, where one process sends a message to each."""
+    return (nodes - 1) * milliseconds
+
+
+def table(gigabytes: float, rates: Rates, milliseconds: float) -> Table:
+    made = Table(box=box.MARKDOWN)
+    for heading in (
+        "machines",
+        "each reads the bucket",
+        "one reads, a tree of 2",
+        "one reads, a chain",
+        "commits apart",
+    ):
+        made.add_column(heading, justify="right")
+    for nodes in (1, 10, 100, 1000):
+        times = (
+            from_bucket(nodes, gigabytes, rates),
+            through_tree(nodes, gigabytes, rates),
+            through_tree(nodes, gigabytes, rates, fanout=1),
+        )
+        apart = f"{commit_skew(nodes, milliseconds):.0f} ms"
+        made.add_row(f"{nodes:,}", *(f"{seconds:,.0f} s" for seconds in times), apart)
+    return made
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--gigabytes", type=float, default=100.0, help="of weights (%(default)s)")
+    parser.add_argument("--message-ms", type=float, default=0.5, help="for a message to a keeper (%(default)s)")
+    for name, value in Rates()._asdict().items():
+        parser.add_argument(f"--{name}", type=float, default=value, help="GB/s (%(default)s)")
+    options = parser.parse_args()
+    rates = Rates(options.network, options.reader, options.bucket, options.staging)
+    Console(width=120).print(table(options.gigabytes, rates, options.message_ms))
+
+
+if __name__ == "__main__":
+    main()

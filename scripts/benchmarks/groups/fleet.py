@@ -1,0 +1,231 @@
+"""A fleet of eight replicas on four nodes of one machine, beside the ways in which Ray Serve changes weights."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, NamedTuple
+
+import torch
+from peer_network import WIDTH, network
+from report import Goal, Row, compared, spread
+from settings import Settings
+from subjects import close, on_one_thread, quiet
+from timing import seconds
+from torch import nn
+
+from weightswap_exporter import export, pack
+
+NODES, REPLICAS, SWAPS = 4, 8, 10
+SKEW, WHOLE, AHEAD = Goal("p99", "at most", 50.0), Goal("p99", "at most", 500.0), Goal("ratio", "at most", 1.0)
+_PEERS = Path(__file__).parent.parent
+_PATIENCE = 300.0  # seconds
+
+
+class Change(NamedTuple):
+    """How long a change of all replicas took, in ms: as the caller saw it, and from the first replica to the last."""
+
+    whole: float
+    skew: float
+
+
+def rows(settings: Settings) -> Iterator[Row]:
+    """The network of the group `serve`, two sets of weights in turn. Each figure of a peer is a change of all replicas.
+
+    A fleet's replicas change with their node's keeper, by one word in the memory that they share. All clocks are one.
+    """
+    with on_one_thread(), TemporaryDirectory(prefix="weightswap-bench-") as name, _cluster():
+        folder = Path(name)
+        models = [_written(folder, number) for number in range(2)]
+        fleet, peer = _fleet(folder), _Peer(folder)
+        x = torch.randn(1, WIDTH)
+        with torch.no_grad():
+            expected = [model(x) for model in models]
+        changes: dict[str, list[Change]] = {"fleet": [], "told": [], "reconfigure": [], "serve.run": []}
+        for turn in range(1, settings.rounds + 1):
+            for _ in range(SWAPS):
+                changes["fleet"].append(fleet.swap((len(changes["fleet"]) + 1) % 2))
+            for _ in range(SWAPS):
+                changes["told"].append(peer.tell((len(changes["told"]) + 1) % 2))
+            peer.tell(1 - turn % 2)
+            changes["reconfigure"].append(peer.configure(turn % 2))
+            close(fleet.infer(x), expected[0], "fleet")
+            close(peer.infer(x), expected[turn % 2], "peer")
+        for turn in range(max(2, settings.rounds // 5)):
+            peer.tell(1 - turn % 2)
+            changes["serve.run"].append(peer.run(turn % 2))
+        yield from _told(changes, fleet.parts)
+        yield spread("a question to one more keeper", "ms", [fleet.ask_one_more() for _ in range(10 * settings.rounds)])
+
+
+def _told(changes: dict[str, list[Change]], parts: list[tuple[float, float]]) -> Iterator[Row]:
+    ours = changes["fleet"]
+    yield spread("fleet.swap, 8 replicas on 4 nodes", "ms", [each.whole for each in ours], WHOLE)
+    yield spread("of it, until all nodes were ready", "ms", [ready for ready, _ in parts])
+    yield spread("of it, from the decision until all served", "ms", [served for _, served in parts])
+    yield spread("fleet.swap, from the first commit to the last", "ms", [each.skew for each in ours], SKEW)
+    for name, peer, goal in (
+        ("told", "each replica told by broadcast, unverified", None),
+        ("reconfigure", "user_config of a configuration", AHEAD),
+        ("serve.run", "user_config of another serve.run", AHEAD),
+    ):
+        theirs = changes[name]
+        sides = list(zip(ours[-len(theirs) :], theirs, strict=True))
+        for part, what in (("whole", "fleet.swap"), ("skew", "fleet.swap, from the first to the last")):
+            one, other = ([getattr(side[at], part) for side in sides] for at in (0, 1))
+            yield compared(what, "ms", one, peer, other, goal)
+
+
+@contextmanager
+def _cluster() -> Iterator[None]:
+    os.environ |= {"RAY_AUTH_MODE": "disabled", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
+    os.environ["PYTHONPATH"] = f"{_PEERS}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
+    with quiet():
+        import ray
+        from ray import serve
+        from ray.cluster_utils import Cluster
+
+        options = {"num_cpus": 4, "object_store_memory": 100 << 20}
+        made = Cluster(initialize_head=True, head_node_args={**options, "include_dashboard": False})
+        try:
+            for _ in range(NODES - 1):
+                made.add_node(**options)
+            ray.init(made.address, log_to_driver=False, logging_level="error")
+            yield
+            serve.shutdown()
+        finally:
+            ray.shutdown()
+            made.shutdown()
+
+
+def _written(folder: Path, number: int) -> nn.Module:
+    """A set of weights, as each side wants it."""
+    torch.manual_seed(number)
+    model = network()
+    if not (folder / "net.artifact").exists():
+        export(model, (torch.zeros(1, WIDTH),), out=folder / "net.artifact")
+    torch.save(model.state_dict(), folder / f"{number}.pt")
+    pack(model, folder / "net.artifact", out=folder / f"{number}.safetensors")
+    return model
+
+
+class _Fleet:
+    """Ours."""
+
+    def __init__(self, folder: Path, fleet: Any) -> None:
+        self._folder, self._fleet = folder, fleet
+        self.parts: list[tuple[float, float]] = []
+
+    def swap(self, number: int) -> Change:
+        began = time.perf_counter()
+        receipt = self._fleet.swap(self._folder / f"{number}.safetensors")
+        whole = time.perf_counter() - began
+        if receipt.late or len(receipt.nodes) != NODES:
+            raise RuntimeError(f"not all nodes took part: {receipt}")
+        self.parts.append((receipt.seconds_staged * 1e3, receipt.seconds_committed * 1e3))
+        return Change(whole * 1e3, receipt.skew * 1e3)
+
+    def ask_one_more(self) -> float:
+        """Milliseconds that each further keeper takes which is asked at the same time."""
+        from weightswap_fleet.actors import RayNodes, find_spec
+
+        nodes = RayNodes(find_spec(self._fleet.name))
+        all_of_them = nodes.names()
+        one, every = (
+            seconds(partial(nodes.ask, names, "renew", "", timeout=5.0)) for names in (all_of_them[:1], all_of_them)
+        )
+        return (every - one) * 1e3 / (len(all_of_them) - 1)
+
+    def infer(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tensor(self._fleet.client().infer({"input": x.numpy()}).outputs["output"])
+
+
+def _fleet(folder: Path) -> _Fleet:
+    from ray import serve
+
+    from weightswap_fleet import connect, deployment
+
+    application = deployment(
+        folder / "net.artifact",
+        folder / "0.safetensors",
+        name="fleet",
+        num_replicas=REPLICAS,
+        ray_actor_options={"num_cpus": 1.0},
+    )
+    serve.run(application, name="fleet", route_prefix="/fleet")
+    return _Fleet(folder, connect("fleet"))
+
+
+class _Peer:
+    """A deployment of Ray Serve whose replicas load weights, and its three ways."""
+
+    def __init__(self, folder: Path) -> None:
+        from ray import serve
+
+        self._folder, self._serve = folder, serve
+        self._weights = lambda number: str(folder / f"{number}.pt")
+        self._configure(0, wait=True)
+        self._handle = serve.get_deployment_handle("Network", "peer")
+        self._wait(0)
+
+    def tell(self, number: int) -> Change:
+        """Each replica loads them when it is told to."""
+        return self._changed(number, lambda: self._told("load", self._weights(number)))
+
+    def configure(self, number: int) -> Change:
+        """The configuration of the application says so; replicas are told one after another, and live on."""
+        return self._changed(number, partial(self._configure, number))
+
+    def run(self, number: int) -> Change:
+        """The application is run again with another `user_config`; replicas are replaced."""
+        import peer_ray_serve
+
+        application = peer_ray_serve.Network.options(
+            num_replicas=REPLICAS,
+            ray_actor_options={"num_cpus": 0.1},
+            user_config={"weights": self._weights(number)},
+        ).bind()
+        return self._changed(
+            number, lambda: self._serve.run(application, name="peer", route_prefix="/peer", blocking=False)
+        )
+
+    def infer(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tensor(self._handle.infer.remote(x.numpy()).result(timeout_s=_PATIENCE))
+
+    def _configure(self, number: int, *, wait: bool = False) -> None:
+        from ray.serve.context import _get_global_client
+        from ray.serve.schema import ServeDeploySchema
+
+        deployment = {"name": "Network", "user_config": {"weights": self._weights(number)}}
+        application = {
+            "name": "peer",
+            "route_prefix": "/peer",
+            "import_path": "peer_ray_serve:application",
+            "args": {"replicas": str(REPLICAS)},
+            "deployments": [deployment],
+        }
+        _get_global_client().deploy_apps(ServeDeploySchema.parse_obj({"applications": [application]}), wait)
+
+    def _changed(self, number: int, change: Callable[[], object]) -> Change:
+        began = time.time()
+        change()
+        since = self._wait(number)
+        return Change((max(since) - began) * 1e3, (max(since) - min(since)) * 1e3)
+
+    def _wait(self, number: int) -> list[float]:
+        """When each replica began to serve the weights; until all do."""
+        until = time.monotonic() + _PATIENCE
+        while time.monotonic() < until:
+            served = self._told("served")
+            if len(served) == REPLICAS and {weights for weights, _ in served} == {self._weights(number)}:
+                return [since for _, since in served]
+            time.sleep(0.05)
+        raise TimeoutError(f"not all replicas serve {number} after {_PATIENCE:g} s: {served}")
+
+    def _told(self, method: str, *arguments: str) -> list[Any]:
+        return list(self._handle.broadcast(method, *arguments).results(timeout_s=_PATIENCE, return_exceptions=True))
