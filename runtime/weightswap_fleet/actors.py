@@ -20,6 +20,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from .documents import NodeStatus, Spec
 from .errors import UnknownFleet
 from .keeper import NodeKeeper
+from .metrics import joined
 
 NAMESPACE = "weightswap"
 _KEEPER = "keeper"
@@ -121,6 +122,13 @@ def _answer(reference: Any, late: TimeoutError) -> Any:
         return error.cause
     except RayError as error:
         return error
+
+
+def metrics(spec: Spec) -> str:
+    """What was counted on all nodes that answer, as Prometheus reads it."""
+    nodes = RayNodes(spec)
+    answers = nodes.ask(nodes.names(), "metrics", timeout=ANSWER)
+    return joined({name: each for name, each in answers.items() if isinstance(each, str)})
 
 
 def statuses(fleet: str) -> list[NodeStatus]:

@@ -17,7 +17,7 @@ from ray.serve.handle import DeploymentHandle
 from weightswap_runtime.desired.document import DesiredState
 from weightswap_runtime.sources.location import Url, as_location, fixed
 
-from .actors import end_actors, statuses
+from .actors import end_actors, find_spec, metrics, statuses
 from .agreement import DEADLINES, Deadlines
 from .controller import controller_of
 from .documents import FleetPlan, FleetReceipt, NodeStatus, TrialReport
@@ -147,6 +147,10 @@ class Fleet:
     def nodes(self) -> dict[str, NodeStatus]:
         """How the nodes stand that answer, by name. Raises UnknownFleet."""
         return {status.node: status for status in statuses(self.name)}
+
+    def metrics(self) -> str:
+        """What all nodes have counted, as Prometheus reads it, with the label `node`. Raises UnknownFleet."""
+        return metrics(find_spec(self.name))
 
     def wait(self, timeout: float = 60.0) -> bool:
         """Wait until all nodes serve what is desired. Returns whether they do."""

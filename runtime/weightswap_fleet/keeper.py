@@ -39,6 +39,7 @@ from weightswap_server.signed_weights import requires
 
 from .documents import Committed, NodeStatus, Order, Prepared, Seat, Spec, TrialOrder
 from .memory import NodeMemory
+from .metrics import NodeMetrics
 from .node_trial import NodeTrial
 from .seats import Seats
 
@@ -65,6 +66,7 @@ class NodeKeeper:
         self._take(spec)
         self._control = Control(self._memory.segment.control)
         self._seats = Seats(self._control, lambda pid: NodeMemory.is_held_by(pid, name))
+        self._metrics = NodeMetrics(spec.model, self.model)
         self._place = DesiredPlace(spec.place)
         self._reconciler = Reconciler(self._place, spec.interval, clock)
         self._clock = clock
@@ -207,6 +209,15 @@ class NodeKeeper:
         if (trial := self._trial) is not None:
             trial.heard(text)
 
+    def told(self, pid: int, text: str) -> None:
+        """A replica of this node has said what it has counted, as Prometheus reads it."""
+        if pid in self._seats.processes:
+            self._metrics.tell(pid, text)
+
+    def metrics(self) -> str:
+        """What was counted on this node."""
+        return self._metrics.text()
+
     def _stage(self, path: str | Path, weights: DesiredWeights, *, background: bool) -> Staged:
         return self.model.stage(
             path,
@@ -315,6 +326,7 @@ class NodeKeeper:
         with self._turn:
             self._drop()
             self._end_trial()
+        self._metrics.close()
         self.model.close()
         self._seats.close()
         self._memory.close()
@@ -324,6 +336,7 @@ class NodeKeeper:
             self._bell.wait(self.spec.interval)
             self._bell.clear()
             self._seats.sweep()
+            self._metrics.keep(self._seats.processes)
             try:
                 self.look()
             except Exception:

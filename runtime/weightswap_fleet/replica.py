@@ -21,7 +21,7 @@ from weightswap_server.http.app import http_app
 from weightswap_server.service.service import Service
 from weightswap_server.workers.trials import WorkerTrials
 
-from .actors import keeper_of_this_node
+from .actors import keeper_of_this_node, metrics
 from .controller import controller_of
 from .documents import NodeStatus, Spec
 from .errors import StaleReplica
@@ -30,7 +30,7 @@ from .memory import NodeMemory
 
 _BEGIN = 600.0  # seconds for the node's first weights
 _WARM = 60.0  # seconds for the first calls
-_TELL = 0.5  # seconds between two reports on a trial
+_TELL = 0.5  # seconds between two reports
 
 
 class FleetAnswer(NamedTuple):
@@ -60,6 +60,7 @@ class Replica:
         self._memory = NodeMemory.from_process(seat.keeper, seat.descriptors, read_only=True)
         self._model = join(spec.artifact, self._memory.segment, seat.slot)
         self._service = Service({spec.model: self._model}, spec.settings)
+        self._service.all_metrics = lambda: metrics(spec).encode()
         for served in self._service.served:
             served.switch = Control(self._memory.segment.control)
         threading.Thread(target=self._tell, name="weightswap-telling", daemon=True).start()
@@ -74,10 +75,11 @@ class Replica:
             time.sleep(0.01)
 
     def _tell(self) -> None:
-        """Say what is measured of a trial."""
+        """Say what is counted, and measured of a trial."""
         trials, keeper = WorkerTrials(self._service.served), keeper_of_this_node(self._spec)
         while True:
             time.sleep(_TELL)
+            keeper.ask.remote("told", os.getpid(), self._service.metrics.text().decode())
             for text in trials.told():
                 keeper.ask.remote("tried", text)
 

@@ -15,6 +15,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
+from prometheus_client.parser import text_string_to_metric_families
 
 from weightswap_exporter import publish
 from weightswap_fleet import Deadlines, FleetRefused
@@ -115,6 +116,32 @@ def test_over_http(deployed: Deployed) -> None:
             post(least)
         assert refused.value.code == status
         assert json.load(refused.value)["error"]
+
+
+def test_metrics_are_the_fleet_s_whoever_is_asked(deployed: Deployed) -> None:
+    fleet, files, _ = deployed
+    weights_id = fleet.swap(files.weights[1]).weights_id
+
+    def answered(text: str) -> float:
+        return sum(
+            sample.value
+            for family in text_string_to_metric_families(text)
+            for sample in family.samples
+            if sample.name == "weightswap_server_requests_total" and sample.labels["weights_id"] == weights_id
+        )
+
+    before = answered(fleet.metrics())
+    with calling(deployed) as clients:
+        time.sleep(2.0)
+    wanted = before + sum(number == 1 for client in clients for _, number, _ in client.answers)
+    deadline = time.monotonic() + 30
+    while answered(fleet.metrics()) < wanted and time.monotonic() < deadline:
+        time.sleep(0.2)
+    shown = []
+    for _ in range(10):  # a replica after another
+        with urllib.request.urlopen("http://127.0.0.1:8000/metrics", timeout=30) as answer:
+            shown.append(answered(answer.read().decode()))
+    assert set(shown) == {answered(fleet.metrics())} == {wanted}
 
 
 @settings(max_examples=4, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])

@@ -1,0 +1,83 @@
+"""What a fleet counts: of each node the sum of its replicas, also of those that have ended; all nodes in one text."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from weightswap_fleet.agreement import Agreement, Deadlines
+from weightswap_fleet.metrics import NodeMetrics, joined
+from weightswap_runtime.desired.place import known_weights
+from weightswap_server.service.metrics import ServerMetrics
+
+from .nodes import Fleet
+
+Labels = tuple[tuple[str, str], ...]
+
+
+@pytest.fixture
+def fleet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Fleet]:
+    """Two nodes that serve number 0, at revision 1."""
+    made = Fleet(tmp_path, 2, monkeypatch)
+    made.place.set(made.file(0), revision=0)
+    for keeper in made.keepers.values():
+        keeper.look()
+    yield made
+    made.close()
+
+
+def replica(weights_id: str, requests: int) -> str:
+    """What a replica shows that has refused so many requests."""
+    counted = ServerMetrics()
+    for _ in range(requests):
+        counted.refused("tiny", weights_id, 503)
+    return counted.text().decode()
+
+
+def read(text: str, name: str) -> dict[Labels, float]:
+    """The samples of a name, by all their labels."""
+    return {
+        tuple(sorted(sample.labels.items())): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+        if sample.name == name
+    }
+
+
+def test_replicas_are_added_up_and_those_that_have_ended_stay(fleet: Fleet) -> None:
+    metrics = NodeMetrics("tiny", fleet.keepers["n0"].model)
+    for pid, requests in ((1, 3), (2, 4), (1, 5)):
+        metrics.tell(pid, replica("w", requests))
+    assert sum(read(metrics.text(), "weightswap_server_requests_total").values()) == 9
+    metrics.keep([2])
+    metrics.tell(3, replica("w", 1))
+    assert sum(read(metrics.text(), "weightswap_server_requests_total").values()) == 10
+    metrics.keep([2])
+    metrics.keep([])
+    assert sum(read(metrics.text(), "weightswap_server_requests_total").values()) == 10
+    metrics.close()
+
+
+def test_all_nodes_are_in_one_text(fleet: Fleet) -> None:
+    for node, keeper in fleet.keepers.items():
+        keeper._metrics.tell(1, replica("w", 2 if node == "n0" else 7))
+    path = fleet.file(1)
+    Agreement(fleet.place, fleet).swap(str(path), known_weights(path), "ana", "", Deadlines(5.0, 0.2))
+    answers = fleet.ask(fleet.names(), "metrics", timeout=1.0)
+    text = joined(answers)
+    requests = read(text, "weightswap_server_requests_total")
+    refused = {labels: value for labels, value in requests.items() if ("status", "503") in labels}
+    assert {dict(labels)["node"]: value for labels, value in refused.items()} == {"n0": 2, "n1": 7}
+    generations = read(text, "weightswap_generation")
+    assert {dict(labels)["node"]: value for labels, value in generations.items()} == {"n0": 1, "n1": 1}
+    assert text.count("# TYPE weightswap_server_requests_total counter") == 1
+    assert joined({}) == ""
+
+
+def test_who_has_no_seat_is_not_counted(fleet: Fleet) -> None:
+    keeper = fleet.keepers["n0"]
+    keeper.told(1, replica("w", 2))
+    assert read(keeper.metrics(), "weightswap_server_requests_total") == {}
