@@ -67,13 +67,16 @@ class Running:
         return path.read_text() if path.exists() else ""
 
     def wait_for(self, text: str) -> None:
+        """Until the report says so, and the archive has that report."""
         until = time.monotonic() + 60
-        while text not in self.report:
+        while text not in (report := self.report) or self.archived().get("report.md") != report:
             assert time.monotonic() < until, self.report
             time.sleep(0.05)
 
     def archived(self) -> dict[str, str]:
         """What the archive holds."""
+        if not (self.folder / "all.tar.gz").exists():
+            return {}
         with tarfile.open(self.folder / "all.tar.gz") as archive:
             files = {member.name: archive.extractfile(member) for member in archive.getmembers()}
             return {name: file.read().decode() for name, file in files.items() if file is not None}

@@ -36,6 +36,32 @@ for line in sys.stdin:
     say("status", follower.status.served)
 """
 
+NODE = """
+import os
+import sys
+import time
+from weightswap_fleet.documents import Spec
+from weightswap_fleet.keeper import NodeKeeper
+from weightswap_runtime import Artifact
+
+def say(*words):
+    sys.stdout.write(" ".join(map(str, words)) + "\\n")
+    sys.stdout.flush()
+
+artifact = Artifact.open(sys.argv[1])
+spec = Spec("fleet", sys.argv[1], artifact.graph_id, sys.argv[2], "tiny", 0.0, interval=0.01)
+keeper = NodeKeeper(spec, str(os.getpid()))
+if keeper.model.weights_id is not None:
+    say("serves", keeper.model.weights_id)
+keeper.model.listen(lambda event: event.kind in ("committed", "rolled back") and say("serves", event.weights_id))
+keeper.start()
+say("follows")
+for line in sys.stdin:
+    while keeper.status().revision < int(line):
+        time.sleep(0.001)
+    say("status", keeper.model.weights_id)
+"""
+
 
 def weights_id_of(path: Path) -> str:
     """What the header of a packed file says."""
@@ -79,10 +105,13 @@ class Service:
 
 
 class FollowingProcess:
-    """Another process that follows a place. It says which weights it has served, in order."""
+    """Another process that follows a place. It says which weights it has served, in order.
 
-    def __init__(self, artifact: Path, place: Path | str) -> None:
-        command = [sys.executable, "-c", FOLLOW, str(artifact), str(place)]
+    code: how: FOLLOW is a model of the library, NODE a node of a fleet.
+    """
+
+    def __init__(self, artifact: Path, place: Path | str, code: str = FOLLOW) -> None:
+        command = [sys.executable, "-c", code, str(artifact), str(place)]
         self.process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment()
         )

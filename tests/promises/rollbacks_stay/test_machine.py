@@ -6,6 +6,7 @@ import shutil
 import tempfile
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import pytest
 from hypothesis import settings
@@ -14,15 +15,20 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from tests.support.services import weights_id_of
 from tests.support.tiny import TinyArtifact
+from weightswap_fleet.documents import Spec
+from weightswap_fleet.keeper import NodeKeeper
 from weightswap_runtime import (
     DesiredError,
     DesiredPlace,
+    Event,
     Held,
     NothingToRollBack,
     RevisionConflict,
     Superseded,
     WeightFileError,
 )
+from weightswap_runtime.desired.document import DesiredWeights
+from weightswap_runtime.live.staged import Staged
 from weightswap_runtime.live.watching.reconciler import Reconciler
 
 SETS, FOLLOWERS = 6, 3
@@ -34,7 +40,7 @@ stale = st.integers(0, 2)  # by how much a writer is behind
 class Process:
     """What follows, without the threads: it serves a weights id, and refuses files that are broken."""
 
-    def __init__(self, place: DesiredPlace, broken: set[str]) -> None:
+    def __init__(self, _: TinyArtifact, place: DesiredPlace, broken: set[str]) -> None:
         self.served: str | None = None
         self.log: list[str] = []
         self.reconciler = Reconciler(place, 1.0, lambda: self.now)
@@ -48,6 +54,8 @@ class Process:
     def look(self) -> None:
         self.now += 1000.0
         self.reconciler.look(self)
+
+    def close(self) -> None: ...
 
     def check(self) -> None: ...
 
@@ -64,10 +72,45 @@ class Process:
             self.log.append(weights.weights_id)
 
 
+class Node:
+    """The same of a fleet: a node's keeper."""
+
+    def __init__(self, tiny: TinyArtifact, place: DesiredPlace, broken: set[str]) -> None:
+        self.now = 0.0
+        spec = Spec("fleet", str(tiny.path), tiny.manifest.graph_id, place.where, "tiny", 0.0)
+        self._keeper = keeper = NodeKeeper(spec, uuid4().hex, lambda: self.now)
+        self.log = [keeper.model.weights_id] if keeper.model.weights_id else []
+        keeper.model.listen(self._note)
+        stage = keeper._stage
+
+        def unless_broken(path: str | Path, weights: DesiredWeights, *, background: bool) -> Staged:
+            if weights.weights_id in broken:
+                raise WeightFileError("cannot be read")
+            return stage(path, weights, background=background)
+
+        keeper._stage = unless_broken  # type: ignore[method-assign]
+
+    def _note(self, event: Event) -> None:
+        if event.receipt is not None:
+            self.log.append(event.receipt.weights_id)
+
+    @property
+    def served(self) -> str | None:
+        return self._keeper.model.weights_id
+
+    def look(self) -> None:
+        self.now += 1000.0
+        self._keeper.look()
+
+    def close(self) -> None:
+        self._keeper.close()
+
+
 class Machine(RuleBasedStateMachine):
     """`desired`, `history` and `withdrawn` are what the document should say; lists of ids."""
 
     tiny: TinyArtifact
+    follower: type[Process] | type[Node]
 
     def __init__(self) -> None:
         super().__init__()
@@ -80,7 +123,7 @@ class Machine(RuleBasedStateMachine):
         ]
         self.ids = [weights_id_of(path) for path in self.paths]
         self.broken: set[str] = set()
-        self.processes = [Process(self.place, self.broken) for _ in range(FOLLOWERS)]
+        self.processes = [self._start() for _ in range(FOLLOWERS)]
         self.away = False
         self.revision = 0
         self.desired: str | None = None
@@ -88,7 +131,12 @@ class Machine(RuleBasedStateMachine):
         self.withdrawn: list[str] = []
         self.held = False
 
+    def _start(self) -> Process | Node:
+        return self.follower(self.tiny, self.place, self.broken)
+
     def teardown(self) -> None:
+        for process in self.processes:
+            process.close()
         shutil.rmtree(self.root)
 
     def _wrote(self, desired: str | None) -> None:
@@ -172,7 +220,8 @@ class Machine(RuleBasedStateMachine):
 
     @rule(which=followers)
     def restart(self, which: int) -> None:
-        self.processes[which] = Process(self.place, self.broken)
+        self.processes[which].close()
+        self.processes[which] = self._start()
 
     @rule(which=sets)
     def break_or_mend(self, which: int) -> None:
@@ -222,17 +271,22 @@ class Machine(RuleBasedStateMachine):
         assert {process.served for process in self.processes} == {self.desired}
 
 
-def run(tiny: TinyArtifact, examples: int, steps: int) -> None:
-    machine = type("Bound", (Machine,), {"tiny": tiny})
+both = pytest.mark.parametrize("follower", [Process, Node], ids=["a model", "a node of a fleet"])
+
+
+def run(tiny: TinyArtifact, follower: type[Process] | type[Node], examples: int, steps: int) -> None:
+    machine = type("Bound", (Machine,), {"tiny": tiny, "follower": follower})
     run_state_machine_as_test(
         machine, settings=settings(max_examples=examples, stateful_step_count=steps, derandomize=True, database=None)
     )
 
 
-def test_what_is_desired_is_what_was_said_last(tiny: TinyArtifact) -> None:
-    run(tiny, 15, 25)
+@both
+def test_what_is_desired_is_what_was_said_last(tiny: TinyArtifact, follower: type[Process] | type[Node]) -> None:
+    run(tiny, follower, 15 if follower is Process else 5, 25)
 
 
+@both
 @pytest.mark.slow
-def test_what_is_desired_is_what_was_said_last_for_long(tiny: TinyArtifact) -> None:
-    run(tiny, 500, 50)
+def test_that_for_long(tiny: TinyArtifact, follower: type[Process] | type[Node]) -> None:
+    run(tiny, follower, 500 if follower is Process else 50, 50)

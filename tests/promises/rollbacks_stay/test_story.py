@@ -5,9 +5,10 @@ from __future__ import annotations
 from itertools import pairwise
 from pathlib import Path
 
+import pytest
 import torch
 
-from tests.support.services import FollowingProcess, Service, weights_id_of
+from tests.support.services import FOLLOW, NODE, FollowingProcess, Service, weights_id_of
 from tests.support.tiny import TinyArtifact
 from tests.support.watched import SOON, Directory, eventually
 from weightswap_runtime import Event, load
@@ -21,8 +22,8 @@ HELD = range(13, 16)  # the checkpoints that come while it is on hold
 class Day:
     """A trainer's directory, which one process watches, a place, and other processes that follow it."""
 
-    def __init__(self, tiny: TinyArtifact, root: Path) -> None:
-        self.tiny = tiny
+    def __init__(self, tiny: TinyArtifact, root: Path, following: str) -> None:
+        self.tiny, self.following = tiny, following
         self.directory, self.service = Directory(tiny, root / "outbox"), Service(tiny, root / "service")
         self.good: dict[int, str] = {}
         self.served: list[str] = []
@@ -39,7 +40,7 @@ class Day:
         self.watcher = self.model.watch(self.directory.path, SOON, promote=self.service.folder)
 
     def start(self) -> FollowingProcess:
-        self.everybody.append(FollowingProcess(self.tiny.path, self.service.folder).ready())
+        self.everybody.append(FollowingProcess(self.tiny.path, self.service.folder, self.following).ready())
         return self.everybody[-1]
 
     def train(self, seed: int) -> None:
@@ -90,8 +91,11 @@ class Day:
             process.kill()
 
 
-def test_every_process_ends_on_what_was_desired(tiny: TinyArtifact, tmp_path: Path) -> None:
-    day = Day(tiny, tmp_path)
+@pytest.mark.parametrize(
+    "following", [pytest.param(FOLLOW, id="models"), pytest.param(NODE, id="nodes of a fleet", marks=pytest.mark.slow)]
+)
+def test_every_process_ends_on_what_was_desired(tiny: TinyArtifact, tmp_path: Path, following: str) -> None:
+    day = Day(tiny, tmp_path, following)
     try:
         for seed in range(1, CHECKPOINTS + 1):
             day.train(seed)
