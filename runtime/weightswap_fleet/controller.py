@@ -48,8 +48,8 @@ class Controller:
             return self._agreement().publish(source, known, by, why, deadlines)
 
     def rollback(self, to: str | None, by: str, why: str, hold: bool, deadlines: Deadlines) -> FleetReceipt:
-        with self._changing:
-            return self._agreement().rollback(to, by, why, hold, deadlines)
+        """Now, and not after a change that is being staged."""
+        return self._agreement().rollback(to, by, why, hold, deadlines)
 
     def hold(self, by: str, why: str) -> DesiredState:
         return self._write("hold", by=by, why=why)
@@ -147,12 +147,11 @@ class Controller:
             self._conclude(trial, "promoted", rule)
 
     def _write(self, method: str, **options: Any) -> DesiredState:
-        with self._changing:
-            spec = find_spec(self._fleet)
-            place, nodes = DesiredPlace(spec.place), RayNodes(spec)
-            state: DesiredState = getattr(place, method)(revision=place.read().revision, **options)
-            nodes.ask(nodes.names(), "look_soon", timeout=ANSWER)
-            return state
+        spec = find_spec(self._fleet)
+        place, nodes = DesiredPlace(spec.place), RayNodes(spec)
+        state: DesiredState = getattr(place, method)(revision=place.read().revision, **options)
+        nodes.ask(nodes.names(), "look_soon", timeout=ANSWER)
+        return state
 
     def desired(self) -> DesiredState:
         return DesiredPlace(find_spec(self._fleet).place).read()

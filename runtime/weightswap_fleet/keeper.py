@@ -72,6 +72,7 @@ class NodeKeeper:
         self._clock = clock
         self._order: _OpenOrder | None = None
         self._trial: NodeTrial | None = None
+        self._staging: Staged | None = None  # what is waited for
         self._turn = threading.RLock()  # one change at a time: an order's, or what a look finds
         self._stopped = threading.Event()
         self._bell = threading.Event()
@@ -103,13 +104,17 @@ class NodeKeeper:
     def prepare(self, order: Order) -> Prepared:
         """Stage and verify the weights of an order, and keep them ready.
 
-        What is on trial is not staged again, and stays on trial until the commit. A rollback ends a trial.
+        What is on trial is not staged again, and stays on trial until the commit. A rollback waits for nothing that is
+        being staged, and ends a trial.
 
         Raises what `Model.stage` raises, StageCancelled where the order is given up meanwhile, and StagingBusy where
         another is open, or other weights are on trial.
         """
         began = time.perf_counter()
-        self._check_free()
+        if order.proven:
+            self._interrupt()
+        else:
+            self._check_free()
         with self._turn:
             self._check_free()
             wanted = order.weights.weights_id
@@ -125,8 +130,8 @@ class NodeKeeper:
                 return Prepared(time.perf_counter() - began, True, "none")
             self._order = opening = _OpenOrder(order, self._clock)
             try:
-                opening.staged = self._stage(order.source, order.weights, background=True)
-                opening.staged.wait()
+                opening.staged = self._stage(order.source, order.weights)
+                self._wait(opening.staged)
             except BaseException:
                 self._order = None
                 raise
@@ -165,10 +170,10 @@ class NodeKeeper:
             self._check_no_trial()
             if self.model.weights_id in (None, order.weights.weights_id):
                 raise Unsupported(f"{self.node}: serves these weights, or none, with which a trial could be compared")
-            staged = self._stage(order.source, order.weights, background=True)
+            staged = self._stage(order.source, order.weights)
             self._trial = NodeTrial(order, staged, self._control, self._clock)
             try:
-                staged.wait()
+                self._wait(staged)
                 self._trial.keep()  # it may have taken long
             except BaseException:
                 self._trial = None
@@ -218,7 +223,20 @@ class NodeKeeper:
         """What was counted on this node."""
         return self._metrics.text()
 
-    def _stage(self, path: str | Path, weights: DesiredWeights, *, background: bool) -> Staged:
+    def _interrupt(self) -> None:
+        """What is being staged is given up; whoever waits for it gets StageCancelled."""
+        if (staging := self._staging) is not None:
+            staging.cancel_soon()
+
+    def _wait(self, staged: Staged) -> None:
+        """Until it is staged. Raises StageCancelled where a rollback comes first."""
+        self._staging = staged
+        try:
+            staged.wait()
+        finally:
+            self._staging = None
+
+    def _stage(self, path: str | Path, weights: DesiredWeights) -> Staged:
         return self.model.stage(
             path,
             expect=weights.weights_id,
@@ -226,7 +244,7 @@ class NodeKeeper:
             verify=self.spec.verify,  # type: ignore[arg-type]
             allow_nonfinite=self.spec.allow_nonfinite,
             by=weights.by,
-            background=background,
+            background=True,
         )
 
     def discard(self, order_id: str) -> None:
@@ -432,7 +450,8 @@ class _Target:
             if is_wanted():
                 keeper._roll_back(weights, self._revision)
             return
-        with keeper._stage(path, weights, background=False) as staged:
+        with keeper._stage(path, weights) as staged:
+            keeper._wait(staged)
             self.check()
             if is_wanted():
                 keeper._mark_next(self._revision)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import pickle
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,12 +14,12 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 
 from weightswap_fleet.agreement import Agreement, Deadlines
-from weightswap_fleet.documents import Order
+from weightswap_fleet.documents import FleetPlan, FleetReceipt, Order, TrialOrder
 from weightswap_fleet.errors import FleetError, FleetRefused, FleetUndecided, StaleReplica, UnknownFleet
 from weightswap_runtime import DesiredError, DigestMismatch, Held, NothingToRollBack, RevisionConflict, Superseded
 from weightswap_runtime.desired.document import DesiredWeights
 from weightswap_runtime.desired.place import known_weights
-from weightswap_runtime.errors import NonFiniteWeights, NoWeights, StageClosed, StagingBusy, Unsupported
+from weightswap_runtime.errors import NonFiniteWeights, NoWeights, StageCancelled, StageClosed, StagingBusy, Unsupported
 from weightswap_server.signed_weights import SignatureRefused
 
 from .nodes import Fleet
@@ -86,6 +88,64 @@ def test_nan_is_refused_unless_the_deployment_lets_it_in(fleet: Fleet, tmp_path:
     fleet.place.set(path, revision=3)
     keeper.look()
     assert keeper.status().revision == 4
+
+
+def staging_slowly(fleet: Fleet) -> threading.Event:
+    """From now on it takes seconds on every node. Set once something is being staged."""
+    began = threading.Event()
+    for keeper in fleet.keepers.values():
+        stage = keeper.model.stage
+
+        def slowly(*arguments, stage=stage, **options):  # type: ignore[no-untyped-def]
+            staged = stage(*arguments, rate_limit=40.0, **options)  # of 92 bytes
+            began.set()
+            return staged
+
+        keeper.model.stage = slowly  # type: ignore[method-assign]
+    return began
+
+
+def change_by(fleet: Fleet, slow: str) -> None:
+    """Something that has a node stage number 2."""
+    wanted = order(fleet, 2)
+    if slow == "an order":
+        swap(fleet, 2)
+    elif slow == "a trial":
+        fleet.keepers["n0"].prepare_trial(TrialOrder("t", wanted.source, wanted.weights, FleetPlan()))
+    else:
+        fleet.place.set(fleet.file(2), revision=2)
+        fleet.keepers["n0"].look()
+
+
+def rolled_back_soon(fleet: Fleet) -> FleetReceipt:
+    until = time.monotonic() + 30
+    while True:
+        try:
+            return Agreement(fleet.place, fleet).rollback(fleet.weights_id(0), "bo", "", False, SOON)
+        except FleetRefused:  # it was only about to be waited for
+            assert time.monotonic() < until
+
+
+@pytest.mark.parametrize("slow", ["an order", "a trial", "what the place says"])
+def test_a_rollback_waits_for_nothing_that_is_being_staged(fleet: Fleet, slow: str) -> None:
+    swap(fleet, 1)
+    began = staging_slowly(fleet)
+    errors: list[Exception] = []
+
+    def change() -> None:
+        try:
+            change_by(fleet, slow)
+        except (FleetRefused, StageCancelled) as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=change)
+    thread.start()
+    assert began.wait(30)
+    receipt = rolled_back_soon(fleet)
+    thread.join(30)
+    assert not thread.is_alive()
+    assert set(fleet.served().values()) == {receipt.weights_id} == {fleet.weights_id(0)}
+    assert len(errors) == (slow != "what the place says")
 
 
 def test_an_order_that_nobody_speaks_of_runs_out(fleet: Fleet) -> None:

@@ -83,10 +83,10 @@ class Node:
         keeper.model.listen(self._note)
         stage = keeper._stage
 
-        def unless_broken(path: str | Path, weights: DesiredWeights, *, background: bool) -> Staged:
+        def unless_broken(path: str | Path, weights: DesiredWeights) -> Staged:
             if weights.weights_id in broken:
                 raise WeightFileError("cannot be read")
-            return stage(path, weights, background=background)
+            return stage(path, weights)
 
         keeper._stage = unless_broken  # type: ignore[method-assign]
 
