@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
+import numpy as np
 import ray
 from ray.actor import ActorHandle
 from ray.exceptions import GetTimeoutError, RayError, RayTaskError
@@ -35,6 +36,7 @@ ACTOR_OPTIONS: dict[str, Any] = {
 }
 IDLE, _LOOK = 600.0, 5.0  # seconds
 ANSWER = 5.0  # seconds for what takes no time
+_CHUNK = 60.0  # seconds for a chunk of weights from another node
 
 
 class _Keeper:
@@ -45,7 +47,7 @@ class _Keeper:
             from weightswap_runtime.engines.graphs.libraries import import_libraries  # needs torch
 
             import_libraries(spec.op_libraries)
-        self._keeper = NodeKeeper(spec, node)
+        self._keeper = NodeKeeper(spec, node, transfer=_Transfer(spec))
         self._keeper.start()
         threading.Thread(target=self._end_when_idle, name="weightswap-idle", daemon=True).start()
 
@@ -61,6 +63,23 @@ class _Keeper:
     def ask(self, method: str, *arguments: Any) -> Any:
         """What a method of the `NodeKeeper` returns."""
         return getattr(self._keeper, method)(*arguments)
+
+
+class _Transfer:
+    """Chunks in Ray's object store, which takes them to each node that gets them, from any that has them."""
+
+    def __init__(self, spec: Spec) -> None:
+        self._spec = spec
+
+    def ask(self, node: str, method: str, *arguments: Any) -> Any:
+        keeper = ray.get_actor(_keeper_name(self._spec, node), NAMESPACE)
+        return ray.get(keeper.ask.remote("relayed", method, *arguments), timeout=_CHUNK)
+
+    def put(self, content: bytearray) -> Any:
+        return [ray.put(np.frombuffer(content, np.uint8))]  # a reference alone would be gotten with the answer
+
+    def get(self, put: Any) -> memoryview:
+        return memoryview(ray.get(put[0], timeout=_CHUNK))
 
 
 class RayNodes:

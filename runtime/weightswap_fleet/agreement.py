@@ -117,7 +117,9 @@ class Agreement:
     ) -> FleetReceipt:
         began = self._clock()
         lease = max(LEAST_LEASE, 2 * deadlines.commit)
-        order = Order(uuid.uuid4().hex, state.revision, source, wanted, lease, proven=kind == "rollback")
+        order = Order(
+            uuid.uuid4().hex, state.revision, source, wanted, lease, kind == "rollback", reader_of(self._nodes)
+        )
         prepared = self._prepare(order, deadlines.prepare)
         ready = self._clock()
         after = self._decide(order, decide)
@@ -211,6 +213,12 @@ class Agreement:
             elif isinstance(each, NodeStatus) and each.revision < after.revision:
                 reasons[name] = each.error or f"is at revision {each.revision}"
         return reasons
+
+
+def reader_of(nodes: Nodes) -> str:
+    """Which node reads a URL for all of them; empty where there is but one."""
+    names = nodes.names()
+    return min(names) if len(names) > 1 else ""
 
 
 def prepare_all(nodes: Nodes, method: str, order: Order | TrialOrder, undo: str, timeout: float) -> dict[str, Prepared]:

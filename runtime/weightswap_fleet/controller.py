@@ -17,7 +17,7 @@ from weightswap_runtime.desired.place import DesiredPlace, Known, known_weights
 from weightswap_runtime.errors import Held, StageClosed, StagingBusy, WeightswapError, text_of
 
 from .actors import ACTOR_OPTIONS, ANSWER, SHOWN, RayNodes, controller_name, find_spec
-from .agreement import DEADLINES, Agreement, Deadlines, described
+from .agreement import DEADLINES, Agreement, Deadlines, described, reader_of
 from .documents import TRIAL_LEASE, FleetPlan, FleetReceipt, TrialOrder, TrialReport
 from .errors import UnknownFleet
 from .fleet_trial import FleetTrial, Verdict
@@ -67,7 +67,9 @@ class Controller:
                     f"{already.weights_id[:SHOWN]} is on trial{f' by {already.by}' if already.by else ''}; promote or "
                     "abort it first"
                 )
-            trial = FleetTrial(TrialOrder(uuid.uuid4().hex, source, weights, plan), RayNodes(find_spec(self._fleet)))
+            nodes = RayNodes(find_spec(self._fleet))
+            order = TrialOrder(uuid.uuid4().hex, source, weights, plan, reader=reader_of(nodes))
+            trial = FleetTrial(order, nodes)
             trial.begin(deadlines.prepare)
             self._trial = trial
             return trial.report()

@@ -50,6 +50,7 @@ def deployment(
     op_libraries: tuple[str, ...] = (),
     settings: Settings | None = None,
     interval: float = 1.0,
+    relay: bool = True,
 ) -> serve.Application:
     """An application for `serve.run`, whose replicas serve what a place says is desired, and change together.
 
@@ -63,7 +64,8 @@ def deployment(
       have none. Others are refused.
     require_signature: a public key; weights that it has not signed are refused. op_libraries: as for `load`.
     settings: limits of the server; ports and times of connections are those of Serve's proxies.
-    interval: seconds between two looks at the place.
+    interval: seconds between two looks at the place. relay: weights behind a URL are read by one node, which gives them
+      to the others; False: each reads for itself.
 
     Replicas are on the CPU, with the engine "torch"; those of one node share one copy of the weights.
 
@@ -89,6 +91,7 @@ def deployment(
         allow_nonfinite=_allowed(allow_nonfinite, opened.manifest),
         require_signature=_shared(require_signature) if require_signature is not None else None,
         interval=interval,
+        relay=relay,
         op_libraries=tuple(op_libraries),
         settings=limits,
     )

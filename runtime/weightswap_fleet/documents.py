@@ -19,8 +19,8 @@ class Spec(NamedTuple):
     """What a fleet serves: an artifact, under a name, and the place of its desired state.
 
     since: when it was deployed, in seconds since the epoch; of two deployments of one name the later one counts.
-    verify, allow_nonfinite: as for `Model.watch`. interval: seconds between two looks at the place. model: what
-    requests call it.
+    verify, allow_nonfinite: as for `Model.watch`. interval: seconds between two looks at the place. relay: one node
+    reads a URL for all. model: what requests call it.
     """
 
     fleet: str
@@ -33,6 +33,7 @@ class Spec(NamedTuple):
     allow_nonfinite: bool | tuple[str, ...] = False
     require_signature: str | None = None
     interval: float = 1.0
+    relay: bool = True
     op_libraries: tuple[str, ...] = ()
     settings: Settings = Settings()
 
@@ -47,7 +48,8 @@ class Order(NamedTuple):
 
     id: of this change. revision: that of the place which it follows on. lease: seconds after which a node that was told
     nothing more looks at the place itself, and gives the weights up unless they are desired. proven: the source was
-    desired before, so that a node which has the weights in memory need not read it.
+    desired before, so that a node which has the weights in memory need not read it. reader: the node that reads a URL
+    for all; empty: each for itself.
     """
 
     id: str
@@ -56,6 +58,7 @@ class Order(NamedTuple):
     weights: DesiredWeights
     lease: float
     proven: bool = False
+    reader: str = ""
 
 
 class FleetPlan(NamedTuple):
@@ -104,7 +107,7 @@ class FleetPlan(NamedTuple):
 
 
 class TrialOrder(NamedTuple):
-    """What all nodes are to try. id, source, lease: as of an `Order`; weights.since: when it was begun.
+    """What all nodes are to try. id, source, lease, reader: as of an `Order`; weights.since: when it was begun.
 
     The next controller begins within the lease, or the nodes give it up.
     """
@@ -114,6 +117,7 @@ class TrialOrder(NamedTuple):
     weights: DesiredWeights
     plan: FleetPlan
     lease: float = TRIAL_LEASE
+    reader: str = ""
 
 
 class TrialReport(NamedTuple):

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from weightswap_runtime.desired.document import SHOWN, DesiredState, DesiredWeights
 from weightswap_runtime.desired.place import DesiredPlace
@@ -41,6 +42,7 @@ from .documents import Committed, NodeStatus, Order, Prepared, Seat, Spec, Trial
 from .memory import NodeMemory
 from .metrics import NodeMetrics
 from .node_trial import NodeTrial
+from .relay import Relay, Transfer
 from .seats import Seats
 
 MOST_REPLICAS = 64  # of one node
@@ -50,10 +52,17 @@ _log = logging.getLogger("weightswap.fleet")
 class NodeKeeper:
     """The keeper of a node. Every method may be called from any thread; `close` ends it."""
 
-    def __init__(self, spec: Spec, node: str, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        spec: Spec,
+        node: str,
+        clock: Callable[[], float] = time.monotonic,
+        transfer: Transfer | None = None,
+    ) -> None:
         """Serves what the place says before anybody can take a seat, if that can be served; `start` keeps it so.
 
-        node: its name, which no other has. Memory that replicas of an earlier keeper of the name have is served on.
+        node: its name, which no other has. transfer: how weights go from node to node; None: each reads for
+        itself. Memory that replicas of an earlier keeper of the name have is served on.
         Raises ArtifactError, MissingExtra, OutOfMemory and Unsupported.
         """
         self.spec, self.node = spec, node
@@ -66,6 +75,7 @@ class NodeKeeper:
         self._take(spec)
         self._control = Control(self._memory.segment.control)
         self._seats = Seats(self._control, lambda pid: NodeMemory.is_held_by(pid, name))
+        self._relay = Relay(node, transfer) if transfer is not None else None
         self._metrics = NodeMetrics(spec.model, self.model)
         self._place = DesiredPlace(spec.place)
         self._reconciler = Reconciler(self._place, spec.interval, clock)
@@ -130,7 +140,7 @@ class NodeKeeper:
                 return Prepared(time.perf_counter() - began, True, "none")
             self._order = opening = _OpenOrder(order, self._clock)
             try:
-                opening.staged = self._stage(order.source, order.weights)
+                opening.staged = self._stage(order.source, order.weights, order.reader)
                 self._wait(opening.staged)
             except BaseException:
                 self._order = None
@@ -170,7 +180,7 @@ class NodeKeeper:
             self._check_no_trial()
             if self.model.weights_id in (None, order.weights.weights_id):
                 raise Unsupported(f"{self.node}: serves these weights, or none, with which a trial could be compared")
-            staged = self._stage(order.source, order.weights)
+            staged = self._stage(order.source, order.weights, order.reader)
             self._trial = NodeTrial(order, staged, self._control, self._clock)
             try:
                 self._wait(staged)
@@ -236,7 +246,13 @@ class NodeKeeper:
         finally:
             self._staging = None
 
-    def _stage(self, path: str | Path, weights: DesiredWeights) -> Staged:
+    def relayed(self, method: str, *arguments: Any) -> Any:
+        """What this node's part of the relay returns."""
+        return getattr(self._relay, method)(*arguments)
+
+    def _stage(self, path: str | Path, weights: DesiredWeights, reader: str = "") -> Staged:
+        if self._relay is not None and self.spec.relay and isinstance(path, str):
+            path = self._relay.route(path, reader)
         return self.model.stage(
             path,
             expect=weights.weights_id,

@@ -38,6 +38,24 @@ class MortalPlace(DesiredPlace):
         return written
 
 
+class Handed:
+    """A `relay.Transfer` within the process."""
+
+    def __init__(self, fleet: Fleet) -> None:
+        self._fleet = fleet
+
+    def ask(self, node: str, method: str, *arguments: Any) -> Any:
+        if node in self._fleet.gone or self._fleet.fate(method, node):
+            raise TimeoutError(f"{node}: has not answered {method}")
+        return self._fleet.keepers[node].relayed(method, *arguments)
+
+    def put(self, content: bytearray) -> bytes:
+        return bytes(content)
+
+    def get(self, put: bytes) -> memoryview:
+        return memoryview(put)
+
+
 class Fleet:
     """Several nodes, their place, and files by their numbers; whoever coordinates may be told to end."""
 
@@ -62,7 +80,7 @@ class Fleet:
 
     def start(self, node: str) -> None:
         """A keeper begins: the first of a node, or the next."""
-        keeper = self.keepers[node] = NodeKeeper(self.spec, node, lambda: self.now)
+        keeper = self.keepers[node] = NodeKeeper(self.spec, node, lambda: self.now, Handed(self))
         keeper.model.listen(lambda event: self._note_commit(keeper, event))
         if node not in self._held:
             self._held[node] = NodeMemory.from_process("self", keeper._memory.descriptors, read_only=True)

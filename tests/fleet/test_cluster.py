@@ -17,6 +17,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
+from tests.support.servers import WebServer
 from weightswap_exporter import publish
 from weightswap_fleet import Deadlines, FleetRefused
 from weightswap_runtime import DesiredPlace
@@ -194,6 +195,19 @@ def test_a_node_that_does_not_answer_refuses_and_its_replicas_answer_on(deployed
     assert [client.failures for client in clients] == [[], []]
     assert soon(lambda: fleet.swap(files.weights[2])).late == {}
     assert fleet.wait(30)
+
+
+def test_a_url_is_read_by_one_node(deployed: Deployed) -> None:
+    fleet, files, _ = deployed
+    content = files.weights[7].read_bytes()
+    with WebServer() as web:
+        receipt = fleet.swap(web.put("7.safetensors", content))
+        assert len(receipt.nodes) >= 2
+        assert {files.number(each.weights_id) for each in fleet.nodes.values()} == {7}
+        assert len(content) <= web.sent < 3 * len(content)  # by the controller, and by a node
+        place = DesiredPlace(files.folder)
+        place.set(files.weights[1], revision=place.read().revision)
+        assert fleet.wait(30)
 
 
 def test_a_place_that_is_away_is_waited_for(deployed: Deployed) -> None:

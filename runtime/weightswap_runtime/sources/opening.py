@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 from weightswap_runtime.errors import WeightFileError
@@ -10,6 +11,9 @@ from weightswap_runtime.errors import WeightFileError
 from .byte_source import ByteSource, Check
 from .local import LocalFile
 from .location import Url, as_location
+
+Opener = Callable[[Url, Check | None], ByteSource | None]
+OPENERS: dict[str, Opener] = {}  # of protocols that fsspec does not know; as `find_source`
 
 
 def open_source(path: str | os.PathLike[str] | Url, check: Check | None = None) -> ByteSource:
@@ -29,6 +33,8 @@ def find_source(path: str | os.PathLike[str] | Url, check: Check | None = None) 
     location = as_location(path)
     if isinstance(location, Path):
         return LocalFile(location)
+    if (opener := OPENERS.get(location.protocol)) is not None:
+        return opener(location, check)
     from .remote.opening import find_object  # needs fsspec
 
     return find_object(location, check)

@@ -83,10 +83,10 @@ class Node:
         keeper.model.listen(self._note)
         stage = keeper._stage
 
-        def unless_broken(path: str | Path, weights: DesiredWeights) -> Staged:
+        def unless_broken(path: str | Path, weights: DesiredWeights, reader: str = "") -> Staged:
             if weights.weights_id in broken:
                 raise WeightFileError("cannot be read")
-            return stage(path, weights)
+            return stage(path, weights, reader)
 
         keeper._stage = unless_broken  # type: ignore[method-assign]
 

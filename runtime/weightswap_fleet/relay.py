@@ -1,0 +1,274 @@
+"""Weights from node to node: one node reads what is behind a URL, chunk by chunk, and the others take it from there.
+
+So a bucket is read once for a fleet. All nodes verify as if they had read it themselves, and what another node does not
+give, they read themselves. The chunks go wherever `Transfer` puts them: with Ray, into its object store, from which
+every node that has one gives it on.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from threading import Lock
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+from uuid import uuid4
+from weakref import WeakValueDictionary
+
+from weightswap_runtime.errors import WeightFileError, text_of
+from weightswap_runtime.sources.byte_source import ByteSource, Check
+from weightswap_runtime.sources.location import Url, as_location, is_url
+from weightswap_runtime.sources.opening import OPENERS, find_source
+from weightswap_runtime.sources.remote.objects import RemoteObject
+from weightswap_runtime.sources.remote.transport import changed
+
+PROTOCOL = "weightswap-node"
+CHUNK = 32 << 20  # bytes
+GIVEN, TAKEN = 8, 4  # chunks that a reader keeps for others, and those that a taker keeps for itself
+OBJECTS = 16  # files that a reader has open
+_FILES = (".safetensors", ".json")
+_log = logging.getLogger("weightswap.fleet")
+T = TypeVar("T")
+
+
+class Transfer(Protocol):
+    """How nodes talk, and where chunks go."""
+
+    def ask(self, node: str, method: str, *arguments: Any) -> Any:
+        """What a method of another node's keeper returns. Raises whatever tells that it does not, within a while."""
+        ...
+
+    def put(self, content: bytearray) -> Any:
+        """A chunk is there for all nodes, as long as what this returns is kept."""
+        ...
+
+    def get(self, put: Any) -> memoryview:
+        """It, on any node. Raises whatever tells that it cannot be had."""
+        ...
+
+
+class Described(NamedTuple):
+    """What a reader has open. tag: what its content is pinned to; empty where the store has nothing like that."""
+
+    size: int
+    tag: str
+
+
+class Relay:
+    """A node's part: it reads for others, and takes from them. Every method may be called from any thread."""
+
+    def __init__(self, node: str, transfer: Transfer, chunk: int = CHUNK) -> None:
+        """node: its own name. chunk: bytes, the same on all nodes."""
+        self.node, self.chunk = node, chunk
+        self._transfer = transfer
+        self._readings: OrderedDict[str, _Reading] = OrderedDict()
+        self._opening = Lock()
+        self._name = uuid4().hex
+        _relays[self._name] = self
+
+    def route(self, source: str, reader: str) -> str:
+        """What is to be staged instead of a URL that a node reads for all; other sources as they are."""
+        if not reader or not is_url(source) or "?" in source or "#" in source:
+            return source
+        location = as_location(source)
+        if not isinstance(location, Url) or not location.name.endswith(_FILES):
+            return source
+        return f"{PROTOCOL}://{self._name}/{reader}/{location.raw.replace('://', '/', 1)}"
+
+    def describe(self, url: str) -> Described | None:
+        """Open what is behind a URL, for others; None if nothing is. What was read of an earlier content is gone."""
+        reading = self._readings.get(url)
+        if reading is None or not _is_unchanged(reading.source):
+            reading = self._open_instead_of(reading, url)
+        return Described(reading.source.size, reading.tag) if reading is not None else None
+
+    def _open_instead_of(self, known: _Reading | None, url: str) -> _Reading | None:
+        """Open what is there now, unless another thread has done so."""
+        with self._opening:
+            reading = self._readings.get(url)
+            if reading is not known:
+                return reading
+            source = find_source(url)
+            reading = _Reading(source, self.chunk, self._transfer.put) if source is not None else None
+            self._readings.pop(url, None)
+            if reading is not None:
+                self._readings[url] = reading
+            if len(self._readings) > OBJECTS:
+                self._readings.popitem(last=False)
+            return reading
+
+    def give(self, url: str, tag: str, number: int) -> Any:
+        """A chunk, as `Transfer.put` has it. Raises WeightFileError where another content is there by now."""
+        return self._reading(url, tag).chunks.get(number)
+
+    def settle(self, url: str, tag: str) -> None:
+        """As `ByteSource.await_stable_mtime`."""
+        self._reading(url, tag).source.await_stable_mtime()
+
+    def _reading(self, url: str, tag: str) -> _Reading:
+        reading = self._readings.get(url)
+        if reading is None or reading.tag != tag:
+            raise changed(str(Url(url)))
+        return reading
+
+    def ask(self, reader: str, method: str, *arguments: Any) -> Any:
+        """What a reader says, which may be this node."""
+        if reader == self.node:
+            return getattr(self, method)(*arguments)
+        return self._transfer.ask(reader, method, *arguments)
+
+    def take(self, reader: str, url: str, tag: str, number: int) -> memoryview:
+        """A chunk that a node reads."""
+        return self._transfer.get(self.ask(reader, "give", url, tag, number))
+
+    def open(self, reader: str, url: str, check: Check | None) -> ByteSource | None:
+        """What is behind a URL, as a node reads it; without that node, as it is read here."""
+        try:
+            described = self.ask(reader, "describe", url)
+        except Exception as error:
+            _log.warning("%s: %s does not read it (%s)", Url(url), reader, text_of(error))
+            return find_source(url, check)
+        if described is None:
+            return None
+        if not described.tag:  # nothing would tell two contents from each other
+            return find_source(url, check)
+        return RelayedObject(self, reader, url, described, check)
+
+
+_relays: WeakValueDictionary[str, Relay] = WeakValueDictionary()
+
+
+def _open(url: Url, check: Check | None) -> ByteSource | None:
+    name, reader, protocol, rest = url.raw.removeprefix(f"{PROTOCOL}://").split("/", 3)
+    return _relays[name].open(reader, f"{protocol}://{rest}", check)
+
+
+OPENERS[PROTOCOL] = _open
+
+
+class RelayedObject:
+    """A ByteSource of chunks that another node reads. From the first that it does not give on, it is read here."""
+
+    def __init__(self, relay: Relay, reader: str, url: str, described: Described, check: Check | None) -> None:
+        self.where, self.unit, self.size = str(Url(url)), relay.chunk, described.size
+        self._relay, self._reader, self._url, self._tag, self._check = relay, reader, url, described.tag, check
+        self._chunks: _Chunks[memoryview] = _Chunks(lambda n: relay.take(reader, url, self._tag, n), TAKEN)
+        self._alone: ByteSource | None = None
+        self._lock = Lock()
+
+    def read_into(self, buffers: list[memoryview], offset: int) -> None:
+        if self._alone is None:
+            try:
+                self._take(buffers, offset)
+            except Exception as error:
+                self._read_alone(error)
+        if self._alone is not None:
+            self._alone.read_into(buffers, offset)
+
+    def _take(self, buffers: list[memoryview], offset: int) -> None:
+        for buffer in buffers:
+            flat, done = buffer.cast("B"), 0
+            while done < len(flat):
+                if self._check is not None:
+                    self._check()
+                number, start = divmod(offset + done, self.unit)
+                piece = self._chunks.get(number)[start : start + len(flat) - done]
+                if not len(piece):
+                    raise WeightFileError(f"{self.where}: a chunk is shorter than it was said to be")
+                flat[done : done + len(piece)] = piece
+                done += len(piece)
+            offset += len(flat)
+
+    def _read_alone(self, error: Exception) -> None:
+        """Raises WeightFileError where another content is there than the one that was begun."""
+        if self._check is not None:
+            self._check()
+        with self._lock:
+            if self._alone is not None:
+                return
+            _log.warning("%s: %s reads it no more (%s); read here", self.where, self._reader, text_of(error))
+            found = find_source(self._url, self._check)
+            if found is None or (found.size, _tag_of(found)) != (self.size, self._tag):
+                raise changed(self.where)
+            self._alone = found
+
+    def await_stable_mtime(self) -> None:
+        if self._alone is not None:
+            self._alone.await_stable_mtime()
+        else:
+            self._relay.ask(self._reader, "settle", self._url, self._tag)
+
+    def check_unchanged(self, *, proven: bool = False) -> None:
+        if self._alone is None:
+            try:
+                found = self._relay.ask(self._reader, "describe", self._url)
+            except Exception as error:
+                self._read_alone(error)
+            else:
+                if found != (self.size, self._tag):
+                    raise changed(self.where)
+        if self._alone is not None:
+            self._alone.check_unchanged(proven=proven)
+
+    def close(self) -> None:
+        if self._alone is not None:
+            self._alone.close()
+
+
+class _Reading:
+    """What a reader has open, and the last chunks of it."""
+
+    def __init__(self, source: ByteSource, chunk: int, put: Callable[[bytearray], Any]) -> None:
+        self.source, self.tag = source, _tag_of(source)
+
+        def read(number: int) -> Any:
+            content = bytearray(max(0, min(chunk, source.size - number * chunk)))
+            source.read_into([memoryview(content)], number * chunk)
+            return put(content)
+
+        self.chunks: _Chunks[Any] = _Chunks(read, GIVEN)
+
+
+class _Chunks(Generic[T]):
+    """The last chunks, each of which is had once however many ask for it at a time."""
+
+    def __init__(self, load: Callable[[int], T], most: int) -> None:
+        self._load, self._most = load, most
+        self._known: OrderedDict[int, Future[T]] = OrderedDict()
+        self._lock = Lock()
+
+    def get(self, number: int) -> T:
+        """Raises what loading raises; another try is made then."""
+        with self._lock:
+            found = self._known.get(number)
+            mine = found is None
+            if found is None:
+                found = self._known[number] = Future()
+            self._known.move_to_end(number)
+            for old in list(self._old()):
+                del self._known[old]
+        if mine:
+            try:
+                found.set_result(self._load(number))
+            except BaseException as error:
+                found.set_exception(error)
+                with self._lock:
+                    self._known.pop(number, None)
+        return found.result()
+
+    def _old(self) -> Iterator[int]:
+        yield from list(self._known)[: max(0, len(self._known) - self._most)]
+
+
+def _is_unchanged(source: ByteSource) -> bool:
+    try:
+        source.check_unchanged()
+    except WeightFileError:
+        return False
+    return True
+
+
+def _tag_of(source: ByteSource) -> str:
+    """What a content is pinned to, if that stands for its bytes."""
+    return source.tag if isinstance(source, RemoteObject) and not source.tag.startswith("W/") else ""

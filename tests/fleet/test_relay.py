@@ -1,0 +1,213 @@
+"""Weights that go from node to node: a URL is read once, whoever gives up, dies or lies."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.support.servers import WebServer
+from weightswap_fleet.agreement import Agreement, Deadlines
+from weightswap_fleet.errors import FleetRefused
+from weightswap_fleet.relay import GIVEN, Relay
+from weightswap_runtime import DigestMismatch, StageCancelled, WeightFileError
+from weightswap_runtime.desired.place import known_weights
+from weightswap_runtime.sources.opening import open_source
+
+from .nodes import Fleet
+
+SOON = Deadlines(prepare=20.0, commit=0.2)
+CHUNK = 64 << 10
+CONTENT = np.random.default_rng(0).bytes(10 * CHUNK + 17)
+
+
+@pytest.fixture
+def web() -> Iterator[WebServer]:
+    with WebServer() as server:
+        yield server
+
+
+@pytest.fixture
+def fleet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Fleet]:
+    """Three nodes that serve number 0, at revision 1."""
+    made = Fleet(tmp_path, 3, monkeypatch)
+    made.place.set(made.file(0), revision=0)
+    for keeper in made.keepers.values():
+        keeper.look()
+    yield made
+    made.close()
+
+
+class Wire:
+    """Several relays, and what happens between them."""
+
+    def __init__(self, *nodes: str) -> None:
+        self.dead: set[str] = set()
+        self.asked: list[tuple[str, str]] = []
+        self.damage = False
+        self.relays = {node: Relay(node, self, CHUNK) for node in nodes}
+
+    def ask(self, node: str, method: str, *arguments: Any) -> Any:
+        self.asked.append((node, method))
+        if node in self.dead:
+            raise TimeoutError(f"{node}: has not answered")
+        return getattr(self.relays[node], method)(*arguments)
+
+    def put(self, content: bytearray) -> bytes:
+        return bytes(len(content)) if self.damage else bytes(content)
+
+    def get(self, put: bytes) -> memoryview:
+        return memoryview(put)
+
+    def open(self, node: str, url: str, reader: str = "a") -> Any:
+        return open_source(self.relays[node].route(url, reader))
+
+
+def read(source: Any, begin: int = 0, end: int | None = None) -> bytes:
+    content = bytearray((source.size if end is None else end) - begin)
+    half = len(content) // 2
+    source.read_into([memoryview(content)[:half], memoryview(content)[half:]], begin)
+    return bytes(content)
+
+
+def swap(fleet: Fleet, url: str) -> Any:
+    return Agreement(fleet.place, fleet).swap(url, known_weights(url), "ana", "", SOON)
+
+
+def test_a_url_is_read_once_for_all(web: WebServer) -> None:
+    wire, url = Wire("a", "b", "c"), web.put("v1.safetensors", CONTENT)
+    with ThreadPoolExecutor(3) as pool:
+        assert set(pool.map(lambda node: read(wire.open(node, url)), "abc")) == {CONTENT}
+    assert len(CONTENT) <= web.sent < 1.4 * len(CONTENT)  # and the head, when it was opened
+    source = wire.open("b", url)
+    assert (source.where, source.size) == (url, len(CONTENT))
+    for begin, end in ((0, 1), (CHUNK - 1, CHUNK + 1), (5, 5), (3 * CHUNK, 10 * CHUNK + 17), (10 * CHUNK + 16, None)):
+        assert read(source, begin, end) == CONTENT[begin:end]
+    source.check_unchanged()
+    source.await_stable_mtime()
+    source.close()
+
+
+def test_chunks_are_kept_for_a_while_alone(web: WebServer) -> None:
+    """One that comes late reads again what has gone; memory is bounded."""
+    wire, url = Wire("a", "b"), web.put("v1.safetensors", CONTENT)
+    read(wire.open("a", url))
+    assert len(wire.relays["a"]._readings[url].chunks._known) == GIVEN
+    before = web.sent
+    assert read(wire.open("b", url)) == CONTENT
+    assert web.sent > before
+
+
+@pytest.mark.parametrize("after", [0, 1, 4])
+def test_without_its_reader_a_node_reads_on_by_itself(web: WebServer, after: int) -> None:
+    wire, url = Wire("a", "b"), web.put("v1.safetensors", CONTENT)
+    if not after:
+        wire.dead.add("a")
+    source = wire.open("b", url)
+    found = bytearray()
+    for number in range(11):
+        if number == after:
+            wire.dead.add("a")
+        found += read(source, number * CHUNK, min(len(CONTENT), (number + 1) * CHUNK))
+    assert found == CONTENT
+    source.check_unchanged()
+    source.await_stable_mtime()
+
+
+def test_another_content_is_not_read_on(web: WebServer) -> None:
+    """Neither through the reader nor without it."""
+    wire, url = Wire("a", "b", "c"), web.put("v1.safetensors", CONTENT)
+    through, alone = wire.open("b", url), wire.open("c", url)
+    for source in (through, alone):
+        assert read(source, 0, CHUNK) == CONTENT[:CHUNK]
+    web.put("v1.safetensors", CONTENT[::-1])
+    with pytest.raises(WeightFileError, match="changed while it was read"):
+        through.check_unchanged()
+    wire.dead.add("a")
+    with pytest.raises(WeightFileError, match="changed while it was read"):
+        read(alone, 9 * CHUNK, 10 * CHUNK)
+    wire.dead.clear()
+    assert read(wire.open("b", url)) == CONTENT[::-1]
+
+
+def test_nothing_is_there(web: WebServer) -> None:
+    wire = Wire("a", "b")
+    with pytest.raises(WeightFileError, match="there is no such object"):
+        wire.open("b", f"{web.url}/nothing.safetensors")
+
+
+def test_without_a_tag_each_reads_for_itself(web: WebServer) -> None:
+    wire, url = Wire("a", "b"), web.put("v1.safetensors", CONTENT, etag=None)
+    assert read(wire.open("b", url)) == CONTENT
+    assert wire.asked == [("a", "describe")]
+    weak = web.put("v2.safetensors", CONTENT, etag='W/"1"')
+    assert read(wire.open("b", weak)) == CONTENT
+    assert {method for _, method in wire.asked} == {"describe"}
+
+
+@pytest.mark.parametrize(
+    "source",
+    ["/data/v1.safetensors", "s3://bucket/run/", "https://host/v1.safetensors?X-Amz-Signature=1", "https://host/a#1"],
+)
+def test_what_goes_no_other_way(source: str) -> None:
+    relay = Wire("a").relays["a"]
+    assert relay.route(source, "b") == source
+    assert relay.route("s3://bucket/v1.safetensors", "") == "s3://bucket/v1.safetensors"
+    assert relay.route("s3://bucket/v1.safetensors", "b").endswith("/b/s3/bucket/v1.safetensors")
+
+
+def test_a_wait_ends_when_it_is_told_to(web: WebServer) -> None:
+    wire, url = Wire("a", "b"), web.put("v1.safetensors", CONTENT)
+    ended = threading.Event()
+
+    def check() -> None:
+        if ended.is_set():
+            raise StageCancelled("ended")
+
+    source = open_source(wire.relays["b"].route(url, "a"), check)
+    ended.set()
+    with pytest.raises(StageCancelled):
+        read(source)
+
+
+def test_a_fleet_reads_a_bucket_once(fleet: Fleet, web: WebServer) -> None:
+    content = fleet.file(1).read_bytes()
+    url = web.put("v1.safetensors", content)
+    known_weights(url)
+    before = web.sent
+    receipt = swap(fleet, url)
+    assert set(fleet.served().values()) == {receipt.weights_id} == {fleet.weights_id(1)}
+    known = len(content)  # the controller reads the header
+    assert web.sent - before <= 3 * known  # it, the reader, and a look whether it has changed; five without
+    assert fleet.place.read().weights.source == url  # type: ignore[union-attr]
+
+
+def test_damage_on_the_way_is_seen(fleet: Fleet, web: WebServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each node verifies as if it had read it itself, and nobody changes."""
+    url = web.put("v1.safetensors", fleet.file(1).read_bytes())
+    taker = fleet.keepers["n2"]._relay
+    assert taker is not None
+    take = taker.take
+
+    def damaged(*arguments: Any) -> memoryview:
+        content = bytearray(take(*arguments))
+        content[-1] ^= 1
+        return memoryview(content)
+
+    monkeypatch.setattr(taker, "take", damaged)
+    with pytest.raises(FleetRefused) as refused:
+        swap(fleet, url)
+    assert {name: type(error) for name, error in refused.value.reasons.items()} == {"n2": DigestMismatch}
+    assert set(fleet.served().values()) == {fleet.weights_id(0)}
+
+
+def test_a_fleet_whose_reader_gives_nothing_reads_by_itself(fleet: Fleet, web: WebServer) -> None:
+    url = web.put("v1.safetensors", fleet.file(1).read_bytes())
+    fleet.fate = lambda method, node: "lost" if method == "give" else ""
+    receipt = swap(fleet, url)
+    assert set(fleet.served().values()) == {receipt.weights_id}
