@@ -172,6 +172,7 @@ def main() -> int:
     if options.epochs < 2:
         parser.error("--epochs: at least 2, or there is nothing to roll back to")
     os.environ.setdefault("RAY_AUTH_MODE", "disabled")
+    os.environ.setdefault("RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S", "120")  # a busy machine is slow to start it
     import ray
     from ray import serve
 

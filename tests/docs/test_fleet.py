@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import subprocess
 import sys
@@ -14,17 +13,15 @@ import pytest
 
 from tests import ROOT
 from tests.support.pages import page, python
-from tests.support.turns import turn
+from tests.support.ray_turns import ray_turn
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """One with the files of the page on serving; clusters here would find each other, and want the same ports."""
-    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
-    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}:{os.environ['PATH']}")
+def folder(tmp_path: Path) -> Iterator[Path]:
+    """One with the files of the page on serving."""
     (build, *_) = re.findall(r"```python\n(.*?)```", page("serving"), re.DOTALL)
     python(tmp_path, build)
-    with turn("ray"):
+    with ray_turn():
         yield tmp_path
 
 

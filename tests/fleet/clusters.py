@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from tests.support.turns import turn
+from tests.support.ray_turns import ray_turn
 from weightswap_exporter import export, pack
 from weightswap_fleet import FleetRefused
 
@@ -67,15 +67,13 @@ class Files:
 @contextmanager
 def cluster(nodes: int, cpus: int = 2) -> Iterator[Any]:
     """Several nodes of Ray, each with so many processors to give away; one cluster at a time."""
-    with turn("ray"), _cluster(nodes, cpus) as made:
+    with ray_turn(), _cluster(nodes, cpus) as made:
         yield made
 
 
 @contextmanager
 def _cluster(nodes: int, cpus: int) -> Iterator[Any]:
-    os.environ["RAY_AUTH_MODE"] = "disabled"
     os.environ["RAY_ENABLE_AUTO_CONNECT"] = "0"  # a handle that has outlived its cluster would look for another
-    os.environ["RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"] = "0"
     import ray
     from ray import serve
     from ray.cluster_utils import Cluster

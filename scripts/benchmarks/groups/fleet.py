@@ -56,7 +56,7 @@ def rows(settings: Settings) -> Iterator[Row]:
             changes["reconfigure"].append(peer.configure(turn % 2))
             close(fleet.infer(x), expected[0], "fleet")
             close(peer.infer(x), expected[turn % 2], "peer")
-        for turn in range(max(2, settings.rounds // 5)):
+        for turn in range(max(1, settings.rounds // 5)):
             peer.tell(1 - turn % 2)
             changes["serve.run"].append(peer.run(turn % 2))
         yield from _told(changes, fleet.parts)
@@ -65,7 +65,7 @@ def rows(settings: Settings) -> Iterator[Row]:
 
 def _told(changes: dict[str, list[Change]], parts: list[tuple[float, float]]) -> Iterator[Row]:
     ours = changes["fleet"]
-    yield spread("fleet.swap, 8 replicas on 4 nodes", "ms", [each.whole for each in ours], WHOLE)
+    yield spread(f"fleet.swap, {REPLICAS} replicas on {NODES} nodes", "ms", [each.whole for each in ours], WHOLE)
     yield spread("of it, until all nodes were ready", "ms", [ready for ready, _ in parts])
     yield spread("of it, from the decision until all served", "ms", [served for _, served in parts])
     yield spread("fleet.swap, from the first commit to the last", "ms", [each.skew for each in ours], SKEW)
@@ -83,7 +83,11 @@ def _told(changes: dict[str, list[Change]], parts: list[tuple[float, float]]) ->
 
 @contextmanager
 def _cluster() -> Iterator[None]:
-    os.environ |= {"RAY_AUTH_MODE": "disabled", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
+    os.environ |= {
+        "RAY_AUTH_MODE": "disabled",
+        "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+        "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "120",
+    }
     os.environ["PYTHONPATH"] = f"{_PEERS}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
     with quiet():
         import ray
@@ -169,7 +173,9 @@ class _Peer:
 
         self._folder, self._serve = folder, serve
         self._weights = lambda number: str(folder / f"{number}.pt")
-        self._configure(0, wait=True)
+        self._configure(0)
+        while serve.status().applications["peer"].status != "RUNNING":
+            time.sleep(0.2)
         self._handle = serve.get_deployment_handle("Network", "peer")
         self._wait(0)
 
@@ -197,7 +203,7 @@ class _Peer:
     def infer(self, x: torch.Tensor) -> torch.Tensor:
         return torch.tensor(self._handle.infer.remote(x.numpy()).result(timeout_s=_PATIENCE))
 
-    def _configure(self, number: int, *, wait: bool = False) -> None:
+    def _configure(self, number: int) -> None:
         from ray.serve.context import _get_global_client
         from ray.serve.schema import ServeDeploySchema
 
@@ -209,7 +215,7 @@ class _Peer:
             "args": {"replicas": str(REPLICAS)},
             "deployments": [deployment],
         }
-        _get_global_client().deploy_apps(ServeDeploySchema.parse_obj({"applications": [application]}), wait)
+        _get_global_client().deploy_apps(ServeDeploySchema.parse_obj({"applications": [application]}))
 
     def _changed(self, number: int, change: Callable[[], object]) -> Change:
         began = time.time()
