@@ -24,7 +24,7 @@ from .keeper import NodeKeeper
 from .metrics import joined
 
 NAMESPACE = "weightswap"
-_KEEPER = "keeper"
+_KEEPER, _RELAY = "keeper", "relay"
 SHOWN = 12  # letters of a node's id
 ACTOR_OPTIONS: dict[str, Any] = {
     "namespace": NAMESPACE,
@@ -73,7 +73,8 @@ class _Transfer:
 
     def ask(self, node: str, method: str, *arguments: Any) -> Any:
         keeper = ray.get_actor(_keeper_name(self._spec, node), NAMESPACE)
-        return ray.get(keeper.ask.remote("relayed", method, *arguments), timeout=_CHUNK)
+        apart = keeper.ask.options(concurrency_group=_RELAY)  # who waits for chunks keeps no other question waiting
+        return ray.get(apart.remote("relayed", method, *arguments), timeout=_CHUNK)
 
     def put(self, content: bytearray) -> Any:
         return [ray.put(np.frombuffer(content, np.uint8))]  # a reference alone would be gotten with the answer
@@ -180,7 +181,8 @@ def keeper_of_this_node(spec: Spec) -> ActorHandle[Any]:
         "scheduling_strategy": NodeAffinitySchedulingStrategy(node, soft=False),
         "runtime_env": {"env_vars": {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}},
     }
-    return ray.remote(_Keeper).options(**options).remote(spec, node[:SHOWN])
+    made = ray.remote(concurrency_groups={_RELAY: 16})(_Keeper)
+    return made.options(**options).remote(spec, node[:SHOWN])
 
 
 def controller_name(fleet: str) -> str:

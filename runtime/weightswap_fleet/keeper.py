@@ -371,6 +371,8 @@ class NodeKeeper:
             self._bell.clear()
             self._seats.sweep()
             self._metrics.keep(self._seats.processes)
+            if self._relay is not None:
+                self._relay.sweep(time.monotonic())
             try:
                 self.look()
             except Exception:

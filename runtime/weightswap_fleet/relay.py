@@ -8,6 +8,7 @@ every node that has one gives it on.
 from __future__ import annotations
 
 import logging
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
@@ -26,7 +27,7 @@ from weightswap_runtime.sources.remote.transport import changed
 PROTOCOL = "weightswap-node"
 CHUNK = 32 << 20  # bytes
 GIVEN, TAKEN = 8, 4  # chunks that a reader keeps for others, and those that a taker keeps for itself
-OBJECTS = 16  # files that a reader has open
+OBJECTS, IDLE = 4, 120.0  # files that a reader has open at most, and seconds for which nobody asks
 _FILES = (".safetensors", ".json")
 _log = logging.getLogger("weightswap.fleet")
 T = TypeVar("T")
@@ -81,6 +82,8 @@ class Relay:
         reading = self._readings.get(url)
         if reading is None or not _is_unchanged(reading.source):
             reading = self._open_instead_of(reading, url)
+        else:
+            reading.used = time.monotonic()
         return Described(reading.source.size, reading.tag) if reading is not None else None
 
     def _open_instead_of(self, known: _Reading | None, url: str) -> _Reading | None:
@@ -110,7 +113,15 @@ class Relay:
         reading = self._readings.get(url)
         if reading is None or reading.tag != tag:
             raise changed(str(Url(url)))
+        reading.used = time.monotonic()
         return reading
+
+    def sweep(self, now: float) -> None:
+        """Let go of what nobody asks for any more. now: as `time.monotonic` says it."""
+        with self._opening:
+            for url, reading in list(self._readings.items()):
+                if now > reading.used + IDLE:
+                    del self._readings[url]
 
     def ask(self, reader: str, method: str, *arguments: Any) -> Any:
         """What a reader says, which may be this node."""
@@ -140,8 +151,12 @@ _relays: WeakValueDictionary[str, Relay] = WeakValueDictionary()
 
 
 def _open(url: Url, check: Check | None) -> ByteSource | None:
-    name, reader, protocol, rest = url.raw.removeprefix(f"{PROTOCOL}://").split("/", 3)
-    return _relays[name].open(reader, f"{protocol}://{rest}", check)
+    name, _, rest = url.raw.removeprefix(f"{PROTOCOL}://").partition("/")
+    relay = _relays.get(name)
+    if relay is None:
+        raise WeightFileError(f"{url}: is none of this process; name the URL that is behind it")
+    reader, protocol, path = rest.split("/", 2)
+    return relay.open(reader, f"{protocol}://{path}", check)
 
 
 OPENERS[PROTOCOL] = _open
@@ -220,7 +235,7 @@ class _Reading:
     """What a reader has open, and the last chunks of it."""
 
     def __init__(self, source: ByteSource, chunk: int, put: Callable[[bytearray], Any]) -> None:
-        self.source, self.tag = source, _tag_of(source)
+        self.source, self.tag, self.used = source, _tag_of(source), time.monotonic()
 
         def read(number: int) -> Any:
             content = bytearray(max(0, min(chunk, source.size - number * chunk)))

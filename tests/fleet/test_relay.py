@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -14,7 +15,7 @@ import pytest
 from tests.support.servers import WebServer
 from weightswap_fleet.agreement import Agreement, Deadlines
 from weightswap_fleet.errors import FleetRefused
-from weightswap_fleet.relay import GIVEN, Relay
+from weightswap_fleet.relay import GIVEN, IDLE, OBJECTS, Relay
 from weightswap_runtime import DigestMismatch, StageCancelled, WeightFileError
 from weightswap_runtime.desired.place import known_weights
 from weightswap_runtime.sources.opening import open_source
@@ -101,6 +102,24 @@ def test_chunks_are_kept_for_a_while_alone(web: WebServer) -> None:
     before = web.sent
     assert read(wire.open("b", url)) == CONTENT
     assert web.sent > before
+
+
+def test_what_nobody_asks_for_is_let_go(web: WebServer) -> None:
+    wire = Wire("a", "b")
+    relay = wire.relays["a"]
+    urls = [web.put(f"v{number}.safetensors", CONTENT) for number in range(OBJECTS + 2)]
+    sources = [wire.open("b", url) for url in urls]
+    assert list(relay._readings) == urls[-OBJECTS:]
+    relay.sweep(time.monotonic() + IDLE - 1)
+    assert len(relay._readings) == OBJECTS
+    relay.sweep(time.monotonic() + IDLE + 1)
+    assert not relay._readings
+    assert {read(source) for source in sources} == {CONTENT}  # by themselves
+
+
+def test_an_address_of_another_process() -> None:
+    with pytest.raises(WeightFileError, match="is none of this process"):
+        open_source("weightswap-node://gone/b/s3/bucket/v1.safetensors")
 
 
 @pytest.mark.parametrize("after", [0, 1, 4])
