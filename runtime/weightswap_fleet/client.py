@@ -205,7 +205,7 @@ class FleetClient:
 
     def __init__(self, handle: DeploymentHandle[Any], *, patience: float = 30.0) -> None:
         """handle: of the fleet's deployment. patience: seconds for a replica that is not behind."""
-        self._handle, self._patience = handle, patience
+        self._method, self._patience = handle.infer, patience
         self._seen = 0
         self._lock = threading.Lock()
 
@@ -213,6 +213,16 @@ class FleetClient:
     def revision(self) -> int:
         """The newest that it has seen."""
         return self._seen
+
+    def close(self) -> None:
+        """Stop following which replicas there are, which else goes on as long as the process."""
+        self._method.shutdown()
+
+    def __enter__(self) -> FleetClient:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     def infer(self, inputs: Mapping[str, NDArray[Any]], *, model: str = "", canary: bool | None = None) -> FleetAnswer:
         """Call a method with arrays by the inputs' names, and wait. model: as over HTTP; empty: the default method.
@@ -223,7 +233,7 @@ class FleetClient:
         deadline = time.monotonic() + self._patience
         while True:
             try:
-                return self._note(self._handle.infer.remote(inputs, model, self._seen, canary).result())
+                return self._note(self._method.remote(inputs, model, self._seen, canary).result())
             except RayTaskError as error:
                 self._check(error, deadline)
 
@@ -234,7 +244,7 @@ class FleetClient:
         deadline = time.monotonic() + self._patience
         while True:
             try:
-                return self._note(await self._handle.infer.remote(inputs, model, self._seen, canary))
+                return self._note(await self._method.remote(inputs, model, self._seen, canary))
             except RayTaskError as error:
                 self._check(error, deadline)
 

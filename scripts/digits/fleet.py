@@ -104,6 +104,7 @@ class Client(threading.Thread):
         """Stop, and wait for the last answer."""
         self._stopped.set()
         self.join()
+        self._client.close()
 
 
 class Story:

@@ -18,7 +18,7 @@ from torch import nn
 
 from tests.support.ray_turns import ray_turn
 from weightswap_exporter import export, pack
-from weightswap_fleet import FleetRefused
+from weightswap_fleet import FleetError
 
 INPUT: NDArray[Any] = np.ones((1, 8), np.float32)
 NUMBERS = 8
@@ -73,7 +73,6 @@ def cluster(nodes: int, cpus: int = 2) -> Iterator[Any]:
 
 @contextmanager
 def _cluster(nodes: int, cpus: int) -> Iterator[Any]:
-    os.environ["RAY_ENABLE_AUTO_CONNECT"] = "0"  # a handle that has outlived its cluster would look for another
     import ray
     from ray import serve
     from ray.cluster_utils import Cluster
@@ -144,6 +143,7 @@ class Client(threading.Thread):
     def end(self) -> None:
         self._stopped.set()
         self.join(60)
+        self._client.close()
         assert not self.is_alive()
 
 
@@ -175,12 +175,22 @@ def frozen(pid: int) -> Iterator[None]:
         os.kill(pid, signal.SIGCONT)
 
 
+def until(true: Callable[[], Any], timeout: float = 60.0) -> Any:
+    """What it is, as soon as it is something."""
+    deadline = time.monotonic() + timeout
+    while not (found := true()):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    return found
+
+
 def soon(work: Callable[[], Any]) -> Any:
     """What a change says, once no order is open any more that was not heard in time."""
     deadline = time.monotonic() + 60
     while True:
         try:
             return work()
-        except FleetRefused:
-            assert time.monotonic() < deadline
+        except FleetError:
+            if time.monotonic() > deadline:
+                raise
             time.sleep(0.2)

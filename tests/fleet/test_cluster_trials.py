@@ -8,7 +8,6 @@ import signal
 import time
 import urllib.request
 from collections import Counter
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -16,7 +15,7 @@ import pytest
 from weightswap_fleet import FleetRefused
 from weightswap_runtime.errors import StageClosed, StagingBusy, Unsupported
 
-from .clusters import INPUT, Deployed, calling, soon
+from .clusters import INPUT, Deployed, calling, soon, until
 
 pytest.importorskip("ray")
 pytestmark = [
@@ -26,15 +25,6 @@ pytestmark = [
 NEVER = "errors > 2"
 
 
-def until(true: Callable[[], Any], timeout: float = 60.0) -> Any:
-    """What it is, as soon as it is something."""
-    deadline = time.monotonic() + timeout
-    while not (found := true()):
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
-    return found
-
-
 def ended(deployed: Deployed) -> Any:
     """How the trial has ended."""
     return until(lambda: found if (found := deployed.fleet.trial) is not None and found.outcome else None)
@@ -42,8 +32,9 @@ def ended(deployed: Deployed) -> Any:
 
 def asked(deployed: Deployed, times: int, canary: bool | None = None) -> Counter[float]:
     """Which weights answer."""
-    client, files = deployed.fleet.client(), deployed.files
-    answers = [client.infer({"x": INPUT}, canary=canary) for _ in range(times)]
+    files = deployed.files
+    with deployed.fleet.client() as client:
+        answers = [client.infer({"x": INPUT}, canary=canary) for _ in range(times)]
     assert all(files.is_whole(each.outputs["output"], each.weights_id) for each in answers)
     return Counter(files.number(each.weights_id) for each in answers)
 

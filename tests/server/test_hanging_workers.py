@@ -16,6 +16,7 @@ import pytest
 
 from tests import ROOT
 from tests.server.fleet import Fleet, eventually, serving
+from tests.server.load import CLIENTS
 from weightswap_runtime import Unsupported
 from weightswap_server import Settings, Source
 from weightswap_server.workers.manager import Workers
@@ -63,7 +64,7 @@ def test_a_stopped_worker_is_replaced_under_load(fleet: Fleet, tmp_path: Path) -
     fleet.desire(1)  # which takes the arena that the stopped one may have held
     found = json.loads(client.communicate(timeout=60)[0])["answers"]
     assert (found["mixed"], found["stale"]) == (0, 0)
-    assert found["failed"] <= 4  # the clients whose connections it had
+    assert found["failed"] <= 2 * CLIENTS  # a client may meet its lost connection twice: as it reads, and as it writes
     assert during > 20
 
 

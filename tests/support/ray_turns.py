@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from unittest.mock import patch
 
+os.environ["RAY_ENABLE_AUTO_CONNECT"] = "0"  # read as Ray is imported: what outlives a cluster would look for another
 _ENVIRONMENT = {
     "RAY_AUTH_MODE": "disabled",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",

@@ -146,7 +146,8 @@ class _Fleet:
         return (every - one) * 1e3 / (len(all_of_them) - 1)
 
     def infer(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.tensor(self._fleet.client().infer({"input": x.numpy()}).outputs["output"])
+        with self._fleet.client() as client:
+            return torch.tensor(client.infer({"input": x.numpy()}).outputs["output"])
 
 
 def _fleet(folder: Path) -> _Fleet:
