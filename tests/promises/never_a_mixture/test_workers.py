@@ -15,6 +15,7 @@ import pytest
 
 from tests import ROOT
 from tests.support.sharing import segment
+from tests.support.watched import eventually
 from weightswap_runtime.shared.control import Control
 from weightswap_runtime.shared.segment import Segment
 
@@ -85,9 +86,10 @@ def test_a_storm_of_commits_and_kills(tmp_path: Path, seconds: float) -> None:
                 time.sleep(dice.uniform(0.3, 0.8))
                 crew.kill(dice.choice([-1, 0, 1, 2]))
             time.sleep(2)
-            last = Control(shared.control).generation
-            time.sleep(0.5)
-            still = Control(shared.control).generation
+            control = Control(shared.control)
+            last = control.generation
+            assert last is not None
+            assert eventually(lambda: (control.generation or 0) > last), "stuck"
         finally:
             crew.end()
     calls, commits = (
@@ -100,9 +102,6 @@ def test_a_storm_of_commits_and_kills(tmp_path: Path, seconds: float) -> None:
     times = [when for when, _ in commits]
     late = [call for call in calls if (before := bisect_left(times, call[1])) and call[2] < commits[before - 1][1]]
     assert late == []  # a call that began after a commit had returned had those weights, or later ones
-    assert last is not None
-    assert still is not None
-    assert still > last  # nothing is stuck
     assert min(crew.kills.values()) > 0
     assert len(calls) > 100 * seconds
     assert len(commits) > 10 * seconds

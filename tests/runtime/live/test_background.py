@@ -20,6 +20,7 @@ import torch
 
 from tests.support.forks import in_a_child
 from tests.support.tiny import SLOW, TinyArtifact, WriteWeights, X, serves
+from tests.support.watched import eventually
 from weightswap_runtime import (
     DigestMismatch,
     Event,
@@ -143,8 +144,7 @@ def test_a_timeout_is_a_number_of_seconds(timeout: Any, model: Model, weight_fil
 def test_a_second_one_waits_if_asked(model: Model, weight_file: WriteWeights) -> None:
     first = model.stage(weight_file(1))
     second = model.stage(weight_file(2), background=True, busy="wait")
-    time.sleep(0.05)
-    assert second.progress.phase == "waiting"
+    assert eventually(lambda: second.progress.phase == "waiting")
     first.commit()
     assert second.commit().generation == 2
     assert serves(model, 2)
