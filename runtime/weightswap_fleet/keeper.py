@@ -11,8 +11,8 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +46,7 @@ from .relay import Relay, Transfer
 from .seats import Seats
 
 MOST_REPLICAS = 64  # of one node
+_POLL = 0.01
 _log = logging.getLogger("weightswap.fleet")
 
 
@@ -114,39 +115,41 @@ class NodeKeeper:
     def prepare(self, order: Order) -> Prepared:
         """Stage and verify the weights of an order, and keep them ready.
 
-        What is on trial is not staged again, and stays on trial until the commit. A rollback waits for nothing that is
-        being staged, and ends a trial.
+        What is on trial is not staged again, and stays on trial until the commit. A rollback waits for nothing: what is
+        being staged or is on trial, and an order that is not decided, are given up.
 
         Raises what `Model.stage` raises, StageCancelled where the order is given up meanwhile, and StagingBusy where
         another is open, or other weights are on trial.
         """
         began = time.perf_counter()
-        if order.proven:
-            self._interrupt()
-        else:
+        if not order.proven:
             self._check_free()
-        with self._turn:
+        with self._turn_at_once() if order.proven else self._turn:
+            if order.proven and self._order is not None and not self._settle(self._order):
+                self._drop()
             self._check_free()
-            wanted = order.weights.weights_id
-            if self._trial is not None and self._trial.order.weights.weights_id == wanted:
-                self._order = opening = _OpenOrder(order, self._clock)
-                opening.staged, opening.is_on_trial = self._trial.staged, True
-                return Prepared(time.perf_counter() - began, True, opening.staged.verified)
-            if order.proven:
-                self._end_trial()
-            self._check_no_trial()
-            if order.proven and wanted in {self.model.weights_id, self.model.previous_weights_id}:
-                self._order = _OpenOrder(order, self._clock)
-                return Prepared(time.perf_counter() - began, True, "none")
+            return self._prepare(order, began)
+
+    def _prepare(self, order: Order, began: float) -> Prepared:
+        wanted = order.weights.weights_id
+        if self._trial is not None and self._trial.order.weights.weights_id == wanted:
             self._order = opening = _OpenOrder(order, self._clock)
-            try:
-                opening.staged = self._stage(order.source, order.weights, order.reader)
-                self._wait(opening.staged)
-            except BaseException:
-                self._order = None
-                raise
-            opening.renew()  # it may have taken long
-            return Prepared(time.perf_counter() - began, False, opening.staged.verified)
+            opening.staged, opening.is_on_trial = self._trial.staged, True
+            return Prepared(time.perf_counter() - began, True, opening.staged.verified)
+        if order.proven:
+            self._end_trial()
+        self._check_no_trial()
+        self._order = opening = _OpenOrder(order, self._clock)
+        if order.proven and wanted in {self.model.weights_id, self.model.previous_weights_id}:
+            return Prepared(time.perf_counter() - began, True, "none")
+        try:
+            opening.staged = self._stage(order.source, order.weights, order.reader)
+            self._wait(opening.staged)
+        except BaseException:
+            self._order = None
+            raise
+        opening.renew()  # it may have taken long
+        return Prepared(time.perf_counter() - began, False, opening.staged.verified)
 
     def _check_free(self) -> None:
         if (opened := self._order) is not None:
@@ -233,10 +236,16 @@ class NodeKeeper:
         """What was counted on this node."""
         return self._metrics.text()
 
-    def _interrupt(self) -> None:
-        """What is being staged is given up; whoever waits for it gets StageCancelled."""
-        if (staging := self._staging) is not None:
-            staging.cancel_soon()
+    @contextmanager
+    def _turn_at_once(self) -> Iterator[None]:
+        """The turn; what others stage until it comes is given up, and whoever waits for that gets StageCancelled."""
+        while not self._turn.acquire(timeout=_POLL):
+            if (staging := self._staging) is not None:
+                staging.cancel_soon()
+        try:
+            yield
+        finally:
+            self._turn.release()
 
     def _wait(self, staged: Staged) -> None:
         """Until it is staged. Raises StageCancelled where a rollback comes first."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import pickle
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,7 +13,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 
 from weightswap_fleet.agreement import Agreement, Deadlines
-from weightswap_fleet.documents import FleetPlan, FleetReceipt, Order, TrialOrder
+from weightswap_fleet.documents import FleetPlan, Order, TrialOrder
 from weightswap_fleet.errors import FleetError, FleetRefused, FleetUndecided, StaleReplica, UnknownFleet
 from weightswap_runtime import DesiredError, DigestMismatch, Held, NothingToRollBack, RevisionConflict, Superseded
 from weightswap_runtime.desired.document import DesiredWeights
@@ -117,15 +116,6 @@ def change_by(fleet: Fleet, slow: str) -> None:
         fleet.keepers["n0"].look()
 
 
-def rolled_back_soon(fleet: Fleet) -> FleetReceipt:
-    until = time.monotonic() + 30
-    while True:
-        try:
-            return Agreement(fleet.place, fleet).rollback(fleet.weights_id(0), "bo", "", False, SOON)
-        except FleetRefused:  # it was only about to be waited for
-            assert time.monotonic() < until
-
-
 @pytest.mark.parametrize("slow", ["an order", "a trial", "what the place says"])
 def test_a_rollback_waits_for_nothing_that_is_being_staged(fleet: Fleet, slow: str) -> None:
     swap(fleet, 1)
@@ -141,11 +131,41 @@ def test_a_rollback_waits_for_nothing_that_is_being_staged(fleet: Fleet, slow: s
     thread = threading.Thread(target=change)
     thread.start()
     assert began.wait(30)
-    receipt = rolled_back_soon(fleet)
+    receipt = Agreement(fleet.place, fleet).rollback(fleet.weights_id(0), "bo", "", False, SOON)
     thread.join(30)
     assert not thread.is_alive()
     assert set(fleet.served().values()) == {receipt.weights_id} == {fleet.weights_id(0)}
     assert len(errors) == (slow != "what the place says")
+
+
+@pytest.mark.parametrize("nodes", [["n0"], ["n0", "n1"]])
+def test_a_rollback_waits_for_no_order_that_others_have_left(fleet: Fleet, nodes: list[str]) -> None:
+    """Whoever gave it has died, or waits for nodes that take long; then it does not happen."""
+    swap(fleet, 1)
+    for name in nodes:
+        fleet.keepers[name].prepare(order(fleet, 2))
+    receipt = Agreement(fleet.place, fleet).rollback(None, "bo", "", False, SOON)
+    assert set(fleet.served().values()) == {receipt.weights_id} == {fleet.weights_id(0)}
+    for name in nodes:
+        with pytest.raises(StageClosed):
+            fleet.keepers[name].commit("order 2", 3)
+
+
+def test_a_rollback_undoes_no_order_that_was_decided(fleet: Fleet) -> None:
+    """A node that has not heard of it yet commits it first."""
+    swap(fleet, 1)
+    for keeper in fleet.keepers.values():
+        keeper.prepare(order(fleet, 2))
+
+    def decided_meanwhile(method: str, node: str) -> str:
+        if (method, node) == ("prepare", "n0"):
+            fleet.place.set(fleet.file(2), revision=2)
+        return ""
+
+    fleet.fate = decided_meanwhile
+    with pytest.raises(RevisionConflict):
+        Agreement(fleet.place, fleet).rollback(None, "bo", "", False, SOON)
+    assert set(fleet.served().values()) == {fleet.weights_id(2)}
 
 
 def test_an_order_that_nobody_speaks_of_runs_out(fleet: Fleet) -> None:
