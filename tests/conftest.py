@@ -39,9 +39,10 @@ SLOWEST = (
 COMPILED = "tests/runtime/engines/test_aoti"
 SAME_EXPORT = re.compile(r"tests/zoo/.*\[(?:(?:aoti|onnx)-)?(.*?)(?:-(?:cpu|cuda))?\]$")
 
-# how long an example takes says nothing of the code
-settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.load_profile("untimed")
+# how long an example takes says nothing of the code; `--hypothesis-profile=exploring` looks for examples that are new
+settings.register_profile("exploring", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("same", settings.get_profile("exploring"), derandomize=True)
+settings.load_profile("same")
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -41,12 +41,18 @@ class FleetTrial:
 
     @classmethod
     def find(cls, nodes: Nodes) -> FleetTrial | None:
-        """One that another has begun, and nobody leads any more. What it had measured begins anew."""
+        """The latest that another has begun, and nobody leads any more; earlier ones are given up.
+
+        What it had measured begins anew.
+        """
         found = nodes.ask(nodes.names(), "trial", timeout=_ANSWER)
         orders = {name: order for name, order in found.items() if isinstance(order, TrialOrder)}
         if not orders:
             return None
         latest = max(orders.values(), key=lambda order: order.weights.since)
+        for name, order in orders.items():
+            if order.id != latest.id:
+                nodes.ask([name], "end_trial", order.id, timeout=_ANSWER)
         trial = cls(latest, nodes)
         trial.shares = {name: 0.0 for name, order in orders.items() if order.id == latest.id}
         return trial

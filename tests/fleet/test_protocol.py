@@ -140,7 +140,10 @@ class Protocol(RuleBasedStateMachine):
 
     @rule()
     def another_leads_the_trial(self) -> None:
+        """There is one at most from then on."""
         self.trial = FleetTrial.find(self.fleet)
+        on_trial = {order.id for keeper in self.fleet.keepers.values() if (order := keeper.trial()) is not None}
+        assert on_trial == ({self.trial.order.id} if self.trial is not None else set())
 
     @rule(faults=fates, death=deaths)
     def a_trial_is_promoted(self, faults: dict[tuple[str, str], str], death: int | str) -> None:
@@ -156,7 +159,8 @@ class Protocol(RuleBasedStateMachine):
     def a_trial_is_aborted(self) -> None:
         if self.trial is not None:
             self.trial.end()
-            assert {keeper.trial() for keeper in self.fleet.keepers.values()} <= {None}
+            on_trial = [order.id for keeper in self.fleet.keepers.values() if (order := keeper.trial()) is not None]
+            assert self.trial.order.id not in on_trial
             self.trial = None
 
     @rule(number=sets)

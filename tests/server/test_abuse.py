@@ -69,7 +69,7 @@ def test_whatever_the_description_allows_and_what_it_does_not(described: Any, mo
 
 def try_operation(cases: Any) -> None:
     @given(case=cases)
-    @settings(max_examples=15, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=15, deadline=None, suppress_health_check=list(HealthCheck))
     def run(case: Any) -> None:
         case.call_and_validate(checks=CHECKS)
 
@@ -94,7 +94,7 @@ documents = st.fixed_dictionaries(
     tail=st.binary(max_size=48) | st.just(X.tobytes()),
     more=st.integers(-30, 30) | st.none(),
 )
-@settings(max_examples=150, deadline=None, derandomize=True)
+@settings(max_examples=150, deadline=None)
 def test_bytes_of_any_kind(server: Server, inputs: Any, tail: bytes, more: int | None) -> None:
     head = json.dumps({"inputs": inputs}).encode()
     headers = {} if more is None else {"Inference-Header-Content-Length": str(len(head) + more)}

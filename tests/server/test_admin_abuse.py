@@ -334,7 +334,7 @@ def test_whatever_its_description_allows_and_what_it_does_not(server: Server, mo
 
 def _try(cases: Any) -> None:
     @given(case=cases)
-    @settings(max_examples=8, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=8, deadline=None, suppress_health_check=list(HealthCheck))
     def run(case: Any) -> None:
         case.call_and_validate(checks=CHECKS, headers=BEARER)
 

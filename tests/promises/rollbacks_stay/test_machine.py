@@ -276,9 +276,7 @@ both = pytest.mark.parametrize("follower", [Process, Node], ids=["a model", "a n
 
 def run(tiny: TinyArtifact, follower: type[Process] | type[Node], examples: int, steps: int) -> None:
     machine = type("Bound", (Machine,), {"tiny": tiny, "follower": follower})
-    run_state_machine_as_test(
-        machine, settings=settings(max_examples=examples, stateful_step_count=steps, derandomize=True, database=None)
-    )
+    run_state_machine_as_test(machine, settings=settings(max_examples=examples, stateful_step_count=steps))
 
 
 @both
