@@ -61,8 +61,8 @@ class _Keeper:
         ray.kill(ray.get_runtime_context().current_actor)
 
     def ask(self, method: str, *arguments: Any) -> Any:
-        """What a method of the `NodeKeeper` returns."""
-        return getattr(self._keeper, method)(*arguments)
+        """As `NodeKeeper.ask`."""
+        return self._keeper.ask(method, *arguments)
 
 
 class _Transfer:

@@ -42,7 +42,7 @@ class Nodes(Protocol):
         ...
 
     def ask(self, names: Sequence[str], method: str, *arguments: Any, timeout: float) -> dict[str, Any]:
-        """Call a method of `NodeKeeper` on all of these at once: what each returns, or the exception that it raises.
+        """Call `NodeKeeper.ask` on all of these at once: what each returns, or the exception that it raises.
 
         One that has not answered in time gives a TimeoutError; one that is not there, whatever tells that.
         """

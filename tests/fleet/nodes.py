@@ -87,7 +87,7 @@ class Fleet:
 
     def _note_commit(self, keeper: NodeKeeper, event: Event) -> None:
         if event.receipt is not None:
-            self.commits.append((keeper._board.revision(event.receipt.generation), event.receipt.weights_id))
+            self.commits.append((keeper._memory.board.revision(event.receipt.generation), event.receipt.weights_id))
 
     def _adopted(self, node: str) -> NodeMemory | None:
         held = self._held.get(node)
@@ -134,9 +134,9 @@ class Fleet:
         if fate == "lost" or node in self.gone:
             return TimeoutError(f"{node}: has not answered")
         try:
-            answer = getattr(self.keepers[node], method)(*arguments)
+            answer = self.keepers[node].ask(method, *arguments)
         except Exception as error:
             answer = error
         if method == "look_soon":
-            self.keepers[node].look()
+            self.keepers[node].changes.look()
         return TimeoutError(f"{node}: has not answered") if fate else answer

@@ -32,7 +32,7 @@ def fleet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Fleet]:
     made = Fleet(tmp_path, 2, monkeypatch)
     made.place.set(made.file(0), revision=0)
     for keeper in made.keepers.values():
-        keeper.look()
+        keeper.changes.look()
     yield made
     made.close()
 
@@ -50,18 +50,18 @@ def swap(fleet: Fleet, number: int, path: Path | None = None):  # type: ignore[n
 
 def test_what_is_prepared_is_committed_or_given_up(fleet: Fleet) -> None:
     keeper = fleet.keepers["n0"]
-    assert not keeper.prepare(order(fleet, 1)).resident
+    assert not keeper.changes.prepare(order(fleet, 1)).resident
     with pytest.raises(StagingBusy, match=r"n0: has an order by ana open, for \w+; try again"):
-        keeper.prepare(order(fleet, 2))
+        keeper.changes.prepare(order(fleet, 2))
     assert keeper.status().preparing == keeper_wants(fleet, 1)
-    keeper.discard("another")
+    keeper.changes.discard("another")
     assert keeper.status().preparing
-    keeper.discard("order 1")
+    keeper.changes.discard("order 1")
     assert (keeper.status().preparing, keeper.model.weights_id) == ("", fleet.weights_id(0))
     with pytest.raises(StageClosed, match="not prepared any more"):
-        keeper.commit("order 1", 2)
-    keeper.prepare(order(fleet, 1))
-    done = keeper.commit("order 1", 2)
+        keeper.changes.commit("order 1", 2)
+    keeper.changes.prepare(order(fleet, 1))
+    done = keeper.changes.commit("order 1", 2)
     assert (done.generation, keeper.model.weights_id, keeper.status().revision) == (1, fleet.weights_id(1), 2)
 
 
@@ -79,13 +79,13 @@ def test_nan_is_refused_unless_the_deployment_lets_it_in(fleet: Fleet, tmp_path:
     assert {type(error) for error in refused.value.reasons.values()} == {NonFiniteWeights}
     fleet.place.set(path, revision=1)
     keeper = fleet.keepers["n0"]
-    keeper.look()
+    keeper.changes.look()
     assert "weight: 1 NaN" in keeper.status().error
     assert set(fleet.served().values()) == {fleet.weights_id(0)}
     keeper.take_seat(os.getpid(), fleet.spec._replace(since=1.0, allow_nonfinite=("weight",)))
     fleet.place.set(fleet.file(0), revision=2)
     fleet.place.set(path, revision=3)
-    keeper.look()
+    keeper.changes.look()
     assert keeper.status().revision == 4
 
 
@@ -110,10 +110,10 @@ def change_by(fleet: Fleet, slow: str) -> None:
     if slow == "an order":
         swap(fleet, 2)
     elif slow == "a trial":
-        fleet.keepers["n0"].prepare_trial(TrialOrder("t", wanted.source, wanted.weights, FleetPlan()))
+        fleet.keepers["n0"].changes.prepare_trial(TrialOrder("t", wanted.source, wanted.weights, FleetPlan()))
     else:
         fleet.place.set(fleet.file(2), revision=2)
-        fleet.keepers["n0"].look()
+        fleet.keepers["n0"].changes.look()
 
 
 @pytest.mark.parametrize("slow", ["an order", "a trial", "what the place says"])
@@ -143,19 +143,19 @@ def test_a_rollback_waits_for_no_order_that_others_have_left(fleet: Fleet, nodes
     """Whoever gave it has died, or waits for nodes that take long; then it does not happen."""
     swap(fleet, 1)
     for name in nodes:
-        fleet.keepers[name].prepare(order(fleet, 2))
+        fleet.keepers[name].changes.prepare(order(fleet, 2))
     receipt = Agreement(fleet.place, fleet).rollback(None, "bo", "", False, SOON)
     assert set(fleet.served().values()) == {receipt.weights_id} == {fleet.weights_id(0)}
     for name in nodes:
         with pytest.raises(StageClosed):
-            fleet.keepers[name].commit("order 2", 3)
+            fleet.keepers[name].changes.commit("order 2", 3)
 
 
 def test_a_rollback_undoes_no_order_that_was_decided(fleet: Fleet) -> None:
     """A node that has not heard of it yet commits it first."""
     swap(fleet, 1)
     for keeper in fleet.keepers.values():
-        keeper.prepare(order(fleet, 2))
+        keeper.changes.prepare(order(fleet, 2))
 
     def decided_meanwhile(method: str, node: str) -> str:
         if (method, node) == ("prepare", "n0"):
@@ -170,45 +170,45 @@ def test_a_rollback_undoes_no_order_that_was_decided(fleet: Fleet) -> None:
 
 def test_an_order_that_nobody_speaks_of_runs_out(fleet: Fleet) -> None:
     keeper = fleet.keepers["n0"]
-    keeper.prepare(order(fleet, 1))
-    keeper.look()
+    keeper.changes.prepare(order(fleet, 1))
+    keeper.changes.look()
     assert keeper.status().preparing
     fleet.now += 11.0
-    keeper.look()
+    keeper.changes.look()
     assert (keeper.status().preparing, keeper.model.weights_id) == ("", fleet.weights_id(0))
 
 
 def test_what_was_decided_is_done_without_a_word_and_without_reading_again(fleet: Fleet) -> None:
     keeper = fleet.keepers["n0"]
-    keeper.prepare(order(fleet, 1))
+    keeper.changes.prepare(order(fleet, 1))
     fleet.place.set(fleet.file(1), revision=1)
     fleet.file(1).unlink()
-    keeper.look()
+    keeper.changes.look()
     assert (keeper.model.weights_id, keeper.status().revision) == (keeper.status().weights_id, 2)
     assert fleet.place.read().weights.weights_id == keeper.model.weights_id  # type: ignore[union-attr]
 
 
 def test_what_others_have_decided_is_not_the_order(fleet: Fleet) -> None:
     keeper = fleet.keepers["n0"]
-    keeper.prepare(order(fleet, 1))
+    keeper.changes.prepare(order(fleet, 1))
     fleet.place.set(fleet.file(2), revision=1)
     fleet.commits.clear()
-    keeper.look()
+    keeper.changes.look()
     assert fleet.commits == [(2, fleet.weights_id(2))]
     with pytest.raises(StageClosed):
-        keeper.commit("order 1", 2)
+        keeper.changes.commit("order 1", 2)
     assert keeper.model.weights_id == fleet.weights_id(2)
 
 
 def test_while_the_place_is_away_an_order_stays_open_until_it_is_over(fleet: Fleet) -> None:
     keeper, away = fleet.keepers["n0"], fleet.where.with_name("away")
-    keeper.prepare(order(fleet, 1))
+    keeper.changes.prepare(order(fleet, 1))
     fleet.where.rename(away)
-    keeper.look()
+    keeper.changes.look()
     assert keeper.status().preparing
-    keeper.commit("order 1", 2)  # whoever says so has seen it written
+    keeper.changes.commit("order 1", 2)  # whoever says so has seen it written
     assert keeper.model.weights_id == fleet.weights_id(1)
-    keeper.look()
+    keeper.changes.look()
     assert (keeper.status().reachable, keeper.model.weights_id) == (False, fleet.weights_id(1))
     away.rename(fleet.where)
 
@@ -219,8 +219,8 @@ def test_a_rollback_reads_nothing_and_a_swap_reads_what_it_is_given(fleet: Fleet
         fleet.file(number).rename(fleet.file(number).with_suffix(".away"))
     keeper = fleet.keepers["n0"]
     weights = fleet.place.read().history[-1]
-    assert keeper.prepare(Order("back", 2, weights.source, weights, 10.0, proven=True)).resident
-    assert keeper.commit("back", 3).generation == 2
+    assert keeper.changes.prepare(Order("back", 2, weights.source, weights, 10.0, proven=True)).resident
+    assert keeper.changes.commit("back", 3).generation == 2
     assert keeper.model.weights_id == weights.weights_id
 
 
@@ -300,7 +300,7 @@ def test_what_nobody_can_look_up_is_undecided(fleet: Fleet, monkeypatch: pytest.
     away.rename(fleet.where)
     fleet.now += 100.0
     for keeper in fleet.keepers.values():
-        keeper.look()
+        keeper.changes.look()
     assert set(fleet.served().values()) == {fleet.weights_id(0)}
 
 
@@ -357,7 +357,7 @@ def test_an_operator_who_says_so_while_a_trainer_publishes_is_obeyed(fleet: Flee
     assert fleet.place.read().revision == 2
     for keeper in fleet.keepers.values():
         assert keeper.status().preparing == ""
-        keeper.look()
+        keeper.changes.look()
     assert set(fleet.served().values()) == {fleet.weights_id(0 if what == "hold" else 3)}
 
 
@@ -373,7 +373,7 @@ def test_the_latest_deployment_counts(fleet: Fleet, tmp_path: Path) -> None:
     key.write_bytes(public.public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo))
     keeper.take_seat(os.getpid(), later)
     with pytest.raises(SignatureRefused, match="not signed"):
-        keeper.prepare(order(fleet, 1))
+        keeper.changes.prepare(order(fleet, 1))
     assert (keeper.status().preparing, keeper.model.weights_id) == ("", fleet.weights_id(0))
     keeper.take_seat(os.getpid(), fleet.spec)
     assert keeper.spec == later

@@ -24,7 +24,7 @@ def fleet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Fleet]:
     made = Fleet(tmp_path, 2, monkeypatch)
     made.place.set(made.file(0), revision=0)
     for keeper in made.keepers.values():
-        keeper.look()
+        keeper.changes.look()
     yield made
     made.close()
 

@@ -36,7 +36,7 @@ def fleet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Fleet]:
     made = Fleet(tmp_path, 3, monkeypatch)
     made.place.set(made.file(0), revision=0, by="ana", why="the first")
     for keeper in made.keepers.values():
-        keeper.look()
+        keeper.changes.look()
     yield made
     made.close()
 
@@ -108,7 +108,7 @@ def test_it_shows_what_each_replica_serves_and_a_commit_that_passes_over_them(fl
         assert page.locator(".replicas li.mark").count() == 2
         ids = page.locator("section[aria-labelledby=nodes] tbody code").all_inner_texts()
         assert [shown == receipt.weights_id[:12] for shown in ids] == [True, False, True]
-        fleet.keepers["n1"].look()
+        fleet.keepers["n1"].changes.look()
         page.get_by_text("all serve what is desired", exact=True).wait_for()
         assert page.get_by_text("later").count() == 2
         assert page.title() == "tagger: revision 2 · weightswap"

@@ -142,8 +142,12 @@ class Protocol(RuleBasedStateMachine):
     def another_leads_the_trial(self) -> None:
         """There is one at most from then on."""
         self.trial = FleetTrial.find(self.fleet)
-        on_trial = {order.id for keeper in self.fleet.keepers.values() if (order := keeper.trial()) is not None}
-        assert on_trial == ({self.trial.order.id} if self.trial is not None else set())
+        assert self._on_trial == ({self.trial.order.id} if self.trial is not None else set())
+
+    @property
+    def _on_trial(self) -> set[str]:
+        orders = (keeper.changes.trial() for keeper in self.fleet.keepers.values())
+        return {order.id for order in orders if order is not None}
 
     @rule(faults=fates, death=deaths)
     def a_trial_is_promoted(self, faults: dict[tuple[str, str], str], death: int | str) -> None:
@@ -159,7 +163,9 @@ class Protocol(RuleBasedStateMachine):
     def a_trial_is_aborted(self) -> None:
         if self.trial is not None:
             self.trial.end()
-            on_trial = [order.id for keeper in self.fleet.keepers.values() if (order := keeper.trial()) is not None]
+            on_trial = [
+                order.id for keeper in self.fleet.keepers.values() if (order := keeper.changes.trial()) is not None
+            ]
             assert self.trial.order.id not in on_trial
             self.trial = None
 
@@ -183,7 +189,7 @@ class Protocol(RuleBasedStateMachine):
 
     @rule(node=nodes)
     def look(self, node: str) -> None:
-        self.fleet.keepers[node].look()
+        self.fleet.keepers[node].changes.look()
 
     @rule(node=nodes)
     def a_keeper_is_killed(self, node: str) -> None:
@@ -206,7 +212,7 @@ class Protocol(RuleBasedStateMachine):
     def a_client_asks(self, node: str) -> None:
         """It is answered where it would not go back; an answer's revision is that of the weights."""
         keeper = self.fleet.keepers[node]
-        revision = keeper._board.revision(keeper.model.generation)
+        revision = keeper.status().revision
         if revision >= self.seen and keeper.model.weights_id is not None:
             self.seen = revision
 
@@ -217,7 +223,7 @@ class Protocol(RuleBasedStateMachine):
             assert self.said[status.revision] == status.weights_id
             assert status.revision <= max(self.said)
             assert status.trying != status.weights_id
-            assert status.trying or not keeper._control.trial
+            assert status.trying or not keeper.changes._control.trial
         for revision, weights_id in self.fleet.commits:
             assert self.said[revision] == weights_id
         self.fleet.commits.clear()
@@ -229,7 +235,7 @@ class Protocol(RuleBasedStateMachine):
         for _ in range(3):
             self.fleet.now += 1000.0
             for keeper in self.fleet.keepers.values():
-                keeper.look()
+                keeper.changes.look()
         state = self.fleet.place.read()
         assert state.weights is not None
         assert set(self.fleet.served().values()) == {state.weights.weights_id}
@@ -273,7 +279,7 @@ def test_who_decides_meanwhile_is_first(tmp_path: Path, monkeypatch: pytest.Monk
     fleet = Fleet(tmp_path, NODES, monkeypatch)
     fleet.place.set(fleet.file(0), revision=0)
     for keeper in fleet.keepers.values():
-        keeper.look()
+        keeper.changes.look()
 
     def meanwhile(method: str, node: str) -> str:
         if method == "prepare" and node == "n2":
@@ -286,6 +292,6 @@ def test_who_decides_meanwhile_is_first(tmp_path: Path, monkeypatch: pytest.Monk
     assert set(fleet.served().values()) == {fleet.weights_id(0)}
     assert fleet.asked[-1] == "discard"
     for keeper in fleet.keepers.values():
-        keeper.look()
+        keeper.changes.look()
     assert set(fleet.served().values()) == {fleet.weights_id(3)}
     fleet.close()

@@ -33,7 +33,7 @@ def fleet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Fleet]:
     made = Fleet(tmp_path, NODES, monkeypatch)
     made.place.set(made.file(0), revision=0)
     for keeper in made.keepers.values():
-        keeper.look()
+        keeper.changes.look()
     made.asked.clear()
     yield made
     made.close()
@@ -63,8 +63,8 @@ def answered(fleet: Fleet, node: str, canary: int, errors: int = 0, word: int | 
     tried = Answers(canary, errors, [0.001] * (canary - errors), failed, [])
     measured = Measured(served, tried, Compared(0, 0, 0.0, 0.0, []))
     keeper = fleet.keepers[node]
-    text = msgspec.msgpack.encode(Tried("tiny", keeper._control.trial if word is None else word, measured))
-    keeper.tried(b64encode(text).decode())
+    text = msgspec.msgpack.encode(Tried("tiny", keeper.changes._control.trial if word is None else word, measured))
+    keeper.changes.tried(b64encode(text).decode())
 
 
 def promote(fleet: Fleet, number: int = 1) -> Any:
@@ -78,7 +78,7 @@ def test_all_nodes_try_and_serve_what_they_served(fleet: Fleet) -> None:
     assert set(fleet.served().values()) == {fleet.weights_id(0)}
     assert fleet.place.read().revision == 1
     assert trial.shares == dict.fromkeys(fleet.names(), 0.25)
-    assert all(keeper._control.trial for keeper in fleet.keepers.values())
+    assert all(keeper.changes._control.trial for keeper in fleet.keepers.values())
     report = trial.report()
     assert (report.weights_id, report.by, report.outcome) == (fleet.weights_id(1), "ana", "")
     assert report.as_dict()["plan"]["share"] == 0.25
@@ -98,7 +98,7 @@ def test_one_that_a_node_cannot_take_is_tried_by_none(fleet: Fleet) -> None:
 def test_one_whose_nodes_lose_it_as_it_begins_has_not_begun(fleet: Fleet) -> None:
     def gives_up(method: str, node: str) -> str:
         if method == "renew_trial":
-            fleet.keepers[node].end_trial("trial 1")
+            fleet.keepers[node].changes.end_trial("trial 1")
         return ""
 
     fleet.fate = gives_up
@@ -148,10 +148,10 @@ def test_a_promotion_that_is_not_decided_leaves_the_trial(fleet: Fleet) -> None:
     assert (set(trying(fleet).values()), trial.look()) == ({fleet.weights_id(1)}, None)
     assert {keeper.status().preparing for keeper in fleet.keepers.values()} == {""}
     keeper = fleet.keepers["n0"]
-    keeper.prepare(Order("left", 1, "", trial.order.weights, 10.0))  # whose coordinator dies
+    keeper.changes.prepare(Order("left", 1, "", trial.order.weights, 10.0))  # whose coordinator dies
     fleet.now += 11.0
     trial.look()
-    keeper.look()
+    keeper.changes.look()
     assert (keeper.status().preparing, keeper.status().trying) == ("", fleet.weights_id(1))
 
 
@@ -173,11 +173,11 @@ def test_the_place_says_something_meanwhile(fleet: Fleet, number: int) -> None:
     fleet.place.set(fleet.file(number), revision=1)
     fleet.file(1).rename(fleet.file(1).with_suffix(".away"))
     for keeper in fleet.keepers.values():
-        keeper.look()
+        keeper.changes.look()
         assert keeper.status().revision == 2
     assert set(fleet.served().values()) == {fleet.place.read().weights.weights_id}  # type: ignore[union-attr]
     assert set(trying(fleet).values()) == {""}
-    assert not any(keeper._control.trial for keeper in fleet.keepers.values())
+    assert not any(keeper.changes._control.trial for keeper in fleet.keepers.values())
 
 
 def test_without_its_leader_it_runs_out(fleet: Fleet) -> None:
@@ -186,11 +186,11 @@ def test_without_its_leader_it_runs_out(fleet: Fleet) -> None:
     assert trial.look() is None
     fleet.now += 9.0
     for keeper in fleet.keepers.values():
-        keeper.look()
+        keeper.changes.look()
     assert set(trying(fleet).values()) == {fleet.weights_id(1)}
     fleet.now += 2.0
     for keeper in fleet.keepers.values():
-        keeper.look()
+        keeper.changes.look()
     assert set(trying(fleet).values()) == {""}
     promote(fleet, 2)
 
@@ -198,7 +198,7 @@ def test_without_its_leader_it_runs_out(fleet: Fleet) -> None:
 def test_the_next_leader_finds_it(fleet: Fleet) -> None:
     assert FleetTrial.find(fleet) is None
     begun(fleet, share=0.5)
-    fleet.keepers["n2"].end_trial("trial 1")
+    fleet.keepers["n2"].changes.end_trial("trial 1")
     found = FleetTrial.find(fleet)
     assert found is not None
     assert (found.order.id, set(found.shares)) == ("trial 1", {"n0", "n1"})
@@ -206,7 +206,7 @@ def test_the_next_leader_finds_it(fleet: Fleet) -> None:
     assert found.look() is None
     assert found.shares == {"n0": 0.5, "n1": 0.5}
     fleet.now += 9.0
-    fleet.keepers["n0"].look()
+    fleet.keepers["n0"].changes.look()
     assert fleet.keepers["n0"].status().trying
     found.end()
     assert set(trying(fleet).values()) == {""}
@@ -224,7 +224,7 @@ def test_a_node_that_is_late_keeps_it_and_one_that_has_gone_does_not(fleet: Flee
     fleet.start("n0")  # the next keeper knows of no trial
     assert trial.look() is None
     assert set(trial.shares) == {"n2"}
-    assert fleet.keepers["n0"]._control.trial == 0
+    assert fleet.keepers["n0"].changes._control.trial == 0
 
 
 def test_what_all_nodes_measure_is_judged_together(fleet: Fleet) -> None:
@@ -265,7 +265,7 @@ def test_steps(fleet: Fleet) -> None:
 def test_a_share_of_the_nodes(fleet: Fleet) -> None:
     trial = begun(fleet, share=0.34, of="nodes")
     assert trial.shares == {"n0": 1.0, "n1": 1.0, "n2": 0.0}
-    fleet.keepers["n0"].end_trial("trial 1")
+    fleet.keepers["n0"].changes.end_trial("trial 1")
     trial.look()
     trial.look()
     assert trial.shares == {"n1": 1.0, "n2": 0.0}
@@ -302,7 +302,7 @@ def test_plans_that_cannot_be_meant(plan: dict[str, Any], said: str) -> None:
 def test_renewing_what_is_over(fleet: Fleet) -> None:
     keeper = fleet.keepers["n0"]
     with pytest.raises(StageClosed, match="n0: the trial trial 1 is over"):
-        keeper.renew_trial("trial 1", 0.1)
-    keeper.end_trial("trial 1")
-    keeper.tried(b64encode(b"late").decode())  # nobody's, and not read
-    assert keeper.trial() is None
+        keeper.changes.renew_trial("trial 1", 0.1)
+    keeper.changes.end_trial("trial 1")
+    keeper.changes.tried(b64encode(b"late").decode())  # nobody's, and not read
+    assert keeper.changes.trial() is None

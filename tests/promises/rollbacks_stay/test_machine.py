@@ -81,14 +81,14 @@ class Node:
         self._keeper = keeper = NodeKeeper(spec, uuid4().hex, lambda: self.now)
         self.log = [keeper.model.weights_id] if keeper.model.weights_id else []
         keeper.model.listen(self._note)
-        stage = keeper._stage
+        stage = keeper._weights.stage
 
         def unless_broken(path: str | Path, weights: DesiredWeights, reader: str = "") -> Staged:
             if weights.weights_id in broken:
                 raise WeightFileError("cannot be read")
             return stage(path, weights, reader)
 
-        keeper._stage = unless_broken  # type: ignore[method-assign]
+        keeper._weights.stage = unless_broken  # type: ignore[method-assign]
 
     def _note(self, event: Event) -> None:
         if event.receipt is not None:
@@ -100,7 +100,7 @@ class Node:
 
     def look(self) -> None:
         self.now += 1000.0
-        self._keeper.look()
+        self._keeper.changes.look()
 
     def close(self) -> None:
         self._keeper.close()

@@ -1,0 +1,90 @@
+"""The weights of a node: those that its replicas serve, and the revision of the place that they are of."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from weightswap_runtime.desired.document import DesiredWeights
+from weightswap_runtime.errors import NothingToRollBack
+from weightswap_runtime.format.artifact import Artifact
+from weightswap_runtime.live.receipt import SwapReceipt
+from weightswap_runtime.live.staged import Staged
+from weightswap_runtime.shared.keeper import keep
+from weightswap_server.signed_weights import requires
+
+from .documents import Spec
+from .memory import NodeMemory
+from .relay import Relay
+
+
+class NodeWeights:
+    """The model in a node's memory, and the board of that memory. One commit at a time."""
+
+    def __init__(self, spec: Spec, node: str, artifact: Artifact, memory: NodeMemory, relay: Relay | None) -> None:
+        self.node = node
+        self.model = keep(artifact, memory.segment)
+        self.board = memory.board
+        self._relay = relay
+        self._staging: Staged | None = None  # what is waited for
+        self.take(spec)
+
+    def take(self, spec: Spec) -> None:
+        """Verify as a deployment says; what is served already, it serves on."""
+        key = spec.require_signature
+        self.model._store.admit = requires(key) if key is not None else None
+        self.spec = spec
+
+    def stage(self, path: str | Path, weights: DesiredWeights, reader: str = "") -> Staged:
+        """Begin to stage. reader: the node that reads a URL for all. Raises what `Model.stage` raises."""
+        if self._relay is not None and self.spec.relay and isinstance(path, str):
+            path = self._relay.route(path, reader)
+        return self.model.stage(
+            path,
+            expect=weights.weights_id,
+            allow_other_graph=weights.graph_id not in ("", self.spec.graph_id),
+            verify=self.spec.verify,  # type: ignore[arg-type]
+            allow_nonfinite=self.spec.allow_nonfinite,
+            by=weights.by,
+            background=True,
+        )
+
+    def wait(self, staged: Staged) -> None:
+        """Until it is staged. Raises StageCancelled where a rollback comes first."""
+        self._staging = staged
+        try:
+            staged.wait()
+        finally:
+            self._staging = None
+
+    def interrupt(self) -> None:
+        """Give up what is waited for."""
+        if (staging := self._staging) is not None:
+            staging.cancel_soon()
+
+    def commit(self, staged: Staged, revision: int) -> SwapReceipt:
+        """Serve what was staged, as of a revision. Raises what `Staged.commit` raises."""
+        self._mark_next(revision)
+        return staged.commit()
+
+    def roll_back(self, weights: DesiredWeights, revision: int) -> SwapReceipt:
+        """Serve again what was served before. Raises NothingToRollBack where that is something else."""
+        if self.model.previous_weights_id != weights.weights_id:
+            raise NothingToRollBack(f"{self.node}: the weights {weights.weights_id[:12]} are not in memory any more")
+        self._mark_next(revision)
+        return self.model.rollback(by=weights.by)
+
+    def _mark_next(self, revision: int) -> None:
+        """Before a commit, so that no replica answers with weights and an older revision."""
+        generation = self.model.generation
+        self.board.set_revision(0 if generation is None else generation + 1, revision)
+
+    def mark(self, revision: int) -> None:
+        """What is served is that of a revision, too."""
+        generation = self.model.generation
+        if generation is not None and self.board.revision(generation) < revision:
+            self.board.set_revision(generation, revision)
+
+    @property
+    def revision(self) -> int:
+        """The revision that is served; 0 before the first."""
+        return self.board.revision(self.model.generation)
