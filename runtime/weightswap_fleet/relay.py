@@ -12,19 +12,17 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from dataclasses import dataclass
 from threading import Lock
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
-from uuid import uuid4
-from weakref import WeakValueDictionary
 
 from weightswap_runtime.errors import WeightFileError, text_of
 from weightswap_runtime.sources.byte_source import ByteSource, Check
 from weightswap_runtime.sources.location import Url, as_location, is_url
-from weightswap_runtime.sources.opening import OPENERS, find_source
+from weightswap_runtime.sources.opening import GivenUrl, find_source
 from weightswap_runtime.sources.remote.objects import RemoteObject
 from weightswap_runtime.sources.remote.transport import changed
 
-PROTOCOL = "weightswap-node"
 CHUNK = 32 << 20  # bytes
 GIVEN, TAKEN = 8, 4  # chunks that a reader keeps for others, and those that a taker keeps for itself
 OBJECTS, IDLE = 4, 120.0  # files that a reader has open at most, and seconds for which nobody asks
@@ -65,17 +63,15 @@ class Relay:
         self._transfer = transfer
         self._readings: OrderedDict[str, _Reading] = OrderedDict()
         self._opening = Lock()
-        self._name = uuid4().hex
-        _relays[self._name] = self
 
-    def route(self, source: str, reader: str) -> str:
+    def route(self, source: str, reader: str) -> str | Url:
         """What is to be staged instead of a URL that a node reads for all; other sources as they are."""
         if not reader or not is_url(source) or "?" in source or "#" in source:
             return source
         location = as_location(source)
         if not isinstance(location, Url) or not location.name.endswith(_FILES):
             return source
-        return f"{PROTOCOL}://{self._name}/{reader}/{location.raw.replace('://', '/', 1)}"
+        return RelayedUrl(location.raw, self, reader)
 
     def describe(self, url: str) -> Described | None:
         """Open what is behind a URL, for others; None if nothing is. What was read of an earlier content is gone."""
@@ -147,19 +143,15 @@ class Relay:
         return RelayedObject(self, reader, url, described, check)
 
 
-_relays: WeakValueDictionary[str, Relay] = WeakValueDictionary()
+@dataclass(frozen=True, repr=False)
+class RelayedUrl(GivenUrl):
+    """A URL that a node reads for this one."""
 
+    relay: Relay
+    reader: str
 
-def _open(url: Url, check: Check | None) -> ByteSource | None:
-    name, _, rest = url.raw.removeprefix(f"{PROTOCOL}://").partition("/")
-    relay = _relays.get(name)
-    if relay is None:
-        raise WeightFileError(f"{url}: is none of this process; name the URL that is behind it")
-    reader, protocol, path = rest.split("/", 2)
-    return relay.open(reader, f"{protocol}://{path}", check)
-
-
-OPENERS[PROTOCOL] = _open
+    def find(self, check: Check | None) -> ByteSource | None:
+        return self.relay.open(self.reader, self.raw, check)
 
 
 class RelayedObject:
