@@ -1,0 +1,62 @@
+"""What is no deployment of a fleet is refused before anything is written."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.tiny import TinyArtifact, WriteWeights
+from weightswap_runtime import DesiredPlace, Unsupported, WeightFileError
+
+pytest.importorskip("ray")
+pytestmark = pytest.mark.filterwarnings("ignore")  # Ray's
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ({"name": ""}, "name='': expected at most 64 letters"),
+        ({"name": "taggers:eu"}, "name='taggers:eu': expected"),  # it would be found beside "taggers"
+        ({"name": "a" * 65}, "expected at most 64"),
+        ({"name": 3}, "name=3: expected"),
+        ({"verify": "all"}, "verify='all': expected 'goldens', 'finite', 'off'"),
+        ({"interval": 0}, "interval=0: expected seconds"),
+        ({"interval": math.nan}, "interval=nan: expected seconds"),
+        ({"batch": 0}, "max_batch=0: expected"),
+        ({"op_libraries": "torchvision"}, "op_libraries='torchvision': expected names"),
+        ({"num_replicas": 2, "autoscaling_config": {"max_replicas": 3}}, "num_replicas=2 beside autoscaling_config"),
+        ({"allow_nonfinite": "nothing*"}, "matches no weight"),
+        ({"require_signature": "no.pem"}, "no public key"),
+    ],
+)
+def test_odd_options(options: dict[str, Any], why: str, tiny: TinyArtifact, weight_file: WriteWeights) -> None:
+    from weightswap_fleet import deployment
+
+    weights = weight_file(1)
+    with pytest.raises(Unsupported, match=why):
+        deployment(tiny.path, weights, **options)
+    assert DesiredPlace(weights.parent).read().weights is None
+
+
+def test_weights_or_a_place(tiny: TinyArtifact, tmp_path: Path) -> None:
+    from weightswap_fleet import deployment
+
+    with pytest.raises(Unsupported, match="a fleet needs weights"):
+        deployment(tiny.path)
+    with pytest.raises(WeightFileError):
+        deployment(tiny.path, tmp_path / "no.safetensors")
+
+
+def test_weights_are_where_nothing_is_desired_yet(tiny: TinyArtifact, weight_file: WriteWeights) -> None:
+    from weightswap_fleet import deployment
+
+    first, second = weight_file(1), weight_file(2)
+    for weights in (first, second):
+        deployment(tiny.path, weights)
+        desired = DesiredPlace(first.parent).read()
+        assert desired.revision == 1
+        assert desired.weights is not None
+        assert Path(first.parent / desired.weights.source) == first
