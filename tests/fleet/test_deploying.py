@@ -11,6 +11,8 @@ import pytest
 from tests.support.tiny import TinyArtifact, WriteWeights
 from weightswap_runtime import DesiredPlace, Unsupported, WeightFileError
 
+from .nodes import Fleet
+
 pytest.importorskip("ray")
 pytestmark = pytest.mark.filterwarnings("ignore")  # Ray's
 
@@ -60,3 +62,25 @@ def test_weights_are_where_nothing_is_desired_yet(tiny: TinyArtifact, weight_fil
         assert desired.revision == 1
         assert desired.weights is not None
         assert Path(first.parent / desired.weights.source) == first
+
+
+def test_nodes_are_those_of_the_latest_deployment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of another place or graph each node has a keeper for a while, which says what is desired no more."""
+    from weightswap_fleet import actors
+
+    fleet = Fleet(tmp_path, 2, monkeypatch)
+    now = [keeper.status() for keeper in fleet.keepers.values()]
+    before = [each._replace(spec=each.spec._replace(place="/elsewhere", since=-1.0)) for each in now]
+    monkeypatch.setattr(actors, "_keepers", lambda fleet: ["a", "b", "c", "d", "e"])
+    monkeypatch.setattr(actors, "_ask", lambda *arguments, **options: [*before, *now, TimeoutError("late")])
+    assert actors.statuses("fleet") == now
+    assert actors.find_spec("fleet") == fleet.spec
+    fleet.close()
+
+
+def test_a_plan_or_its_fields() -> None:
+    from weightswap_fleet import Fleet as Deployed
+    from weightswap_fleet import FleetPlan
+
+    with pytest.raises(Unsupported, match="a plan beside share"):
+        Deployed("fleet").canary("v2.safetensors", FleetPlan(), share=0.5)
