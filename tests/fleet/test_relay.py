@@ -52,10 +52,16 @@ class Wire:
         self.dead: set[str] = set()
         self.asked: list[tuple[str, str]] = []
         self.damage = False
+        self.stuck: dict[str, threading.Event] = {}  # until they are set
+        self.reached = threading.Event()
         self.relays = {node: Relay(node, self, CHUNK) for node in nodes}
 
     def ask(self, node: str, method: str, *arguments: Any) -> Any:
         self.asked.append((node, method))
+        again = method == "describe" and self.asked.count((node, method)) > 1
+        if (released := self.stuck.get("describe again" if again else method)) is not None:
+            self.reached.set()
+            released.wait(60)
         if node in self.dead:
             raise TimeoutError(f"{node}: has not answered")
         return getattr(self.relays[node], method)(*arguments)
@@ -119,7 +125,7 @@ def test_what_nobody_asks_for_is_let_go(web: WebServer) -> None:
     assert {read(source) for source in sources} == {CONTENT}  # by themselves
 
 
-@pytest.mark.parametrize("after", [0, 1, 4])
+@pytest.mark.parametrize("after", [0, 1, 4, 11])
 def test_without_its_reader_a_node_reads_on_by_itself(web: WebServer, after: int) -> None:
     wire, url = Wire("a", "b"), web.put("v1.safetensors", CONTENT)
     if not after:
@@ -130,9 +136,10 @@ def test_without_its_reader_a_node_reads_on_by_itself(web: WebServer, after: int
         if number == after:
             wire.dead.add("a")
         found += read(source, number * CHUNK, min(len(CONTENT), (number + 1) * CHUNK))
+    wire.dead.add("a")
     assert found == CONTENT
-    source.check_unchanged()
     source.await_stable_mtime()
+    source.check_unchanged()
 
 
 def test_another_content_is_not_read_on(web: WebServer) -> None:
@@ -180,18 +187,30 @@ def test_what_goes_no_other_way(source: str) -> None:
     assert isinstance(relayed.with_name("v1-00001-of-00002.safetensors"), RelayedUrl)  # its shards come the same way
 
 
-def test_a_wait_ends_when_it_is_told_to(web: WebServer) -> None:
+@pytest.mark.parametrize("method", ["describe", "give", "settle", "describe again"])
+def test_a_wait_for_a_reader_ends_when_it_is_told_to(method: str, web: WebServer) -> None:
+    """So a rollback does not wait for a reader that has stopped."""
     wire, url = Wire("a", "b"), web.put("v1.safetensors", CONTENT)
-    ended = threading.Event()
+    ended, released = threading.Event(), threading.Event()
 
     def check() -> None:
         if ended.is_set():
             raise StageCancelled("ended")
 
-    source = open_source(wire.relays["b"].route(url, "a"), check)
-    ended.set()
-    with pytest.raises(StageCancelled):
+    def whole() -> None:
+        source = open_source(wire.relays["b"].route(url, "a"), check)
         read(source)
+        source.await_stable_mtime()
+        source.check_unchanged()
+
+    wire.stuck[method] = released
+    with ThreadPoolExecutor(1) as pool:
+        reading = pool.submit(whole)
+        assert wire.reached.wait(30)
+        ended.set()
+        with pytest.raises(StageCancelled):
+            reading.result(30)
+        released.set()
 
 
 def test_a_fleet_reads_a_bucket_once(fleet: Fleet, web: WebServer) -> None:
