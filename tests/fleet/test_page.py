@@ -105,7 +105,7 @@ def test_it_shows_what_each_replica_serves_and_a_commit_that_passes_over_them(fl
         fleet.fate = lambda method, node: "lost" if node == "n1" and method in {"commit", "look_soon"} else ""
         receipt = swap(fleet, 1)
         page.get_by_text("not all serve what is desired").wait_for()
-        assert page.locator(".replicas li.mark").count() == 2
+        page.wait_for_function("() => document.querySelectorAll('.replicas li.mark').length === 2")
         ids = page.locator("section[aria-labelledby=nodes] tbody code").all_inner_texts()
         assert [shown == receipt.weights_id[:12] for shown in ids] == [True, False, True]
         fleet.keepers["n1"].changes.look()

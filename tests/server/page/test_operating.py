@@ -90,7 +90,7 @@ def test_what_is_staged_is_committed(server: Server, open_page: OpenPage, weight
     page.get_by_text(f"generation 1 serves {staged['weights_id'][:12]}").wait_for()
     wait(page, "served", "better")
     wait(page, "staged", "Nothing is staged")
-    assert dialog.count() == 0
+    dialog.wait_for(state="detached")
     assert serves(server.service.served[0].model, 2)
 
 
@@ -179,7 +179,7 @@ def test_a_canary_is_shown_and_promoted(server: Server, open_page: OpenPage, wei
         section(page, "staged").get_by_role("button", name="Promote").click()
         confirm(page, "Commit")
         wait(page, "served", "generation 1")
-    assert section(page, "canary").count() == 0
+    section(page, "canary").wait_for(state="detached")
     assert serves(server.service.served[0].model, 2)
 
 
