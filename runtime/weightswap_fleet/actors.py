@@ -157,7 +157,10 @@ def metrics(spec: Spec) -> str:
 
 
 def statuses(fleet: str) -> list[NodeStatus]:
-    """How the nodes of a fleet stand that answer. Raises UnknownFleet where none does."""
+    """How the nodes of a fleet stand that answer. Raises UnknownFleet where none does.
+
+    Keepers of an earlier deployment, of another graph or place, are there for a while; they are not of the fleet.
+    """
     answers = _ask(_keepers(fleet), "status", timeout=ANSWER)
     found = [each for each in answers if isinstance(each, NodeStatus)]
     if not found:
@@ -167,12 +170,17 @@ def statuses(fleet: str) -> list[NodeStatus]:
             f"{fleet}: no node of a fleet of that name is there{known}. Deployed on this cluster: {others}; deploy it "
             "first, or give another name"
         )
-    return found
+    latest = max((each.spec for each in found), key=_since).key
+    return [each for each in found if each.spec.key == latest]
+
+
+def _since(spec: Spec) -> float:
+    return spec.since
 
 
 def find_spec(fleet: str) -> Spec:
     """What a fleet serves, as its nodes say; of several deployments the last one. Raises UnknownFleet."""
-    return max((each.spec for each in statuses(fleet)), key=lambda spec: spec.since)
+    return max((each.spec for each in statuses(fleet)), key=_since)
 
 
 def end_actors(fleet: str) -> None:

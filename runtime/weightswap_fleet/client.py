@@ -15,6 +15,7 @@ from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 from ray.serve.handle import DeploymentHandle
 
 from weightswap_runtime.desired.document import DesiredState
+from weightswap_runtime.errors import Unsupported
 from weightswap_runtime.sources.location import Url, as_location, fixed
 
 from .actors import end_actors, find_spec, metrics, statuses
@@ -97,7 +98,9 @@ class Fleet:
         Raises StagingBusy where others are on trial, Unsupported for a plan that cannot be meant, and what `swap`
         raises.
         """
-        wanted = plan or FleetPlan(**fields)
+        if plan is not None and fields:
+            raise Unsupported(f"a plan beside {', '.join(fields)}: expected one of them")
+        wanted = FleetPlan(**fields) if plan is None else plan
         timeout = deadlines.prepare
         return cast(
             "TrialReport", self._ask("begin_trial", _source(weights), wanted, by, why, deadlines, timeout=timeout)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -15,8 +16,10 @@ from weightswap_runtime.desired.document import SHOWN
 from weightswap_runtime.desired.place import DesiredPlace, known_weights
 from weightswap_runtime.errors import GraphMismatch, NoWeights, Unsupported
 from weightswap_runtime.format.artifact import Artifact
+from weightswap_runtime.format.goldens import check_mode
 from weightswap_runtime.format.manifest import Manifest
 from weightswap_runtime.format.nonfinite import as_allowed
+from weightswap_runtime.live.watching.loop import check_interval
 from weightswap_runtime.sources.location import Url, as_location, fixed, printable
 from weightswap_server.serving import default_name
 from weightswap_server.settings import Settings
@@ -25,6 +28,7 @@ from weightswap_server.signed_weights import requires
 from .documents import Spec
 from .replica import Replica
 
+_NAME = re.compile(r"[\w.-]{1,64}", re.ASCII)
 _Path = str | os.PathLike[str]
 _ROUTER = RequestRouterConfig(
     request_router_class="weightswap_fleet.router:FreshRouter",
@@ -48,7 +52,7 @@ def deployment(
     verify: str = "goldens",
     allow_nonfinite: bool | str | Sequence[str] = False,
     require_signature: _Path | None = None,
-    op_libraries: tuple[str, ...] = (),
+    op_libraries: Sequence[str] = (),
     settings: Settings | None = None,
     interval: float = 1.0,
     relay: bool = True,
@@ -75,6 +79,14 @@ def deployment(
     """
     if weights is None and follow is None:
         raise Unsupported("a fleet needs weights, or the place of a desired state that it follows")
+    if num_replicas is not None and autoscaling_config is not None:
+        raise Unsupported(f"num_replicas={num_replicas!r} beside autoscaling_config: expected one of them")
+    if not (isinstance(name, str) and _NAME.fullmatch(name)):
+        raise Unsupported(f"name={name!r}: expected at most 64 letters, digits, underscores, dots and hyphens")
+    if isinstance(op_libraries, str):
+        raise Unsupported(f"op_libraries={op_libraries!r}: expected names of packages, or paths of shared libraries")
+    check_mode(verify)
+    check_interval(interval)
     opened = Artifact.open(_shared(artifact))
     place = _shared(follow) if follow is not None else _folder(weights)
     if require_signature is not None:
@@ -100,7 +112,7 @@ def deployment(
     if autoscaling_config is not None:
         options["autoscaling_config"] = dict(autoscaling_config)
     else:
-        options["num_replicas"] = num_replicas or 1
+        options["num_replicas"] = 1 if num_replicas is None else num_replicas
     deployed = serve.deployment(
         **options,
         ray_actor_options=dict(ray_actor_options or {}),

@@ -30,16 +30,15 @@ class FleetRefused(FleetError):
         self.where = brief(where)
         self.reasons = {brief(node): error for node, error in reasons.items()}
         self.problems = tuple(
-            brief(f"{node}: {type(error).__name__}: {_in_one_line(error)}", MOST_OF_A_PROBLEM)
+            brief(f"{node}: {type(error).__name__}: {_in_one_line(text_of(error))}", MOST_OF_A_PROBLEM)
             for node, error in self.reasons.items()
         )
         lines = [f"  - {problem}" for problem in self.problems]
         super().__init__(f"{where}: no node has changed, as {plural(len(lines), 'node')} cannot take it", *lines)
 
 
-def _in_one_line(error: BaseException) -> str:
-    """What an error of several lines says, as one sentence."""
-    return "; ".join(line.strip().removeprefix("- ") for line in text_of(error).splitlines())
+def _in_one_line(text: str) -> str:
+    return "; ".join(line.removeprefix("  - ") for line in text.splitlines())
 
 
 class FleetUndecided(FleetError):

@@ -10,6 +10,7 @@ from weightswap_runtime.format.artifact import Artifact
 from weightswap_runtime.live.receipt import SwapReceipt
 from weightswap_runtime.live.staged import Staged
 from weightswap_runtime.shared.keeper import keep
+from weightswap_runtime.sources.location import Url
 from weightswap_server.signed_weights import requires
 
 from .documents import Spec
@@ -36,10 +37,11 @@ class NodeWeights:
 
     def stage(self, path: str | Path, weights: DesiredWeights, reader: str = "") -> Staged:
         """Begin to stage. reader: the node that reads a URL for all. Raises what `Model.stage` raises."""
+        source: str | Path | Url = path
         if self._relay is not None and self.spec.relay and isinstance(path, str):
-            path = self._relay.route(path, reader)
+            source = self._relay.route(path, reader)
         return self.model.stage(
-            path,
+            source,  # type: ignore[arg-type]  # whatever `open_source` takes
             expect=weights.weights_id,
             allow_other_graph=weights.graph_id not in ("", self.spec.graph_id),
             verify=self.spec.verify,  # type: ignore[arg-type]

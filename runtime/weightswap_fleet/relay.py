@@ -8,26 +8,27 @@ every node that has one gives it on.
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
+from dataclasses import dataclass
+from functools import partial
 from threading import Lock
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
-from uuid import uuid4
-from weakref import WeakValueDictionary
 
 from weightswap_runtime.errors import WeightFileError, text_of
 from weightswap_runtime.sources.byte_source import ByteSource, Check
 from weightswap_runtime.sources.location import Url, as_location, is_url
-from weightswap_runtime.sources.opening import OPENERS, find_source
+from weightswap_runtime.sources.opening import GivenUrl, find_source
 from weightswap_runtime.sources.remote.objects import RemoteObject
 from weightswap_runtime.sources.remote.transport import changed
 
-PROTOCOL = "weightswap-node"
 CHUNK = 32 << 20  # bytes
 GIVEN, TAKEN = 8, 4  # chunks that a reader keeps for others, and those that a taker keeps for itself
 OBJECTS, IDLE = 4, 120.0  # files that a reader has open at most, and seconds for which nobody asks
+_POLL = 0.02  # seconds
 _FILES = (".safetensors", ".json")
 _log = logging.getLogger("weightswap.fleet")
 T = TypeVar("T")
@@ -65,17 +66,15 @@ class Relay:
         self._transfer = transfer
         self._readings: OrderedDict[str, _Reading] = OrderedDict()
         self._opening = Lock()
-        self._name = uuid4().hex
-        _relays[self._name] = self
 
-    def route(self, source: str, reader: str) -> str:
+    def route(self, source: str, reader: str) -> str | Url:
         """What is to be staged instead of a URL that a node reads for all; other sources as they are."""
         if not reader or not is_url(source) or "?" in source or "#" in source:
             return source
         location = as_location(source)
         if not isinstance(location, Url) or not location.name.endswith(_FILES):
             return source
-        return f"{PROTOCOL}://{self._name}/{reader}/{location.raw.replace('://', '/', 1)}"
+        return RelayedUrl(location.raw, self, reader)
 
     def describe(self, url: str) -> Described | None:
         """Open what is behind a URL, for others; None if nothing is. What was read of an earlier content is gone."""
@@ -136,8 +135,10 @@ class Relay:
     def open(self, reader: str, url: str, check: Check | None) -> ByteSource | None:
         """What is behind a URL, as a node reads it; without that node, as it is read here."""
         try:
-            described = self.ask(reader, "describe", url)
+            described = attended(lambda: self.ask(reader, "describe", url), check)
         except Exception as error:
+            if check is not None:
+                check()
             _log.warning("%s: %s does not read it (%s)", Url(url), reader, text_of(error))
             return find_source(url, check)
         if described is None:
@@ -147,19 +148,15 @@ class Relay:
         return RelayedObject(self, reader, url, described, check)
 
 
-_relays: WeakValueDictionary[str, Relay] = WeakValueDictionary()
+@dataclass(frozen=True, repr=False)
+class RelayedUrl(GivenUrl):
+    """A URL that a node reads for this one."""
 
+    relay: Relay
+    reader: str
 
-def _open(url: Url, check: Check | None) -> ByteSource | None:
-    name, _, rest = url.raw.removeprefix(f"{PROTOCOL}://").partition("/")
-    relay = _relays.get(name)
-    if relay is None:
-        raise WeightFileError(f"{url}: is none of this process; name the URL that is behind it")
-    reader, protocol, path = rest.split("/", 2)
-    return relay.open(reader, f"{protocol}://{path}", check)
-
-
-OPENERS[PROTOCOL] = _open
+    def find(self, check: Check | None) -> ByteSource | None:
+        return self.relay.open(self.reader, self.raw, check)
 
 
 class RelayedObject:
@@ -185,15 +182,17 @@ class RelayedObject:
         for buffer in buffers:
             flat, done = buffer.cast("B"), 0
             while done < len(flat):
-                if self._check is not None:
-                    self._check()
                 number, start = divmod(offset + done, self.unit)
-                piece = self._chunks.get(number)[start : start + len(flat) - done]
+                chunk = attended(partial(self._chunks.get, number), self._check)
+                piece = chunk[start : start + len(flat) - done]
                 if not len(piece):
                     raise WeightFileError(f"{self.where}: a chunk is shorter than it was said to be")
                 flat[done : done + len(piece)] = piece
                 done += len(piece)
             offset += len(flat)
+
+    def _ask(self, method: str, *arguments: Any) -> Any:
+        return attended(lambda: self._relay.ask(self._reader, method, *arguments), self._check)
 
     def _read_alone(self, error: Exception) -> None:
         """Raises WeightFileError where another content is there than the one that was begun."""
@@ -209,15 +208,18 @@ class RelayedObject:
             self._alone = found
 
     def await_stable_mtime(self) -> None:
+        if self._alone is None:
+            try:
+                self._ask("settle", self._url, self._tag)
+            except Exception as error:
+                self._read_alone(error)
         if self._alone is not None:
             self._alone.await_stable_mtime()
-        else:
-            self._relay.ask(self._reader, "settle", self._url, self._tag)
 
     def check_unchanged(self, *, proven: bool = False) -> None:
         if self._alone is None:
             try:
-                found = self._relay.ask(self._reader, "describe", self._url)
+                found = self._ask("describe", self._url)
             except Exception as error:
                 self._read_alone(error)
             else:
@@ -229,6 +231,25 @@ class RelayedObject:
     def close(self) -> None:
         if self._alone is not None:
             self._alone.close()
+
+
+def attended(work: Callable[[], T], check: Check | None) -> T:
+    """What work returns. `check` is called every few milliseconds; what it raises ends the wait, and not the work."""
+    if check is None:
+        return work()
+    done: Future[T] = Future()
+    threading.Thread(target=_fill, args=(done, work), name="weightswap-relay", daemon=True).start()
+    check()
+    while not wait([done], _POLL).done:
+        check()
+    return done.result()
+
+
+def _fill(done: Future[T], work: Callable[[], T]) -> None:
+    try:
+        done.set_result(work())
+    except BaseException as error:
+        done.set_exception(error)
 
 
 class _Reading:
@@ -264,10 +285,8 @@ class _Chunks(Generic[T]):
             for old in list(self._old()):
                 del self._known[old]
         if mine:
-            try:
-                found.set_result(self._load(number))
-            except BaseException as error:
-                found.set_exception(error)
+            _fill(found, lambda: self._load(number))
+            if found.exception() is not None:
                 with self._lock:
                     self._known.pop(number, None)
         return found.result()

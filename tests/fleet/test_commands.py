@@ -1,19 +1,15 @@
-"""What `weightswap fleet` and a deployment refuse before there is a cluster, or anything is written."""
+"""What `weightswap fleet` refuses without a cluster, and how it says what others refuse."""
 
 from __future__ import annotations
 
 import socket
 import time
-from pathlib import Path
-from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
-from tests.support.tiny import TinyArtifact
 from weightswap_fleet import FleetPlan, FleetRefused
-from weightswap_runtime import DesiredPlace
-from weightswap_runtime.errors import GraphMismatch, NoWeights, Unsupported, WeightsMismatch
+from weightswap_runtime.errors import Unsupported, WeightsMismatch
 from weightswap_tools.commands.fleet import fleet_command
 from weightswap_tools.commands.fleet_cluster import _reasons
 
@@ -51,49 +47,6 @@ def test_a_cluster_that_ends_with_the_command_is_refused(address: str) -> None:
 def test_fewer_replicas_at_most_than_at_least() -> None:
     said = run("deploy", "any.artifact", "--weights", "x", "--replicas", 3, "--max-replicas", 2, status=2)
     assert "--max-replicas 2" in said
-
-
-def test_weights_of_another_graph_are_not_desired(tiny: TinyArtifact, tmp_path: Path) -> None:
-    from weightswap_fleet import deployment
-
-    weights = tiny.write(tmp_path / "other.safetensors", tiny.values(1), graph_id="0" * 64)
-    with pytest.raises(GraphMismatch, match="was packed for the graph 000000000000, and the artifact has"):
-        deployment(tiny.path, weights)
-    assert DesiredPlace(tmp_path).read().weights is None
-
-
-def test_a_place_of_another_graph_is_refused(tiny: TinyArtifact, tmp_path: Path) -> None:
-    from weightswap_fleet import deployment
-
-    DesiredPlace(tmp_path).set(
-        tiny.write(tmp_path / "other.safetensors", tiny.values(1), graph_id="0" * 64), revision=0
-    )
-    with pytest.raises(GraphMismatch, match="which is desired"):
-        deployment(tiny.path, follow=tmp_path)
-    assert DesiredPlace(tmp_path).read().revision == 1
-
-
-@pytest.mark.parametrize("options", [{"require_signature": "nowhere.pem"}, {"num_replicas": -1}, {"batch": 0}])
-def test_what_is_refused_has_desired_nothing(tiny: TinyArtifact, tmp_path: Path, options: dict[str, Any]) -> None:
-    from weightswap_fleet import deployment
-
-    with pytest.raises(Exception, match=r"(?s)."):
-        deployment(tiny.path, tiny.write(tmp_path / "1.safetensors", tiny.values(1)), **options)
-    assert not (tmp_path / "desired.json").exists()
-
-
-def test_a_place_where_nothing_is_desired(tiny: TinyArtifact, tmp_path: Path) -> None:
-    from weightswap_fleet import deployment
-
-    with pytest.raises(NoWeights, match="nothing is desired there yet"):
-        deployment(tiny.path, follow=tmp_path)
-
-
-def test_a_place_that_is_not_there(tiny: TinyArtifact, tmp_path: Path) -> None:
-    from weightswap_fleet import deployment
-
-    with pytest.raises(Unsupported, match="nowhere: is no folder; make it"):
-        deployment(tiny.path, follow=tmp_path / "nowhere")
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from urllib.parse import quote, unquote
 
@@ -55,18 +55,18 @@ class Url:
         """The folder, without a slash at its end. A query stays: it may be what gives access."""
         scheme, path, query = self._split()
         folder, slash, _ = path.rpartition("/")
-        return Url(scheme + (folder or slash) + query)
+        return replace(self, raw=scheme + (folder or slash) + query)
 
     def with_name(self, name: str) -> Url:
         """A neighbour; `name` as it stands in a URL."""
         scheme, path, query = self._split()
         folder, slash, _ = path.rpartition("/")
-        return Url(scheme + folder + slash + name + query)
+        return replace(self, raw=scheme + folder + slash + name + query)
 
     def __truediv__(self, name: str) -> Url:
         scheme, path, query = self._split()
         folder = path.rstrip("/") + "/" if path else ""
-        return Url(scheme + folder + (quote(name) if self.is_web else name) + query)
+        return replace(self, raw=scheme + folder + (quote(name) if self.is_web else name) + query)
 
     def _split(self) -> tuple[str, str, str]:
         """The protocol, the path with its host or bucket, and what a neighbour's URL would share."""

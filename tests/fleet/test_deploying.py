@@ -1,0 +1,121 @@
+"""What is no deployment of a fleet is refused before anything is written."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.tiny import TinyArtifact, WriteWeights
+from weightswap_runtime import DesiredPlace, Unsupported, WeightFileError
+from weightswap_runtime.errors import GraphMismatch, NoWeights
+
+from .nodes import Fleet
+
+pytest.importorskip("ray")
+pytestmark = pytest.mark.filterwarnings("ignore")  # Ray's
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ({"name": ""}, "name='': expected at most 64 letters"),
+        ({"name": "taggers:eu"}, "name='taggers:eu': expected"),  # it would be found beside "taggers"
+        ({"name": "a" * 65}, "expected at most 64"),
+        ({"name": 3}, "name=3: expected"),
+        ({"verify": "all"}, "verify='all': expected 'goldens', 'finite', 'off'"),
+        ({"interval": 0}, "interval=0: expected seconds"),
+        ({"interval": math.nan}, "interval=nan: expected seconds"),
+        ({"batch": 0}, "max_batch=0: expected"),
+        ({"op_libraries": "torchvision"}, "op_libraries='torchvision': expected names"),
+        ({"num_replicas": 2, "autoscaling_config": {"max_replicas": 3}}, "num_replicas=2 beside autoscaling_config"),
+        ({"allow_nonfinite": "nothing*"}, "matches no weight"),
+        ({"require_signature": "no.pem"}, "no public key"),
+    ],
+)
+def test_odd_options(options: dict[str, Any], why: str, tiny: TinyArtifact, weight_file: WriteWeights) -> None:
+    from weightswap_fleet import deployment
+
+    weights = weight_file(1)
+    with pytest.raises(Unsupported, match=why):
+        deployment(tiny.path, weights, **options)
+    assert DesiredPlace(weights.parent).read().weights is None
+
+
+def test_weights_or_a_place(tiny: TinyArtifact, tmp_path: Path) -> None:
+    from weightswap_fleet import deployment
+
+    with pytest.raises(Unsupported, match="a fleet needs weights"):
+        deployment(tiny.path)
+    with pytest.raises(WeightFileError):
+        deployment(tiny.path, tmp_path / "no.safetensors")
+
+
+def test_weights_are_where_nothing_is_desired_yet(tiny: TinyArtifact, weight_file: WriteWeights) -> None:
+    from weightswap_fleet import deployment
+
+    first, second = weight_file(1), weight_file(2)
+    for weights in (first, second):
+        deployment(tiny.path, weights)
+        desired = DesiredPlace(first.parent).read()
+        assert desired.revision == 1
+        assert desired.weights is not None
+        assert Path(first.parent / desired.weights.source) == first
+
+
+def test_weights_of_another_graph_are_not_desired(tiny: TinyArtifact, tmp_path: Path) -> None:
+    from weightswap_fleet import deployment
+
+    weights = tiny.write(tmp_path / "other.safetensors", tiny.values(1), graph_id="0" * 64)
+    with pytest.raises(GraphMismatch, match="was packed for the graph 000000000000, and the artifact has"):
+        deployment(tiny.path, weights)
+    assert DesiredPlace(tmp_path).read().weights is None
+
+
+def test_a_place_of_another_graph_is_refused(tiny: TinyArtifact, tmp_path: Path) -> None:
+    from weightswap_fleet import deployment
+
+    DesiredPlace(tmp_path).set(
+        tiny.write(tmp_path / "other.safetensors", tiny.values(1), graph_id="0" * 64), revision=0
+    )
+    with pytest.raises(GraphMismatch, match="which is desired"):
+        deployment(tiny.path, follow=tmp_path)
+    assert DesiredPlace(tmp_path).read().revision == 1
+
+
+def test_a_place_where_nothing_is_desired(tiny: TinyArtifact, tmp_path: Path) -> None:
+    from weightswap_fleet import deployment
+
+    with pytest.raises(NoWeights, match="nothing is desired there yet"):
+        deployment(tiny.path, follow=tmp_path)
+
+
+def test_a_place_that_is_not_there(tiny: TinyArtifact, tmp_path: Path) -> None:
+    from weightswap_fleet import deployment
+
+    with pytest.raises(Unsupported, match="nowhere: is no folder; make it"):
+        deployment(tiny.path, follow=tmp_path / "nowhere")
+
+
+def test_nodes_are_those_of_the_latest_deployment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of another place or graph each node has a keeper for a while, which says what is desired no more."""
+    from weightswap_fleet import actors
+
+    fleet = Fleet(tmp_path, 2, monkeypatch)
+    now = [keeper.status() for keeper in fleet.keepers.values()]
+    before = [each._replace(spec=each.spec._replace(place="/elsewhere", since=-1.0)) for each in now]
+    monkeypatch.setattr(actors, "_keepers", lambda fleet: ["a", "b", "c", "d", "e"])
+    monkeypatch.setattr(actors, "_ask", lambda *arguments, **options: [*before, *now, TimeoutError("late")])
+    assert actors.statuses("fleet") == now
+    assert actors.find_spec("fleet") == fleet.spec
+    fleet.close()
+
+
+def test_a_plan_or_its_fields() -> None:
+    from weightswap_fleet import Fleet as Deployed
+    from weightswap_fleet import FleetPlan
+
+    with pytest.raises(Unsupported, match="a plan beside share"):
+        Deployed("fleet").canary("v2.safetensors", FleetPlan(), share=0.5)
