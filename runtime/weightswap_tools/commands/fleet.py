@@ -61,7 +61,7 @@ def deploy(
     address: AddressOption = "auto",
     as_json: JsonOption = False,
 ) -> None:
-    """Deploy an artifact as an application of Ray Serve, or change its number of replicas."""
+    """Deploy an artifact as an application of Ray Serve, or again with other options; weights stay as they are desired."""
     scaling = _scaling(replicas, max_replicas)
     with errors_as_exit(as_json), cluster(address):
         from weightswap_fleet import connect, deployment
@@ -167,10 +167,14 @@ def release(name: NameOption = NAME, address: AddressOption = "auto", as_json: J
 @fleet_command.command()
 def remove(name: NameOption = NAME, address: AddressOption = "auto", as_json: JsonOption = False) -> None:
     """End a fleet: its replicas, its keepers and their memory. What is desired stays as it is."""
-    with errors_as_exit(as_json), connected(name, address) as fleet:
-        fleet.remove()
+    with errors_as_exit(as_json), cluster(address):
+        from weightswap_fleet import Fleet
+
+        Fleet(name).remove()  # also one that never came up
         if as_json:
             print_json({"fleet": name})
+        else:
+            say(f"removed     {name}")
 
 
 def _scaling(replicas: int, most: int | None) -> dict[str, Any]:

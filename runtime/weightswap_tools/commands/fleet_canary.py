@@ -126,10 +126,8 @@ def say_trial(trial: TrialReport | None) -> None:
     if trial.outcome:
         say(f"outcome     {trial.outcome}{f': {trial.reason}' if trial.reason else ''}")
     else:
-        shadow = ", and shadow" if plan.shadow else ""
-        say(
-            f"answers     {', '.join(f'{100 * part:g} % of {node}' for node, part in sorted(trial.shares.items()))}{shadow}"
-        )
+        shares = [f"{100 * part:g} % of {node}" for node, part in sorted(trial.shares.items())]
+        say(f"answers     {', '.join(shares)}{', and shadow' if plan.shadow else ''}")
         if not plan.shadow and not any(trial.shares.values()):
             say("            only requests with X-Weightswap-Canary: 1 get it; --share or --steps give it others")
     for title, rule in (("promote if", plan.promote_if), ("abort if", plan.abort_if)):
