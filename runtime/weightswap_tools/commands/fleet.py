@@ -61,7 +61,7 @@ def deploy(
     address: AddressOption = "auto",
     as_json: JsonOption = False,
 ) -> None:
-    """Deploy an artifact as an application of Ray Serve, or again with other options; weights stay as they are desired."""
+    """Deploy an artifact as an application of Ray Serve, or again with other options; the weights stay."""
     scaling = _scaling(replicas, max_replicas)
     with errors_as_exit(as_json), cluster(address):
         from weightswap_fleet import connect, deployment
@@ -226,7 +226,9 @@ def _show(fleet: Fleet, as_json: bool) -> bool:
 
 
 def _row(node: NodeStatus, wanted: str | None) -> list[str]:
-    state = node.error or ("serves" if node.weights_id == wanted else "behind")
+    state = "; ".join(line.strip().removeprefix("- ") for line in node.error.splitlines()) or (
+        "serves" if node.weights_id == wanted else "behind"
+    )
     if node.preparing:
         state += f", prepares {node.preparing[:SHOWN]}"
     if node.trying:

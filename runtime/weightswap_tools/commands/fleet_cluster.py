@@ -81,14 +81,14 @@ def run_application(application: Application, name: str, route: str) -> None:
     from weightswap_fleet import FleetError
 
     serve.run_many([serve.RunTarget(application, name=name, route_prefix=route)], wait_for_applications_running=False)
-    said = ""
+    said: list[str] = []
     while (found := serve.status().applications[name]).status != "RUNNING":
         if found.status == "DEPLOY_FAILED":
-            raise FleetError(f"{name}: Ray Serve could not deploy it", *_reasons(said or found.message))
+            raise FleetError(f"{name}: Ray Serve could not deploy it", *(said or _reasons(found.message)))
         for each in found.deployments.values():
-            if each.message and each.message != said:
-                said = each.message
-                for line in (f"{name}: Ray Serve is not ready:", *_reasons(said)):
+            if each.message and (why := _reasons(each.message)) != said:
+                said = why
+                for line in (f"{name}: Ray Serve is not ready:", *said):
                     say(line, err=True)
         time.sleep(_POLL)
 
