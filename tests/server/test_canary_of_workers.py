@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import msgspec
 import numpy as np
 import pytest
+import tritonclient.grpc
 
 from tests.server.fleet import Fleet, eventually, serving
 from tests.server.load import INPUT
@@ -90,6 +91,26 @@ def test_share_header_and_discard(crew: Crew) -> None:
     )
     crew.operator.post(f"{CHANGES}discard", {})
     assert {crew.ask("1") for _ in range(10)} == {served}
+
+
+def test_grpc(crew: Crew) -> None:
+    """Metadata, and the share, on connections that stay with their workers."""
+    served, tensor = crew.served, tritonclient.grpc.InferInput("x", [2, 3], "FP32").set_data_from_numpy(INPUT)
+    canary = crew.begin(2, share=0.5)
+    found: Counter[str] = Counter()
+    for _ in range(4):
+        with tritonclient.grpc.InferenceServerClient(f"127.0.0.1:{crew.fleet.grpc_port}") as client:
+            for wish, wanted in (("1", {canary}), ("0", {served}), (None, {canary, served})):
+                for _ in range(10):
+                    headers = {"x-weightswap-canary": wish} if wish else None
+                    answer = client.infer("tiny", [tensor], headers=headers)
+                    weights_id = answer.get_response().parameters["weights_id"].string_param
+                    assert weights_id in wanted
+                    np.testing.assert_allclose(answer.as_numpy("output"), crew.fleet.expected[weights_id], rtol=1e-5)
+                    found[weights_id] += 1
+    assert 40 + 18 <= found[canary] <= 40 + 20  # each worker owes less than one
+    eventually(lambda: crew.values()["requests"] == found[canary], 5)
+    crew.operator.post(f"{CHANGES}discard", {})
 
 
 def test_a_shadow_is_compared_and_a_promotion_is_everybodys(crew: Crew) -> None:

@@ -134,6 +134,7 @@ def test_a_rollback_to_what_was_chosen_holds(
     for seed in (2, 3):
         change(server, "swap", source=str(weight_file(seed)))
     first = server.service.served[0].model.history[0].weights_id
+    section(page, "following").get_by_text("3", exact=True).wait_for()  # a dialog says what was so when it was opened
     page.get_by_role("button", name=f"Roll back to generation 0, {first[:12]}").click()
     page.get_by_role("dialog").get_by_text("which has revision 3").wait_for()
     confirm(page, "Roll back", "tags are slow")

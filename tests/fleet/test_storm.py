@@ -1,0 +1,147 @@
+"""Operators, trainers, trials and looks at once, on threads: nothing is stuck, and a revision is one set of weights."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+import pytest
+
+from weightswap_fleet.agreement import Agreement, Deadlines
+from weightswap_fleet.documents import FleetPlan, TrialOrder
+from weightswap_fleet.fleet_trial import FleetTrial
+from weightswap_runtime import WeightswapError
+from weightswap_runtime.desired.document import DesiredWeights
+from weightswap_runtime.desired.place import known_weights
+
+from .nodes import Fleet
+
+SOON = Deadlines(prepare=5.0, commit=1.0)
+SECONDS, SECONDS_A_SECOND = 40, 20  # so that leases run out
+
+
+class Storm:
+    """What each of those who change a fleet does once."""
+
+    def __init__(self, fleet: Fleet) -> None:
+        self._fleet = fleet
+        self._agreement = Agreement(fleet.place, fleet)
+
+    def swap(self, dice: random.Random) -> None:
+        time.sleep(dice.uniform(0, 0.1))
+        path = self._file(dice) if dice.random() < 0.9 else self._fleet.damaged(5)
+        self._agreement.swap(str(path), known_weights(path), "ana", "", SOON)
+
+    def publish(self, dice: random.Random) -> None:
+        time.sleep(dice.uniform(0, 0.2))
+        path = self._file(dice)
+        self._agreement.publish(str(path), known_weights(path), "trainer", "", SOON)
+
+    def roll_back(self, dice: random.Random) -> None:
+        time.sleep(dice.uniform(0, 0.2))
+        self._agreement.rollback(None, "bo", "", False, SOON)
+
+    def set_by_hand(self, dice: random.Random) -> None:
+        time.sleep(dice.uniform(0.1, 0.4))
+        self._fleet.place.set(self._file(dice), revision=self._fleet.place.read().revision)
+
+    def release(self, dice: random.Random) -> None:
+        time.sleep(0.1)
+        self._fleet.place.release(revision=self._fleet.place.read().revision)
+
+    def look(self, dice: random.Random) -> None:
+        for keeper in self._fleet.keepers.values():
+            keeper.changes.look()
+            keeper.status()
+
+    def try_out(self, dice: random.Random) -> None:
+        time.sleep(dice.uniform(0, 0.1))
+        path = self._file(dice)
+        known = known_weights(path)
+        weights = DesiredWeights(source=str(path), weights_id=known.weights_id, since=time.time())
+        trial = FleetTrial(TrialOrder(uuid4().hex, str(path), weights, FleetPlan(share=0.5)), self._fleet)
+        trial.begin(SOON.prepare)
+        for _ in range(dice.randint(0, 5)):
+            if trial.look() is not None:
+                return
+            time.sleep(dice.uniform(0, 0.01))
+        end = dice.choice(["given up", "promoted", "forgotten"])
+        if end == "given up":
+            trial.end()
+        elif end == "promoted":
+            self._agreement.swap(str(path), known, "ana", "", SOON)
+
+    def _file(self, dice: random.Random) -> Path:
+        return self._fleet.file(dice.randint(0, 4))
+
+
+def run(work: Callable[[random.Random], None], seed: int, stop: threading.Event, said: Counter[str]) -> None:
+    """Again and again, until `stop`; errors that are no refusals end it."""
+    dice = random.Random(seed)
+    try:
+        while not stop.is_set():
+            try:
+                work(dice)
+                said[work.__name__] += 1
+            except WeightswapError as error:
+                said[type(error).__name__] += 1
+            time.sleep(dice.uniform(0, 0.01))
+    except BaseException as error:
+        said[f"raw: {error!r}"] += 1
+
+
+def slowly(stage: Callable[..., Any], dice: random.Random) -> Callable[..., Any]:
+    return lambda *arguments, **options: stage(
+        *arguments,
+        rate_limit=dice.choice([None, 2000.0, 1000.0]),
+        **options,  # of 92 bytes
+    )
+
+
+@pytest.mark.slow
+def test_everybody_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fleet = Fleet(tmp_path, 3, monkeypatch)
+    fleet.place.set(fleet.file(0), revision=0)
+    fleet.damaged(5)
+    for number in range(5):
+        fleet.file(number)
+    for number, keeper in enumerate(fleet.keepers.values()):
+        keeper.model.stage = slowly(keeper.model.stage, random.Random(number))  # type: ignore[method-assign]
+        keeper.changes.look()
+    storm, stop, said = Storm(fleet), threading.Event(), Counter[str]()
+    works = [storm.swap, storm.publish, storm.roll_back, storm.set_by_hand, storm.release, storm.look, storm.try_out]
+    threads = [
+        threading.Thread(target=run, args=(work, number, stop, said), daemon=True) for number, work in enumerate(works)
+    ]
+    for thread in threads:
+        thread.start()
+    began = time.monotonic()
+    while (passed := time.monotonic() - began) < SECONDS:
+        fleet.now = passed * SECONDS_A_SECOND
+        time.sleep(0.01)
+    stop.set()
+    for thread in threads:
+        thread.join(60)
+        assert not thread.is_alive(), "stuck"
+    for _ in range(3):
+        fleet.now += 1000.0
+        storm.look(random.Random())
+    desired = fleet.place.read()
+    assert desired.weights is not None
+    assert set(fleet.served().values()) == {desired.weights.weights_id}
+    statuses = [keeper.status() for keeper in fleet.keepers.values()]
+    assert {(each.preparing, each.trying, each.revision) for each in statuses} == {("", "", desired.revision)}
+    by_revision: dict[int, set[str]] = {}
+    for revision, weights_id in fleet.commits:
+        by_revision.setdefault(revision, set()).add(weights_id)
+    assert [ids for ids in by_revision.values() if len(ids) > 1] == []
+    assert [each for each in said if each.startswith("raw")] == []
+    assert {"swap", "roll_back", "try_out"} <= said.keys()
+    print(dict(said), len(fleet.commits))
+    fleet.close()
