@@ -104,12 +104,17 @@ class RayNodes:
 
 
 def _keepers(fleet: str) -> list[str]:
-    """The names of the actors of nodes that live."""
+    """The names of the actors of nodes that live; of all fleets where none is named."""
     living = {node["NodeID"][:SHOWN] for node in ray.nodes() if node["Alive"]}
     named = ray.util.list_named_actors(all_namespaces=True)
     found = [each["name"] for each in named if each["namespace"] == NAMESPACE]
-    prefix = f"{_KEEPER}:{fleet}:"
+    prefix = f"{_KEEPER}:{fleet}:" if fleet else f"{_KEEPER}:"
     return sorted(name for name in found if name.startswith(prefix) and name.rpartition(":")[2] in living)
+
+
+def _fleets() -> list[str]:
+    """The names of all fleets of the cluster."""
+    return sorted({name.split(":")[1] for name in _keepers("")})
 
 
 def _ask(actors: Sequence[str], method: str, *arguments: Any, timeout: float) -> list[Any]:
@@ -160,7 +165,11 @@ def statuses(fleet: str) -> list[NodeStatus]:
     found = [each for each in answers if isinstance(each, NodeStatus)]
     if not found:
         known = f" ({len(answers)} do not answer)" if answers else ""
-        raise UnknownFleet(f"{fleet}: no node of a fleet of that name is there{known}; deploy it first")
+        others = ", ".join(_fleets()) or "none"
+        raise UnknownFleet(
+            f"{fleet}: no node of a fleet of that name is there{known}. Deployed on this cluster: {others}; deploy it "
+            "first, or give another name"
+        )
     latest = max((each.spec for each in found), key=_since).key
     return [each for each in found if each.spec.key == latest]
 

@@ -95,8 +95,7 @@ class Controller:
 
     def _trial_there(self) -> FleetTrial:
         if self._trial is None:
-            ended = f"; the last one was {self._last.outcome} ({self._last.reason})" if self._last else ""
-            raise StageClosed(f"{self._fleet}: nothing is on trial{ended}")
+            raise StageClosed(f"{self._fleet}: nothing is on trial{_ended(self._last)}")
         return self._trial
 
     def _conclude(self, trial: FleetTrial, outcome: str, reason: str) -> TrialReport:
@@ -161,6 +160,12 @@ class Controller:
     def _agreement(self) -> Agreement:
         spec = find_spec(self._fleet)
         return Agreement(DesiredPlace(spec.place), RayNodes(spec))
+
+
+def _ended(last: TrialReport | None) -> str:
+    if last is None:
+        return ""
+    return f"; the last one was {last.outcome}{f' ({last.reason})' if last.reason else ''}"
 
 
 def _known(weights: DesiredWeights) -> Known:

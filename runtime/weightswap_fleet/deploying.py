@@ -12,14 +12,15 @@ from typing import Any
 from ray import serve
 from ray.serve.config import RequestRouterConfig
 
-from weightswap_runtime.desired.place import DesiredPlace
-from weightswap_runtime.errors import Unsupported
+from weightswap_runtime.desired.document import SHOWN
+from weightswap_runtime.desired.place import DesiredPlace, known_weights
+from weightswap_runtime.errors import GraphMismatch, NoWeights, Unsupported
 from weightswap_runtime.format.artifact import Artifact
 from weightswap_runtime.format.goldens import check_mode
 from weightswap_runtime.format.manifest import Manifest
 from weightswap_runtime.format.nonfinite import as_allowed
 from weightswap_runtime.live.watching.loop import check_interval
-from weightswap_runtime.sources.location import Url, as_location, fixed
+from weightswap_runtime.sources.location import Url, as_location, fixed, printable
 from weightswap_server.serving import default_name
 from weightswap_server.settings import Settings
 from weightswap_server.signed_weights import requires
@@ -73,7 +74,8 @@ def deployment(
 
     Replicas are on the CPU, with the engine "torch"; those of one node share one copy of the weights.
 
-    Raises Unsupported, ArtifactError, MissingExtra, and what `DesiredPlace.set` raises.
+    Raises Unsupported, ArtifactError, MissingExtra, NoWeights where none are given and none are desired,
+    GraphMismatch for weights of another graph, and what `DesiredPlace.set` raises.
     """
     if weights is None and follow is None:
         raise Unsupported("a fleet needs weights, or the place of a desired state that it follows")
@@ -116,14 +118,33 @@ def deployment(
         ray_actor_options=dict(ray_actor_options or {}),
         request_router_config=_ROUTER,
     )(Replica)
-    _desire(DesiredPlace(place), weights)
+    _desire(DesiredPlace(place), weights, opened.graph_id)
     return deployed.bind(spec)
 
 
-def _desire(place: DesiredPlace, weights: _Path | None) -> None:
-    """Weights to begin with."""
-    if weights is not None and place.read().weights is None:
-        place.set(_shared(weights), revision=place.read().revision, why="the fleet's first weights")
+def _desire(place: DesiredPlace, weights: _Path | None, graph_id: str) -> None:
+    """Weights to begin with. What is desired must be for this graph, or no replica could ever start."""
+    if place.is_local and not Path(place.where).is_dir():
+        raise Unsupported(f"{place.where}: is no folder; make it, where all machines see it, or follow another place")
+    state = place.read()
+    if state.weights is not None:
+        _check_graph(
+            f"{place.where}: {printable(state.weights.source)}, which is desired", state.weights.graph_id, graph_id
+        )
+    elif weights is not None:
+        known = known_weights(_shared(weights))
+        _check_graph(printable(_shared(weights)), known.graph_id, graph_id)
+        place.set(_shared(weights), revision=state.revision, why="the fleet's first weights", known=known)
+    else:
+        raise NoWeights(f"{place.where}: nothing is desired there yet, with which replicas could begin; give weights")
+
+
+def _check_graph(what: str, found: str, expected: str) -> None:
+    if found and found != expected:
+        raise GraphMismatch(
+            f"{what}: was packed for the graph {found[:SHOWN]}, and the artifact has {expected[:SHOWN]}. Nothing was "
+            "deployed: pack it for this artifact, or follow another place"
+        )
 
 
 def _allowed(given: bool | str | Sequence[str], manifest: Manifest) -> bool | tuple[str, ...]:

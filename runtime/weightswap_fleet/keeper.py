@@ -85,7 +85,7 @@ class NodeKeeper:
         """
         self.changes.take(spec)
         if self.model.weights_id is None:
-            raise NoWeights(self._error or f"{self.spec.place}: no weights are desired yet")
+            raise NoWeights(*(self._error or f"{self.spec.place}: no weights are desired yet").splitlines())
         return Seat(os.getpid(), self._memory.descriptors, self._seats.take(pid))
 
     def told(self, pid: int, text: str) -> None:

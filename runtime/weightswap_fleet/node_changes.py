@@ -184,7 +184,9 @@ class NodeChanges:
             self._check_free()
             self._check_no_trial()
             if self._model.weights_id in (None, order.weights.weights_id):
-                raise Unsupported(f"{self._node}: serves these weights, or none, with which a trial could be compared")
+                raise Unsupported(
+                    "a trial compares weights with others that are served, and this node serves these already, or none"
+                )
             staged = self._weights.stage(order.source, order.weights, order.reader)
             self._trial = NodeTrial(order, staged, self._control, self._clock)
             try:

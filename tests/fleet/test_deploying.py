@@ -10,6 +10,7 @@ import pytest
 
 from tests.support.tiny import TinyArtifact, WriteWeights
 from weightswap_runtime import DesiredPlace, Unsupported, WeightFileError
+from weightswap_runtime.errors import GraphMismatch, NoWeights
 
 from .nodes import Fleet
 
@@ -62,6 +63,40 @@ def test_weights_are_where_nothing_is_desired_yet(tiny: TinyArtifact, weight_fil
         assert desired.revision == 1
         assert desired.weights is not None
         assert Path(first.parent / desired.weights.source) == first
+
+
+def test_weights_of_another_graph_are_not_desired(tiny: TinyArtifact, tmp_path: Path) -> None:
+    from weightswap_fleet import deployment
+
+    weights = tiny.write(tmp_path / "other.safetensors", tiny.values(1), graph_id="0" * 64)
+    with pytest.raises(GraphMismatch, match="was packed for the graph 000000000000, and the artifact has"):
+        deployment(tiny.path, weights)
+    assert DesiredPlace(tmp_path).read().weights is None
+
+
+def test_a_place_of_another_graph_is_refused(tiny: TinyArtifact, tmp_path: Path) -> None:
+    from weightswap_fleet import deployment
+
+    DesiredPlace(tmp_path).set(
+        tiny.write(tmp_path / "other.safetensors", tiny.values(1), graph_id="0" * 64), revision=0
+    )
+    with pytest.raises(GraphMismatch, match="which is desired"):
+        deployment(tiny.path, follow=tmp_path)
+    assert DesiredPlace(tmp_path).read().revision == 1
+
+
+def test_a_place_where_nothing_is_desired(tiny: TinyArtifact, tmp_path: Path) -> None:
+    from weightswap_fleet import deployment
+
+    with pytest.raises(NoWeights, match="nothing is desired there yet"):
+        deployment(tiny.path, follow=tmp_path)
+
+
+def test_a_place_that_is_not_there(tiny: TinyArtifact, tmp_path: Path) -> None:
+    from weightswap_fleet import deployment
+
+    with pytest.raises(Unsupported, match="nowhere: is no folder; make it"):
+        deployment(tiny.path, follow=tmp_path / "nowhere")
 
 
 def test_nodes_are_those_of_the_latest_deployment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from typing import Any, NamedTuple
 
@@ -30,6 +31,8 @@ def check_plan(plan: Plan) -> None:
     """Raise Unsupported for what cannot be meant."""
     if not 0 <= plan.share <= 1:
         raise Unsupported(f"share={plan.share}: expected 0 to 1")
+    if not 0 <= plan.tolerance < math.inf:
+        raise Unsupported(f"tolerance={plan.tolerance}: expected a relative difference, 0 or more")
     for rule in (plan.promote_if, plan.abort_if):
         if rule:
             Rule(rule, MEASURED)

@@ -8,12 +8,23 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from weightswap_runtime.desired.document import SHOWN, DesiredState
+from weightswap_runtime.desired.place import known_weights
 from weightswap_runtime.sources.location import printable
 from weightswap_tools.terminal import JsonOption, errors_as_exit, print_json, print_table, say
 
 from .desired import time_said
 from .fleet_canary import abort, canary, promote, say_trial
-from .fleet_cluster import NAME, AddressOption, ByOption, NameOption, WhyOption, cluster, connected, say_receipt
+from .fleet_cluster import (
+    NAME,
+    AddressOption,
+    ByOption,
+    NameOption,
+    WhyOption,
+    cluster,
+    connected,
+    run_application,
+    say_receipt,
+)
 
 if TYPE_CHECKING:
     from weightswap_fleet import Fleet, NodeStatus
@@ -44,18 +55,17 @@ def deploy(
     allow_nonfinite: Annotated[
         list[str] | None, typer.Option(help="Let NaN and infinities into weights of this name; `*` is all.")
     ] = None,
+    relay: Annotated[
+        bool, typer.Option("--relay/--no-relay", help="One node reads a URL and gives it to the others, or each reads.")
+    ] = True,
     address: AddressOption = "auto",
     as_json: JsonOption = False,
 ) -> None:
-    """Deploy an artifact as an application of Ray Serve, or change its number of replicas."""
+    """Deploy an artifact as an application of Ray Serve, or again with other options; the weights stay."""
+    scaling = _scaling(replicas, max_replicas)
     with errors_as_exit(as_json), cluster(address):
-        from ray import serve
-
         from weightswap_fleet import connect, deployment
 
-        scaling: dict[str, Any] = {"num_replicas": replicas}
-        if max_replicas is not None:
-            scaling = {"autoscaling_config": {"min_replicas": replicas, "max_replicas": max_replicas}}
         application = deployment(
             artifact,
             weights,
@@ -65,10 +75,17 @@ def deploy(
             batch=max_batch,
             require_signature=require_signature,
             allow_nonfinite=allow_nonfinite or False,
+            relay=relay,
             **scaling,
         )
-        serve.run(application, name=name, route_prefix=route)
-        _show(connect(name), as_json)
+        run_application(application, name, route)
+        fleet = connect(name)
+        _show(fleet, as_json)
+        if weights is not None and not _is_desired(weights, fleet.desired):
+            say(
+                "--weights are not served: the place desired others already; `weightswap fleet swap` changes that",
+                err=True,
+            )
 
 
 @fleet_command.command()
@@ -150,10 +167,26 @@ def release(name: NameOption = NAME, address: AddressOption = "auto", as_json: J
 @fleet_command.command()
 def remove(name: NameOption = NAME, address: AddressOption = "auto", as_json: JsonOption = False) -> None:
     """End a fleet: its replicas, its keepers and their memory. What is desired stays as it is."""
-    with errors_as_exit(as_json), connected(name, address) as fleet:
-        fleet.remove()
+    with errors_as_exit(as_json), cluster(address):
+        from weightswap_fleet import Fleet
+
+        Fleet(name).remove()  # also one that never came up
         if as_json:
             print_json({"fleet": name})
+        else:
+            say(f"removed     {name}")
+
+
+def _scaling(replicas: int, most: int | None) -> dict[str, Any]:
+    if most is None:
+        return {"num_replicas": replicas}
+    if most < replicas:
+        raise typer.BadParameter(f"--max-replicas {most}: expected at least --replicas, which are {replicas}")
+    return {"autoscaling_config": {"min_replicas": replicas, "max_replicas": most}}
+
+
+def _is_desired(weights: str, state: DesiredState) -> bool:
+    return state.weights is not None and known_weights(weights).weights_id == state.weights.weights_id
 
 
 def _say_desired(state: DesiredState, as_json: bool) -> None:
@@ -193,7 +226,9 @@ def _show(fleet: Fleet, as_json: bool) -> bool:
 
 
 def _row(node: NodeStatus, wanted: str | None) -> list[str]:
-    state = node.error or ("serves" if node.weights_id == wanted else "behind")
+    state = "; ".join(line.strip().removeprefix("- ") for line in node.error.splitlines()) or (
+        "serves" if node.weights_id == wanted else "behind"
+    )
     if node.preparing:
         state += f", prepares {node.preparing[:SHOWN]}"
     if node.trying:

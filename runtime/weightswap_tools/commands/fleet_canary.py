@@ -52,6 +52,8 @@ def canary(
     given: dict[str, Any] = {field: value for field, value in plan.items() if value is not None}
     if given and weights is None:
         raise typer.BadParameter("give the weights that are to be tried")
+    if step_seconds is not None and steps is None:
+        raise typer.BadParameter("--step-seconds: give --steps, too")
     with errors_as_exit(as_json), connected(name, address) as fleet:
         if weights is not None:
             fleet.canary(weights, by=by, why=why, **given)
@@ -124,7 +126,10 @@ def say_trial(trial: TrialReport | None) -> None:
     if trial.outcome:
         say(f"outcome     {trial.outcome}{f': {trial.reason}' if trial.reason else ''}")
     else:
-        say(f"answers     {', '.join(f'{100 * part:g} % of {node}' for node, part in sorted(trial.shares.items()))}")
+        shares = [f"{100 * part:g} % of {node}" for node, part in sorted(trial.shares.items())]
+        say(f"answers     {', '.join(shares)}{', and shadow' if plan.shadow else ''}")
+        if not plan.shadow and not any(trial.shares.values()):
+            say("            only requests with X-Weightswap-Canary: 1 get it; --share or --steps give it others")
     for title, rule in (("promote if", plan.promote_if), ("abort if", plan.abort_if)):
         if rule:
             held = f" (held for {trial.promote_held:.0f} s)" if title == "promote if" and not trial.outcome else ""

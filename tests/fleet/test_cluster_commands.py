@@ -1,0 +1,58 @@
+"""`weightswap fleet deploy` and `remove` on a real cluster: what never comes up, and what does."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from weightswap_tools.commands import fleet
+from weightswap_tools.commands.fleet import fleet_command
+
+from .clusters import Files, cluster
+
+pytest.importorskip("ray")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore"),  # Ray's
+]
+
+
+@contextmanager
+def _connected_already(address: str) -> Iterator[None]:
+    yield
+
+
+def run(*arguments: object, status: int = 0) -> str:
+    done = CliRunner().invoke(fleet_command, list(map(str, arguments)))
+    assert done.exit_code == status, done.output
+    return done.output
+
+
+def test_deployments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from weightswap_fleet.actors import find_spec
+
+    monkeypatch.setattr(fleet, "cluster", _connected_already)
+    files = Files(tmp_path, 2)
+    (place := tmp_path / "damaged").mkdir()
+    content = bytearray(files.weights[0].read_bytes())
+    content[-1] ^= 1
+    (place / "0.safetensors").write_bytes(content)
+    with cluster(1, cpus=1):
+        said = run("deploy", files.artifact, "--weights", place / "0.safetensors", "--name", "never", status=1)
+        assert "never: Ray Serve could not deploy it" in said
+        assert "the file records the digest" in said
+        assert "Traceback" not in said
+        assert "\\n" not in said
+        assert "removed     never" in run("remove", "--name", "never")
+
+        run("deploy", files.artifact, "--weights", files.weights[0], "--name", "numbered", "--no-relay")
+        assert not find_spec("numbered").relay
+        said = run("deploy", files.artifact, "--weights", files.weights[1], "--name", "numbered")
+        assert "--weights are not served" in said
+        assert find_spec("numbered").relay
+        run("remove", "--name", "numbered")
+        assert "UnknownFleet" in run("remove", "--name", "numbered", status=1)

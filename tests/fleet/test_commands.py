@@ -1,0 +1,80 @@
+"""What `weightswap fleet` refuses without a cluster, and how it says what others refuse."""
+
+from __future__ import annotations
+
+import socket
+import time
+
+import pytest
+from typer.testing import CliRunner
+
+from weightswap_fleet import FleetPlan, FleetRefused
+from weightswap_runtime.errors import Unsupported, WeightsMismatch
+from weightswap_tools.commands.fleet import fleet_command
+from weightswap_tools.commands.fleet_cluster import _reasons
+
+pytest.importorskip("ray")
+pytestmark = pytest.mark.filterwarnings("ignore")  # Ray's
+
+
+def run(*arguments: object, status: int) -> str:
+    done = CliRunner().invoke(fleet_command, list(map(str, arguments)))
+    assert done.exit_code == status, done.output
+    return done.output
+
+
+@pytest.fixture
+def closed_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port: int = server.getsockname()[1]
+    return port
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1:{}", "ray://127.0.0.1:{}"])
+def test_where_no_cluster_is_is_said_at_once(address: str, closed_port: int) -> None:
+    began = time.monotonic()
+    said = run("status", "--address", address.format(closed_port), status=2)
+    assert "no Ray cluster at" in said
+    assert str(closed_port) in said
+    assert time.monotonic() - began < 30  # Ray alone goes on asking for minutes
+
+
+@pytest.mark.parametrize("address", ["local", ""])
+def test_a_cluster_that_ends_with_the_command_is_refused(address: str) -> None:
+    assert "ends with this command" in run("status", "--address", address, status=2)
+
+
+def test_fewer_replicas_at_most_than_at_least() -> None:
+    said = run("deploy", "any.artifact", "--weights", "x", "--replicas", 3, "--max-replicas", 2, status=2)
+    assert "--max-replicas 2" in said
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (["--share", "0.1"], "give the weights"),
+        (["v2.safetensors", "--step-seconds", "5"], "give --steps, too"),
+        (["v2.safetensors", "--steps", "0.1,half"], "expected shares"),
+    ],
+)
+def test_a_canary_that_cannot_be_meant(options: list[str], says: str) -> None:
+    assert says in run("canary", *options, status=2)
+
+
+@pytest.mark.parametrize("tolerance", [-0.1, float("nan"), float("inf")])
+def test_a_tolerance_that_is_none(tolerance: float) -> None:
+    with pytest.raises(Unsupported, match="tolerance="):
+        FleetPlan(tolerance=tolerance).check()
+
+
+def test_what_several_problems_of_a_node_read_like() -> None:
+    refused = FleetRefused("v2", {"n0": WeightsMismatch("v2", ["a: too long", "b: missing"], "Give another.")})
+    assert str(refused).splitlines()[1:] == [
+        "  - n0: WeightsMismatch: v2: refused, 2 problems; a: too long; b: missing; Give another."
+    ]
+
+
+def test_what_serve_says_is_told_without_its_traceback() -> None:
+    traceback = "Traceback:\n  File x\n    raise\na.b.NoWeights: nothing\n  - here\n"
+    assert _reasons(f"The deployment failed to start.\n{traceback}") == ["  a.b.NoWeights: nothing", "  - here"]
+    assert _reasons("1 replica waits for {'CPU': 1}") == ["  1 replica waits for {'CPU': 1}"]
