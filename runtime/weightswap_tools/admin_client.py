@@ -24,8 +24,8 @@ _PATIENCE = 10.0  # seconds for a connection, and for the bytes of an upload to 
 class AdminRefused(WeightswapError):
     """A server has refused a call; `kind` is the class of its error, or empty. What it serves is as it was."""
 
-    def __init__(self, text: str, status: int = 0, kind: str = "") -> None:
-        super().__init__(*text.split("\n"))
+    def __init__(self, *lines: str, status: int = 0, kind: str = "") -> None:
+        super().__init__(*lines)
         self.status, self.kind = status, kind
 
 
@@ -125,9 +125,10 @@ def _refusal(where: str, status: int, content: bytes) -> AdminRefused:
         said = msgspec.json.decode(content)
         text, kind = str(said["error"]), str(said.get("kind", ""))
         other = status == 404 and not kind  # no page of that name
-        return AdminRefused(f"{text}. Is {where} the port for operators?" if other else text, status, kind)
+        said = f"{text}. Is {where} the port for operators?" if other else text
+        return AdminRefused(*said.split("\n"), status=status, kind=kind)
     except (msgspec.MsgspecError, KeyError, TypeError, AttributeError):
-        return AdminRefused(f"{where}: status {status}, and no word why; is it an admin plane?", status)
+        return AdminRefused(f"{where}: status {status}, and no word why; is it an admin plane?", status=status)
 
 
 def read_token(path: Path | None) -> str:

@@ -8,6 +8,7 @@ import multiprocessing
 import pickle
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from importlib import import_module
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -19,6 +20,8 @@ from tests.support.tiny import TinyArtifact
 from weightswap_runtime import Event, WeightsMismatch, WeightswapError, errors, load
 from weightswap_runtime.messages import MOST_SHOWN, brief, visible
 
+for room in ("fleet.errors", "server.errors", "server.workers.tended", "tools.admin_client"):
+    import_module(f"weightswap_{room}")  # each has errors of its own
 EVIL = "layer\n  - forged: all is well\r\x1b[31m\x9b2J\u202e\udcff"
 COPIES: tuple[Callable[[Any], Any], ...] = (
     *(lambda error, protocol=protocol: pickle.loads(pickle.dumps(error, protocol)) for protocol in range(6)),
