@@ -18,6 +18,8 @@ from ray.actor import ActorHandle
 from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from weightswap_runtime.errors import text_of
+
 from .documents import NodeStatus, Spec
 from .errors import UnknownFleet
 from .keeper import NodeKeeper
@@ -124,10 +126,10 @@ def _ask(actors: Sequence[str], method: str, *arguments: Any, timeout: float) ->
     if sent:
         ray.wait(sent, num_returns=len(sent), timeout=timeout)
     return [
-        _answer(each, TimeoutError(f"{name}: has not answered {method} within {timeout:g} s"))
+        _answer(each, TimeoutError(f"has not answered {method} within {timeout:g} s"))
         if isinstance(each, ray.ObjectRef)
         else each
-        for name, each in zip(actors, asked, strict=True)
+        for each in asked
     ]
 
 
@@ -157,21 +159,29 @@ def metrics(spec: Spec) -> str:
 
 
 def statuses(fleet: str) -> list[NodeStatus]:
-    """How the nodes of a fleet stand that answer. Raises UnknownFleet where none does.
+    """How the nodes of a fleet stand, also those that do not answer. Raises UnknownFleet where none does.
 
     Keepers of an earlier deployment, of another graph or place, are there for a while; they are not of the fleet.
     """
-    answers = _ask(_keepers(fleet), "status", timeout=ANSWER)
-    found = [each for each in answers if isinstance(each, NodeStatus)]
-    if not found:
+    keepers = _keepers(fleet)
+    answers = dict(zip(keepers, _ask(keepers, "status", timeout=ANSWER), strict=True))
+    specs = [each.spec for each in answers.values() if isinstance(each, NodeStatus)]
+    if not specs:
         known = f" ({len(answers)} do not answer)" if answers else ""
         others = ", ".join(_fleets()) or "none"
         raise UnknownFleet(
             f"{fleet}: no node of a fleet of that name is there{known}. Deployed on this cluster: {others}; deploy it "
             "first, or give another name"
         )
-    latest = max((each.spec for each in found), key=_since).key
-    return [each for each in found if each.spec.key == latest]
+    latest = max(specs, key=_since)
+    mine = _keeper_name(latest, "")
+    return [_status(latest, name, each) for name, each in answers.items() if name.startswith(mine)]
+
+
+def _status(spec: Spec, keeper: str, answer: Any) -> NodeStatus:
+    if isinstance(answer, NodeStatus):
+        return answer
+    return NodeStatus.unknown(keeper.rpartition(":")[2], spec, f"{type(answer).__name__}: {text_of(answer)}")
 
 
 def _since(spec: Spec) -> float:

@@ -148,7 +148,7 @@ class Fleet:
 
     @property
     def nodes(self) -> dict[str, NodeStatus]:
-        """How the nodes stand that answer, by name. Raises UnknownFleet."""
+        """How the nodes stand, by name; one that does not answer says so in `error`. Raises UnknownFleet."""
         return {status.node: status for status in statuses(self.name)}
 
     def metrics(self) -> str:

@@ -167,7 +167,8 @@ class NodeStatus(NamedTuple):
     the place, when it was last read; replicas: their processes.
 
     preparing, trying: the weights of an order, and on trial; empty if there are none. error: why it does not serve what
-    is desired, or cannot read the place; empty if all is well.
+    is desired, or cannot read the place; empty if all is well. Of a node that does not answer, which has no number of a
+    process, error says that, and the rest is not known.
     """
 
     node: str
@@ -183,6 +184,11 @@ class NodeStatus(NamedTuple):
     trying: str
     replicas: tuple[int, ...]
     error: str
+
+    @classmethod
+    def unknown(cls, node: str, spec: Spec, error: str) -> NodeStatus:
+        """Of a node that does not answer."""
+        return cls(node, spec, 0, None, None, 0, None, 0, False, "", "", (), error)
 
 
 class NodeReceipt(NamedTuple):

@@ -83,7 +83,7 @@ class NodeChanges:
 
     def _prepare(self, order: Order, began: float) -> Prepared:
         wanted = order.weights.weights_id
-        if self._trial is not None and self._trial.order.weights.weights_id == wanted:
+        if self._trial is not None and self._trial.is_of(order):
             self._order = opening = _OpenOrder(order, self._clock)
             opening.staged, opening.is_on_trial = self._trial.staged, True
             return Prepared(time.perf_counter() - began, True, opening.staged.verified)

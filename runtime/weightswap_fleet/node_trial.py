@@ -12,7 +12,7 @@ from weightswap_runtime.shared.trial import begin_trial
 from weightswap_server.canary.judging import Judgement, Measured
 from weightswap_server.workers.trials import read_tried
 
-from .documents import TrialOrder
+from .documents import Order, TrialOrder
 
 
 class NodeTrial:
@@ -25,6 +25,12 @@ class NodeTrial:
         self._share: float | None = None
         self._word = 0
         self.keep()
+
+    def is_of(self, order: Order) -> bool:
+        """Whether an order wants what is on trial: the same weights, from the same place, where all will look for them
+        from then on."""
+        mine = self.order
+        return (mine.weights.weights_id, mine.source) == (order.weights.weights_id, order.source)
 
     def keep(self) -> None:
         """It goes on for the time of its lease."""

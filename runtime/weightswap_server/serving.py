@@ -104,6 +104,7 @@ class Server:
             finally:
                 if self._grpc is not None:
                     self._grpc.stop(self.settings.grace).wait()
+                    self._grpc.close()
                 self.service.close()
 
     def stop(self) -> None:

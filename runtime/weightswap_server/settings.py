@@ -21,6 +21,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     batch_dim: the name of the signature's dimension that is the batch.
     max_queue: requests that wait for a model; more are refused with 503.
     max_body: the bytes of a request, decompressed, over HTTP or gRPC.
+    max_bodies: those of all requests over HTTP that are under way; more are refused with 503.
     body_timeout: for the bytes of a request's headers, for those of its body, and for a client that does not read.
     timeout: from a request's arrival to its answer.
     max_connections: over HTTP; and calls at once over gRPC.
@@ -37,6 +38,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     batch_dim: str = "batch"
     max_queue: int = 256
     max_body: int = 64 * _MIB
+    max_bodies: int = 1024 * _MIB
     body_timeout: float = 30.0
     timeout: float = 60.0
     max_connections: int = 1024
@@ -47,7 +49,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
 
     def check(self) -> None:
         """Raise Unsupported for numbers that cannot be meant."""
-        self._check_whole(("max_batch", "max_queue", "max_body", "max_connections", "max_streams"), 1, inf)
+        counts = ("max_batch", "max_queue", "max_body", "max_bodies", "max_connections", "max_streams")
+        self._check_whole(counts, 1, inf)
         self._check_whole(("http_port",) if self.grpc_port is None else ("http_port", "grpc_port"), 0, 65535)
         for name in ("max_delay", "body_timeout", "timeout", "stream_timeout", "grace"):
             if not (is_number(value := getattr(self, name)) and value >= 0):

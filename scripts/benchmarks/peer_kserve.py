@@ -1,5 +1,6 @@
 """KServe's Python server around a state dict: `python peer_kserve.py WEIGHTS PORT`."""
 
+import logging
 import sys
 
 import kserve
@@ -24,7 +25,8 @@ class Network(kserve.Model):
 
 
 if __name__ == "__main__":
+    logging.disable(logging.INFO)  # it writes four lines for each request
     model = Network("net")
     model.load()
     port = int(sys.argv[2])
-    kserve.ModelServer(http_port=port, enable_grpc=False, access_log_format="").start([model])
+    kserve.ModelServer(http_port=port, enable_grpc=False).start([model])

@@ -243,6 +243,7 @@ sys.exit(pytest.main(sys.argv[1:]))
 """
 
 
+@pytest.mark.slow
 def test_tests_for_a_gpu_are_found_where_there_is_no_package_but_those_that_are_listed() -> None:
     code = "import sys; sys.path.insert(0, sys.argv[1]); import steps; print(','.join(steps.TESTS))"
     listed = subprocess.run([sys.executable, "-c", code, str(GPU)], capture_output=True, text=True, check=True).stdout

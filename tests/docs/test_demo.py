@@ -56,7 +56,8 @@ print(judge(mixture, 0, "id-0"), judge(mixture, 1, "id-1"))
 """
 
 
-@pytest.mark.parametrize("residency", ["double", pytest.param("single", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("residency", ["double", "single"])
 def test_the_demo_keeps_every_promise(tmp_path: Path, residency: str) -> None:
     out = tmp_path / "report"
     arguments = [f"--epochs={EPOCHS}", "--pace=0.4", f"--residency={residency}", f"--out={out}"]

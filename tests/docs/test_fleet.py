@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests import ROOT
+from tests.support.apart import python_with
 from tests.support.pages import page, python
 from tests.support.ray_turns import ray_turn
 
@@ -34,8 +35,21 @@ def run(folder: Path, command: list[str]) -> str:
 
 @pytest.mark.slow
 def test_the_program(folder: Path) -> None:
-    (program,) = re.findall(r"```python\n(.*?)```", page("fleet"), re.DOTALL)
+    program, _ = re.findall(r"```python\n(.*?)```", page("fleet"), re.DOTALL)
     assert run(folder, [sys.executable, "-c", program]).splitlines()[-2:] == ["True True {}", "['DigestMismatch']"]
+
+
+@pytest.fixture
+def with_ray_train(tmp_path: Path) -> str:
+    """A Python with what Ray Train asks for."""
+    return python_with(tmp_path / "venv", "pandas", "pyarrow", "tensorboardX")
+
+
+@pytest.mark.slow
+def test_ray_train(folder: Path, with_ray_train: str) -> None:
+    _, program = re.findall(r"```python\n(.*?)```", page("fleet"), re.DOTALL)
+    (folder / "train.py").write_text(program)
+    assert run(folder, [with_ray_train, "train.py"]).splitlines()[-1] == "{'step': '3'} True"
 
 
 def test_the_table_is_the_model_s() -> None:

@@ -191,6 +191,8 @@ def test_a_node_that_does_not_answer_refuses_and_its_replicas_answer_on(deployed
             fleet.swap(files.weights[2], deadlines=Deadlines(prepare=2.0))
         assert {name: type(error) for name, error in refused.value.reasons.items()} == {node.node: TimeoutError}
         assert fleet.desired == before
+        assert "TimeoutError" in fleet.nodes[node.node].error
+        assert not fleet.wait(0.0)
     assert [client.failures for client in clients] == [[], []]
     assert soon(lambda: fleet.swap(files.weights[2])).late == {}
     assert fleet.wait(30)

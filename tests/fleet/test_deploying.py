@@ -106,9 +106,15 @@ def test_nodes_are_those_of_the_latest_deployment(tmp_path: Path, monkeypatch: p
     fleet = Fleet(tmp_path, 2, monkeypatch)
     now = [keeper.status() for keeper in fleet.keepers.values()]
     before = [each._replace(spec=each.spec._replace(place="/elsewhere", since=-1.0)) for each in now]
-    monkeypatch.setattr(actors, "_keepers", lambda fleet: ["a", "b", "c", "d", "e"])
-    monkeypatch.setattr(actors, "_ask", lambda *arguments, **options: [*before, *now, TimeoutError("late")])
-    assert actors.statuses("fleet") == now
+    answers = {
+        actors._keeper_name(each.spec, each.node): each if known else TimeoutError("late")
+        for each, known in ((before[0], True), (before[1], False), (now[0], True), (now[1], False))
+    }
+    monkeypatch.setattr(actors, "_keepers", lambda fleet: list(answers))
+    monkeypatch.setattr(actors, "_ask", lambda *arguments, **options: list(answers.values()))
+    first, silent = actors.statuses("fleet")
+    assert first == now[0]
+    assert (silent.node, silent.weights_id, silent.error) == (now[1].node, None, "TimeoutError: late")
     assert actors.find_spec("fleet") == fleet.spec
     fleet.close()
 

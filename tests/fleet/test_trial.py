@@ -140,6 +140,17 @@ def test_a_promotion_reads_no_file_again(fleet: Fleet) -> None:
     assert verdict.what == "ended"
 
 
+def test_a_copy_of_what_is_on_trial_is_another_file(fleet: Fleet) -> None:
+    """Which nobody has read: it may be damaged, and whoever starts later would have to begin with it."""
+    begun(fleet)
+    copy = fleet.damaged(1)
+    with pytest.raises(FleetRefused, match="is on trial by ana; promote or abort it first"):
+        Agreement(fleet.place, fleet).swap(str(copy), known_weights(copy), "bo", "", SOON)
+    assert fleet.place.read().revision == 1
+    promote(fleet)
+    assert set(fleet.served().values()) == {fleet.weights_id(1)}
+
+
 def test_a_promotion_that_is_not_decided_leaves_the_trial(fleet: Fleet) -> None:
     trial = begun(fleet)
     fleet.fate = lambda method, node: "lost" if (method, node) == ("prepare", "n2") else ""
@@ -148,7 +159,7 @@ def test_a_promotion_that_is_not_decided_leaves_the_trial(fleet: Fleet) -> None:
     assert (set(trying(fleet).values()), trial.look()) == ({fleet.weights_id(1)}, None)
     assert {keeper.status().preparing for keeper in fleet.keepers.values()} == {""}
     keeper = fleet.keepers["n0"]
-    keeper.changes.prepare(Order("left", 1, "", trial.order.weights, 10.0))  # whose coordinator dies
+    keeper.changes.prepare(Order("left", 1, trial.order.source, trial.order.weights, 10.0))  # whose coordinator dies
     fleet.now += 11.0
     trial.look()
     keeper.changes.look()

@@ -180,6 +180,59 @@ def test_two_operators_do_not_overwrite_each_other(
     assert status(server)["staged"] is None
 
 
+def test_a_rollback_answers_with_its_own_receipt(
+    server: Server, place: DesiredPlace, weight_file: WriteWeights, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which is written after the weights are served."""
+    model = server.service.served[0].model
+    change(server, "follow", place=place.where, interval=0.02)
+    change(server, "swap", source=str(weight_file(2)))
+    exchange = model._store.gate.exchange
+
+    def slow_exchange(*arguments: Any) -> float:
+        seconds = exchange(*arguments)
+        time.sleep(0.2)
+        return seconds
+
+    monkeypatch.setattr(model._store.gate, "exchange", slow_exchange)
+    receipt = change(server, "rollback").json["receipt"]
+    assert (receipt["kind"], receipt["generation"]) == ("rollback", 2)
+
+
+def test_what_is_staged_before_the_process_has_read_what_is_desired_gives_way(
+    server: Server, place: DesiredPlace, weight_file: WriteWeights
+) -> None:
+    """Whoever staged had seen the rollback of another; this process had not, and would go on for an hour."""
+    model = server.service.served[0].model
+    place.set(weight_file(2), revision=1, by="ana")
+    change(server, "follow", place=place.where, interval=0.5)
+    limit = time.monotonic() + 20
+    while not serves(model, 2):
+        assert time.monotonic() < limit
+    place.rollback(revision=2, by="bo")
+    assert change(server, "stage", source=str(weight_file(3))).json["status"]["staged"]["ready"]
+    while not serves(model, 1):
+        assert time.monotonic() < limit
+        time.sleep(0.01)
+    assert status(server)["staged"] is None
+
+
+def test_what_is_staged_stays_where_what_is_desired_cannot_be_served(
+    server: Server, place: DesiredPlace, weight_file: WriteWeights
+) -> None:
+    bad = weight_file(4)
+    place.set(bad, revision=1, by="ana")
+    bad.write_bytes(bad.read_bytes()[:-3])
+    change(server, "follow", place=place.where, interval=0.02)
+    limit = time.monotonic() + 20
+    while not status(server)["following"]["error"]:
+        assert time.monotonic() < limit
+    assert change(server, "stage", source=str(weight_file(3))).json["status"]["staged"]["ready"]
+    time.sleep(1.2)  # two looks after it
+    assert change(server, "commit").status == 200
+    assert serves(server.service.served[0].model, 3)
+
+
 def test_of_two_that_end_what_is_staged_one_does(
     server: Server, place: DesiredPlace, weight_file: WriteWeights, monkeypatch: pytest.MonkeyPatch
 ) -> None:

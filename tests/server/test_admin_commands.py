@@ -6,6 +6,7 @@ import json
 import re
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,7 +19,7 @@ from weightswap_runtime import DesiredPlace, Model, load, write_delta
 from weightswap_server import Server
 from weightswap_tools.commands.push import push_command
 from weightswap_tools.commands.serve import serve_command
-from weightswap_tools.commands.status import status_command
+from weightswap_tools.commands.status import _print_processes, status_command
 
 
 @pytest.fixture
@@ -93,6 +94,31 @@ def test_staged_and_left_to_others(server: Server, model: Model, weight_file: Wr
     assert push(server, weight_file(2), "--stage").stdout.startswith("staged      ")
     assert serves(model, 1)
     assert "staged      " in CliRunner().invoke(status_command, [url_of(server)]).stdout
+
+
+def test_a_place_that_cannot_be_read_is_told(
+    server: Server, model: Model, weight_file: WriteWeights, tmp_path: Path
+) -> None:
+    """Also where what it said last is served."""
+    (tmp_path / "service").mkdir()
+    place = DesiredPlace(tmp_path / "service")
+    place.set(weight_file(1), revision=0, by="ana")
+    with model.follow(place.where, 0.02) as follower:
+        assert follower.wait(20)
+        assert "revision 1\n" in CliRunner().invoke(status_command, [url_of(server)]).stdout
+        (tmp_path / "service" / "desired.json").write_text('{"revi')
+        limit = time.monotonic() + 20
+        while follower.status.reachable:
+            assert time.monotonic() < limit
+        said = CliRunner().invoke(status_command, [url_of(server)]).stdout
+        assert re.search(r"revision 1, and CANNOT BE READ now: .*not a desired state", said)
+
+
+def test_a_process_that_has_said_nothing_yet_begins(capsys: pytest.CaptureFixture[str]) -> None:
+    process = {"name": "worker 0", "role": "worker", "pid": 7, "models": {}, "answered": 0, "ready": False}
+    for heard, says in ((100.0, ", not ready"), (101.0, "SILENT for 9 s")):
+        _print_processes({"time": 110.0, "processes": [process | {"since": 100.0, "heard": heard}]}, "tiny")
+        assert capsys.readouterr().out.rstrip().endswith(says)
 
 
 @pytest.mark.parametrize(

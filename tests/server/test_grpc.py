@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from threading import Event
 from typing import Any
 
 import grpc
@@ -244,3 +245,40 @@ def test_all_dtypes(all_dtypes: Server, how: str) -> None:
             np.testing.assert_array_equal(
                 found.as_numpy(f"{name.lower()}_out").astype(as_numpy(sample(dtype)).dtype), as_numpy(sample(dtype)[1:])
             )
+
+
+@pytest.mark.parametrize("method", ["ServerLive", "ModelStreamInfer"])
+def test_calls_that_bring_no_request_are_broken_off_and_stop_nobody(
+    tiny: TinyArtifact, weight_file: WriteWeights, method: str
+) -> None:
+    model, ended = load(tiny.path, weight_file(1)), Event()
+    limits: Any = {"body_timeout": 0.5, "stream_timeout": 0.5}
+
+    def never() -> Iterator[Any]:
+        ended.wait(20)
+        yield from ()
+
+    with serving({"tiny": model}, grpc_port=0, **limits) as server:
+        where = f"127.0.0.1:{server.grpc_port}"
+        with grpc.insecure_channel(where) as channel, triton.InferenceServerClient(where) as client:
+            silent = channel.stream_stream(f"/inference.GRPCInferenceService/{method}")
+            calls = [silent(never()) for _ in range(70)]
+            assert client.is_server_live(client_timeout=20)
+            for call in calls:
+                assert call.code() is grpc.StatusCode.CANCELLED
+            ended.set()
+            assert client.infer("tiny", [given()], client_timeout=20).get_response().model_name == "tiny"
+
+
+def test_who_sends_no_message_is_told(server: Server) -> None:
+    with grpc.insecure_channel(f"127.0.0.1:{server.grpc_port}") as channel:
+        call = channel.stream_unary("/inference.GRPCInferenceService/ServerLive")
+        with pytest.raises(grpc.RpcError) as refused:
+            call(iter(()), timeout=20)
+    assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT  # type: ignore[attr-defined]
+
+
+def test_an_error_fits_into_a_status_whatever_was_asked_for(client: triton.InferenceServerClient) -> None:
+    with pytest.raises(triton.InferenceServerException, match="no model is called") as refused:
+        client.infer("ä" * 4_000, [given()], client_timeout=20)
+    assert "NOT_FOUND" in str(refused.value.status())

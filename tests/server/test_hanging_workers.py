@@ -41,6 +41,7 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
             yield found
 
 
+@pytest.mark.slow
 def test_a_stopped_worker_is_replaced_under_load(fleet: Fleet, tmp_path: Path) -> None:
     """Requests go on, commits too, and none is answered by a mixture: the stopped one may hold what is overwritten."""
     np.savez(tmp_path / "expected.npz", **fleet.expected)

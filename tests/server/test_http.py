@@ -10,6 +10,7 @@ import zlib
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from threading import Event
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,8 @@ from tests.support.served import as_json, ask, await_ready, occupied, serving
 from tests.support.tiny import TinyArtifact, WriteWeights
 from weightswap_runtime import load
 from weightswap_server import Server
+from weightswap_server.http import app, bodies
+from weightswap_server.methods import Method
 
 X = np.arange(6, dtype=np.float32).reshape(2, 3)
 INFER = "/v2/models/tiny/infer"
@@ -354,3 +357,75 @@ def test_an_answer_that_takes_too_long(tiny: TinyArtifact, weight_file: WriteWei
             found = ask(running, INFER, as_json(x=X))
             assert (found.status, "0.1 s" in found.error) == (504, True)
         assert ask(running, INFER, as_json(x=X)).status == 200
+
+
+def test_all_bodies_together_take_no_more_than_they_may(tiny: TinyArtifact, weight_file: WriteWeights) -> None:
+    large = json.dumps({"id": "x" * 60_000, **tensor()}).encode()
+    head = b"POST /v2/models/tiny/infer HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n"
+    limits: Any = {"max_body": 100_000, "max_bodies": 100_000}
+    with serving({"tiny": load(tiny.path, weight_file(1))}, **limits) as running:
+        with socket.create_connection(("127.0.0.1", running.http_port), 10) as slow:
+            slow.sendall(head % len(large) + large[:-1])
+            limit = time.monotonic() + 10
+            while (refused := ask(running, INFER, large)).status == 200:
+                assert time.monotonic() < limit
+            assert (refused.status, refused.headers["retry-after"]) == (503, "1")
+            assert "more than 100000 bytes" in refused.error
+            assert ask(running, INFER, tensor()).status == 200
+            slow.sendall(large[-1:])
+            assert slow.recv(12) == b"HTTP/1.1 200"
+        assert ask(running, INFER, large).status == 200
+        packed = gzip.compress(large)
+        assert ask(running, INFER, packed, {"Content-Encoding": "gzip"}).status == 200
+        packed = gzip.compress(json.dumps({"id": "x" * 99_800, **tensor()}).encode())
+        assert ask(running, INFER, packed, {"Content-Encoding": "gzip"}).status == 503  # both are held
+        assert ask(running, INFER, large).status == 200
+
+
+def test_while_a_large_body_is_read_others_are_answered(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    begun, goes_on, read = Event(), Event(), app.read_request
+
+    def slow_read(body: bytes, header_length: str | None) -> Any:
+        begun.set()
+        assert goes_on.wait(20)
+        return read(body, header_length)
+
+    monkeypatch.setattr(app, "read_request", slow_read)
+    monkeypatch.setattr(bodies, "_SMALL", 10)
+    with ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(ask, server, INFER, tensor())
+        assert begun.wait(20)
+        assert ask(server, "/v2/health/live").status == 200
+        goes_on.set()
+        assert asked.result(20).status == 200
+
+
+def test_numbers_are_counted_before_they_are_read(server: Server) -> None:
+    document = {"inputs": [{"name": "x", "datatype": "FP32", "shape": [2, 3], "data": [0] * 2_000}]}
+    assert "has 6 elements, and the data some 1999" in ask(server, INFER, document).error
+
+
+def test_who_goes_while_it_waits_is_not_answered(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor keeps it a place in the queue: two may wait."""
+    called: list[Any] = []
+    call = Method.call
+    monkeypatch.setattr(Method, "call", lambda *arguments: called.append(1) or call(*arguments))
+    body = json.dumps(tensor()).encode()
+    head = b"POST /v2/models/tiny/infer HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body)
+    thread = server.service.served[0].thread
+    limit = time.monotonic() + 20
+    with ThreadPoolExecutor(1) as pool:
+        with occupied(server):
+            for queued in (1, 2, 1):
+                with socket.create_connection(("127.0.0.1", server.http_port), 10) as goes:
+                    goes.sendall(head + body)
+                    while thread.queued != queued:
+                        assert time.monotonic() < limit
+                    time.sleep(0.05)  # it is waited for
+                while server._http.server_state.connections:
+                    assert time.monotonic() < limit
+            stays = pool.submit(ask, server, INFER, tensor())
+            while thread.queued != 2:
+                assert time.monotonic() < limit
+        assert stays.result(20).status == 200
+    assert called == [1]

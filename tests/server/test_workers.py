@@ -5,13 +5,16 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from typer.testing import CliRunner
@@ -22,6 +25,7 @@ from tests.support.administered import TOKEN
 from tests.support.tiny import TinyArtifact
 from weightswap_runtime import Unsupported
 from weightswap_server import Settings, Source
+from weightswap_server.workers.child import Line, Task
 from weightswap_server.workers.manager import Workers
 from weightswap_server.workers.totals import Totals
 from weightswap_tools.admin_client import AdminClient
@@ -159,6 +163,23 @@ def test_nobody_outlives_the_manager(tmp_path: Path) -> None:
         fleet.process.kill()
         fleet.process.wait()
         eventually(lambda: not any(Path(f"/proc/{child}").exists() for child in children))
+
+
+def test_who_asks_the_manager_for_something_does_not_outlive_it() -> None:
+    """Whatever is asked for a page of metrics, however often."""
+    manager, child = socket.socketpair()
+    task = Task(role="worker", name="worker 0", sources={}, segments={}, settings=Settings())
+    manager.sendall(msgspec.json.encode(task) + b"\n")
+    line = Line(child.detach())
+    line.listen()
+    asking = [Thread(target=line.total, args=(b"",), daemon=True) for _ in range(3)]
+    for thread in asking:
+        thread.start()
+    manager.close()
+    for thread in asking:
+        thread.join(20)
+    assert not any(thread.is_alive() for thread in asking)
+    assert line.processes() == []
 
 
 @pytest.mark.slow

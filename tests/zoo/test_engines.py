@@ -73,7 +73,10 @@ def test_what_an_engine_cannot_express_is_named(engine: str, name: str, reason: 
         compiled(engine, name)
 
 
-@pytest.mark.parametrize("name", ["llama-tied", pytest.param("whisper", marks=pytest.mark.slow), "buffers"])
+LONG = [pytest.param(name, marks=pytest.mark.slow) for name in ("llama-tied", "whisper")]
+
+
+@pytest.mark.parametrize("name", ["buffers", *LONG])
 def test_an_onnx_graph_has_every_weight_as_an_input_and_none_inside(name: str, compiled: Compile) -> None:
     artifact = compiled("onnx", name)
     model = onnx.load_from_string(artifact.read("engines/onnx/forward.onnx"))

@@ -110,12 +110,22 @@ def _is_precision(option: ast.keyword) -> bool:
 
 
 def _is_power(base: ast.expr, exponent: ast.expr) -> bool:
-    """Whether a power or a shift is one of a symbol or a number: powers of sums and of powers take for ever."""
+    """Whether a power or a shift is one of a symbol, a number or a choice of such: powers of sums and of powers take
+    for ever."""
     match base:
+        case ast.Call(func=ast.Name(id=name), args=arguments) if name in _CHOICES:
+            bases = arguments
+        case _:
+            bases = [base]
+    return all(map(_is_atom, bases)) and _is_term(base) and _is_small(exponent)
+
+
+def _is_atom(node: ast.expr) -> bool:
+    match node:
         case ast.Name() | ast.Constant(value=int() | float()):
-            return _is_term(base) and _is_small(exponent)
-        case ast.Call(func=ast.Name(id=name)) if name == "Symbol" or name in _NUMBERS:
-            return _is_term(base) and _is_small(exponent)
+            return True
+        case ast.Call(func=ast.Name(id=name)):
+            return name == "Symbol" or name in _NUMBERS
     return False
 
 

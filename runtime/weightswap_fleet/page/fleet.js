@@ -68,7 +68,7 @@ function Node({ node, wanted, after, longest, now }) {
     <th scope="row">${node.node}</th>
     <td><span class=${`badge ${look}`}>${says}</span></td>
     <td>${node.weights_id && html`<${Id} id=${node.weights_id} />`}</td>
-    <td>${node.revision}</td>
+    <td>${node.keeper ? node.revision : "?"}</td>
     <td>
       <ul class="replicas" aria-label=${`Replicas of ${node.node}`}>
         ${node.replicas.map((pid) => html`<li key=${pid} class=${serves ? "good" : "mark"}>${pid}</li>`)}

@@ -20,7 +20,7 @@ from weightswap_runtime.live.receipt import SwapReceipt
 from weightswap_runtime.messages import encode_json
 from weightswap_runtime.threads.awaiting import in_thread
 from weightswap_server.errors import BadRequest, UnknownModel, log
-from weightswap_server.http.app import body_of
+from weightswap_server.http.bodies import body_of
 from weightswap_server.protocol.tensors_on_the_wire import decoded
 from weightswap_server.service.service import Service
 

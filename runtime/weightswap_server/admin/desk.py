@@ -181,12 +181,16 @@ class Desk:
             each.stop()
 
     def look_after(self) -> None:
-        """Give up what is staged where a followed place desires something else than is served, or it grew too old."""
+        """Give up what is staged where a followed place desires something else than is served, or it grew too old.
+
+        What a place desired before it was staged, and cannot be served, is no reason.
+        """
         entry, follower = self._entry, self.followed.follower
         if entry is None or entry.swapping:
             return
         status = follower.status if follower else None
-        outdated = status and status.desired and not status.agrees and status.revision != entry.revision
+        known = status and status.revision == entry.revision and status.error
+        outdated = status and status.desired and not status.agrees and not known
         if outdated or time.time() > entry.since + self._staged_timeout:
             self._give_up(entry)
 

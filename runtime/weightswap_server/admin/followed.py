@@ -17,6 +17,7 @@ from .documents import Change
 from .errors import Conflict
 
 T = TypeVar("T")
+_RECEIPT = 1.0  # seconds for a receipt, once its weights are served
 _PATIENCE = 60.0  # seconds for a followed place's weights to come
 
 
@@ -68,7 +69,17 @@ class Followed:
         """Wait until this process serves what is desired, for a while."""
         wanted = state.weights.weights_id if state.weights else None
         self._look_until(lambda _: self._model.weights_id == wanted)
-        return self._model.history[-1] if self._model.weights_id == wanted else None
+        return self._receipt() if self._model.weights_id == wanted else None
+
+    def _receipt(self) -> SwapReceipt | None:
+        """That of what is served, which is written just after the commit; a keeper may have been killed before it."""
+        deadline = time.monotonic() + _RECEIPT
+        while time.monotonic() < deadline:
+            history = self._model.history
+            if history and history[-1].generation == self._model.generation:
+                return history[-1]
+            time.sleep(0.005)
+        return None
 
     def await_read(self, state: DesiredState) -> None:
         """Wait until this process has read what an operator wrote, for a while: the answer tells it."""

@@ -11,6 +11,7 @@ from typing import Any
 import grpc
 import msgspec
 
+from weightswap_runtime.messages import brief
 from weightswap_runtime.tensors.content import TensorBytes, as_array
 from weightswap_server.canary.canary import HEADER
 from weightswap_server.errors import BadRequest
@@ -21,8 +22,9 @@ from weightswap_server.service.service import Service
 from weightswap_server.settings import Settings
 
 from .messages import SERVICE, message_class
+from .patience import Patience
 
-_WORKERS = 64
+_MOST_DETAIL = 800
 _CONTENTS = {
     "BOOL": "bool_contents",
     **dict.fromkeys(("I8", "I16", "I32"), "int_contents"),
@@ -46,7 +48,8 @@ class GrpcServer:
             ("grpc.so_reuseport", int(shared)),
         ]
         self._server = grpc.server(
-            ThreadPoolExecutor(_WORKERS, thread_name_prefix="weightswap-grpc"),
+            # a call has a thread from its beginning on: with fewer, some that wait for clients would stop all others
+            ThreadPoolExecutor(settings.max_connections, thread_name_prefix="weightswap-grpc"),
             options=options,
             maximum_concurrent_rpcs=settings.max_connections,
         )
@@ -63,6 +66,10 @@ class GrpcServer:
         ended: Event = self._server.stop(grace)
         return ended
 
+    def close(self) -> None:
+        """Let go of what is left once it has ended."""
+        self._methods.close()
+
 
 def _metadata(context: grpc.ServicerContext, name: str) -> str:
     return str(dict(context.invocation_metadata()).get(name, ""))
@@ -71,6 +78,11 @@ def _metadata(context: grpc.ServicerContext, name: str) -> str:
 class _Methods:
     def __init__(self, service: Service) -> None:
         self._service = service
+        self._patience = Patience()
+
+    def close(self) -> None:
+        """Wait for nobody any more."""
+        self._patience.end()
 
     def handler(self) -> Any:
         """What gRPC asks for the methods."""
@@ -91,19 +103,34 @@ class _Methods:
     def _answering(self, name: str, method: Callable[[Any, Any], Any]) -> Any:
         """A method whose errors are statuses."""
 
-        def answer(request: Any, context: grpc.ServicerContext) -> Any:
-            arrived = time.perf_counter()
+        def answer(requests: Iterator[Any], context: grpc.ServicerContext) -> Any:
+            arrived, request = time.perf_counter(), None
             try:
+                request = self._one(requests, context)
                 return method(request, context)
+            except grpc.RpcError:  # it was cancelled
+                raise
             except CancelledError:
                 context.abort(grpc.StatusCode.CANCELLED, "the client has given up")
             except Exception as error:
                 told = self._service.refused(
                     getattr(request, "model_name", ""), error, arrived, _metadata(context, "traceparent")
                 )
-                context.abort(grpc.StatusCode[told.code], told.text)
+                context.abort(grpc.StatusCode[told.code], _detail(told.text))
 
-        return grpc.unary_unary_rpc_method_handler(answer, message_class(f"{name}Request").FromString, _serialized)
+        # to gRPC it is a stream, whose request can be waited for with a limit
+        return grpc.stream_unary_rpc_method_handler(answer, message_class(f"{name}Request").FromString, _serialized)
+
+    def _one(self, requests: Iterator[Any], context: grpc.ServicerContext) -> Any:
+        """The request of a call. Raises BadRequest, and RpcError where it does not come in time."""
+        self._patience.expect(context, self._service.settings.body_timeout)
+        try:
+            request = next(requests, None)
+        finally:
+            self._patience.met(context)
+        if request is None:
+            raise BadRequest("expected one request message, got none")
+        return request
 
     def _live(self, request: Any, context: Any) -> Any:
         return message_class("ServerLiveResponse")(live=True)
@@ -135,18 +162,27 @@ class _Methods:
 
     def _stream(self, requests: Iterator[Any], context: grpc.ServicerContext) -> Iterator[Any]:
         """One answer to each request, or one for each token; an error is an answer, too."""
-        made = message_class("ModelStreamInferResponse")
-        for request in requests:
-            try:
-                if self._service.find_ready(request.model_name, request.model_version).generates:
-                    for found in self._generated(request, _metadata(context, "traceparent")):
-                        yield made(infer_response=found)
-                else:
-                    yield made(infer_response=self._infer(request, context))
-            except CancelledError:
-                return
-            except Exception as error:
-                yield made(error_message=self._service.refused(request.model_name, error).text)
+        made, patience = message_class("ModelStreamInferResponse"), self._service.settings.stream_timeout
+        self._patience.expect(context, patience)
+        try:
+            for request in requests:
+                for answer in self._answers(request, context):
+                    yield made(**answer)
+                    self._patience.expect(context, patience)
+        finally:
+            self._patience.met(context)
+
+    def _answers(self, request: Any, context: grpc.ServicerContext) -> Iterator[dict[str, Any]]:
+        try:
+            if self._service.find_ready(request.model_name, request.model_version).generates:
+                for found in self._generated(request, _metadata(context, "traceparent")):
+                    yield {"infer_response": found}
+            else:
+                yield {"infer_response": self._infer(request, context)}
+        except CancelledError:
+            return
+        except Exception as error:
+            yield {"error_message": self._service.refused(request.model_name, error).text}
 
     def _generated(self, request: Any, traceparent: str) -> Iterator[Any]:
         name, version = request.model_name, request.model_version
@@ -182,6 +218,11 @@ def _prompt(request: Any) -> GenerateRequest:
     except msgspec.ValidationError as error:
         raise BadRequest(f"parameters: {error}") from error
     return GenerateRequest(None, as_array(tensors["input_ids"]).reshape(-1).tolist(), request.id, parameters)
+
+
+def _detail(text: str) -> str:
+    """As much of it as fits into a status: clients take 8 KB, and a letter may be nine bytes on the wire."""
+    return text if len(text) <= _MOST_DETAIL else brief(text, _MOST_DETAIL)
 
 
 def _serialized(message: Any) -> bytes:

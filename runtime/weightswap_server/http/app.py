@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-import zlib
 from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -16,7 +16,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from weightswap_server.canary.canary import HEADER
-from weightswap_server.errors import BadRequest, BodyTooLarge, BodyTooSlow, Failure
+from weightswap_server.errors import Failure
 from weightswap_server.protocol.documents import (
     HEADER_LENGTH,
     Answered,
@@ -35,13 +35,13 @@ from weightswap_server.protocol.tensors_on_the_wire import (
 )
 from weightswap_server.service.generating import Generation, event_stream, whole
 from weightswap_server.service.service import Service
-from weightswap_server.settings import Settings
 
+from .bodies import Bodies, body_of
+from .listening import GONE
 from .openapi import description
 
 _JSON = "application/json"
 _RETRY_AFTER = "1"
-_WBITS = {"gzip": 16 + zlib.MAX_WBITS, "deflate": zlib.MAX_WBITS}
 Page = Callable[[Request], Awaitable[Response]]
 
 
@@ -79,6 +79,7 @@ class _Pages:
 
     def __init__(self, service: Service) -> None:
         self._service = service
+        self._bodies = Bodies(service.settings)
         self._description = msgspec.json.encode(description(service.names))
 
     def answering(self, page: Page) -> Page:
@@ -93,6 +94,8 @@ class _Pages:
             except Exception as error:
                 name, parent = request.path_params.get("name", ""), request.headers.get("traceparent", "")
                 return refusal(self._service.refused(name, error, arrived, parent))
+            finally:
+                self._bodies.let_go(request)
 
         return answer
 
@@ -137,14 +140,20 @@ class _Pages:
     async def infer(self, request: Request) -> Response:
         name, version = request.path_params["name"], request.path_params.get("version", "")
         self._service.find(name, version)
-        body = await body_of(request, self._service.settings)
-        asked, tensors = read_request(body, request.headers.get(HEADER_LENGTH))
         headers = request.headers
+        reader = partial(read_request, header_length=headers.get(HEADER_LENGTH))
+        asked, tensors = await self._bodies.read(await self._bodies.whole(request), reader)
         traceparent, wish = headers.get("traceparent", ""), headers.get(HEADER, "")
         served, call = self._service.call(name, version, tensors, traceparent, wish)
         chosen_names = [output.name for output in asked.outputs or ()]
         call.method.check_outputs(chosen_names)
-        return _answer(name, asked, await self._service.answer(served, call))
+        request.scope[GONE] = call.answer.cancel  # who is gone before it began is not waited for
+        try:
+            return _answer(name, asked, await self._service.answer(served, call))
+        except asyncio.CancelledError as error:
+            if (task := asyncio.current_task()) is not None and task.cancelling():
+                raise
+            raise ClientDisconnect from error
 
     async def generate(self, request: Request) -> Response:
         return _document(await whole(await self._generation(request)))
@@ -155,7 +164,7 @@ class _Pages:
     async def _generation(self, request: Request) -> Generation:
         name = request.path_params["name"]
         self._service.find(name)
-        asked = decoded(await body_of(request, self._service.settings), GenerateRequest)
+        asked = await self._bodies.read(await self._bodies.whole(request), partial(decoded, kind=GenerateRequest))
         return Generation(self._service, name, "", asked, request.headers.get("traceparent", ""))
 
 
@@ -185,41 +194,3 @@ def _document(document: Any) -> Response:
 
 def _is_ready(ready: bool, why: str) -> Response:
     return Response() if ready else refusal(Failure(503, "", why))
-
-
-async def body_of(request: Request, settings: Settings) -> bytes:
-    """The whole body, decompressed. Raises BodyTooLarge, BodyTooSlow and BadRequest."""
-    most, patience = settings.max_body, settings.body_timeout
-    if int(request.headers.get("content-length", "0")) > most:
-        raise _too_large(most)
-    chunks, size = [], 0
-    try:
-        async with asyncio.timeout(patience):
-            async for chunk in request.stream():
-                size += len(chunk)
-                if size > most:
-                    raise _too_large(most)
-                chunks.append(chunk)
-    except TimeoutError as error:
-        raise BodyTooSlow(f"the body was not there within {patience:g} s") from error
-    encoding = request.headers.get("content-encoding", "identity")
-    return b"".join(chunks) if encoding == "identity" else _decompressed(b"".join(chunks), encoding, most)
-
-
-def _decompressed(body: bytes, encoding: str, most: int) -> bytes:
-    if encoding not in _WBITS:
-        raise BadRequest(f"Content-Encoding: {encoding}: expected gzip or deflate")
-    reader = zlib.decompressobj(_WBITS[encoding])
-    try:
-        found = reader.decompress(body, most)
-    except zlib.error as error:
-        raise BadRequest(f"the body is no {encoding}: {error}") from error
-    if reader.unconsumed_tail:
-        raise _too_large(most)
-    if not reader.eof or reader.unused_data:
-        raise BadRequest(f"the body is no {encoding}: it breaks off, or something follows")
-    return found
-
-
-def _too_large(most: int) -> BodyTooLarge:
-    return BodyTooLarge(f"the body has more than {most} bytes, which is the most that this server takes")

@@ -19,6 +19,7 @@ _TOO_MANY = (
     b"connection: close\r\ncontent-length: %d\r\n\r\n%s" % (len(_BUSY), _BUSY)
 )
 _LARGE = 1 << 16
+GONE = "weightswap.gone"  # in a scope: what is called when the client goes before its answer
 _What = Literal["request", "reading"]
 
 
@@ -42,6 +43,8 @@ class GuardedProtocol(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._met("request")
         self._met("reading")
+        if self.cycle is not None and not self.cycle.response_complete:
+            cast("dict[str, Any]", self.cycle.scope).get(GONE, bool)()
         super().connection_lost(exc)
 
     def on_message_begin(self) -> None:

@@ -18,6 +18,7 @@ from .documents import BINARY_SIZE, DATATYPE_OF, DATATYPES, InferRequest, InputT
 
 T = TypeVar("T")
 Named = tuple[str, TensorBytes]
+_SPARE = 1000  # commas between empty lists, and of small mistakes, which are told better
 _INTEGERS = {dtype: np.iinfo(numpy_dtype(dtype)) for dtype in DATATYPE_OF if dtype[0] in "IU"}
 _LIMITS = {dtype: (int(limits.min), int(limits.max)) for dtype, limits in _INTEGERS.items()}
 
@@ -94,6 +95,8 @@ def _from_json(tensor: InputTensor) -> TensorBytes:
     dtype, shape, name = dtype_of(tensor.name, tensor.datatype), tuple(tensor.shape), brief(tensor.name)
     if not tensor.data:
         raise BadRequest(f"{name}: has neither data nor {BINARY_SIZE}")
+    if (commas := bytes(tensor.data).count(b",")) > math.prod(shape) + _SPARE:  # before they become numbers
+        raise BadRequest(f"{name}: shape {list(shape)} has {math.prod(shape)} elements, and the data some {commas}")
     kind: Any = bool if dtype == "BOOL" else float if has_fractions(dtype) else int
     try:
         values = _flat(tensor.data, kind)

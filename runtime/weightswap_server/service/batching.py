@@ -105,6 +105,8 @@ class ModelThread:
             if self._stopped:
                 raise NotReady("the server is stopping")
             if isinstance(work, Call) and len(self._queue) >= self._max_queue:
+                self._queue = deque(each for each in self._queue if not each.answer.cancelled())
+            if isinstance(work, Call) and len(self._queue) >= self._max_queue:
                 raise Overloaded(f"{len(self._queue)} requests wait for this model already; try again")
             self._queue.append(work)
             self._changed.notify()

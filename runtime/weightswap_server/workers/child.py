@@ -75,7 +75,8 @@ class Line:
     """A child's end of the socket."""
 
     def __init__(self, descriptor: int) -> None:
-        self._stream = socket.socket(fileno=descriptor).makefile("rwb")
+        with socket.socket(fileno=descriptor) as connection:
+            self._stream = connection.makefile("rwb")  # keeps it open
         self.task = msgspec.json.decode(self._stream.readline(), type=Task)
         self.closed = Event()
         self.on_tried: Callable[[str], object] = lambda _: None
@@ -92,8 +93,8 @@ class Line:
             while raw := self._stream.readline():
                 word = msgspec.json.decode(raw, type=Word)
                 (self.on_tried if word.kind == "tried" else self._answers.put)(word.text)
-        self._answers.put("")
         self.closed.set()
+        self._answers.put("")
 
     def say(self, word: Word) -> None:
         with self._sending, suppress(OSError):
@@ -102,15 +103,19 @@ class Line:
 
     def total(self, text: bytes) -> bytes:
         """The metrics of all processes, of which this one's are `text`."""
-        with self._asking:
-            self.say(Word("total", text.decode()))
-            return self._answers.get().encode()
+        return self._ask(Word("total", text.decode())).encode()
 
     def processes(self) -> list[Process]:
         """All processes, as the manager knows them; none where it has gone."""
+        return msgspec.json.decode(self._ask(Word("processes")) or "[]", type=list[Process])
+
+    def _ask(self, word: Word) -> str:
+        """What the manager answers; nothing where it has gone."""
         with self._asking:
-            self.say(Word("processes"))
-            return msgspec.json.decode(self._answers.get() or "[]", type=list[Process])
+            if self.closed.is_set():
+                return ""
+            self.say(word)
+            return self._answers.get()
 
 
 def _keep(line: Line) -> None:

@@ -233,5 +233,5 @@ def _row(node: NodeStatus, wanted: str | None) -> list[str]:
         state += f", prepares {node.preparing[:SHOWN]}"
     if node.trying:
         state += f", tries {node.trying[:SHOWN]}"
-    served = (node.weights_id or "nothing")[:SHOWN]
+    served = (node.weights_id or ("nothing" if node.keeper else "?"))[:SHOWN]
     return [node.node, served, str(node.revision), str(len(node.replicas)), state]

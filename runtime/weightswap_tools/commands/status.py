@@ -60,7 +60,7 @@ def _print_processes(server: dict[str, Any], model: str) -> None:
         )
         answered = f", {process['answered']} answered" if process["role"] == "worker" else ""
         since = f"process {process['pid']} since {time_said(process['since'])}"
-        silent = server["time"] - process["heard"]
+        silent = server["time"] - process["heard"] if process["heard"] > process["since"] else 0  # it begins
         state = f", SILENT for {silent:.0f} s" if silent > _SILENT else "" if process["ready"] else ", not ready"
         say(f"{process['name']:<12}{what}, {since}{answered}{state}")
 
@@ -76,5 +76,7 @@ def _labels(labels: dict[str, str]) -> str:
 
 def _agreement(following: dict[str, Any]) -> str:
     hold = f", on hold by {following['held_by']}: {following['held_why']}" if following["on_hold"] else ""
+    if not following["reachable"]:
+        return f"{hold}, and CANNOT BE READ now: {following['error']}"
     other = "" if following["agrees"] else f", NOT served: {following['error'] or 'not yet'}"
     return hold + other

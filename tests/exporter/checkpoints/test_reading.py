@@ -387,7 +387,7 @@ LOADED = "import weightswap_exporter.checkpoints.checkpoint_set\n"
 ALLOWED = 64 << 20
 
 
-@pytest.mark.parametrize("form", ["pt", "distributed"])
+@pytest.mark.parametrize("form", [pytest.param("pt", marks=pytest.mark.slow), "distributed"])
 def test_memory_does_not_depend_on_the_size_of_tensors(form: str, tmp_path: Path) -> None:
     paths = []
     for place, value in enumerate((1.0, 1.01)):

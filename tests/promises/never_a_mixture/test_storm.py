@@ -273,7 +273,7 @@ class Changes:
             self._model.swap(self._files[0].with_name("nowhere.safetensors"))
 
 
-@pytest.mark.parametrize("engine", ["torch", pytest.param("aoti", marks=needs_compiler), "onnx"])
+@pytest.mark.parametrize("engine", ["torch", pytest.param("aoti", marks=[needs_compiler, pytest.mark.slow]), "onnx"])
 @pytest.mark.parametrize("steps", [STEPS, pytest.param(LONG, marks=pytest.mark.slow)])
 def test_eight_threads_call_while_weights_change_in_every_way(
     engine: str, steps: int, files_of: FilesOf, residency: str

@@ -57,6 +57,7 @@ def test_it_is_near_eager_before_and_after_swaps(mixtures: Mixtures, residency: 
     assert near(served(*deepcopy(inputs)), eager(mixtures.models[-2], inputs))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
 def test_cold_b_equals_warm_a_to_b(way: Way, residency: Residency, rich: RichFiles) -> None:
     """Bit for bit: delta and partial swaps, rollbacks, ties, computed and strided weights, and state."""
@@ -67,6 +68,7 @@ def test_cold_b_equals_warm_a_to_b(way: Way, residency: Residency, rich: RichFil
     assert near(warm(X), rich.eager(rich.whole(1)))
 
 
+@pytest.mark.slow
 def test_state_changes_in_place_and_starts_again(rich: RichFiles) -> None:
     served = opened(rich, rich.full[0])
     context = served.new_context()

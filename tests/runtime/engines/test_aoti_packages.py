@@ -17,7 +17,6 @@ import torch
 from torch import nn
 
 from tests.support.compiled import Mixtures, needs_compiler, sample
-from tests.support.varied import RichFiles
 from weightswap_exporter import export
 from weightswap_exporter.engines.compiling import with_files
 from weightswap_runtime import (
@@ -94,7 +93,7 @@ def test_another_torch_is_refused(mixtures: Mixtures, monkeypatch: pytest.Monkey
         load(mixtures.artifact, engine="aoti")
 
 
-def test_an_artifact_without_packages_is_refused(rich: RichFiles, tmp_path: Path) -> None:
+def test_an_artifact_without_packages_is_refused(tmp_path: Path) -> None:
     plain = export(nn.Linear(2, 2), (torch.zeros(1, 2),), out=tmp_path / "plain.artifact")
     with pytest.raises(Unsupported, match=r"was not compiled for the engine 'aoti'.*--engine aoti"):
         load(plain, engine="aoti")

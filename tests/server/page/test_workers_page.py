@@ -27,7 +27,8 @@ def fleet(tmp_path: Path) -> Iterator[Fleet]:
         yield found
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 def test_all_processes_are_shown(fleet: Fleet, open_page: OpenPage, number: int) -> None:
     """Each with its weights; one that is killed is another then, one that is stopped is silent before; and the load is
     that of all."""

@@ -87,7 +87,12 @@ def test_a_diff_of_files_that_have_other_tensors(tmp_path: Path, open_report: Op
         ("inspect", ["a"], 1),
         ("inspect", ["v1.safetensors"], 1),
         ("diff", ["v1.safetensors", "v2.safetensors"], 2),
-        ("bench", ["a", "v1.safetensors", "--seconds", "0.05", "--batch", "1", "--engine", "torch"], 1),
+        pytest.param(
+            "bench",
+            ["a", "v1.safetensors", "--seconds", "0.05", "--batch", "1", "--engine", "torch"],
+            1,
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_other_commands(command: str, arguments: list[str], charts: int, folder: Path, browser: Any) -> None:

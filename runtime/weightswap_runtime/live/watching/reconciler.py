@@ -71,7 +71,7 @@ class Reconciler:
                 f"an older copy, or was removed. Put back the newer one, or write until it is beyond {before.revision}."
             )
         if before is None or state.revision != before.revision:
-            self._refusal = None
+            self._refusal = self.last_error = None
         self.state = state
         return state
 

@@ -5,8 +5,8 @@ import { Id, Section, When, number } from "./parts.js";
 
 const SILENT = 3; // seconds; they speak each second
 
-function state({ ready, heard }, now) {
-  if (now - heard > SILENT) return ["bad", `silent for ${Math.round(now - heard)} s`];
+function state({ ready, since, heard }, now) {
+  if (heard > since && now - heard > SILENT) return ["bad", `silent for ${Math.round(now - heard)} s`];
   return ready ? ["good", "ready"] : ["mark", "begins"];
 }
 

@@ -1,0 +1,99 @@
+"""Bodies of requests: bytes that come or do not, and what all of them together may take."""
+
+from __future__ import annotations
+
+import asyncio
+import zlib
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+from starlette.requests import Request
+
+from weightswap_server.errors import BadRequest, BodyTooLarge, BodyTooSlow, Overloaded
+from weightswap_server.settings import Settings
+
+T = TypeVar("T")
+_WBITS = {"gzip": 16 + zlib.MAX_WBITS, "deflate": zlib.MAX_WBITS}
+_SMALL = 1 << 18  # bytes that are read at once; more would keep others waiting
+_HELD = "weightswap.held"
+
+
+class Bodies:
+    """Those of all requests that are under way. Large ones are read by one thread, one after another."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self._bytes = 0
+        self._reader = ThreadPoolExecutor(1, thread_name_prefix="weightswap-reading")
+
+    async def whole(self, request: Request) -> bytes:
+        """A body, decompressed. Raises BodyTooLarge, BodyTooSlow, Overloaded and BadRequest."""
+        body = await _received(request, self._settings, lambda nbytes: self._hold(request, nbytes))
+        encoding = request.headers.get("content-encoding", "identity")
+        if encoding == "identity":
+            return body
+        found = await self._in_thread(lambda: _decompressed(body, encoding, self._settings.max_body))
+        self._hold(request, len(found))
+        return found
+
+    async def read(self, body: bytes, reader: Callable[[bytes], T]) -> T:
+        """What a reader makes of a body."""
+        return reader(body) if len(body) <= _SMALL else await self._in_thread(lambda: reader(body))
+
+    def let_go(self, request: Request) -> None:
+        """A request was answered."""
+        self._bytes -= request.scope.pop(_HELD, 0)
+
+    def _hold(self, request: Request, nbytes: int) -> None:
+        self._bytes += nbytes
+        request.scope[_HELD] = request.scope.get(_HELD, 0) + nbytes
+        if self._bytes > self._settings.max_bodies:
+            raise Overloaded(f"the bodies of all requests take more than {self._settings.max_bodies} bytes; try again")
+
+    async def _in_thread(self, work: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._reader, work)
+
+
+async def body_of(request: Request, settings: Settings) -> bytes:
+    """A body that counts for nothing, decompressed. Raises BodyTooLarge, BodyTooSlow and BadRequest."""
+    body = await _received(request, settings, lambda _: None)
+    encoding = request.headers.get("content-encoding", "identity")
+    return body if encoding == "identity" else _decompressed(body, encoding, settings.max_body)
+
+
+async def _received(request: Request, settings: Settings, hold: Callable[[int], None]) -> bytes:
+    most, patience = settings.max_body, settings.body_timeout
+    if int(request.headers.get("content-length", "0")) > most:
+        raise _too_large(most)
+    chunks, size = [], 0
+    try:
+        async with asyncio.timeout(patience):
+            async for chunk in request.stream():
+                size += len(chunk)
+                if size > most:
+                    raise _too_large(most)
+                hold(len(chunk))
+                chunks.append(chunk)
+    except TimeoutError as error:
+        raise BodyTooSlow(f"the body was not there within {patience:g} s") from error
+    return b"".join(chunks)
+
+
+def _decompressed(body: bytes, encoding: str, most: int) -> bytes:
+    if encoding not in _WBITS:
+        raise BadRequest(f"Content-Encoding: {encoding}: expected gzip or deflate")
+    reader = zlib.decompressobj(_WBITS[encoding])
+    try:
+        found = reader.decompress(body, most)
+    except zlib.error as error:
+        raise BadRequest(f"the body is no {encoding}: {error}") from error
+    if reader.unconsumed_tail:
+        raise _too_large(most)
+    if not reader.eof or reader.unused_data:
+        raise BadRequest(f"the body is no {encoding}: it breaks off, or something follows")
+    return found
+
+
+def _too_large(most: int) -> BodyTooLarge:
+    return BodyTooLarge(f"the body has more than {most} bytes, which is the most that this server takes")
