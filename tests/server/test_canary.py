@@ -89,7 +89,7 @@ def test_each_answer_is_from_the_weights_that_it_names(server: Server, weight_fi
                 weights_id = said["parameters"]["weights_id"]
                 data = np.asarray(said["outputs"][0]["data"], np.float32).reshape(x.shape[0], 5)
                 wanted = TinyArtifact.eager(seeds[weights_id], torch.from_numpy(x)).numpy()
-                np.testing.assert_allclose(data, wanted, rtol=1e-5)
+                np.testing.assert_allclose(data, wanted, rtol=1e-5, atol=1e-4)
                 found.append(weights_id)
         return found
 
