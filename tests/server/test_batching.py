@@ -66,7 +66,9 @@ def test_what_is_queued_goes_as_one(model: Model, monkeypatch: pytest.MonkeyPatc
         seen = sizes_of_calls(model, monkeypatch)
         values = [rows(count) for count in (1, 2, 2, 3, 1, 6, 0, 1)]
         for value, answer in zip(values, submit(server, values), strict=True):
-            np.testing.assert_allclose(output(answer), TinyArtifact.eager(1, torch.from_numpy(value)), rtol=1e-6)
+            np.testing.assert_allclose(
+                output(answer), TinyArtifact.eager(1, torch.from_numpy(value)), rtol=1e-5, atol=1e-5
+            )
         assert seen == [6, 4, 6]  # 1 + 2 + 2 + 1, as 3 had no room; the 3 with the last; and the 6 alone
         text = server.service.metrics.text().decode()
         assert f'weightswap_server_batch_calls_sum{{model="tiny",weights_id="{model.weights_id}"}}' in text
@@ -132,7 +134,9 @@ def test_a_batch_never_spans_two_generations(
         monkeypatch.setattr(Method, "call", call)
         values = [rows(2) for _ in range(count)]
         for value, answer in zip(values, submit(server, values), strict=True):
-            np.testing.assert_allclose(output(answer), TinyArtifact.eager(1, torch.from_numpy(value)), rtol=1e-6)
+            np.testing.assert_allclose(
+                output(answer), TinyArtifact.eager(1, torch.from_numpy(value)), rtol=1e-5, atol=1e-5
+            )
             assert (answer.result().generation, answer.result().weights_id) == (0, first)
         assert model.generation == 1
 
