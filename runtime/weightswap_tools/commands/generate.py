@@ -13,6 +13,8 @@ from weightswap_runtime.memory.device_choice import HOST
 from weightswap_runtime.messages import visible, visible_lines
 from weightswap_tools.terminal import DeviceOption, EngineOption, JsonOption, errors_as_exit, print_json
 
+from .variant_option import VariantOption, add_variants, variant_ids
+
 generate_command = typer.Typer(add_completion=False)
 
 
@@ -31,6 +33,7 @@ def generate(
     tokenizer: Annotated[
         Path | None, typer.Option(help="A tokenizer.json; by default beside the weights, or in the artifact.")
     ] = None,
+    variant: VariantOption = None,
     engine: EngineOption = "torch",
     device: DeviceOption = HOST,
     as_json: JsonOption = False,
@@ -41,6 +44,7 @@ def generate(
         given: str | list[int] = _numbers(prompt) if tokens else prompt
         pieces = model.generate(
             given,
+            variants=add_variants(model, variant),
             max_new_tokens=most,
             temperature=temperature,
             top_k=top_k,
@@ -67,4 +71,4 @@ def _numbers(prompt: str) -> list[int]:
 
 def _print_document(model: Model, pieces: list[int | str], tokens: bool) -> None:
     found = {"tokens": pieces} if tokens else {"text": "".join(map(str, pieces))}
-    print_json({"weights_id": model.weights_id, **found})
+    print_json({"weights_id": model.weights_id, "variants": variant_ids(model), **found})

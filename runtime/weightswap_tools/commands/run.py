@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -32,6 +33,7 @@ from weightswap_tools.terminal import (
 )
 
 from .swap import KeysOption, as_keys
+from .variant_option import VariantOption, add_variants, variant_ids
 
 run_command = typer.Typer(add_completion=False)
 
@@ -50,6 +52,7 @@ def run(
     ] = None,
     keys: KeysOption = None,
     method: Annotated[str | None, typer.Option(help="The method to call; by default forward, or the only one.")] = None,
+    variant: VariantOption = None,
     engine: EngineOption = "torch",
     device: DeviceOption = HOST,
     op_library: OpLibraryOption = None,
@@ -66,6 +69,8 @@ def run(
         if name not in model.signatures:
             raise typer.BadParameter(f"{name!r} is not a method; there are {visible(', '.join(model.signatures))}")
         call = model.method(name)
+        if chosen := add_variants(model, variant):
+            call = partial(call, variants=chosen)
         signature = model.signatures[name]
         opened = engine_of(model)
         flat = named_inputs(name, signature, read_tensors(inputs) if inputs else {})
@@ -105,9 +110,12 @@ def _report(model: Model, method: str, named: dict[str, Any], seconds: float, as
             "engine": model.engine,
             "graph_id": model.graph_id,
             "weights_id": model.weights_id,
+            "variants": variant_ids(model),
         }
         print_json(document | {"seconds": seconds, "outputs": described})
         return
     say(f"weights id {model.weights_id}")
+    for group, variant_id in variant_ids(model).items():
+        say(f"variant {group}: {variant_id}")
     title = f"{method}: {seconds * 1e3:.2f} ms"
     print_table(title, ["output", "value"], [[key, str(text)] for key, text in described.items()])

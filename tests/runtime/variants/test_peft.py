@@ -6,16 +6,21 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import peft
 import pytest
 import torch
+import typer
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
+from typer.testing import CliRunner, Result
 
 from weightswap_exporter import export, export_decoder
 from weightswap_runtime import Model, Unsupported, WeightFileError, WeightsMismatch, load
 from weightswap_runtime.variants import staging
 from weightswap_runtime.variants.peft_directory import read_config
+from weightswap_tools.commands.generate import generate_command
+from weightswap_tools.commands.run import run_command
 
 pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")
 IDS = torch.tensor([[3, 51, 58, 35, 7]])
@@ -179,6 +184,32 @@ def test_targets_and_ranks_that_the_graph_has_no_place_for(model: Model, tmp_pat
         model.add_variant("lora", "a", tmp_path / "rank")
 
 
+def invoke(command: typer.Typer, *arguments: object, status: int = 0) -> Result:
+    result = CliRunner().invoke(command, list(map(str, arguments)))
+    assert result.exit_code == status, result.output
+    return result
+
+
+def test_commands_choose_variants(folder: Path, tmp_path: Path) -> None:
+    artifact, chosen = folder / "artifact", ["--variant", f"lora={folder / 'patterns'}"]
+    np.savez(tmp_path / "x.npz", input_ids=IDS.numpy())
+    call = [artifact, "-w", folder / "base", "-i", tmp_path / "x.npz"]
+    model = load(artifact, folder / "base")
+    receipt = model.add_variant("lora", "patterns", folder / "patterns")
+    for options, expected in ((chosen, model(IDS, variants={"lora": "patterns"})), ([], model(IDS))):
+        document = json.loads(invoke(run_command, *call, *options, "-o", tmp_path / "y.npz", "--json").stdout)
+        assert document["variants"] == ({"lora": receipt.weights_id} if options else {})
+        assert np.array_equal(np.load(tmp_path / "y.npz")["logits"], expected["logits"].numpy())
+    assert f"variant lora: {receipt.weights_id}" in invoke(run_command, *call, *chosen).stdout
+    for wrong, status, said in (
+        (["--variant", "lora"], 2, "lora is not group=path"),
+        ([*chosen, *chosen], 2, "lora is chosen twice"),
+        (["--variant", "other=x"], 1, "UnknownVariant"),
+        (["--variant", f"lora={tmp_path / 'none'}"], 1, "none"),
+    ):
+        assert said in invoke(run_command, *call, *wrong, status=status).stderr
+
+
 @torch.no_grad()
 def test_generation_with_a_variant_equals_transformers(folder: Path, tmp_path: Path) -> None:
     wrapped = tuned(r=RANK, lora_alpha=32, target_modules=TARGETS)
@@ -192,5 +223,9 @@ def test_generation_with_a_variant_equals_transformers(folder: Path, tmp_path: P
         )
         found = model.generate(IDS[0].tolist(), max_new_tokens=12, variants={"lora": name})
         assert found == expected[0, IDS.shape[1] :].tolist()
+        prompt = ",".join(map(str, IDS[0].tolist()))
+        options = ("--tokens", "--max-new-tokens", 12, "--variant", f"lora={folder / name}", "--json")
+        said = invoke(generate_command, tmp_path / "decoder", folder / "base", prompt, *options).stdout
+        assert json.loads(said)["tokens"] == found
     plain = model.generate(IDS[0].tolist(), max_new_tokens=12)
     assert plain == base().generate(IDS, do_sample=False, max_new_tokens=12)[0, IDS.shape[1] :].tolist()
