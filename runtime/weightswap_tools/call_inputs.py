@@ -42,9 +42,11 @@ def engine_inputs(flat: Iterable[Any], engine: Engine) -> list[Any]:
     return [engine.tensor(value) if isinstance(value, TensorBytes) else value for value in flat]
 
 
-def call_flat(model: Model, method: str, flat: Iterable[Any]) -> list[Any]:
-    """The flat outputs of a call with flat inputs, tensors as contents on both sides."""
+def call_flat(model: Model, method: str, flat: Iterable[Any], variants: Mapping[str, str] | None = None) -> list[Any]:
+    """The flat outputs of a call with flat inputs, tensors as contents on both sides. variants: as in a call."""
     engine, signature = engine_of(model), model.signatures[method]
     args, kwargs = call_arguments(signature, engine_inputs(flat, engine))
+    if variants:
+        kwargs["variants"] = variants
     values = flatten(signature.output, model.method(method)(*args, **kwargs))
     return [engine.content(value) if isinstance(value, engine.tensor_type) else value for value in values]

@@ -67,10 +67,10 @@ def random_values(
     return [_value(leaf, sizes, rng, (bounds or {}).get(leaf.name, _INTEGERS)) for leaf in input_leaves(signature)]
 
 
-def write_random_weights(manifest: Manifest, path: Path, rng: np.random.Generator) -> None:
-    """A weight file for an artifact. Matrices keep the scale of what is multiplied; vectors, which may be variances,
-    are positive. One tensor is in memory at a time."""
-    rows = canonical_order(row.row for row in manifest.weights)
+def write_random_weights(manifest: Manifest, path: Path, rng: np.random.Generator, group: str | None = None) -> None:
+    """A weight file for an artifact, or for a group of its variants. Matrices keep the scale of what is multiplied;
+    vectors, which may be variances, are positive. One tensor is in memory at a time."""
+    rows = canonical_order(row.row for row in (manifest.weights if group is None else manifest.variants[group]))
     data = ((row.name, [_weight(row.dtype, row.shape, rng).data]) for row in rows)
     write_weight_file(path, rows, data, graph_id=manifest.graph_id)
 

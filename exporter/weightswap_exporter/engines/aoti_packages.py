@@ -76,10 +76,10 @@ def _rows(program: ExportedProgram, inputs: tuple[GraphInput, ...]) -> dict[str,
     rows = {}
     for item, spec in zip(inputs, program.graph_signature.input_specs, strict=True):
         tensor = next((table[spec.target] for table in tables if spec.target in table), None)
-        if item.kind not in ("input", "variant") and spec.target is not None and isinstance(tensor, torch.Tensor):
+        if item.kind != "input" and spec.target is not None and isinstance(tensor, torch.Tensor):
             dtype = TORCH_NAMES[str(tensor.dtype).removeprefix("torch.")]
             shape, stride = tuple(tensor.shape), tuple(tensor.stride())
-            rows[spec.target] = Taken(spec.target, item.kind, item.name, dtype, shape, stride)  # type: ignore[arg-type]
+            rows[spec.target] = Taken(spec.target, item.kind, item.name, dtype, shape, stride)
     return rows
 
 

@@ -109,11 +109,6 @@ def engine_files(
 ) -> dict[str, bytes]:
     """The files that engines need beside the graphs, by their name in the artifact."""
     files: dict[str, bytes] = {}
-    compiled = [engine for engine in engines if ENGINES[engine].compiled]
-    if artifact.manifest.variants and compiled:
-        raise Unsupported(
-            f"{artifact.path}: has variants, which the engine {compiled[0]!r} does not take; 'torch' does, uncompiled"
-        )
     wanted = [
         (engine, name) for engine in dict.fromkeys(engines) if ENGINES[engine].compiled for name in artifact.methods
     ]

@@ -38,7 +38,7 @@ _MISSING = re.compile(r"No ONNX function found for <OpOverload\(op='([\w.:]+)', 
 
 
 def onnx_graph(artifact: Artifact, name: str) -> bytes:
-    """The ONNX model of a method. Weights and state are inputs, the state after the call follows the outputs.
+    """The ONNX model of a method. Weights, variants and state are inputs, the state after the call follows the outputs.
 
     The translation is torch's, without optimisations, which would fold weights. Raises ArtifactError, CaptureError
     for a graph that has no ONNX equivalent, and Unsupported for a dtype that ONNX Runtime lacks.
@@ -68,7 +68,7 @@ def onnx_graph(artifact: Artifact, name: str) -> bytes:
 def _check_tables(manifest: Manifest, method: Method) -> None:
     """Raise Unsupported for a tensor of a dtype that ONNX Runtime lacks."""
     used = {item.name for item in method.inputs}
-    rows = [row for row in (*manifest.weights, *manifest.state) if not used.isdisjoint(row.names)]
+    rows = [row for row in (*manifest.weights, *manifest.state, *manifest.variable) if not used.isdisjoint(row.names)]
     signature = method.signature
     flat = input_leaves(signature)
     for item in (*rows, *flat, *leaves(signature.output)):

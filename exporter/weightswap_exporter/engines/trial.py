@@ -77,24 +77,45 @@ def differences(artifact: Artifact, engine: Any, device: str = HOST) -> Iterator
         ours, theirs = (
             load(artifact.folder, weights, engine=name, device=device, verify="off") for name in ("torch", engine)
         )
+        chosen = _random_variants(artifact, Path(folder), (ours, theirs), rng)
         for name, signature in ours.signatures.items():
             for sizes in common_sizes(signature):
-                yield from _one_call(name, signature, sizes, ours, theirs, rng)
+                for variants in ({}, chosen) if chosen else ({},):
+                    yield from _one_call(name, signature, sizes, ours, theirs, rng, variants)
+
+
+def _random_variants(
+    artifact: Artifact, folder: Path, models: tuple[Model, Model], rng: np.random.Generator
+) -> dict[str, str]:
+    """A variant of each group, resident in the models, by its name."""
+    for group in artifact.manifest.variants:
+        path = folder / f"{group}.safetensors"
+        write_random_weights(artifact.manifest, path, rng, group)
+        for model in models:
+            model.add_variant(group, "random", path)
+    return dict.fromkeys(artifact.manifest.variants, "random")
 
 
 def _one_call(
-    name: str, signature: Signature, sizes: Sizes, ours: Model, theirs: Model, rng: np.random.Generator
+    name: str,
+    signature: Signature,
+    sizes: Sizes,
+    ours: Model,
+    theirs: Model,
+    rng: np.random.Generator,
+    variants: dict[str, str],
 ) -> Iterator[str]:
     flat = random_values(signature, sizes, rng)
     try:
-        expected, again = (call_flat(ours, name, flat) for _ in range(2))
+        expected, again = (call_flat(ours, name, flat, variants) for _ in range(2))
     except Exception:  # random inputs may be what the model cannot take
         return
     if not ours.artifact.manifest.state and any(map(_differ, expected, again)):
         return  # random numbers
     where = f"{name} with {dict(sizes)}" if sizes else name
+    where += " and variants" if variants else ""
     try:
-        found, again = (call_flat(theirs, name, flat) for _ in range(2))
+        found, again = (call_flat(theirs, name, flat, variants) for _ in range(2))
     except Exception as error:
         yield f"{where}: raised {type(error).__name__}: {error}"
         return

@@ -124,8 +124,6 @@ def open_engine(name: str, artifact: Artifact, device: str, options: EngineOptio
         raise Unsupported(f"cuda_graphs with the engine {name!r} on {device!r}: they are for 'torch' on \"cuda\"")
     if threads is not None and (device != HOST or not row.takes_threads or type(threads) is not int or threads < 1):
         raise Unsupported(f"threads={threads!r}: expected None, or with the engine 'onnx' on the CPU a positive number")
-    if artifact.manifest.variants and row.compiled:
-        raise Unsupported(f"{artifact.path}: has variants, which the engine {name!r} does not take; 'torch' does")
     if not is_compiled(name, artifact):
         where = f" --device {device.partition(':')[0]}" if row.by_device and device != HOST else ""
         raise Unsupported(

@@ -210,6 +210,25 @@ def test_commands_choose_variants(folder: Path, tmp_path: Path) -> None:
         assert said in invoke(run_command, *call, *wrong, status=status).stderr
 
 
+@pytest.mark.slow
+@torch.no_grad()
+@pytest.mark.parametrize("engine", ["onnx", "aoti"])
+def test_compiled_decoders_generate_what_transformers_does(folder: Path, tmp_path: Path, engine: str) -> None:
+    wrapped = tuned(r=RANK, lora_alpha=32, target_modules=TARGETS)
+    variants = {"lora": "*lora_*"}
+    artifact = export_decoder(wrapped, out=tmp_path / "decoder", length=24, variants=variants, engines=[engine])
+    model = load(artifact, folder / "base", engine=engine)
+    prompt = IDS[0].tolist()
+    mask = torch.ones_like(IDS)
+    for name in (None, *VARIANTS, None):
+        eager = base() if name is None else tuned(**VARIANTS[name])
+        if name is not None:
+            model.add_variant("lora", name, folder / name)
+        expected = eager.generate(input_ids=IDS, do_sample=False, max_new_tokens=12, attention_mask=mask)
+        found = model.generate(prompt, max_new_tokens=12, variants={"lora": name})
+        assert found == expected[0, IDS.shape[1] :].tolist()
+
+
 @torch.no_grad()
 def test_generation_with_a_variant_equals_transformers(folder: Path, tmp_path: Path) -> None:
     wrapped = tuned(r=RANK, lora_alpha=32, target_modules=TARGETS)

@@ -108,8 +108,8 @@ def _is_given(leaf: Leaf) -> bool:
 
 
 class AotiCall:
-    """One method over one arena. A container runs one call at a time, so each call takes one from a pool; a state has
-    a container of its own.
+    """One method over one arena. A container runs one call at a time, so each call takes one from a pool, of those
+    that have the variants which it has chosen; a state has containers of its own.
 
     Machine code for sizes from 1 may divide by a size, which ends the process: a call with an empty input runs the
     graph as it was captured.
@@ -126,26 +126,31 @@ class AotiCall:
         self._tensors = {item.fqn: tensors[item.kind, item.name] for item in bound if item.kind != "state"}
         self._states = {item.fqn: item.name for item in bound if item.kind == "state"}
         self.stateful = bool(self._states)
-        self._of_states: WeakKeyDictionary[TorchState, Container] = WeakKeyDictionary()
+        self._variable = {item.fqn: item.name for item in bound if item.kind == "variant"}
+        self._none = ChosenTensors({})
+        self._pools: WeakKeyDictionary[ChosenTensors, list[Container]] = WeakKeyDictionary()
+        self._of_states: WeakKeyDictionary[TorchState, WeakKeyDictionary[ChosenTensors, Container]]
+        self._of_states = WeakKeyDictionary()
         self._places = [(place, isinstance(leaf, Tensor)) for place, leaf in enumerate(graph.inputs) if _is_given(leaf)]
         self._written = frozenset(graph.note.written)
         self._outputs = graph.outputs
         self._plain = all(isinstance(leaf, Tensor) for leaf in graph.outputs)
-        self._pool = [] if self.stateful else [Container(self._library, self._tensors)]
+        if not self.stateful:
+            self._pools[self._none] = [Container(self._library, self._tensors)]
         self.hoisted: list[torch.Tensor] = []
 
     def run_prologue(self) -> None:
         """Nothing is computed ahead: what AOTInductor folds would go stale with a swap."""
 
     def __call__(self, inputs: list[Any], state: TorchState | None, chosen: ChosenTensors | None = None) -> list[Any]:
-        """Flat inputs to flat outputs. No package was compiled of a graph with variants."""
-        assert chosen is None
+        """Flat inputs to flat outputs."""
         given = [
             _row_major(inputs[place]) if is_tensor else _UNIT.expand(inputs[place]) for place, is_tensor in self._places
         ]
         if self._captured is not None and not all(value.numel() for value in given):
-            return list(self._captured(inputs, state))
-        values = self._run(given) if state is None else self._container_of(state).run(given)
+            return list(self._captured(inputs, state, chosen))
+        choice = chosen if chosen is not None and self._variable else self._none
+        values = self._run(given, choice) if state is None else self._container_of(state, choice).run(given)
         if self._written:
             self._write_back(inputs, given)
         if self._plain:
@@ -153,21 +158,29 @@ class AotiCall:
         found = iter(values)
         return [_output(leaf, found) for leaf in self._outputs]
 
-    def _run(self, given: list[torch.Tensor]) -> list[torch.Tensor]:
+    def _run(self, given: list[torch.Tensor], choice: ChosenTensors) -> list[torch.Tensor]:
+        pool = self._pools.setdefault(choice, [])
         try:
-            container = self._pool.pop()
+            container = pool.pop()
         except IndexError:
-            container = Container(self._library, self._tensors)
+            container = self._container(choice, {})
         values = container.run(given)
-        self._pool.append(container)
+        pool.append(container)
         return values
 
-    def _container_of(self, state: TorchState) -> Container:
-        container = self._of_states.get(state)
+    def _container_of(self, state: TorchState, choice: ChosenTensors) -> Container:
+        found = self._of_states.setdefault(state, WeakKeyDictionary())
+        container = found.get(choice)
         if container is None:
             own = {fqn: state.tensors[name] for fqn, name in self._states.items()}
-            self._of_states[state] = container = Container(self._library, {**self._tensors, **own})
+            found[choice] = container = self._container(choice, own)
         return container
+
+    def _container(self, choice: ChosenTensors, own: Mapping[str, torch.Tensor]) -> Container:
+        """With the variants of a choice, and zeros for those that it has not."""
+        tensors = choice.tensors
+        chosen = {fqn: tensors[name] for fqn, name in self._variable.items() if name in tensors}
+        return Container(self._library, {**self._tensors, **own, **chosen})
 
     def _write_back(self, inputs: list[Any], given: list[torch.Tensor]) -> None:
         """What the graph has written to a row-major copy of an input belongs into the input."""

@@ -49,7 +49,7 @@ class Taken(msgspec.Struct, frozen=True, array_like=True):
     """A tensor that a package takes once: its name there, and what the manifest calls it."""
 
     fqn: str
-    kind: Literal["weight", "state", "constant"]
+    kind: Literal["weight", "state", "constant", "variant"]
     name: str
     dtype: str
     shape: tuple[int, ...]

@@ -109,7 +109,12 @@ def _problems(artifact: Artifact, target: str, method: str, note: Note) -> Itera
 def _mismatch(manifest: Manifest, method: str, bound: Taken) -> str | None:
     """Why a tensor that the package takes is not the manifest's; None if it is."""
     known = {(item.kind, item.name) for item in manifest.methods[method].inputs}
-    tables = {"weight": manifest.weights, "state": manifest.state, "constant": manifest.constants}
+    tables = {
+        "weight": manifest.weights,
+        "state": manifest.state,
+        "constant": manifest.constants,
+        "variant": manifest.variable,
+    }
     row = next((row for row in tables[bound.kind] if bound.name in row.names), None)
     if row is None or (bound.kind, bound.name) not in known:
         return f"it takes the {bound.kind} {bound.name!r}, which the method does not"

@@ -93,6 +93,8 @@ class OnnxCall:
         known = {name: value for (_, name), value in tensors.items()}
         self._fixed = [(name, known[name].detach()) for name in graph.tensors if name in known]
         self._read = [name for name in graph.tensors if name not in known]
+        variable = {name for kind, name in tensors if kind == "variant"}
+        self._variable = [(name, value) for name, value in self._fixed if name in variable]
         self._inputs = list(zip(graph.names.inputs, graph.inputs, strict=True))
         self._outputs = list(zip(graph.names.outputs, graph.outputs, strict=True))
         self._changed = graph.after
@@ -115,7 +117,7 @@ class OnnxCall:
             binding = self._pool.pop()
         except IndexError:
             binding = self._new_binding()
-        self._bind(binding, given, state)
+        self._bind(binding, given, state, chosen)
         self._wait()
         self._graph.session.run_with_iobinding(binding)
         found = dict(zip(self._fetched, binding.get_outputs(), strict=True))
@@ -133,7 +135,7 @@ class OnnxCall:
             self._bind_tensor(binding, name, value, self._graph.dtypes[name])
         return binding
 
-    def _bind(self, binding: Any, inputs: list[Any], state: TorchState | None) -> None:
+    def _bind(self, binding: Any, inputs: list[Any], state: TorchState | None, chosen: ChosenTensors | None) -> None:
         for (name, leaf), value in zip(self._inputs, inputs, strict=True):
             if isinstance(leaf, Integer):
                 binding.bind_ortvalue_input(name, as_value(np.asarray(value, np.int64), "I64"))
@@ -142,6 +144,9 @@ class OnnxCall:
         if state is not None:
             for name in self._read:
                 self._bind_tensor(binding, name, state.tensors[name], self._graph.dtypes[name])
+        given = chosen.tensors if chosen is not None else {}
+        for name, nothing in self._variable:
+            self._bind_tensor(binding, name, given.get(name, nothing).detach(), self._graph.dtypes[name])
         for name in self._fetched:
             binding.bind_output(name, self._device, self._accelerator.index)
 

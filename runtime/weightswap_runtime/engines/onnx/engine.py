@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -34,6 +34,7 @@ class OnnxEngine:
         self._graphs = {name: OnnxGraph(artifact, name, threads) for name in artifact.methods}
         found = artifact.constants()
         self._initial = {row.name: value_of(found[row.name].data, row.dtype, row.shape) for row in self._manifest.state}
+        self._absent = {row.name: value_of(bytes(row.nbytes), row.dtype, row.shape) for row in self._manifest.variable}
 
     @staticmethod
     def misplaced(value: Any) -> str | None:
@@ -66,12 +67,22 @@ class OnnxEngine:
 
     def bind(self, arena: Arena) -> BoundOnnx:
         """Views on the arena for every weight."""
-        values = {
-            name: value_of(arena.fetch(*arena.layout.slots[row.name]), row.dtype, row.shape)
-            for row in self._manifest.weights
-            for name in row.names
-        }
-        return BoundOnnx({name: _CpuCall(graph, values) for name, graph in self._graphs.items()}, arena, self.new_state)
+        values = _views(self._manifest.weights, arena)
+        absent = {name: self._absent[row.name] for row in self._manifest.variable for name in row.names}
+        calls = {name: _CpuCall(graph, values, absent) for name, graph in self._graphs.items()}
+        return BoundOnnx(calls, arena, self.new_state)
+
+    @staticmethod
+    def variant(rows: Iterable[NamedTensor], arena: Arena) -> OnnxChosen:
+        """The tensors of a variant, which lie in an arena of its own."""
+        return OnnxChosen(_views(rows, arena), [arena])
+
+    @staticmethod
+    def joined(chosen: Iterable[OnnxChosen]) -> OnnxChosen:
+        """The tensors of variants of several groups."""
+        found = list(chosen)
+        values = {name: value for each in found for name, value in each.values.items()}
+        return OnnxChosen(values, [arena for each in found for arena in each.arenas])
 
     def new_state(self, saved: Mapping[str, TensorBytes] | None = None) -> OnnxState:
         """A copy of the state, with the initial values or with saved ones."""
@@ -80,6 +91,21 @@ class OnnxEngine:
             for name, content in (saved or {}).items()
         }
         return OnnxState(self._manifest.state, self._initial, values)
+
+
+def _views(rows: Iterable[NamedTensor], arena: Arena) -> dict[str, Any]:
+    return {
+        name: value_of(arena.fetch(*arena.layout.slots[row.name]), row.dtype, row.shape)
+        for row in rows
+        for name in row.names
+    }
+
+
+class OnnxChosen(NamedTuple):
+    """The tensors that a call has chosen, by FQN, and the memory that they lie in."""
+
+    values: Mapping[str, Any]
+    arenas: Sequence[Arena]
 
 
 class OnnxState:
@@ -105,10 +131,13 @@ class OnnxState:
 class _CpuCall:
     """One method over one arena. Bindings are not safe to share, so each call takes one from a pool."""
 
-    def __init__(self, graph: OnnxGraph, values: Mapping[str, Any]) -> None:
+    def __init__(self, graph: OnnxGraph, values: Mapping[str, Any], absent: Mapping[str, Any]) -> None:
+        """absent: what stands for tensors that a call may choose, and has not."""
         self._graph = graph
-        self._fixed = [(name, values[name]) for name in graph.tensors if name in values]
-        self._read = [name for name in graph.tensors if name not in values]
+        self._variable = {name: absent[name] for name in graph.tensors if name in absent}
+        fixed = {**values, **self._variable}
+        self._fixed = [(name, fixed[name]) for name in graph.tensors if name in fixed]
+        self._read = [name for name in graph.tensors if name not in fixed]
         self._inputs = [(name, dtype_of(leaf)) for name, leaf in zip(graph.names.inputs, graph.inputs, strict=True)]
         self._nothing = [(name, value_of(b"", dtype, (0,))) for name, dtype in self._inputs if name is not None]
         self._nothing += [(name, value_of(b"", graph.dtypes[name], (0,))) for name in self._read]
@@ -128,7 +157,7 @@ class _CpuCall:
             binding.bind_ortvalue_input(name, value)
         return binding
 
-    def __call__(self, inputs: list[Any], state: OnnxState | None) -> list[Any]:
+    def __call__(self, inputs: list[Any], state: OnnxState | None, chosen: OnnxChosen | None) -> list[Any]:
         """Flat inputs to flat outputs; the state is changed at the end, so that an error leaves it as it was."""
         self._graph.check_sizes(inputs)
         try:
@@ -136,10 +165,16 @@ class _CpuCall:
         except IndexError:
             binding = self._new_binding()
         self._bind(binding, inputs, state)
+        given = chosen.values if chosen is not None else {}
+        variants = [(name, given[name], nothing) for name, nothing in self._variable.items() if name in given]
+        for name, value, _ in variants:
+            binding.bind_ortvalue_input(name, value)
         self._graph.session.run_with_iobinding(binding)
         found = dict(zip(self._fetched, binding.get_outputs(), strict=True))
         binding.clear_binding_outputs()
         for name, nothing in self._nothing:  # or the binding would keep what it was given until its next call
+            binding.bind_ortvalue_input(name, nothing)
+        for name, _, nothing in variants:
             binding.bind_ortvalue_input(name, nothing)
         self._pool.append(binding)  # not after an error, which leaves it in doubt
         if state is not None:
@@ -187,11 +222,12 @@ class BoundOnnx:
     ) -> list[Any]:
         """Flat inputs to flat outputs, in memory of their own."""
         call = self._calls[method]
+        assert chosen is None or isinstance(chosen, OnnxChosen)
         if not call.stateful:
-            return call(inputs, None)
+            return call(inputs, None, chosen)
         own = state if state is not None else self._new_state()
         assert isinstance(own, OnnxState)
-        return call(inputs, own)
+        return call(inputs, own, chosen)
 
     has_prologue = False
 

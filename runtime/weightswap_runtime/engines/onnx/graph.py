@@ -36,7 +36,7 @@ _ON_CPU = Provider()
 
 
 class OnnxGraph:
-    """A method's graph. `tensors` are the FQNs of the weights and the state that it takes.
+    """A method's graph. `tensors` are the FQNs of weights, state and variants that it takes.
 
     `inputs` and `outputs` are the leaves of the signature; `after` says what the new value of a state is called.
     `dtypes` are those of `tensors`.
@@ -65,7 +65,8 @@ class OnnxGraph:
         given = self.session.get_outputs()
         fetched = [item.name for item in given]
         self.after = {name: after for name, after in self.names.after.items() if after in fetched}
-        rows = {name: row for row in (*manifest.weights, *manifest.state) for name in row.names}
+        tables = (*manifest.weights, *manifest.state, *manifest.variable)
+        rows = {name: row for row in tables for name in row.names}
         self.dtypes = {name: rows[name].dtype for name in self.tensors}
         dtypes = output_dtypes(manifest, manifest.methods[method])
         problems = [*self._input_problems(found, rows), *self._output_problems(given, dtypes)]

@@ -12,8 +12,8 @@ from weightswap_runtime.format.signature import Leaf, Literal, Tensor, input_lea
 class Names(NamedTuple):
     """Names in the ONNX graph: by the place of a flat input or output (None for a literal, which it lacks); by FQN.
 
-    `tensors` are the FQNs that the method's graph takes as inputs, of weights and of state; `after` is what the value
-    of a state tensor after the call is called.
+    `tensors` are the FQNs that the method's graph takes as inputs, of weights, state and variants; `after` is what the
+    value of a state tensor after the call is called.
     """
 
     inputs: tuple[str | None, ...]
@@ -28,8 +28,8 @@ def graph_file(method: str) -> str:
 
 
 def onnx_names(manifest: Manifest, method: Method) -> Names:
-    """Weights, state and constants have their FQNs, inputs and outputs the signature's names where those are free."""
-    tables = (*manifest.weights, *manifest.state, *manifest.constants)
+    """All tensors of the manifest have their FQNs, inputs and outputs the signature's names where those are free."""
+    tables = (*manifest.weights, *manifest.state, *manifest.constants, *manifest.variable)
     taken = {name for tensor in tables for name in tensor.names}
     signature = method.signature
     flat = input_leaves(signature)
@@ -37,7 +37,7 @@ def onnx_names(manifest: Manifest, method: Method) -> Names:
     return Names(
         inputs=tuple(_names(flat, "input", taken)),
         outputs=tuple(_names(leaves(signature.output), "output", taken)),
-        tensors=tuple(item.name for item in method.inputs if item.kind in ("weight", "state")),
+        tensors=tuple(item.name for item in method.inputs if item.kind in ("weight", "state", "variant")),
         after={name: _free(f"{name}.after", "state", taken) for name in states},
     )
 
