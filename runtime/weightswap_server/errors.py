@@ -16,7 +16,15 @@ from __future__ import annotations
 import logging
 from typing import NamedTuple
 
-from weightswap_runtime.errors import CallError, ModelClosed, ModelFailed, NoWeights, Unsupported, WeightswapError
+from weightswap_runtime.errors import (
+    CallError,
+    ModelClosed,
+    ModelFailed,
+    NoWeights,
+    UnknownVariant,
+    Unsupported,
+    WeightswapError,
+)
 
 log = logging.getLogger("weightswap.server")
 
@@ -68,6 +76,7 @@ class Failure(NamedTuple):
 
 _TOLD: tuple[tuple[type[WeightswapError], int, str], ...] = (
     (UnknownModel, 404, "NOT_FOUND"),
+    (UnknownVariant, 404, "NOT_FOUND"),
     (BodyTooLarge, 413, "RESOURCE_EXHAUSTED"),
     (BodyTooSlow, 408, "DEADLINE_EXCEEDED"),
     (Overloaded, 503, "UNAVAILABLE"),

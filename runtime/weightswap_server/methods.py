@@ -30,6 +30,7 @@ from weightswap_runtime.live.model import Model, engine_of
 from weightswap_runtime.live.pinned import Pinned
 from weightswap_runtime.tensors.content import TensorBytes, array_content, as_array, numpy_dtype
 from weightswap_runtime.tensors.dtypes import DTYPES
+from weightswap_runtime.variants.resident import Choice, Wanted
 from weightswap_server.errors import BadRequest
 from weightswap_server.protocol.documents import DATATYPE_OF, DATATYPES, TensorMetadata
 
@@ -70,10 +71,13 @@ class Method:
         if unknown := [name for name in names if name not in there]:
             raise BadRequest(f"no output is called {unknown[0]}; there are: {', '.join(there)}")
 
-    def call(self, session: Caller, flat: Flat) -> Outputs:
-        """Run it on one version of the weights, and name its outputs. The inputs are copied first."""
+    def call(self, session: Caller, flat: Flat, variants: Wanted | Choice | None = None) -> Outputs:
+        """Run it on one version of the weights, and name its outputs. The inputs are copied first. variants: as in
+        calls."""
         tensors = [self._engine.tensor(value) if isinstance(value, TensorBytes) else value for value in flat]
         args, kwargs = call_arguments(self.signature, tensors)
+        if variants:
+            kwargs["variants"] = variants
         values = flatten(self.signature.output, session.method(self.name)(*args, **kwargs))
         return [
             (leaf.name, _integer_content(value) if isinstance(leaf, Integer) else self._engine.content(value))

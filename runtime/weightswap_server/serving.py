@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import signal
 import socket
-from collections.abc import Callable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -17,16 +19,27 @@ import msgspec
 from weightswap_runtime.errors import Unsupported
 from weightswap_runtime.live.loading import load
 from weightswap_runtime.live.model import Model
+from weightswap_runtime.messages import visible
+from weightswap_runtime.variants.resident import MOST
 
 from .admin.plane import AdminPlane
 from .admin.settings import AdminSettings
 from .http.app import http_app
 from .http.listening import HttpServer, listening
+from .protocol.variant_text import NAME
 from .service.service import Service
 from .settings import Settings
 
 if TYPE_CHECKING:
     from .grpc.service import GrpcServer
+
+
+class Variant(msgspec.Struct, frozen=True):
+    """A variant that is there from the start."""
+
+    group: str
+    name: str
+    path: str
 
 
 class Source(msgspec.Struct, frozen=True, kw_only=True):
@@ -38,12 +51,16 @@ class Source(msgspec.Struct, frozen=True, kw_only=True):
     watch: str | None = None
     follow: str | None = None
     interval: float = 5.0
+    variants: Sequence[Variant] = ()
     options: Mapping[str, Any] = {}
 
     def open(self) -> Model:
-        """Load it, and let it take what comes. Raises what `load`, `Model.watch` and `Model.follow` raise."""
+        """Load it, and let it take what comes. Raises what `load`, `Model.add_variant`, `Model.watch` and
+        `Model.follow` raise."""
         self.check()
         model = load(self.artifact, self.weights, **self.options)
+        for variant in self.variants:
+            model.add_variant(variant.group, variant.name, variant.path)
         self.take(model)
         return model
 
@@ -54,6 +71,12 @@ class Source(msgspec.Struct, frozen=True, kw_only=True):
                 "a model that follows a place takes nothing else: watch the directory in the process "
                 "that promotes, with model.watch(promote=...)"
             )
+        most = self.options.get("max_variants", MOST)
+        for group, count in Counter(variant.group for variant in self.variants).items():
+            if count > most:
+                raise Unsupported(
+                    f"{count} variants of {group}, and {most} may be resident: say --max-variants {count}"
+                )
 
     def take(self, model: Model) -> None:
         """Let a model take what comes. Raises what `Model.watch` and `Model.follow` raise."""
@@ -171,6 +194,24 @@ def signals(loop: asyncio.AbstractEventLoop, stop: Any) -> Iterator[None]:
     finally:
         for number in added:
             loop.remove_signal_handler(number)
+
+
+def variants_of(options: Iterable[str]) -> tuple[Variant, ...]:
+    """Variants as `--variant` names them: GROUP=PATH, called like the file or folder, or GROUP/NAME=PATH.
+
+    Raises Unsupported.
+    """
+    found: dict[tuple[str, str], Variant] = {}
+    for option in options:
+        key, equals, path = option.partition("=")
+        group, slash, name = key.partition("/")
+        name = name if slash else Path(path.rstrip("/")).name.removesuffix(".safetensors")
+        if not (equals and path and re.fullmatch(NAME, group) and re.fullmatch(NAME, name)):
+            raise Unsupported(f"--variant: expected group=PATH or group/name=PATH, got {visible(option)}")
+        if (group, name) in found:
+            raise Unsupported(f"--variant: two of {group} are called {name}; say group/name=PATH")
+        found[group, name] = Variant(group, name, path)
+    return tuple(found.values())
 
 
 def default_name(artifact: str) -> str:

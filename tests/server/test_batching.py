@@ -48,9 +48,9 @@ def sizes_of_calls(model: Model, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     seen: list[int] = []
     called = Method.call
 
-    def call(self: Method, session: Any, flat: Any) -> Any:
+    def call(self: Method, session: Any, flat: Any, *variants: Any) -> Any:
         seen.append(flat[0].shape[0])
-        return called(self, session, flat)
+        return called(self, session, flat, *variants)
 
     monkeypatch.setattr(Method, "call", call)
     return seen
@@ -125,11 +125,11 @@ def test_a_batch_never_spans_two_generations(
     with serving({"tiny": model}, max_batch=max_batch) as server:
         called = Method.call
 
-        def call(self: Method, session: Any, flat: Any) -> Any:
+        def call(self: Method, session: Any, flat: Any, *variants: Any) -> Any:
             if not swapped.is_set():
                 model.swap(weight_file(2))
                 swapped.set()
-            return called(self, session, flat)
+            return called(self, session, flat, *variants)
 
         monkeypatch.setattr(Method, "call", call)
         values = [rows(2) for _ in range(count)]

@@ -170,11 +170,11 @@ def test_a_shadow_that_is_slow_keeps_nobody_waiting(
 ) -> None:
     called, method_call = [], Method.call
 
-    def slow(self: Method, session: Any, flat: Any) -> Any:
+    def slow(self: Method, session: Any, flat: Any, *variants: Any) -> Any:
         if isinstance(session, Staged):
             called.append(1)
             time.sleep(0.3)
-        return method_call(self, session, flat)
+        return method_call(self, session, flat, *variants)
 
     monkeypatch.setattr(Method, "call", slow)
     begin(server, weight_file(2), shadow=True)
@@ -192,10 +192,10 @@ def test_a_canary_that_fails_is_nobodys_error_and_is_aborted(
 ) -> None:
     method_call = Method.call
 
-    def broken(self: Method, session: Any, flat: Any) -> Any:
+    def broken(self: Method, session: Any, flat: Any, *variants: Any) -> Any:
         if isinstance(session, Staged):
             raise RuntimeError("broken weights")
-        return method_call(self, session, flat)
+        return method_call(self, session, flat, *variants)
 
     monkeypatch.setattr(Method, "call", broken)
     served = server.service.served[0].model.weights_id

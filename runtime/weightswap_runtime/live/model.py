@@ -519,7 +519,7 @@ class Model(Caller, AbstractContextManager["Model"]):
         self,
         prompt: Any,
         *,
-        variants: WantedVariants | None = None,
+        variants: WantedVariants | Choice | None = None,
         max_new_tokens: int | None = None,
         temperature: float = 0.0,
         top_k: int | None = None,
@@ -597,7 +597,7 @@ class Model(Caller, AbstractContextManager["Model"]):
             request.check()
             if base is not None and base != self.weights_id:
                 raise StaleVariant(f"{group}/{name}", base, str(self.weights_id))
-            return variants.add(group, name, request, base)
+            return variants.add(group, name, request, base, self._store.admit)
         except Exception as error:
             event = Event("variant refused", printable(path), by, self.graph_id, error=error, variant=f"{group}/{name}")
             self._store.events.emit(event)
@@ -671,6 +671,16 @@ class Model(Caller, AbstractContextManager["Model"]):
             f"weights_id={self.weights_id and self.weights_id[:12]!r}, generation={self.generation}, "
             f"residency={self.residency!r})"
         )
+
+
+def choice_of(model: Model, wanted: WantedVariants) -> Choice:
+    """What calls with `variants=wanted` choose now, to be given instead: it says which weights it has, and keeps them.
+
+    Raises UnknownVariant.
+    """
+    choice = model._opened_variants().choose(wanted)
+    assert choice is not None, "something was wanted"
+    return choice
 
 
 def engine_of(model: Model) -> Engine:

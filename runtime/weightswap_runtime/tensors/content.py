@@ -30,6 +30,7 @@ class TensorBytes(NamedTuple):
         memory[:] = self.data[begin : begin + len(memory)]
 
 
+@functools.cache
 def numpy_dtype(dtype: str) -> np.dtype[Any]:
     """numpy's type, or that of ml_dtypes. Raises Unsupported for elements that do not fill whole bytes."""
     name = DTYPES[dtype].torch
@@ -45,7 +46,7 @@ def is_numpys(dtype: str) -> bool:
 
 def as_array(content: TensorBytes) -> NDArray[Any]:
     """An array over the bytes, whose memory it shares. Raises Unsupported where numpy has no such type."""
-    return np.frombuffer(content.data, numpy_dtype(content.dtype).newbyteorder("<")).reshape(content.shape)
+    return np.frombuffer(content.data, _in_files(numpy_dtype(content.dtype))).reshape(content.shape)
 
 
 def array_content(array: NDArray[Any]) -> TensorBytes:
@@ -53,11 +54,21 @@ def array_content(array: NDArray[Any]) -> TensorBytes:
 
     Raises Unsupported for a dtype without a safetensors name.
     """
-    name = TORCH_NAMES.get(array.dtype.name)
+    name = _name(array.dtype)
     if name is None:
         raise Unsupported(f"numpy's {array.dtype} has no place in the safetensors format")
-    rows = np.ascontiguousarray(array, array.dtype.newbyteorder("<"))
+    rows = np.ascontiguousarray(array, _in_files(array.dtype))
     return TensorBytes(name, array.shape, rows.reshape(-1).view(np.uint8).data)
+
+
+@functools.lru_cache
+def _name(dtype: np.dtype[Any]) -> str | None:
+    return TORCH_NAMES.get(dtype.name)
+
+
+@functools.lru_cache
+def _in_files(dtype: np.dtype[Any]) -> np.dtype[Any]:
+    return dtype.newbyteorder("<")
 
 
 def as_float64(content: TensorBytes, out: NDArray[Any] | None = None) -> NDArray[Any]:

@@ -24,7 +24,7 @@ from weightswap_runtime.staging.request import SwapRequest
 from weightswap_runtime.threads.forks import renew_in_children
 from weightswap_runtime.threads.workers import Workers
 
-from .staging import StagedVariant, stage_variant
+from .staging import Admit, StagedVariant, stage_variant
 
 HISTORY = 100
 MOST = 16
@@ -170,7 +170,9 @@ class Variants:
                 f"{group!r} is no group of variants of this artifact, which has {listed(self._residents)}"
             )
 
-    def add(self, group: str, name: str, request: SwapRequest, base: str | None) -> VariantReceipt:
+    def add(
+        self, group: str, name: str, request: SwapRequest, base: str | None, admit: Admit | None = None
+    ) -> VariantReceipt:
         """Stage, verify, and give it the name, in one step for those who choose. Raises what staging raises,
         UnknownVariant for a group that there is not, and VariantsBusy where calls use all that would have to go.
         """
@@ -178,7 +180,7 @@ class Variants:
         if not isinstance(name, str) or not name:
             raise Unsupported(f"a variant's name is a text, got {name!r}")
         rows = self._manifest.variants[group]
-        staged = stage_variant(rows, self._memory, self._workers, request)
+        staged = stage_variant(rows, self._memory, self._workers, request, admit)
         chosen = self._engine.variant(rows, staged.arena)
         receipt = self._receipt(group, name, staged, base, request.by)
         with self._lock:

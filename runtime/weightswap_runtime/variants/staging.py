@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,7 +16,7 @@ from weightswap_runtime.format.nonfinite import Nonfinite, count_nonfinite, newl
 from weightswap_runtime.format.weight_set import WeightSet, open_weights
 from weightswap_runtime.memory.arena import Arena, ArenaLayout, HostArena
 from weightswap_runtime.memory.host import Memory
-from weightswap_runtime.sources.location import as_location, printable
+from weightswap_runtime.sources.location import Location, as_location, printable
 from weightswap_runtime.staging.checks import check_expected
 from weightswap_runtime.staging.full import DAMAGED, digest_problems
 from weightswap_runtime.staging.reading import Findings, lay, read_tensors
@@ -29,6 +29,7 @@ from weightswap_runtime.threads.workers import Workers
 
 from .peft_directory import CONFIG_NAME, Taken, match_peft, read_config, weights_in
 
+Admit = Callable[[Location, str], None]
 _FLOATS = ("F16", "BF16", "F32", "F64")
 
 
@@ -43,10 +44,13 @@ class StagedVariant(NamedTuple):
     nonfinite: Mapping[str, Nonfinite]
 
 
-def stage_variant(rows: Sequence[NamedTensor], memory: Memory, workers: Workers, request: SwapRequest) -> StagedVariant:
+def stage_variant(
+    rows: Sequence[NamedTensor], memory: Memory, workers: Workers, request: SwapRequest, admit: Admit | None = None
+) -> StagedVariant:
     """Read and verify a variant: a directory of PEFT's, or a safetensors file with the FQNs of `rows`.
 
-    Of the request, its path, what it expects, allows and limits count. Raises WeightFileError, WeightsMismatch,
+    Of the request, its path, what it expects, allows and limits count. admit: called with the place of the tensors, and
+    their weights id. Raises what it raises, WeightFileError, WeightsMismatch,
     DigestMismatch, UnexpectedWeights, NonFiniteWeights, OutOfMemory, and Unsupported for what PEFT does and the graph
     does not.
     """
@@ -61,13 +65,19 @@ def stage_variant(rows: Sequence[NamedTensor], memory: Memory, workers: Workers,
                 taken = match_peft(weights.tensors, rows, config, weights.where)
             arena, found = _read(weights, taken, memory, workers, job)
             labels = weights.stamp.labels if weights.stamp else {}
-            where, read = weights.where, sum(tensor.nbytes for tensor in weights.tensors.values())
+            location, where, read = (
+                weights.location,
+                weights.where,
+                sum(tensor.nbytes for tensor in weights.tensors.values()),
+            )
     except MemoryError as error:
         raise OutOfMemory(f"{printable(request.path)}: no memory for it ({error})") from error
     identity = identify(rows, found.digests, labels, found.nonfinite)
     check_expected(identity.weights_id, where, request)
     odd = newly_nonfinite(rows, identity.nonfinite, {})
     refuse_nonfinite(odd, request.allow_nonfinite, where)
+    if admit is not None:
+        admit(location, identity.weights_id)
     return StagedVariant(arena, identity, where, read, time.perf_counter() - start, odd)
 
 

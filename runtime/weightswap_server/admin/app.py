@@ -19,6 +19,7 @@ from weightswap_runtime import __version__
 from weightswap_runtime.live.receipt import SwapReceipt
 from weightswap_runtime.messages import encode_json
 from weightswap_runtime.threads.awaiting import in_thread
+from weightswap_runtime.variants.resident import VariantReceipt
 from weightswap_server.errors import BadRequest, UnknownModel, log
 from weightswap_server.http.bodies import body_of
 from weightswap_server.protocol.tensors_on_the_wire import decoded
@@ -28,6 +29,7 @@ from . import triton
 from .audit import AuditLog, audited, peer, who
 from .desk import Desk
 from .documents import (
+    AddVariantRequest,
     AdminError,
     CanaryRequest,
     Change,
@@ -36,6 +38,7 @@ from .documents import (
     FollowRequest,
     IndexRequest,
     LoadRequest,
+    RemoveVariantRequest,
     RollbackRequest,
     ServerStatus,
     StageRequest,
@@ -52,7 +55,7 @@ from .uploads import UploadDirectory
 
 T = TypeVar("T")
 Page = Callable[[Request], Awaitable[Response]]
-Work = Callable[[Desk, Any, str], SwapReceipt | None]
+Work = Callable[[Desk, Any, str], SwapReceipt | VariantReceipt | None]
 _JSON = "application/json"
 NO_STORE = {"cache-control": "no-store"}
 
@@ -63,6 +66,8 @@ CHANGES: dict[str, tuple[type[Any], Work]] = {
     "swap": (StageRequest, Desk.swap),
     "canary": (CanaryRequest, Desk.canary),
     "rollback": (RollbackRequest, Desk.rollback),
+    "add_variant": (AddVariantRequest, Desk.add_variant),
+    "remove_variant": (RemoveVariantRequest, Desk.remove_variant),
     "hold": (Change, Desk.hold),
     "release": (Change, Desk.release),
     "follow": (FollowRequest, Desk.follow),

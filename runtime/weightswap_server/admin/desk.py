@@ -13,12 +13,14 @@ from weightswap_runtime.desired.place import DesiredPlace, Known
 from weightswap_runtime.errors import StageClosed, StagingBusy, Unsupported
 from weightswap_runtime.live.receipt import SwapReceipt
 from weightswap_runtime.sources.location import printable
+from weightswap_runtime.variants.resident import VariantReceipt
 from weightswap_server.canary.canary import Canary
 from weightswap_server.canary.judging import Plan, check_plan
 from weightswap_server.service.served import Served
 
 from .allowing import Allowed
 from .documents import (
+    AddVariantRequest,
     CanaryRequest,
     CanaryStatus,
     Change,
@@ -26,6 +28,7 @@ from .documents import (
     FollowRequest,
     History,
     ModelStatus,
+    RemoveVariantRequest,
     RollbackRequest,
     StageRequest,
     Staging,
@@ -75,6 +78,10 @@ class Desk:
             canary=_canary_status(canary) if (canary := self.served.canary) is not None else None,
             following=following(follower) if follower else None,
             watching=watched(watcher) if watcher else None,
+            variants={
+                group: {name: receipt.weights_id for name, receipt in found.items()}
+                for group, found in model.variants.items()
+            },
         )
 
     def history(self) -> History:
@@ -149,6 +156,25 @@ class Desk:
                 return self.model.rollback(by=by)
             earlier = self.journal.find_served(request.to)
             return self.model.swap(earlier.source, expect=earlier.weights_id, by=by)
+
+    def add_variant(self, request: AddVariantRequest, by: str) -> VariantReceipt:
+        """Give calls another variant to choose. Raises Forbidden, Unsupported, and what `Model.add_variant` raises."""
+        self._check_alone()
+        return self.model.add_variant(
+            request.group,
+            request.name,
+            self._allowed.weights(request.source),
+            base=request.base,
+            expect=request.expect,
+            allow_nonfinite=request.allow_nonfinite,
+            by=by,
+            rate_limit=request.rate_limit,
+        )
+
+    def remove_variant(self, request: RemoveVariantRequest, by: str) -> VariantReceipt:
+        """Take one away. Raises Unsupported and UnknownVariant."""
+        self._check_alone()
+        return self.model.remove_variant(request.group, request.name, by=by)
 
     def hold(self, request: Change, by: str) -> None:
         """Let nothing be promoted. Raises Conflict where no place is followed, and what `DesiredPlace.hold` raises."""
@@ -295,6 +321,12 @@ class Desk:
         # before the commit: what serves, and is not desired, would give way at the next look
         state = place.set(entry.path, revision=seen, by=by, why=why, known=known)
         entry.revision = state.revision
+
+    def _check_alone(self) -> None:
+        if self.served.is_shared:
+            raise Unsupported(
+                f"{self.name}: workers serve it, and would know nothing of variants; start several servers"
+            )
 
     def _discard(self) -> None:
         if self._entry is not None:

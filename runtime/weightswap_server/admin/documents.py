@@ -7,12 +7,15 @@ from typing import Annotated, Any, Literal
 from msgspec import Meta, Struct, field
 
 from weightswap_server.canary.judging import DEFAULT_ABORT
+from weightswap_server.protocol.variant_text import NAME
 from weightswap_server.service.processes import Process
 
 _Text = Annotated[str, Meta(max_length=4096)]
 _Why = Annotated[str, Meta(max_length=1000)]
 _Source = Annotated[str, Meta(min_length=1, max_length=4096)]
 _Id = Annotated[str, Meta(pattern="^[0-9a-f]{1,64}$")]
+_WeightsId = Annotated[str, Meta(pattern="^[0-9a-f]{64}$")] | None
+_Name = Annotated[str, Meta(pattern=f"^{NAME}$")]
 _Revision = Annotated[int, Meta(ge=0, le=(1 << 53))] | None
 _Interval = Annotated[float, Meta(ge=0.01, le=86400)]
 
@@ -28,7 +31,7 @@ class StageRequest(Change, forbid_unknown_fields=True, kw_only=True):
     """source: a path, a URL, or `upload:NAME`. The others are those of `Model.stage`."""
 
     source: _Source
-    expect: Annotated[str, Meta(pattern="^[0-9a-f]{64}$")] | None = None
+    expect: _WeightsId = None
     only: list[_Text] = []
     ignore: list[_Text] = []
     allow_other_graph: bool = False
@@ -40,7 +43,7 @@ class StageRequest(Change, forbid_unknown_fields=True, kw_only=True):
 class CommitRequest(Change, forbid_unknown_fields=True, kw_only=True):
     """expect: the weights id that was looked at; another one that is staged by now is not committed."""
 
-    expect: Annotated[str, Meta(pattern="^[0-9a-f]{64}$")] | None = None
+    expect: _WeightsId = None
 
 
 class CanaryRequest(Change, forbid_unknown_fields=True, kw_only=True):
@@ -52,7 +55,7 @@ class CanaryRequest(Change, forbid_unknown_fields=True, kw_only=True):
     promote_if: _Why = ""
     abort_if: _Why = DEFAULT_ABORT
     source: _Source | None = None
-    expect: Annotated[str, Meta(pattern="^[0-9a-f]{64}$")] | None = None
+    expect: _WeightsId = None
     allow_other_graph: bool = False
     allow_nonfinite: bool | list[_Text] = False
     ignore: list[_Text] = []
@@ -75,6 +78,26 @@ class RollbackRequest(Change, forbid_unknown_fields=True, kw_only=True):
 
     to: _Id | None = None
     hold: bool = True
+
+
+class AddVariantRequest(Change, forbid_unknown_fields=True, kw_only=True):
+    """source: as of `stage`, or a directory of PEFT's. name: as requests will say it. The others are those of
+    `Model.add_variant`."""
+
+    group: _Name
+    name: _Name
+    source: _Source
+    base: _WeightsId = None
+    expect: _WeightsId = None
+    allow_nonfinite: bool = False
+    rate_limit: Annotated[float, Meta(gt=0)] | None = None
+
+
+class RemoveVariantRequest(Change, forbid_unknown_fields=True, kw_only=True):
+    """As `Model.remove_variant`."""
+
+    group: _Name
+    name: _Name
 
 
 class FollowRequest(Struct, forbid_unknown_fields=True, kw_only=True):
@@ -170,7 +193,8 @@ class Watched(Struct, kw_only=True):
 class ModelStatus(Struct, kw_only=True):
     """All that is to be known of a model now. `following` and `watching` are None where it does neither.
 
-    staging: the one that is under way, whoever asked for it.
+    staging: the one that is under way, whoever asked for it. variants: weights ids of those that are resident, by group
+    and name, the least recently used first.
     """
 
     name: str
@@ -188,6 +212,7 @@ class ModelStatus(Struct, kw_only=True):
     canary: CanaryStatus | None
     following: Desired | None
     watching: Watched | None
+    variants: dict[str, dict[str, str]]
 
 
 class ServerStatus(Struct, kw_only=True):

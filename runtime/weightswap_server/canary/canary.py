@@ -9,6 +9,7 @@ from threading import Condition, Lock, Thread
 from typing import TYPE_CHECKING
 
 from weightswap_runtime.errors import StageClosed
+from weightswap_runtime.variants.resident import Wanted
 from weightswap_server.errors import log
 from weightswap_server.methods import Flat, Method
 from weightswap_server.protocol.tensors_on_the_wire import Answer
@@ -39,7 +40,7 @@ class Canary(Judgement):
         self._tell = tell
         self._owed = 0.0
         self._counting = Lock()
-        self._waiting: deque[tuple[Method, Flat, Answer, bool]] = deque()
+        self._waiting: deque[tuple[Method, Flat, Wanted, Answer, bool]] = deque()
         self._changed = Condition()
         self._closed = False
         self._thread = Thread(target=self._look_through, name="weightswap-canary", daemon=True)
@@ -56,14 +57,16 @@ class Canary(Judgement):
             self._owed -= 1
             return True
 
-    def answered(self, method: Method, flat: Flat, answer: Answer, seconds: float, *, by_canary: bool) -> None:
+    def answered(
+        self, method: Method, flat: Flat, variants: Wanted, answer: Answer, seconds: float, *, by_canary: bool
+    ) -> None:
         """Note an answer of the canary, or of the served weights. It takes no longer than a line of a log."""
         (self.canary if by_canary else self.served).answered(seconds)
         with self._changed:
             if len(self._waiting) >= _WAITING:
                 self.differences.skip()
             elif not self._closed:
-                self._waiting.append((method, flat, answer, by_canary))
+                self._waiting.append((method, flat, variants, answer, by_canary))
                 self._changed.notify()
 
     def failed(self, error: BaseException, requests: int = 1) -> None:
@@ -97,12 +100,12 @@ class Canary(Judgement):
                 self.failed(error)
             del work  # a queue that stays empty keeps no tensors
 
-    def _look_at(self, method: Method, flat: Flat, answer: Answer, by_canary: bool) -> None:
+    def _look_at(self, method: Method, flat: Flat, variants: Wanted, answer: Answer, by_canary: bool) -> None:
         (self.canary if by_canary else self.served).looked_at(has_nonfinite(answer.outputs))
         if by_canary or not self.plan.shadow:
             return
         began = time.perf_counter()
-        outputs = method.call(self.staged, flat)
+        outputs = method.call(self.staged, flat, variants)
         if not self.plan.share:  # its only answers
             self.canary.answered(time.perf_counter() - began)
         self.canary.looked_at(has_nonfinite(outputs))

@@ -17,6 +17,7 @@ from weightswap_server.canary.canary import HEADER
 from weightswap_server.errors import BadRequest
 from weightswap_server.protocol.documents import DATATYPE_OF, GenerateParameters, GenerateRequest
 from weightswap_server.protocol.tensors_on_the_wire import Answer, chosen, dtype_of, from_bytes, from_values, version_of
+from weightswap_server.protocol.variant_text import PARAMETER, read_variants
 from weightswap_server.service.generating import END, Generation
 from weightswap_server.service.service import Service
 from weightswap_server.settings import Settings
@@ -153,7 +154,7 @@ class _Methods:
         tensors = _tensors(request)
         traceparent, wish = _metadata(context, "traceparent"), _metadata(context, HEADER)
         name, version = request.model_name, request.model_version
-        served, call = self._service.call(name, version, tensors, traceparent, wish)
+        served, call = self._service.call(name, version, tensors, traceparent, wish, _variants(request))
         wanted = [output.name for output in request.outputs]
         call.method.check_outputs(wanted)
         served.thread.submit(call)
@@ -220,6 +221,14 @@ def _prompt(request: Any) -> GenerateRequest:
     return GenerateRequest(None, as_array(tensors["input_ids"]).reshape(-1).tolist(), request.id, parameters)
 
 
+def _variants(request: Any) -> dict[str, str]:
+    """What the parameters choose. Raises BadRequest."""
+    if PARAMETER not in request.parameters:  # a look at it would put it there
+        return {}
+    value = request.parameters[PARAMETER]
+    return read_variants(getattr(value, value.WhichOneof("parameter_choice") or "string_param"))
+
+
 def _detail(text: str) -> str:
     """As much of it as fits into a status: clients take 8 KB, and a letter may be nine bytes on the wire."""
     return text if len(text) <= _MOST_DETAIL else brief(text, _MOST_DETAIL)
@@ -268,6 +277,8 @@ def response(request: Any, answer: Answer, wanted: list[str]) -> Any:
     if answer.generation is not None:
         made.parameters["generation"].int64_param = answer.generation
     made.parameters["weights_id"].string_param = answer.weights_id
+    if answer.variant:
+        made.parameters[PARAMETER].string_param = answer.variant
     for name, content in chosen(answer.outputs, wanted):
         made.outputs.add(name=name, datatype=DATATYPE_OF[content.dtype], shape=content.shape)
         made.raw_output_contents.append(bytes(content.data))

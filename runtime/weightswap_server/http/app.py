@@ -33,6 +33,7 @@ from weightswap_server.protocol.tensors_on_the_wire import (
     version_of,
     write_outputs,
 )
+from weightswap_server.protocol.variant_text import PARAMETER, read_variants
 from weightswap_server.service.generating import Generation, event_stream, whole
 from weightswap_server.service.service import Service
 
@@ -144,7 +145,8 @@ class _Pages:
         reader = partial(read_request, header_length=headers.get(HEADER_LENGTH))
         asked, tensors = await self._bodies.read(await self._bodies.whole(request), reader)
         traceparent, wish = headers.get("traceparent", ""), headers.get(HEADER, "")
-        served, call = self._service.call(name, version, tensors, traceparent, wish)
+        variants = read_variants(asked.parameters.get(PARAMETER))
+        served, call = self._service.call(name, version, tensors, traceparent, wish, variants)
         chosen_names = [output.name for output in asked.outputs or ()]
         call.method.check_outputs(chosen_names)
         request.scope[GONE] = call.answer.cancel  # who is gone before it began is not waited for
@@ -174,7 +176,7 @@ def _answer(name: str, asked: InferRequest, answer: Answer) -> Response:
     default = asked.parameters.get("binary_data_output") is True
     binary = {output.name: output.parameters.get("binary_data", default) is True for output in wanted}
     documents, tail = write_outputs(outputs, binary or dict.fromkeys(dict(outputs), default))
-    said = Answered(answer.generation, answer.weights_id)
+    said = Answered(answer.generation, answer.weights_id, answer.variant)
     head = msgspec.json.encode(InferResponse(name, version_of(answer), documents, said, asked.id))
     if not tail:
         return Response(head, media_type=_JSON)

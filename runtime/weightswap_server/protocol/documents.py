@@ -51,7 +51,7 @@ class WantedOutput(Struct):
 
 
 class InferRequest(Struct):
-    """`binary_data_output` in the parameters asks for all outputs as bytes."""
+    """`binary_data_output` in the parameters asks for all outputs as bytes, `variant` chooses: "lora=customer-a"."""
 
     inputs: list[InputTensor]
     id: str = ""
@@ -69,11 +69,12 @@ class OutputTensor(Struct, omit_defaults=True):
     data: list[Any] | None = None
 
 
-class Answered(Struct):
-    """Which weights have answered; a canary has no generation."""
+class Answered(Struct, omit_defaults=True):
+    """Which weights have answered; a canary has no generation. variant: those that were chosen, GROUP=WEIGHTS ID."""
 
     generation: int | None
     weights_id: str
+    variant: str = ""
 
 
 class InferResponse(Struct, omit_defaults=True):
@@ -129,7 +130,7 @@ class ErrorDocument(Struct):
 
 
 class GenerateParameters(Struct, forbid_unknown_fields=True):
-    """As those of `Model.generate`."""
+    """As those of `Model.generate`. variant: "lora=customer-a"."""
 
     max_tokens: Annotated[int, Meta(ge=1)] | None = None
     temperature: Annotated[float, Meta(ge=0)] = 0.0
@@ -138,6 +139,7 @@ class GenerateParameters(Struct, forbid_unknown_fields=True):
     repetition_penalty: Annotated[float, Meta(gt=0)] = 1.0
     stop: list[str | int] = []
     seed: Count | None = None
+    variant: str = ""
 
 
 class GenerateRequest(Struct, forbid_unknown_fields=True):

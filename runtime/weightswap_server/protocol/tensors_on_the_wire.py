@@ -137,11 +137,13 @@ def from_values(name: str, dtype: str, shape: tuple[int, ...], values: Sequence[
 
 
 class Answer(NamedTuple):
-    """The outputs of one request, and the weights that they come from; a canary has no generation."""
+    """The outputs of one request, and the weights that they come from; a canary has no generation. variant: as in
+    `Answered`."""
 
     outputs: Sequence[Named]
     generation: int | None
     weights_id: str
+    variant: str = ""
 
 
 def version_of(answer: Answer) -> str:

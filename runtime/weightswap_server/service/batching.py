@@ -7,18 +7,20 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from concurrent.futures import Future
 from threading import Condition, Thread
 from typing import Any
 
 from weightswap_runtime.live.calling import Caller
-from weightswap_runtime.live.model import Model
+from weightswap_runtime.live.model import Model, choice_of
 from weightswap_runtime.tensors.content import TensorBytes
+from weightswap_runtime.variants.resident import Choice
 from weightswap_server.canary.canary import Canary
 from weightswap_server.errors import NotReady, Overloaded, UnknownModel
 from weightswap_server.methods import Flat, Method, Outputs
 from weightswap_server.protocol.tensors_on_the_wire import Answer
+from weightswap_server.protocol.variant_text import write_variants
 
 QUICK = 1e-3  # seconds: a call that takes no longer may run in the thread that has received it
 _CHANCE = 4  # slow calls one after another
@@ -29,16 +31,23 @@ Observe = Callable[["Call", Answer, float, int], object]  # the call, its answer
 class Call:
     """One request's call of a method, and its answer to come. `version`: the generation that it asks for;
     `traceparent`: the span that it belongs to, as W3C writes it; `canary`: whose answer it is, instead of the served
-    weights'."""
+    weights'; `variants`: what it chooses beside them, names by group."""
 
     def __init__(
-        self, method: Method, flat: Flat, version: str = "", traceparent: str = "", canary: Canary | None = None
+        self,
+        method: Method,
+        flat: Flat,
+        version: str = "",
+        traceparent: str = "",
+        canary: Canary | None = None,
+        variants: Mapping[str, str] | None = None,
     ) -> None:
         self.method = method
         self.flat = flat
         self.version = version
         self.traceparent = traceparent
         self.canary = canary
+        self.variants = dict(variants or {})
         self.arrived = time.perf_counter()
         self.answer: Future[Answer] = Future()
 
@@ -53,7 +62,8 @@ class Call:
     @property
     def kind(self) -> Hashable:
         """Calls of one kind can be put together: they differ in their rows alone."""
-        return self.method, self.version, self.canary, tuple(value.shape[1:] for value in self.flat)
+        chosen = frozenset(self.variants.items())
+        return self.method, self.version, self.canary, chosen, tuple(value.shape[1:] for value in self.flat)
 
 
 class Task:
@@ -200,12 +210,13 @@ class ModelThread:
             call.answer.set_result(answer)
 
     def _run_calls(self, calls: list[Call]) -> list[Answer]:
+        choice = choice_of(self._model, calls[0].variants) if calls[0].variants else None
         if (canary := calls[0].canary) is not None:
-            return _call(canary.staged, calls, None, canary.weights_id)
+            return _call(canary.staged, calls, choice, None, canary.weights_id)
         with self._model.pin() as session:
             if calls[0].version not in ("", str(session.generation)):
                 raise UnknownModel(f"version {calls[0].version}: generation {session.generation} is served")
-            return _call(session, calls, session.generation, session.weights_id)
+            return _call(session, calls, choice, session.generation, session.weights_id)
 
     def _learn(self, method: Method, nbytes: int, seconds: float) -> None:
         """Up to which size calls are quick. A few slow ones are the machine's doing; more are the model's."""
@@ -217,14 +228,16 @@ class ModelThread:
             self._quick[method] = max(known, nbytes)
 
 
-def _call(session: Caller, calls: Sequence[Call], generation: int | None, weights_id: str) -> list[Answer]:
-    """One call for all of them."""
-    method = calls[0].method
+def _call(
+    session: Caller, calls: Sequence[Call], choice: Choice | None, generation: int | None, weights_id: str
+) -> list[Answer]:
+    """One call for all of them, which have all chosen the same."""
+    method, variant = calls[0].method, write_variants(choice.ids) if choice is not None else ""
     if len(calls) == 1:
-        return [Answer(method.call(session, calls[0].flat), generation, weights_id)]
-    outputs = method.call(session, joined([call.flat for call in calls]))
+        return [Answer(method.call(session, calls[0].flat, choice), generation, weights_id, variant)]
+    outputs = method.call(session, joined([call.flat for call in calls]), choice)
     parts = split(outputs, [call.rows for call in calls])
-    return [Answer(part, generation, weights_id) for part in parts]
+    return [Answer(part, generation, weights_id, variant) for part in parts]
 
 
 def _do(task: Task) -> None:

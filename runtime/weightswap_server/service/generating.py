@@ -13,8 +13,10 @@ from starlette.responses import Response
 
 from weightswap_runtime import TokenStream
 from weightswap_runtime.errors import Unsupported
+from weightswap_runtime.live.model import choice_of
 from weightswap_server.errors import BadRequest, NotReady, TookTooLong
 from weightswap_server.protocol.documents import Answered, ErrorDocument, GenerateRequest, GenerateResponse
+from weightswap_server.protocol.variant_text import read_variants, write_variants
 
 from .service import Service
 
@@ -34,6 +36,7 @@ class Generation:
             raise Unsupported(f"{name} does not generate; its artifact has no key-value caches")
         if (request.text_input is None) == (request.input_ids is None):
             raise BadRequest("expected either text_input or input_ids")
+        self._variants = read_variants(request.parameters.variant)
         service.open_stream()
         self.request = request
         self.name = name
@@ -102,8 +105,11 @@ class Generation:
         if self._stream is None:
             asked = self.request.parameters
             prompt = self.request.text_input if self.request.input_ids is None else self.request.input_ids
-            self._stream = self._served.model.generate(
+            model = self._served.model
+            choice = choice_of(model, self._variants) if self._variants else None
+            self._stream = model.generate(
                 prompt,
+                variants=choice,
                 max_new_tokens=asked.max_tokens,
                 temperature=asked.temperature,
                 top_k=asked.top_k,
@@ -113,7 +119,8 @@ class Generation:
                 seed=asked.seed,
                 stream=True,
             )
-            self.said = Answered(self._stream.generation or 0, self._stream.weights_id or "")
+            variant = write_variants(choice.ids) if choice is not None else ""
+            self.said = Answered(self._stream.generation or 0, self._stream.weights_id or "", variant)
         piece = next(self._stream, END)
         if piece is END:
             self._service.generated(self.name, self.said, time.monotonic() - self._began, self._traceparent)

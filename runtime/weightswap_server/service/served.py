@@ -69,6 +69,11 @@ class Served:
     def ready(self) -> bool:
         return self.warm and not self.switch.unloaded and not self.model.failed
 
+    @property
+    def is_shared(self) -> bool:
+        """Whether other processes serve the model, too."""
+        return not isinstance(self.switch, Switch)
+
     def close(self, timeout: float) -> None:
         self._stop_listening()
         self.thread.stop(timeout)
@@ -123,7 +128,7 @@ class Served:
             self._traces.answered(name, call, answer, began, together)
         if (canary := self.canary) is not None and call.canary in (None, canary):
             seconds, mine = time.perf_counter() - call.arrived, call.canary is canary
-            canary.answered(call.method, call.flat, answer, seconds, by_canary=mine)
+            canary.answered(call.method, call.flat, call.variants, answer, seconds, by_canary=mine)
 
     def _on_event(self, event: Event) -> None:
         if self._traces is not None and self.model.takes_weights:

@@ -92,9 +92,15 @@ class Service:
         return served
 
     def call(
-        self, name: str, version: str, tensors: Mapping[str, TensorBytes], traceparent: str = "", wish: str = ""
+        self,
+        name: str,
+        version: str,
+        tensors: Mapping[str, TensorBytes],
+        traceparent: str = "",
+        wish: str = "",
+        variants: Mapping[str, str] | None = None,
     ) -> tuple[Served, Call]:
-        """A call, checked. wish: "1" asks for a canary, "0" for none.
+        """A call, checked. wish: "1" asks for a canary, "0" for none. variants: names by group.
 
         Raises UnknownModel, NotReady, InputMismatch and BadRequest.
         """
@@ -103,7 +109,7 @@ class Service:
         if method is None:
             raise Unsupported(f"{name} generates: POST /v2/models/{name}/generate, or generate_stream")
         canary = served.choose(version, wish)
-        return served, Call(method, method.arguments(tensors), version, traceparent, canary)
+        return served, Call(method, method.arguments(tensors), version, traceparent, canary, variants)
 
     async def answer(self, served: Served, call: Call) -> Answer:
         """Run a call, in this thread where that is quick. Raises Overloaded, NotReady, TookTooLong, and its errors."""
@@ -186,13 +192,16 @@ class Service:
         """Raises UnknownModel."""
         served = self.find(name, version)
         method, model = served.methods.get(name), served.model
+        said: dict[str, Any] = {"graph_id": model.graph_id, "weights_id": model.weights_id, "labels": model.labels}
+        if variants := model.variants:
+            said["variants"] = {group: list(found) for group, found in variants.items()}
         return ModelMetadata(
             name,
             [] if model.generation is None else [str(model.generation)],
             PLATFORM,
             method.inputs if method else [TensorMetadata("input_ids", "INT64", [-1])],
             method.outputs if method else [TensorMetadata("output_ids", "INT64", [-1])],
-            {"graph_id": model.graph_id, "weights_id": model.weights_id, "labels": model.labels},
+            said,
         )
 
     def index(self) -> list[IndexEntry]:

@@ -40,6 +40,8 @@ def check_shareable(source: Source) -> None:
                 f"--workers with --{name} {found}: workers share weights on the CPU, with the engine 'torch', in "
                 "double residency. Leave it out, or start several servers."
             )
+    if source.variants:
+        raise Unsupported("--workers with --variant: each process would have its own; start several servers")
 
 
 class Workers:

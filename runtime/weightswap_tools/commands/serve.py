@@ -43,6 +43,16 @@ def serve(
         list[str] | None,
         typer.Option(help="Serve what a desired.json in this directory or URL says; of several artifacts NAME=DIR."),
     ] = None,
+    variant: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="group=PATH or group/name=PATH: what requests may choose, as a directory of PEFT's; may be repeated. "
+            "Of several artifacts NAME=group=PATH."
+        ),
+    ] = None,
+    max_variants: Annotated[
+        int, typer.Option(help="Variants of a group at once; the least recently used one goes for another.")
+    ] = 16,
     interval: Annotated[float, typer.Option(help="Seconds between two looks at what is watched or followed.")] = 5.0,
     host: Annotated[str, typer.Option(help="The address to listen on; 0.0.0.0 is all.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="For HTTP; 0 takes a free one.")] = 8000,
@@ -110,7 +120,7 @@ def serve(
         _limit_threads(threads, workers)
         logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
         from weightswap_server.admin.settings import AdminSettings
-        from weightswap_server.serving import Server, Source, default_name
+        from weightswap_server.serving import Server, Source, default_name, variants_of
         from weightswap_server.settings import Settings
         from weightswap_server.signed_weights import requires
         from weightswap_server.workers.manager import Workers
@@ -162,7 +172,7 @@ def serve(
         if len(places) < len(artifacts):
             raise typer.BadParameter("two artifacts have one name; say NAME=ARTIFACT")
         first, watched = _by_name("--weights", weights, places), _by_name("--watch", watch, places)
-        followed = _by_name("--follow", follow, places)
+        followed, chosen = _by_name("--follow", follow, places), _all_by_name("--variant", variant, places)
         if idle := sorted(places.keys() - {*first, *watched, *followed}):
             raise typer.BadParameter(f"{', '.join(idle)}: where are the weights? Say --weights, --watch or --follow")
         options: Mapping[str, Any] = {
@@ -170,6 +180,7 @@ def serve(
             "device": device,
             "residency": residency.value,
             "op_libraries": op_library or (),
+            "max_variants": max_variants,
             "admit": requires(require_signature) if require_signature is not None else None,
             "threads": threads if engine == "onnx" else None,  # else it is OpenMP's business
         }
@@ -180,6 +191,7 @@ def serve(
                 watch=watched.get(name),
                 follow=followed.get(name),
                 interval=interval,
+                variants=variants_of(chosen.get(name, ())),
                 options=options,
             )
             for name, place in places.items()
@@ -213,16 +225,21 @@ def _run_workers(workers: Workers, names: Iterable[str]) -> None:
 
 
 def _by_name(option: str, given: list[str] | None, places: Mapping[str, str]) -> dict[str, str]:
+    found = _all_by_name(option, given, places)
+    if (most := max(map(len, found.values()), default=0)) > 1:
+        raise typer.BadParameter(f"{option}: given {most} times, for one artifact")
+    return {name: value for name, (value,) in found.items()}
+
+
+def _all_by_name(option: str, given: list[str] | None, places: Mapping[str, str]) -> dict[str, list[str]]:
     if len(places) == 1:
-        if len(given or ()) > 1:
-            raise typer.BadParameter(f"{option}: given {len(given or ())} times, for one artifact")
-        return dict(zip(places, given or (), strict=False))
-    found = {}
+        return {name: given for name in places if given}
+    found: dict[str, list[str]] = {}
     for each in given or ():
         match = _NAMED.fullmatch(each)
         if match is None or match[1] not in places:
             raise typer.BadParameter(f"{option}: expected NAME=... with one of {', '.join(places)}, got {each!r}")
-        found[match[1]] = match[2]
+        found.setdefault(match[1], []).append(match[2])
     return found
 
 

@@ -1,0 +1,36 @@
+"""Which variants a request chooses, and which have answered, as one text: `lora=customer-a`, `lora=a,style=b`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+from weightswap_runtime.messages import brief
+from weightswap_server.errors import BadRequest
+
+NAME = r"[^\s,=/][^\s,=]{0,199}"
+"""What a variant may be called, so that requests can say it."""
+PARAMETER = "variant"
+_NAME = re.compile(NAME)
+
+
+def read_variants(text: object) -> dict[str, str]:
+    """Names by group; of nothing, none. Raises BadRequest."""
+    found: dict[str, str] = {}
+    if text is None or text == "":
+        return found
+    if not isinstance(text, str):
+        raise BadRequest(f"{PARAMETER}: expected a text, got {brief(repr(text))}")
+    for part in text.split(","):
+        group, equals, name = part.partition("=")
+        if not (equals and _NAME.fullmatch(group) and _NAME.fullmatch(name)):
+            raise BadRequest(f"{PARAMETER}: expected GROUP=NAME, and a comma between several, got {brief(repr(part))}")
+        if group in found:
+            raise BadRequest(f"{PARAMETER}: {brief(group)} is chosen twice")
+        found[group] = name
+    return found
+
+
+def write_variants(ids: Mapping[str, str]) -> str:
+    """The same of names, or of weights ids, by group."""
+    return ",".join(f"{group}={each}" for group, each in ids.items())
