@@ -78,9 +78,18 @@ def test_generation(tmp_path: Path, ports: dict[str, str]) -> None:
         assert all(len(json.loads(event.removeprefix("data: "))["output_ids"]) == 1 for event in events)
 
 
+@pytest.mark.slow
+def test_variants(tmp_path: Path, ports: dict[str, str]) -> None:
+    (build,) = re.findall(r"```python\n(.*?)```", page("variants"), re.DOTALL)
+    python(tmp_path, "import warnings; warnings.simplefilter('ignore')", build)
+    serve, ask = (elsewhere(block, ports) for block in BLOCKS["sh"][7:9])
+    with served(tmp_path, serve):
+        assert json.loads(shell(tmp_path, ask))["parameters"]["variant"].startswith("lora=")
+
+
 def test_an_operator_pushes_weights_and_takes_them_back(folder: Path, ports: dict[str, str]) -> None:
     """And then lets them answer some requests first."""
-    prepare, serve, push, canary = (elsewhere(block, ports) for block in BLOCKS["sh"][7:11])
+    prepare, serve, push, canary = (elsewhere(block, ports) for block in BLOCKS["sh"][9:13])
     python(folder, BLOCKS["python"][0])
     commands(folder, prepare)
     place = DesiredPlace(folder / "service")
@@ -103,7 +112,7 @@ def test_an_operator_pushes_weights_and_takes_them_back(folder: Path, ports: dic
 
 def test_weights_are_signed(folder: Path) -> None:
     pytest.importorskip("model_signing")
-    commands(folder, BLOCKS["sh"][11])
+    commands(folder, BLOCKS["sh"][13])
     model = load(folder / "tagger.artifact", folder / "v2.safetensors", admit=requires(str(folder / "public.pem")))
     with pytest.raises(SignatureRefused):
         model.swap(folder / "v1.safetensors")
