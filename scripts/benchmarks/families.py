@@ -46,8 +46,38 @@ def transformer() -> tuple[nn.Module, torch.Tensor]:
     return nn.TransformerEncoder(layer, 6, enable_nested_tensor=False).eval(), torch.randn(2, 8, 32)
 
 
+def perceptron() -> tuple[nn.Module, torch.Tensor]:
+    """Twenty layers."""
+    return nn.Sequential(*(nn.Sequential(nn.Linear(32, 32), nn.ReLU()) for _ in range(20))), torch.randn(2, 32)
+
+
+def recurrent() -> tuple[nn.Module, torch.Tensor]:
+    """Two layers of an LSTM."""
+    return nn.LSTM(32, 32, 2, batch_first=True).eval(), torch.randn(2, 8, 32)
+
+
+def bert() -> tuple[nn.Module, torch.Tensor]:
+    """Two layers of transformers' BERT."""
+    from transformers import BertConfig, BertModel
+
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    return BertModel(BertConfig(vocab_size=64, **sizes)).eval(), torch.ones(2, 8, dtype=torch.int64)
+
+
+def resnet() -> tuple[nn.Module, torch.Tensor]:
+    """transformers' ResNet of eight bottlenecks."""
+    from transformers import ResNetConfig, ResNetModel
+
+    sizes = {"embedding_size": 8, "hidden_sizes": [8, 16, 16, 16], "depths": [2, 2, 2, 2]}
+    return ResNetModel(ResNetConfig(**sizes)).eval(), torch.randn(2, 3, 64, 64)
+
+
 FAMILIES: dict[str, Callable[[], tuple[nn.Module, torch.Tensor]]] = {
     "Conv, BatchNorm, Hardswish(inplace), 20 times": chain,
     "residual blocks, 8": residual,
     "transformer layers, 6": transformer,
+    "linear layers, 20": perceptron,
+    "LSTM layers, 2": recurrent,
+    "transformers' BERT, 2 layers": bert,
+    "transformers' ResNet, 8 blocks": resnet,
 }
