@@ -76,7 +76,7 @@ def sample_inputs(model: Any, length: int = 16, *, pictures: bool = False) -> In
     refused: list[tuple[Inputs, Exception]] = []
     unsure: list[Inputs] = []
     guesses = list(islice(_guesses(subject, pictures), _MOST_TRIED))
-    for guess in [*guesses, *map(_single, guesses[:_MOST_SINGLE])]:
+    for guess in [*guesses, *map(_single, guesses[:_MOST_SINGLE]), *_of_the_model(subject)]:
         error = _try(model, guess.kwargs)
         if error is None:
             return guess
@@ -113,10 +113,24 @@ def given_inputs(model: Any, function: Given) -> Inputs:
     if refused is not None and not wants_values(refused):
         why = f"{place_of(refused)}{first_line(refused)}"
         raise RecipeError(f"--inputs: the eager {who} refuses {describe(found)}: {why}") from refused
-    sizes = {value.shape[:1] for value in found.values() if isinstance(value, torch.Tensor)}
+    return _batched(found)
+
+
+def _batched(kwargs: dict[str, Any]) -> Inputs:
+    """Arguments whose batch may vary, where all tensors share it."""
+    sizes = {value.shape[:1] for value in kwargs.values() if isinstance(value, torch.Tensor)}
     shared = len(sizes) == 1 and all(size and size[0] > 1 for size in sizes)
     axes: dict[int, Any] = {0: Dim("batch")} if shared else {}
-    return Inputs(found, {name: axes if isinstance(value, torch.Tensor) else None for name, value in found.items()})
+    return Inputs(kwargs, {name: axes if isinstance(value, torch.Tensor) else None for name, value in kwargs.items()})
+
+
+def _of_the_model(subject: Subject) -> list[Inputs]:
+    """What the model's class says of itself, for types that are not transformers' own."""
+    try:
+        own = dict(subject.model.dummy_inputs)
+    except Exception:  # whatever code of the user's it is
+        return []
+    return [_batched(own)] if own.keys() <= set(subject.takes) else []
 
 
 def _refusal(subject: Subject, refused: Sequence[tuple[Inputs, Exception]]) -> RecipeError:

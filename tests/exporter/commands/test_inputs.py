@@ -138,6 +138,30 @@ def test_a_model_that_takes_nothing_says_so() -> None:
         sample_inputs(small("BarkModel"))
 
 
+class Spectra(transformers.PreTrainedModel):  # type: ignore[misc]
+    """Of a type that nobody knows, which says itself what it takes."""
+
+    config_class = transformers.PretrainedConfig
+    main_input_name = "spectra"
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.layer = nn.Linear(5, 3)
+
+    @property
+    def dummy_inputs(self) -> dict[str, torch.Tensor]:
+        return {"spectra": torch.ones(2, 5)}
+
+    def forward(self, spectra: torch.Tensor) -> torch.Tensor:
+        return self.layer(spectra)
+
+
+def test_a_model_that_says_itself_what_it_takes() -> None:
+    found = sample_inputs(Spectra(transformers.PretrainedConfig()))
+    assert {name: value.shape for name, value in found.kwargs.items()} == {"spectra": (2, 5)}
+    assert {axis: dim.__name__ for axis, dim in (found.sizes["spectra"] or {}).items()} == {0: "batch"}
+
+
 def test_a_guess_leaves_the_model_as_it_was() -> None:
     model = small("BertModel")
     model.counted = nn.Buffer(torch.zeros(1))
