@@ -224,7 +224,9 @@ def test_what_calls_need_is_what_they_had_beyond_arenas_and_what_they_have(
     monkeypatch.setattr(torch.cuda, "memory_stats", lambda device: statistics)
     monkeypatch.setattr(torch.accelerator, "get_memory_info", lambda device: (50, 10_000))
     cuda = accelerator()
-    cuda._account = SimpleNamespace(held=own // 2, most=own)
+    cuda._account = _Account()
+    for nbytes in (own, own // 2 - own):
+        cuda._account.add(nbytes)
     assert cuda.needed_by_calls() == 700
     for dropped, free in ((0, 50), (400, 450), (5000, 650)):
         cuda._dropped = dropped
@@ -235,3 +237,33 @@ def test_what_calls_need_is_what_they_had_beyond_arenas_and_what_they_have(
 
     monkeypatch.setattr(torch.cuda, "memory_stats", none)
     assert (cuda.needed_by_calls(), cuda.free_bytes()) == (0, 50)
+
+
+def test_what_calls_needed_before_a_staging_is_not_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The most of all and the most of arenas come at different times: their difference says less after a staging."""
+    used = {"current": 0, "peak": 0}
+
+    def uses(nbytes: int) -> None:
+        used["current"] += nbytes
+        used["peak"] = max(used.values())
+
+    def empty(nbytes: int, **_: Any) -> Any:
+        uses(nbytes)
+        return torch.zeros(1)
+
+    statistics = lambda device: {f"active_bytes.all.{key}": value for key, value in used.items()}  # noqa: E731
+    monkeypatch.setattr(torch.cuda, "memory_stats", statistics)
+    cuda = accelerator()
+    cuda._account, cuda._dropped, cuda.staging = _Account(), 0, None
+    monkeypatch.setattr(cuda, "on", lambda stream: nullcontext())
+    monkeypatch.setattr(torch, "empty", empty)
+    serving = cuda.allocate(40)
+    uses(10)
+    uses(-9)
+    staged = cuda.allocate(40)
+    assert cuda.needed_by_calls() == 9
+    del staged
+    uses(-40)
+    uses(-1)
+    assert cuda.needed_by_calls() == 10
+    del serving
