@@ -23,7 +23,7 @@ from . import Buffer
 SOURCE = Path(__file__).with_name("blake3.cu")
 KERNEL = "digest_blocks"
 THREADS = 256  # of the kernel
-AT_ONCE = 4096  # blocks of one launch: calls' kernels come in between
+AT_ONCE = 512  # blocks of one launch: calls' kernels wait for its end, and any GPU has enough to do with so many
 TRIED = 1024  # blocks by which it is measured, at most: a few would leave most of a GPU idle
 _log = logging.getLogger("weightswap.device")
 _log.addHandler(logging.NullHandler())  # quiet unless the application configures logging
