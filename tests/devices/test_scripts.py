@@ -211,6 +211,15 @@ def test_every_step_has_a_name_of_its_own_and_fits_the_time() -> None:
     assert before <= 300, "the benchmarks would have no time"
 
 
+def test_tests_beside_each_other_leave_processors_to_each_other() -> None:
+    code = "import sys; sys.path.insert(0, sys.argv[1]); import steps, pathlib\n"
+    code += "print([step.command[:2] for group in steps.all_steps(pathlib.Path('out')) for step in group[1:]])"
+    done = subprocess.run([sys.executable, "-c", code, str(GPU)], capture_output=True, text=True, check=True)
+    commands = ast.literal_eval(done.stdout)
+    assert len(commands) > 3
+    assert set(commands) == {("env", "OMP_NUM_THREADS=4")}
+
+
 BARE = """
 import importlib.machinery, importlib.metadata, re, sys
 
