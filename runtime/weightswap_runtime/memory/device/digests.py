@@ -1,4 +1,4 @@
-"""BLAKE3 digests that a GPU computes of what has arrived in its memory, so that the host only has to read."""
+"""BLAKE3 digests that a GPU computes of what has arrived in its memory, so that the host need not."""
 
 from __future__ import annotations
 
