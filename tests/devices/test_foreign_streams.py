@@ -17,7 +17,7 @@ from tests.devices.test_standin_storm import Served, values_of
 from tests.support.standin import Queue, StandIn
 from tests.support.tiny import TinyArtifact, WriteWeights
 from weightswap_runtime import DeviceError, Unsupported
-from weightswap_runtime.memory.device import own_streams
+from weightswap_runtime.memory.device import own_streams, torch_device
 from weightswap_runtime.memory.device.torch_device import Accelerator, _Account
 
 
@@ -197,6 +197,23 @@ def test_whether_a_call_would_be_captured_is_asked_of_the_model_s_device(
         cuda.torch, cuda.index = torch.device("cuda", index), index
         assert cuda.is_capturing_here() == (index == 1)
     assert devices == [here]
+
+
+def test_who_waits_for_a_device_s_event_sleeps(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = []
+
+    class Recorded:
+        def __init__(self, **options: Any) -> None:
+            made.append(options)
+
+        def record(self, stream: Any) -> None:
+            assert stream == "stream"
+
+    monkeypatch.setattr(torch.cuda, "Event", Recorded)
+    monkeypatch.setattr(torch_device, "lend_stream", lambda *_: None)
+    cuda: Any = Accelerator(torch.device("cuda", 0))
+    assert isinstance(cuda.mark("stream"), Recorded)
+    assert made == [{"blocking": True}]
 
 
 def test_an_arena_that_is_collected_while_one_is_counted_keeps_nobody_waiting() -> None:
