@@ -220,7 +220,7 @@ def test_an_arena_that_is_collected_while_one_is_counted_keeps_nobody_waiting() 
     account = _Account()
 
     def collected() -> None:
-        with account._lock:  # the collector runs wherever it likes
+        with account.lock:  # the collector runs wherever it likes
             account.add(-5)
 
     thread = Thread(target=collected, daemon=True)
@@ -256,6 +256,21 @@ def test_what_calls_need_is_what_they_had_beyond_arenas_and_what_they_have(
     assert (cuda.needed_by_calls(), cuda.free_bytes()) == (0, 50)
 
 
+class Counted(Accelerator):
+    """What was dropped is counted by one thread at a time: the collector runs in any of them."""
+
+    dropped = 0
+
+    @property
+    def _dropped(self) -> int:  # type: ignore[override]
+        return self.dropped
+
+    @_dropped.setter
+    def _dropped(self, nbytes: int) -> None:
+        assert self._account.lock._is_owned()  # type: ignore[attr-defined]
+        self.dropped = nbytes
+
+
 def test_what_calls_needed_before_a_staging_is_not_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     """The most of all and the most of arenas come at different times: their difference says less after a staging."""
     used = {"current": 0, "peak": 0}
@@ -270,8 +285,9 @@ def test_what_calls_needed_before_a_staging_is_not_forgotten(monkeypatch: pytest
 
     statistics = lambda device: {f"active_bytes.all.{key}": value for key, value in used.items()}  # noqa: E731
     monkeypatch.setattr(torch.cuda, "memory_stats", statistics)
-    cuda = accelerator()
-    cuda._account, cuda._dropped, cuda.staging = _Account(), 0, None
+    cuda: Any = object.__new__(Counted)
+    cuda._on_cuda, cuda.torch = True, torch.device("cuda", 0)
+    cuda._account, cuda.staging = _Account(), None
     monkeypatch.setattr(cuda, "on", lambda stream: nullcontext())
     monkeypatch.setattr(torch, "empty", empty)
     serving = cuda.allocate(40)
@@ -280,6 +296,7 @@ def test_what_calls_needed_before_a_staging_is_not_forgotten(monkeypatch: pytest
     staged = cuda.allocate(40)
     assert cuda.needed_by_calls() == 9
     del staged
+    assert cuda.dropped == 40
     uses(-40)
     uses(-1)
     assert cuda.needed_by_calls() == 10

@@ -82,6 +82,16 @@ class Running:
             return {name: file.read().decode() for name, file in files.items() if file is not None}
 
 
+def test_facts_that_are_late_keep_nothing_from_running(tmp_path: Path) -> None:
+    late = "main.FACTS, main.FACTS_LIMIT = ('sleep', '60'), 0.1"
+    code = RUN.replace("PLAN", f"[[{PASSING}]]")
+    code = re.sub(r"main\._facts = .*", late, code)
+    done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "| facts | none: 0 s were too few for scripts/gpu/facts.py |" in done.stdout
+    assert "| one | passed |" in done.stdout
+
+
 PASSING = "step('one', 'echo ==== 3 passed, 1 skipped in 0.12s ====', tests=True)"
 
 

@@ -52,16 +52,16 @@ class _Account:
     def __init__(self) -> None:
         self.held = self.most = self.calls = 0
         self.growing = Lock()
-        self._lock = RLock()  # an arena may be collected while one is counted
+        self.lock = RLock()  # an arena may be collected while one is counted
 
     def add(self, nbytes: int) -> None:
-        with self._lock:
+        with self.lock:
             self.held += nbytes
             self.most = max(self.most, self.held)
 
     def note(self, peak: int) -> None:
         """Keep what calls have had at least, by the most that all had: this and the arenas' most part in time."""
-        with self._lock:
+        with self.lock:
             self.calls = max(self.calls, peak - self.most)
 
 
@@ -104,14 +104,15 @@ class Accelerator:
                     buffer = TorchBuffer(torch.empty(nbytes, dtype=torch.uint8, device=self.torch))
             except torch.OutOfMemoryError as error:
                 raise MemoryError(str(error).split("\n")[0]) from error
-            self._account.add(nbytes)
-        self._dropped = max(0, self._dropped - nbytes)
-        weakref.finalize(buffer, self._drop, nbytes).atexit = False
+            self._count(nbytes)
+        weakref.finalize(buffer, self._count, -nbytes).atexit = False
         return buffer
 
-    def _drop(self, nbytes: int) -> None:
-        self._account.add(-nbytes)
-        self._dropped += nbytes
+    def _count(self, nbytes: int) -> None:
+        """Bytes of arenas more, or less: that may be said anywhere, as the collector runs in any thread."""
+        with self._account.lock:
+            self._account.add(nbytes)
+            self._dropped = max(0, self._dropped - nbytes)
 
     @default_torch_modes()
     def lock(self, nbytes: int) -> TorchBuffer:
