@@ -14,6 +14,8 @@ PYTEST = (sys.executable, "-m", "pytest", "-m", "cuda", "-p", "no:cacheprovider"
 # warnings about the machine, such as torch's about pynvml, are no failures
 PYTEST += ("-W", "default", "-o", "faulthandler_timeout=60")
 
+FEW_THREADS = ("env", "OMP_NUM_THREADS=4")  # of torch on the CPU: these steps share the processors
+
 
 @dataclass(frozen=True)
 class Step:
@@ -34,7 +36,7 @@ class Step:
 
 def marked(name: str, limit: float, *files: str, packages: tuple[str, ...] = (), also: tuple[str, ...] = ()) -> Step:
     """The tests that are marked `cuda` in some files."""
-    return Step(name, (*PYTEST, *also, *files), limit, (*TESTS, *packages), files, tests=True)
+    return Step(name, (*FEW_THREADS, *PYTEST, *also, *files), limit, (*TESTS, *packages), files, tests=True)
 
 
 def all_steps(out: Path) -> list[list[Step]]:
@@ -42,7 +44,7 @@ def all_steps(out: Path) -> list[list[Step]]:
     return [
         [python("ceilings", 90, "scripts/gpu/ceilings.py", str(out / "ceilings.json"))],
         [
-            marked("slow streams", 150, "tests/devices/test_slow_streams.py"),
+            marked("slow streams", 200, "tests/devices/test_slow_streams.py"),
             marked("large swaps", 180, "tests/devices/test_large_swaps.py"),
             marked("devices", 180, "tests/devices/test_accelerator.py"),
             marked("storm", 180, "tests/promises/never_a_mixture/test_storm.py"),

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from tests.support.standin import StandIn
-from weightswap_runtime.engines.aten.device import BoundAccelerated
+from weightswap_runtime.engines.aten.device import AcceleratedEngine, AcceleratedState, BoundAccelerated
 from weightswap_runtime.engines.replay.replays import MOST, Captures, Passing, Shapes
-from weightswap_runtime.errors import DeviceError
+from weightswap_runtime.errors import DeviceError, Unsupported
 from weightswap_runtime.format.manifest import NamedTensor
 from weightswap_runtime.memory.arena import ArenaLayout
 from weightswap_runtime.memory.device import Event, Stream
@@ -280,3 +280,19 @@ def test_a_replay_is_no_part_of_what_an_application_captures_elsewhere() -> None
         small.captures.replay("forward", [x(2), 0])
     small.device.capturing.clear()
     assert small.captures.replay("forward", [x(2), 0]) is not None
+
+
+@pytest.mark.parametrize("what", ["a new state", "a state that is put back", "a state that is read"])
+def test_a_state_is_no_part_of_what_an_application_captures(what: str) -> None:
+    device: Any = StandIn(0)
+    engine: Any = object.__new__(AcceleratedEngine)
+    engine._accelerator = device
+    state = AcceleratedState([], {}, device)
+    deeds: dict[str, Callable[[], object]] = {
+        "a new state": engine.new_state,
+        "a state that is put back": state.reset,
+        "a state that is read": lambda: state.content("count"),
+    }
+    device.current().capturing = True
+    with pytest.raises(Unsupported, match=f"^{what} within a capture of the application"):
+        deeds[what]()

@@ -214,6 +214,29 @@ def test_after_a_capture_that_cuda_refuses_torch_is_in_order_and_others_succeed(
     assert cuda.in_order
 
 
+def test_the_capture_that_mends_is_in_a_stream_of_its_own(cuda: Cuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With its graph, torch drops what cuBLAS has in its stream: another graph's, if it were that one's stream."""
+    accelerator, began, calls = Accelerator(), list[Any](), count()
+    one, other = recorder(accelerator), recorder(accelerator)
+    begin = Graph.capture_begin
+    where = lambda graph, *args, **kwargs: (began.append(accelerator.current()), begin(graph, *args, **kwargs))  # noqa: E731
+    monkeypatch.setattr(Graph, "capture_begin", where)
+
+    def refused() -> list[Any]:
+        if next(calls) == 2:
+            cuda.invalid = True
+            raise torch.AcceleratorError("operation not permitted when stream is capturing")
+        return []
+
+    other.record(returning(0))
+    with pytest.raises(torch.AcceleratorError, match="operation not permitted"):
+        one.record(refused)
+    streams = streams_of(accelerator)  # type: ignore[arg-type]
+    assert len(began) == 3
+    assert began[2] is streams.repairs
+    assert not {id(began[2])} & {id(began[0]), id(began[1]), id(streams.warm_up), id(accelerator.default)}
+
+
 def test_an_error_that_is_not_cuda_s_ends_the_capture(cuda: Cuda) -> None:
     one, calls = recorder(Accelerator()), count()
 

@@ -9,6 +9,7 @@ import shutil
 import subprocess
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -256,6 +257,63 @@ def test_small_sets_are_the_host_s(tiny: TinyArtifact, weight_file: WriteWeights
     model.model.swap(weight_file(1))
     assert hasher.parts == 0
     assert serves(model, 1)
+
+
+class Clock:
+    """Seconds that pass only where work says so."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 0.0
+        monkeypatch.setattr(digests.time, "perf_counter", lambda: self.now)
+
+
+@pytest.mark.parametrize("nbytes", [64 * BLOCK + 5, 5000 * BLOCK])
+def test_a_device_is_measured_warm_and_by_what_fills_it(nbytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(monkeypatch)
+    pauses = iter([100.0, 3.0, 2.0, 4.0])  # the first one loads and locks
+    asked: list[Sequence[ByteRange]] = []
+
+    class Timed:
+        def __init__(self, device: torch.device) -> None:
+            pass
+
+        def digests(self, buffer: Any, parts: Sequence[ByteRange]) -> list[bytes]:
+            asked.append(parts)
+            clock.now += next(pauses)
+            return []
+
+    def on_host(block: bytes) -> Any:
+        clock.now += 0.125
+        return blake3(b"")
+
+    monkeypatch.setattr(digests, "DeviceHasher", Timed)
+    monkeypatch.setattr(digests, "blake3", on_host)
+    monkeypatch.setattr(digests, "Workers", lambda: SimpleNamespace(threads=2))
+    buffer: Any = SimpleNamespace(nbytes=nbytes)
+    count = min(nbytes // BLOCK, 1024)
+    assert digests._seconds(Timed(torch.device("cpu")), buffer, count) == (2.0, count / 16)  # type: ignore[arg-type]
+    assert asked == [[ByteRange(index * BLOCK, BLOCK) for index in range(count)]] * 4
+    for quick in (True, False):
+        pauses = iter([1.0 if quick else 1000.0] * 4)
+        assert (digests._find(torch.device("cpu"), buffer) is not None) == quick
+
+
+def test_where_memory_lacks_the_kernel_is_tried_again(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    errors = [torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("no kernel image")]
+    tried = []
+
+    def made(device: torch.device) -> Any:
+        tried.append(device)
+        raise errors[len(tried) - 1]
+
+    monkeypatch.setattr(digests, "_found", {})
+    monkeypatch.setattr(digests, "DeviceHasher", made)
+    buffer: Any = SimpleNamespace(nbytes=64 * BLOCK)
+    assert [digests.hasher_of(torch.device("cpu"), buffer) for _ in range(4)] == [None] * 4
+    assert len(tried) == 2
+    assert "cpu: the host computes digests: OutOfMemoryError: CUDA out of memory" in caplog.text
 
 
 @on_accelerator

@@ -17,7 +17,7 @@ from tests.devices.test_standin_storm import Served, values_of
 from tests.support.standin import Queue, StandIn
 from tests.support.tiny import TinyArtifact, WriteWeights
 from weightswap_runtime import DeviceError, Unsupported
-from weightswap_runtime.memory.device import own_streams
+from weightswap_runtime.memory.device import own_streams, torch_device
 from weightswap_runtime.memory.device.torch_device import Accelerator, _Account
 
 
@@ -199,11 +199,28 @@ def test_whether_a_call_would_be_captured_is_asked_of_the_model_s_device(
     assert devices == [here]
 
 
+def test_who_waits_for_a_device_s_event_sleeps(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = []
+
+    class Recorded:
+        def __init__(self, **options: Any) -> None:
+            made.append(options)
+
+        def record(self, stream: Any) -> None:
+            assert stream == "stream"
+
+    monkeypatch.setattr(torch.cuda, "Event", Recorded)
+    monkeypatch.setattr(torch_device, "lend_stream", lambda *_: None)
+    cuda: Any = Accelerator(torch.device("cuda", 0))
+    assert isinstance(cuda.mark("stream"), Recorded)
+    assert made == [{"blocking": True}]
+
+
 def test_an_arena_that_is_collected_while_one_is_counted_keeps_nobody_waiting() -> None:
     account = _Account()
 
     def collected() -> None:
-        with account._lock:  # the collector runs wherever it likes
+        with account.lock:  # the collector runs wherever it likes
             account.add(-5)
 
     thread = Thread(target=collected, daemon=True)
@@ -224,7 +241,9 @@ def test_what_calls_need_is_what_they_had_beyond_arenas_and_what_they_have(
     monkeypatch.setattr(torch.cuda, "memory_stats", lambda device: statistics)
     monkeypatch.setattr(torch.accelerator, "get_memory_info", lambda device: (50, 10_000))
     cuda = accelerator()
-    cuda._account = SimpleNamespace(held=own // 2, most=own)
+    cuda._account = _Account()
+    for nbytes in (own, own // 2 - own):
+        cuda._account.add(nbytes)
     assert cuda.needed_by_calls() == 700
     for dropped, free in ((0, 50), (400, 450), (5000, 650)):
         cuda._dropped = dropped
@@ -235,3 +254,50 @@ def test_what_calls_need_is_what_they_had_beyond_arenas_and_what_they_have(
 
     monkeypatch.setattr(torch.cuda, "memory_stats", none)
     assert (cuda.needed_by_calls(), cuda.free_bytes()) == (0, 50)
+
+
+class Counted(Accelerator):
+    """What was dropped is counted by one thread at a time: the collector runs in any of them."""
+
+    dropped = 0
+
+    @property
+    def _dropped(self) -> int:  # type: ignore[override]
+        return self.dropped
+
+    @_dropped.setter
+    def _dropped(self, nbytes: int) -> None:
+        assert self._account.lock._is_owned()  # type: ignore[attr-defined]
+        self.dropped = nbytes
+
+
+def test_what_calls_needed_before_a_staging_is_not_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The most of all and the most of arenas come at different times: their difference says less after a staging."""
+    used = {"current": 0, "peak": 0}
+
+    def uses(nbytes: int) -> None:
+        used["current"] += nbytes
+        used["peak"] = max(used.values())
+
+    def empty(nbytes: int, **_: Any) -> Any:
+        uses(nbytes)
+        return torch.zeros(1)
+
+    statistics = lambda device: {f"active_bytes.all.{key}": value for key, value in used.items()}  # noqa: E731
+    monkeypatch.setattr(torch.cuda, "memory_stats", statistics)
+    cuda: Any = object.__new__(Counted)
+    cuda._on_cuda, cuda.torch = True, torch.device("cuda", 0)
+    cuda._account, cuda.staging = _Account(), None
+    monkeypatch.setattr(cuda, "on", lambda stream: nullcontext())
+    monkeypatch.setattr(torch, "empty", empty)
+    serving = cuda.allocate(40)
+    uses(10)
+    uses(-9)
+    staged = cuda.allocate(40)
+    assert cuda.needed_by_calls() == 9
+    del staged
+    assert cuda.dropped == 40
+    uses(-40)
+    uses(-1)
+    assert cuda.needed_by_calls() == 10
+    del serving

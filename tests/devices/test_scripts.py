@@ -82,6 +82,16 @@ class Running:
             return {name: file.read().decode() for name, file in files.items() if file is not None}
 
 
+def test_facts_that_are_late_keep_nothing_from_running(tmp_path: Path) -> None:
+    late = "main.FACTS, main.FACTS_LIMIT = ('sleep', '60'), 0.1"
+    code = RUN.replace("PLAN", f"[[{PASSING}]]")
+    code = re.sub(r"main\._facts = .*", late, code)
+    done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "| facts | none: 0 s were too few for scripts/gpu/facts.py |" in done.stdout
+    assert "| one | passed |" in done.stdout
+
+
 PASSING = "step('one', 'echo ==== 3 passed, 1 skipped in 0.12s ====', tests=True)"
 
 
@@ -209,6 +219,15 @@ def test_every_step_has_a_name_of_its_own_and_fits_the_time() -> None:
     timed = next(place for place, group in enumerate(groups) if group[0][0] == "benchmarks")
     before = sum(max(limit for _, limit in group) for group in groups[:timed])
     assert before <= 300, "the benchmarks would have no time"
+
+
+def test_tests_beside_each_other_leave_processors_to_each_other() -> None:
+    code = "import sys; sys.path.insert(0, sys.argv[1]); import steps, pathlib\n"
+    code += "print([step.command[:2] for group in steps.all_steps(pathlib.Path('out')) for step in group[1:]])"
+    done = subprocess.run([sys.executable, "-c", code, str(GPU)], capture_output=True, text=True, check=True)
+    commands = ast.literal_eval(done.stdout)
+    assert len(commands) > 3
+    assert set(commands) == {("env", "OMP_NUM_THREADS=4")}
 
 
 BARE = """

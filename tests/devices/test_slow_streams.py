@@ -40,6 +40,12 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> NumberFiles:
     return NumberFiles(tmp_path_factory.mktemp("numbers"), (1 if EMULATED else 16) * MB, 3)
 
 
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> NumberFiles:
+    """For what is done so often that files would take all the time."""
+    return NumberFiles(tmp_path_factory.mktemp("small"), MB, 3)
+
+
 class Asked:
     """Outputs of calls that were made in a stream of their own, behind work that takes seconds."""
 
@@ -224,9 +230,9 @@ def test_without_our_waits_a_late_call_shows_it(device: str, files: NumberFiles)
 @on_accelerator
 @in_every_way
 def test_addresses_stay_over_a_thousand_swaps_under_captured_calls(
-    device: str, options: Options, files: NumberFiles
+    device: str, options: Options, small: NumberFiles
 ) -> None:
-    model = load(files.artifact, files.files[0], device=device, cuda_graphs="auto", **options)
+    model = load(small.artifact, small.files[0], device=device, cuda_graphs="auto", **options)
     x, stop, seen = torch.zeros((), device=device), threading.Event(), list[int]()
     seen.append(number(model(x).cpu()))
 
@@ -235,13 +241,13 @@ def test_addresses_stay_over_a_thousand_swaps_under_captured_calls(
         while not stop.is_set():
             seen.append(number(model(x).cpu()))
 
-    model.swap(files.files[1])
+    model.swap(small.files[1])
     before = addresses(model)
     thread = threading.Thread(target=call)
     thread.start()
     try:
         for count in range(1000):
-            model.swap(files.files[count % 3])
+            model.swap(small.files[count % 3])
     finally:
         stop.set()
         thread.join()

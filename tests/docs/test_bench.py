@@ -255,3 +255,22 @@ def test_plots_are_drawn_again_from_the_report(tmp_path: Path) -> None:
     drawn = (tmp_path / "cuda.svg").read_text()
     assert drawn.count("beside load_state_dict") == 1
     assert "0.25" in drawn
+
+
+@pytest.mark.parametrize(
+    ("change", "lacks"),
+    [
+        ("import os; os.environ['CXX'] = 'no-such-compiler'", "a C++ compiler"),
+        (
+            "import torch.utils.cpp_extension as found; found.CUDA_HOME = None",
+            "the CUDA toolkit: its folder in CUDA_HOME",
+        ),
+        ("sys.modules['torch.utils.cpp_extension'] = None", "what torch imports for it (import of "),
+    ],
+)
+def test_what_nothing_here_compiles_is_left_out(change: str, lacks: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bare GPU servers have neither g++ nor the toolkit."""
+    monkeypatch.setenv("CXX", sys.executable)
+    done = python(f"{change}\nfrom groups.cuda import _constants\nprint(list(_constants(None, 'cuda', 1)))")
+    assert done.stdout.strip() == "[]", done.stderr
+    assert f"left out: AOTInductor's ways to take new weights, which need {lacks}" in done.stderr

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import gc
+import os
+import shutil
+import sys
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -205,6 +208,9 @@ def _constants(stored: Stored, device: str, rounds: int) -> Iterator[Row]:
     """AOTInductor's ways to take new weights: over those that serve, or beside them and exchanged."""
     if device != "cuda":
         return
+    if lacks := _lacks():
+        print(f"left out: AOTInductor's ways to take new weights, which need {lacks}", file=sys.stderr)
+        return
     model, paths, first = _opened(stored, device), _paths(stored), stored.versions[0]
     package = _compiled(stored, device)
     with quiet():
@@ -234,6 +240,17 @@ def _constants(stored: Stored, device: str, rounds: int) -> Iterator[Row]:
     for name in peers:
         yield compared(f"swap {stored.size}, double residency", "ms", millis["swap"], name, millis[name])
     _check(stored, model)
+
+
+def _lacks() -> str | None:
+    """What AOTInductor compiles with, and is not here."""
+    if not shutil.which(os.environ.get("CXX", "g++")):
+        return "a C++ compiler"
+    try:
+        from torch.utils.cpp_extension import CUDA_HOME
+    except ImportError as error:
+        return f"what torch imports for it ({error})"
+    return None if CUDA_HOME else "the CUDA toolkit: its folder in CUDA_HOME"
 
 
 def _compiled(stored: Stored, device: str) -> Path:

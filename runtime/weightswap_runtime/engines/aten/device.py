@@ -91,6 +91,8 @@ class AcceleratedEngine(TorchEngine):
         return bound
 
     def _new_state(self) -> AcceleratedState:
+        """Raises Unsupported within a capture of the application's own."""
+        check_call(self._accelerator, "a new state")
         stream = self._accelerator.current()
         self._accelerator.wait(stream, self._ready)
         if not self._accelerator.is_foreign(stream):
@@ -173,12 +175,14 @@ class AcceleratedState(TorchState):
             self._changed = self._accelerator.mark(stream)
 
     def put(self, values: Mapping[str, torch.Tensor]) -> None:
-        """Take values by the names of the rows."""
+        """Take values by the names of the rows. Raises Unsupported within a capture of the application's own."""
+        check_call(self._accelerator, "a state that is put back")
         with self.in_turn():
             super().put(values)
 
     def content(self, name: str) -> TensorBytes:
-        """What is in a tensor, by the name of its row, copied when the device is done with it."""
+        """What is in a tensor, by the name of its row, copied when the device is done with it. Refused as `put`."""
+        check_call(self._accelerator, "a state that is read")
         with self.in_turn():
             return super().content(name)
 

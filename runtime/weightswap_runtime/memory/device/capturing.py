@@ -16,10 +16,10 @@ def check_not_capturing(device: Device, stream: Stream) -> None:
         )
 
 
-def check_call(device: Device) -> None:
-    """Raise Unsupported for a call that would be recorded in a graph of the application."""
+def check_call(device: Device, what: str = "a call") -> None:
+    """Raise Unsupported for a call, or what a context is for, that would be recorded in a graph of the application."""
     if device.is_capturing_here():
         raise Unsupported(
-            "a call within a capture of the application: replays of its graph would not be in order with swaps. Load "
+            f"{what} within a capture of the application: replays of its graph would not be in order with swaps. Load "
             "with cuda_graphs=..., which captures calls by itself."
         )

@@ -1,4 +1,4 @@
-"""BLAKE3 digests that a GPU computes of what has arrived in its memory, so that the host only has to read."""
+"""BLAKE3 digests that a GPU computes of what has arrived in its memory, so that the host need not."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 from blake3 import blake3
 
+from weightswap_runtime.errors import lacks_memory
 from weightswap_runtime.memory.arena import ByteRange
 from weightswap_runtime.tensors.digests import BLOCK
 from weightswap_runtime.tensors.torch_modes import default_torch_modes
@@ -22,8 +23,8 @@ from . import Buffer
 SOURCE = Path(__file__).with_name("blake3.cu")
 KERNEL = "digest_blocks"
 THREADS = 256  # of the kernel
-AT_ONCE = 4096  # blocks of one launch: calls' kernels come in between
-TRIED = 64  # blocks by which it is measured
+AT_ONCE = 512  # blocks of one launch: calls' kernels wait for its end, and any GPU has enough to do with so many
+TRIED = 1024  # blocks by which it is measured, at most: a few would leave most of a GPU idle
 _log = logging.getLogger("weightswap.device")
 _log.addHandler(logging.NullHandler())  # quiet unless the application configures logging
 
@@ -63,11 +64,17 @@ _finding = threading.Lock()
 def hasher_of(device: torch.device, buffer: Buffer) -> DeviceHasher | None:
     """That of a device, compiled and measured by the first staging; None where it cannot be had, or is slower.
 
-    buffer: memory by which it is measured, of at least TRIED blocks.
+    buffer: memory by which it is measured, of at least a block; more of them are more like a staging.
     """
     with _finding:
         if device not in _found:
-            _found[device] = _find(device, buffer)
+            try:
+                _found[device] = _find(device, buffer)
+            except Exception as error:
+                _log.warning("%s: the host computes digests: %s: %s", device, type(error).__name__, error)
+                if lacks_memory(error):  # there may be some the next time
+                    return None
+                _found[device] = None
         return _found[device]
 
 
@@ -78,28 +85,30 @@ def distrust(device: torch.device, reason: str) -> None:
 
 
 def _find(device: torch.device, buffer: Buffer) -> DeviceHasher | None:
-    try:
-        hasher = DeviceHasher(device)
-        on_device, on_host = _seconds(hasher, buffer)
-    except Exception as error:
-        _log.warning("%s: the host computes digests: %s: %s", device, type(error).__name__, error)
-        return None
-    _log.info("%s: digests of %d MiB: %.2g s on the device, %.2g s on the host", device, TRIED, on_device, on_host)
+    hasher = DeviceHasher(device)
+    count = min(buffer.nbytes // BLOCK, TRIED)
+    on_device, on_host = _seconds(hasher, buffer, count)
+    _log.info("%s: digests of %d MiB: %.2g s on the device, %.2g s on the host", device, count, on_device, on_host)
     return hasher if on_device < on_host else None
 
 
-def _seconds(hasher: DeviceHasher, buffer: Buffer) -> tuple[float, float]:
-    """How long the device takes for TRIED blocks, and the threads of the host together."""
-    parts = [ByteRange(index * BLOCK, BLOCK) for index in range(TRIED)]
-    hasher.digests(buffer, parts[:1])  # loads it
-    began = time.perf_counter()
-    hasher.digests(buffer, parts)
-    on_device = time.perf_counter() - began
+def _seconds(hasher: DeviceHasher, buffer: Buffer, count: int) -> tuple[float, float]:
+    """How long the device takes for some blocks, and the threads of the host together."""
+    parts = [ByteRange(index * BLOCK, BLOCK) for index in range(count)]
+    hasher.digests(buffer, parts)  # loads it, and locks the pages that these numbers need
     block = bytes(BLOCK)
-    began = time.perf_counter()
-    for _ in range(4):
-        blake3(block).digest()
-    return on_device, (time.perf_counter() - began) / 4 * TRIED / Workers().threads
+    on_host = _least(lambda: blake3(block).digest())
+    return _least(lambda: hasher.digests(buffer, parts)), on_host * count / Workers().threads
+
+
+def _least(work: Callable[[], object]) -> float:
+    """The seconds of the quickest of three."""
+    taken = []
+    for _ in range(3):
+        began = time.perf_counter()
+        work()
+        taken.append(time.perf_counter() - began)
+    return min(taken)
 
 
 def compile_source(source: str, capability: tuple[int, int]) -> bytes:

@@ -44,16 +44,25 @@ class TorchBuffer:
 
 
 class _Account:
-    """Bytes of arenas on one device, of all models: those of now, and the most that there were."""
+    """Bytes of arenas on one device, of all models: those of now, the most that there were, and the most of calls.
+
+    growing: held while an arena is allocated and counted, so that none is taken for something of calls.
+    """
 
     def __init__(self) -> None:
-        self.held = self.most = 0
-        self._lock = RLock()  # an arena may be collected while one is counted
+        self.held = self.most = self.calls = 0
+        self.growing = Lock()
+        self.lock = RLock()  # an arena may be collected while one is counted
 
     def add(self, nbytes: int) -> None:
-        with self._lock:
+        with self.lock:
             self.held += nbytes
             self.most = max(self.most, self.held)
+
+    def note(self, peak: int) -> None:
+        """Keep what calls have had at least, by the most that all had: this and the arenas' most part in time."""
+        with self.lock:
+            self.calls = max(self.calls, peak - self.most)
 
 
 class Accelerator:
@@ -88,19 +97,22 @@ class Accelerator:
 
         Raises MemoryError.
         """
-        try:
-            with self.on(self.staging):
-                buffer = TorchBuffer(torch.empty(nbytes, dtype=torch.uint8, device=self.torch))
-        except torch.OutOfMemoryError as error:
-            raise MemoryError(str(error).split("\n")[0]) from error
-        self._account.add(nbytes)
-        self._dropped = max(0, self._dropped - nbytes)
-        weakref.finalize(buffer, self._drop, nbytes).atexit = False
+        with self._account.growing:
+            self._account.note(self._peak(self._statistics()))  # it says less once there is one arena more
+            try:
+                with self.on(self.staging):
+                    buffer = TorchBuffer(torch.empty(nbytes, dtype=torch.uint8, device=self.torch))
+            except torch.OutOfMemoryError as error:
+                raise MemoryError(str(error).split("\n")[0]) from error
+            self._count(nbytes)
+        weakref.finalize(buffer, self._count, -nbytes).atexit = False
         return buffer
 
-    def _drop(self, nbytes: int) -> None:
-        self._account.add(-nbytes)
-        self._dropped += nbytes
+    def _count(self, nbytes: int) -> None:
+        """Bytes of arenas more, or less: that may be said anywhere, as the collector runs in any thread."""
+        with self._account.lock:
+            self._account.add(nbytes)
+            self._dropped = max(0, self._dropped - nbytes)
 
     @default_torch_modes()
     def lock(self, nbytes: int) -> TorchBuffer:
@@ -125,9 +137,15 @@ class Accelerator:
 
     def needed_by_calls(self) -> int:
         """What calls had more than now where they had most, as far as torch's allocator knows, arenas aside."""
-        statistics = self._statistics()
-        most = statistics.get("active_bytes.all.peak", 0) - self._account.most
-        return max(0, most - (statistics.get("active_bytes.all.current", 0) - self._account.held))
+        with self._account.growing:
+            statistics = self._statistics()
+            self._account.note(self._peak(statistics))
+            now = statistics.get("active_bytes.all.current", 0) - self._account.held
+        return max(0, self._account.calls - now) if statistics else 0
+
+    @staticmethod
+    def _peak(statistics: Mapping[str, int]) -> int:
+        return statistics.get("active_bytes.all.peak", 0)
 
     def _statistics(self) -> Mapping[str, int]:
         try:
