@@ -204,6 +204,20 @@ def test_a_swap_in_the_middle_follows_the_policy(residency: str, one: Exported) 
     model.swap(one.files[0], timeout=0)  # nothing holds weights any more
 
 
+def test_after_a_reset_the_new_weights_read_everything_again(one: Exported, three: Exported) -> None:
+    for found, prompts in ((one, [PROMPT]), (three, PROMPTS), (three, PROMPTS[:2])):
+        model, width = found.served(), max(map(len, prompts))
+        stream = model.generate(prompts, stream=True, on_swap="reset")
+        tokens = [next(stream) for _ in range(3)]
+        for number in (1, 0):
+            assert model.swap(found.files[number]).contexts == {"reset": 1}
+            so_far = [[*prompt, *row] for prompt, row in zip(prompts, zip(*tokens, strict=True), strict=True)]
+            tokens += [next(stream) for _ in range(3)]
+            new = [list(row) for row in zip(*tokens[-3:], strict=True)]
+            assert new == expected(found.models[number], so_far, 3)
+        assert len([*tokens, *stream]) == LENGTH + 1 - width
+
+
 def test_a_stream_that_is_dropped_or_closed_holds_nothing(one: Exported) -> None:
     model = one.served(residency="single")
     stream = model.generate(PROMPT, stream=True)
