@@ -14,6 +14,7 @@ from weightswap_runtime.format.manifest import Generation
 from .sampling import Sampling, Scores, choose
 
 Tokens = NDArray[np.int64]
+STEPS = ("prefill", "decode")  # the methods
 
 
 class Call(Protocol):
@@ -61,6 +62,20 @@ def _problems(wanted: Wanted, generation: Generation) -> Iterator[str]:
             f"a prompt of {max(lengths)} tokens and {wanted.most} new ones do not fit into a cache of "
             f"{generation.length}"
         )
+
+
+def check_place(method: str, flat: Sequence[Any], generation: Generation) -> None:
+    """Raise InputMismatch for a call of `prefill` or `decode` whose tokens would lie outside of the cache.
+
+    A position on a device is not looked at: the call would wait for it.
+    """
+    ids, *_, position = flat
+    if not getattr(position, "is_cpu", True):
+        return
+    first, tokens = int(position), ids.shape[1]
+    if not 0 <= first <= generation.length - tokens:
+        problem = f"{tokens} tokens at position {first} do not fit into a cache of {generation.length}"
+        raise InputMismatch(method, [f"{problem}; begin again in a new context, or export with a larger length"])
 
 
 def generate(

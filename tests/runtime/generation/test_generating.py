@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import json
+import shutil
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -19,9 +20,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.graph_calls import hold_calls
-from weightswap_exporter import export, export_decoder, pack, skeleton
+from weightswap_exporter import compile_engines, export, export_decoder, pack, skeleton
 from weightswap_exporter.commands.build import export_command
 from weightswap_runtime import Artifact, CallError, InputMismatch, Model, StaleContext, TokenStream, Unsupported, load
+from weightswap_runtime.engines.choosing import EngineName
 from weightswap_runtime.generation.sampling import Sampling, choose, probabilities
 from weightswap_runtime.messages import visible_lines
 from weightswap_tools.commands.generate import generate_command
@@ -216,6 +218,31 @@ def test_after_a_reset_the_new_weights_read_everything_again(one: Exported, thre
             new = [list(row) for row in zip(*tokens[-3:], strict=True)]
             assert new == expected(found.models[number], so_far, 3)
         assert len([*tokens, *stream]) == LENGTH + 1 - width
+
+
+@pytest.mark.parametrize("engine", ["torch", "onnx", pytest.param("aoti", marks=pytest.mark.slow)])
+def test_calls_outside_of_the_cache_are_refused_before_anything_runs(
+    engine: EngineName, one: Exported, tmp_path: Path
+) -> None:
+    artifact = one.artifact
+    if engine != "torch":
+        compile_engines(shutil.copytree(artifact.path, tmp_path / "a.artifact"), [engine], trial=False)
+        artifact = Artifact.open(tmp_path / "a.artifact")
+    model = load(artifact, one.files[0], engine=engine)
+
+    def given(tokens: int, position: int) -> list[Any]:
+        ids, mask = torch.ones(1, tokens, dtype=torch.int64), torch.ones(1, LENGTH, dtype=torch.int64)
+        tensors = ids, mask, torch.zeros_like(ids), torch.tensor(position)
+        return [tensor.numpy() if engine == "onnx" else tensor for tensor in tensors]
+
+    with model.new_context() as context:
+        for method, tokens, position in [("decode", 1, 24), ("decode", 1, -1), ("prefill", 5, 20), ("prefill", 2, -2)]:
+            said = f"{method}.*{tokens} tokens at position {position} do not fit into a cache of 24"
+            for options in ({"context": context}, {}):
+                with pytest.raises(InputMismatch, match=said):
+                    model.method(method)(*given(tokens, position), **options)
+        model.prefill(*given(5, 19), context=context)
+        model.decode(*given(1, 23), context=context)
 
 
 def test_a_stream_that_is_dropped_or_closed_holds_nothing(one: Exported) -> None:
