@@ -506,9 +506,7 @@ class Model(Caller, AbstractContextManager["Model"]):
         Raises ContextFileError, also where nothing can be read, ContextMismatch, OutOfMemory; with on_swap="pin" what a
         call raises.
         """
-        saved = read_context(path, self.artifact.manifest.state)
-        if not allow_other_graph:
-            saved.check_graph(self.graph_id)
+        saved = read_context(path, self.artifact.manifest.state, None if allow_other_graph else self.graph_id)
         made_with, served = saved.stamp.weights_id, self.weights_id
         if not allow_other_weights:
             saved.check_weights(served)
