@@ -24,6 +24,7 @@ from weightswap_exporter import compile_engines, export, export_decoder, pack, s
 from weightswap_exporter.commands.build import export_command
 from weightswap_runtime import Artifact, CallError, InputMismatch, Model, StaleContext, TokenStream, Unsupported, load
 from weightswap_runtime.engines.choosing import EngineName
+from weightswap_runtime.generation import generating
 from weightswap_runtime.generation.sampling import Sampling, choose, probabilities
 from weightswap_runtime.messages import visible_lines
 from weightswap_tools.commands.generate import generate_command
@@ -308,6 +309,32 @@ def test_what_ends_a_row(one: Exported, three: Exported) -> None:
     assert model.generate(torch.tensor(PROMPT), max_new_tokens=1) == whole[:1]
     rows = three.served().generate(np.asarray([PROMPT] * 2), stop=[[60000]], max_new_tokens=3)
     assert rows[0] == rows[1]
+
+
+def test_sampling_with_the_same_noise_equals_transformers(one: Exported, monkeypatch: pytest.MonkeyPatch) -> None:
+    noise = np.random.default_rng(3).random(12)
+    options: dict[str, Any] = {"temperature": 1.3, "top_k": 20, "top_p": 0.9, "repetition_penalty": 1.2}
+
+    def drawn(weights: Any, number: float) -> int:
+        sums = np.cumsum(np.asarray(weights, np.float64))
+        return int(np.searchsorted(sums, number * sums[-1], side="right"))
+
+    class Draws:
+        """Stands for numpy's generator."""
+
+        def __init__(self, seed: int | None) -> None:
+            self._noise = iter(noise)
+
+        def choice(self, count: int, p: Any) -> int:
+            return drawn(p, next(self._noise))
+
+    with monkeypatch.context() as patched:
+        theirs = iter(noise)
+        patched.setattr(torch, "multinomial", lambda p, **_: torch.tensor([[drawn(p[0], next(theirs))]]))
+        wanted = expected(one.models[0], [PROMPT], 12, do_sample=True, **options)[0]
+    monkeypatch.setattr(generating.np.random, "default_rng", Draws)
+    assert one.served().generate(PROMPT, max_new_tokens=12, **options) == wanted
+    assert len(set(wanted)) > 3
 
 
 def test_sampling_is_seeded(one: Exported) -> None:
