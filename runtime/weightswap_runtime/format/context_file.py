@@ -4,22 +4,24 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing
 from pathlib import Path
 from types import MappingProxyType
 from typing import NamedTuple
 
 import msgspec
 
-from weightswap_runtime.errors import ContextFileError, ContextMismatch, Unsupported, WeightFileError
+from weightswap_runtime.errors import ContextFileError, ContextMismatch, OutOfMemory, Unsupported, WeightFileError
+from weightswap_runtime.sources.byte_source import ByteSource
 from weightswap_runtime.sources.location import as_location, check_writable
-from weightswap_runtime.sources.opening import read_small
+from weightswap_runtime.sources.opening import find_source
 from weightswap_runtime.tensors.content import TensorBytes
 from weightswap_runtime.tensors.digests import digest_of
 from weightswap_runtime.tensors.dtypes import describe
 
-from .header import MAX_HEADER, pack_ranges, parse_file
+from .header import FileTensor, pack_ranges
 from .manifest import NamedTensor
-from .weight_file import METADATA_KEY, canonical_order, render_stamped, write_tensors
+from .weight_file import METADATA_KEY, canonical_order, read_header, render_stamped, write_tensors
 
 FORMAT_VERSION = 1
 
@@ -48,6 +50,14 @@ class ContextStamp(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     digests: dict[str, str]
     variants: dict[str, str] | msgspec.UnsetType = msgspec.UNSET
 
+    def check_graph(self, graph_id: str, where: str) -> None:
+        """Raise ContextMismatch if it is of another graph."""
+        if self.graph_id != graph_id:
+            raise ContextMismatch(
+                f"{where}: is of the graph {self.graph_id[:12]}, and the model's is {graph_id[:12]}. Say "
+                "allow_other_graph=True if its state means the same there"
+            )
+
 
 class SavedContext(NamedTuple):
     """What a file holds: the stamp, and the state by the names of the manifest's rows."""
@@ -55,14 +65,6 @@ class SavedContext(NamedTuple):
     where: str
     stamp: ContextStamp
     state: Mapping[str, TensorBytes]
-
-    def check_graph(self, graph_id: str) -> None:
-        """Raise ContextMismatch if it is of another graph."""
-        if self.stamp.graph_id != graph_id:
-            raise ContextMismatch(
-                f"{self.where}: is of the graph {self.stamp.graph_id[:12]}, and the model's is {graph_id[:12]}. Say "
-                "allow_other_graph=True if its state means the same there"
-            )
 
     def check_weights(self, served: str | None) -> None:
         """Raise ContextMismatch if it was made with others than the weights that are served."""
@@ -113,22 +115,42 @@ def _pieces(row: NamedTensor, content: TensorBytes) -> Iterable[memoryview]:
     return [content.data]
 
 
-def read_context(path: str | os.PathLike[str], rows: Sequence[NamedTensor]) -> SavedContext:
+def read_context(
+    path: str | os.PathLike[str], rows: Sequence[NamedTensor], graph_id: str | None = None
+) -> SavedContext:
     """A context that `write_context` wrote, from a local path or a URL, all of it in memory.
 
-    Raises ContextFileError for a file that is none, was altered, or has not the tensors of `rows`.
+    graph_id: that it has to be of; None: any. Raises ContextMismatch for another, before anything else is looked at,
+    ContextFileError for a file that is none, was altered, or has not the tensors of `rows`, and OutOfMemory.
     """
     where = str(as_location(path))
     try:
-        content = read_small(path, MAX_HEADER + sum(row.nbytes for row in rows))
-        if content is None:
+        source = find_source(path)
+        if source is None:
             raise ContextFileError(f"{where}: there is no such file")
-        state, metadata = parse_file(content, where)
+        with closing(source):
+            return _read(source, where, rows, graph_id)
     except WeightFileError as error:
+        if isinstance(error.__cause__, FileNotFoundError | NotADirectoryError):
+            raise ContextFileError(f"{where}: there is no such file") from error
         raise ContextFileError(str(error)) from error
-    stamp = _stamp(metadata, where)
-    if problems := list(_problems(stamp, state, rows)):
-        raise ContextFileError(f"{where}: is not the state of this model: {'; '.join(problems[:5])}")
+
+
+def _read(source: ByteSource, where: str, rows: Sequence[NamedTensor], graph_id: str | None) -> SavedContext:
+    header = read_header(source)
+    stamp = _stamp(header.metadata, where)
+    if graph_id is not None:
+        stamp.check_graph(graph_id, where)
+    _refuse(where, _row_problems(header.tensors, rows))
+    size = source.size - header.data_start  # no more than the state's, as the tensors are those
+    try:
+        content = bytearray(size)
+    except MemoryError as error:
+        raise OutOfMemory(f"{where}: no memory for {size} bytes") from error
+    source.read_into([memoryview(content)], header.data_start)
+    source.check_unchanged()
+    state = header.contents(memoryview(content))
+    _refuse(where, _digest_problems(stamp, state))
     return SavedContext(where, stamp, state)
 
 
@@ -142,13 +164,22 @@ def _stamp(metadata: Mapping[str, str], where: str) -> ContextStamp:
     return stamp
 
 
-def _problems(stamp: ContextStamp, state: Mapping[str, TensorBytes], rows: Sequence[NamedTensor]) -> Iterator[str]:
+def _refuse(where: str, found: Iterable[str]) -> None:
+    if problems := list(found):
+        raise ContextFileError(f"{where}: is not the state of this model: {'; '.join(problems[:5])}")
+
+
+def _row_problems(found: Mapping[str, FileTensor], rows: Sequence[NamedTensor]) -> Iterator[str]:
     wanted = {row.name: row for row in rows}
-    yield from (f"it lacks {name!r}" for name in wanted if name not in state)
-    yield from (f"it has {name!r}, which the model has not" for name in state if name not in wanted)
-    for name in wanted.keys() & state.keys():
-        found, row = state[name], wanted[name]
-        if (found.dtype, found.shape) != (row.dtype, row.shape):
-            yield f"{name!r}: expected {describe(row.dtype, row.shape)}, got {describe(found.dtype, found.shape)}"
-        elif digest_of([found.data]) != stamp.digests.get(name):
+    yield from (f"it lacks {name!r}" for name in wanted if name not in found)
+    yield from (f"it has {name!r}, which the model has not" for name in found if name not in wanted)
+    for name in wanted.keys() & found.keys():
+        there, row = found[name], wanted[name]
+        if (there.dtype, there.shape) != (row.dtype, row.shape):
+            yield f"{name!r}: expected {describe(row.dtype, row.shape)}, got {describe(there.dtype, there.shape)}"
+
+
+def _digest_problems(stamp: ContextStamp, state: Mapping[str, TensorBytes]) -> Iterator[str]:
+    for name, found in state.items():
+        if digest_of([found.data]) != stamp.digests.get(name):
             yield f"{name!r}: its bytes are not those that were saved"

@@ -46,6 +46,10 @@ class Header(NamedTuple):
     metadata: dict[str, str]
     data_start: int
 
+    def contents(self, data: memoryview) -> dict[str, TensorBytes]:
+        """The tensors in the file's data section."""
+        return {name: TensorBytes(t.dtype, t.shape, data[t.begin : t.end]) for name, t in self.tensors.items()}
+
 
 def header_length(prefix: bytes, file_size: int, where: str) -> int:
     """Read the first eight bytes: how many bytes of JSON follow them."""
@@ -87,9 +91,7 @@ def parse_file(raw: bytes, where: str) -> tuple[dict[str, TensorBytes], dict[str
     """Tensors and metadata of a whole file in memory. Raises as `header_length` and `parse_header` do."""
     length = header_length(raw[:8], len(raw), where)
     header = parse_header(raw[8 : 8 + length], len(raw), where)
-    data = memoryview(raw)[header.data_start :]
-    tensors = {name: TensorBytes(t.dtype, t.shape, data[t.begin : t.end]) for name, t in header.tensors.items()}
-    return tensors, header.metadata
+    return header.contents(memoryview(raw)[header.data_start :]), header.metadata
 
 
 def render_header(tensors: Mapping[str, FileTensor], metadata: Mapping[str, str], reserve: int = 0) -> bytes:

@@ -82,7 +82,7 @@ class WeightFile(AbstractContextManager["WeightFile"]):
         self.path = as_location(path)
         self.source = open_source(self.path, check)
         try:
-            self.header = _read_header(self.source)
+            self.header = read_header(self.source)
             self.stamp = _read_stamp(self.header, self.where)
             if self.stamp is None:  # nothing but its times can tell that it changes
                 self.source.await_stable_mtime()
@@ -93,7 +93,7 @@ class WeightFile(AbstractContextManager["WeightFile"]):
 
     def _check_header(self) -> None:
         """What was read before the file had settled may have been another's."""
-        if _read_header(self.source) != self.header:
+        if read_header(self.source) != self.header:
             raise WeightFileError(
                 f"{self.where}: the file was written to while it was opened. Replace files (os.replace), never rewrite "
                 "them."
@@ -127,7 +127,8 @@ def encode_tensors(
     return [memoryview(header), *(memoryview(tensors[row.name].data) for row in order)]
 
 
-def _read_header(source: ByteSource) -> Header:
+def read_header(source: ByteSource) -> Header:
+    """The header of a safetensors file. Raises WeightFileError."""
     prefix = bytearray(min(8, source.size))
     source.read_into([memoryview(prefix)], 0)
     length = header_length(bytes(prefix), source.size, source.where)

@@ -14,6 +14,7 @@ from weightswap_runtime.format.manifest import Generation
 from .sampling import Sampling, Scores, choose
 
 Tokens = NDArray[np.int64]
+STEPS = ("prefill", "decode")  # the methods
 
 
 class Call(Protocol):
@@ -63,15 +64,39 @@ def _problems(wanted: Wanted, generation: Generation) -> Iterator[str]:
         )
 
 
-def generate(call: Call, wanted: Wanted, generation: Generation) -> Iterator[list[int | None]]:
-    """The next token of each prompt, None for those that have ended, until all have."""
+def check_place(method: str, flat: Sequence[Any], generation: Generation) -> None:
+    """Raise InputMismatch for a call of `prefill` or `decode` whose tokens would lie outside of the cache.
+
+    A position on a device is not looked at: the call would wait for it.
+    """
+    ids, *_, position = flat
+    if not getattr(position, "is_cpu", True):
+        return
+    first, tokens = int(position), ids.shape[1]
+    if not 0 <= first <= generation.length - tokens:
+        problem = f"{tokens} tokens at position {first} do not fit into a cache of {generation.length}"
+        raise InputMismatch(method, [f"{problem}; begin again in a new context, or export with a larger length"])
+
+
+def generate(
+    call: Call, wanted: Wanted, generation: Generation, cache_of: Callable[[], object] = lambda: None
+) -> Iterator[list[int | None]]:
+    """The next token of each prompt, None for those that have ended, until all have.
+
+    cache_of: what the cache was made with. Where a call has changed that, the cache was emptied before it, so that all
+    that was read is read again.
+    """
     state = _Rows(wanted, generation)
     logits = call("prefill", *state.prompt())
+    made_with = cache_of()
     yield (chosen := state.choose(logits))
     for _ in range(state.room):
         if state.ended:
             return
         logits = call("decode", *state.step(chosen))
+        if cache_of() != made_with:
+            logits = call("prefill", *state.read())
+            made_with = cache_of()
         yield (chosen := state.choose(logits))
 
 
@@ -87,6 +112,7 @@ class _Rows:
         self._done = [False] * self._count
         self._random = np.random.default_rng(wanted.seed)
         self._mask = np.zeros((generation.batch, generation.length), np.int64)
+        self._ids = np.full_like(self._mask, generation.pad)
         room = generation.length - self._width  # the last token need not be read
         self.room = room if wanted.most is None else min(room, wanted.most - 1)
 
@@ -96,23 +122,27 @@ class _Rows:
 
     def prompt(self) -> tuple[Tokens, Tokens, Tokens, Tokens]:
         """The inputs of the first call. Rows that nobody asked for have one token of padding."""
-        ids = np.full((self._generation.batch, self._width), self._generation.pad, np.int64)
         self._mask[self._count :, self._width - 1] = 1
         for row, prompt in enumerate(self._wanted.prompts):
-            ids[row, self._width - len(prompt) :] = prompt
+            self._ids[row, self._width - len(prompt) : self._width] = prompt
             self._mask[row, self._width - len(prompt) : self._width] = 1
-        positions = np.maximum(self._mask[:, : self._width].cumsum(1) - 1, 0)
-        self._positions = positions[:, -1:]
         self._next = self._width
-        return ids, self._mask.copy(), positions, np.asarray(0, np.int64)
+        return self.read()
+
+    def read(self) -> tuple[Tokens, Tokens, Tokens, Tokens]:
+        """The inputs of a call that reads all so far into an empty cache."""
+        positions = np.maximum(self._mask[:, : self._next].cumsum(1) - 1, 0)
+        self._positions = positions[:, -1:]
+        return self._ids[:, : self._next].copy(), self._mask.copy(), positions, np.asarray(0, np.int64)
 
     def step(self, chosen: list[int | None]) -> tuple[Tokens, Tokens, Tokens, Tokens]:
         """The inputs of the call after tokens were chosen."""
-        ids = np.full((self._generation.batch, 1), self._generation.pad, np.int64)
-        ids[: self._count, 0] = [self._generation.pad if token is None else token for token in chosen]
+        pad = self._generation.pad
+        self._ids[: self._count, self._next] = [pad if token is None else token for token in chosen]
         self._mask[:, self._next] = 1
         self._positions = self._positions + 1
         self._next += 1
+        ids = self._ids[:, self._next - 1 : self._next].copy()
         return ids, self._mask.copy(), self._positions, np.asarray(self._next - 1, np.int64)
 
     def choose(self, logits: Scores) -> list[int | None]:

@@ -14,6 +14,7 @@ from weightswap_runtime.errors import UnknownMethod
 from weightswap_runtime.format.call_check import CallCheck
 from weightswap_runtime.format.manifest import Manifest
 from weightswap_runtime.format.signature import Signature, Tensor, unflatten
+from weightswap_runtime.generation.generating import STEPS, check_place
 from weightswap_runtime.threads.listeners import Listeners
 from weightswap_runtime.variants.resident import Choice, Variants
 
@@ -38,8 +39,16 @@ class Methods:
         }
         self.signatures: Mapping[str, Signature] = {name: method.signature for name, method in manifest.methods.items()}
         self.single = {name for name, signature in self.signatures.items() if isinstance(signature.output, Tensor)}
+        self._generation = manifest.generation
         names = list(self.inputs)
         self.default = "forward" if "forward" in names or len(names) != 1 else names[0]
+
+    def flatten(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+        """The flat inputs of a call. Raises InputMismatch."""
+        flat = self.inputs[name].flatten(args, kwargs)
+        if self._generation is not None and name in STEPS:
+            check_place(name, flat, self._generation)
+        return flat
 
 
 class Caller:
@@ -104,7 +113,7 @@ class Caller:
         if isinstance(context, Context):  # else a method's own input of that name
             values = self._run_with(context, name, args, kwargs, choice)
         else:
-            values = self._run(name, self._methods.inputs[name].flatten(args, kwargs), None, choice)
+            values = self._run(name, self._methods.flatten(name, args, kwargs), None, choice)
         if name in self._methods.single:
             return values[0]
         return unflatten(self._methods.signatures[name].output, values)
@@ -125,7 +134,7 @@ class Caller:
         self, context: Context, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], choice: Choice | None
     ) -> list[Any]:
         context.check_engine(self._methods.engine)
-        flat = self._methods.inputs[name].flatten(args, {key: kwargs[key] for key in kwargs if key != "context"})
+        flat = self._methods.flatten(name, args, {key: kwargs[key] for key in kwargs if key != "context"})
         with context.used():
             return self._run(name, flat, context, choice)
 

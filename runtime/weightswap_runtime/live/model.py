@@ -506,9 +506,7 @@ class Model(Caller, AbstractContextManager["Model"]):
         Raises ContextFileError, also where nothing can be read, ContextMismatch, OutOfMemory; with on_swap="pin" what a
         call raises.
         """
-        saved = read_context(path, self.artifact.manifest.state)
-        if not allow_other_graph:
-            saved.check_graph(self.graph_id)
+        saved = read_context(path, self.artifact.manifest.state, None if allow_other_graph else self.graph_id)
         made_with, served = saved.stamp.weights_id, self.weights_id
         if not allow_other_weights:
             saved.check_weights(served)
@@ -541,7 +539,8 @@ class Model(Caller, AbstractContextManager["Model"]):
         stop: tokens, sequences of tokens, or texts where the prompt is one, after which a row ends, too.
         seed: of the sampling; the same gives the same tokens again.
         on_swap: what a swap meanwhile does, as for `new_context`: with "pin" all tokens come from the weights with
-          which it began; with "keep" the next token comes from the new ones; with "invalidate" StaleContext is raised.
+          which it began; with "keep" the next token comes from the new ones over the old cache; with "reset" the new
+          ones read the prompt and the tokens so far again; with "invalidate" StaleContext is raised.
         tokenizer: the path of a tokenizer.json; None: that beside the weights, or in the artifact (extra `text`).
         stream: return a TokenStream, an iterator and an asynchronous one, instead of waiting for the end.
 

@@ -105,8 +105,11 @@ def generated(
         logits = as_array(engine.content(find(method)(*given, context=context)))
         return logits if logits.dtype in (np.float32, np.float64) else logits.astype(np.float32)
 
+    def cache_of() -> str | None:
+        return context.weights_id if context.on_swap == "reset" else None
+
     with context:
-        yield from generate(call, wanted, generation)
+        yield from generate(call, wanted, generation, cache_of)
 
 
 class TokenStream(Iterator[Any], AsyncIterator[Any]):

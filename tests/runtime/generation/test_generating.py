@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import json
+import shutil
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -19,9 +20,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.graph_calls import hold_calls
-from weightswap_exporter import export, export_decoder, pack, skeleton
+from weightswap_exporter import compile_engines, export, export_decoder, pack, skeleton
 from weightswap_exporter.commands.build import export_command
 from weightswap_runtime import Artifact, CallError, InputMismatch, Model, StaleContext, TokenStream, Unsupported, load
+from weightswap_runtime.engines.choosing import EngineName
+from weightswap_runtime.generation import generating
 from weightswap_runtime.generation.sampling import Sampling, choose, probabilities
 from weightswap_runtime.messages import visible_lines
 from weightswap_tools.commands.generate import generate_command
@@ -204,6 +207,45 @@ def test_a_swap_in_the_middle_follows_the_policy(residency: str, one: Exported) 
     model.swap(one.files[0], timeout=0)  # nothing holds weights any more
 
 
+def test_after_a_reset_the_new_weights_read_everything_again(one: Exported, three: Exported) -> None:
+    for found, prompts in ((one, [PROMPT]), (three, PROMPTS), (three, PROMPTS[:2])):
+        model, width = found.served(), max(map(len, prompts))
+        stream = model.generate(prompts, stream=True, on_swap="reset")
+        tokens = [next(stream) for _ in range(3)]
+        for number in (1, 0):
+            assert model.swap(found.files[number]).contexts == {"reset": 1}
+            so_far = [[*prompt, *row] for prompt, row in zip(prompts, zip(*tokens, strict=True), strict=True)]
+            tokens += [next(stream) for _ in range(3)]
+            new = [list(row) for row in zip(*tokens[-3:], strict=True)]
+            assert new == expected(found.models[number], so_far, 3)
+        assert len([*tokens, *stream]) == LENGTH + 1 - width
+
+
+@pytest.mark.parametrize("engine", ["torch", "onnx", pytest.param("aoti", marks=pytest.mark.slow)])
+def test_calls_outside_of_the_cache_are_refused_before_anything_runs(
+    engine: EngineName, one: Exported, tmp_path: Path
+) -> None:
+    artifact = one.artifact
+    if engine != "torch":
+        compile_engines(shutil.copytree(artifact.path, tmp_path / "a.artifact"), [engine], trial=False)
+        artifact = Artifact.open(tmp_path / "a.artifact")
+    model = load(artifact, one.files[0], engine=engine)
+
+    def given(tokens: int, position: int) -> list[Any]:
+        ids, mask = torch.ones(1, tokens, dtype=torch.int64), torch.ones(1, LENGTH, dtype=torch.int64)
+        tensors = ids, mask, torch.zeros_like(ids), torch.tensor(position)
+        return [tensor.numpy() if engine == "onnx" else tensor for tensor in tensors]
+
+    with model.new_context() as context:
+        for method, tokens, position in [("decode", 1, 24), ("decode", 1, -1), ("prefill", 5, 20), ("prefill", 2, -2)]:
+            said = f"{method}.*{tokens} tokens at position {position} do not fit into a cache of 24"
+            for options in ({"context": context}, {}):
+                with pytest.raises(InputMismatch, match=said):
+                    model.method(method)(*given(tokens, position), **options)
+        model.prefill(*given(5, 19), context=context)
+        model.decode(*given(1, 23), context=context)
+
+
 def test_a_stream_that_is_dropped_or_closed_holds_nothing(one: Exported) -> None:
     model = one.served(residency="single")
     stream = model.generate(PROMPT, stream=True)
@@ -267,6 +309,32 @@ def test_what_ends_a_row(one: Exported, three: Exported) -> None:
     assert model.generate(torch.tensor(PROMPT), max_new_tokens=1) == whole[:1]
     rows = three.served().generate(np.asarray([PROMPT] * 2), stop=[[60000]], max_new_tokens=3)
     assert rows[0] == rows[1]
+
+
+def test_sampling_with_the_same_noise_equals_transformers(one: Exported, monkeypatch: pytest.MonkeyPatch) -> None:
+    noise = np.random.default_rng(3).random(12)
+    options: dict[str, Any] = {"temperature": 1.3, "top_k": 20, "top_p": 0.9, "repetition_penalty": 1.2}
+
+    def drawn(weights: Any, number: float) -> int:
+        sums = np.cumsum(np.asarray(weights, np.float64))
+        return int(np.searchsorted(sums, number * sums[-1], side="right"))
+
+    class Draws:
+        """Stands for numpy's generator."""
+
+        def __init__(self, seed: int | None) -> None:
+            self._noise = iter(noise)
+
+        def choice(self, count: int, p: Any) -> int:
+            return drawn(p, next(self._noise))
+
+    with monkeypatch.context() as patched:
+        theirs = iter(noise)
+        patched.setattr(torch, "multinomial", lambda p, **_: torch.tensor([[drawn(p[0], next(theirs))]]))
+        wanted = expected(one.models[0], [PROMPT], 12, do_sample=True, **options)[0]
+    monkeypatch.setattr(generating.np.random, "default_rng", Draws)
+    assert one.served().generate(PROMPT, max_new_tokens=12, **options) == wanted
+    assert len(set(wanted)) > 3
 
 
 def test_sampling_is_seeded(one: Exported) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
+from torch import nn
 
 from tests.support.remembering import Files, Served, X
 from weightswap_exporter import export, pack
@@ -94,6 +95,35 @@ def test_a_context_of_other_weights_or_of_another_graph_is_refused_by_name(
         assert torch.equal(foreign(X[:1], context=found), eager(X[:1]))
 
 
+class Larger(nn.Module):
+    """A state of another name and size, over another graph."""
+
+    def __init__(self, name: str, size: int) -> None:
+        super().__init__()
+        self.name = name
+        self.register_buffer(name, torch.zeros(size))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        buffer = getattr(self, self.name)
+        buffer.add_(1)
+        return x + buffer[0]
+
+
+@pytest.mark.parametrize("which", [("other", 4), ("mem", 5), ("mem", 1 << 25)], ids=str)  # more bytes than a header has
+def test_a_context_of_another_graph_says_so_whatever_its_state(which: tuple[str, int], tmp_path: Path) -> None:
+    there = Larger(*which)
+    models = []
+    for number, eager in enumerate((Larger("mem", 4), there)):
+        artifact = export(eager, (X,), out=tmp_path / f"{number}.artifact")
+        models.append(load(artifact, pack(eager, artifact, out=tmp_path / f"{number}.safetensors").path))
+    models[1].new_context().save(path := tmp_path / "c.safetensors")
+    ids = f"{models[1].graph_id[:12]}.*{models[0].graph_id[:12]}"
+    with pytest.raises(ContextMismatch, match=f"{ids}.*allow_other_graph"):
+        models[0].load_context(path)
+    with pytest.raises(ContextFileError, match=r"lacks 'mem'|'mem': expected"):
+        models[0].load_context(path, allow_other_graph=True)
+
+
 def test_a_damaged_file_is_refused_and_nothing_changes(model: Model, files: Files, tmp_path: Path) -> None:
     context = model.new_context()
     model(X, context=context)
@@ -117,7 +147,7 @@ def test_a_damaged_file_is_refused_and_nothing_changes(model: Model, files: File
             model.load_context(path)
     with path.open("wb") as sparse:
         sparse.truncate(1 << 42)
-    with pytest.raises(ContextFileError, match="expected at most"):
+    with pytest.raises(ContextFileError, match="not a safetensors header"):
         model.load_context(path)
     path.unlink()
     with pytest.raises(ContextFileError, match="there is no such file"):
