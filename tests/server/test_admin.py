@@ -199,6 +199,32 @@ def test_a_rollback_answers_with_its_own_receipt(
     assert (receipt["kind"], receipt["generation"]) == ("rollback", 2)
 
 
+def test_a_rollback_leads_to_what_was_served(
+    server: Server, tiny: TinyArtifact, place: DesiredPlace, weight_file: WriteWeights, tmp_path: Path
+) -> None:
+    """Past what was desired and refused; to that, if it is named, it says so, and withdrawn weights are left."""
+    model = server.service.served[0].model
+    nan = tiny.write(tmp_path / "nan.safetensors", tiny.values(2) | {"bias": torch.full((5,), torch.nan)})
+    state = place.set(nan, revision=1)
+    bad = state.weights.weights_id
+    place.set(weight_file(4), revision=2)
+    change(server, "follow", place=place.where, interval=0.02)
+    limit = time.monotonic() + 20
+    while not serves(model, 4):
+        assert time.monotonic() < limit
+        time.sleep(0.01)
+    refused = change(server, "rollback", to=bad[:12])
+    assert (refused.status, refused.json["kind"]) == (422, "NotServed")
+    assert "NaN" in refused.json["error"]
+    while not serves(model, 1):
+        assert time.monotonic() < limit
+        time.sleep(0.01)
+    assert change(server, "rollback", to=place.read().withdrawn[0].weights_id).status == 200
+    back = change(server, "rollback")
+    assert (back.status, serves(model, 1)) == (200, True)
+    assert back.json["receipt"]["weights_id"] == place.read().weights.weights_id
+
+
 def test_what_is_staged_before_the_process_has_read_what_is_desired_gives_way(
     server: Server, place: DesiredPlace, weight_file: WriteWeights
 ) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from threading import Lock
 
+from weightswap_runtime.desired.document import DesiredState
 from weightswap_runtime.desired.place import DesiredPlace, Known
 from weightswap_runtime.errors import StageClosed, StagingBusy, Unsupported
 from weightswap_runtime.live.receipt import SwapReceipt
@@ -142,12 +143,14 @@ class Desk:
         """Serve earlier weights. Where a place is followed it desires them, and holds.
 
         What is staged is given up. Raises NothingToRollBack, Conflict, and what `DesiredPlace.rollback` and
-        `Model.swap` raise. The receipt is None where the place says so, and this process does not serve it yet.
+        `Model.swap` raise, and NotServed. The receipt is None where the place says so, and this process does not serve it yet.
         """
         place = self.followed.place
         if place is not None:
-            seen = place.read().revision if request.revision is None else request.revision
-            state = place.rollback(revision=seen, to=request.to, by=by, why=request.why, hold=request.hold)
+            now = place.read()
+            seen = now.revision if request.revision is None else request.revision
+            to = request.to or self._last_served(now)
+            state = place.rollback(revision=seen, to=to, by=by, why=request.why, hold=request.hold)
             self._discard()
             return self.followed.await_served(state)
         self._discard()
@@ -321,6 +324,11 @@ class Desk:
         # before the commit: what serves, and is not desired, would give way at the next look
         state = place.set(entry.path, revision=seen, by=by, why=why, known=known)
         entry.revision = state.revision
+
+    def _last_served(self, state: DesiredState) -> str | None:
+        """The last of the history that this process has served: what was desired, and refused, is not meant."""
+        served = {receipt.weights_id for receipt in self.model.history}
+        return next((each.weights_id for each in reversed(state.history) if each.weights_id in served), None)
 
     def _check_alone(self) -> None:
         if self.served.is_shared:
