@@ -142,8 +142,8 @@ class Desk:
     def rollback(self, request: RollbackRequest, by: str) -> SwapReceipt | None:
         """Serve earlier weights. Where a place is followed it desires them, and holds.
 
-        What is staged is given up. Raises NothingToRollBack, Conflict, and what `DesiredPlace.rollback` and
-        `Model.swap` raise, and NotServed. The receipt is None where the place says so, and this process does not serve it yet.
+        What is staged is given up. Raises NothingToRollBack, Conflict, NotServed, and what `DesiredPlace.rollback` and
+        `Model.swap` raise. The receipt is None where the place says so, and this process does not serve it yet.
         """
         place = self.followed.place
         if place is not None:

@@ -37,8 +37,8 @@ class Reconciler:
     """Keeps a model at what a place says. `look()` is called again and again.
 
     What cannot be served is tried again when the place says something new, when the file changes, and, if another try
-    may mend it, after longer and longer pauses. Where nothing is served yet, or what was withdrawn, the last good weights
-    of the history are.
+    may mend it, after longer and longer pauses. Where nothing is served yet, or what was withdrawn, the last good
+    weights of the history are.
     """
 
     def __init__(self, place: DesiredPlace, interval: float, clock: Callable[[], float] = time.monotonic) -> None:
