@@ -164,6 +164,22 @@ def test_where_a_place_is_followed_changes_are_written_there(
     assert change(server, "unfollow").status == 409
 
 
+def test_each_commit_keeps_its_own_reason(server: Server, place: DesiredPlace, weight_file: WriteWeights) -> None:
+    """Also where the place says another of the same weights by now, as after a rollback to them."""
+    change(server, "follow", place=place.where, interval=0.02)
+    place.set(weight_file(2), revision=1, by="bo", why="better")
+    limit = time.monotonic() + 20
+    while not serves(server.service.served[0].model, 2):
+        assert time.monotonic() < limit
+        time.sleep(0.01)
+    change(server, "swap", source=str(weight_file(3)), why="faster")
+    change(server, "rollback", why="wrong")
+    change(server, "rollback", to=place.read().history[0].weights_id, why="worse")
+    receipts = call(server, "/admin/models/tiny/history").json["receipts"]
+    assert [each["why"] for each in receipts] == ["", "better", "faster", "wrong", "worse"]
+    assert status(server)["served"]["why"] == "worse"
+
+
 def test_two_operators_do_not_overwrite_each_other(
     server: Server, place: DesiredPlace, weight_file: WriteWeights
 ) -> None:
