@@ -7,7 +7,9 @@ undone by its next look.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from threading import Lock
+from typing import NamedTuple
 
 from weightswap_runtime.desired.document import DesiredState
 from weightswap_runtime.desired.place import DesiredPlace, Known
@@ -43,6 +45,14 @@ from .telling import Entry, aborted, following, served_weights, staged_weights, 
 _TURN = 1.0  # seconds for the swap of another thread
 
 
+class Taking(NamedTuple):
+    """Where a model's weights come from: a directory that is watched, a place that is followed, or nothing."""
+
+    watch: str | None = None
+    follow: str | None = None
+    interval: float = 5.0
+
+
 class Desk:
     """One model's operators."""
 
@@ -51,6 +61,7 @@ class Desk:
         self._allowed, self._staged_timeout = allowed, staged_timeout
         self._entry: Entry | None = None
         self._lock = Lock()
+        self.on_source: Callable[[Taking], object] = lambda _: None  # what an operator has it take from now on
         self._ending = Lock()  # what is staged is committed or given up, one after another
         self.followed = Followed(self.model, self.name)
         self.journal = Journal(self.model, self.name, self.followed)
@@ -194,12 +205,14 @@ class Desk:
         place = self._allowed.folder(request.place)
         self.followed.check_free()
         self.model.follow(place, request.interval)
+        self.on_source(Taking(None, place, request.interval))
 
     def watch(self, request: WatchRequest, by: str) -> None:
         """Take each new file of a directory from now on. Raises as `follow`."""
         directory = self._allowed.folder(request.directory)
         self.followed.check_free()
         self.model.watch(directory, request.interval)
+        self.on_source(Taking(directory, None, request.interval))
 
     def unfollow(self, request: Change, by: str) -> None:
         """Follow and watch nothing. What is served stays. Raises Conflict where there is nothing to end."""
@@ -208,6 +221,7 @@ class Desk:
             raise Conflict(f"{self.name}: follows and watches nothing")
         for each in watching:
             each.stop()
+        self.on_source(Taking())
 
     def look_after(self) -> None:
         """Give up what is staged where a followed place desires something else than is served, or it grew too old.
