@@ -164,6 +164,22 @@ def test_where_a_place_is_followed_changes_are_written_there(
     assert change(server, "unfollow").status == 409
 
 
+def test_each_commit_keeps_its_own_reason(server: Server, place: DesiredPlace, weight_file: WriteWeights) -> None:
+    """Also where the place says another of the same weights by now, as after a rollback to them."""
+    change(server, "follow", place=place.where, interval=0.02)
+    place.set(weight_file(2), revision=1, by="bo", why="better")
+    limit = time.monotonic() + 20
+    while not serves(server.service.served[0].model, 2):
+        assert time.monotonic() < limit
+        time.sleep(0.01)
+    change(server, "swap", source=str(weight_file(3)), why="faster")
+    change(server, "rollback", why="wrong")
+    change(server, "rollback", to=place.read().history[0].weights_id, why="worse")
+    receipts = call(server, "/admin/models/tiny/history").json["receipts"]
+    assert [each["why"] for each in receipts] == ["", "better", "faster", "wrong", "worse"]
+    assert status(server)["served"]["why"] == "worse"
+
+
 def test_two_operators_do_not_overwrite_each_other(
     server: Server, place: DesiredPlace, weight_file: WriteWeights
 ) -> None:
@@ -197,6 +213,32 @@ def test_a_rollback_answers_with_its_own_receipt(
     monkeypatch.setattr(model._store.gate, "exchange", slow_exchange)
     receipt = change(server, "rollback").json["receipt"]
     assert (receipt["kind"], receipt["generation"]) == ("rollback", 2)
+
+
+def test_a_rollback_leads_to_what_was_served(
+    server: Server, tiny: TinyArtifact, place: DesiredPlace, weight_file: WriteWeights, tmp_path: Path
+) -> None:
+    """Past what was desired and refused; to that, if it is named, it says so, and withdrawn weights are left."""
+    model = server.service.served[0].model
+    nan = tiny.write(tmp_path / "nan.safetensors", tiny.values(2) | {"bias": torch.full((5,), torch.nan)})
+    state = place.set(nan, revision=1)
+    bad = state.weights.weights_id
+    place.set(weight_file(4), revision=2)
+    change(server, "follow", place=place.where, interval=0.02)
+    limit = time.monotonic() + 20
+    while not serves(model, 4):
+        assert time.monotonic() < limit
+        time.sleep(0.01)
+    refused = change(server, "rollback", to=bad[:12])
+    assert (refused.status, refused.json["kind"]) == (422, "NotServed")
+    assert "NaN" in refused.json["error"]
+    while not serves(model, 1):
+        assert time.monotonic() < limit
+        time.sleep(0.01)
+    assert change(server, "rollback", to=place.read().withdrawn[0].weights_id).status == 200
+    back = change(server, "rollback")
+    assert (back.status, serves(model, 1)) == (200, True)
+    assert back.json["receipt"]["weights_id"] == place.read().weights.weights_id
 
 
 def test_what_is_staged_before_the_process_has_read_what_is_desired_gives_way(

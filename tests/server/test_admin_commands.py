@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner, Result
@@ -19,7 +20,7 @@ from weightswap_runtime import DesiredPlace, Model, load, write_delta
 from weightswap_server import Server
 from weightswap_tools.commands.push import push_command
 from weightswap_tools.commands.serve import serve_command
-from weightswap_tools.commands.status import _print_processes, status_command
+from weightswap_tools.commands.status import _agreement, _print_processes, status_command
 
 
 @pytest.fixture
@@ -112,6 +113,24 @@ def test_a_place_that_cannot_be_read_is_told(
             assert time.monotonic() < limit
         said = CliRunner().invoke(status_command, [url_of(server)]).stdout
         assert re.search(r"revision 1, and CANNOT BE READ now: .*not a desired state", said)
+
+
+@pytest.mark.parametrize(
+    ("more", "says"),
+    [
+        ({"held_by": "", "held_why": ""}, ", on hold"),
+        ({"held_by": "bo", "held_why": "a feast"}, ", on hold by bo: a feast"),
+        ({"held_by": "", "held_why": "a feast", "agrees": False}, ", on hold: a feast, NOT served: 2 differ: a b"),
+        (
+            {"held_by": "bo", "held_why": "", "reachable": False},
+            ", on hold by bo, and CANNOT BE READ now: 2 differ: a b",
+        ),
+    ],
+)
+def test_a_hold_and_a_refusal_on_one_line(more: dict[str, Any], says: str) -> None:
+    assert (
+        _agreement({"on_hold": True, "reachable": True, "agrees": True, "error": "2 differ:\n  a\n  b"} | more) == says
+    )
 
 
 def test_a_process_that_has_said_nothing_yet_begins(capsys: pytest.CaptureFixture[str]) -> None:

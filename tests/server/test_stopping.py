@@ -54,6 +54,31 @@ def test_what_was_accepted_is_answered(tiny: TinyArtifact, weight_file: WriteWei
     assert model._closed
 
 
+def test_clients_that_are_busy_lose_nothing(tiny: TinyArtifact, weight_file: WriteWeights) -> None:
+    """Each is told with its last answer that it was the last; idle connections are closed all the same."""
+    with ThreadPoolExecutor(8) as pool, serving({"tiny": load(tiny.path, weight_file(1))}) as server:
+        silent = socket.create_connection(("127.0.0.1", server.http_port), 20)
+        asking = [pool.submit(ask_until_closed, server.http_port) for _ in range(8)]
+        time.sleep(0.3)
+        server.stop()
+        assert all(each.result(20) > 0 for each in asking)
+        assert silent.recv(1) == b""
+        silent.close()
+
+
+def ask_until_closed(port: int) -> int:
+    """How often a client was answered until an answer was the connection's last."""
+    body, answered = json.dumps(as_json(x=X)), 0
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=20)
+    while connection.sock is not None or not answered:
+        connection.request("POST", INFER, body)
+        reply = connection.getresponse()
+        assert reply.status == 200, reply.read()
+        reply.read()
+        answered += 1
+    return answered
+
+
 def accepts(port: int) -> bool:
     try:
         socket.create_connection(("127.0.0.1", port), 1).close()

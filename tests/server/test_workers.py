@@ -122,6 +122,25 @@ def test_operators_change_what_workers_serve(tmp_path: Path, monkeypatch: pytest
         said = operator.post(f"{changes}commit", {})
         assert fleet.infer() == (said["receipt"]["weights_id"], 3)
         _check_unloading(operator, fleet)
+        _check_taking(operator, fleet)
+
+
+def _check_taking(operator: AdminClient, fleet: Fleet) -> None:
+    """What operators let the model follow, a new keeper follows; what it was to leave, it leaves."""
+    changes = "/admin/models/tiny/"
+    operator.post(f"{changes}follow", {"place": fleet.place.where, "interval": 0.05})
+    _kill_keeper(fleet)
+    fleet.desire(2)
+    eventually(lambda: operator.get("/admin/models/tiny")["following"] is not None)
+    operator.post(f"{changes}unfollow", {})
+    _kill_keeper(fleet)
+    eventually(lambda: operator.get("/admin/models/tiny")["following"] is None)
+
+
+def _kill_keeper(fleet: Fleet) -> None:
+    keeper, *_ = fleet.children
+    os.kill(keeper, signal.SIGKILL)
+    eventually(lambda: len(fleet.children) == 2 and keeper not in fleet.children)
 
 
 def _check_processes(operator: AdminClient, fleet: Fleet, generation: int) -> None:

@@ -7,8 +7,11 @@ undone by its next look.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from threading import Lock
+from typing import NamedTuple
 
+from weightswap_runtime.desired.document import DesiredState
 from weightswap_runtime.desired.place import DesiredPlace, Known
 from weightswap_runtime.errors import StageClosed, StagingBusy, Unsupported
 from weightswap_runtime.live.receipt import SwapReceipt
@@ -42,6 +45,14 @@ from .telling import Entry, aborted, following, served_weights, staged_weights, 
 _TURN = 1.0  # seconds for the swap of another thread
 
 
+class Taking(NamedTuple):
+    """Where a model's weights come from: a directory that is watched, a place that is followed, or nothing."""
+
+    watch: str | None = None
+    follow: str | None = None
+    interval: float = 5.0
+
+
 class Desk:
     """One model's operators."""
 
@@ -50,6 +61,7 @@ class Desk:
         self._allowed, self._staged_timeout = allowed, staged_timeout
         self._entry: Entry | None = None
         self._lock = Lock()
+        self.on_source: Callable[[Taking], object] = lambda _: None  # what an operator has it take from now on
         self._ending = Lock()  # what is staged is committed or given up, one after another
         self.followed = Followed(self.model, self.name)
         self.journal = Journal(self.model, self.name, self.followed)
@@ -141,13 +153,15 @@ class Desk:
     def rollback(self, request: RollbackRequest, by: str) -> SwapReceipt | None:
         """Serve earlier weights. Where a place is followed it desires them, and holds.
 
-        What is staged is given up. Raises NothingToRollBack, Conflict, and what `DesiredPlace.rollback` and
+        What is staged is given up. Raises NothingToRollBack, Conflict, NotServed, and what `DesiredPlace.rollback` and
         `Model.swap` raise. The receipt is None where the place says so, and this process does not serve it yet.
         """
         place = self.followed.place
         if place is not None:
-            seen = place.read().revision if request.revision is None else request.revision
-            state = place.rollback(revision=seen, to=request.to, by=by, why=request.why, hold=request.hold)
+            now = place.read()
+            seen = now.revision if request.revision is None else request.revision
+            to = request.to or self._last_served(now)
+            state = place.rollback(revision=seen, to=to, by=by, why=request.why, hold=request.hold)
             self._discard()
             return self.followed.await_served(state)
         self._discard()
@@ -191,12 +205,14 @@ class Desk:
         place = self._allowed.folder(request.place)
         self.followed.check_free()
         self.model.follow(place, request.interval)
+        self.on_source(Taking(None, place, request.interval))
 
     def watch(self, request: WatchRequest, by: str) -> None:
         """Take each new file of a directory from now on. Raises as `follow`."""
         directory = self._allowed.folder(request.directory)
         self.followed.check_free()
         self.model.watch(directory, request.interval)
+        self.on_source(Taking(directory, None, request.interval))
 
     def unfollow(self, request: Change, by: str) -> None:
         """Follow and watch nothing. What is served stays. Raises Conflict where there is nothing to end."""
@@ -205,6 +221,7 @@ class Desk:
             raise Conflict(f"{self.name}: follows and watches nothing")
         for each in watching:
             each.stop()
+        self.on_source(Taking())
 
     def look_after(self) -> None:
         """Give up what is staged where a followed place desires something else than is served, or it grew too old.
@@ -321,6 +338,11 @@ class Desk:
         # before the commit: what serves, and is not desired, would give way at the next look
         state = place.set(entry.path, revision=seen, by=by, why=why, known=known)
         entry.revision = state.revision
+
+    def _last_served(self, state: DesiredState) -> str | None:
+        """The last of the history that this process has served: what was desired, and refused, is not meant."""
+        served = {receipt.weights_id for receipt in self.model.history}
+        return next((each.weights_id for each in reversed(state.history) if each.weights_id in served), None)
 
     def _check_alone(self) -> None:
         if self.served.is_shared:

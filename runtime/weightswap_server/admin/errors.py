@@ -5,6 +5,7 @@ RequestError
 |-- Forbidden         a path or URL that nobody has allowed
 |-- NotThere          no such upload
 |-- Conflict          it would fight with what the model follows, or with another change
+|-- NotServed         the followed place desires what is refused here
 |-- UploadMismatch    the bytes are not those whose digest was named
 `-- NoRoom            uploads may take no more
 """
@@ -48,6 +49,10 @@ class Conflict(RequestError):
     """The change would fight with what the model follows, or with another change."""
 
 
+class NotServed(RequestError):
+    """What the followed place desires by now is refused in this process."""
+
+
 class UploadMismatch(RequestError):
     """What was uploaded is not what its digest says."""
 
@@ -69,6 +74,7 @@ _STATUSES: tuple[tuple[type[WeightswapError], int], ...] = (
     (Forbidden, 403),
     (NotThere, 404),
     (Conflict, 409),
+    (NotServed, 422),
     (UploadMismatch, 422),
     (NoRoom, 507),
     (MissingExtra, 501),

@@ -11,10 +11,11 @@ from weightswap_runtime.desired.place import DesiredPlace
 from weightswap_runtime.live.model import Model
 from weightswap_runtime.live.receipt import SwapReceipt
 from weightswap_runtime.live.watching.follower import Follower
+from weightswap_runtime.live.watching.intake import is_transient
 from weightswap_runtime.live.watching.watcher import Watcher
 
 from .documents import Change
-from .errors import Conflict
+from .errors import Conflict, NotServed
 
 T = TypeVar("T")
 _RECEIPT = 1.0  # seconds for a receipt, once its weights are served
@@ -66,9 +67,18 @@ class Followed:
         return next((each for each in self._model.watching if isinstance(each, kind)), None)
 
     def await_served(self, state: DesiredState) -> SwapReceipt | None:
-        """Wait until this process serves what is desired, for a while."""
+        """Wait until this process serves what is desired, for a while. Raises NotServed where it is refused."""
         wanted = state.weights.weights_id if state.weights else None
-        self._look_until(lambda _: self._model.weights_id == wanted)
+
+        def refused(follower: Follower) -> Exception | None:
+            read = (follower.status.revision or 0) >= state.revision
+            error = follower.last_error if read else None
+            return error if isinstance(error, Exception) and not is_transient(error) else None
+
+        self._look_until(lambda follower: self._model.weights_id == wanted or refused(follower) is not None)
+        follower = self.follower
+        if wanted and self._model.weights_id != wanted and follower and (error := refused(follower)) is not None:
+            raise NotServed(f"{self._name}: {follower.place.where} desires {wanted[:12]} by now, refused here: {error}")
         return self._receipt() if self._model.weights_id == wanted else None
 
     def _receipt(self) -> SwapReceipt | None:

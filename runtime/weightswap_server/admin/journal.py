@@ -72,13 +72,21 @@ class Journal:
             self._said = "", ""
 
     def why(self, receipt: SwapReceipt) -> str:
-        """As the operator said, or else the place that is followed."""
+        """As the operator said, or else the place that is followed, then or by now."""
+        return self._whys.get(receipt.generation, self._why_by_now(receipt))
+
+    def _why_by_now(self, receipt: SwapReceipt) -> str:
+        """What the place says of weights, unless it was written after their commit, as a later rollback to them is."""
         state = self._followed.desired
-        said = {weights.weights_id: weights.why for weights in state.known} if state else {}
-        return self._whys.get(receipt.generation, said.get(receipt.weights_id, ""))
+        known = state.known if state else ()
+        said = {each.weights_id: each.why for each in known if each.since <= receipt.committed_at}
+        return said.get(receipt.weights_id, "")
 
     def _note(self, receipt: SwapReceipt) -> None:
         by, why = self._said
+        wanted = state.weights if (state := self._followed.desired) else None
+        if (not by or receipt.by != by) and wanted and wanted.weights_id == receipt.weights_id:
+            by, why = receipt.by, wanted.why
         if receipt.by == by:
             kept = {each.generation for each in self._model.history}
             known = {number: said for number, said in self._whys.items() if number in kept}

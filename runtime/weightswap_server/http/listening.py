@@ -20,7 +20,8 @@ _TOO_MANY = (
 )
 _LARGE = 1 << 16
 GONE = "weightswap.gone"  # in a scope: what is called when the client goes before its answer
-_What = Literal["request", "reading"]
+_What = Literal["request", "reading", "leaving"]
+_LEAVING = 1.0  # seconds in which a client that is idle at a stop may ask once more
 
 
 class GuardedProtocol(HttpToolsProtocol):
@@ -31,6 +32,7 @@ class GuardedProtocol(HttpToolsProtocol):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._timers: dict[_What, asyncio.TimerHandle] = {}
+        self._leaves = False
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(cast("Any", _Joining(transport, self.loop)))
@@ -41,19 +43,22 @@ class GuardedProtocol(HttpToolsProtocol):
             self._expect("request")
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._met("request")
-        self._met("reading")
+        for what in tuple(self._timers):
+            self._met(what)
         if self.cycle is not None and not self.cycle.response_complete:
             cast("dict[str, Any]", self.cycle.scope).get(GONE, bool)()
         super().connection_lost(exc)
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
+        self._met("leaving")
         self._expect("request")
 
     def on_headers_complete(self) -> None:
         self._met("request")
         super().on_headers_complete()
+        if self._leaves:
+            self._leave()
 
     def on_message_complete(self) -> None:
         self._met("request")
@@ -63,6 +68,19 @@ class GuardedProtocol(HttpToolsProtocol):
         if self.cycle.more_body:  # nobody waits for the rest of a request that was answered
             self._expect("request")
         super().on_response_complete()
+
+    def shutdown(self) -> None:
+        """The next answer says that it is the last; an idle client's next request may lie in the socket already."""
+        self._leaves = True
+        if self.cycle is None or self.cycle.response_complete:
+            seconds = min(_LEAVING, self.settings.grace / 2)
+            self._timers["leaving"] = self.loop.call_later(seconds, self._leave)
+        else:
+            self._leave()
+
+    def _leave(self) -> None:
+        self._met("leaving")
+        super().shutdown()
 
     def pause_writing(self) -> None:
         super().pause_writing()

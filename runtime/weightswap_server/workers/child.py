@@ -29,6 +29,7 @@ from weightswap_runtime.shared.control import Control
 from weightswap_runtime.shared.keeper import keep
 from weightswap_runtime.shared.segment import Segment
 from weightswap_runtime.shared.worker import join
+from weightswap_server.admin.desk import Taking
 from weightswap_server.admin.plane import AdminPlane
 from weightswap_server.admin.settings import AdminSettings
 from weightswap_server.errors import log
@@ -64,10 +65,10 @@ class Word(msgspec.Struct, frozen=True):
     """What a child says to its manager, and, as "total" and "processes", asks. One that is not "alive" for long hangs.
 
     text: as "alive" a `Process`; "metrics" and "total" are as Prometheus reads them; "processes" are those of all;
-    "tried" is a `Tried`, which the manager passes on to the keeper.
+    "tried" is a `Tried`, which the manager passes on to the keeper. "sources": what the next keeper begins with.
     """
 
-    kind: Literal["ready", "failed", "alive", "metrics", "total", "processes", "tried"]
+    kind: Literal["ready", "failed", "alive", "metrics", "total", "processes", "tried", "sources"]
     text: str = ""
 
 
@@ -109,6 +110,11 @@ class Line:
         """All processes, as the manager knows them; none where it has gone."""
         return msgspec.json.decode(self._ask(Word("processes")) or "[]", type=list[Process])
 
+    def tell_source(self, name: str, taking: Taking) -> None:
+        """What an operator has a model take: whoever takes this process's place goes on with it."""
+        source = msgspec.structs.replace(self.task.sources[name], **taking._asdict())
+        self.say(Word("sources", msgspec.json.encode({name: source}).decode()))
+
     def _ask(self, word: Word) -> str:
         """What the manager answers; nothing where it has gone."""
         with self._asking:
@@ -133,6 +139,8 @@ def _keep(line: Line) -> None:
     service.load_metrics = lambda: text_string_to_metric_families(service.all_metrics().decode())
     service.processes = line.processes
     plane = AdminPlane(service, task.admin) if task.admin is not None else None
+    for name, desk in plane.desks.items() if plane is not None else ():
+        desk.on_source = partial(line.tell_source, name)
     try:
         for name, source in task.sources.items():
             if source.weights is not None and models[name].weights_id is None:

@@ -19,6 +19,7 @@ from weightswap_runtime.errors import WeightswapError
 from weightswap_runtime.shared.control import Control
 from weightswap_server.errors import log
 from weightswap_server.service.processes import Process
+from weightswap_server.serving import Source
 
 from .child import Task, Word
 from .totals import Totals
@@ -162,13 +163,19 @@ class Child:
                     )
                 elif word.kind == "tried":
                     self._pass_on(raw)
+                elif word.kind == "sources":
+                    changed = msgspec.json.decode(word.text, type=dict[str, Source])
+                    self._task = msgspec.structs.replace(self._task, sources={**self._task.sources, **changed})
                 elif word.kind == "processes":
                     found = msgspec.json.encode([each for each in self._processes() if each.pid]).decode()
                     writer.write(msgspec.json.encode(Word("processes", found)) + b"\n")
                 else:
-                    self._totals.tell(pid, self._task.role, word.text)
-                if word.kind == "total":
-                    writer.write(msgspec.json.encode(Word("total", self._totals.text())) + b"\n")
+                    self._count(pid, word, writer)
+
+    def _count(self, pid: int, word: Word, writer: asyncio.StreamWriter) -> None:
+        self._totals.tell(pid, self._task.role, word.text)
+        if word.kind == "total":
+            writer.write(msgspec.json.encode(Word("total", self._totals.text())) + b"\n")
 
     def tell(self, raw: bytes) -> None:
         """Send it a word, unless it reads none."""

@@ -48,7 +48,7 @@ def _print(model: dict[str, Any]) -> None:
     if following := model["following"]:
         say(f"follows     {following['place']}, revision {following['revision']}{_agreement(following)}")
     if watching := model["watching"]:
-        error = f": {watching['error']}" if watching["error"] else ""
+        error = f": {_on_a_line(watching['error'])}" if watching["error"] else ""
         say(f"watches     {watching['directory']}{error}")
 
 
@@ -75,8 +75,13 @@ def _labels(labels: dict[str, str]) -> str:
 
 
 def _agreement(following: dict[str, Any]) -> str:
-    hold = f", on hold by {following['held_by']}: {following['held_why']}" if following["on_hold"] else ""
+    by = f" by {following['held_by']}" if following["held_by"] else ""
+    why = f": {following['held_why']}" if following["held_why"] else ""
+    hold, error = f", on hold{by}{why}" if following["on_hold"] else "", _on_a_line(following["error"])
     if not following["reachable"]:
-        return f"{hold}, and CANNOT BE READ now: {following['error']}"
-    other = "" if following["agrees"] else f", NOT served: {following['error'] or 'not yet'}"
-    return hold + other
+        return f"{hold}, and CANNOT BE READ now: {error}"
+    return hold + ("" if following["agrees"] else f", NOT served: {error or 'not yet'}")
+
+
+def _on_a_line(error: str) -> str:
+    return " ".join(error.split())

@@ -37,7 +37,8 @@ class Reconciler:
     """Keeps a model at what a place says. `look()` is called again and again.
 
     What cannot be served is tried again when the place says something new, when the file changes, and, if another try
-    may mend it, after longer and longer pauses. Where nothing is served yet, the last good weights of the history are.
+    may mend it, after longer and longer pauses. Where nothing is served yet, or what was withdrawn, the last good
+    weights of the history are.
     """
 
     def __init__(self, place: DesiredPlace, interval: float, clock: Callable[[], float] = time.monotonic) -> None:
@@ -103,7 +104,8 @@ class Reconciler:
             raise
         except Exception as error:
             self._refused(path, error, target)
-        if self._refusal is not None and target.serves_nothing:
+        withdrawn = any(target.serves(weights.weights_id) for weights in state.withdrawn)
+        if self._refusal is not None and (target.serves_nothing or withdrawn):
             self._serve_last_good(state, target)
 
     def _still_wants(self, wanted: DesiredWeights, check: Callable[[], None]) -> bool:

@@ -255,6 +255,22 @@ def test_a_model_that_serves_nothing_takes_the_last_good_weights(tiny: TinyArtif
         assert eventually(lambda: serves(model, 3))
 
 
+def test_what_is_withdrawn_gives_way_to_the_last_good_weights(model: Model, service: Service) -> None:
+    """Where what a rollback leads to is refused: as in a process that starts then."""
+    service.set(1)
+    second = service.folder / "v2.safetensors"
+    values = service.tiny.values(2)
+    service.tiny.write(second, values | {"bias": torch.full_like(values["bias"], torch.nan)})
+    service.set(2)
+    service.set(3)
+    with model.follow(service.folder, SOON) as follower:
+        assert follower.wait(60)
+        state = service.place.rollback(revision=3)
+        assert eventually(lambda: serves(model, 1))
+        assert isinstance(follower.last_error, NonFiniteWeights)
+        assert (follower.status.revision, follower.agrees) == (state.revision, False)
+
+
 def test_what_is_not_desired_any_more_when_it_is_staged_is_not_served(
     service: Service, monkeypatch: pytest.MonkeyPatch
 ) -> None:
