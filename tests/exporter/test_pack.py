@@ -41,6 +41,28 @@ SOURCES: dict[str, Callable[[Renamed, Path], object]] = {
 }
 
 
+class Resized(nn.Module):
+    """State, a constant, and a buffer without elements."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+        self.register_buffer("seen", torch.zeros(3))
+        self.register_buffer("none", torch.zeros(0))
+        self.constant = torch.arange(3.0)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen.add_(1)
+        return self.linear(x) + self.constant + self.seen + self.none.sum()
+
+
+def test_a_models_tensors_can_be_resized_afterwards(tmp_path: Path) -> None:
+    model = Resized().eval()
+    pack(model, export(model, (X,), out=tmp_path / "a", goldens=[((X,), {})]), out=tmp_path / "w.safetensors")
+    for tensor in (X, model.constant, *model.state_dict().values()):
+        assert tensor.untyped_storage().resizable()
+
+
 @pytest.mark.parametrize("make", SOURCES.values(), ids=SOURCES)
 def test_every_source_gives_the_same_file(
     make: Callable[[Renamed, Path], Any], renamed: Artifact, tmp_path: Path

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 import operator
+from typing import Any
 
 import torch
 from torch.export import ExportedProgram
 from torch.export.graph_signature import ConstantArgument
 
 _QKV = 3
+_ROUNDED = {"aten::div", "aten::div_", "aten::fmod", "aten::fmod_"}
 
 
 def adapt(program: ExportedProgram) -> None:
@@ -18,15 +20,21 @@ def adapt(program: ExportedProgram) -> None:
     for module in program.graph_module.modules():
         if isinstance(module, torch.fx.GraphModule):
             for node in list(module.graph.nodes):
-                if node.target is torch.ops.aten.view.default:
-                    # decomposed attention may have other strides than views were captured for; ONNX has none
-                    node.target = torch.ops.aten.reshape.default
-                elif node.target is torch.ops.aten.scaled_dot_product_attention.default:
-                    _plain_attention(module.graph, node)
-                elif node.target is torch.ops.aten.embedding.default:
-                    _refuse_negative_rows(module.graph, node)
-                elif node.target is operator.floordiv:
-                    _exact_division(module.graph, node)
+                _adapt(module.graph, node)
+
+
+def _adapt(graph: torch.fx.Graph, node: torch.fx.Node) -> None:
+    if node.target is torch.ops.aten.view.default:
+        # decomposed attention may have other strides than views were captured for; ONNX has none
+        node.target = torch.ops.aten.reshape.default
+    elif node.target is torch.ops.aten.scaled_dot_product_attention.default:
+        _plain_attention(graph, node)
+    elif node.target is torch.ops.aten.embedding.default:
+        _refuse_negative_rows(graph, node)
+    elif node.target is operator.floordiv:
+        _exact_division(graph, node)
+    elif _rounds_integers(node):
+        _exact_integers(graph, node)
 
 
 def _plain_attention(graph: torch.fx.Graph, node: torch.fx.Node) -> None:
@@ -71,6 +79,55 @@ def _exact_division(graph: torch.fx.Graph, node: torch.fx.Node) -> None:
     with graph.inserting_before(node):
         rest = graph.call_function(operator.mod, (above, below))
         node.args = (graph.call_function(operator.sub, (above, rest)), below)
+
+
+def _rounds_integers(node: torch.fx.Node) -> bool:
+    """Whether it is a division with a rounding mode, or a C-like rest, of integers: torch's translation has floats."""
+    if not isinstance(node.target, torch._ops.OpOverload) or node.target._schema.name not in _ROUNDED:
+        return False
+    rounds = "fmod" in node.target._schema.name or node.kwargs.get("rounding_mode")
+    dtype = node.meta["val"].dtype
+    return bool(rounds) and dtype is not torch.bool and not dtype.is_floating_point and not dtype.is_complex
+
+
+def _exact_integers(graph: torch.fx.Graph, node: torch.fx.Node) -> None:
+    """The same of rests and quotients that are rounded down, whose translation keeps to integers.
+
+    In int64, as ONNX Runtime lacks steps of it for narrower ones.
+    """
+    aten = torch.ops.aten
+    assert isinstance(node.target, torch._ops.OpOverload)
+    with graph.inserting_before(node):
+        above, below = (_int64(graph, each) for each in node.args[:2])
+        result = _rounded(graph, above, below, node.kwargs.get("rounding_mode"))
+        result = graph.call_function(aten.to.dtype, (result, node.meta["val"].dtype))
+    if node.target._schema.is_mutable:
+        node.target, node.args, node.kwargs = aten.copy_.default, (node.args[0], result), {}
+    else:
+        node.replace_all_uses_with(result)
+        graph.erase_node(node)
+
+
+def _rounded(graph: torch.fx.Graph, above: torch.fx.Node, below: torch.fx.Node, mode: object) -> torch.fx.Node:
+    aten = torch.ops.aten
+    if mode == "floor":
+        return graph.call_function(aten.floor_divide.default, (above, below))
+    rest = graph.call_function(aten.remainder.Tensor, (above, below))
+    one, other = (graph.call_function(aten.lt.Scalar, (each, 0)) for each in (above, below))
+    signs = graph.call_function(aten.logical_xor.default, (one, other))
+    inexact = graph.call_function(aten.ne.Scalar, (rest, 0))
+    away = graph.call_function(aten.logical_and.default, (signs, inexact))  # rounding down is away from zero
+    if mode == "trunc":
+        floor = graph.call_function(aten.floor_divide.default, (above, below))
+        return graph.call_function(aten.add.Tensor, (floor, _int64(graph, away)))
+    return graph.call_function(aten.where.self, (away, graph.call_function(aten.sub.Tensor, (rest, below)), rest))
+
+
+def _int64(graph: torch.fx.Graph, value: Any) -> torch.fx.Node:
+    """A tensor or number of a graph as a tensor."""
+    if isinstance(value, torch.fx.Node) and not isinstance(value.meta.get("val"), int | torch.SymInt):
+        return graph.call_function(torch.ops.aten.to.dtype, (value, torch.int64))
+    return graph.call_function(torch.ops.aten.scalar_tensor.default, (value,), {"dtype": torch.int64})
 
 
 def _drop_literals(program: ExportedProgram) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 from collections.abc import Sequence
 
@@ -38,7 +39,16 @@ def tensor_bytes(tensor: torch.Tensor) -> memoryview:
     """Row-major, little-endian bytes. A view of the tensor's own memory where that is on the CPU and contiguous."""
     rows = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
     flat = rows.as_strided((rows.numel(),), (1,))  # reshape leaves a single element its stride
-    return flat.view(torch.uint8).numpy().data
+    return _memory(flat.view(torch.uint8))
+
+
+def _memory(flat: torch.Tensor) -> memoryview:
+    """The memory of bytes. torch's own way, `.numpy()`, makes the storage one that can never be resized again."""
+    if type(flat) is not torch.Tensor or (len(flat) and not flat.data_ptr()):
+        return flat.numpy().data  # torch refuses what has no memory of its own
+    memory = (ctypes.c_char * len(flat)).from_address(flat.data_ptr())
+    memory.tensor = flat  # type: ignore[attr-defined]  # lives as long as the view
+    return memoryview(memory).cast("B")
 
 
 def tensor_content(tensor: torch.Tensor) -> TensorBytes:

@@ -145,6 +145,27 @@ def test_an_empty_batch_ends_no_process(engine: str, tmp_path: Path) -> None:
     assert any(case.refused for found in report.engines for case in found.cases) == (engine == "onnx")
 
 
+class Divides(nn.Module):
+    """Quotients and rests of integers, rounded as C does it, and down."""
+
+    def forward(self, n: torch.Tensor, k: torch.Tensor) -> list[torch.Tensor]:
+        modes = [torch.div(n, by, rounding_mode=mode) for by in (60, k, n.shape[0]) for mode in ("trunc", "floor")]
+        rests = [torch.fmod(n, by) for by in (3, k, k.to(torch.int16))]
+        return [*modes, *rests, n.clone().div_(7, rounding_mode="trunc"), n.clone().fmod_(k), n // k, n % k]
+
+
+@pytest.mark.parametrize("below", [3, -7])
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.int16, torch.uint8], ids=str)
+def test_integers_are_divided_exactly(dtype: torch.dtype, below: int, tmp_path: Path) -> None:
+    limits = torch.iinfo(dtype)
+    n = torch.tensor([1, -1, -61, limits.max, limits.min + 1, 1790000000, 2**53 + 7, -(2**53) - 7]).to(dtype)
+    k = torch.tensor([below]).to(dtype).repeat(len(n))
+    sizes = {name: {0: Dim("batch", max=64)} for name in "nk"}
+    model = served(Divides(), (n, k), tmp_path, dynamic_shapes=sizes)
+    for found, wanted in zip(model(n.numpy(), k.numpy()), Divides()(n, k), strict=True):
+        assert np.array_equal(found, wanted.numpy())
+
+
 def test_outputs_outlive_the_model(tmp_path: Path) -> None:
     model = served(Scaled(), (torch.ones(2, 3),), tmp_path)
     kept = model(X)[0]

@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 import safetensors.torch
 import torch
+from torch._subclasses import FakeTensorMode
+from torch.testing._internal.two_tensor import TwoTensor
 
 from weightswap_runtime import InputMismatch, Unsupported, WeightFileError
 from weightswap_runtime.engines.aten.cpu import TorchEngine
@@ -17,6 +19,7 @@ from weightswap_runtime.engines.onnx.values import DTYPE_NAMES, ELEMENTS, conten
 from weightswap_runtime.format.signature import Integer, Signature
 from weightswap_runtime.tensors.content import TensorBytes, array_content, as_array, is_numpys, numpy_dtype
 from weightswap_runtime.tensors.dtypes import DTYPES, TORCH_NAMES
+from weightswap_runtime.tensors.torch_tensors import tensor_bytes
 from weightswap_tools.call_inputs import named_inputs
 from weightswap_tools.tensor_files import read_tensors, write_tensors
 
@@ -42,6 +45,25 @@ def test_torch_tensors_go_out_and_come_back(name: str) -> None:
         assert tensor.is_contiguous()
         assert tensor.data_ptr() % 64 == 0
         assert TorchEngine.content(tensor) == content
+
+
+def test_bytes_are_a_tensors_memory_and_keep_it() -> None:
+    tensor, none = torch.arange(3.0), torch.zeros(0)
+    content, (place, empty) = TorchEngine.content(tensor), map(tensor_bytes, (torch.full((9,), 7.0), none))
+    tensor[1] = 5
+    assert as_array(content).tolist() == [0, 5, 2]
+    assert not content.data.readonly
+    assert empty.tobytes() == b""
+    assert torch.frombuffer(place, dtype=torch.float32).tolist() == [7] * 9
+    assert all(each.untyped_storage().resizable() for each in (tensor, none))
+
+
+def test_what_has_no_memory_has_no_bytes() -> None:
+    with FakeTensorMode():
+        hollow = torch.zeros(3)
+    for each in (hollow, TwoTensor(torch.zeros(3), torch.zeros(3)), torch._efficientzerotensor(3)):
+        with pytest.raises(RuntimeError, match="numpy"):
+            tensor_bytes(each)
 
 
 def test_what_torch_or_files_lack_is_refused_by_name() -> None:
