@@ -42,18 +42,21 @@ class NodeKeeper:
         """Serves what the place says before anybody can take a seat, if that can be served; `start` keeps it so.
 
         node: its name, which no other has. transfer: how weights go from node to node; None: each reads for
-        itself. Memory that replicas of an earlier keeper of the name have is served on.
+        itself. Memory that replicas of an earlier keeper of the name have is served on, unchanged until one of them
+        has said which deployment it is of: `spec` may be that of one long ago.
         Raises ArtifactError, MissingExtra, OutOfMemory and Unsupported.
         """
         self.node = node
         artifact = Artifact.open(spec.artifact)
         name = memory_name(spec, node)
-        self._memory = NodeMemory.adopt(name) or NodeMemory.create(artifact.manifest.weights, MOST_REPLICAS, name)
+        adopted = NodeMemory.adopt(name)
+        self._memory = adopted or NodeMemory.create(artifact.manifest.weights, MOST_REPLICAS, name)
         self._relay = Relay(node, transfer) if transfer is not None else None
         self._weights = NodeWeights(spec, node, artifact, self._memory, self._relay)
         self.model = self._weights.model
         control = Control(self._memory.segment.control)
         self.changes = changes = NodeChanges(self._weights, DesiredPlace(spec.place), control, clock)
+        changes.is_deployed = adopted is None
         self._seats = Seats(control, lambda pid: NodeMemory.is_held_by(pid, name))
         self._metrics = NodeMetrics(spec.model, self.model)
         asked: tuple[Callable[..., Any], ...] = (
@@ -88,10 +91,11 @@ class NodeKeeper:
             raise NoWeights(*(self._error or f"{self.spec.place}: no weights are desired yet").splitlines())
         return Seat(os.getpid(), self._memory.descriptors, self._seats.take(pid))
 
-    def told(self, pid: int, text: str) -> None:
-        """A replica of this node has said what it has counted, as Prometheus reads it."""
+    def told(self, pid: int, text: str, spec: Spec) -> None:
+        """A replica of this node has said what it has counted, as Prometheus reads it, and its deployment."""
         if pid in self._seats.processes:
             self._metrics.tell(pid, text)
+        self.changes.take(spec)
 
     def metrics(self) -> str:
         """What was counted on this node."""

@@ -48,6 +48,7 @@ class NodeChanges:
         self.bell = threading.Event()  # whoever looks at the place is to do so now
         self._order: _OpenOrder | None = None
         self._trial: NodeTrial | None = None
+        self.is_deployed = True  # whether it is known how to verify; until then nothing changes
         self._turn = threading.RLock()
         self.stopped = threading.Event()
 
@@ -56,6 +57,9 @@ class NodeChanges:
         with self._turn:
             if spec.since > self._weights.spec.since:
                 self._weights.take(spec)
+            if not self.is_deployed:
+                self.is_deployed = True
+                self.look_soon()
 
     @property
     def preparing(self) -> str:
@@ -113,6 +117,10 @@ class NodeChanges:
             self._turn.release()
 
     def _check_free(self) -> None:
+        if not self.is_deployed:
+            raise StagingBusy(
+                f"{self._node}: its keeper has begun again, and no replica has told it how yet; try again"
+            )
         if (opened := self._order) is not None:
             weights = opened.order.weights
             raise StagingBusy(
@@ -238,7 +246,7 @@ class NodeChanges:
     def look(self) -> None:
         """Do what the place says; an order that is open waits for its end."""
         with self._turn:
-            if self._order is not None and not self._settle(self._order):
+            if not self.is_deployed or (self._order is not None and not self._settle(self._order)):
                 return
             if self._trial is not None and self._trial.is_over:
                 _log.warning("%s: nothing more was heard of the trial %s", self._node, self._trial.order.id)

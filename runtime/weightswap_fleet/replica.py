@@ -75,11 +75,11 @@ class Replica:
             time.sleep(0.01)
 
     def _tell(self) -> None:
-        """Say what is counted, and measured of a trial."""
+        """Say what is counted, and measured of a trial; and the deployment, to a keeper that has begun again."""
         trials, keeper = WorkerTrials(self._service.served), keeper_of_this_node(self._spec)
         while True:
             time.sleep(_TELL)
-            keeper.ask.remote("told", os.getpid(), self._service.metrics.text().decode())
+            keeper.ask.remote("told", os.getpid(), self._service.metrics.text().decode(), self._spec)
             for text in trials.told():
                 keeper.ask.remote("tried", text)
 

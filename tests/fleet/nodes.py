@@ -78,12 +78,15 @@ class Fleet:
         for number in range(nodes):
             self.start(f"n{number}")
 
-    def start(self, node: str) -> None:
-        """A keeper begins: the first of a node, or the next."""
+    def start(self, node: str, deployed: bool = True) -> None:
+        """A keeper begins: the first of a node, or the next; deployed: whether its replicas have told it how."""
         keeper = self.keepers[node] = NodeKeeper(self.spec, node, lambda: self.now, Handed(self))
         keeper.model.listen(lambda event: self._note_commit(keeper, event))
         if node not in self._held:
             self._held[node] = NodeMemory.from_process("self", keeper._memory.descriptors, read_only=True)
+        elif deployed:
+            keeper.changes.take(self.spec)
+            keeper.changes.look()
 
     def _note_commit(self, keeper: NodeKeeper, event: Event) -> None:
         if event.receipt is not None:

@@ -380,6 +380,27 @@ def test_the_latest_deployment_counts(fleet: Fleet, tmp_path: Path) -> None:
     assert fleet.spec._replace(place="elsewhere").key != fleet.spec.key == later.key
 
 
+def test_a_keeper_that_begins_again_changes_nothing_until_it_knows_the_deployment(fleet: Fleet, tmp_path: Path) -> None:
+    """Ray makes it with what the first one was made with; its replicas are of a later one, which asks for a key."""
+    public = ec.generate_private_key(ec.SECP256R1()).public_key()
+    key = tmp_path / "key.pem"
+    key.write_bytes(public.public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo))
+    later = fleet.spec._replace(since=1.0, require_signature=str(key))
+    fleet.keepers["n0"].take_seat(os.getpid(), later)
+    fleet.place.set(fleet.file(1), revision=1)
+    fleet.start("n0", deployed=False)
+    keeper = fleet.keepers["n0"]
+    keeper.changes.look()
+    with pytest.raises(StagingBusy, match="has begun again"):
+        keeper.changes.prepare(order(fleet, 2))
+    assert keeper.model.weights_id == fleet.weights_id(0)
+    keeper.told(os.getpid(), "", later)
+    assert keeper.spec == later
+    keeper.changes.look()
+    assert "not signed" in keeper.status().error
+    assert keeper.model.weights_id == fleet.weights_id(0)
+
+
 def test_without_weights_nobody_gets_a_seat(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fleet = Fleet(tmp_path, 1, monkeypatch)
     with pytest.raises(NoWeights, match="no weights are desired yet"):

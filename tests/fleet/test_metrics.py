@@ -79,5 +79,5 @@ def test_all_nodes_are_in_one_text(fleet: Fleet) -> None:
 
 def test_who_has_no_seat_is_not_counted(fleet: Fleet) -> None:
     keeper = fleet.keepers["n0"]
-    keeper.told(1, replica("w", 2))
+    keeper.told(1, replica("w", 2), fleet.spec)
     assert read(keeper.metrics(), "weightswap_server_requests_total") == {}
