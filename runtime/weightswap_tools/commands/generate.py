@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, cast
 
 import typer
 
+from weightswap_runtime.live.context import OnSwap
 from weightswap_runtime.live.loading import load
 from weightswap_runtime.live.model import Model
 from weightswap_runtime.memory.device_choice import HOST
@@ -30,6 +31,13 @@ def generate(
     top_p: Annotated[float | None, typer.Option(help="Choose among the most likely with this probability.")] = None,
     repetition_penalty: Annotated[float, typer.Option(help="Above 1: what has occurred is less likely.")] = 1.0,
     seed: Annotated[int | None, typer.Option(help="The same seed gives the same tokens again.")] = None,
+    stop: Annotated[
+        list[str] | None,
+        typer.Option(help="End after this text; with --tokens after these numbers. Can be given several times."),
+    ] = None,
+    on_swap: Annotated[
+        str, typer.Option(help="What a swap meanwhile does: pin, keep, reset or invalidate.", metavar="POLICY")
+    ] = "pin",
     tokenizer: Annotated[
         Path | None, typer.Option(help="A tokenizer.json; by default beside the weights, or in the artifact.")
     ] = None,
@@ -51,6 +59,8 @@ def generate(
             top_p=top_p,
             repetition_penalty=repetition_penalty,
             seed=seed,
+            stop=[_numbers(each) if tokens else each for each in stop or ()],
+            on_swap=cast("OnSwap", on_swap),  # which refuses others
             tokenizer=tokenizer,
             stream=True,
         )

@@ -24,7 +24,6 @@ from weightswap_exporter import compile_engines, export, export_decoder, pack, s
 from weightswap_exporter.commands.build import export_command
 from weightswap_runtime import Artifact, CallError, InputMismatch, Model, StaleContext, TokenStream, Unsupported, load
 from weightswap_runtime.engines.choosing import EngineName
-from weightswap_runtime.generation import generating
 from weightswap_runtime.generation.sampling import Sampling, choose, probabilities
 from weightswap_runtime.messages import visible_lines
 from weightswap_tools.commands.generate import generate_command
@@ -166,6 +165,13 @@ def test_a_directory_is_exported_and_generates_by_the_command(
     assert run(generate_command, artifact, folder, "3,51", "--tokens", "--max-new-tokens", 4, "--json") == 0
     document = json.loads(capsys.readouterr().out)
     assert document["tokens"] == one.served().generate([3, 51], max_new_tokens=4)
+    stops = ("--stop", "60,60,60", "--stop", document["tokens"][1], "--on-swap", "reset")
+    assert run(generate_command, artifact, folder, "3,51", "--tokens", *stops) == 0
+    assert capsys.readouterr().out == f"{','.join(map(str, document['tokens'][:2]))}\n"
+    assert run(generate_command, artifact, folder, "ABC", "--stop", expected[0], "--json") == 0
+    assert expected[0] in json.loads(capsys.readouterr().out)["text"] != expected
+    assert run(generate_command, artifact, folder, "ABC", "--on-swap", "drop") != 0
+    assert "on_swap='drop'" in capsys.readouterr().err
     assert run(generate_command, artifact, folder, "3;51", "--tokens") == 2
     assert run(export_command, "recipe.py:build", "-o", artifact, "--task", "generate") == 2
     assert "--task generate is for hf:DIR" in capsys.readouterr().err
@@ -332,7 +338,7 @@ def test_sampling_with_the_same_noise_equals_transformers(one: Exported, monkeyp
         theirs = iter(noise)
         patched.setattr(torch, "multinomial", lambda p, **_: torch.tensor([[drawn(p[0], next(theirs))]]))
         wanted = expected(one.models[0], [PROMPT], 12, do_sample=True, **options)[0]
-    monkeypatch.setattr(generating.np.random, "default_rng", Draws)
+    monkeypatch.setattr(np.random, "default_rng", Draws)
     assert one.served().generate(PROMPT, max_new_tokens=12, **options) == wanted
     assert len(set(wanted)) > 3
 
