@@ -26,16 +26,13 @@ class SignatureRefused(SwapError):
     """A weight file has no signature beside it, or none of the key that is required, for its weights."""
 
 
-def requires(key: str) -> Admit:
-    """What `load(admit=...)` takes, to refuse files that a public key has not signed.
+def requires(key: str, *others: str) -> Admit:
+    """What `load(admit=...)` takes, to refuse files that none of these public keys has signed.
 
-    key: a PEM file with an elliptic curve's public key. Raises MissingExtra and Unsupported.
+    key, others: PEM files with an elliptic curve's public key each. Raises MissingExtra and Unsupported.
     """
-    verifying = _library("verifying")
-    try:
-        verifier = verifying.Config().use_elliptic_key_verifier(public_key=Path(key))
-    except Exception as error:
-        raise Unsupported(f"--require-signature {key}: no public key of an elliptic curve ({error})") from error
+    keys = (key, *others)
+    verifiers = [_verifier(each) for each in keys]
 
     def admit(location: Location, weights_id: str) -> None:
         where = location.with_name(location.name + SUFFIX)
@@ -44,14 +41,31 @@ def requires(key: str) -> Admit:
             raise SignatureRefused(f"{location}: not signed: {where} is not there; `weightswap sign` writes it")
         with _folder(weights_id) as (folder, file):
             file.write_bytes(signature)
-            try:
-                verifier.verify(folder, file)
-            except Exception as error:  # of many kinds, for what is no signature
+            if not any(_verified(each, folder, file) for each in verifiers):
                 raise SignatureRefused(
-                    f"{location}: {where} is no signature of the weights {weights_id[:12]} by the key {key}"
-                ) from error
+                    f"{location}: {where} is no signature of the weights {weights_id[:12]} by the key "
+                    f"{' or '.join(keys)}"
+                )
 
     return admit
+
+
+def _verifier(key: str) -> Any:
+    verifying = _library("verifying")
+    try:
+        if Path(key).read_bytes().count(b"-----BEGIN PUBLIC KEY") > 1:  # all but the first would be passed over
+            raise ValueError("it has several; say --require-signature for each, in a file of its own")
+        return verifying.Config().use_elliptic_key_verifier(public_key=Path(key))
+    except Exception as error:
+        raise Unsupported(f"--require-signature {key}: no public key of an elliptic curve ({error})") from error
+
+
+def _verified(verifier: Any, folder: Path, signature: Path) -> bool:
+    try:
+        verifier.verify(folder, signature)
+    except Exception:  # of many kinds, for what is no signature
+        return False
+    return True
 
 
 def sign(weights_id: str, key: str, password: str | None = None) -> bytes:

@@ -17,8 +17,8 @@ from weightswap_runtime.errors import Unsupported, WeightswapError
 from weightswap_runtime.sources.location import printable
 
 ENVIRONMENT = "WEIGHTSWAP_ADMIN_TOKEN"
-_PIECE = 1 << 20
-_PATIENCE = 10.0  # seconds for a connection, and for the bytes of an upload to be taken
+_PIECE = 1 << 16
+_PATIENCE = 10.0  # seconds for a connection, and for each piece of a request to be taken
 
 
 class AdminRefused(WeightswapError):
@@ -40,6 +40,7 @@ class _UnixConnection(http.client.HTTPConnection):
 
     def connect(self) -> None:
         self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self.sock.settimeout(_PATIENCE)
         self.sock.connect(self._path)
 
 
@@ -87,6 +88,7 @@ class AdminClient:
                 raise AdminUnreachable(f"{self.where}: no server answers there ({error})") from error
             try:
                 self._send(connection, method, path, body, {**self._headers, **headers})
+                connection.sock.settimeout(None)  # a change may take as long as it likes
                 reply = connection.getresponse()
                 content = reply.read()
             except (OSError, http.client.HTTPException) as error:
@@ -116,8 +118,8 @@ def _connector(url: str) -> Callable[[], http.client.HTTPConnection]:
     if parts.scheme not in ("http", "https") or not host or parts.path not in ("", "/") or parts.query or "@" in url:
         raise Unsupported(f"{printable(url)}: expected http://HOST:PORT, https://HOST:PORT or unix:///PATH")
     if parts.scheme == "https":
-        return lambda: http.client.HTTPSConnection(host, port)
-    return lambda: http.client.HTTPConnection(host, port)
+        return lambda: http.client.HTTPSConnection(host, port, timeout=_PATIENCE)
+    return lambda: http.client.HTTPConnection(host, port, timeout=_PATIENCE)
 
 
 def _refusal(where: str, status: int, content: bytes) -> AdminRefused:

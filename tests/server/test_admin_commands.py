@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import re
+import socket
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,8 @@ from tests.support.administered import TOKEN, administered
 from tests.support.tiny import TinyArtifact, WriteWeights, serves
 from weightswap_runtime import DesiredPlace, Model, load, write_delta
 from weightswap_server import Server
+from weightswap_tools import admin_client
+from weightswap_tools.admin_client import AdminClient, AdminUnreachable
 from weightswap_tools.commands.push import push_command
 from weightswap_tools.commands.serve import serve_command
 from weightswap_tools.commands.status import _agreement, _print_processes, status_command
@@ -138,6 +142,27 @@ def test_a_process_that_has_said_nothing_yet_begins(capsys: pytest.CaptureFixtur
     for heard, says in ((100.0, ", not ready"), (101.0, "SILENT for 9 s")):
         _print_processes({"time": 110.0, "processes": [process | {"since": 100.0, "heard": heard}]}, "tiny")
         assert capsys.readouterr().out.rstrip().endswith(says)
+
+
+def test_a_server_that_reads_nothing_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By whoever connects and sends; not by whoever waits for an answer."""
+    monkeypatch.setattr(admin_client, "_PATIENCE", 0.1)
+    path = tmp_path / "large"
+    path.write_bytes(bytes(1 << 25))
+    with socket.create_server(("127.0.0.1", 0)) as tcp, socket.socket(socket.AF_UNIX) as unix:
+        unix.bind(str(tmp_path / "s"))
+        unix.listen()
+        for where in (f"http://127.0.0.1:{tcp.getsockname()[1]}", f"unix://{tmp_path}/s"):
+            with pytest.raises(AdminUnreachable, match="broke off"):
+                AdminClient(where, TOKEN).upload(path, "large", "", lambda *_: None)
+        tcp.accept()[0].close()
+        with ThreadPoolExecutor(1) as pool:
+            asked = pool.submit(AdminClient(f"http://127.0.0.1:{tcp.getsockname()[1]}", TOKEN).get, "/")
+            connection, _ = tcp.accept()
+            time.sleep(0.4)
+            connection.sendall(b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n{}")
+            assert asked.result(20) == {}
+            connection.close()
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import time
 from importlib.util import find_spec
 from pathlib import Path
@@ -12,6 +13,7 @@ from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import ec, ed25519
 from typer.testing import CliRunner
 
+from tests.server.test_stopping import serve, until_ready
 from tests.support.administered import TOKEN, administered
 from tests.support.tiny import TinyArtifact, WriteDelta, WriteWeights, serves
 from weightswap_runtime import DesiredPlace, MissingExtra, SwapError, UnexpectedWeights, Unsupported, load
@@ -24,9 +26,9 @@ pytestmark = pytest.mark.skipif(find_spec("model_signing") is None, reason="mode
 
 @pytest.fixture(scope="module")
 def keys(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with two pairs of keys."""
+    """A folder with three pairs of keys."""
     folder = tmp_path_factory.mktemp("keys")
-    for name in ("ours", "theirs"):
+    for name in ("ours", "theirs", "strangers"):
         key = ec.generate_private_key(ec.SECP256R1())
         (folder / f"{name}.key").write_bytes(
             key.private_bytes(
@@ -72,6 +74,31 @@ def test_only_what_was_signed_is_served(
         model.swap(third)
     model.swap(signed(third, keys))
     assert serves(model, 3)
+
+
+def test_any_of_several_keys_will_do(tiny: TinyArtifact, weight_file: WriteWeights, keys: Path, tmp_path: Path) -> None:
+    """While one takes the place of another; a file with two keys is none, as the second would not count."""
+    ours, theirs = keys / "ours.pem", keys / "theirs.pem"
+    (tmp_path / "both.pem").write_bytes(ours.read_bytes() + theirs.read_bytes())
+    with pytest.raises(Unsupported, match="several"):
+        requires(str(tmp_path / "both.pem"))
+    model = load(tiny.path, signed(weight_file(1), keys), admit=requires(str(theirs), str(ours)))
+    model.swap(signed(weight_file(2), keys, by="theirs"))
+    assert serves(model, 2)
+    with pytest.raises(SignatureRefused, match=r"theirs\.pem or .*ours\.pem"):
+        model.swap(signed(weight_file(3), keys, by="strangers"))
+
+
+@pytest.mark.parametrize("workers", [(), ("--workers", "1")], ids=["alone", "workers"])
+def test_the_option_may_be_repeated(
+    workers: tuple[str, ...], tiny: TinyArtifact, weight_file: WriteWeights, keys: Path
+) -> None:
+    options = ["--require-signature", str(keys / "theirs.pem"), "--require-signature", str(keys / "ours.pem")]
+    path = signed(weight_file(1), keys)
+    with serve(str(tiny.path), "-w", str(path), *options, *workers) as (process, port):
+        until_ready(port)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(30) == 0
 
 
 def test_a_push_brings_its_signature(

@@ -55,7 +55,7 @@ class Task(msgspec.Struct, frozen=True, kw_only=True):
     segments: Mapping[str, Segment]
     settings: Settings
     admin: AdminSettings | None = None
-    require_signature: str | None = None
+    require_signature: tuple[str, ...] = ()
     op_libraries: tuple[str, ...] = ()
     slot: int = 0
     listener: int = -1
@@ -129,7 +129,7 @@ def _keep(line: Line) -> None:
     task, ended = line.task, line.closed
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: ended.set())
-    admit = requires(task.require_signature) if task.require_signature is not None else None
+    admit = requires(*task.require_signature) if task.require_signature else None
     models = {name: keep(source.artifact, task.segments[name], admit) for name, source in task.sources.items()}
     service = Service(models, task.settings)
     for served in service.served:

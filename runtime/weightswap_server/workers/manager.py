@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 
 import msgspec
@@ -53,11 +53,11 @@ class Workers:
         settings: Settings,
         workers: int,
         admin: AdminSettings | None = None,
-        require_signature: str | None = None,
+        require_signature: Sequence[str] = (),
         worker_timeout: float = _WORKER_TIMEOUT,
     ) -> None:
-        """admin: for operators, whom the keeper serves. require_signature: a public key. worker_timeout: seconds after
-        which a process that hangs is killed and replaced; 0: it never is.
+        """admin: for operators, whom the keeper serves. require_signature: public keys. worker_timeout: seconds
+        after which a process that hangs is killed and replaced; 0: it never is.
 
         Raises Unsupported.
         """
@@ -72,7 +72,7 @@ class Workers:
         self.settings, self.http_port, self.grpc_port = settings, 0, 0
         self.admin_where = ""
         self._sources, self._number, self._admin = sources, workers, admin
-        self._key, self._timeout = require_signature, worker_timeout
+        self._keys, self._timeout = tuple(require_signature), worker_timeout
         self._told: list[Callable[[], object]] = []
         self._serving: asyncio.Task[None] | None = None
 
@@ -142,7 +142,7 @@ class Workers:
             segments=segments,
             settings=shared,
             admin=self._admin if role == "keeper" else None,
-            require_signature=self._key,
+            require_signature=self._keys,
             op_libraries=tuple(sorted(libraries)),
             slot=slot,
             listener=listener,

@@ -92,7 +92,8 @@ def serve(
     staged_timeout: Annotated[float, typer.Option(help="Seconds after which what is staged is given up.")] = 3600.0,
     audit_log: Annotated[str | None, typer.Option(help="Append a line of JSON for each call of operators.")] = None,
     require_signature: Annotated[
-        str | None, typer.Option(help="A public key (PEM): serve only weights that it has signed (weightswap sign).")
+        list[str] | None,
+        typer.Option(help="A public key (PEM): serve only weights that it has signed (weightswap sign); repeatable."),
     ] = None,
     workers: Annotated[
         int | None, typer.Option(help="Serve from so many processes, which share one copy of the weights.")
@@ -181,7 +182,7 @@ def serve(
             "residency": residency.value,
             "op_libraries": op_library or (),
             "max_variants": max_variants,
-            "admit": requires(require_signature) if require_signature is not None else None,
+            "admit": requires(*require_signature) if require_signature else None,
             "threads": threads if engine == "onnx" else None,  # else it is OpenMP's business
         }
         sources: dict[str, Source] = {
@@ -197,7 +198,9 @@ def serve(
             for name, place in places.items()
         }
         if workers is not None:
-            _run_workers(Workers(sources, settings, workers, admin, require_signature, worker_timeout), list(sources))
+            _run_workers(
+                Workers(sources, settings, workers, admin, require_signature or (), worker_timeout), list(sources)
+            )
         else:
             _run(Server({name: source.open() for name, source in sources.items()}, settings, admin))
 
