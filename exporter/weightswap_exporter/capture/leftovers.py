@@ -24,7 +24,7 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 from torch.utils import _pytree as pytree
 
-from weightswap_exporter.models.stand_ins import DEEPEST, restored
+from weightswap_exporter.models.stand_ins import DEEPEST, attributes_of, restored
 from weightswap_exporter.models.tensors import is_fake
 
 Labels = dict[Any, int]
@@ -116,13 +116,14 @@ def _attributes(root: nn.Module) -> dict[str, Any]:
     return {path: _content(value) for path, value in _plain_attributes(root)}
 
 
-def _content(value: Any, depth: int = 0) -> Any:
+def _content(value: Any, depth: int = 0, seen: set[int] | None = None) -> Any:
+    seen = set() if seen is None else seen
     if isinstance(value, torch.Tensor):
         return ("tensor", value.dtype, value.dim())
     if isinstance(value, bool | int | float | str | None):
         return value
-    items = _items(value, depth)
-    return type(value) if items is None else {key: _content(item, depth + 1) for key, item in items}
+    items = _items(value, depth, seen)
+    return type(value) if items is None else {key: _content(item, depth + 1, seen) for key, item in items}
 
 
 def _plain_attributes(root: nn.Module) -> Iterator[tuple[str, Any]]:
@@ -132,20 +133,29 @@ def _plain_attributes(root: nn.Module) -> Iterator[tuple[str, Any]]:
         yield from ((prefix + name, value) for name, value in vars(module).items() if name not in own)
 
 
-def _items(value: Any, depth: int) -> list[tuple[Any, Any]] | None:
-    """What a list, tuple, deque or dict holds; None for what is no such thing, or lies too deep, as in a circle."""
+def _items(value: Any, depth: int, seen: set[int]) -> list[tuple[Any, Any]] | None:
+    """What a list, tuple, deque, dict or plain object holds; None for what is no such thing, or lies too deep.
+
+    Objects are looked into once; `seen` are their ids.
+    """
     if depth > DEEPEST:
         return None
     if isinstance(value, list | tuple | deque):
         return list(enumerate(value))
-    return list(value.items()) if isinstance(value, dict) else None
+    if isinstance(value, dict):
+        return list(value.items())
+    attributes = None if id(value) in seen else attributes_of(value)
+    seen.add(id(value))
+    return None if attributes is None else list(attributes.items())
 
 
-def _tensors(path: str, value: Any, depth: int = 0) -> Iterator[tuple[str, torch.Tensor]]:
+def _tensors(path: str, value: Any, depth: int = 0, seen: set[int] | None = None) -> Iterator[tuple[str, torch.Tensor]]:
+    seen = set() if seen is None else seen
     if isinstance(value, torch.Tensor):
         yield path, value
-    for key, item in _items(value, depth) or ():
-        yield from _tensors(f"{path}[{key!r}]", item, depth + 1)
+    plain = attributes_of(value) is not None
+    for key, item in _items(value, depth, seen) or ():
+        yield from _tensors(f"{path}.{key}" if plain else f"{path}[{key!r}]", item, depth + 1, seen)
 
 
 @contextmanager

@@ -13,6 +13,7 @@ from unittest import mock
 import torch
 from torch.export import ExportedProgram
 from torch.export.graph_signature import OutputKind
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from weightswap_exporter.capture.mutations import mutated_buffers
 from weightswap_exporter.capture.reopening import method_program
@@ -33,6 +34,8 @@ except ImportError as error:
     raise MissingExtra("writing ONNX graphs", "onnx-export") from error
 
 _KIND = "pkg.torch.export.graph_signature.OutputSpec.kind"  # where torch notes what a value is to the method
+_RECURRENT = {"aten::lstm", "aten::gru"}
+_PRODUCTS = {"aten::bmm", "aten::baddbmm", "aten::matmul", "aten::einsum", "aten::scaled_dot_product_attention"}
 _TARGET = re.compile(r"target=(torch\.ops\.[\w.]+)")
 _MISSING = re.compile(r"No ONNX function found for <OpOverload\(op='([\w.:]+)', overload='(\w+)'\)>")
 
@@ -48,6 +51,7 @@ def onnx_graph(artifact: Artifact, name: str) -> bytes:
     program = method_program(artifact, name)
     _check_tables(artifact.manifest, method)
     _check_state(where, artifact)
+    _check_empty(where, program)
     changed = mutated_buffers(program)
     adapt(program)
     translated = _translate(where, program)
@@ -80,6 +84,26 @@ def _check_state(where: str, artifact: Artifact) -> None:
     tied = [row.name for row in artifact.manifest.state if row.aliases]
     if tied:
         raise CaptureError(f"{where}: the state {tied[0]!r} has two names, which an ONNX graph cannot express")
+
+
+def _check_empty(where: str, program: ExportedProgram) -> None:
+    """Raise CaptureError where a size that values decide, which may be 0, comes to what ends the process of it then."""
+    for module in program.graph_module.modules():
+        for node in module.graph.nodes if isinstance(module, torch.fx.GraphModule) else ():
+            if _ends_when_empty(node) and any(
+                free_unbacked_symbols(each.meta.get("val")) for each in (node, *node.all_input_nodes)
+            ):
+                raise CaptureError(
+                    f"{where}: {node.target} is over a size that values decide, such as x[mask]; where it is 0, ONNX "
+                    "Runtime ends the process. Use the engine 'torch'"
+                )
+
+
+def _ends_when_empty(node: torch.fx.Node) -> bool:
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return False
+    name = node.target._schema.name
+    return name in _RECURRENT or (name in _PRODUCTS and node.meta["val"].ndim > 2)  # products of matrices in batches
 
 
 def _translate(where: str, program: ExportedProgram) -> Any:

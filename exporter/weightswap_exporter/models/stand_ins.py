@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -42,13 +43,27 @@ def restored(model: nn.Module) -> Iterator[None]:
             vars(module).update(attributes)
 
 
-def _containers(value: Any, depth: int = 0) -> Iterator[Any]:
-    """What can be put back of an attribute: its lists, deques, dicts and sets, also those in one another."""
+def attributes_of(value: Any) -> dict[str, Any] | None:
+    """The attributes of a plain object of somebody's own class; None of what torch and the standard library make."""
+    origin = type(value).__module__.partition(".")[0]
+    if origin in sys.stdlib_module_names or origin == "torch" or isinstance(value, nn.Module | torch.Tensor | type):
+        return None
+    found = getattr(value, "__dict__", None)
+    return found if type(found) is dict else None
+
+
+def _containers(value: Any, depth: int = 0, seen: set[int] | None = None) -> Iterator[Any]:
+    """What can be put back of an attribute: its lists, deques, dicts and sets, objects, also those in one another."""
+    seen = set() if seen is None else seen
+    attributes = attributes_of(value)
+    if attributes is not None and id(value) not in seen:
+        seen.add(id(value))
+        yield from _containers(attributes, depth, seen)
     if isinstance(value, list | dict | set | deque) and type(value).__module__ in ("builtins", "collections"):
         yield value
     if depth < DEEPEST and isinstance(value, list | tuple | dict | deque):
         for item in value.values() if isinstance(value, dict) else value:
-            yield from _containers(item, depth + 1)
+            yield from _containers(item, depth + 1, seen)
 
 
 def install(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> None:

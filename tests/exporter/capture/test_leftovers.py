@@ -21,6 +21,13 @@ Act = Callable[[Any, torch.Tensor], torch.Tensor]
 SIZES = {"x": {0: Dim("batch", max=9)}}
 
 
+class Plain:
+    """An object of somebody's, which may hold itself."""
+
+    last: torch.Tensor | None = None
+    itself: Plain | None = None
+
+
 class Stores(nn.Module):
     """Calls `act(self, x)`, which may store what it likes."""
 
@@ -34,6 +41,7 @@ class Stores(nn.Module):
         self.last: torch.Tensor | None = None
         self.start = torch.zeros(3)
         self.calls = 0
+        self.plain = Plain()
         self.cache: dict[str, torch.Tensor] = {}
         self.kept: list[torch.Tensor] = []
         self.window: deque[torch.Tensor] = deque(maxlen=2)
@@ -212,6 +220,17 @@ def list_in_a_dict(model: Stores, x: torch.Tensor) -> torch.Tensor:
     return x * 2
 
 
+def object_that_is_written(model: Stores, x: torch.Tensor) -> torch.Tensor:
+    model.plain.last, model.plain.itself = model.linear(x), model.plain
+    return model.plain.last * 2
+
+
+def object_of_before(model: Stores, x: torch.Tensor) -> torch.Tensor:
+    y = model.linear(x) if model.plain.last is None else x + model.plain.last
+    model.plain.last = y.sum(0)
+    return y
+
+
 NOT_READ = {
     act.__name__: act
     for act in (
@@ -226,6 +245,7 @@ NOT_READ = {
         in_place_on_its_own,
         in_a_region,
         circular,
+        object_that_is_written,
     )
 }
 READ = {
@@ -247,6 +267,7 @@ READ = {
         delayed_by_two,
         window,
         list_in_a_dict,
+        object_of_before,
     )
 }
 
@@ -271,6 +292,7 @@ def test_what_no_later_call_reads_is_let_through(act: Act, tmp_path: Path) -> No
     model = exported(eager, tmp_path)
     assert {path: dict(vars(module)) for path, module in eager.named_modules()} == before
     assert eager.cache == {}
+    assert vars(eager.plain) == {}
     assert eager.kept == []
     compare_calls(model, eager)
 

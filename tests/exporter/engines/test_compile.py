@@ -113,6 +113,35 @@ def test_what_onnx_would_lose_is_refused(tmp_path: Path) -> None:
         export(Writer(), (torch.ones(2),), out=tmp_path / "a", engines=["onnx"])
 
 
+class Masked(nn.Module):
+    """Takes the rows of a mask, of which there may be none, to a layer."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        rows = x[mask][None].transpose(0, 1)
+        if isinstance(self.layer, nn.Linear):
+            return self.layer(rows[:, 0])
+        return self.layer(*[rows] * (3 if isinstance(self.layer, nn.MultiheadAttention) else 1))[0]
+
+
+MASKED = (torch.randn(4, 8), torch.tensor([True, True, False, True]))
+LAYERS = {"lstm": nn.LSTM(8, 8, batch_first=True), "gru": nn.GRU(8, 8, batch_first=True)}
+
+
+@pytest.mark.parametrize("name", [*LAYERS, "bmm"])
+def test_what_ends_a_process_when_nothing_is_left_is_refused(name: str, tmp_path: Path) -> None:
+    model = Masked(LAYERS.get(name) or nn.MultiheadAttention(8, 2)).eval()
+    with pytest.raises(CaptureError, match=rf"aten\.{name}\.\w+ is over a size that values decide.*Use the engine"):
+        export(model, MASKED, out=tmp_path / "a", engines=["onnx"])
+
+
+def test_rows_of_a_mask_are_compiled(tmp_path: Path) -> None:
+    export(Masked(nn.Linear(8, 8)).eval(), MASKED, out=tmp_path / "a", engines=["onnx"])
+
+
 def test_an_export_over_a_compiled_artifact_says_what_is_gone(tmp_path: Path) -> None:
     out, linear = tmp_path / "a", nn.Linear(2, 2)
     export(linear, (torch.ones(1, 2),), out=out, engines=["onnx"])

@@ -19,7 +19,7 @@ from tests.support.graphs import CPU, Document, Whole, archived, compiled, docum
 from weightswap_exporter import export
 from weightswap_runtime import ArtifactError, load
 from weightswap_runtime.engines.graphs import graph_opening
-from weightswap_runtime.engines.graphs.operators import ForeignFunction, MissingOperator
+from weightswap_runtime.engines.graphs.operators import ForeignFunction, MissingOperator, find_operator
 from weightswap_runtime.engines.graphs.schema import UnknownPart
 from weightswap_runtime.engines.graphs.straight_line import DamagedGraph
 
@@ -126,6 +126,33 @@ def test_what_is_not_known_is_refused_with_its_name(small: Path) -> None:
             graph_opening.open_graph(
                 changed(raw, lambda document, to=target: nodes(document)[-1].update(target=to)), "x", CPU
             )  # type: ignore[arg-type, misc]
+
+
+BEHIND = [
+    "set_data.default",
+    *(f"set_.{each}" for each in ("default", "source_Tensor", "source_Storage", "source_Tensor_storage_offset")),
+    *(f"set.{each}" for each in ("default", "source_Tensor", "source_Storage", "source_Storage_out")),
+    "sparse_resize_.default",
+    "sparse_resize_and_clear_.default",
+    "resize_as_sparse_.default",
+    "_resize_output_.default",
+    "requires_grad_.default",
+    "retain_grad.default",
+    "record_stream.default",
+    "_test_warn_in_autograd.default",
+    "_test_string_default.default",
+]
+
+
+@pytest.mark.parametrize("name", BEHIND)
+def test_what_is_behind_tensors_is_out_of_reach(name: str) -> None:
+    with pytest.raises(ForeignFunction, match="which reaches what is behind tensors"):
+        find_operator(f"torch.ops.aten.{name}")
+
+
+@pytest.mark.parametrize("name", ["resize_", "resize_as_", "detach_", "add_.Tensor"])
+def test_what_models_write_with_stays(name: str) -> None:
+    assert find_operator(f"torch.ops.aten.{name if '.' in name else f'{name}.default'}").mutable
 
 
 @pytest.mark.skipif(torch.__version__ < (2, 13), reason="older torch may not be able to write such a graph")

@@ -46,6 +46,12 @@ _INTERNAL = frozenset(
 _TAKES_TEXTS = {*OF_TORCH, "quantized_decomposed", "torchao"}
 _TEXTS = {"as_string", "as_strings", "as_string_to_argument"}
 _FILES = {"aten::from_file"}  # reaches beyond its tensors
+# what gives a tensor other memory or turns to autograd and streams; `resize_` of state is in graphs of models
+_MEMORY = re.compile(
+    r"aten::(set_data|set_?|sparse_resize\w*|resize_as_sparse_?|_resize_output_?|requires_grad_|retain_grad"
+    r"|record_stream|_test_\w+)"
+)
+_HANDLES = re.compile(r"\b(Storage|Stream)\b")
 _CHECKS = re.compile(r"aten::_?(assert|sym_constrain|validate|linalg_check)_\w+")  # they alone neither give nor write
 # checks of what the signature has fixed already: the dtypes and devices of intermediate results follow from the inputs'
 DROPPED = {"aten::_assert_tensor_metadata"}
@@ -131,6 +137,8 @@ def _overload(parts: list[str], target: str) -> Operator:
     name = found._schema.name
     if name in _FILES:
         raise ForeignFunction(f"{target!r}, which opens files")
+    if _MEMORY.fullmatch(name) or any(_HANDLES.search(str(each.type)) for each in found._schema.arguments):
+        raise ForeignFunction(f"{target!r}, which reaches what is behind tensors")
     own = name.startswith("aten::")
     if own and not found._schema.returns and not found._schema.is_mutable and not _CHECKS.fullmatch(name):
         raise ForeignFunction(f"{target!r}, which changes the process and no tensor")
