@@ -89,14 +89,14 @@ def test_nan_is_refused_unless_the_deployment_lets_it_in(fleet: Fleet, tmp_path:
     assert keeper.status().revision == 4
 
 
-def staging_slowly(fleet: Fleet) -> threading.Event:
-    """From now on it takes seconds on every node. Set once something is being staged."""
+def staging_slowly(fleet: Fleet, rate: float = 40.0) -> threading.Event:
+    """From now on it takes seconds on every node, for 92 bytes. Set once something is being staged."""
     began = threading.Event()
     for keeper in fleet.keepers.values():
         stage = keeper.model.stage
 
         def slowly(*arguments, stage=stage, **options):  # type: ignore[no-untyped-def]
-            staged = stage(*arguments, rate_limit=40.0, **options)  # of 92 bytes
+            staged = stage(*arguments, rate_limit=rate, **options)
             began.set()
             return staged
 
@@ -136,6 +136,67 @@ def test_a_rollback_waits_for_nothing_that_is_being_staged(fleet: Fleet, slow: s
     assert not thread.is_alive()
     assert set(fleet.served().values()) == {receipt.weights_id} == {fleet.weights_id(0)}
     assert len(errors) == (slow != "what the place says")
+
+
+@pytest.mark.parametrize(
+    ("what", "event"),
+    [
+        ("an order", "its coordinator died"),
+        ("an order", "hold"),
+        ("an order", "rollback"),
+        ("a trial", "rollback"),
+        ("what the place says", "rollback"),
+    ],
+)
+def test_what_nobody_wants_any_more_is_staged_no_further(fleet: Fleet, what: str, event: str) -> None:
+    swap(fleet, 1)
+    keeper = fleet.keepers["n0"]
+    keeper.take_seat(os.getpid(), fleet.spec._replace(since=1.0, interval=0.01))
+    keeper.changes.look()
+    began = staging_slowly(fleet, 15.0)
+    ended: list[BaseException | None] = []
+
+    def change() -> None:
+        try:
+            keeper.changes.prepare(order(fleet, 2)) if what == "an order" else change_by(fleet, what)
+            ended.append(None)
+        except StageCancelled as error:
+            ended.append(error)
+
+    thread = threading.Thread(target=change)
+    thread.start()
+    assert began.wait(30)
+    if event == "its coordinator died":
+        fleet.now += 11.0
+    else:
+        getattr(fleet.place, event)(revision=fleet.place.read().revision)
+    thread.join(60)
+    assert not thread.is_alive()
+    assert [type(error) for error in ended] == [type(None) if what == "what the place says" else StageCancelled]
+    assert (keeper.status().preparing, keeper.status().trying) == ("", "")
+    keeper.changes.look()
+    wanted = fleet.place.read().weights
+    assert wanted is not None
+    assert keeper.model.weights_id == wanted.weights_id
+
+
+def test_a_replica_that_begins_waits_for_no_staging(fleet: Fleet) -> None:
+    keeper, began = fleet.keepers["n0"], staging_slowly(fleet, 15.0)
+    wanted = order(fleet, 1)
+
+    def prepare() -> None:
+        with pytest.raises(StageCancelled):
+            keeper.changes.prepare(wanted)
+
+    thread = threading.Thread(target=prepare)
+    thread.start()
+    assert began.wait(30)
+    keeper.take_seat(os.getpid(), fleet.spec._replace(since=1.0))
+    assert keeper.spec.since == 1.0
+    assert keeper.status().preparing
+    keeper.changes.discard(wanted.id)
+    thread.join(60)
+    assert not thread.is_alive()
 
 
 @pytest.mark.parametrize("nodes", [["n0"], ["n0", "n1"]])
