@@ -153,11 +153,13 @@ class NodeChanges:
                 f"{self._node}: {weights.weights_id[:SHOWN]} is on trial{_by(weights)}; promote or abort it first"
             )
 
-    def renew(self, order_id: str) -> None:
-        """An order is still meant, as others take longer."""
+    def renew(self, order_id: str) -> bool:
+        """An order is still meant, as others take longer. Whether it is open here."""
         opened = self._order
-        if opened is not None and opened.order.id == order_id:
-            opened.renew()
+        if opened is None or opened.order.id != order_id:
+            return False
+        opened.renew()
+        return True
 
     def commit(self, order_id: str, revision: int) -> Committed:
         """Serve what was prepared for an order, which was decided as a revision of the place.

@@ -12,6 +12,7 @@ import pytest
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 
+from weightswap_fleet import agreement
 from weightswap_fleet.agreement import Agreement, Deadlines
 from weightswap_fleet.documents import FleetPlan, Order, TrialOrder
 from weightswap_fleet.errors import FleetError, FleetRefused, FleetUndecided, StaleReplica, UnknownFleet
@@ -324,6 +325,41 @@ def test_who_was_not_told_is_asked_to_look_or_is_late(fleet: Fleet) -> None:
     fleet.fate = lambda method, node: "lost" if node == "n1" and method in {"commit", "look_soon"} else ""
     receipt = swap(fleet, 2)
     assert receipt.late == {"n1": "is at revision 2"}
+
+
+@pytest.mark.parametrize("stalls", ["before it asks", "after it has asked"])
+def test_a_coordinator_that_stalls_for_longer_than_the_lease_decides_nothing(fleet: Fleet, stalls: str) -> None:
+    now = 0.0
+
+    def stall(method: str, node: str) -> str:
+        nonlocal now
+        if method == "renew" and stalls == "before it asks":
+            fleet.now += 100.0
+            for keeper in fleet.keepers.values():
+                keeper.changes.look()
+        elif method == "renew":
+            now += 100.0
+        return ""
+
+    fleet.fate, path = stall, fleet.file(1)
+    with pytest.raises(FleetRefused, match="n0: StageClosed: n0: has given the order up"):
+        Agreement(fleet.place, fleet, lambda: now).swap(str(path), known_weights(path), "ana", "", SOON)
+    assert fleet.place.read().revision == 1
+    assert {keeper.status().preparing for keeper in fleet.keepers.values()} == {""}
+
+
+def test_an_order_is_renewed_until_it_is_decided(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The place may take longer than the lease."""
+    monkeypatch.setattr(agreement, "_RENEW", 0.01)
+    renewed, decide = threading.Event(), fleet.place.set
+
+    def slow(*arguments, **options):  # type: ignore[no-untyped-def]
+        fleet.fate = lambda method, node: renewed.set() or "" if method == "renew" else ""  # type: ignore[func-returns-value]
+        assert renewed.wait(30)
+        return decide(*arguments, **options)
+
+    monkeypatch.setattr(fleet.place, "set", slow)
+    assert swap(fleet, 1).late == {}
 
 
 @pytest.mark.parametrize("written", [True, False])

@@ -28,13 +28,13 @@ NODES, SETS = 3, 4
 SOON = Deadlines(prepare=5.0, commit=0.05)
 nodes = st.sampled_from([f"n{number}" for number in range(NODES)])
 sets = st.integers(0, SETS - 1)
-_METHODS = ["prepare", "commit", "discard", "status", "prepare_trial", "renew_trial", "end_trial"]
+_METHODS = ["prepare", "renew", "commit", "discard", "status", "prepare_trial", "renew_trial", "end_trial"]
 fates = st.dictionaries(
     st.tuples(st.sampled_from(_METHODS), nodes),
     st.sampled_from(["lost", "answer lost"]),
     max_size=3,
 )
-deaths = st.sampled_from([-1, 0, 1, 2, "before", "after"])  # before which question, or the decision
+deaths = st.sampled_from([-1, 0, 1, 2, 3, "before", "after"])  # before which question, or the decision
 
 
 class Protocol(RuleBasedStateMachine):
