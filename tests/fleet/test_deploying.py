@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from tests.support.tiny import TinyArtifact, WriteWeights
+from weightswap_fleet.documents import Spec
 from weightswap_runtime import DesiredPlace, Unsupported, WeightFileError
 from weightswap_runtime.errors import GraphMismatch, NoWeights, StagingBusy
 
@@ -136,6 +137,25 @@ def test_who_waits_for_a_change_waits_no_longer_than_for_its_own(
                 change(str(weight_file(1)), "ana", "", deadlines)
         with pytest.raises(StagingBusy):
             controller.promote("ana", "", deadlines)
+
+
+def test_a_deployment_counts_also_where_the_clock_is_behind(
+    tiny: TinyArtifact, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from weightswap_fleet import UnknownFleet, deploying
+
+    ahead = time.time() + 3600.0
+    known = Spec("fleet", str(tiny.path), tiny.manifest.graph_id, str(tmp_path), "tiny", ahead)
+    monkeypatch.setattr(deploying, "find_spec", lambda name: known)
+    assert deploying._since("fleet") < ahead  # there is no cluster that could be asked
+    monkeypatch.setattr(deploying.ray, "is_initialized", lambda: True)
+    assert deploying._since("fleet") > ahead
+
+    def unknown(name: str) -> Spec:
+        raise UnknownFleet(name)
+
+    monkeypatch.setattr(deploying, "find_spec", unknown)
+    assert 0 < deploying._since("fleet") < ahead
 
 
 def test_a_plan_or_its_fields() -> None:
