@@ -6,6 +6,8 @@ from typing import Any, cast
 
 import pytest
 
+from .clusters import seen_again
+
 
 def test_a_replica_that_was_paused_over_two_commits_claims_no_revision_of_others() -> None:
     """Its arena has the revision of the commit after the next by then."""
@@ -24,3 +26,9 @@ def test_a_replica_that_was_paused_over_two_commits_claims_no_revision_of_others
             return {0: 3, 1: 2}[generation]  # 1 was that of generation 0, whose arena gets that of 2
 
     assert Freshness(cast("Any", Board()), cast("Any", Paused())).revision == 2
+
+
+def test_a_client_that_goes_back_under_one_revision_is_found() -> None:
+    """Its first answer of a revision may be of the weights before; those after it may not."""
+    assert seen_again([[(1, 1), (1, 2), (2, 2), (2, 2)], [(2, 2), (2, 2)]]) == {2: {2}}
+    assert seen_again([[(2, 2), (2, 2), (1, 2)]]) == {2: {1, 2}}
