@@ -14,7 +14,8 @@ from __future__ import annotations
 import threading
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
@@ -22,7 +23,7 @@ from msgspec.structs import replace
 
 from weightswap_runtime.desired.document import SHOWN, DesiredState, DesiredWeights, check_promotable, find_good
 from weightswap_runtime.desired.place import DesiredPlace, Known
-from weightswap_runtime.errors import DesiredError, RevisionConflict, text_of
+from weightswap_runtime.errors import DesiredError, RevisionConflict, StageClosed, text_of
 from weightswap_runtime.sources.location import printable
 
 from .documents import Committed, FleetReceipt, NodeReceipt, NodeStatus, Order, Prepared, TrialOrder
@@ -120,9 +121,10 @@ class Agreement:
         order = Order(
             uuid.uuid4().hex, state.revision, source, wanted, lease, kind == "rollback", reader_of(self._nodes)
         )
-        prepared = self._prepare(order, deadlines.prepare)
-        ready = self._clock()
-        after = self._decide(order, decide)
+        with self._renewing(order):
+            prepared = prepare_all(self._nodes, "prepare", order, "discard", deadlines.prepare)
+            ready = self._clock()
+            after = self._decide(order, list(prepared), decide)
         committed, late = self._settle(order, after, list(prepared), deadlines.commit)
         nodes = {name: _receipt(said, committed.get(name)) for name, said in prepared.items()}
         times = [found.at for found in committed.values()]
@@ -142,11 +144,9 @@ class Agreement:
             late=late,
         )
 
-    def _prepare(self, order: Order, timeout: float) -> dict[str, Prepared]:
-        """Have all nodes ready. Raises FleetRefused, once all have given it up again.
-
-        Those that were ready first are told that the order is still meant.
-        """
+    @contextmanager
+    def _renewing(self, order: Order) -> Iterator[None]:
+        """A block in which nodes that are ready are told that the order is still meant."""
         done = threading.Event()
 
         def renew() -> None:
@@ -156,7 +156,7 @@ class Agreement:
         renewing = threading.Thread(target=renew, name="weightswap-renewing", daemon=True)
         renewing.start()
         try:
-            return prepare_all(self._nodes, "prepare", order, "discard", timeout)
+            yield
         finally:
             done.set()
             renewing.join()
@@ -164,9 +164,24 @@ class Agreement:
     def _give_up(self, order: Order, names: Sequence[str]) -> None:
         self._nodes.ask(names, "discard", order.id, timeout=LEAST_LEASE)
 
-    def _decide(self, order: Order, decide: Callable[[int], DesiredState]) -> DesiredState:
-        """Write the place. Where that fails, and it is known to have failed, all nodes give up."""
+    def _check_open(self, order: Order, names: Sequence[str]) -> None:
+        """Raise FleetRefused where a node has given the order up: nothing was heard of it for longer than its lease."""
+        asked = self._clock()
+        answers = self._nodes.ask(names, "renew", order.id, timeout=_RENEW)
+        is_late = self._clock() >= asked + order.lease
+        there = set(self._nodes.names())
+        closed = {
+            name: each if isinstance(each, BaseException) else StageClosed(f"{name}: has given the order up")
+            for name, each in answers.items()
+            if name in there and (is_late or each is not True)
+        }
+        if closed:
+            raise FleetRefused(printable(order.source), closed)
+
+    def _decide(self, order: Order, names: Sequence[str], decide: Callable[[int], DesiredState]) -> DesiredState:
+        """Write the place, if all nodes are still ready. Where that fails, and is known to have, all give up."""
         try:
+            self._check_open(order, names)
             return decide(order.revision)
         except DesiredError as error:
             return self._find_out(order, error)

@@ -6,7 +6,8 @@ import logging
 import threading
 import time
 import uuid
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import ray
@@ -23,6 +24,7 @@ from .errors import UnknownFleet
 from .fleet_trial import FleetTrial, Verdict
 
 _LOOK = 1.0  # seconds between two looks at a trial
+_ABORT = 20.0  # seconds for a change that is under way
 _log = logging.getLogger("weightswap.fleet")
 
 
@@ -38,14 +40,14 @@ class Controller:
         threading.Thread(target=self._lead, name="weightswap-trial", daemon=True).start()
 
     def swap(self, source: str, by: str, why: str, deadlines: Deadlines) -> FleetReceipt:
-        known = known_weights(source)
-        with self._changing:
-            return self._agreement().swap(source, known, by, why, deadlines)
+        began, known = time.monotonic(), known_weights(source)
+        with self._alone(began, deadlines) as left:
+            return self._agreement().swap(source, known, by, why, left)
 
     def publish(self, source: str, by: str, why: str, deadlines: Deadlines) -> FleetReceipt:
-        known = known_weights(source)
-        with self._changing:
-            return self._agreement().publish(source, known, by, why, deadlines)
+        began, known = time.monotonic(), known_weights(source)
+        with self._alone(began, deadlines) as left:
+            return self._agreement().publish(source, known, by, why, left)
 
     def rollback(self, to: str | None, by: str, why: str, hold: bool, deadlines: Deadlines) -> FleetReceipt:
         """Now, and not after a change that is being staged."""
@@ -59,8 +61,8 @@ class Controller:
 
     def begin_trial(self, source: str, plan: FleetPlan, by: str, why: str, deadlines: Deadlines) -> TrialReport:
         plan.check()
-        weights = described(source, known_weights(source), by, why)
-        with self._changing:
+        began, weights = time.monotonic(), described(source, known_weights(source), by, why)
+        with self._alone(began, deadlines) as left:
             if self._trial is not None:
                 already = self._trial.order.weights
                 raise StagingBusy(
@@ -70,23 +72,36 @@ class Controller:
             nodes = RayNodes(find_spec(self._fleet))
             order = TrialOrder(uuid.uuid4().hex, source, weights, plan, reader=reader_of(nodes))
             trial = FleetTrial(order, nodes)
-            trial.begin(deadlines.prepare)
+            trial.begin(left.prepare)
             self._trial = trial
             return trial.report()
 
     def promote(self, by: str, why: str, deadlines: Deadlines) -> FleetReceipt:
-        with self._changing:
+        with self._alone(time.monotonic(), deadlines) as left:
             trial = self._trial_there()
             source, weights = trial.order.source, trial.order.weights
-            receipt = self._agreement().swap(source, _known(weights), by, why or weights.why, deadlines)
+            receipt = self._agreement().swap(source, _known(weights), by, why or weights.why, left)
             self._conclude(trial, "promoted", f"by {by}" if by else "")
             return receipt
 
     def abort(self, by: str, why: str) -> TrialReport:
-        with self._changing:
+        with self._alone(time.monotonic(), Deadlines(prepare=_ABORT)):
             trial = self._trial_there()
             trial.end()
             return self._conclude(trial, "aborted", ": ".join(filter(None, (f"by {by}" if by else "", why))))
+
+    @contextmanager
+    def _alone(self, began: float, deadlines: Deadlines) -> Iterator[Deadlines]:
+        """A block in which nothing else is changed; what is left of the deadlines, as the wait is part of them.
+
+        Raises StagingBusy where others take longer: nothing is done after a caller was told that it is over.
+        """
+        if not self._changing.acquire(timeout=max(0.0, began + deadlines.prepare - time.monotonic())):
+            raise StagingBusy(f"{self._fleet}: another change has taken all of {deadlines.prepare:g} s; try again")
+        try:
+            yield deadlines._replace(prepare=max(0.0, began + deadlines.prepare - time.monotonic()))
+        finally:
+            self._changing.release()
 
     def trial(self) -> TrialReport | None:
         """What is on trial; else how the last one has ended."""

@@ -6,9 +6,11 @@ import os
 import re
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import ray
 from ray import serve
 from ray.serve.config import RequestRouterConfig
 
@@ -25,7 +27,9 @@ from weightswap_server.serving import default_name
 from weightswap_server.settings import Settings
 from weightswap_server.signed_weights import requires
 
+from .actors import find_spec
 from .documents import Spec
+from .errors import UnknownFleet
 from .replica import Replica
 
 _NAME = re.compile(r"[\w.-]{1,64}", re.ASCII)
@@ -99,7 +103,7 @@ def deployment(
         graph_id=opened.graph_id,
         place=place,
         model=model or default_name(_shared(artifact)),
-        since=time.time(),
+        since=_since(name),
         verify=verify,
         allow_nonfinite=_allowed(allow_nonfinite, opened.manifest),
         require_signature=_shared(require_signature) if require_signature is not None else None,
@@ -120,6 +124,15 @@ def deployment(
     )(Replica)
     _desire(DesiredPlace(place), weights, opened.graph_id)
     return deployed.bind(spec)
+
+
+def _since(name: str) -> float:
+    """Now, or just after what is deployed already, by a machine whose clock is ahead: else this one would not count."""
+    known = 0.0
+    if ray.is_initialized():
+        with suppress(UnknownFleet):
+            known = find_spec(name).since
+    return max(time.time(), known + 0.001)
 
 
 def _desire(place: DesiredPlace, weights: _Path | None, graph_id: str) -> None:

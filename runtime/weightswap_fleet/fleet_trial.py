@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from weightswap_runtime.errors import StageClosed
+from weightswap_runtime.errors import StageClosed, Unsupported
 from weightswap_server.canary.judging import Judgement, Measured
 
 from .agreement import Nodes, prepare_all
@@ -58,12 +58,20 @@ class FleetTrial:
         return trial
 
     def begin(self, timeout: float) -> dict[str, Prepared]:
-        """Have all nodes stage and verify, and begin. Raises FleetRefused; then no node has it."""
+        """Have all nodes stage and verify, and begin. Raises FleetRefused, and Unsupported for a share of the nodes
+        that would be all of them; then no node has it."""
+        self._check_shares(self._nodes.names())
         ready = prepare_all(self._nodes, "prepare_trial", self.order, "end_trial", timeout)
         self.shares = dict.fromkeys(ready, 0.0)
         if (verdict := self.look()) is not None and verdict.what == "ended":
             raise FleetRefused(self.order.source, dict.fromkeys(ready, StageClosed(verdict.why)))
         return ready
+
+    def _check_shares(self, names: Sequence[str]) -> None:
+        plan = self.order.plan
+        for share in plan.steps or (plan.share,):
+            if plan.of == "nodes" and share < 1 and all(shares(names, share, by_nodes=True).values()):
+                raise Unsupported(f"share={share:g} of {len(names)} nodes would be all; give a share of the requests")
 
     def look(self) -> Verdict | None:
         """Renew it at all nodes, take what was measured, and judge it.

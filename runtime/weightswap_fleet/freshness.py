@@ -33,7 +33,11 @@ class Freshness:
     @property
     def revision(self) -> int:
         """Of what a call gets that begins now; at least that of what one got that has ended."""
-        return self._board.revision(self._model.generation)
+        while True:
+            generation = self._model.generation
+            revision = self._board.revision(generation)
+            if self._model.generation == generation:  # else its arena may have been another's by then
+                return revision
 
     async def wait(self, revision: int, timeout: float = PATIENCE) -> None:
         """Wait until it is served. Raises StaleReplica where it is not in time."""

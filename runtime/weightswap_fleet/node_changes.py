@@ -50,11 +50,12 @@ class NodeChanges:
         self._trial: NodeTrial | None = None
         self.is_deployed = True  # whether it is known how to verify; until then nothing changes
         self._turn = threading.RLock()
+        self._taking = threading.Lock()  # not the turn: a replica that begins waits for no staging
         self.stopped = threading.Event()
 
     def take(self, spec: Spec) -> None:
         """Go on as a deployment says, if it is the latest."""
-        with self._turn:
+        with self._taking:
             if spec.since > self._weights.spec.since:
                 self._weights.take(spec)
             if not self.is_deployed:
@@ -99,12 +100,29 @@ class NodeChanges:
             return Prepared(time.perf_counter() - began, True, "none")
         try:
             opening.staged = self._weights.stage(order.source, order.weights, order.reader)
-            self._weights.wait(opening.staged)
+            self._weights.wait(opening.staged, lambda: opening.is_over or self._is_overtaken(order))
         except BaseException:
             self._order = None
             raise
         opening.renew()  # it may have taken long
         return Prepared(time.perf_counter() - began, False, opening.staged.verified)
+
+    def _is_overtaken(self, order: Order) -> bool:
+        """Whether something else was decided, such as a hold or a rollback by hand."""
+        state = self._read()
+        return state is not None and state.revision != order.revision and not decided(state, order)
+
+    def _desires_others(self) -> bool:
+        """Whether the place says other weights than at the last look."""
+        before, state = self.reconciler.state, self._read()
+        return before is not None and state is not None and _wanted(state) != _wanted(before)
+
+    def _read(self) -> DesiredState | None:
+        """What the place says; None where it cannot be read."""
+        try:
+            return self._place.read()
+        except WeightswapError:
+            return None
 
     @contextmanager
     def _turn_at_once(self) -> Iterator[None]:
@@ -135,11 +153,13 @@ class NodeChanges:
                 f"{self._node}: {weights.weights_id[:SHOWN]} is on trial{_by(weights)}; promote or abort it first"
             )
 
-    def renew(self, order_id: str) -> None:
-        """An order is still meant, as others take longer."""
+    def renew(self, order_id: str) -> bool:
+        """An order is still meant, as others take longer. Whether it is open here."""
         opened = self._order
-        if opened is not None and opened.order.id == order_id:
-            opened.renew()
+        if opened is None or opened.order.id != order_id:
+            return False
+        opened.renew()
+        return True
 
     def commit(self, order_id: str, revision: int) -> Committed:
         """Serve what was prepared for an order, which was decided as a revision of the place.
@@ -198,7 +218,7 @@ class NodeChanges:
             staged = self._weights.stage(order.source, order.weights, order.reader)
             self._trial = NodeTrial(order, staged, self._control, self._clock)
             try:
-                self._weights.wait(staged)
+                self._weights.wait(staged, self._desires_others)
                 self._trial.keep()  # it may have taken long
             except BaseException:
                 self._trial = None
@@ -260,10 +280,7 @@ class NodeChanges:
 
     def _settle(self, opened: _OpenOrder) -> bool:
         """Do what the place says of an order that is open. Whether it is over."""
-        try:
-            state = self._place.read()
-        except WeightswapError:
-            state = None
+        state = self._read()
         if state is not None and state.revision != opened.order.revision:
             if decided(state, opened.order):
                 with suppress(WeightswapError):  # the look that follows tries it in its own way
@@ -288,7 +305,11 @@ def _by(weights: DesiredWeights) -> str:
 
 def decided(state: DesiredState, order: Order) -> bool:
     """Whether a place that has gone on says what an order wants."""
-    return state.weights is not None and state.weights.weights_id == order.weights.weights_id
+    return _wanted(state) == order.weights.weights_id
+
+
+def _wanted(state: DesiredState) -> str | None:
+    return state.weights.weights_id if state.weights is not None else None
 
 
 class _OpenOrder:
@@ -339,7 +360,7 @@ class _Target:
                 self._weights.roll_back(weights, self._revision)
             return
         with self._weights.stage(path, weights) as staged:
-            self._weights.wait(staged)
+            self._weights.wait(staged, lambda: not is_wanted())
             self.check()
             if is_wanted():
                 self._weights.commit(staged, self._revision)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 from weightswap_runtime.desired.document import DesiredWeights
-from weightswap_runtime.errors import NothingToRollBack
+from weightswap_runtime.errors import NothingToRollBack, StageTimeout
 from weightswap_runtime.format.artifact import Artifact
 from weightswap_runtime.live.receipt import SwapReceipt
 from weightswap_runtime.live.staged import Staged
@@ -38,22 +40,31 @@ class NodeWeights:
     def stage(self, path: str | Path, weights: DesiredWeights, reader: str = "") -> Staged:
         """Begin to stage. reader: the node that reads a URL for all. Raises what `Model.stage` raises."""
         source: str | Path | Url = path
-        if self._relay is not None and self.spec.relay and isinstance(path, str):
+        spec = self.spec
+        if self._relay is not None and spec.relay and isinstance(path, str):
             source = self._relay.route(path, reader)
         return self.model.stage(
             source,  # type: ignore[arg-type]  # whatever `open_source` takes
             expect=weights.weights_id,
-            allow_other_graph=weights.graph_id not in ("", self.spec.graph_id),
-            verify=self.spec.verify,  # type: ignore[arg-type]
-            allow_nonfinite=self.spec.allow_nonfinite,
+            allow_other_graph=weights.graph_id not in ("", spec.graph_id),
+            verify=spec.verify,  # type: ignore[arg-type]
+            allow_nonfinite=spec.allow_nonfinite,
             by=weights.by,
             background=True,
         )
 
-    def wait(self, staged: Staged) -> None:
-        """Until it is staged. Raises StageCancelled where a rollback comes first."""
+    def wait(self, staged: Staged, is_over: Callable[[], bool]) -> None:
+        """Until it is staged. is_over: whether nobody wants it any more; asked once in each interval.
+
+        Raises StageCancelled where that is so, and where a rollback comes first.
+        """
         self._staging = staged
         try:
+            while not staged.done:
+                with suppress(StageTimeout):
+                    staged.wait(self.spec.interval)
+                if not staged.done and is_over():
+                    staged.cancel_soon()
             staged.wait()
         finally:
             self._staging = None

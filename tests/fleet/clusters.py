@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -124,6 +125,7 @@ class Client(threading.Thread):
         super().__init__(daemon=True)
         self._client, self._files = deployed.fleet.client(), deployed.files
         self.answers: list[tuple[float, float, int]] = []  # when it was asked for, its number, its revision
+        self.served: list[tuple[float, int]] = []  # the same, without what was on trial: number, revision
         self.wrong: list[str] = []
         self.failures: list[BaseException] = []
         self._stopped = threading.Event()
@@ -138,7 +140,10 @@ class Client(threading.Thread):
                 continue
             if not self._files.is_whole(answer.outputs["output"], answer.weights_id):
                 self.wrong.append(f"{answer.outputs} of {answer.weights_id}")
-            self.answers.append((asked, self._files.number(answer.weights_id), answer.revision))
+            number = self._files.number(answer.weights_id)
+            self.answers.append((asked, number, answer.revision))
+            if answer.generation is not None:
+                self.served.append((number, answer.revision))
 
     def end(self) -> None:
         self._stopped.set()
@@ -163,6 +168,17 @@ def calling(deployed: Deployed, clients: int = 2) -> Iterator[list[Client]]:
         revisions = [revision for _, _, revision in client.answers]
         assert revisions == sorted(revisions)
         assert client.answers
+    assert all(len(numbers) == 1 for numbers in seen_again([client.served for client in found]).values())
+
+
+def seen_again(answers: list[list[tuple[float, int]]]) -> dict[int, set[float]]:
+    """The numbers of each revision, in answers to clients that had seen it: there is one, or a client went back."""
+    found: dict[int, set[float]] = {}
+    for each in answers:
+        for (_, seen), (number, revision) in pairwise(each):
+            if revision == seen:
+                found.setdefault(revision, set()).add(number)
+    return found
 
 
 @contextmanager

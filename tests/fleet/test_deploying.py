@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import math
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.support.tiny import TinyArtifact, WriteWeights
+from weightswap_fleet.documents import Spec
 from weightswap_runtime import DesiredPlace, Unsupported, WeightFileError
-from weightswap_runtime.errors import GraphMismatch, NoWeights
+from weightswap_runtime.errors import GraphMismatch, NoWeights, StagingBusy
 
 from .nodes import Fleet
 
@@ -117,6 +119,43 @@ def test_nodes_are_those_of_the_latest_deployment(tmp_path: Path, monkeypatch: p
     assert (silent.node, silent.weights_id, silent.error) == (now[1].node, None, "TimeoutError: late")
     assert actors.find_spec("fleet") == fleet.spec
     fleet.close()
+
+
+def test_who_waits_for_a_change_waits_no_longer_than_for_its_own(
+    tiny: TinyArtifact, weight_file: WriteWeights, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So that nothing is changed once its caller has given up."""
+    from weightswap_fleet.agreement import Deadlines
+    from weightswap_fleet.controller import Controller
+
+    monkeypatch.setattr(Controller, "_lead", lambda controller: None)
+    controller, deadlines = Controller("fleet"), Deadlines(prepare=0.01)
+    with controller._alone(time.monotonic(), Deadlines()) as left:
+        assert left.prepare <= Deadlines().prepare
+        for change in (controller.swap, controller.publish):
+            with pytest.raises(StagingBusy, match=r"fleet: another change has taken all of 0\.01 s"):
+                change(str(weight_file(1)), "ana", "", deadlines)
+        with pytest.raises(StagingBusy):
+            controller.promote("ana", "", deadlines)
+
+
+def test_a_deployment_counts_also_where_the_clock_is_behind(
+    tiny: TinyArtifact, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from weightswap_fleet import UnknownFleet, deploying
+
+    ahead = time.time() + 3600.0
+    known = Spec("fleet", str(tiny.path), tiny.manifest.graph_id, str(tmp_path), "tiny", ahead)
+    monkeypatch.setattr(deploying, "find_spec", lambda name: known)
+    assert deploying._since("fleet") < ahead  # there is no cluster that could be asked
+    monkeypatch.setattr(deploying.ray, "is_initialized", lambda: True)
+    assert deploying._since("fleet") > ahead
+
+    def unknown(name: str) -> Spec:
+        raise UnknownFleet(name)
+
+    monkeypatch.setattr(deploying, "find_spec", unknown)
+    assert 0 < deploying._since("fleet") < ahead
 
 
 def test_a_plan_or_its_fields() -> None:

@@ -12,6 +12,7 @@ import pytest
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 
+from weightswap_fleet import agreement
 from weightswap_fleet.agreement import Agreement, Deadlines
 from weightswap_fleet.documents import FleetPlan, Order, TrialOrder
 from weightswap_fleet.errors import FleetError, FleetRefused, FleetUndecided, StaleReplica, UnknownFleet
@@ -89,14 +90,14 @@ def test_nan_is_refused_unless_the_deployment_lets_it_in(fleet: Fleet, tmp_path:
     assert keeper.status().revision == 4
 
 
-def staging_slowly(fleet: Fleet) -> threading.Event:
-    """From now on it takes seconds on every node. Set once something is being staged."""
+def staging_slowly(fleet: Fleet, rate: float = 40.0) -> threading.Event:
+    """From now on it takes seconds on every node, for 92 bytes. Set once something is being staged."""
     began = threading.Event()
     for keeper in fleet.keepers.values():
         stage = keeper.model.stage
 
         def slowly(*arguments, stage=stage, **options):  # type: ignore[no-untyped-def]
-            staged = stage(*arguments, rate_limit=40.0, **options)  # of 92 bytes
+            staged = stage(*arguments, rate_limit=rate, **options)
             began.set()
             return staged
 
@@ -136,6 +137,67 @@ def test_a_rollback_waits_for_nothing_that_is_being_staged(fleet: Fleet, slow: s
     assert not thread.is_alive()
     assert set(fleet.served().values()) == {receipt.weights_id} == {fleet.weights_id(0)}
     assert len(errors) == (slow != "what the place says")
+
+
+@pytest.mark.parametrize(
+    ("what", "event"),
+    [
+        ("an order", "its coordinator died"),
+        ("an order", "hold"),
+        ("an order", "rollback"),
+        ("a trial", "rollback"),
+        ("what the place says", "rollback"),
+    ],
+)
+def test_what_nobody_wants_any_more_is_staged_no_further(fleet: Fleet, what: str, event: str) -> None:
+    swap(fleet, 1)
+    keeper = fleet.keepers["n0"]
+    keeper.take_seat(os.getpid(), fleet.spec._replace(since=1.0, interval=0.01))
+    keeper.changes.look()
+    began = staging_slowly(fleet, 15.0)
+    ended: list[BaseException | None] = []
+
+    def change() -> None:
+        try:
+            keeper.changes.prepare(order(fleet, 2)) if what == "an order" else change_by(fleet, what)
+            ended.append(None)
+        except StageCancelled as error:
+            ended.append(error)
+
+    thread = threading.Thread(target=change)
+    thread.start()
+    assert began.wait(30)
+    if event == "its coordinator died":
+        fleet.now += 11.0
+    else:
+        getattr(fleet.place, event)(revision=fleet.place.read().revision)
+    thread.join(60)
+    assert not thread.is_alive()
+    assert [type(error) for error in ended] == [type(None) if what == "what the place says" else StageCancelled]
+    assert (keeper.status().preparing, keeper.status().trying) == ("", "")
+    keeper.changes.look()
+    wanted = fleet.place.read().weights
+    assert wanted is not None
+    assert keeper.model.weights_id == wanted.weights_id
+
+
+def test_a_replica_that_begins_waits_for_no_staging(fleet: Fleet) -> None:
+    keeper, began = fleet.keepers["n0"], staging_slowly(fleet, 15.0)
+    wanted = order(fleet, 1)
+
+    def prepare() -> None:
+        with pytest.raises(StageCancelled):
+            keeper.changes.prepare(wanted)
+
+    thread = threading.Thread(target=prepare)
+    thread.start()
+    assert began.wait(30)
+    keeper.take_seat(os.getpid(), fleet.spec._replace(since=1.0))
+    assert keeper.spec.since == 1.0
+    assert keeper.status().preparing
+    keeper.changes.discard(wanted.id)
+    thread.join(60)
+    assert not thread.is_alive()
 
 
 @pytest.mark.parametrize("nodes", [["n0"], ["n0", "n1"]])
@@ -263,6 +325,41 @@ def test_who_was_not_told_is_asked_to_look_or_is_late(fleet: Fleet) -> None:
     fleet.fate = lambda method, node: "lost" if node == "n1" and method in {"commit", "look_soon"} else ""
     receipt = swap(fleet, 2)
     assert receipt.late == {"n1": "is at revision 2"}
+
+
+@pytest.mark.parametrize("stalls", ["before it asks", "after it has asked"])
+def test_a_coordinator_that_stalls_for_longer_than_the_lease_decides_nothing(fleet: Fleet, stalls: str) -> None:
+    now = 0.0
+
+    def stall(method: str, node: str) -> str:
+        nonlocal now
+        if method == "renew" and stalls == "before it asks":
+            fleet.now += 100.0
+            for keeper in fleet.keepers.values():
+                keeper.changes.look()
+        elif method == "renew":
+            now += 100.0
+        return ""
+
+    fleet.fate, path = stall, fleet.file(1)
+    with pytest.raises(FleetRefused, match="n0: StageClosed: n0: has given the order up"):
+        Agreement(fleet.place, fleet, lambda: now).swap(str(path), known_weights(path), "ana", "", SOON)
+    assert fleet.place.read().revision == 1
+    assert {keeper.status().preparing for keeper in fleet.keepers.values()} == {""}
+
+
+def test_an_order_is_renewed_until_it_is_decided(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The place may take longer than the lease."""
+    monkeypatch.setattr(agreement, "_RENEW", 0.01)
+    renewed, decide = threading.Event(), fleet.place.set
+
+    def slow(*arguments, **options):  # type: ignore[no-untyped-def]
+        fleet.fate = lambda method, node: renewed.set() or "" if method == "renew" else ""  # type: ignore[func-returns-value]
+        assert renewed.wait(30)
+        return decide(*arguments, **options)
+
+    monkeypatch.setattr(fleet.place, "set", slow)
+    assert swap(fleet, 1).late == {}
 
 
 @pytest.mark.parametrize("written", [True, False])

@@ -28,13 +28,13 @@ NODES, SETS = 3, 4
 SOON = Deadlines(prepare=5.0, commit=0.05)
 nodes = st.sampled_from([f"n{number}" for number in range(NODES)])
 sets = st.integers(0, SETS - 1)
-_METHODS = ["prepare", "commit", "discard", "status", "prepare_trial", "renew_trial", "end_trial"]
+_METHODS = ["prepare", "renew", "commit", "discard", "status", "prepare_trial", "renew_trial", "end_trial"]
 fates = st.dictionaries(
     st.tuples(st.sampled_from(_METHODS), nodes),
     st.sampled_from(["lost", "answer lost"]),
     max_size=3,
 )
-deaths = st.sampled_from([-1, 0, 1, 2, "before", "after"])  # before which question, or the decision
+deaths = st.sampled_from([-1, 0, 1, 2, 3, "before", "after"])  # before which question, or the decision
 
 
 class Protocol(RuleBasedStateMachine):
@@ -46,7 +46,7 @@ class Protocol(RuleBasedStateMachine):
         self._folder = tempfile.TemporaryDirectory()
         self.fleet = Fleet(Path(self._folder.name), NODES, self._patch)
         self.said: dict[int, str | None] = {0: None}  # by revision, which weights are desired
-        self.seen = 0
+        self.seen = self.newest = 0  # what the client asks for, and the newest that has answered it
         self.trial: FleetTrial | None = None  # as its leader knows it
         self.fleet.place.set(self.fleet.file(0), revision=0)
         self._note()
@@ -212,9 +212,14 @@ class Protocol(RuleBasedStateMachine):
     def a_client_asks(self, node: str) -> None:
         """It is answered where it would not go back; an answer's revision is that of the weights."""
         keeper = self.fleet.keepers[node]
-        revision = keeper.status().revision
-        if revision >= self.seen and keeper.model.weights_id is not None:
-            self.seen = revision
+        revision, weights_id = keeper.status().revision, keeper.model.weights_id
+        if weights_id is not None and self.may_answer(revision):
+            assert max(each for each, said in self.said.items() if said == weights_id) >= self.newest
+            self.seen, self.newest = revision, max(self.newest, revision)
+
+    def may_answer(self, revision: int) -> bool:
+        """As `Freshness.wait`."""
+        return revision >= self.seen
 
     @invariant()
     def a_revision_stands_for_one_set_of_weights(self) -> None:
@@ -273,6 +278,21 @@ def test_two_coordinators_that_meet(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     receipt = second.swap(str(fleet.file(2)), known_weights(fleet.file(2)), "bo", "", SOON)
     assert set(fleet.served().values()) == {receipt.weights_id}
     fleet.close()
+
+
+def test_a_client_that_goes_back_is_found() -> None:
+    machine = Protocol()
+    for node in ("n0", "n1"):
+        machine.look(node)
+    machine.an_operator_sets(1)
+    machine.look("n0")
+    for node in ("n0", "n1"):  # n1 is behind, and does not answer
+        machine.a_client_asks(node)
+    assert (machine.seen, machine.newest) == (2, 2)
+    machine.may_answer = lambda revision: True  # type: ignore[method-assign]
+    with pytest.raises(AssertionError):
+        machine.a_client_asks("n1")
+    machine.teardown()
 
 
 def test_who_decides_meanwhile_is_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

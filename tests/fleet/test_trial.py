@@ -282,6 +282,13 @@ def test_a_share_of_the_nodes(fleet: Fleet) -> None:
     assert trial.shares == {"n1": 1.0, "n2": 0.0}
 
 
+@pytest.mark.parametrize("plan", [{"share": 0.7}, {"steps": (0.3, 0.7, 1.0)}])
+def test_a_share_of_the_nodes_that_would_be_all_is_refused(fleet: Fleet, plan: dict[str, Any]) -> None:
+    with pytest.raises(Unsupported, match=r"share=0\.7 of 3 nodes would be all"):
+        begun(fleet, of="nodes", **plan)
+    assert set(trying(fleet).values()) == {""}
+
+
 @pytest.mark.parametrize(
     ("share", "first"), [(0.0, 0), (0.1, 1), (0.25, 1), (0.5, 2), (0.51, 3), (0.75, 3), (1.0, 4), (0.1 + 0.2 + 0.2, 2)]
 )
