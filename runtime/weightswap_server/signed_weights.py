@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from weightswap_runtime.errors import MissingExtra, SwapError, Unsupported
-from weightswap_runtime.live.admission import Admit
 from weightswap_runtime.sources.location import Location
 from weightswap_runtime.sources.opening import read_small
+from weightswap_runtime.staging.request import Admit
 
 SUFFIX = ".sig"
 _MOST = 1 << 20  # bytes of a signature

@@ -2,16 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from weightswap_runtime.errors import UnexpectedWeights, Unsupported
 from weightswap_runtime.format.delta_file import DeltaStamp
 from weightswap_runtime.format.weight_set import WeightSet
-from weightswap_runtime.sources.location import Location
-from weightswap_runtime.staging.request import SwapRequest
-
-Admit = Callable[[Location, str], None]
-"""Given a path or URL, and the weights id that the file claims; raises a SwapError to refuse it."""
+from weightswap_runtime.staging.request import Admit, SwapRequest
 
 
 def admitted(admit: Admit, weights: WeightSet, delta: DeltaStamp | None, request: SwapRequest) -> SwapRequest:

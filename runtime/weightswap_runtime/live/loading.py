@@ -14,9 +14,9 @@ from weightswap_runtime.format.artifact import Artifact
 from weightswap_runtime.format.goldens import Mode
 from weightswap_runtime.format.name_matching import Keys
 from weightswap_runtime.memory.device_choice import HOST, StagingMode, device_name, open_memory
+from weightswap_runtime.staging.request import Admit
 from weightswap_runtime.variants.resident import MOST
 
-from .admission import Admit
 from .events import Listener
 from .model import Model
 from .residency.residency import ResidencyName
@@ -76,7 +76,8 @@ def load(
     engine `torch` computes what depends on weights and constants alone once for each staging, instead of in every call.
     max_variants: how many variants of one group may be resident; see `Model.add_variant`.
     admit: called with the path or URL of each file before it is staged, whoever asks for it, and with the weights id
-    that the file claims; what it raises, a SwapError, refuses it. What is served has just that id. Not for variants.
+    that the file claims; what it raises, a SwapError, refuses it. What is served has just that id. Of a variant, which
+    claims none, it is asked when that is read, about the id that it has.
     op_libraries: packages to import, or shared libraries to load, that register operators which the graphs call.
 
     Raises ArtifactError, Unsupported, MissingExtra, OutOfMemory, and whatever `Model.swap` raises.

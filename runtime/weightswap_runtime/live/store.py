@@ -39,14 +39,14 @@ from weightswap_runtime.sources.location import printable
 from weightswap_runtime.staging.delta import stage_delta
 from weightswap_runtime.staging.full import plan, stage_full
 from weightswap_runtime.staging.part import stage_part
-from weightswap_runtime.staging.request import Contents, Kind, Served, StagedChange, SwapRequest
+from weightswap_runtime.staging.request import Admit, Contents, Kind, Served, StagedChange, SwapRequest
 from weightswap_runtime.tensors.dtypes import describe
 from weightswap_runtime.threads.forks import renew_in_children
 from weightswap_runtime.threads.job import Job
 from weightswap_runtime.threads.workers import Workers
 from weightswap_runtime.variants.resident import VariantReceipt, Variants
 
-from .admission import Admit, admitted
+from .admission import admitted
 from .context import Contexts
 from .events import Event, EventKind, Events
 from .gate import Gate

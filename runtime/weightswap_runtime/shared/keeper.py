@@ -12,7 +12,6 @@ from weightswap_runtime.engines.choosing import open_engine
 from weightswap_runtime.engines.engine import EngineOptions
 from weightswap_runtime.errors import LeaseTimeout
 from weightswap_runtime.format.artifact import Artifact
-from weightswap_runtime.live.admission import Admit
 from weightswap_runtime.live.events import Event
 from weightswap_runtime.live.gate import Gate, Version
 from weightswap_runtime.live.model import Model
@@ -23,6 +22,7 @@ from weightswap_runtime.memory.arena import ArenaLayout, HostArena
 from weightswap_runtime.memory.device_choice import HOST
 from weightswap_runtime.memory.host import HostMemory
 from weightswap_runtime.messages import listed, plural
+from weightswap_runtime.staging.request import Admit
 
 from .allocation import allocate_shared
 from .control import Control

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Literal, NamedTuple
 
@@ -18,10 +18,13 @@ from weightswap_runtime.memory.arena import Arena
 from weightswap_runtime.memory.host import IN_PLACE, StagedIn
 from weightswap_runtime.memory.patch import HostPatch
 from weightswap_runtime.options import check_timeout
+from weightswap_runtime.sources.location import Location
 
 LEASE_TIMEOUT = 60.0  # seconds
 Busy = Literal["refuse", "wait"]
 Kind = Literal["full", "partial", "delta", "rollback"]
+Admit = Callable[[Location, str], None]
+"""Given a path or URL, and the weights id that the file claims; raises a SwapError to refuse it."""
 READINGS: dict[str | None, Readings] = {None: UNAMBIGUOUS, "checkpoint": KEYS, "fqn": NAMES}
 _WEIGHTS_ID = re.compile(r"[0-9a-f]{64}")
 

@@ -20,11 +20,11 @@ from weightswap_runtime.format.nonfinite import Nonfinite
 from weightswap_runtime.memory.arena import Arena
 from weightswap_runtime.memory.host import Memory
 from weightswap_runtime.messages import listed
-from weightswap_runtime.staging.request import SwapRequest
+from weightswap_runtime.staging.request import Admit, SwapRequest
 from weightswap_runtime.threads.forks import renew_in_children
 from weightswap_runtime.threads.workers import Workers
 
-from .staging import Admit, StagedVariant, stage_variant
+from .staging import StagedVariant, stage_variant
 
 HISTORY = 100
 MOST = 16

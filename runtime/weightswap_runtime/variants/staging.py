@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,11 +16,11 @@ from weightswap_runtime.format.nonfinite import Nonfinite, count_nonfinite, newl
 from weightswap_runtime.format.weight_set import WeightSet, open_weights
 from weightswap_runtime.memory.arena import Arena, ArenaLayout, HostArena
 from weightswap_runtime.memory.host import Memory
-from weightswap_runtime.sources.location import Location, as_location, printable
+from weightswap_runtime.sources.location import as_location, printable
 from weightswap_runtime.staging.checks import check_expected
 from weightswap_runtime.staging.full import DAMAGED, digest_problems
 from weightswap_runtime.staging.reading import Findings, lay, read_tensors
-from weightswap_runtime.staging.request import SwapRequest
+from weightswap_runtime.staging.request import Admit, SwapRequest
 from weightswap_runtime.tensors.content import TensorBytes, array_content, as_array, numpy_dtype
 from weightswap_runtime.tensors.digests import block_digests, tensor_digest
 from weightswap_runtime.tensors.dtypes import describe
@@ -29,7 +29,6 @@ from weightswap_runtime.threads.workers import Workers
 
 from .peft_directory import CONFIG_NAME, Taken, match_peft, read_config, weights_in
 
-Admit = Callable[[Location, str], None]
 _FLOATS = ("F16", "BF16", "F32", "F64")
 
 
@@ -49,10 +48,9 @@ def stage_variant(
 ) -> StagedVariant:
     """Read and verify a variant: a directory of PEFT's, or a safetensors file with the FQNs of `rows`.
 
-    Of the request, its path, what it expects, allows and limits count. admit: called with the place of the tensors, and
-    their weights id. Raises what it raises, WeightFileError, WeightsMismatch,
-    DigestMismatch, UnexpectedWeights, NonFiniteWeights, OutOfMemory, and Unsupported for what PEFT does and the graph
-    does not.
+    Of the request, its path, what it expects, allows and limits count. admit: asked last, about the weights id of what
+    was read. Raises what it raises, WeightFileError, WeightsMismatch, DigestMismatch, UnexpectedWeights,
+    NonFiniteWeights, OutOfMemory, and Unsupported for what PEFT does and the graph does not.
     """
     start, job = time.perf_counter(), Job(request.rate_limit)
     folder, file = weights_in(as_location(request.path))
@@ -65,11 +63,8 @@ def stage_variant(
                 taken = match_peft(weights.tensors, rows, config, weights.where)
             arena, found = _read(weights, taken, memory, workers, job)
             labels = weights.stamp.labels if weights.stamp else {}
-            location, where, read = (
-                weights.location,
-                weights.where,
-                sum(tensor.nbytes for tensor in weights.tensors.values()),
-            )
+            location, where = weights.location, weights.where
+            read = sum(tensor.nbytes for tensor in weights.tensors.values())
     except MemoryError as error:
         raise OutOfMemory(f"{printable(request.path)}: no memory for it ({error})") from error
     identity = identify(rows, found.digests, labels, found.nonfinite)
