@@ -49,7 +49,8 @@ class _Keeper:
             from weightswap_runtime.engines.graphs.libraries import import_libraries  # needs torch
 
             import_libraries(spec.op_libraries)
-        self._keeper = NodeKeeper(spec, node, transfer=_Transfer(spec))
+        again = ray.get_runtime_context().was_current_actor_reconstructed
+        self._keeper = NodeKeeper(spec, node, transfer=_Transfer(spec), again=again)
         self._keeper.start()
         threading.Thread(target=self._end_when_idle, name="weightswap-idle", daemon=True).start()
 

@@ -38,12 +38,14 @@ class NodeKeeper:
         node: str,
         clock: Callable[[], float] = time.monotonic,
         transfer: Transfer | None = None,
+        again: bool = False,
     ) -> None:
         """Serves what the place says before anybody can take a seat, if that can be served; `start` keeps it so.
 
         node: its name, which no other has. transfer: how weights go from node to node; None: each reads for
-        itself. Memory that replicas of an earlier keeper of the name have is served on, unchanged until one of them
-        has said which deployment it is of: `spec` may be that of one long ago.
+        itself. again: `spec` is what an earlier keeper of the name was made with, and may be that of a deployment long
+        ago, as where replicas still have its memory: that is served on, and nothing changes until a replica has said
+        which deployment it is of.
         Raises ArtifactError, MissingExtra, OutOfMemory and Unsupported.
         """
         self.node = node
@@ -56,7 +58,7 @@ class NodeKeeper:
         self.model = self._weights.model
         control = Control(self._memory.segment.control)
         self.changes = changes = NodeChanges(self._weights, DesiredPlace(spec.place), control, clock)
-        changes.is_deployed = adopted is None
+        changes.is_deployed = adopted is None and not again
         self._seats = Seats(control, lambda pid: NodeMemory.is_held_by(pid, name))
         self._metrics = NodeMetrics(spec.model, self.model)
         asked: tuple[Callable[..., Any], ...] = (
@@ -87,6 +89,8 @@ class NodeKeeper:
         Raises Unsupported, and NoWeights where it would have nothing to serve.
         """
         self.changes.take(spec)
+        if self.model.weights_id is None:
+            self.changes.look()  # it may have waited for the deployment
         if self.model.weights_id is None:
             raise NoWeights(*(self._error or f"{self.spec.place}: no weights are desired yet").splitlines())
         return Seat(os.getpid(), self._memory.descriptors, self._seats.take(pid))

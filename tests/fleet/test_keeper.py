@@ -6,6 +6,7 @@ import os
 import pickle
 import threading
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from weightswap_fleet import agreement
 from weightswap_fleet.agreement import Agreement, Deadlines
 from weightswap_fleet.documents import FleetPlan, Order, TrialOrder
 from weightswap_fleet.errors import FleetError, FleetRefused, FleetUndecided, StaleReplica, UnknownFleet
+from weightswap_fleet.keeper import NodeKeeper
 from weightswap_runtime import DesiredError, DigestMismatch, Held, NothingToRollBack, RevisionConflict, Superseded
 from weightswap_runtime.desired.document import DesiredWeights
 from weightswap_runtime.desired.place import known_weights
@@ -496,6 +498,21 @@ def test_a_keeper_that_begins_again_changes_nothing_until_it_knows_the_deploymen
     keeper.changes.look()
     assert "not signed" in keeper.status().error
     assert keeper.model.weights_id == fleet.weights_id(0)
+
+
+def test_a_keeper_that_begins_again_alone_waits_for_the_deployment_too(fleet: Fleet, tmp_path: Path) -> None:
+    """No replica has its memory any more; the place says weights that the latest deployment refuses."""
+    public = ec.generate_private_key(ec.SECP256R1()).public_key()
+    key = tmp_path / "key.pem"
+    key.write_bytes(public.public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo))
+    with closing(NodeKeeper(fleet.spec, "n9", again=True)) as keeper:
+        assert keeper.model.weights_id is None
+        with pytest.raises(NoWeights, match="not signed"):
+            keeper.take_seat(os.getpid(), fleet.spec._replace(since=1.0, require_signature=str(key)))
+        assert keeper.model.weights_id is None
+    with closing(NodeKeeper(fleet.spec, "n8", again=True)) as keeper:
+        keeper.take_seat(os.getpid(), fleet.spec)
+        assert keeper.model.weights_id == fleet.weights_id(0)
 
 
 def test_without_weights_nobody_gets_a_seat(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
