@@ -55,9 +55,12 @@ class _Keeper:
         threading.Thread(target=self._end_when_idle, name="weightswap-idle", daemon=True).start()
 
     def _end_when_idle(self) -> None:
-        """Without replicas the memory is let go, after a while in which some may come back."""
+        """Without replicas the memory is let go, after a while in which some may come back.
+
+        At once if none has told it of a deployment since it was made again: it would keep all others from changing.
+        """
         since = time.monotonic()
-        while time.monotonic() - since < IDLE:
+        while time.monotonic() - since < (IDLE if self._keeper.changes.is_deployed else _LOOK):
             time.sleep(_LOOK)
             if self._keeper.status().replicas:
                 since = time.monotonic()

@@ -8,6 +8,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
+from unittest.mock import MagicMock
 
 import pytest
 from cryptography.hazmat.primitives.asymmetric import ec
@@ -513,6 +514,26 @@ def test_a_keeper_that_begins_again_alone_waits_for_the_deployment_too(fleet: Fl
     with closing(NodeKeeper(fleet.spec, "n8", again=True)) as keeper:
         keeper.take_seat(os.getpid(), fleet.spec)
         assert keeper.model.weights_id == fleet.weights_id(0)
+
+
+@pytest.mark.parametrize("told", [False, True])
+def test_a_keeper_that_nobody_has_told_ends_soon(told: bool, fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It refuses all changes until then; one that was told waits for replicas that come back."""
+    actors = pytest.importorskip("weightswap_fleet.actors")
+    ended = threading.Event()
+    monkeypatch.setattr(actors, "_LOOK", 0.01)
+    monkeypatch.setattr(actors.ray, "get_runtime_context", MagicMock())
+    monkeypatch.setattr(actors.ray, "kill", lambda _: ended.set())
+    with closing(NodeKeeper(fleet.spec, "n9", again=True)) as keeper:
+        if told:
+            keeper.told(1, "", fleet.spec)
+        actor = object.__new__(actors._Keeper)
+        actor._keeper = keeper
+        threading.Thread(target=actor._end_when_idle, daemon=True).start()
+        if told:
+            assert not ended.wait(0.2)
+            monkeypatch.setattr(actors, "IDLE", 0.0)
+        assert ended.wait(20)
 
 
 def test_without_weights_nobody_gets_a_seat(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
