@@ -101,8 +101,8 @@ def test_a_step_that_hangs_or_fails_keeps_no_other_from_its_place_in_the_report(
     code, report = Running(tmp_path, f"[[{PASSING}, {failing}], [{hanging}], [{PASSING}]]", TIME_S="14").end()
     assert code == 1
     assert "| one | passed | 0 | 3 passed, 1 skipped in 0.12s |" in report
-    assert re.search(r"^\| two \| \*\*ended after [234] s\*\* \| [234] \|  \|$", report, re.MULTILINE)
-    assert re.search(r"^## two: \*\*ended after [234] s\*\*\n\n```\nbegun\n```$", report, re.MULTILINE)
+    assert re.search(r"^\| two \| \*\*ended after \d+ s\*\* \| \d+ \|  \|$", report, re.MULTILINE)
+    assert re.search(r"^## two: \*\*ended after \d+ s\*\*\n\n```\nbegun\n```$", report, re.MULTILINE)
     assert "## three: **failed (3)**\n\n```\nwrong output\n```\n" in report
     assert "| one | **skipped** | 0 | what it needs is not here: time |" in report
     assert "| GPU | none \\| at all |" in report
