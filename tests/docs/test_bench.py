@@ -144,7 +144,7 @@ def test_exports(tmp_path: Path) -> None:
     families = [
         what for what, peer in goals if what.endswith("model to artifact, time") and peer == "torch.export.export"
     ]
-    assert len(families) == 3
+    assert len(families) == 7
 
 
 @pytest.mark.slow
