@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING
 
 from weightswap_runtime.errors import MissingExtra
 
-from .agreement import Deadlines
+from .coordinator.agreement import Deadlines
 from .documents import FleetPlan, FleetReceipt, NodeReceipt, NodeStatus, TrialReport
 from .errors import FleetError, FleetRefused, FleetUndecided, StaleReplica, UnknownFleet
 
 if TYPE_CHECKING:
     from .client import Fleet, FleetClient, connect
     from .deploying import deployment
-    from .replica import FleetAnswer
+    from .replicas.replica import FleetAnswer
 
 _HOMES = {
     "Fleet": "client",

@@ -18,12 +18,12 @@ from weightswap_runtime.desired.document import DesiredState
 from weightswap_runtime.errors import Unsupported
 from weightswap_runtime.sources.location import Url, as_location, fixed
 
-from .actors import end_actors, find_spec, metrics, statuses
-from .agreement import DEADLINES, Deadlines
-from .controller import controller_of
+from .coordinator.actors import end_actors, find_spec, metrics, statuses
+from .coordinator.agreement import DEADLINES, Deadlines
+from .coordinator.controller import controller_of
 from .documents import FleetPlan, FleetReceipt, NodeStatus, TrialReport
 from .errors import FleetUndecided, StaleReplica, UnknownFleet
-from .replica import FleetAnswer
+from .replicas.replica import FleetAnswer
 
 _Path = str | os.PathLike[str]
 _POLL = 0.05

@@ -27,15 +27,15 @@ from weightswap_server.serving import default_name
 from weightswap_server.settings import Settings
 from weightswap_server.signed_weights import requires
 
-from .actors import find_spec
+from .coordinator.actors import find_spec
 from .documents import Spec
 from .errors import UnknownFleet
-from .replica import Replica
+from .replicas.replica import Replica
 
 _NAME = re.compile(r"[\w.-]{1,64}", re.ASCII)
 _Path = str | os.PathLike[str]
 _ROUTER = RequestRouterConfig(
-    request_router_class="weightswap_fleet.router:FreshRouter",
+    request_router_class="weightswap_fleet.replicas.router:FreshRouter",
     request_routing_stats_period_s=0.2,
     request_routing_stats_timeout_s=5.0,
 )

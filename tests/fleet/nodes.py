@@ -10,8 +10,8 @@ import pytest
 
 from tests.support.tiny import TinyArtifact
 from weightswap_fleet.documents import Spec
-from weightswap_fleet.keeper import NodeKeeper
-from weightswap_fleet.memory import NodeMemory
+from weightswap_fleet.node.keeper import NodeKeeper
+from weightswap_fleet.node.memory import NodeMemory
 from weightswap_runtime import DesiredPlace, Event
 from weightswap_runtime.desired.document import DesiredState
 from weightswap_runtime.format.weight_set import open_weights

@@ -33,7 +33,7 @@ def run(*arguments: object, status: int = 0) -> str:
 
 
 def test_deployments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from weightswap_fleet.actors import find_spec
+    from weightswap_fleet.coordinator.actors import find_spec
 
     monkeypatch.setattr(fleet, "cluster", _connected_already)
     files = Files(tmp_path, 2)

@@ -103,7 +103,7 @@ def test_a_place_that_is_not_there(tiny: TinyArtifact, tmp_path: Path) -> None:
 
 def test_nodes_are_those_of_the_latest_deployment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of another place or graph each node has a keeper for a while, which says what is desired no more."""
-    from weightswap_fleet import actors
+    from weightswap_fleet.coordinator import actors
 
     fleet = Fleet(tmp_path, 2, monkeypatch)
     now = [keeper.status() for keeper in fleet.keepers.values()]
@@ -125,8 +125,8 @@ def test_who_waits_for_a_change_waits_no_longer_than_for_its_own(
     tiny: TinyArtifact, weight_file: WriteWeights, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """So that nothing is changed once its caller has given up."""
-    from weightswap_fleet.agreement import Deadlines
-    from weightswap_fleet.controller import Controller
+    from weightswap_fleet.coordinator.agreement import Deadlines
+    from weightswap_fleet.coordinator.controller import Controller
 
     monkeypatch.setattr(Controller, "_lead", lambda controller: None)
     controller, deadlines = Controller("fleet"), Deadlines(prepare=0.01)

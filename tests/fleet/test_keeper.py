@@ -14,11 +14,11 @@ import pytest
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 
-from weightswap_fleet import agreement
-from weightswap_fleet.agreement import Agreement, Deadlines
+from weightswap_fleet.coordinator import agreement
+from weightswap_fleet.coordinator.agreement import Agreement, Deadlines
 from weightswap_fleet.documents import FleetPlan, Order, TrialOrder
 from weightswap_fleet.errors import FleetError, FleetRefused, FleetUndecided, StaleReplica, UnknownFleet
-from weightswap_fleet.keeper import NodeKeeper
+from weightswap_fleet.node.keeper import NodeKeeper
 from weightswap_runtime import DesiredError, DigestMismatch, Held, NothingToRollBack, RevisionConflict, Superseded
 from weightswap_runtime.desired.document import DesiredWeights
 from weightswap_runtime.desired.place import known_weights
@@ -519,7 +519,7 @@ def test_a_keeper_that_begins_again_alone_waits_for_the_deployment_too(fleet: Fl
 @pytest.mark.parametrize("told", [False, True])
 def test_a_keeper_that_nobody_has_told_ends_soon(told: bool, fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
     """It refuses all changes until then; one that was told waits for replicas that come back."""
-    actors = pytest.importorskip("weightswap_fleet.actors")
+    actors = pytest.importorskip("weightswap_fleet.coordinator.actors")
     ended = threading.Event()
     monkeypatch.setattr(actors, "_LOOK", 0.01)
     monkeypatch.setattr(actors.ray, "get_runtime_context", MagicMock())

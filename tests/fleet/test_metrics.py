@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from weightswap_fleet.agreement import Agreement, Deadlines
+from weightswap_fleet.coordinator.agreement import Agreement, Deadlines
 from weightswap_fleet.metrics import NodeMetrics, joined
 from weightswap_runtime.desired.place import known_weights
 from weightswap_server.service.metrics import ServerMetrics

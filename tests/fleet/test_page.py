@@ -14,10 +14,10 @@ import uvicorn
 from starlette.testclient import TestClient
 
 from tests.support.browser import FAINT, NAMELESS, browser
-from weightswap_fleet.agreement import Agreement, Deadlines
+from weightswap_fleet.coordinator.agreement import Agreement, Deadlines
+from weightswap_fleet.coordinator.fleet_trial import FleetTrial
 from weightswap_fleet.documents import FleetPlan, NodeStatus, TrialOrder, TrialReport
 from weightswap_fleet.errors import UnknownFleet
-from weightswap_fleet.fleet_trial import FleetTrial
 from weightswap_fleet.operator_page import page_app
 from weightswap_runtime.desired.document import DesiredState, DesiredWeights
 from weightswap_runtime.desired.place import known_weights

@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 
 from tests.support.servers import WebServer
-from weightswap_fleet.agreement import Agreement, Deadlines
+from weightswap_fleet.coordinator.agreement import Agreement, Deadlines
 from weightswap_fleet.errors import FleetRefused
-from weightswap_fleet.relay import GIVEN, IDLE, OBJECTS, Relay, RelayedUrl
+from weightswap_fleet.node.relay import GIVEN, IDLE, OBJECTS, Relay, RelayedUrl
 from weightswap_runtime import DigestMismatch, StageCancelled, WeightFileError
 from weightswap_runtime.desired.place import known_weights
 from weightswap_runtime.sources.opening import open_source

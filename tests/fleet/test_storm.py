@@ -13,9 +13,9 @@ from uuid import uuid4
 
 import pytest
 
-from weightswap_fleet.agreement import Agreement, Deadlines
+from weightswap_fleet.coordinator.agreement import Agreement, Deadlines
+from weightswap_fleet.coordinator.fleet_trial import FleetTrial
 from weightswap_fleet.documents import FleetPlan, TrialOrder
-from weightswap_fleet.fleet_trial import FleetTrial
 from weightswap_runtime import WeightswapError
 from weightswap_runtime.desired.document import DesiredWeights
 from weightswap_runtime.desired.place import known_weights

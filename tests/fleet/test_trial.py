@@ -10,10 +10,10 @@ from typing import Any
 import msgspec
 import pytest
 
-from weightswap_fleet.agreement import Agreement, Deadlines
+from weightswap_fleet.coordinator.agreement import Agreement, Deadlines
+from weightswap_fleet.coordinator.fleet_trial import FleetTrial, shares
 from weightswap_fleet.documents import FleetPlan, Order, TrialOrder
 from weightswap_fleet.errors import FleetRefused
-from weightswap_fleet.fleet_trial import FleetTrial, shares
 from weightswap_runtime.desired.document import DesiredWeights
 from weightswap_runtime.desired.place import known_weights
 from weightswap_runtime.errors import DigestMismatch, StageClosed, StagingBusy, Unsupported

@@ -136,7 +136,7 @@ class _Fleet:
 
     def ask_one_more(self) -> float:
         """Milliseconds that each further keeper takes which is asked at the same time."""
-        from weightswap_fleet.actors import RayNodes, find_spec
+        from weightswap_fleet.coordinator.actors import RayNodes, find_spec
 
         nodes = RayNodes(find_spec(self._fleet.name))
         all_of_them = nodes.names()

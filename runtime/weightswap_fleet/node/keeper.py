@@ -12,14 +12,14 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from weightswap_fleet.documents import NodeStatus, Seat, Spec
+from weightswap_fleet.metrics import NodeMetrics
 from weightswap_runtime.desired.place import DesiredPlace
 from weightswap_runtime.errors import NoWeights, text_of
 from weightswap_runtime.format.artifact import Artifact
 from weightswap_runtime.shared.control import Control
 
-from .documents import NodeStatus, Seat, Spec
 from .memory import NodeMemory
-from .metrics import NodeMetrics
 from .node_changes import NodeChanges
 from .node_weights import NodeWeights
 from .relay import Relay, Transfer

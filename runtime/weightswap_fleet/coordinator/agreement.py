@@ -21,13 +21,12 @@ from typing import Any, NamedTuple, Protocol
 
 from msgspec.structs import replace
 
+from weightswap_fleet.documents import Committed, FleetReceipt, NodeReceipt, NodeStatus, Order, Prepared, TrialOrder
+from weightswap_fleet.errors import FleetRefused, FleetUndecided
 from weightswap_runtime.desired.document import SHOWN, DesiredState, DesiredWeights, check_promotable, find_good
 from weightswap_runtime.desired.place import DesiredPlace, Known
 from weightswap_runtime.errors import DesiredError, RevisionConflict, StageClosed, text_of
 from weightswap_runtime.sources.location import printable
-
-from .documents import Committed, FleetReceipt, NodeReceipt, NodeStatus, Order, Prepared, TrialOrder
-from .errors import FleetRefused, FleetUndecided
 
 LEAST_LEASE = 10.0  # seconds
 _STATUS = 1.0  # seconds for how a node stands, whatever time is left

@@ -18,12 +18,11 @@ from ray.actor import ActorHandle
 from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from weightswap_fleet.documents import NodeStatus, Spec
+from weightswap_fleet.errors import UnknownFleet
+from weightswap_fleet.metrics import joined
+from weightswap_fleet.node.keeper import NodeKeeper
 from weightswap_runtime.errors import text_of
-
-from .documents import NodeStatus, Spec
-from .errors import UnknownFleet
-from .keeper import NodeKeeper
-from .metrics import joined
 
 NAMESPACE = "weightswap"
 _KEEPER, _RELAY = "keeper", "relay"

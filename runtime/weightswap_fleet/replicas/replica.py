@@ -13,6 +13,11 @@ import ray
 from numpy.typing import NDArray
 from ray import serve
 
+from weightswap_fleet.coordinator.actors import keeper_of_this_node, metrics
+from weightswap_fleet.coordinator.controller import controller_of
+from weightswap_fleet.documents import NodeStatus, Spec
+from weightswap_fleet.errors import StaleReplica
+from weightswap_fleet.node.memory import NodeMemory
 from weightswap_runtime.errors import NoWeights, WeightswapError
 from weightswap_runtime.shared.control import Control
 from weightswap_runtime.shared.worker import join
@@ -21,12 +26,7 @@ from weightswap_server.http.app import http_app
 from weightswap_server.service.service import Service
 from weightswap_server.workers.trials import WorkerTrials
 
-from .actors import keeper_of_this_node, metrics
-from .controller import controller_of
-from .documents import NodeStatus, Spec
-from .errors import StaleReplica
 from .freshness import FreshApp, Freshness
-from .memory import NodeMemory
 
 _BEGIN = 600.0  # seconds for the node's first weights
 _WARM = 60.0  # seconds for the first calls

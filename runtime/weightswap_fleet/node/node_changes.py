@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from weightswap_fleet.documents import Committed, Order, Prepared, Spec, TrialOrder
 from weightswap_runtime.desired.document import SHOWN, DesiredState, DesiredWeights
 from weightswap_runtime.desired.place import DesiredPlace
 from weightswap_runtime.errors import (
@@ -29,7 +30,6 @@ from weightswap_runtime.live.watching.reconciler import Reconciler
 from weightswap_runtime.shared.control import Control
 from weightswap_server.canary.judging import Measured
 
-from .documents import Committed, Order, Prepared, Spec, TrialOrder
 from .node_trial import NodeTrial
 from .node_weights import NodeWeights
 

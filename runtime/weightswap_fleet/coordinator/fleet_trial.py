@@ -12,12 +12,12 @@ import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+from weightswap_fleet.documents import Prepared, TrialOrder, TrialReport
+from weightswap_fleet.errors import FleetRefused
 from weightswap_runtime.errors import StageClosed, Unsupported
 from weightswap_server.canary.judging import Judgement, Measured
 
 from .agreement import Nodes, prepare_all
-from .documents import Prepared, TrialOrder, TrialReport
-from .errors import FleetRefused
 
 _ANSWER = 5.0  # seconds
 

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
+from weightswap_fleet.documents import Spec
 from weightswap_runtime.desired.document import DesiredWeights
 from weightswap_runtime.errors import NothingToRollBack, StageTimeout
 from weightswap_runtime.format.artifact import Artifact
@@ -15,7 +16,6 @@ from weightswap_runtime.shared.keeper import keep
 from weightswap_runtime.sources.location import Url
 from weightswap_server.signed_weights import requires
 
-from .documents import Spec
 from .memory import NodeMemory
 from .relay import Relay
 
