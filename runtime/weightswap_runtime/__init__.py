@@ -70,12 +70,12 @@ from .live.pinned import Pinned
 from .live.receipt import SwapReceipt
 from .live.staged import Staged
 from .live.token_stream import TokenStream
+from .live.variants.resident import VariantReceipt
 from .live.watching.follower import Follower, FollowStatus
 from .live.watching.watcher import Watcher
 from .staging.delta_writing import Delta, write_delta
 from .staging.read_weights import read_weights
 from .threads.job import Progress
-from .variants.resident import VariantReceipt
 
 __all__ = [
     "AccessDenied",

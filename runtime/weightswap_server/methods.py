@@ -28,9 +28,9 @@ from weightswap_runtime.format.signature import (
 from weightswap_runtime.live.calling import Caller
 from weightswap_runtime.live.model import Model, engine_of
 from weightswap_runtime.live.pinned import Pinned
+from weightswap_runtime.live.variants.resident import Choice, Wanted
 from weightswap_runtime.tensors.content import TensorBytes, array_content, as_array, numpy_dtype
 from weightswap_runtime.tensors.dtypes import DTYPES
-from weightswap_runtime.variants.resident import Choice, Wanted
 from weightswap_server.errors import BadRequest
 from weightswap_server.protocol.documents import DATATYPE_OF, DATATYPES, TensorMetadata
 

@@ -19,8 +19,8 @@ import msgspec
 from weightswap_runtime.errors import Unsupported
 from weightswap_runtime.live.loading import load
 from weightswap_runtime.live.model import Model
+from weightswap_runtime.live.variants.resident import MOST
 from weightswap_runtime.messages import visible
-from weightswap_runtime.variants.resident import MOST
 
 from .admin.plane import AdminPlane
 from .admin.settings import AdminSettings

@@ -22,9 +22,9 @@ from weightswap_runtime.errors import (
 )
 from weightswap_runtime.format.artifact import Artifact
 from weightswap_runtime.format.context_file import MadeWith, write_context
+from weightswap_runtime.live.variants.resident import Choice
 from weightswap_runtime.threads.claims import Claim, ClaimReference
 from weightswap_runtime.threads.forks import renew_in_children
-from weightswap_runtime.variants.resident import Choice
 
 from .gate import Gate, Pin, Version
 from .session import Session

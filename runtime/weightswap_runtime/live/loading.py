@@ -13,9 +13,9 @@ from weightswap_runtime.errors import Unsupported
 from weightswap_runtime.format.artifact import Artifact
 from weightswap_runtime.format.goldens import Mode
 from weightswap_runtime.format.name_matching import Keys
+from weightswap_runtime.live.variants.resident import MOST
 from weightswap_runtime.memory.device_choice import HOST, StagingMode, device_name, open_memory
 from weightswap_runtime.staging.request import Admit
-from weightswap_runtime.variants.resident import MOST
 
 from .events import Listener
 from .model import Model

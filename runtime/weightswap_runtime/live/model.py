@@ -19,9 +19,11 @@ from weightswap_runtime.format.goldens import Mode
 from weightswap_runtime.format.name_matching import Keys
 from weightswap_runtime.format.nonfinite import as_allowed
 from weightswap_runtime.format.selection import patterns
-from weightswap_runtime.generation.generating import Wanted, check
-from weightswap_runtime.generation.sampling import Sampling
-from weightswap_runtime.generation.text import Tokenizer
+from weightswap_runtime.live.generation.generating import Wanted, check
+from weightswap_runtime.live.generation.sampling import Sampling
+from weightswap_runtime.live.generation.text import Tokenizer
+from weightswap_runtime.live.variants.resident import MOST, Choice, VariantReceipt, Variants
+from weightswap_runtime.live.variants.resident import Wanted as WantedVariants
 from weightswap_runtime.options import check_timeout
 from weightswap_runtime.sources.location import printable
 from weightswap_runtime.staging.request import LEASE_TIMEOUT, Busy, SwapRequest, check_busy, patience
@@ -30,8 +32,6 @@ from weightswap_runtime.threads.awaiting import in_thread
 from weightswap_runtime.threads.claims import Claim
 from weightswap_runtime.threads.job import Job, Progress
 from weightswap_runtime.threads.listeners import Stop
-from weightswap_runtime.variants.resident import MOST, Choice, VariantReceipt, Variants
-from weightswap_runtime.variants.resident import Wanted as WantedVariants
 
 from .asynchronous import AsyncStaging, StageOptions
 from .calling import Caller, CallObserver, Methods, run_chosen

@@ -8,9 +8,9 @@ from threading import RLock
 from typing import Any
 
 from weightswap_runtime.errors import PinReleased
+from weightswap_runtime.live.variants.resident import Choice
 from weightswap_runtime.threads.claims import Claim
 from weightswap_runtime.threads.forks import renew_in_children
-from weightswap_runtime.variants.resident import Choice
 
 from .calling import Caller, Methods, run_chosen
 from .context import Context

@@ -9,13 +9,13 @@ from typing import Any
 from weightswap_runtime.errors import StageClosed, StageTimeout, StagingBusy
 from weightswap_runtime.format.identity import Identity
 from weightswap_runtime.format.nonfinite import Nonfinite
+from weightswap_runtime.live.variants.resident import Choice
 from weightswap_runtime.options import check_timeout
 from weightswap_runtime.staging.request import LEASE_TIMEOUT, Contents, Kind
 from weightswap_runtime.threads.awaiting import in_thread
 from weightswap_runtime.threads.claims import Claim
 from weightswap_runtime.threads.forks import renew_in_children
 from weightswap_runtime.threads.job import Job, Progress
-from weightswap_runtime.variants.resident import Choice
 
 from .calling import Caller, Methods, run_chosen
 from .context import Context

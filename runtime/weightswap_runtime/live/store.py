@@ -31,6 +31,7 @@ from weightswap_runtime.format.manifest import Manifest, NamedTensor
 from weightswap_runtime.format.nonfinite import newly_nonfinite
 from weightswap_runtime.format.weight_file import Stamp
 from weightswap_runtime.format.weight_set import WeightSet, open_weights
+from weightswap_runtime.live.variants.resident import VariantReceipt, Variants
 from weightswap_runtime.memory.arena import Arena, ArenaLayout
 from weightswap_runtime.memory.host import Memory
 from weightswap_runtime.messages import MOST_LISTED, listed
@@ -44,7 +45,6 @@ from weightswap_runtime.tensors.dtypes import describe
 from weightswap_runtime.threads.forks import renew_in_children
 from weightswap_runtime.threads.job import Job
 from weightswap_runtime.threads.workers import Workers
-from weightswap_runtime.variants.resident import VariantReceipt, Variants
 
 from .admission import admitted
 from .context import Contexts

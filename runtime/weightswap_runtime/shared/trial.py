@@ -9,8 +9,8 @@ from weightswap_runtime.live.calling import Caller, Methods, run_chosen
 from weightswap_runtime.live.context import Context
 from weightswap_runtime.live.session import Session
 from weightswap_runtime.live.staged import Staged
+from weightswap_runtime.live.variants.resident import Choice
 from weightswap_runtime.threads.claims import Claim
-from weightswap_runtime.variants.resident import Choice
 
 from .control import Control
 from .described import Named, describe

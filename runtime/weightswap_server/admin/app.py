@@ -17,9 +17,9 @@ from starlette.routing import Route
 
 from weightswap_runtime import __version__
 from weightswap_runtime.live.receipt import SwapReceipt
+from weightswap_runtime.live.variants.resident import VariantReceipt
 from weightswap_runtime.messages import encode_json
 from weightswap_runtime.threads.awaiting import in_thread
-from weightswap_runtime.variants.resident import VariantReceipt
 from weightswap_server.errors import BadRequest, UnknownModel, log
 from weightswap_server.http.bodies import body_of
 from weightswap_server.protocol.tensors_on_the_wire import decoded

@@ -15,8 +15,8 @@ from weightswap_runtime.desired.document import DesiredState
 from weightswap_runtime.desired.place import DesiredPlace, Known
 from weightswap_runtime.errors import StageClosed, StagingBusy, Unsupported
 from weightswap_runtime.live.receipt import SwapReceipt
+from weightswap_runtime.live.variants.resident import VariantReceipt
 from weightswap_runtime.sources.location import printable
-from weightswap_runtime.variants.resident import VariantReceipt
 from weightswap_server.canary.canary import Canary
 from weightswap_server.canary.judging import Plan, check_plan
 from weightswap_server.service.served import Served

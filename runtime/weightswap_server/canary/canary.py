@@ -9,7 +9,7 @@ from threading import Condition, Lock, Thread
 from typing import TYPE_CHECKING
 
 from weightswap_runtime.errors import StageClosed
-from weightswap_runtime.variants.resident import Wanted
+from weightswap_runtime.live.variants.resident import Wanted
 from weightswap_server.errors import log
 from weightswap_server.methods import Flat, Method
 from weightswap_server.protocol.tensors_on_the_wire import Answer

@@ -14,8 +14,8 @@ from typing import Any
 
 from weightswap_runtime.live.calling import Caller
 from weightswap_runtime.live.model import Model, choice_of
+from weightswap_runtime.live.variants.resident import Choice
 from weightswap_runtime.tensors.content import TensorBytes
-from weightswap_runtime.variants.resident import Choice
 from weightswap_server.canary.canary import Canary
 from weightswap_server.errors import NotReady, Overloaded, UnknownModel
 from weightswap_server.methods import Flat, Method, Outputs

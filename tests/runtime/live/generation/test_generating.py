@@ -24,7 +24,7 @@ from weightswap_exporter import compile_engines, export, export_decoder, pack, s
 from weightswap_exporter.commands.build import export_command
 from weightswap_runtime import Artifact, CallError, InputMismatch, Model, StaleContext, TokenStream, Unsupported, load
 from weightswap_runtime.engines.choosing import EngineName
-from weightswap_runtime.generation.sampling import Sampling, choose, probabilities
+from weightswap_runtime.live.generation.sampling import Sampling, choose, probabilities
 from weightswap_runtime.messages import visible_lines
 from weightswap_tools.commands.generate import generate_command
 

@@ -17,8 +17,8 @@ from typer.testing import CliRunner, Result
 
 from weightswap_exporter import export, export_decoder
 from weightswap_runtime import Model, Unsupported, WeightFileError, WeightsMismatch, load
-from weightswap_runtime.variants import staging
-from weightswap_runtime.variants.peft_directory import read_config
+from weightswap_runtime.live.variants import staging
+from weightswap_runtime.live.variants.peft_directory import read_config
 from weightswap_tools.commands.generate import generate_command
 from weightswap_tools.commands.run import run_command
 
