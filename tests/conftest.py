@@ -23,11 +23,14 @@ from tests.support.desk import Desk
 from tests.support.handmade import Stage
 from tests.support.pairwise import mark_the_rest_slow
 from tests.support.quick import quick_exports
+from tests.support.shares import left_for_other_days
 from tests.support.tiny import TinyArtifact, WriteDelta, WriteWeights
 from tests.support.watched import Directory
 from weightswap_runtime import Model, load, write_delta
 
+ON_RAY = ("tests/fleet/test_cluster", "tests/docs/test_fleet.py", "tests/docs/test_bench.py::test_fleet")
 SLOWEST = (
+    *ON_RAY,
     "tests/promises/never_a_mixture/test_machine",
     "tests/runtime/engines/",
     "tests/docs/",
@@ -37,6 +40,7 @@ SLOWEST = (
     "tests/tools/reports/",
 )
 COMPILED = "tests/runtime/engines/test_aoti"
+BENCHMARK = re.compile(r"tests/docs/test_bench.*\[(\w+)-.*\]$")
 SAME_EXPORT = re.compile(r"tests/zoo/.*\[(?:(?:aoti|onnx)-)?(.*?)(?:-(?:cpu|cuda))?\]$")
 
 # how long an example takes says nothing of the code; `--hypothesis-profile=exploring` looks for examples that are new
@@ -47,23 +51,37 @@ settings.load_profile("same")
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """With several workers, what shares fixtures goes to one: a module, a model of the zoo, and what is compiled."""
+    """With several workers, what shares fixtures goes to one: a module, a model of the zoo, a group of benchmarks, what
+    is compiled; and all that has clusters of Ray, as others would wait for it.
+    """
     from xdist.scheduler import LoadScopeScheduling
 
     class Together(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
             if entry := SAME_EXPORT.match(nodeid):
                 return f"tests/zoo/{entry[1]}"
+            if group := BENCHMARK.match(nodeid):
+                return f"tests/docs/test_bench/{group[1]}"
+            if nodeid.startswith(ON_RAY):
+                return "Ray"
             return COMPILED if nodeid.startswith(COMPILED) else nodeid.partition("::")[0]
 
     config.option.loadscopereorder = False
     return Together(config, log)
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    said = "of the parameters of each slow test run one of N, each day others"
+    parser.addoption("--share", type=int, default=1, metavar="N", help=said)
+
+
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """What takes long comes first, so that nothing of it is left for one worker in the end."""
     mark_the_rest_slow(items)
+    left = left_for_other_days(items, config.getoption("share"))
+    config.hook.pytest_deselected(items=[item for item in items if item in left])
+    items[:] = [item for item in items if item not in left]
     items.sort(key=lambda item: [not item.nodeid.startswith(start) for start in SLOWEST])
 
 

@@ -18,6 +18,7 @@ from torch.nn import functional
 
 from weightswap_exporter import export, pack, skeleton
 from weightswap_runtime import Artifact, Model
+from weightswap_runtime.engines.engine import Bound
 
 LAYERS = 42
 EMBEDDED = 1 / 8
@@ -211,3 +212,10 @@ def _fill(model: Stack | Table, seed: int) -> None:
         block = pattern.roll(number * 1009) * scale
         for part in parameter.view(-1).split(PATTERN):
             part.copy_(block[: part.numel()])
+
+
+def bound_of(model: Model) -> Bound:
+    """The graph of the weights that are served, as the engine runs it: no lease, no checks, no tree of outputs."""
+    version = model._gate.current
+    assert version is not None
+    return version.session.bound[0]

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from report import Goal, Row, compared
 from settings import Settings
-from subjects import Encoder, equal, on_one_thread, quiet
+from subjects import Encoder, bound_of, equal, on_one_thread, quiet
 from timing import in_turn, per_call
 from torch import nn
 
@@ -102,9 +102,7 @@ def _bare(model: Model) -> Callable[[torch.Tensor], Any]:
     It is the model's own, as a second copy of graph and weights elsewhere in memory runs faster or slower by more
     than what is measured here.
     """
-    version = model._gate.current
-    assert version is not None
-    bound = version.session.bound[0]
+    bound = bound_of(model)
     assert isinstance(bound, BoundTorch)
     graph = bound._calls["forward"]
     return lambda x: graph([x])

@@ -1,4 +1,4 @@
-"""What a context costs: a call with one beside a call of the same arithmetic that remembers nothing; its memory."""
+"""What a context costs: what it adds to a call, beside a fresh state for each; the memory of several."""
 
 from __future__ import annotations
 
@@ -6,13 +6,14 @@ import os
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
+from statistics import median
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 from report import Goal, Row, compared
 from settings import Settings
-from subjects import on_one_thread, quiet
+from subjects import bound_of, on_one_thread, quiet
 from timing import in_turn, per_call
 from torch import nn
 
@@ -22,11 +23,12 @@ from weightswap_runtime import load
 TENSORS, WIDTH = 24, 64
 PAGE = os.sysconf("SC_PAGE_SIZE")
 BASE, ROWS, MEMBERS = 4096, 64, 8
+ADDED = Goal("median", "at most", 10)
 TOGETHER = Goal("ratio", "at most", 1.2)
 
 
 class Caches(nn.Module):
-    """As many tensors of state as a decoder of 12 layers has; `plain` does the same without them."""
+    """As many tensors of state as a decoder of 12 layers has; `plain` has none."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -40,12 +42,8 @@ class Caches(nn.Module):
             getattr(self, f"cache_{index}").copy_(y[0])
         return y
 
-    def plain(self, x: torch.Tensor, others: list[torch.Tensor]) -> torch.Tensor:
-        """The same, written into the caller's tensors."""
-        y = self.mix(x)
-        for other in others:
-            other.copy_(y[0])
-        return y
+    def plain(self, x: torch.Tensor) -> torch.Tensor:
+        return self.mix(x)
 
 
 class Fitted(nn.Module):
@@ -70,22 +68,38 @@ def rows(settings: Settings) -> Iterator[Row]:
 
 def _rows(settings: Settings, folder: Path) -> Iterator[Row]:
     eager, x = Caches().eval(), torch.randn(1, WIDTH)
-    others = [torch.zeros(WIDTH) for _ in range(TENSORS)]
-    methods = {"forward": MethodSpec("forward", (x,)), "plain": MethodSpec("plain", (x, others))}
+    methods = {"forward": MethodSpec("forward", (x,)), "plain": MethodSpec("plain", (x,))}
     with quiet():
         artifact = export(eager, methods=methods, out=folder / "a.artifact")
     model = load(artifact, pack(eager, artifact, out=folder / "v.safetensors").path)
     context = model.new_context()
+    bound, state = bound_of(model), context._state
     subjects: dict[str, Callable[[], Any]] = {
         "with": partial(model, x, context=context),
-        "without": partial(model, x),
-        "plain": partial(model.method("plain"), x, others),
+        "with, bare": partial(bound.run, "forward", [x], state),
+        "plain": partial(model.method("plain"), x),
+        "plain, bare": partial(bound.run, "plain", [x]),
+        "fresh": partial(model, x),
     }
     taken = in_turn({what: per_call(subject, 50) for what, subject in subjects.items()}, 4 * settings.rounds)
     micros = {what: [second * 1e6 for second in values] for what, values in taken.items()}
     what = f"model(x, context=...), {TENSORS} tensors of state"
-    yield compared(what, "us", micros["with"], "the same without state", micros["plain"])
-    yield compared(what, "us", micros["with"], "a fresh state for each call", micros["without"])
+    over = {
+        kind: [one - bare for one, bare in zip(micros[kind], micros[f"{kind}, bare"], strict=True)]
+        for kind in ("with", "plain")
+    }
+    added = [one - other for one, other in zip(over["with"], over["plain"], strict=True)]
+    peer = "what a call without state adds to its graph"
+    yield Row(
+        f"{what}, minus its graph, and minus a call without",
+        "us",
+        median(added),
+        len(added),
+        goal=ADDED,
+        peer=peer,
+        peer_median=median(over["plain"]),
+    )
+    yield compared(what, "us", micros["with"], "a fresh state for each call", micros["fresh"])
 
 
 def _memory(folder: Path) -> Row:
