@@ -40,7 +40,7 @@ SLOWEST = (
     "tests/tools/reports/",
 )
 COMPILED = "tests/runtime/engines/test_aoti"
-BENCHMARK = re.compile(r"tests/docs/test_bench.*\[(\w+)-.*\]$")
+BENCHMARK = re.compile(r"tests/docs/test_bench.*\[(\w+)\]$")
 SAME_EXPORT = re.compile(r"tests/zoo/.*\[(?:(?:aoti|onnx)-)?(.*?)(?:-(?:cpu|cuda))?\]$")
 
 # how long an example takes says nothing of the code; `--hypothesis-profile=exploring` looks for examples that are new
@@ -71,7 +71,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    said = "of the parameters of each slow test run one of N, each day others"
+    said = "run one of N slow tests, each day others"
     parser.addoption("--share", type=int, default=1, metavar="N", help=said)
 
 

@@ -20,8 +20,69 @@ BENCHMARKS = ROOT / "scripts" / "benchmarks"
 MAIN = "import main\nsys.exit(main.main())"
 LONGER = ("serve", "update", "call", "diff", "generate")
 FACTS = {"cpu", "cores", "memory_gb", "kernel", "python", "torch", "weightswap", "date"}
-
-
+PEERS = {
+    "swap": [
+        ("stage", "preadv, "),
+        ("stage", "preadv + BLAKE3"),
+        ("stage", "preadv into fresh memory"),
+        ("BLAKE3 alone", "preadv, "),
+        ("commit in single residency", "one torch copy_"),
+        ("commit in single residency", "memcpy, 1 thread"),
+        ("swap", "load_state_dict(load_file())"),
+        ("swap", "load_state_dict(torch.load(mmap=True))"),
+        ("swap", "load_state_dict(torch.load())"),
+    ],
+    "update": [
+        ("p99 of a call, staging", "p99 without staging"),
+        ("swap of a delta, 4.", "swap of the full file"),
+    ],
+    "diff": [
+        ("diff of two files of 4.", "load_file, ‖B - A‖"),
+        ("diff of two files of 4.", "load_file, the statistics"),
+    ],
+    "call": [
+        ("model(x), ", "bare graph"),
+        ("model(x), ", "eager module"),
+        ("model(x), ", "ep.module()"),
+        ("model(x), 12-layer encoder, normalised weights", "prologue=False"),
+    ],
+    "state": [
+        ("model(x, context=...)", "a fresh state for each call"),
+        ("8 fitted members over one base", "one member"),
+    ],
+    "generate": [
+        ("model.generate, torch, a token of 4 layers", "transformers, dynamic cache"),
+        ("model.generate, aoti, a token of 4 layers", "transformers, static cache"),
+        ("export_decoder, ", "torch.export of both methods"),
+    ],
+}
+"""What is measured in each group, and beside what: how both begin."""
+GOALS = {
+    "swap": [
+        ("stage ", "ratio", "at least", 0.8),
+        ("looking for NaN while ", "ratio", "at least", 0.85),
+        ("commit, the caller's time, 1.0 MB, idle", "p99", "at most", 100),
+        ("commit, calls paused, 1.0 MB, 2 threads calling", "p99", "at most", 50),
+        ("commit, the caller's time, 4.", "p99", "at most", 100),
+        ("staged.commit()", "p99", "at most", 100),
+        ("commit in single residency", "ratio", "at most", 1.3),
+    ],
+    "update": [
+        ("p99 of a call, staging", "ratio", "at most", 1.25),
+        ("cancel of a staging", "p99", "at most", 50),
+        ("swap of a delta, 4.", "ratio", "at most", 0.05),
+    ],
+    "call": [
+        ("model(x) minus bare graph", "median", "at most", 20),
+    ],
+    "state": [
+        ("model(x, context=...)", "median", "at most", 10),
+    ],
+    "serve": [
+        ("tritonclient.http, binary, 1 client", "median", "at most", 0.8),
+        ("tritonclient.grpc, binary, 1 client", "median", "at most", 1.0),
+    ],
+}
 Measure = Callable[[str], tuple[str, dict[str, Any]]]
 
 
@@ -39,11 +100,6 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> Measure:
     return measure
 
 
-def rows(*rows: tuple[Any, ...]) -> list[Any]:
-    """Parameters that begin with a group; most groups take longer than all other tests of this module together."""
-    return [pytest.param(*row, marks=[pytest.mark.slow] if row[0] in LONGER else []) for row in rows]
-
-
 def bench(*arguments: str) -> subprocess.CompletedProcess[str]:
     return python(MAIN, *arguments)
 
@@ -55,79 +111,36 @@ def python(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=900, check=False)
 
 
-@pytest.mark.slow
-def test_the_report_knows_the_machine_and_the_settings(measured: Measure) -> None:
-    _, made = measured("swap")
+@pytest.mark.parametrize("group", ["swap"])
+def test_the_report_knows_the_machine_and_the_settings(measured: Measure, group: str) -> None:
+    _, made = measured(group)
     assert made["machine"].keys() >= FACTS
     assert made["settings"] == {"megabytes": 4, "rounds": 1, "billions": 0.01}
 
 
-@pytest.mark.parametrize(
-    ("group", "what", "peer"),
-    rows(
-        ("swap", "stage", "preadv, "),
-        ("swap", "stage", "preadv + BLAKE3"),
-        ("swap", "stage", "preadv into fresh memory"),
-        ("swap", "BLAKE3 alone", "preadv, "),
-        ("swap", "commit in single residency", "one torch copy_"),
-        ("swap", "commit in single residency", "memcpy, 1 thread"),
-        ("swap", "swap", "load_state_dict(load_file())"),
-        ("swap", "swap", "load_state_dict(torch.load(mmap=True))"),
-        ("swap", "swap", "load_state_dict(torch.load())"),
-        ("update", "p99 of a call, staging", "p99 without staging"),
-        ("update", "swap of a delta, 4.", "swap of the full file"),
-        ("diff", "diff of two files of 4.", "load_file, ‖B - A‖"),
-        ("diff", "diff of two files of 4.", "load_file, the statistics"),
-        ("call", "model(x), ", "bare graph"),
-        ("call", "model(x), ", "eager module"),
-        ("call", "model(x), ", "ep.module()"),
-        ("call", "model(x), 12-layer encoder, normalised weights", "prologue=False"),
-        ("state", "model(x, context=...)", "a fresh state for each call"),
-        ("state", "8 fitted members over one base", "one member"),
-        ("generate", "model.generate, torch, a token of 4 layers", "transformers, dynamic cache"),
-        ("generate", "model.generate, aoti, a token of 4 layers", "transformers, static cache"),
-        ("generate", "export_decoder, ", "torch.export of both methods"),
-    ),
-)
-def test_each_subject_is_compared_with_its_peers(measured: Measure, group: str, what: str, peer: str) -> None:
+GROUPS = [pytest.param(group, marks=[pytest.mark.slow] if group in LONGER else []) for group in {**PEERS, **GOALS}]
+
+
+@pytest.mark.parametrize("group", GROUPS)
+def test_subjects_are_compared_with_peers_and_goals_are_judged(measured: Measure, group: str) -> None:
     _, made = measured(group)
-    found = [row for row in made["rows"] if row["what"].startswith(what) and (row["peer"] or "").startswith(peer)]
-    assert found
-    for row in found:
-        assert row["samples"] >= 1
-        assert min(row["median"], row["peer_median"], row["ratio"]) > 0
+    for what, peer in PEERS.get(group, []):
+        found = [row for row in made["rows"] if row["what"].startswith(what) and (row["peer"] or "").startswith(peer)]
+        assert found, (what, peer)
+        for row in found:
+            assert row["samples"] >= 1
+            assert min(row["median"], row["peer_median"], row["ratio"]) > 0
+    for what, figure, sense, limit in GOALS.get(group, []):
+        judged = [row for row in made["rows"] if row["what"].startswith(what) and row["goal"]]
+        assert judged, what
+        for row in judged:
+            assert row["goal"] == {"figure": figure, "sense": sense, "limit": limit}
+            assert row["met"] is (row[figure] >= limit if sense == "at least" else row[figure] <= limit)
 
 
-@pytest.mark.parametrize(
-    ("group", "what", "figure", "sense", "limit"),
-    rows(
-        ("swap", "stage ", "ratio", "at least", 0.8),
-        ("swap", "looking for NaN while ", "ratio", "at least", 0.85),
-        ("swap", "commit, the caller's time, 1.0 MB, idle", "p99", "at most", 100),
-        ("swap", "commit, calls paused, 1.0 MB, 2 threads calling", "p99", "at most", 50),
-        ("swap", "commit, the caller's time, 4.", "p99", "at most", 100),
-        ("swap", "staged.commit()", "p99", "at most", 100),
-        ("swap", "commit in single residency", "ratio", "at most", 1.3),
-        ("update", "p99 of a call, staging", "ratio", "at most", 1.25),
-        ("update", "cancel of a staging", "p99", "at most", 50),
-        ("update", "swap of a delta, 4.", "ratio", "at most", 0.05),
-        ("call", "model(x) minus bare graph", "median", "at most", 20),
-        ("state", "model(x, context=...)", "median", "at most", 10),
-        ("serve", "tritonclient.http, binary, 1 client", "median", "at most", 0.8),
-        ("serve", "tritonclient.grpc, binary, 1 client", "median", "at most", 1.0),
-    ),
-)
-def test_goals_are_judged(measured: Measure, group: str, what: str, figure: str, sense: str, limit: float) -> None:
-    _, made = measured(group)
-    judged = [row for row in made["rows"] if row["what"].startswith(what) and row["goal"]]
-    assert judged
-    for row in judged:
-        assert row["goal"] == {"figure": figure, "sense": sense, "limit": limit}
-        assert row["met"] is (row[figure] >= limit if sense == "at least" else row[figure] <= limit)
-
-
-def test_the_table_has_a_line_for_each_row(measured: Measure) -> None:
-    printed, made = measured("swap")
+@pytest.mark.parametrize("group", ["swap"])
+def test_the_table_has_a_line_for_each_row(measured: Measure, group: str) -> None:
+    printed, made = measured(group)
     lines = [line for line in printed.splitlines() if line.startswith("| ")]
     assert len([line for line in lines if not line.startswith("| what")]) == len(made["rows"])
 
@@ -248,7 +261,7 @@ sys.modules["groups.call"] = types.SimpleNamespace(rows=rows)
 def test_plots_are_drawn_again_from_the_report(tmp_path: Path) -> None:
     row = {"group": "cuda", "what": "swap", "unit": "ms", "median": 2.0, "samples": 3, "p99": None, "met": True}
     row |= {"peer": "load_state_dict", "peer_median": 8.0, "ratio": 0.25}
-    row["goal"] = {"figure": "ratio", "sense": "at most", "limit": 0.5}
+    row["goal"] = "ratio", "at most", 0.5
     alone = row | {"what": "commit", "peer": None, "peer_median": None, "ratio": None, "goal": None}
     (tmp_path / "bench.json").write_text(json.dumps({"machine": {}, "settings": {}, "rows": [row, alone]}))
     done = python("import runpy\nrunpy.run_module('plot', run_name='__main__')", str(tmp_path))

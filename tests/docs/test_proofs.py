@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import re
+from types import SimpleNamespace
+from typing import Any
 
 from tests import ROOT
+from tests.support.shares import left_for_other_days
 
 TESTS = ROOT / "tests"
 PAGE = (TESTS / "README.md").read_text()
@@ -34,3 +37,22 @@ def test_each_proof_that_the_promises_name_is_named() -> None:
     assert {
         (ROOT / "docs" / path).resolve() for path in re.findall(r"\]\((\.\./tests/[^)]+\.py)\)", promises)
     } - NAMED == set()
+
+
+def test_what_ci_leaves_for_other_days_is_run_within_three() -> None:
+    """The long run in thirds; what is not slow runs each day."""
+
+    class Item(SimpleNamespace):
+        __hash__ = object.__hash__
+
+    names = ["a", *(f"b[{number}]" for number in range(7)), "c", "d[x]", "d[y]", "e"]
+    items = [Item(nodeid=name, get_closest_marker=lambda _, name=name: name != "e") for name in names]
+    days = [{item.nodeid for item in items} - {item.nodeid for item in _left(items, day)} for day in range(3)]
+    assert set().union(*days) == set(names)
+    assert set.intersection(*days) == {"e"}
+    assert [len(day) for day in days] == [6, 4, 4]
+    assert _left(items, 0, share=1) == set()
+
+
+def _left(items: Any, day: int, share: int = 3) -> Any:
+    return left_for_other_days(items, share, day)
