@@ -30,7 +30,7 @@ model = load(sys.argv[1], on_event=report)
 follower = model.follow(sys.argv[2], 0.01)
 say("follows")
 for line in sys.stdin:
-    follower.wait(30, revision=int(line))
+    follower.wait(120, revision=int(line))
     while served[-1] != follower.status.served:  # a commit is told after it was made
         time.sleep(0.001)
     say("status", follower.status.served)

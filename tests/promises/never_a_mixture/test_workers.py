@@ -103,7 +103,7 @@ def test_a_storm_of_commits_and_kills(tmp_path: Path, seconds: float) -> None:
     late = [call for call in calls if (before := bisect_left(times, call[1])) and call[2] < commits[before - 1][1]]
     assert late == []  # a call that began after a commit had returned had those weights, or later ones
     assert min(crew.kills.values()) > 0
-    assert len(calls) > 100 * seconds
-    assert len(commits) > 10 * seconds
-    assert len({number for _, _, number in trials}) > 10 * seconds
+    assert len(calls) > 10 * seconds  # on a busy machine, too
+    assert len(commits) > seconds
+    assert len({number for _, _, number in trials}) > seconds
     print(f"{len(calls)} calls, {len(trials)} of sets on trial, {len(commits)} commits, {crew.kills} kills")
