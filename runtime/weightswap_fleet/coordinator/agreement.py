@@ -23,7 +23,14 @@ from msgspec.structs import replace
 
 from weightswap_fleet.documents import Committed, FleetReceipt, NodeReceipt, NodeStatus, Order, Prepared, TrialOrder
 from weightswap_fleet.errors import FleetRefused, FleetUndecided
-from weightswap_runtime.desired.document import SHOWN, DesiredState, DesiredWeights, check_promotable, find_good
+from weightswap_runtime.desired.document import (
+    SHOWN,
+    DesiredState,
+    DesiredWeights,
+    bases_of,
+    check_promotable,
+    find_good,
+)
 from weightswap_runtime.desired.place import DesiredPlace, Known
 from weightswap_runtime.errors import DesiredError, RevisionConflict, StageClosed, text_of
 from weightswap_runtime.sources.location import printable
@@ -76,7 +83,7 @@ class Agreement:
         def decide(revision: int) -> DesiredState:
             return self._place.set(source, revision=revision, by=by, why=why, known=known)
 
-        return self._change("swap", state, described(source, known, by, why), source, decide, deadlines)
+        return self._change("swap", state, described(source, known, by, why, state), source, decide, deadlines)
 
     def publish(self, source: str, known: Known, by: str, why: str, deadlines: Deadlines) -> FleetReceipt:
         """Let all nodes serve new weights, unless that would undo what an operator has done.
@@ -90,7 +97,7 @@ class Agreement:
             follows = partial(_check_follows, revision, self._place.where)
             return self._place.promote(source, known=known, by=by, why=why, may=follows)
 
-        return self._change("publish", state, described(source, known, by, why), source, decide, deadlines)
+        return self._change("publish", state, described(source, known, by, why, state), source, decide, deadlines)
 
     def rollback(self, to: str | None, by: str, why: str, hold: bool, deadlines: Deadlines) -> FleetReceipt:
         """Let all nodes serve earlier weights again: those before, or those whose id begins with `to`.
@@ -117,9 +124,8 @@ class Agreement:
     ) -> FleetReceipt:
         began = self._clock()
         lease = max(LEAST_LEASE, 2 * deadlines.commit)
-        order = Order(
-            uuid.uuid4().hex, state.revision, source, wanted, lease, kind == "rollback", reader_of(self._nodes)
-        )
+        proven, reader = kind == "rollback", reader_of(self._nodes)
+        order = Order(uuid.uuid4().hex, state.revision, source, self._place.located(wanted), lease, proven, reader)
         with self._renewing(order):
             prepared = prepare_all(self._nodes, "prepare", order, "discard", deadlines.prepare)
             ready = self._clock()
@@ -247,8 +253,8 @@ def prepare_all(nodes: Nodes, method: str, order: Order | TrialOrder, undo: str,
     return {name: each for name, each in answers.items() if isinstance(each, Prepared)}
 
 
-def described(source: str, known: Known, by: str, why: str) -> DesiredWeights:
-    """Weights that somebody wants now."""
+def described(source: str, known: Known, by: str, why: str, state: DesiredState) -> DesiredWeights:
+    """Weights that somebody wants now. Raises BaseMismatch for a delta from others than are desired."""
     return DesiredWeights(
         source=source,
         weights_id=known.weights_id,
@@ -257,6 +263,7 @@ def described(source: str, known: Known, by: str, why: str) -> DesiredWeights:
         since=time.time(),
         by=by,
         why=why,
+        bases=bases_of(state, known.base, printable(source)),
     )
 
 

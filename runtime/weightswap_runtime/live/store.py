@@ -39,6 +39,7 @@ from weightswap_runtime.sources.byte_source import Check
 from weightswap_runtime.sources.location import printable
 from weightswap_runtime.staging.delta import stage_delta
 from weightswap_runtime.staging.full import plan, stage_full
+from weightswap_runtime.staging.onto import stage_onto
 from weightswap_runtime.staging.part import stage_part
 from weightswap_runtime.staging.request import Admit, Contents, Kind, Served, StagedChange, SwapRequest
 from weightswap_runtime.tensors.dtypes import describe
@@ -224,6 +225,9 @@ class Store:
     ) -> Candidate:
         """What the file leads to: a set of its own, or a patch of the weights that are served."""
         manifest, where = member.artifact.manifest, weights.where
+        current = self.gate.current
+        if delta and request.onto and (current is None or current.weights_id != delta.base):
+            return self._onto(member, weights, delta, request, job)
         if delta:
             change = stage_delta(weights, delta, self._served(where), manifest, self.workers, job, request)
             return self._patched(change, request, job)
@@ -231,9 +235,19 @@ class Store:
         if request.only:
             change = stage_part(opened, self._served(where), manifest, self.workers, job, transforms, request)
             return self._patched(change, request, job)
-        served = self.gate.current.identity if self.gate.current else None
+        served = current.identity if current else None
         with self._residency.target(request.timeout, job) as (session, staged_in):
             contents = stage_full(opened, session.arena, self.workers, job, transforms, request, served)
+        session.content = contents.identity.digests
+        return _ready(StagedSet(contents.placed(staged_in), session))
+
+    def _onto(self, member: Member, weights: WeightSet, delta: DeltaStamp, request: SwapRequest, job: Job) -> Candidate:
+        """What a delta leads to whose base is not served."""
+        manifest, transforms = member.artifact.manifest, partial(self._open_transforms, member)
+        served = self.gate.current.identity if self.gate.current else None
+        with self._residency.target(request.timeout, job) as (session, staged_in):
+            arena = session.arena
+            contents = stage_onto(weights, delta, arena, manifest, self.workers, job, transforms, request, served)
         session.content = contents.identity.digests
         return _ready(StagedSet(contents.placed(staged_in), session))
 

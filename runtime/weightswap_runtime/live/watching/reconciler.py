@@ -98,7 +98,7 @@ class Reconciler:
     def _try(self, wanted: DesiredWeights, state: DesiredState, target: FollowTarget) -> None:
         path = self._place.locate(wanted)
         try:
-            target.put(path, wanted, lambda: self._still_wants(wanted, target.check))
+            target.put(path, self._place.located(wanted), lambda: self._still_wants(wanted, target.check))
             self._refusal = self.last_error = None
         except StageCancelled:
             raise
@@ -129,7 +129,7 @@ class Reconciler:
     def _serve_last_good(self, state: DesiredState, target: FollowTarget) -> None:
         for weights in reversed(state.history):
             try:
-                target.put(self._place.locate(weights), weights, lambda: True)
+                target.put(self._place.locate(weights), self._place.located(weights), lambda: True)
             except StageCancelled:
                 raise
             except Exception:  # events have told it
