@@ -509,6 +509,32 @@ def test_a_rollback_of_all(fleet: Fleet) -> None:
         Agreement(fleet.place, fleet).rollback(None, "bo", "", True, SOON)
 
 
+def test_a_rollback_of_all_needs_no_file_where_all_have_the_weights_in_memory(fleet: Fleet) -> None:
+    """A node that comes later does; it has nothing to serve before, and says which file is missing."""
+    swap(fleet, 1)
+    swap(fleet, 2)
+    fleet.file(1).rename(fleet.where / "away")
+    receipt = Agreement(fleet.place, fleet).rollback(None, "bo", "", False, SOON)
+    assert {each.resident for each in receipt.nodes.values()} == {True}
+    assert (set(fleet.served().values()), receipt.late) == ({receipt.weights_id}, {})
+    fleet.start("n2")
+    with pytest.raises(NoWeights, match=r"v1\.safetensors: cannot be opened"):
+        fleet.keepers["n2"].take_seat(os.getpid(), fleet.spec)
+    (fleet.where / "away").rename(fleet.file(0).with_name("v1.safetensors"))
+    fleet.keepers["n2"].take_seat(os.getpid(), fleet.spec)
+    assert fleet.keepers["n2"].model.weights_id == receipt.weights_id
+
+
+def test_a_rollback_of_all_is_refused_where_one_has_to_read_a_file_that_has_gone(fleet: Fleet) -> None:
+    swap(fleet, 1)
+    fleet.start("n2")
+    fleet.file(0).unlink()
+    with pytest.raises(FleetRefused, match=r"n2: .*v0\.safetensors: cannot be opened") as refused:
+        Agreement(fleet.place, fleet).rollback(None, "bo", "", False, SOON)
+    assert list(refused.value.reasons) == ["n2"]
+    assert set(fleet.served().values()) == {fleet.weights_id(1)}
+
+
 def publish(fleet: Fleet, number: int):  # type: ignore[no-untyped-def]
     path = fleet.file(number)
     return Agreement(fleet.place, fleet).publish(str(path), known_weights(path), "run 7", "newest", SOON)

@@ -39,6 +39,7 @@ LEAST_LEASE = 10.0  # seconds
 _STATUS = 1.0  # seconds for how a node stands, whatever time is left
 _POLL = 0.02
 _RENEW = LEAST_LEASE / 4
+_Decide = Callable[[int, bool], DesiredState]  # by the revision that it follows on, and whether all have them in memory
 
 
 class Nodes(Protocol):
@@ -80,7 +81,7 @@ class Agreement:
         """
         state = self._place.read()
 
-        def decide(revision: int) -> DesiredState:
+        def decide(revision: int, _: bool) -> DesiredState:
             return self._place.set(source, revision=revision, by=by, why=why, known=known)
 
         return self._change("swap", state, described(source, known, by, why, state), source, decide, deadlines)
@@ -93,7 +94,7 @@ class Agreement:
         state = self._place.read()
         check_promotable(state, known.weights_id, printable(source))
 
-        def decide(revision: int) -> DesiredState:
+        def decide(revision: int, _: bool) -> DesiredState:
             follows = partial(_check_follows, revision, self._place.where)
             return self._place.promote(source, known=known, by=by, why=why, may=follows)
 
@@ -107,8 +108,10 @@ class Agreement:
         state = self._place.read()
         wanted = replace(find_good(state, to, self._place.where), by=by, why=why)
 
-        def decide(revision: int) -> DesiredState:
-            return self._place.rollback(revision=revision, to=wanted.weights_id, by=by, why=why, hold=hold)
+        def decide(revision: int, resident: bool) -> DesiredState:
+            return self._place.rollback(
+                revision=revision, to=wanted.weights_id, by=by, why=why, hold=hold, known_there=resident
+            )
 
         source = str(self._place.locate(wanted))
         return self._change("rollback", state, wanted, source, decide, deadlines)
@@ -119,7 +122,7 @@ class Agreement:
         state: DesiredState,
         wanted: DesiredWeights,
         source: str,
-        decide: Callable[[int], DesiredState],
+        decide: _Decide,
         deadlines: Deadlines,
     ) -> FleetReceipt:
         began = self._clock()
@@ -129,7 +132,7 @@ class Agreement:
         with self._renewing(order):
             prepared = prepare_all(self._nodes, "prepare", order, "discard", deadlines.prepare)
             ready = self._clock()
-            after = self._decide(order, list(prepared), decide)
+            after = self._decide(order, prepared, decide)
         committed, late = self._settle(order, after, list(prepared), deadlines.commit)
         nodes = {name: _receipt(said, committed.get(name)) for name, said in prepared.items()}
         times = [found.at for found in committed.values()]
@@ -183,11 +186,11 @@ class Agreement:
         if closed:
             raise FleetRefused(printable(order.source), closed)
 
-    def _decide(self, order: Order, names: Sequence[str], decide: Callable[[int], DesiredState]) -> DesiredState:
+    def _decide(self, order: Order, prepared: Mapping[str, Prepared], decide: _Decide) -> DesiredState:
         """Write the place, if all nodes are still ready. Where that fails, and is known to have, all give up."""
         try:
-            self._check_open(order, names)
-            return decide(order.revision)
+            self._check_open(order, list(prepared))
+            return decide(order.revision, bool(prepared) and all(each.resident for each in prepared.values()))
         except DesiredError as error:
             return self._find_out(order, error)
         except BaseException:

@@ -351,24 +351,24 @@ class _Target:
         changes = self._changes
         if changes._trial is not None:
             if changes._trial.order.weights.weights_id == weights.weights_id and is_wanted():
-                self._weights.commit(changes._trial.staged, self._revision)
+                self._weights.commit(changes._trial.staged, self._revision_of(weights))
                 changes._trial = None
                 return
             changes._end_trial()
         if self._model.previous_weights_id == weights.weights_id:
             if is_wanted():
-                self._weights.roll_back(weights, self._revision)
+                self._weights.roll_back(weights, self._revision_of(weights))
             return
         with self._weights.stage(path, weights) as staged:
             self._weights.wait(staged, lambda: not is_wanted())
             self.check()
             if is_wanted():
-                self._weights.commit(staged, self._revision)
+                self._weights.commit(staged, self._revision_of(weights))
 
-    @property
-    def _revision(self) -> int:
+    def _revision_of(self, weights: DesiredWeights) -> int:
+        """That of the place; 0 for earlier weights, which are served as what is desired cannot be."""
         state = self._changes.reconciler.state
-        return state.revision if state is not None else 0
+        return state.revision if state is not None and _wanted(state) == weights.weights_id else 0
 
     def tell(self, kind: Told, source: str, error: BaseException) -> None:
         _log.warning("%s: %s: %s: %s", self._changes._node, kind, source, text_of(error))

@@ -131,19 +131,28 @@ class DesiredPlace:
         return changed(state, self._described(source, known, by, why, state))
 
     def rollback(
-        self, *, revision: int, to: str | None = None, by: str = "", why: str = "", hold: bool = True
+        self,
+        *,
+        revision: int,
+        to: str | None = None,
+        by: str = "",
+        why: str = "",
+        hold: bool = True,
+        known_there: bool = False,
     ) -> DesiredState:
         """Desire earlier weights again, and withdraw what came after them.
 
         to: the beginning of a weights id of the history, or of what was withdrawn; None: what was desired before. hold:
-        take nothing new until `release`.
+        take nothing new until `release`. known_there: do not look for the file, as whoever is to serve them has them in
+        memory.
 
         Raises NothingToRollBack, and WeightFileError or UnexpectedWeights where its file is not there any more.
         """
 
         def work(state: DesiredState) -> DesiredState:
             found = find_good(state, to, self.where)
-            self._check_there(found)
+            if not known_there:
+                self._check_there(found)
             now = time.time()
             held = Hold(since=now, by=by, why=why or f"rolled back to {found.weights_id[:SHOWN]}") if hold else None
             return rolled_back(state, replace(found, since=now, by=by, why=why), held)
