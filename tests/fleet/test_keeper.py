@@ -596,6 +596,23 @@ def test_the_latest_deployment_counts(fleet: Fleet, tmp_path: Path) -> None:
     assert fleet.spec._replace(place="elsewhere").key != fleet.spec.key == later.key
 
 
+def test_what_was_refused_is_tried_again_by_a_deployment_that_lets_it_in(fleet: Fleet, tmp_path: Path) -> None:
+    keeper = fleet.keepers["n0"]
+    key = tmp_path / "key.pem"
+    public = ec.generate_private_key(ec.SECP256R1()).public_key()
+    key.write_bytes(public.public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo))
+    keeper.take_seat(os.getpid(), fleet.spec._replace(since=1.0, require_signature=str(key)))
+    fleet.place.set(fleet.file(1), revision=1)
+    for _ in range(2):
+        keeper.changes.look()
+        assert "not signed" in keeper.status().error
+    keeper.changes.bell.clear()
+    keeper.take_seat(os.getpid(), fleet.spec._replace(since=2.0))
+    assert keeper.changes.bell.is_set()
+    keeper.changes.look()
+    assert (keeper.model.weights_id, keeper.status().error) == (fleet.weights_id(1), "")
+
+
 def test_a_keeper_that_begins_again_changes_nothing_until_it_knows_the_deployment(fleet: Fleet, tmp_path: Path) -> None:
     """Ray makes it with what the first one was made with; its replicas are of a later one, which asks for a key."""
     public = ec.generate_private_key(ec.SECP256R1()).public_key()

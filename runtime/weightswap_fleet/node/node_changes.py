@@ -49,6 +49,7 @@ class NodeChanges:
         self._order: _OpenOrder | None = None
         self._trial: NodeTrial | None = None
         self.is_deployed = True  # whether it is known how to verify; until then nothing changes
+        self._looked_with = weights.spec
         self._turn = threading.RLock()
         self._taking = threading.Lock()  # not the turn: a replica that begins waits for no staging
         self.stopped = threading.Event()
@@ -58,6 +59,7 @@ class NodeChanges:
         with self._taking:
             if spec.since > self._weights.spec.since:
                 self._weights.take(spec)
+                self.look_soon()
             if not self.is_deployed:
                 self.is_deployed = True
                 self.look_soon()
@@ -271,6 +273,9 @@ class NodeChanges:
             if self._trial is not None and self._trial.is_over:
                 _log.warning("%s: nothing more was heard of the trial %s", self._node, self._trial.order.id)
                 self._end_trial()
+            if (spec := self._weights.spec) is not self._looked_with:
+                self._looked_with = spec
+                self.reconciler.forget_refusal()  # it may be let in now
             self.reconciler.look(_Target(self))
             state = self.reconciler.state
             if state is not None and self.reconciler.reachable:

@@ -64,6 +64,10 @@ class Reconciler:
             self._serve(state, target)
         return self._interval
 
+    def forget_refusal(self) -> None:
+        """Try again what was refused, as it is judged otherwise now."""
+        self._refusal = None
+
     def _read(self, check: Callable[[], None]) -> DesiredState:
         before, state = self.state, self._place.read(check)
         if before is not None and state.revision < before.revision:
