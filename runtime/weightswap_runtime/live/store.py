@@ -225,8 +225,7 @@ class Store:
     ) -> Candidate:
         """What the file leads to: a set of its own, or a patch of the weights that are served."""
         manifest, where = member.artifact.manifest, weights.where
-        current = self.gate.current
-        if delta and request.onto and (current is None or current.weights_id != delta.base):
+        if delta and request.onto and not self._serves(delta.base):
             return self._onto(member, weights, delta, request, job)
         if delta:
             change = stage_delta(weights, delta, self._served(where), manifest, self.workers, job, request)
@@ -235,11 +234,14 @@ class Store:
         if request.only:
             change = stage_part(opened, self._served(where), manifest, self.workers, job, transforms, request)
             return self._patched(change, request, job)
-        served = current.identity if current else None
+        served = self.gate.current.identity if self.gate.current else None
         with self._residency.target(request.timeout, job) as (session, staged_in):
             contents = stage_full(opened, session.arena, self.workers, job, transforms, request, served)
         session.content = contents.identity.digests
         return _ready(StagedSet(contents.placed(staged_in), session))
+
+    def _serves(self, weights_id: str) -> bool:
+        return self._current_id == weights_id and self.gate.broken is None
 
     def _onto(self, member: Member, weights: WeightSet, delta: DeltaStamp, request: SwapRequest, job: Job) -> Candidate:
         """What a delta leads to whose base is not served."""
