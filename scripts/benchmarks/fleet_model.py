@@ -1,7 +1,8 @@
 """A model of a fleet that is larger than any that was measured: how long weights take to reach it, and a commit.
 
-`python scripts/benchmarks/fleet_model.py` prints it. Measured are what one node stages and what one message costs
-(`scripts/bench swap` and `scripts/bench fleet`); what networks and buckets give is assumed, and can be said.
+`python scripts/benchmarks/fleet_model.py` prints it. Measured are what one node stages
+(`scripts/bench swap`), what one message costs, and what one node gives another (`scripts/bench fleet`); what networks
+and buckets give is assumed, and can be said.
 """
 
 from __future__ import annotations
@@ -16,12 +17,15 @@ from rich.table import Table
 
 
 class Rates(NamedTuple):
-    """In GB/s: of a node's network, each way; of a bucket for one reader, and for all; of staging with digests."""
+    """In GB/s: of a node's network, each way; of a bucket for one reader, and for all; of staging with digests; of
+    chunks from one node to another through Ray's object store, on a network that is no limit.
+    """
 
     network: float = 3.1  # 25 Gbit/s
     reader: float = 3.1
     bucket: float = 100.0
     staging: float = 8.0
+    relay: float = 0.33
 
 
 def from_bucket(nodes: int, gigabytes: float, rates: Rates) -> float:
@@ -36,7 +40,10 @@ def through_tree(nodes: int, gigabytes: float, rates: Rates, fanout: int = 2, ch
     that does one thing at a time each way. Node 0 reads; the children of n are n * fanout + 1 and those after it.
     """
     size = gigabytes / chunks
-    read, passed = size / min(rates.reader, rates.bucket, rates.staging), size / min(rates.network, rates.staging)
+    read, passed = (
+        size / min(rates.reader, rates.bucket, rates.staging),
+        size / min(rates.network, rates.staging, rates.relay),
+    )
     has = [[(chunk + 1) * read for chunk in range(chunks)]]
     has += [[0.0] * chunks for _ in range(nodes - 1)]
     for node in range(nodes):  # parents come before their children
@@ -85,7 +92,7 @@ def main() -> None:
     for name, value in Rates()._asdict().items():
         parser.add_argument(f"--{name}", type=float, default=value, help="GB/s (%(default)s)")
     options = parser.parse_args()
-    rates = Rates(options.network, options.reader, options.bucket, options.staging)
+    rates = Rates(options.network, options.reader, options.bucket, options.staging, options.relay)
     Console(width=120).print(table(options.gigabytes, rates, options.message_ms))
 
 

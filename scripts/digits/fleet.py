@@ -1,4 +1,4 @@
-"""The demo on a fleet: three replicas take the checkpoints of a training together, under traffic."""
+"""The demo on a fleet: three replicas on three nodes take the checkpoints of a training together, under traffic."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -140,9 +142,9 @@ class Story:
 
 
 def _print(rows: list[Row]) -> None:
-    table = Table(title="A fleet of three replicas")
+    table = Table(title="A fleet of three replicas on three nodes")
     for column in ("", "revision", "epoch", "ready after", "served after", "answers", "digits read rightly"):
-        table.add_column(column, justify="left" if not column else "right")
+        table.add_column(column, justify="left" if not column else "right", no_wrap=not column)
     for row in rows:
         ready = f"{row.receipt.seconds_staged * 1e3:.0f} ms" if row.receipt else ""
         served = f"{row.receipt.seconds_committed * 1e3:.0f} ms" if row.receipt else ""
@@ -159,9 +161,32 @@ def _verdict(rows: list[Row], clients: list[Client]) -> list[str]:
         "requests that failed": sum(client.failed for client in clients),
         "versions that answered nobody": sum(not row.answers for row in rows),
         "nodes that were late": sum(len(row.receipt.late) for row in rows if row.receipt),
+        "changes without all nodes": sum(len(row.receipt.nodes) != REPLICAS for row in rows if row.receipt),
     }
     found = [f"{number} {what}" for what, number in problems.items() if number]
     return found if any(row.what.startswith("refused") for row in rows) else [*found, "the damaged file was taken"]
+
+
+@contextmanager
+def _cluster() -> Iterator[None]:
+    """A node of Ray for each replica, all of them on this machine."""
+    os.environ.setdefault("RAY_AUTH_MODE", "disabled")
+    os.environ.setdefault("RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S", "120")  # a busy machine is slow to start it
+    import ray
+    from ray import serve
+    from ray.cluster_utils import Cluster
+
+    options = {"num_cpus": 1, "object_store_memory": 100 << 20}
+    made = Cluster(initialize_head=True, head_node_args={**options, "include_dashboard": False})
+    try:
+        for _ in range(REPLICAS - 1):
+            made.add_node(**options)
+        ray.init(made.address, log_to_driver=False, logging_level="error")
+        yield
+        serve.shutdown()
+    finally:
+        ray.shutdown()
+        made.shutdown()
 
 
 def main() -> int:
@@ -172,11 +197,6 @@ def main() -> int:
     options = parser.parse_args()
     if options.epochs < 2:
         parser.error("--epochs: at least 2, or there is nothing to roll back to")
-    os.environ.setdefault("RAY_AUTH_MODE", "disabled")
-    os.environ.setdefault("RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S", "120")  # a busy machine is slow to start it
-    import ray
-    from ray import serve
-
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="weightswap-fleet-") as name:
         folder = Path(name)
@@ -184,10 +204,11 @@ def main() -> int:
         _, held_out = split_digits()
         checkpoints = train(options.epochs, folder, artifact, held_out)
         first = next(iter(checkpoints.values())).path
-        ray.init("local", log_to_driver=False, logging_level="error", include_dashboard=False, num_cpus=REPLICAS)
-        try:
+        with _cluster():
+            from ray import serve
+
             application = deployment(
-                artifact.path, first, name=_NAME, num_replicas=REPLICAS, ray_actor_options={"num_cpus": 0.5}
+                artifact.path, first, name=_NAME, num_replicas=REPLICAS, ray_actor_options={"num_cpus": 1}
             )
             serve.run(application, name=_NAME)
             fleet = connect(_NAME)
@@ -198,14 +219,12 @@ def main() -> int:
             for client in clients:
                 client.end()
             fleet.remove()
-            serve.shutdown()
-        finally:
-            ray.shutdown()
     _print(rows)
     problems = _verdict(rows, clients)
     answers = sum(len(shares) for client in clients for shares in client.right.values())
-    print(f"{'FAILED: ' + ', '.join(problems) if problems else 'passed'}: {answers} answers checked", end="; ")
-    print(f"{time.monotonic() - began:.0f} s")
+    wrong = sum(client.wrong for client in clients)
+    verdict = f"FAILED: {', '.join(problems)}" if problems else "passed"
+    print(f"{verdict}: {answers} answers checked, {wrong} wrong; {time.monotonic() - began:.0f} s")
     return 1 if problems else 0
 
 

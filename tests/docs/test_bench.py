@@ -178,7 +178,7 @@ fleet.NODES, fleet.REPLICAS, fleet.SWAPS = 2, 2, 2
     goals = {row["what"]: row["goal"]["limit"] for row in rows if row["goal"] and row["goal"]["figure"] == "p99"}
     assert goals == {"fleet.swap, 2 replicas on 2 nodes": 500, "fleet.swap, from the first commit to the last": 50}
     peers = [row for row in rows if row["peer"]]
-    assert len({row["peer"] for row in peers}) == 3
+    assert len({row["peer"] for row in peers}) == 4
     for row in peers:
         assert min(row["median"], row["peer_median"], row["ratio"]) > 0
 
@@ -187,16 +187,18 @@ def test_the_model_of_a_fleet() -> None:
     """Against what can be said without simulating: one machine, a network that takes no time, and a chain."""
     program = """
 from fleet_model import Rates, commit_skew, from_bucket, through_tree
-alone = Rates(network=3, reader=2, bucket=100, staging=8)
+alone = Rates(network=3, reader=2, bucket=100, staging=8, relay=8)
 assert from_bucket(1, 100, alone) == through_tree(1, 100, alone, chunks=1000) == 50
 assert from_bucket(1000, 100, alone) == 1000
-at_once = Rates(network=1e9, reader=2, bucket=100, staging=1e9)
+at_once = Rates(network=1e9, reader=2, bucket=100, staging=1e9, relay=1e9)
 assert abs(through_tree(1000, 100, at_once, chunks=100) - 50) < 1e-3
-even = Rates(network=2, reader=2, bucket=2, staging=9)
+even = Rates(network=2, reader=2, bucket=2, staging=9, relay=9)
 for nodes in (1, 2, 10):
     chunks = 50 + nodes - 1
     assert abs(through_tree(nodes, 100, even, fanout=1, chunks=50) - chunks * 1.0) < 1e-9
 assert abs(through_tree(3, 100, even, fanout=2, chunks=50) - (1 + 100)) < 1e-9  # two children share the network
+slow = even._replace(relay=1)
+assert abs(through_tree(2, 100, slow, chunks=50) - (1 + 100)) < 1e-9
 assert commit_skew(1, 5.0) == 0
 """
     done = python(program)

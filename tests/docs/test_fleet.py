@@ -75,3 +75,12 @@ def test_the_commands(folder: Path) -> None:
         run(folder, ["sh", "-ec", end])
     finally:
         run(folder, ["ray", "stop", "--force"])
+
+
+@pytest.mark.slow
+def test_the_demo() -> None:
+    with ray_turn():
+        program = str(ROOT / "scripts" / "digits" / "fleet.py")
+        said = run(ROOT, [sys.executable, program, "--epochs", "2", "--pace", "0.5"])
+    assert re.search(r"^passed: \d+ answers checked, 0 wrong; \d+ s$", said, re.MULTILINE)
+    assert re.search(r"refused by 3 ", said)

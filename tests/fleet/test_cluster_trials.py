@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 
 from weightswap_fleet import FleetRefused
-from weightswap_runtime.errors import StageClosed, StagingBusy, Unsupported
+from weightswap_runtime import write_delta
+from weightswap_runtime.errors import BaseMismatch, StageClosed, StagingBusy, Unsupported
 
 from .clusters import INPUT, Deployed, calling, soon, until
 
@@ -74,6 +75,28 @@ def test_a_share_answers_and_is_promoted(deployed: Deployed) -> None:
         assert client.failures == []
     with pytest.raises(StageClosed, match=r"nothing is on trial; the last one was promoted \(by bo\)"):
         fleet.promote()
+
+
+def test_a_delta_is_tried_and_promoted_and_stays(deployed: Deployed) -> None:
+    fleet, files, _ = deployed
+    serving(deployed, 1)
+    one, other = (
+        write_delta(files.weights[number], files.weights[number + 1], files.folder / f"d{number}.safetensors").path
+        for number in (1, 2)
+    )
+    with pytest.raises(BaseMismatch, match="a delta from the weights"):
+        fleet.canary(other, share=0.5)
+    with calling(deployed):
+        fleet.canary(one, share=0.5, abort_if=NEVER)
+        assert asked(deployed, 10, canary=True) == {2: 10}
+        receipt = fleet.promote()
+        assert (receipt.late, files.number(receipt.weights_id)) == ({}, 2)
+        assert files.number(fleet.swap(other).weights_id) == 3
+        keeper = next(iter(fleet.nodes.values())).keeper
+        os.kill(keeper, signal.SIGKILL)
+        until(lambda: keeper not in {each.keeper for each in fleet.nodes.values()} and fleet.wait(1))
+    assert [files.number(base.weights_id) for base in fleet.desired.weights.bases] == [1, 2]
+    serving(deployed, 1)
 
 
 def test_over_http(deployed: Deployed) -> None:

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import socket
 import time
+from contextlib import nullcontext
+from unittest.mock import MagicMock
 
 import pytest
 from typer.testing import CliRunner
 
-from weightswap_fleet import FleetPlan, FleetRefused
+from weightswap_fleet import Deadlines, FleetPlan, FleetRefused
+from weightswap_fleet.coordinator.agreement import DEADLINES
 from weightswap_runtime.errors import Unsupported, WeightsMismatch
+from weightswap_tools.commands import fleet as commands
 from weightswap_tools.commands.fleet import fleet_command
 from weightswap_tools.commands.fleet_cluster import _reasons
 
@@ -65,6 +69,21 @@ def test_a_canary_that_cannot_be_meant(options: list[str], says: str) -> None:
 def test_a_tolerance_that_is_none(tolerance: float) -> None:
     with pytest.raises(Unsupported, match="tolerance="):
         FleetPlan(tolerance=tolerance).check()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "given"), [([], DEADLINES), (["--prepare-seconds", 2000], DEADLINES._replace(prepare=2000.0))]
+)
+@pytest.mark.parametrize("command", [["swap", "v2.safetensors"], ["rollback"]], ids=lambda command: command[0])
+def test_how_long_a_change_is_prepared_can_be_said(
+    command: list[str], arguments: list[object], given: Deadlines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fleet = MagicMock()
+    monkeypatch.setattr(commands, "connected", lambda name, address: nullcontext(fleet))
+    monkeypatch.setattr(commands, "say_receipt", lambda receipt, as_json: None)
+    run(*command, *arguments, status=0)
+    (called,) = fleet.method_calls
+    assert called.kwargs["deadlines"] == given
 
 
 def test_what_several_problems_of_a_node_read_like() -> None:

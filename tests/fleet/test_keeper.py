@@ -19,10 +19,20 @@ from weightswap_fleet.coordinator.agreement import Agreement, Deadlines
 from weightswap_fleet.documents import FleetPlan, Order, TrialOrder
 from weightswap_fleet.errors import FleetError, FleetRefused, FleetUndecided, StaleReplica, UnknownFleet
 from weightswap_fleet.node.keeper import NodeKeeper
-from weightswap_runtime import DesiredError, DigestMismatch, Held, NothingToRollBack, RevisionConflict, Superseded
+from weightswap_runtime import (
+    BaseMismatch,
+    DesiredError,
+    DigestMismatch,
+    Held,
+    NothingToRollBack,
+    RevisionConflict,
+    Superseded,
+    write_delta,
+)
 from weightswap_runtime.desired.document import DesiredWeights
 from weightswap_runtime.desired.place import known_weights
 from weightswap_runtime.errors import NonFiniteWeights, NoWeights, StageCancelled, StageClosed, StagingBusy, Unsupported
+from weightswap_runtime.sources.local import LocalFile
 from weightswap_server.signed_weights import SignatureRefused
 
 from .nodes import Fleet
@@ -289,6 +299,86 @@ def test_a_rollback_reads_nothing_and_a_swap_reads_what_it_is_given(fleet: Fleet
     assert keeper.model.weights_id == weights.weights_id
 
 
+@pytest.fixture
+def read(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
+    """How many bytes were read of each file."""
+    found: dict[str, int] = {}
+    read_into = LocalFile.read_into
+
+    def counted(self: LocalFile, buffers: list[memoryview], offset: int) -> None:
+        read_into(self, buffers, offset)
+        name = Path(self.where).name
+        found[name] = found.get(name, 0) + sum(buffer.nbytes for buffer in buffers)
+
+    monkeypatch.setattr(LocalFile, "read_into", counted)
+    return found
+
+
+def swap_by_delta(fleet: Fleet, base: int, new: int):  # type: ignore[no-untyped-def]
+    path = fleet.where / f"d{base}-{new}.safetensors"
+    return swap(fleet, new, write_delta(fleet.file(base), fleet.file(new), path).path)
+
+
+def test_a_delta_is_laid_over_what_a_node_serves_and_a_new_node_reads_its_base_first(
+    fleet: Fleet, read: dict[str, int]
+) -> None:
+    for new in (1, 2):
+        receipt = swap_by_delta(fleet, new - 1, new)
+        assert (receipt.kind, receipt.late, receipt.weights_id) == ("swap", {}, fleet.weights_id(new))
+    assert {keeper.model.history[-1].kind for keeper in fleet.keepers.values()} == {"delta"}
+    fleet.place.set(write_delta(fleet.file(2), fleet.file(3), fleet.where / "d2-3.safetensors").path, revision=3)
+    read.clear()
+    for keeper in fleet.keepers.values():
+        keeper.changes.look()
+    assert set(fleet.served().values()) == {fleet.weights_id(3)}
+    assert "v2.safetensors" not in read
+    assert read.pop("d2-3.safetensors")
+    read.clear()
+    fleet.start("n2")
+    assert fleet.keepers["n2"].model.weights_id == fleet.weights_id(3)
+    assert set(read) >= {"v0.safetensors", "d0-1.safetensors", "d1-2.safetensors", "d2-3.safetensors"}
+    assert fleet.commits[-1] == (4, fleet.weights_id(3))  # nothing in between was served
+
+
+def test_a_node_that_serves_others_than_a_delta_starts_from_reads_them_too(fleet: Fleet) -> None:
+    """And serves none of them on the way."""
+    fleet.fate = lambda method, node: "lost" if node == "n1" and method in {"commit", "look_soon"} else ""
+    swap(fleet, 1)
+    fleet.keepers["n1"].changes.discard(fleet.keepers["n1"].changes._order.order.id)  # type: ignore[union-attr]
+    fleet.fate = lambda method, node: ""
+    fleet.commits.clear()
+    assert swap_by_delta(fleet, 1, 2).late == {}
+    assert fleet.commits == [(3, fleet.weights_id(2))] * 2
+    assert not Agreement(fleet.place, fleet).rollback(None, "bo", "", False, SOON).late
+    assert set(fleet.served().values()) == {fleet.weights_id(1)}
+
+
+def test_a_delta_from_other_weights_is_refused_before_anything_is_asked(fleet: Fleet) -> None:
+    fleet.asked.clear()
+    with pytest.raises(BaseMismatch, match=rf"from the weights {fleet.weights_id(1)[:12]}, and .* are desired"):
+        swap_by_delta(fleet, 1, 2)
+    assert fleet.asked == []
+    path = write_delta(fleet.file(1), fleet.file(2), fleet.where / "d1-2.safetensors").path
+    wrong = known_weights(path)._replace(base=fleet.weights_id(0))
+    fleet.file(2)
+    with pytest.raises(FleetRefused) as refused:
+        Agreement(fleet.place, fleet).swap(str(path), wrong, "ana", "", SOON)
+    assert {name: type(error) for name, error in refused.value.reasons.items()} == dict.fromkeys(
+        ("n0", "n1"), BaseMismatch
+    )
+    assert fleet.place.read().revision == 1
+
+
+def test_a_damaged_delta_is_refused_by_all(fleet: Fleet) -> None:
+    path = write_delta(fleet.file(0), fleet.file(1), fleet.where / "d.safetensors").path
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(FleetRefused) as refused:
+        swap(fleet, 1, path)
+    assert {type(error) for error in refused.value.reasons.values()} == {DigestMismatch}
+
+
 def test_the_reasons_of_all_come_back_together(fleet: Fleet) -> None:
     served = fleet.served()
     for number in (0, 1):  # 0 says that it is what is served
@@ -419,6 +509,32 @@ def test_a_rollback_of_all(fleet: Fleet) -> None:
         Agreement(fleet.place, fleet).rollback(None, "bo", "", True, SOON)
 
 
+def test_a_rollback_of_all_needs_no_file_where_all_have_the_weights_in_memory(fleet: Fleet) -> None:
+    """A node that comes later does; it has nothing to serve before, and says which file is missing."""
+    swap(fleet, 1)
+    swap(fleet, 2)
+    fleet.file(1).rename(fleet.where / "away")
+    receipt = Agreement(fleet.place, fleet).rollback(None, "bo", "", False, SOON)
+    assert {each.resident for each in receipt.nodes.values()} == {True}
+    assert (set(fleet.served().values()), receipt.late) == ({receipt.weights_id}, {})
+    fleet.start("n2")
+    with pytest.raises(NoWeights, match=r"v1\.safetensors: cannot be opened"):
+        fleet.keepers["n2"].take_seat(os.getpid(), fleet.spec)
+    (fleet.where / "away").rename(fleet.file(0).with_name("v1.safetensors"))
+    fleet.keepers["n2"].take_seat(os.getpid(), fleet.spec)
+    assert fleet.keepers["n2"].model.weights_id == receipt.weights_id
+
+
+def test_a_rollback_of_all_is_refused_where_one_has_to_read_a_file_that_has_gone(fleet: Fleet) -> None:
+    swap(fleet, 1)
+    fleet.start("n2")
+    fleet.file(0).unlink()
+    with pytest.raises(FleetRefused, match=r"n2: .*v0\.safetensors: cannot be opened") as refused:
+        Agreement(fleet.place, fleet).rollback(None, "bo", "", False, SOON)
+    assert list(refused.value.reasons) == ["n2"]
+    assert set(fleet.served().values()) == {fleet.weights_id(1)}
+
+
 def publish(fleet: Fleet, number: int):  # type: ignore[no-untyped-def]
     path = fleet.file(number)
     return Agreement(fleet.place, fleet).publish(str(path), known_weights(path), "run 7", "newest", SOON)
@@ -478,6 +594,23 @@ def test_the_latest_deployment_counts(fleet: Fleet, tmp_path: Path) -> None:
     keeper.take_seat(os.getpid(), fleet.spec)
     assert keeper.spec == later
     assert fleet.spec._replace(place="elsewhere").key != fleet.spec.key == later.key
+
+
+def test_what_was_refused_is_tried_again_by_a_deployment_that_lets_it_in(fleet: Fleet, tmp_path: Path) -> None:
+    keeper = fleet.keepers["n0"]
+    key = tmp_path / "key.pem"
+    public = ec.generate_private_key(ec.SECP256R1()).public_key()
+    key.write_bytes(public.public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo))
+    keeper.take_seat(os.getpid(), fleet.spec._replace(since=1.0, require_signature=str(key)))
+    fleet.place.set(fleet.file(1), revision=1)
+    for _ in range(2):
+        keeper.changes.look()
+        assert "not signed" in keeper.status().error
+    keeper.changes.bell.clear()
+    keeper.take_seat(os.getpid(), fleet.spec._replace(since=2.0))
+    assert keeper.changes.bell.is_set()
+    keeper.changes.look()
+    assert (keeper.model.weights_id, keeper.status().error) == (fleet.weights_id(1), "")
 
 
 def test_a_keeper_that_begins_again_changes_nothing_until_it_knows_the_deployment(fleet: Fleet, tmp_path: Path) -> None:

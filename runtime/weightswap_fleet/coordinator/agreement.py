@@ -23,7 +23,14 @@ from msgspec.structs import replace
 
 from weightswap_fleet.documents import Committed, FleetReceipt, NodeReceipt, NodeStatus, Order, Prepared, TrialOrder
 from weightswap_fleet.errors import FleetRefused, FleetUndecided
-from weightswap_runtime.desired.document import SHOWN, DesiredState, DesiredWeights, check_promotable, find_good
+from weightswap_runtime.desired.document import (
+    SHOWN,
+    DesiredState,
+    DesiredWeights,
+    bases_of,
+    check_promotable,
+    find_good,
+)
 from weightswap_runtime.desired.place import DesiredPlace, Known
 from weightswap_runtime.errors import DesiredError, RevisionConflict, StageClosed, text_of
 from weightswap_runtime.sources.location import printable
@@ -32,6 +39,7 @@ LEAST_LEASE = 10.0  # seconds
 _STATUS = 1.0  # seconds for how a node stands, whatever time is left
 _POLL = 0.02
 _RENEW = LEAST_LEASE / 4
+_Decide = Callable[[int, bool], DesiredState]  # by the revision that it follows on, and whether all have them in memory
 
 
 class Nodes(Protocol):
@@ -73,10 +81,10 @@ class Agreement:
         """
         state = self._place.read()
 
-        def decide(revision: int) -> DesiredState:
+        def decide(revision: int, _: bool) -> DesiredState:
             return self._place.set(source, revision=revision, by=by, why=why, known=known)
 
-        return self._change("swap", state, described(source, known, by, why), source, decide, deadlines)
+        return self._change("swap", state, described(source, known, by, why, state), source, decide, deadlines)
 
     def publish(self, source: str, known: Known, by: str, why: str, deadlines: Deadlines) -> FleetReceipt:
         """Let all nodes serve new weights, unless that would undo what an operator has done.
@@ -86,11 +94,11 @@ class Agreement:
         state = self._place.read()
         check_promotable(state, known.weights_id, printable(source))
 
-        def decide(revision: int) -> DesiredState:
+        def decide(revision: int, _: bool) -> DesiredState:
             follows = partial(_check_follows, revision, self._place.where)
             return self._place.promote(source, known=known, by=by, why=why, may=follows)
 
-        return self._change("publish", state, described(source, known, by, why), source, decide, deadlines)
+        return self._change("publish", state, described(source, known, by, why, state), source, decide, deadlines)
 
     def rollback(self, to: str | None, by: str, why: str, hold: bool, deadlines: Deadlines) -> FleetReceipt:
         """Let all nodes serve earlier weights again: those before, or those whose id begins with `to`.
@@ -100,8 +108,10 @@ class Agreement:
         state = self._place.read()
         wanted = replace(find_good(state, to, self._place.where), by=by, why=why)
 
-        def decide(revision: int) -> DesiredState:
-            return self._place.rollback(revision=revision, to=wanted.weights_id, by=by, why=why, hold=hold)
+        def decide(revision: int, resident: bool) -> DesiredState:
+            return self._place.rollback(
+                revision=revision, to=wanted.weights_id, by=by, why=why, hold=hold, known_there=resident
+            )
 
         source = str(self._place.locate(wanted))
         return self._change("rollback", state, wanted, source, decide, deadlines)
@@ -112,18 +122,17 @@ class Agreement:
         state: DesiredState,
         wanted: DesiredWeights,
         source: str,
-        decide: Callable[[int], DesiredState],
+        decide: _Decide,
         deadlines: Deadlines,
     ) -> FleetReceipt:
         began = self._clock()
         lease = max(LEAST_LEASE, 2 * deadlines.commit)
-        order = Order(
-            uuid.uuid4().hex, state.revision, source, wanted, lease, kind == "rollback", reader_of(self._nodes)
-        )
+        proven, reader = kind == "rollback", reader_of(self._nodes)
+        order = Order(uuid.uuid4().hex, state.revision, source, self._place.located(wanted), lease, proven, reader)
         with self._renewing(order):
             prepared = prepare_all(self._nodes, "prepare", order, "discard", deadlines.prepare)
             ready = self._clock()
-            after = self._decide(order, list(prepared), decide)
+            after = self._decide(order, prepared, decide)
         committed, late = self._settle(order, after, list(prepared), deadlines.commit)
         nodes = {name: _receipt(said, committed.get(name)) for name, said in prepared.items()}
         times = [found.at for found in committed.values()]
@@ -177,11 +186,11 @@ class Agreement:
         if closed:
             raise FleetRefused(printable(order.source), closed)
 
-    def _decide(self, order: Order, names: Sequence[str], decide: Callable[[int], DesiredState]) -> DesiredState:
+    def _decide(self, order: Order, prepared: Mapping[str, Prepared], decide: _Decide) -> DesiredState:
         """Write the place, if all nodes are still ready. Where that fails, and is known to have, all give up."""
         try:
-            self._check_open(order, names)
-            return decide(order.revision)
+            self._check_open(order, list(prepared))
+            return decide(order.revision, bool(prepared) and all(each.resident for each in prepared.values()))
         except DesiredError as error:
             return self._find_out(order, error)
         except BaseException:
@@ -247,8 +256,8 @@ def prepare_all(nodes: Nodes, method: str, order: Order | TrialOrder, undo: str,
     return {name: each for name, each in answers.items() if isinstance(each, Prepared)}
 
 
-def described(source: str, known: Known, by: str, why: str) -> DesiredWeights:
-    """Weights that somebody wants now."""
+def described(source: str, known: Known, by: str, why: str, state: DesiredState) -> DesiredWeights:
+    """Weights that somebody wants now. Raises BaseMismatch for a delta from others than are desired."""
     return DesiredWeights(
         source=source,
         weights_id=known.weights_id,
@@ -257,6 +266,7 @@ def described(source: str, known: Known, by: str, why: str) -> DesiredWeights:
         since=time.time(),
         by=by,
         why=why,
+        bases=bases_of(state, known.base, printable(source)),
     )
 
 

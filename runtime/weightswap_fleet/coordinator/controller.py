@@ -61,7 +61,7 @@ class Controller:
 
     def begin_trial(self, source: str, plan: FleetPlan, by: str, why: str, deadlines: Deadlines) -> TrialReport:
         plan.check()
-        began, weights = time.monotonic(), described(source, known_weights(source), by, why)
+        began, known = time.monotonic(), known_weights(source)
         with self._alone(began, deadlines) as left:
             if self._trial is not None:
                 already = self._trial.order.weights
@@ -69,7 +69,10 @@ class Controller:
                     f"{already.weights_id[:SHOWN]} is on trial{f' by {already.by}' if already.by else ''}; promote or "
                     "abort it first"
                 )
-            nodes = RayNodes(find_spec(self._fleet))
+            spec = find_spec(self._fleet)
+            nodes, place = RayNodes(spec), DesiredPlace(spec.place)
+            state = place.read() if known.base else DesiredState()
+            weights = place.located(described(source, known, by, why, state))
             order = TrialOrder(uuid.uuid4().hex, source, weights, plan, reader=reader_of(nodes))
             trial = FleetTrial(order, nodes)
             trial.begin(left.prepare)
@@ -184,7 +187,8 @@ def _ended(last: TrialReport | None) -> str:
 
 
 def _known(weights: DesiredWeights) -> Known:
-    return Known(weights.weights_id, weights.graph_id, dict(weights.labels))
+    base = weights.bases[-1].weights_id if weights.bases else ""
+    return Known(weights.weights_id, weights.graph_id, dict(weights.labels), base)
 
 
 def controller_of(fleet: str) -> ActorHandle[Any]:

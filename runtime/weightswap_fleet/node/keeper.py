@@ -86,12 +86,12 @@ class NodeKeeper:
     def take_seat(self, pid: int, spec: Spec) -> Seat:
         """A slot for a replica of this node, whose deployment counts if it is the latest.
 
-        Raises Unsupported, and NoWeights where it would have nothing to serve.
+        Raises Unsupported, and NoWeights where it would have nothing to serve, or only what is not desired.
         """
         self.changes.take(spec)
-        if self.model.weights_id is None:
+        if self._weights.revision == 0:
             self.changes.look()  # it may have waited for the deployment
-        if self.model.weights_id is None:
+        if self._weights.revision == 0:
             raise NoWeights(*(self._error or f"{self.spec.place}: no weights are desired yet").splitlines())
         return Seat(os.getpid(), self._memory.descriptors, self._seats.take(pid))
 

@@ -49,6 +49,7 @@ class NodeChanges:
         self._order: _OpenOrder | None = None
         self._trial: NodeTrial | None = None
         self.is_deployed = True  # whether it is known how to verify; until then nothing changes
+        self._looked_with = weights.spec
         self._turn = threading.RLock()
         self._taking = threading.Lock()  # not the turn: a replica that begins waits for no staging
         self.stopped = threading.Event()
@@ -58,6 +59,7 @@ class NodeChanges:
         with self._taking:
             if spec.since > self._weights.spec.since:
                 self._weights.take(spec)
+                self.look_soon()
             if not self.is_deployed:
                 self.is_deployed = True
                 self.look_soon()
@@ -271,6 +273,9 @@ class NodeChanges:
             if self._trial is not None and self._trial.is_over:
                 _log.warning("%s: nothing more was heard of the trial %s", self._node, self._trial.order.id)
                 self._end_trial()
+            if (spec := self._weights.spec) is not self._looked_with:
+                self._looked_with = spec
+                self.reconciler.forget_refusal()  # it may be let in now
             self.reconciler.look(_Target(self))
             state = self.reconciler.state
             if state is not None and self.reconciler.reachable:
@@ -351,24 +356,24 @@ class _Target:
         changes = self._changes
         if changes._trial is not None:
             if changes._trial.order.weights.weights_id == weights.weights_id and is_wanted():
-                self._weights.commit(changes._trial.staged, self._revision)
+                self._weights.commit(changes._trial.staged, self._revision_of(weights))
                 changes._trial = None
                 return
             changes._end_trial()
         if self._model.previous_weights_id == weights.weights_id:
             if is_wanted():
-                self._weights.roll_back(weights, self._revision)
+                self._weights.roll_back(weights, self._revision_of(weights))
             return
         with self._weights.stage(path, weights) as staged:
             self._weights.wait(staged, lambda: not is_wanted())
             self.check()
             if is_wanted():
-                self._weights.commit(staged, self._revision)
+                self._weights.commit(staged, self._revision_of(weights))
 
-    @property
-    def _revision(self) -> int:
+    def _revision_of(self, weights: DesiredWeights) -> int:
+        """That of the place; 0 for earlier weights, which are served as what is desired cannot be."""
         state = self._changes.reconciler.state
-        return state.revision if state is not None else 0
+        return state.revision if state is not None and _wanted(state) == weights.weights_id else 0
 
     def tell(self, kind: Told, source: str, error: BaseException) -> None:
         _log.warning("%s: %s: %s: %s", self._changes._node, kind, source, text_of(error))

@@ -39,12 +39,11 @@ class NodeWeights:
 
     def stage(self, path: str | Path, weights: DesiredWeights, reader: str = "") -> Staged:
         """Begin to stage. reader: the node that reads a URL for all. Raises what `Model.stage` raises."""
-        source: str | Path | Url = path
         spec = self.spec
-        if self._relay is not None and spec.relay and isinstance(path, str):
-            source = self._relay.route(path, reader)
+        onto = [(self._routed(base.source, reader), base.weights_id) for base in weights.bases or ()]
         return self.model.stage(
-            source,  # type: ignore[arg-type]  # whatever `open_source` takes
+            self._routed(path, reader),  # type: ignore[arg-type]  # whatever `open_source` takes
+            onto=onto,  # type: ignore[arg-type]
             expect=weights.weights_id,
             allow_other_graph=weights.graph_id not in ("", spec.graph_id),
             verify=spec.verify,  # type: ignore[arg-type]
@@ -52,6 +51,11 @@ class NodeWeights:
             by=weights.by,
             background=True,
         )
+
+    def _routed(self, path: str | Path, reader: str) -> str | Path | Url:
+        if self._relay is not None and self.spec.relay and isinstance(path, str):
+            return self._relay.route(path, reader)
+        return path
 
     def wait(self, staged: Staged, is_over: Callable[[], bool]) -> None:
         """Until it is staged. is_over: whether nobody wants it any more; asked once in each interval.

@@ -7,12 +7,20 @@ from typing import Annotated, Any
 import msgspec
 from msgspec.structs import replace
 
-from weightswap_runtime.errors import DesiredDamaged, Held, NothingToRollBack, Superseded
+from weightswap_runtime.errors import (
+    BaseMismatch,
+    DesiredDamaged,
+    Held,
+    NothingToRollBack,
+    Superseded,
+    Unsupported,
+)
 from weightswap_runtime.messages import listed
 
 FORMAT_VERSION = 1
 MOST_KEPT = 20  # weights of the history
 MOST_WITHDRAWN = 200
+MOST_BASES = 20  # files that a new process reads before a delta
 SHOWN = 12  # letters of a weights id that messages show
 _Id = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{64}$")]
 _Text = Annotated[str, msgspec.Meta(min_length=1)]
@@ -26,11 +34,19 @@ class _Part(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         return found
 
 
+class DesiredBase(_Part, frozen=True, kw_only=True):
+    """Weights over which a delta is laid. source: as of `DesiredWeights`."""
+
+    source: _Text
+    weights_id: _Id
+
+
 class DesiredWeights(_Part, frozen=True, kw_only=True):
     """One set of weights that is, was or may again be desired; `since` in seconds since the epoch, `by` whom, `why`.
 
-    source: a path or URL of a full set; a relative one lies below the place of the document. graph_id: the graph that
-    it was packed for; empty where that is not known.
+    source: a path or URL of a full set, or of a delta; a relative one lies below the place of the document. graph_id:
+    the graph that it was packed for; empty where that is not known. bases: of a delta, a full set and then the deltas
+    that lead to where it starts; of others there are none, and earlier runtimes read them.
     """
 
     source: _Text
@@ -40,6 +56,7 @@ class DesiredWeights(_Part, frozen=True, kw_only=True):
     since: float
     by: str = ""
     why: str = ""
+    bases: tuple[DesiredBase, ...] | msgspec.UnsetType = msgspec.UNSET
 
 
 class Hold(_Part, frozen=True, kw_only=True):
@@ -129,6 +146,28 @@ def _is_desired(state: DesiredState, weights_id: str) -> bool:
 
 def _by(who: str) -> str:
     return f" by {who}" if who else ""
+
+
+def bases_of(state: DesiredState, base: str, source: object) -> tuple[DesiredBase, ...] | msgspec.UnsetType:
+    """What a new process needs before a delta from the weights `base`, which are desired; of a full set nothing.
+
+    Raises BaseMismatch, and Unsupported for too long a chain.
+    """
+    if not base:
+        return msgspec.UNSET
+    desired = state.weights
+    if desired is None or desired.weights_id != base:
+        found = f"{desired.weights_id[:SHOWN]} are desired" if desired else "nothing is desired"
+        raise BaseMismatch(
+            f"{source}: a delta from the weights {base[:SHOWN]}, and {found}. Name the deltas of a chain in order, "
+            "each while the weights that it starts from are desired, or a full weight file."
+        )
+    before = desired.bases or ()
+    if len(before) >= MOST_BASES:
+        raise Unsupported(
+            f"{source}: a delta after {len(before)} files that a new process would read first; name a full weight file"
+        )
+    return (*before, DesiredBase(source=desired.source, weights_id=base))
 
 
 def changed(state: DesiredState, weights: DesiredWeights) -> DesiredState:

@@ -17,7 +17,7 @@ from weightswap_runtime.errors import (
     UnexpectedWeights,
     Unsupported,
 )
-from weightswap_runtime.format.delta_file import delta_stamp
+from weightswap_runtime.format.delta_file import DeltaStamp, delta_stamp
 from weightswap_runtime.format.weight_file import Stamp
 from weightswap_runtime.format.weight_set import open_weights
 from weightswap_runtime.sources.byte_source import Check
@@ -25,9 +25,11 @@ from weightswap_runtime.sources.location import Location, Url, as_location, fixe
 
 from .document import (
     SHOWN,
+    DesiredBase,
     DesiredState,
     DesiredWeights,
     Hold,
+    bases_of,
     changed,
     check_promotable,
     decode,
@@ -43,11 +45,12 @@ Source = str | os.PathLike[str]
 
 
 class Known(NamedTuple):
-    """What whoever has staged a set of weights knows of it."""
+    """What whoever has staged a set of weights knows of it. base: of a delta, the weights that it starts from."""
 
     weights_id: str
     graph_id: str = ""
     labels: dict[str, str] = {}  # noqa: RUF012
+    base: str = ""
 
 
 def anything(state: DesiredState) -> None:
@@ -81,13 +84,19 @@ class DesiredPlace:
         """
         return self._read(check)[1]
 
-    def locate(self, weights: DesiredWeights) -> Path | str:
+    def locate(self, weights: DesiredWeights | DesiredBase) -> Path | str:
         """The path or URL of a set that the document names, as a swap takes it."""
         folder = self._storage.folder
         if "://" in weights.source or weights.source.startswith("/"):
             return weights.source
         found = folder / weights.source
         return found.raw if isinstance(found, Url) else found
+
+    def located(self, weights: DesiredWeights) -> DesiredWeights:
+        """The same, with its bases as they are found from anywhere."""
+        if not weights.bases:
+            return weights
+        return replace(weights, bases=tuple(replace(each, source=str(self.locate(each))) for each in weights.bases))
 
     def set(
         self,
@@ -99,13 +108,13 @@ class DesiredPlace:
         allow_other_graph: bool = False,
         known: Known | None = None,
     ) -> DesiredState:
-        """Desire a full set of weights by hand: a packed file, its URL, or an index of shards.
+        """Desire weights by hand: a packed file, its URL, an index of shards, or a delta from what is desired.
 
         A hold stays, and forbids nothing here. What was withdrawn is no more, if it is set. allow_other_graph: take one
         that was packed for another graph than what is desired now. known: as for `promote`.
 
-        Raises WeightFileError for what cannot be opened, GraphMismatch, and Unsupported for a delta and for a file
-        that weightswap has not packed, which does not say which weights it holds.
+        Raises WeightFileError for what cannot be opened, GraphMismatch, BaseMismatch for a delta from other weights,
+        and Unsupported for a file that weightswap has not packed, which does not say which weights it holds.
         """
         found = known or known_weights(source)
         return self._write(revision, lambda state: self._set(state, source, found, by, why, allow_other_graph))
@@ -119,22 +128,31 @@ class DesiredPlace:
                 f"{printable(source)}: was packed for the graph {known.graph_id[:SHOWN]}, and what is desired for "
                 f"{before[:SHOWN]}. Pack it for that one; or say allow_other_graph=True, if all that follow take it"
             )
-        return changed(state, self._described(source, known, by, why))
+        return changed(state, self._described(source, known, by, why, state))
 
     def rollback(
-        self, *, revision: int, to: str | None = None, by: str = "", why: str = "", hold: bool = True
+        self,
+        *,
+        revision: int,
+        to: str | None = None,
+        by: str = "",
+        why: str = "",
+        hold: bool = True,
+        known_there: bool = False,
     ) -> DesiredState:
         """Desire earlier weights again, and withdraw what came after them.
 
         to: the beginning of a weights id of the history, or of what was withdrawn; None: what was desired before. hold:
-        take nothing new until `release`.
+        take nothing new until `release`. known_there: do not look for the file, as whoever is to serve them has them in
+        memory.
 
         Raises NothingToRollBack, and WeightFileError or UnexpectedWeights where its file is not there any more.
         """
 
         def work(state: DesiredState) -> DesiredState:
             found = find_good(state, to, self.where)
-            self._check_there(found)
+            if not known_there:
+                self._check_there(found)
             now = time.time()
             held = Hold(since=now, by=by, why=why or f"rolled back to {found.weights_id[:SHOWN]}") if hold else None
             return rolled_back(state, replace(found, since=now, by=by, why=why), held)
@@ -142,12 +160,15 @@ class DesiredPlace:
         return self._write(revision, work)
 
     def _check_there(self, weights: DesiredWeights) -> None:
-        found = _stamp(self.locate(weights))
-        if found is not None and found.weights_id != weights.weights_id:
-            raise UnexpectedWeights(
-                f"{printable(self.locate(weights))}: has the weights {found.weights_id[:SHOWN]} by now, not "
-                f"{weights.weights_id[:SHOWN]}"
-            )
+        needed: tuple[DesiredWeights | DesiredBase, ...] = (*(weights.bases or ()), weights)
+        for each in needed:
+            where = self.locate(each)
+            found = _stamp(where)
+            if found is not None and found.weights_id != each.weights_id:
+                raise UnexpectedWeights(
+                    f"{printable(where)}: has the weights {found.weights_id[:SHOWN]} by now, not "
+                    f"{each.weights_id[:SHOWN]}"
+                )
 
     def hold(self, *, revision: int, by: str = "", why: str = "") -> DesiredState:
         """Let nothing be promoted until `release`; a hold that there is gives way."""
@@ -174,10 +195,10 @@ class DesiredPlace:
 
         Raises Held, Superseded for weights that were desired or withdrawn before, DesiredError, and what `set` raises.
         """
-        weights = self._described(source, known or known_weights(source), by, why)
+        found = known or known_weights(source)
         for _ in range(MOST_TRIES):
             stored, state = self._read(None)
-            after = promoted(state, weights)
+            after = promoted(state, self._described(source, found, by, why, state))
             if after is state:
                 return state
             may(state)
@@ -190,7 +211,7 @@ class DesiredPlace:
         state = self.read(check)
         check_promotable(state, weights_id or "", printable(source))
 
-    def _described(self, source: Source, known: Known, by: str, why: str) -> DesiredWeights:
+    def _described(self, source: Source, known: Known, by: str, why: str, state: DesiredState) -> DesiredWeights:
         return DesiredWeights(
             source=self._as_stored(as_location(source)),
             weights_id=known.weights_id,
@@ -199,6 +220,7 @@ class DesiredPlace:
             since=time.time(),
             by=by,
             why=why,
+            bases=bases_of(state, known.base, printable(source)),
         )
 
     def _as_stored(self, location: Location) -> str:
@@ -242,16 +264,15 @@ class DesiredPlace:
         return written if self._storage.replace(stored, content) else None
 
 
-def _stamp(source: Source) -> Stamp | None:
-    """What a full set says of itself; None where weightswap has not packed it."""
+def _stamp(source: Source) -> Stamp | DeltaStamp | None:
+    """What a file says of itself; None where weightswap has not written it."""
     with open_weights(source) as weights:
-        if delta_stamp(weights):
-            raise Unsupported(f"{printable(source)}: a delta, from which no new process can start; name the full file")
-        return weights.stamp
+        return delta_stamp(weights) or weights.stamp
 
 
 def known_weights(source: Source) -> Known:
-    """What a packed file says of itself. Raises WeightFileError, and Unsupported for any other file."""
+    """What a packed file or a delta says of itself. Raises WeightFileError, and Unsupported for any other file."""
     if (stamp := _stamp(source)) is None:
         raise Unsupported(f"{printable(source)}: does not say which weights it holds; pack it (weightswap pack)")
-    return Known(stamp.weights_id, stamp.graph_id, dict(stamp.labels))
+    base = stamp.base if isinstance(stamp, DeltaStamp) else ""
+    return Known(stamp.weights_id, stamp.graph_id, dict(stamp.labels), base)

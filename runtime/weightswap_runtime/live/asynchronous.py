@@ -17,7 +17,7 @@ from .turns import Turns
 
 
 class StageOptions(TypedDict, total=False):
-    """The arguments of `Model.stage` by name, but for `background`."""
+    """The arguments of `Model.stage` by name, but for `background` and `onto`."""
 
     only: str | Sequence[str] | None
     ignore: str | Sequence[str]

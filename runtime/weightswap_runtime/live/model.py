@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, asynccontextmanager
 from copy import copy
 from functools import partial
+from itertools import starmap
 from typing import Any, TypeVar, Unpack
 
 from weightswap_runtime.desired.place import DesiredPlace
@@ -26,7 +27,7 @@ from weightswap_runtime.live.variants.resident import MOST, Choice, VariantRecei
 from weightswap_runtime.live.variants.resident import Wanted as WantedVariants
 from weightswap_runtime.options import check_timeout
 from weightswap_runtime.sources.location import printable
-from weightswap_runtime.staging.request import LEASE_TIMEOUT, Busy, SwapRequest, check_busy, patience
+from weightswap_runtime.staging.request import LEASE_TIMEOUT, BaseFile, Busy, SwapRequest, check_busy, patience
 from weightswap_runtime.tensors.content import TensorBytes
 from weightswap_runtime.threads.awaiting import in_thread
 from weightswap_runtime.threads.claims import Claim
@@ -190,6 +191,7 @@ class Model(Caller, AbstractContextManager["Model"]):
         rate_limit: float | None = None,
         busy: Busy = "refuse",
         timeout: float | None = LEASE_TIMEOUT,
+        onto: Sequence[tuple[Path, str]] = (),
     ) -> Staged:
         """Read and verify weights beside those that serve. Nothing that serves is touched.
 
@@ -218,6 +220,8 @@ class Model(Caller, AbstractContextManager["Model"]):
         busy: where another staging of the model is open, "refuse", or "wait" for it.
         timeout: seconds to wait for that, and for calls and pins that still use memory that is needed: in double
           residency the previous weights give way.
+        onto: for a delta, files that lead to the weights that it starts from, with their weights ids: a full set, and
+          then deltas. They are read where those weights are not served.
 
         Raises WeightFileError, WeightsMismatch, GraphMismatch, DigestMismatch, BaseMismatch, UnexpectedWeights,
         NonFiniteWeights, GoldensError, GoldenMismatch, OutOfMemory, StagingBusy, LeaseTimeout, Unsupported, and
@@ -237,6 +241,7 @@ class Model(Caller, AbstractContextManager["Model"]):
             busy,
             timeout,
             patterns(ignore, "ignore") if ignore else (),
+            tuple(starmap(BaseFile, onto)),
         )
         request.check()
         task = StagingTask(self._store, self._member, request, Job(rate_limit))

@@ -39,6 +39,7 @@ from weightswap_runtime.sources.byte_source import Check
 from weightswap_runtime.sources.location import printable
 from weightswap_runtime.staging.delta import stage_delta
 from weightswap_runtime.staging.full import plan, stage_full
+from weightswap_runtime.staging.onto import stage_onto
 from weightswap_runtime.staging.part import stage_part
 from weightswap_runtime.staging.request import Admit, Contents, Kind, Served, StagedChange, SwapRequest
 from weightswap_runtime.tensors.dtypes import describe
@@ -224,6 +225,8 @@ class Store:
     ) -> Candidate:
         """What the file leads to: a set of its own, or a patch of the weights that are served."""
         manifest, where = member.artifact.manifest, weights.where
+        if delta and request.onto and not self._serves(delta.base):
+            return self._onto(member, weights, delta, request, job)
         if delta:
             change = stage_delta(weights, delta, self._served(where), manifest, self.workers, job, request)
             return self._patched(change, request, job)
@@ -234,6 +237,19 @@ class Store:
         served = self.gate.current.identity if self.gate.current else None
         with self._residency.target(request.timeout, job) as (session, staged_in):
             contents = stage_full(opened, session.arena, self.workers, job, transforms, request, served)
+        session.content = contents.identity.digests
+        return _ready(StagedSet(contents.placed(staged_in), session))
+
+    def _serves(self, weights_id: str) -> bool:
+        return self._current_id == weights_id and self.gate.broken is None
+
+    def _onto(self, member: Member, weights: WeightSet, delta: DeltaStamp, request: SwapRequest, job: Job) -> Candidate:
+        """What a delta leads to whose base is not served."""
+        manifest, transforms = member.artifact.manifest, partial(self._open_transforms, member)
+        served = self.gate.current.identity if self.gate.current else None
+        with self._residency.target(request.timeout, job) as (session, staged_in):
+            arena = session.arena
+            contents = stage_onto(weights, delta, arena, manifest, self.workers, job, transforms, request, served)
         session.content = contents.identity.digests
         return _ready(StagedSet(contents.placed(staged_in), session))
 

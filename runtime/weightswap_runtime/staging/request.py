@@ -29,13 +29,21 @@ READINGS: dict[str | None, Readings] = {None: UNAMBIGUOUS, "checkpoint": KEYS, "
 _WEIGHTS_ID = re.compile(r"[0-9a-f]{64}")
 
 
+class BaseFile(NamedTuple):
+    """A file that leads to the weights over which a delta is laid: a full set, or an earlier delta."""
+
+    path: str | os.PathLike[str]
+    weights_id: str
+
+
 class SwapRequest(NamedTuple):
     """What a caller wants staged, and how. `only` are patterns of FQNs; empty: everything. `ignore` are patterns of
     names in the file, which are as if they were not there.
 
     `allow_nonfinite`: the weights that may have values that are not finite where the served ones have none: all, none,
     or some; None: all, but whoever swaps does not say so. `by` who asks. `rate_limit` in bytes per second. `busy`: what
-    is done where another staging is open. `timeout` in seconds, for that and for leases; None: for ever.
+    is done where another staging is open. `timeout` in seconds, for that and for leases; None: for ever. `onto`: what
+    is read first for a delta whose base is not served, a full set and then deltas.
     """
 
     path: str | os.PathLike[str]
@@ -50,6 +58,7 @@ class SwapRequest(NamedTuple):
     busy: Busy = "refuse"
     timeout: float | None = LEASE_TIMEOUT
     ignore: tuple[str, ...] = ()
+    onto: tuple[BaseFile, ...] = ()
 
     @property
     def patience(self) -> float | None:

@@ -288,8 +288,8 @@ class Desk:
             staged.wait()
             if place is not None and staged.kind != "full":
                 raise Unsupported(
-                    f"{printable(path)}: a delta, from which no new process can start, and the model follows "
-                    f"{place.where}; stage the full file"
+                    f"{printable(path)}: no full set, and the model follows {place.where}; stage the full file, or "
+                    "desire a delta there (weightswap desired --set)"
                 )
         except BaseException:
             self._give_up(entry)

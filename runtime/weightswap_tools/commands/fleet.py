@@ -16,12 +16,15 @@ from .desired import time_said
 from .fleet_canary import abort, canary, promote, say_trial
 from .fleet_cluster import (
     NAME,
+    PREPARE,
     AddressOption,
     ByOption,
     NameOption,
+    PrepareOption,
     WhyOption,
     cluster,
     connected,
+    deadlines,
     run_application,
     say_receipt,
 )
@@ -119,12 +122,13 @@ def swap(
     name: NameOption = NAME,
     by: ByOption = "",
     why: WhyOption = "",
+    prepare_seconds: PrepareOption = PREPARE,
     address: AddressOption = "auto",
     as_json: JsonOption = False,
 ) -> None:
     """Let all nodes serve other weights together: all stage and verify them first, and if one cannot, none does."""
     with errors_as_exit(as_json), connected(name, address) as fleet:
-        say_receipt(fleet.swap(weights, by=by, why=why), as_json)
+        say_receipt(fleet.swap(weights, by=by, why=why, deadlines=deadlines(prepare_seconds)), as_json)
 
 
 @fleet_command.command()
@@ -136,12 +140,14 @@ def rollback(
     no_hold: Annotated[bool, typer.Option("--no-hold", help="Do not hold afterwards.")] = False,
     by: ByOption = "",
     why: WhyOption = "",
+    prepare_seconds: PrepareOption = PREPARE,
     address: AddressOption = "auto",
     as_json: JsonOption = False,
 ) -> None:
     """Let all nodes serve earlier weights again, and take nothing new until `release`."""
     with errors_as_exit(as_json), connected(name, address) as fleet:
-        say_receipt(fleet.rollback(to, by=by, why=why, hold=not no_hold), as_json)
+        given = deadlines(prepare_seconds)
+        say_receipt(fleet.rollback(to, by=by, why=why, hold=not no_hold, deadlines=given), as_json)
 
 
 @fleet_command.command()

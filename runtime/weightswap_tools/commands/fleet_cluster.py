@@ -17,7 +17,7 @@ from weightswap_tools.terminal import print_json, print_table, say
 if TYPE_CHECKING:
     from ray.serve import Application
 
-    from weightswap_fleet import Fleet, FleetReceipt
+    from weightswap_fleet import Deadlines, Fleet, FleetReceipt
 
 NameOption = Annotated[str, typer.Option("--name", "-n", help="The fleet's name.")]
 ByOption = Annotated[str, typer.Option(help="Who asks.")]
@@ -25,7 +25,11 @@ WhyOption = Annotated[str, typer.Option(help="The reason, for those who come aft
 AddressOption = Annotated[
     str, typer.Option(envvar="RAY_ADDRESS", help="Of the Ray cluster; `auto` is that of this machine.")
 ]
+PrepareOption = Annotated[
+    float, typer.Option(min=0, help="Give it up where a node is not ready after so many seconds.")
+]
 NAME = "weightswap"
+PREPARE = 600.0
 _ANSWER, _POLL = 5.0, 0.1  # seconds
 _ERROR = re.compile(r"^[A-Za-z_][\w.]*: ", re.MULTILINE)
 
@@ -97,6 +101,13 @@ def _reasons(message: str) -> list[str]:
     """The last error in what Serve says, without the traceback before it."""
     *_, begins = [0, *(found.start() for found in _ERROR.finditer(message))]
     return [f"  {line.strip()}" for line in message[begins:].splitlines() if line.strip()]
+
+
+def deadlines(prepare: float) -> Deadlines:
+    """Those of a change whose first phase may take so many seconds."""
+    from weightswap_fleet import Deadlines
+
+    return Deadlines(prepare=prepare)
 
 
 def say_receipt(receipt: FleetReceipt, as_json: bool) -> None:

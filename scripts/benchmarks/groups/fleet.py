@@ -61,6 +61,27 @@ def rows(settings: Settings) -> Iterator[Row]:
             changes["serve.run"].append(peer.run(turn % 2))
         yield from _told(changes, fleet.parts)
         yield spread("a question to one more keeper", "ms", [fleet.ask_one_more() for _ in range(10 * settings.rounds)])
+        yield _given(settings.rounds)
+
+
+def _given(rounds: int) -> Row:
+    """How fast weights go from one node to another, beside what two processes of this machine can."""
+    import ray
+    from peer_relay import NBYTES, pair
+
+    giver, taker = pair()
+    rates: tuple[list[float], list[float]] = [], []
+    for turn in range(rounds + 1):  # the first warms up
+        ray.get(giver.open.remote(f"memory://{turn}"))
+        given = ray.get(taker.take.remote(f"memory://{turn}"))
+        whole = ray.get(taker.has_all.remote())
+        sent = ray.get(taker.receive.remote(ray.get(giver.listen.remote())))
+        if not (whole and ray.get(taker.has_all.remote())):
+            raise RuntimeError("other bytes have arrived than were given")
+        for rate, took in zip(rates, (given, sent), strict=True):
+            rate.append(NBYTES / took / 1e9)
+    what = f"{NBYTES >> 20} MiB from a node to another, in chunks"
+    return compared(what, "GB/s", rates[0][1:], "a socket", rates[1][1:])
 
 
 def _told(changes: dict[str, list[Change]], parts: list[tuple[float, float]]) -> Iterator[Row]:
@@ -94,7 +115,7 @@ def _cluster() -> Iterator[None]:
         from ray import serve
         from ray.cluster_utils import Cluster
 
-        options = {"num_cpus": 4, "object_store_memory": 100 << 20}
+        options = {"num_cpus": 4, "object_store_memory": 1 << 30}
         made = Cluster(initialize_head=True, head_node_args={**options, "include_dashboard": False})
         try:
             for _ in range(NODES - 1):

@@ -15,9 +15,10 @@ import pytest
 import safetensors.torch
 
 from tests.support.services import Service, weights_id_of
-from tests.support.tiny import TinyArtifact, WriteDelta
+from tests.support.tiny import TinyArtifact, WriteDelta, serves
 from tests.support.watched import environment
 from weightswap_runtime import (
+    BaseMismatch,
     DesiredDamaged,
     DesiredError,
     DesiredPlace,
@@ -30,6 +31,7 @@ from weightswap_runtime import (
     UnexpectedWeights,
     Unsupported,
     WeightFileError,
+    load,
 )
 from weightswap_runtime.desired import document, storage
 from weightswap_runtime.desired.document import MOST_KEPT, encode
@@ -159,11 +161,37 @@ def test_what_no_new_process_could_start_from_is_not_desired(
     safetensors.torch.save_file({name: value.clone() for name, value in service.tiny.values(1).items()}, unpacked)
     with pytest.raises(Unsupported, match="does not say which weights it holds"):
         service.place.set(unpacked, revision=0)
-    with pytest.raises(Unsupported, match="a delta"):
+    with pytest.raises(BaseMismatch, match="nothing is desired"):
         service.place.set(delta(1, 2), revision=0)
     with pytest.raises(WeightFileError, match="No such file"):
         service.place.set(tmp_path / "none.safetensors", revision=0)
     assert service.revision == 0
+
+
+def test_a_delta_is_desired_with_what_it_starts_from(
+    service: Service, delta: WriteDelta, monkeypatch: pytest.MonkeyPatch, residency: Any
+) -> None:
+    """So that a new process comes to the same, and a rollback finds all of it."""
+    service.set(0)
+    with pytest.raises(BaseMismatch, match=r"a delta from the weights \w+, and \w+ are desired"):
+        service.place.set(delta(1, 2), revision=1)
+    service.place.set(delta(0, 1), revision=1)
+    state = service.place.promote(delta(1, 2))
+    model = load(service.tiny.path, residency=residency)
+    with model.follow(service.folder, 0.01) as follower:
+        assert follower.wait(30, revision=3)
+        assert serves(model, 2)
+        service.place.rollback(revision=3)
+        assert follower.wait(30, revision=4)
+        assert serves(model, 1)
+    assert state.weights is not None
+    assert [Path(base.source).name for base in state.weights.bases or ()] == ["v0.safetensors", "d0-1.safetensors"]
+    delta(0, 1).write_bytes(delta(1, 2).read_bytes())
+    with pytest.raises(UnexpectedWeights, match="by now"):
+        service.place.rollback(revision=4, to=state.weights.weights_id)
+    monkeypatch.setattr(document, "MOST_BASES", 1)
+    with pytest.raises(Unsupported, match="after 1 files"):
+        service.place.set(delta(1, 3), revision=4)
 
 
 def test_weights_of_another_graph_are_set_only_if_it_is_meant(service: Service, tmp_path: Path) -> None:

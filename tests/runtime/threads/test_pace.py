@@ -14,6 +14,7 @@ import safetensors.torch
 import torch
 
 from tests.support.tiny import TinyArtifact, WriteWeights
+from weightswap_runtime.errors import StageCancelled
 from weightswap_runtime.format.manifest import NamedTensor
 from weightswap_runtime.format.weight_set import open_weights
 from weightswap_runtime.memory.arena import ArenaLayout, HostArena
@@ -21,7 +22,7 @@ from weightswap_runtime.memory.patch import HostPatch, Span, copy_ranges
 from weightswap_runtime.sources.local import LocalFile
 from weightswap_runtime.staging.reading import read_tensors
 from weightswap_runtime.threads import job as jobs
-from weightswap_runtime.threads.job import LONGEST_BURST, Job
+from weightswap_runtime.threads.job import LONGEST_BURST, LONGEST_NAP, Job
 from weightswap_runtime.threads.workers import Workers
 
 RATE = 1e6  # bytes per second
@@ -129,6 +130,22 @@ def test_what_was_not_used_is_not_made_up_for(moves: Moves) -> None:
             assert low <= RATE * (moves.clock.now - start) + 1e-3
             assert high - low <= RATE * LONGEST_BURST
         moves.clock.sleep(1000.0)
+
+
+def test_a_cancel_waits_for_no_turn(moves: Moves, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However long a byte takes: it is noticed after a nap."""
+    job, sleep, naps = Job(1e-3), moves.clock.sleep, []
+
+    def cancelled_in_the_third(seconds: float) -> None:
+        sleep(seconds)
+        naps.append(seconds)
+        if len(naps) == 3:
+            job.cancel()
+
+    monkeypatch.setattr(moves.clock, "sleep", cancelled_in_the_third)
+    with pytest.raises(StageCancelled):
+        list(job.steps(0, 100))
+    assert naps == [LONGEST_NAP] * 3
 
 
 def test_without_a_limit_nothing_waits(moves: Moves) -> None:

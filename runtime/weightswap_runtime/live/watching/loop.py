@@ -25,7 +25,7 @@ from weightswap_runtime.live.store import Store
 from weightswap_runtime.live.trials import Member
 from weightswap_runtime.options import is_number, join_seconds
 from weightswap_runtime.sources.location import printable
-from weightswap_runtime.staging.request import SwapRequest
+from weightswap_runtime.staging.request import BaseFile, SwapRequest
 from weightswap_runtime.threads.ending import Background
 from weightswap_runtime.threads.job import Job
 
@@ -239,7 +239,8 @@ class ModelTarget:
             by = weights.by or self._loop.request.by
             if self._rolls_back_to(weights.weights_id, by):
                 return
-            with self._staged(job, path=path, expect=weights.weights_id, by=by) as staged:
+            onto = tuple(BaseFile(base.source, base.weights_id) for base in weights.bases or ())
+            with self._staged(job, path=path, expect=weights.weights_id, by=by, onto=onto) as staged:
                 if is_wanted():
                     staged.commit(timeout=self._loop.request.timeout)
 

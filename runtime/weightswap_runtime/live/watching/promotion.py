@@ -34,7 +34,9 @@ class Promotion(NamedTuple):
     def promote(self, path: str | Path, staged: Staged, graph_id: str) -> None:
         """Desire what was staged. Raises Unproven, and what `DesiredPlace.promote` raises."""
         if staged.kind != "full":
-            raise Unsupported(f"{printable(path)}: a delta, from which no new process can start, and not promoted")
+            raise Unsupported(
+                f"{printable(path)}: a delta, which no policy promotes; desire it by hand (weightswap desired --set)"
+            )
         if self.policy == "proven":
             check_proven(printable(path), staged.verified, list(staged.nonfinite))
         known = Known(staged.weights_id, graph_id, staged.labels)

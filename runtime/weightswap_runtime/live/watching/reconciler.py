@@ -64,6 +64,10 @@ class Reconciler:
             self._serve(state, target)
         return self._interval
 
+    def forget_refusal(self) -> None:
+        """Try again what was refused, as it is judged otherwise now."""
+        self._refusal = None
+
     def _read(self, check: Callable[[], None]) -> DesiredState:
         before, state = self.state, self._place.read(check)
         if before is not None and state.revision < before.revision:
@@ -98,7 +102,7 @@ class Reconciler:
     def _try(self, wanted: DesiredWeights, state: DesiredState, target: FollowTarget) -> None:
         path = self._place.locate(wanted)
         try:
-            target.put(path, wanted, lambda: self._still_wants(wanted, target.check))
+            target.put(path, self._place.located(wanted), lambda: self._still_wants(wanted, target.check))
             self._refusal = self.last_error = None
         except StageCancelled:
             raise
@@ -129,7 +133,7 @@ class Reconciler:
     def _serve_last_good(self, state: DesiredState, target: FollowTarget) -> None:
         for weights in reversed(state.history):
             try:
-                target.put(self._place.locate(weights), weights, lambda: True)
+                target.put(self._place.locate(weights), self._place.located(weights), lambda: True)
             except StageCancelled:
                 raise
             except Exception:  # events have told it
