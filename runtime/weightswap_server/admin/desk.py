@@ -253,7 +253,7 @@ class Desk:
         try:
             if verdict == "promote":
                 return self._commit(entry, Change(why=f"canary: {rule}"), entry.by)
-            self.journal.refusals.append(aborted(entry, rule, canary.values()))
+            self.journal.refuse(aborted(entry, rule, canary.values()))
         finally:
             self._give_up(entry)
         return None
