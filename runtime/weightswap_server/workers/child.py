@@ -68,8 +68,7 @@ class Word(msgspec.Struct, frozen=True):
     """What a child says to its manager, and, as "total" and "processes", asks. One that is not "alive" for long hangs.
 
     text: as "alive" a `Process`; "metrics" and "total" are as Prometheus reads them; "processes" are those of all;
-    "tried" is a `Tried`, which the manager passes on to the keeper. "sources" and "told" are what the next keeper begins
-    with.
+    "tried" is a `Tried`, which the manager passes on to the keeper. "sources" and "told" are what the next keeper has.
     """
 
     kind: Literal["ready", "failed", "alive", "metrics", "total", "processes", "tried", "sources", "told"]
