@@ -18,7 +18,7 @@ from weightswap_runtime.memory.device_choice import HOST
 from weightswap_runtime.options import is_number
 from weightswap_runtime.shared.segment import Segment
 from weightswap_server.admin.settings import AdminSettings
-from weightswap_server.http.listening import listening
+from weightswap_server.http.listening import accept_no_more, listening
 from weightswap_server.service.processes import Process
 from weightswap_server.serving import Source, signals
 from weightswap_server.settings import Settings
@@ -120,6 +120,7 @@ class Workers:
                 with suppress(asyncio.CancelledError):
                     await self._serving
             finally:
+                await accept_no_more(listener)  # while workers do accept
                 listener.close()
                 await asyncio.gather(*(worker.end(self.settings.grace) for worker in workers))
                 await keeper.end(0.0)
