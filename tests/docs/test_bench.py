@@ -18,6 +18,7 @@ from tests.support.ray_turns import ray_turn
 
 BENCHMARKS = ROOT / "scripts" / "benchmarks"
 MAIN = "import main\nsys.exit(main.main())"
+LOADS = ("1 client", "8 clients", "32 clients")
 LONGER = ("serve", "update", "call", "diff", "generate")
 FACTS = {"cpu", "cores", "memory_gb", "kernel", "python", "torch", "weightswap", "date"}
 
@@ -84,6 +85,7 @@ def test_the_report_knows_the_machine_and_the_settings(measured: Measure) -> Non
         ("call", "model(x), 12-layer encoder, normalised weights", "prologue=False"),
         ("state", "model(x, context=...)", "a fresh state for each call"),
         ("state", "8 fitted members over one base", "one member"),
+        *(("serve", f"serve, {load}: calls", "fastapi_protocol") for load in LOADS),
         ("generate", "model.generate, torch, a token of 4 layers", "transformers, dynamic cache"),
         ("generate", "model.generate, aoti, a token of 4 layers", "transformers, static cache"),
         ("generate", "export_decoder, ", "torch.export of both methods"),
@@ -115,6 +117,8 @@ def test_each_subject_is_compared_with_its_peers(measured: Measure, group: str, 
         ("state", "model(x, context=...)", "median", "at most", 10),
         ("serve", "tritonclient.http, binary, 1 client", "median", "at most", 0.8),
         ("serve", "tritonclient.grpc, binary, 1 client", "median", "at most", 1.0),
+        *(("serve", f"serve, {load}: calls", "ratio", "at least", 1.0) for load in LOADS),
+        *(("serve", f"serve, {load}: p99 of a call", "ratio", "at most", 1.0) for load in LOADS),
     ),
 )
 def test_goals_are_judged(measured: Measure, group: str, what: str, figure: str, sense: str, limit: float) -> None:
