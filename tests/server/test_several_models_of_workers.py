@@ -19,7 +19,7 @@ from tests.support.administered import TOKEN
 from tests.support.collector import Collected, collecting
 from tests.support.served import as_json
 from tests.support.tiny import TinyArtifact
-from weightswap_tools.admin_client import AdminClient
+from weightswap_tools.admin_client import AdminClient, AdminRefused
 
 TRACE, CALLER = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 
@@ -85,6 +85,12 @@ def test_requests_and_swaps_have_spans(several: Several) -> None:
     assert several.served() == {(1, 2)}
     eventually(lambda: said(bytes.fromhex(CALLER)) == len(several.asked), 10)
     assert said(b"weightswap.swap") == 4
+
+
+def test_operators_are_told_where_variants_go(several: Several) -> None:
+    variant = {"group": "low", "name": "a", "source": several.files[1]}
+    with pytest.raises(AdminRefused, match=r"Start the server without --workers, or several of them"):
+        several.operator.post("/admin/models/tiny/add_variant", variant)
 
 
 def test_each_has_its_own_weights_whoever_is_killed(several: Several) -> None:

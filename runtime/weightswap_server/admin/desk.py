@@ -347,7 +347,8 @@ class Desk:
     def _check_alone(self) -> None:
         if self.served.is_shared:
             raise Unsupported(
-                f"{self.name}: workers serve it, and would know nothing of variants; start several servers"
+                f"{self.name}: workers serve it, and would know nothing of variants. Start the server without "
+                "--workers, or several of them, and ask each."
             )
 
     def _discard(self) -> None:

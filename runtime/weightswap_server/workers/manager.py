@@ -41,7 +41,10 @@ def check_shareable(source: Source) -> None:
                 "double residency. Leave it out, or start several servers."
             )
     if source.variants:
-        raise Unsupported("--workers with --variant: each process would have its own; start several servers")
+        raise Unsupported(
+            "--workers with --variant: each process would have its own. Leave --workers out, or start several servers, "
+            "each with --variant."
+        )
 
 
 class Workers:
