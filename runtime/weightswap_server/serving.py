@@ -103,7 +103,7 @@ class Server:
         """
         self.settings = settings
         self.service = Service(models, settings)
-        self._http = HttpServer(http_app(self.service), settings)
+        self._http = HttpServer(http_app(self.service), settings, shared=listener is not None)
         self.admin = AdminPlane(self.service, admin) if admin is not None else None
         self._grpc: GrpcServer | None = None
         self._told: list[Callable[[], object]] = []

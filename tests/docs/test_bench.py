@@ -18,6 +18,7 @@ from tests.support.ray_turns import ray_turn
 
 BENCHMARKS = ROOT / "scripts" / "benchmarks"
 MAIN = "import main\nsys.exit(main.main())"
+LOADS = ("1 client", "8 clients", "32 clients")
 LONGER = ("serve", "update", "call", "diff", "generate")
 FACTS = {"cpu", "cores", "memory_gb", "kernel", "python", "torch", "weightswap", "date"}
 PEERS = {
@@ -50,6 +51,7 @@ PEERS = {
         ("model(x, context=...)", "a fresh state for each call"),
         ("8 fitted members over one base", "one member"),
     ],
+    "serve": [(f"serve, {load}: calls", "fastapi_protocol") for load in LOADS],
     "generate": [
         ("model.generate, torch, a token of 4 layers", "transformers, dynamic cache"),
         ("model.generate, aoti, a token of 4 layers", "transformers, static cache"),
@@ -81,6 +83,8 @@ GOALS = {
     "serve": [
         ("tritonclient.http, binary, 1 client", "median", "at most", 0.8),
         ("tritonclient.grpc, binary, 1 client", "median", "at most", 1.0),
+        *((f"serve, {load}: calls", "ratio", "at least", 1.0) for load in LOADS),
+        *((f"serve, {load}: p99 of a call", "ratio", "at most", 1.0) for load in LOADS),
     ],
 }
 Measure = Callable[[str], tuple[str, dict[str, Any]]]

@@ -21,10 +21,12 @@ import pytest
 import tritonclient.grpc as triton
 from typer.testing import CliRunner
 
+from tests.server.fleet import serving as serving_fleet
 from tests.support.served import as_json, ask, occupied, serving
 from tests.support.tiny import TinyArtifact, WriteWeights
 from weightswap_runtime import DesiredPlace, Unsupported, load
 from weightswap_server import Server, Settings, Source
+from weightswap_server.http.listening import HttpServer
 from weightswap_tools.commands.serve import serve_command
 
 X = np.arange(6, dtype=np.float32).reshape(2, 3)
@@ -77,6 +79,63 @@ def ask_until_closed(port: int) -> int:
         reply.read()
         answered += 1
     return answered
+
+
+def test_clients_that_connect_while_it_stops_are_answered_or_refused(
+    tiny: TinyArtifact, weight_file: WriteWeights, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also those that the system has accepted and the server has not seen yet."""
+    loop_of_uvicorn = HttpServer.main_loop
+    connected: list[socket.socket] = []
+
+    async def connect_at_the_last_moment(self: HttpServer) -> None:
+        await loop_of_uvicorn(self)
+        connected.extend(socket.create_connection(("127.0.0.1", server.http_port), 20) for _ in range(3))
+
+    monkeypatch.setattr(HttpServer, "main_loop", connect_at_the_last_moment)
+    with ThreadPoolExecutor(3) as pool:
+        with serving({"tiny": load(tiny.path, weight_file(1))}) as server:
+            assert ask(server, INFER, as_json(x=X)).status == 200  # it goes round
+            server.stop()
+            limit = time.monotonic() + 20
+            while len(connected) < 3:
+                assert time.monotonic() < limit
+                time.sleep(0.005)
+            asked = [pool.submit(ask_over, each) for each in connected]
+        assert [each.result(20) for each in asked] == [200, 200, 200]
+        assert not accepts(server.http_port)
+
+
+def ask_over(connected: socket.socket) -> int:
+    """The status of an answer over a connection that there is."""
+    connection = http.client.HTTPConnection("127.0.0.1")
+    connection.sock = connected
+    connection.request("POST", INFER, json.dumps(as_json(x=X)))
+    reply = connection.getresponse()
+    reply.read()
+    connection.close()
+    return reply.status
+
+
+def test_clients_that_reconnect_while_workers_stop_are_answered_or_refused(tmp_path: Path) -> None:
+    with ThreadPoolExecutor(16) as pool, serving_fleet(tmp_path, 2) as fleet:
+        asking = [pool.submit(ask_until_refused, fleet.http_port) for _ in range(16)]
+        time.sleep(0.5)
+        fleet.process.send_signal(signal.SIGTERM)
+        assert all(each.result(40) > 0 for each in asking)
+        assert fleet.process.wait(30) == 0
+
+
+def ask_until_refused(port: int) -> int:
+    """How often a client was answered, each time over another connection, until it could not connect."""
+    answered = 0
+    while True:
+        try:
+            connected = socket.create_connection(("127.0.0.1", port), 20)
+        except ConnectionRefusedError:
+            return answered
+        assert ask_over(connected) == 200
+        answered += 1
 
 
 def accepts(port: int) -> bool:

@@ -6,7 +6,6 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Thread
 
@@ -19,6 +18,7 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import SpanKind, StatusCode
 
+from tests.support.collector import collecting
 from tests.support.served import as_json, ask, occupied, serving
 from tests.support.tiny import TinyArtifact, WriteWeights
 from weightswap_runtime import DigestMismatch, load
@@ -128,34 +128,14 @@ def test_swaps(spans: InMemorySpanExporter, tiny: TinyArtifact, weight_file: Wri
     assert refused.status.status_code is StatusCode.ERROR
 
 
-class Collector(BaseHTTPRequestHandler):
-    """What takes spans by OTLP."""
-
-    def do_POST(self) -> None:
-        body = self.rfile.read(int(self.headers["content-length"]))
-        self.server.posts.append((self.path, body))  # type: ignore[attr-defined]
-        self.send_response(200)
-        self.send_header("content-length", "0")
-        self.end_headers()
-
-    def log_message(self, *_: object) -> None:
-        """Nothing."""
-
-
 def test_spans_go_where_the_variables_say() -> None:
-    with ThreadingHTTPServer(("127.0.0.1", 0), Collector) as collector:
-        collector.posts = []  # type: ignore[attr-defined]
-        thread = Thread(target=collector.serve_forever)
-        thread.start()
+    with collecting() as collected:
         code = (
             "from weightswap_server.service.traces import Traces, export_spans; from opentelemetry import trace\n"
             "export_spans(); export_spans()\n"
             "Traces().refused('tiny', ValueError('no'), 1.0, ''); trace.get_tracer_provider().shutdown()"
         )
-        variables = {"OTEL_EXPORTER_OTLP_ENDPOINT": f"http://127.0.0.1:{collector.server_address[1]}"}
-        subprocess.run([sys.executable, "-c", code], env=os.environ | variables, check=True)
-        collector.shutdown()
-        thread.join()
-        ((path, body),) = collector.posts  # type: ignore[attr-defined]
+        subprocess.run([sys.executable, "-c", code], env=os.environ | collected.environment, check=True)
+    ((path, body),) = collected.posts
     assert path == "/v1/traces"
     assert b"tiny" in body

@@ -406,5 +406,5 @@ def test_two_of_one_name() -> None:
 
 
 def test_workers_have_none() -> None:
-    with pytest.raises(Unsupported, match="--workers with --variant"):
+    with pytest.raises(Unsupported, match=r"--workers with --variant.*Leave --workers out, or start several servers"):
         check_shareable(Source(artifact="a", weights="w", variants=variants_of(["low=a"])))

@@ -28,7 +28,7 @@ from weightswap_server import Settings, Source
 from weightswap_server.workers.child import Line, Task
 from weightswap_server.workers.manager import Workers
 from weightswap_server.workers.totals import Totals
-from weightswap_tools.admin_client import AdminClient
+from weightswap_tools.admin_client import AdminClient, AdminRefused
 from weightswap_tools.commands.serve import serve_command
 from weightswap_tools.commands.status import status_command
 
@@ -102,9 +102,15 @@ def test_a_killed_keeper_is_replaced(fleet: Fleet) -> None:
     os.kill(keeper, signal.SIGKILL)
     eventually(lambda: keeper not in fleet.children)
     assert fleet.infer()[1] == generation  # meanwhile
-    fleet.desire(1)
+    fleet.desire(_another_seed(fleet))
     assert fleet.infer()[1] == generation + 1
     assert set(workers) <= set(fleet.children)
+
+
+def _another_seed(fleet: Fleet) -> int:
+    """One whose weights are not served, whatever tests before have left."""
+    state = fleet.place.read()
+    return next(seed for seed, path in fleet.files.items() if state.weights and str(path) != state.weights.source)
 
 
 def test_operators_change_what_workers_serve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -113,7 +119,7 @@ def test_operators_change_what_workers_serve(tmp_path: Path, monkeypatch: pytest
     options = ["--admin-socket", socket, "--admin-allow", str(tmp_path)]
     with serving(tmp_path, 1, "-w", str(tmp_path / "1.safetensors"), *options) as fleet:
         operator, changes = AdminClient(f"unix://{socket}", TOKEN), "/admin/models/tiny/"
-        said = operator.post(f"{changes}swap", {"source": str(fleet.files[2])})
+        said = operator.post(f"{changes}swap", {"source": str(fleet.files[2]), "why": "for the better"})
         assert fleet.infer() == (said["receipt"]["weights_id"], 1)
         said = operator.post(f"{changes}rollback", {})
         assert fleet.infer() == (said["receipt"]["weights_id"], 2)
@@ -122,7 +128,12 @@ def test_operators_change_what_workers_serve(tmp_path: Path, monkeypatch: pytest
         said = operator.post(f"{changes}commit", {})
         assert fleet.infer() == (said["receipt"]["weights_id"], 3)
         _check_unloading(operator, fleet)
+        refused = _refuse(operator, fleet)
         _check_taking(operator, fleet)
+        history = operator.get("/admin/models/tiny/history")  # of the keeper's next but one
+        whys = {each["generation"]: (each["by"], each["why"]) for each in history["receipts"]}
+        assert whys[1] == ("token", "for the better")
+        assert refused in [each["source"] for each in history["refusals"]]
 
 
 def _check_taking(operator: AdminClient, fleet: Fleet) -> None:
@@ -135,6 +146,14 @@ def _check_taking(operator: AdminClient, fleet: Fleet) -> None:
     operator.post(f"{changes}unfollow", {})
     _kill_keeper(fleet)
     eventually(lambda: operator.get("/admin/models/tiny")["following"] is None)
+
+
+def _refuse(operator: AdminClient, fleet: Fleet) -> str:
+    """Weights that there are not; their path."""
+    source = str(fleet.files[1].parent / "none.safetensors")
+    with pytest.raises(AdminRefused):
+        operator.post("/admin/models/tiny/stage", {"source": source})
+    return source
 
 
 def _kill_keeper(fleet: Fleet) -> None:

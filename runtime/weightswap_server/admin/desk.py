@@ -253,7 +253,7 @@ class Desk:
         try:
             if verdict == "promote":
                 return self._commit(entry, Change(why=f"canary: {rule}"), entry.by)
-            self.journal.refusals.append(aborted(entry, rule, canary.values()))
+            self.journal.refuse(aborted(entry, rule, canary.values()))
         finally:
             self._give_up(entry)
         return None
@@ -347,7 +347,8 @@ class Desk:
     def _check_alone(self) -> None:
         if self.served.is_shared:
             raise Unsupported(
-                f"{self.name}: workers serve it, and would know nothing of variants; start several servers"
+                f"{self.name}: workers serve it, and would know nothing of variants. Start the server without "
+                "--workers, or several of them, and ask each."
             )
 
     def _discard(self) -> None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import count
 from typing import Any
+
+import msgspec
 
 from weightswap_runtime.errors import NothingToRollBack
 from weightswap_runtime.live.events import Event
@@ -23,6 +25,13 @@ _EVENTS = 200
 _REFUSED = ("refused", "skipped", "unreachable", "failed", "cancelled", "discarded")
 
 
+class Told(msgspec.Struct, frozen=True):
+    """What no model knows of its history: the reasons of commits, by generation, and what was refused."""
+
+    whys: dict[int, str] = {}
+    refusals: list[Refusal] = []
+
+
 class Journal:
     """Written by the model's events, from now on until `close()`."""
 
@@ -33,7 +42,21 @@ class Journal:
         self._numbers = count(1)
         self._said = "", ""  # by whom and why the commit that is under way
         self._whys: dict[int, str] = {}  # by generation
+        self.on_told: Callable[[Told], object] = lambda _: None  # whoever takes this process's place knows it, too
         self.close = model.listen(self._on_event)
+
+    def inherit(self, told: Told) -> None:
+        """Go on with what the journal of an earlier process has told."""
+        self._whys = dict(told.whys)
+        self.refusals.extend(told.refusals)
+
+    def refuse(self, refusal: Refusal) -> None:
+        """Something has changed nothing."""
+        self.refusals.append(refusal)
+        self._tell()
+
+    def _tell(self) -> None:
+        self.on_told(Told(self._whys, list(self.refusals)))
 
     def events(self, after: int) -> list[tuple[int, dict[str, Any]]]:
         """What has happened after the event of that number, oldest first; the last 200 are kept."""
@@ -91,10 +114,11 @@ class Journal:
             kept = {each.generation for each in self._model.history}
             known = {number: said for number, said in self._whys.items() if number in kept}
             self._whys = known | {receipt.generation: why}
+            self._tell()
 
     def _on_event(self, event: Event) -> None:
         if event.kind in _REFUSED:
-            self.refusals.append(refusal_of(event))
+            self.refuse(refusal_of(event))
         if event.receipt is not None:
             self._note(event.receipt)
         self._events.append((next(self._numbers), event.as_dict()))

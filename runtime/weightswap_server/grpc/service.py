@@ -10,6 +10,7 @@ from typing import Any
 
 import grpc
 import msgspec
+from google.protobuf.message import DecodeError
 
 from weightswap_runtime.messages import brief
 from weightswap_runtime.tensors.content import TensorBytes, as_array
@@ -97,7 +98,7 @@ class _Methods:
         }
         handlers = {name: self._answering(name, method) for name, method in unary.items()}
         handlers["ModelStreamInfer"] = grpc.stream_stream_rpc_method_handler(
-            self._stream, message_class("ModelInferRequest").FromString, _serialized
+            self._stream, _reading("ModelInferRequest"), _serialized
         )
         return grpc.method_handlers_generic_handler(SERVICE, handlers)
 
@@ -120,7 +121,7 @@ class _Methods:
                 context.abort(grpc.StatusCode[told.code], _detail(told.text))
 
         # to gRPC it is a stream, whose request can be waited for with a limit
-        return grpc.stream_unary_rpc_method_handler(answer, message_class(f"{name}Request").FromString, _serialized)
+        return grpc.stream_unary_rpc_method_handler(answer, _reading(f"{name}Request"), _serialized)
 
     def _one(self, requests: Iterator[Any], context: grpc.ServicerContext) -> Any:
         """The request of a call. Raises BadRequest, and RpcError where it does not come in time."""
@@ -131,7 +132,7 @@ class _Methods:
             self._patience.met(context)
         if request is None:
             raise BadRequest("expected one request message, got none")
-        return request
+        return _read(request)
 
     def _live(self, request: Any, context: Any) -> Any:
         return message_class("ServerLiveResponse")(live=True)
@@ -175,7 +176,7 @@ class _Methods:
 
     def _answers(self, request: Any, context: grpc.ServicerContext) -> Iterator[dict[str, Any]]:
         try:
-            if self._service.find_ready(request.model_name, request.model_version).generates:
+            if self._service.find_ready(_read(request).model_name, request.model_version).generates:
                 for found in self._generated(request, _metadata(context, "traceparent")):
                     yield {"infer_response": found}
             else:
@@ -183,7 +184,7 @@ class _Methods:
         except CancelledError:
             return
         except Exception as error:
-            yield {"error_message": self._service.refused(request.model_name, error).text}
+            yield {"error_message": self._service.refused(getattr(request, "model_name", ""), error).text}
 
     def _generated(self, request: Any, traceparent: str) -> Iterator[Any]:
         name, version = request.model_name, request.model_version
@@ -232,6 +233,26 @@ def _variants(request: Any) -> dict[str, str]:
 def _detail(text: str) -> str:
     """As much of it as fits into a status: clients take 8 KB, and a letter may be nine bytes on the wire."""
     return text if len(text) <= _MOST_DETAIL else brief(text, _MOST_DETAIL)
+
+
+def _reading(name: str) -> Callable[[bytes], Any]:
+    """How a message is read. Bytes that are none become a BadRequest; to gRPC they are a failure of the server's."""
+    message = message_class(name)
+
+    def read(raw: bytes) -> Any:
+        try:
+            return message.FromString(raw)
+        except DecodeError as error:
+            return BadRequest(f"expected a message {name}: {error}")
+
+    return read
+
+
+def _read(request: Any) -> Any:
+    """A request that is a message. Raises BadRequest."""
+    if isinstance(request, BadRequest):
+        raise request
+    return request
 
 
 def _serialized(message: Any) -> bytes:

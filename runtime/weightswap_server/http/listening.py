@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import ctypes
+import select
 import socket
+import struct
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, Literal, cast
 
 import uvicorn
@@ -21,6 +24,17 @@ _TOO_MANY = (
 _LARGE = 1 << 16
 GONE = "weightswap.gone"  # in a scope: what is called when the client goes before its answer
 _What = Literal["request", "reading", "leaving"]
+_DRAINS, _DRAIN = 20, 0.05  # how often a queue is looked at, and after how many seconds: some are about to connect
+_ATTACH_FILTER = 26  # SO_ATTACH_FILTER, for which Python has no name
+_NO_SYN = b"".join(  # a program of the kernel's packet filters, over the header of TCP
+    struct.pack("HBBI", *instruction)
+    for instruction in (
+        (0x30, 0, 0, 13),  # load the flags
+        (0x45, 0, 1, 2),  # is it a SYN?
+        (0x06, 0, 0, 0),  # drop it
+        (0x06, 0, 0, 0xFFFFFFFF),  # or take all of it
+    )
+)
 _LEAVING = 1.0  # seconds in which a client that is idle at a stop may ask once more
 
 
@@ -135,9 +149,10 @@ def guarded_protocol(settings: Settings) -> type[GuardedProtocol]:
 
 
 class HttpServer(uvicorn.Server):
-    """uvicorn, with the limits of the settings."""
+    """uvicorn, with the limits of the settings. shared: on its sockets other processes accept, too, and may go on."""
 
-    def __init__(self, app: Any, settings: Settings) -> None:
+    def __init__(self, app: Any, settings: Settings, shared: bool = False) -> None:
+        self._shared = shared
         config = uvicorn.Config(
             app,
             http=guarded_protocol(settings),
@@ -151,6 +166,12 @@ class HttpServer(uvicorn.Server):
             timeout_graceful_shutdown=max(1, round(settings.grace)),
         )
         super().__init__(config)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """As uvicorn's, once all are accepted who have connected: a socket that is closed resets those in its queue."""
+        for each in sockets or () if not self._shared else ():
+            await accept_no_more(each)
+        await super().shutdown(sockets)
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -171,3 +192,21 @@ def listening(host: str, port: int) -> Iterator[socket.socket]:
             raise OSError(error.errno, error.strerror, f"{host}:{port}") from error
         listener.listen(2048)
         yield listener
+
+
+async def accept_no_more(listener: socket.socket) -> None:
+    """Let nobody connect any more, and wait until those who have are accepted, by whichever process.
+
+    Who tries meanwhile tries again by itself after a second, and is refused where the socket is closed by then.
+    """
+    program = ctypes.create_string_buffer(_NO_SYN, len(_NO_SYN))
+    with suppress(OSError):  # where there are no filters, some may still be reset
+        listener.setsockopt(
+            socket.SOL_SOCKET, _ATTACH_FILTER, struct.pack("HP", len(_NO_SYN) // 8, ctypes.addressof(program))
+        )
+    queue = select.poll()
+    queue.register(listener, select.POLLIN)
+    for _ in range(_DRAINS):
+        await asyncio.sleep(_DRAIN)
+        if not queue.poll(0):
+            return

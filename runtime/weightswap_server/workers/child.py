@@ -30,6 +30,7 @@ from weightswap_runtime.shared.keeper import keep
 from weightswap_runtime.shared.segment import Segment
 from weightswap_runtime.shared.worker import join
 from weightswap_server.admin.desk import Taking
+from weightswap_server.admin.journal import Told
 from weightswap_server.admin.plane import AdminPlane
 from weightswap_server.admin.settings import AdminSettings
 from weightswap_server.errors import log
@@ -47,7 +48,8 @@ _WARM = 60.0  # seconds for which a worker that joins waits until it is warm
 
 
 class Task(msgspec.Struct, frozen=True, kw_only=True):
-    """What a child is to do. `segments` are those of `sources`, by the models' names."""
+    """What a child is to do. `segments` are those of `sources`, by the models' names, and `told` is what their journals
+    had when an earlier keeper ended."""
 
     role: Role
     name: str
@@ -59,16 +61,17 @@ class Task(msgspec.Struct, frozen=True, kw_only=True):
     op_libraries: tuple[str, ...] = ()
     slot: int = 0
     listener: int = -1
+    told: Mapping[str, Told] = {}
 
 
 class Word(msgspec.Struct, frozen=True):
     """What a child says to its manager, and, as "total" and "processes", asks. One that is not "alive" for long hangs.
 
     text: as "alive" a `Process`; "metrics" and "total" are as Prometheus reads them; "processes" are those of all;
-    "tried" is a `Tried`, which the manager passes on to the keeper. "sources": what the next keeper begins with.
+    "tried" is a `Tried`, which the manager passes on to the keeper. "sources" and "told" are what the next keeper has.
     """
 
-    kind: Literal["ready", "failed", "alive", "metrics", "total", "processes", "tried", "sources"]
+    kind: Literal["ready", "failed", "alive", "metrics", "total", "processes", "tried", "sources", "told"]
     text: str = ""
 
 
@@ -115,6 +118,10 @@ class Line:
         source = msgspec.structs.replace(self.task.sources[name], **taking._asdict())
         self.say(Word("sources", msgspec.json.encode({name: source}).decode()))
 
+    def tell_told(self, name: str, told: Told) -> None:
+        """What the journal of a model has: it goes on in whoever takes this process's place."""
+        self.say(Word("told", msgspec.json.encode({name: told}).decode()))
+
     def _ask(self, word: Word) -> str:
         """What the manager answers; nothing where it has gone."""
         with self._asking:
@@ -141,6 +148,8 @@ def _keep(line: Line) -> None:
     plane = AdminPlane(service, task.admin) if task.admin is not None else None
     for name, desk in plane.desks.items() if plane is not None else ():
         desk.on_source = partial(line.tell_source, name)
+        desk.journal.inherit(task.told.get(name, Told()))
+        desk.journal.on_told = partial(line.tell_told, name)
     try:
         for name, source in task.sources.items():
             if source.weights is not None and models[name].weights_id is None:

@@ -18,7 +18,7 @@ from weightswap_runtime.memory.device_choice import HOST
 from weightswap_runtime.options import is_number
 from weightswap_runtime.shared.segment import Segment
 from weightswap_server.admin.settings import AdminSettings
-from weightswap_server.http.listening import listening
+from weightswap_server.http.listening import accept_no_more, listening
 from weightswap_server.service.processes import Process
 from weightswap_server.serving import Source, signals
 from weightswap_server.settings import Settings
@@ -41,7 +41,10 @@ def check_shareable(source: Source) -> None:
                 "double residency. Leave it out, or start several servers."
             )
     if source.variants:
-        raise Unsupported("--workers with --variant: each process would have its own; start several servers")
+        raise Unsupported(
+            "--workers with --variant: each process would have its own. Leave --workers out, or start several servers, "
+            "each with --variant."
+        )
 
 
 class Workers:
@@ -120,6 +123,7 @@ class Workers:
                 with suppress(asyncio.CancelledError):
                     await self._serving
             finally:
+                await accept_no_more(listener)  # while workers do accept
                 listener.close()
                 await asyncio.gather(*(worker.end(self.settings.grace) for worker in workers))
                 await keeper.end(0.0)

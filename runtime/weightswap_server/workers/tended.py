@@ -17,6 +17,7 @@ import msgspec
 
 from weightswap_runtime.errors import WeightswapError
 from weightswap_runtime.shared.control import Control
+from weightswap_server.admin.journal import Told
 from weightswap_server.errors import log
 from weightswap_server.service.processes import Process
 from weightswap_server.serving import Source
@@ -163,14 +164,22 @@ class Child:
                     )
                 elif word.kind == "tried":
                     self._pass_on(raw)
-                elif word.kind == "sources":
-                    changed = msgspec.json.decode(word.text, type=dict[str, Source])
-                    self._task = msgspec.structs.replace(self._task, sources={**self._task.sources, **changed})
+                elif word.kind in ("sources", "told"):
+                    self._keep_for_next(word)
                 elif word.kind == "processes":
                     found = msgspec.json.encode([each for each in self._processes() if each.pid]).decode()
                     writer.write(msgspec.json.encode(Word("processes", found)) + b"\n")
                 else:
                     self._count(pid, word, writer)
+
+    def _keep_for_next(self, word: Word) -> None:
+        """What the process that takes this one's place begins with."""
+        if word.kind == "sources":
+            sources = msgspec.json.decode(word.text, type=dict[str, Source])
+            self._task = msgspec.structs.replace(self._task, sources={**self._task.sources, **sources})
+        else:
+            told = msgspec.json.decode(word.text, type=dict[str, Told])
+            self._task = msgspec.structs.replace(self._task, told={**self._task.told, **told})
 
     def _count(self, pid: int, word: Word, writer: asyncio.StreamWriter) -> None:
         self._totals.tell(pid, self._task.role, word.text)
