@@ -23,9 +23,11 @@ from tests.support.graph_calls import hold_calls
 from weightswap_exporter import compile_engines, export, export_decoder, pack, skeleton
 from weightswap_exporter.commands.build import export_command
 from weightswap_runtime import Artifact, CallError, InputMismatch, Model, StaleContext, TokenStream, Unsupported, load
+from weightswap_runtime.engines.aten.cpu import TorchEngine
 from weightswap_runtime.engines.choosing import EngineName
 from weightswap_runtime.live.generation.sampling import Sampling, choose, probabilities
 from weightswap_runtime.messages import visible_lines
+from weightswap_runtime.tensors.content import TensorBytes
 from weightswap_tools.commands.generate import generate_command
 
 LENGTH, VOCABULARY = 24, 64
@@ -225,6 +227,23 @@ def test_after_a_reset_the_new_weights_read_everything_again(one: Exported, thre
             new = [list(row) for row in zip(*tokens[-3:], strict=True)]
             assert new == expected(found.models[number], so_far, 3)
         assert len([*tokens, *stream]) == LENGTH + 1 - width
+
+
+def test_the_inputs_of_each_step_are_in_the_same_memory(three: Exported, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Any] = []
+    tensor = TorchEngine.tensor
+
+    def counted(content: TensorBytes) -> torch.Tensor:
+        made.append(content)
+        return tensor(content)
+
+    monkeypatch.setattr(TorchEngine, "tensor", staticmethod(counted))
+    whole = three.served().generate(PROMPTS)
+    assert len(whole[1]) > 4
+    assert len(made) == 8  # four of each method
+    monkeypatch.setattr(torch.Tensor, "is_cpu", False)  # as on a device
+    assert three.served().generate(PROMPTS) == whole
+    assert len(made) > 16
 
 
 @pytest.mark.parametrize("engine", ["torch", "onnx", pytest.param("aoti", marks=pytest.mark.slow)])
