@@ -12,8 +12,8 @@ import numpy as np
 
 from weightswap_runtime.engines.engine import Engine
 from weightswap_runtime.errors import InputMismatch, Unsupported
-from weightswap_runtime.format.manifest import Generation
-from weightswap_runtime.live.generation.generating import STEPS, Tokens, Wanted, generate, rows_of
+from weightswap_runtime.format.manifest import STEPS, Generation
+from weightswap_runtime.live.generation.generating import Tokens, Wanted, generate, rows_of
 from weightswap_runtime.live.generation.sampling import Scores
 from weightswap_runtime.live.generation.text import TOKENIZER, Tokenizer
 from weightswap_runtime.sources.location import Location

@@ -14,7 +14,6 @@ from weightswap_runtime.format.manifest import Generation
 from .sampling import Sampling, Scores, choose
 
 Tokens = NDArray[np.int64]
-STEPS = ("prefill", "decode")  # the methods
 
 
 class Call(Protocol):

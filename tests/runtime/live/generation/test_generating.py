@@ -22,9 +22,20 @@ from hypothesis import strategies as st
 from tests.support.graph_calls import hold_calls
 from weightswap_exporter import compile_engines, export, export_decoder, pack, skeleton
 from weightswap_exporter.commands.build import export_command
-from weightswap_runtime import Artifact, CallError, InputMismatch, Model, StaleContext, TokenStream, Unsupported, load
+from weightswap_runtime import (
+    Artifact,
+    ArtifactError,
+    CallError,
+    InputMismatch,
+    Model,
+    StaleContext,
+    TokenStream,
+    Unsupported,
+    load,
+)
 from weightswap_runtime.engines.aten.cpu import TorchEngine
 from weightswap_runtime.engines.choosing import EngineName
+from weightswap_runtime.format.manifest import decode_manifest
 from weightswap_runtime.live.generation.sampling import Sampling, choose, probabilities
 from weightswap_runtime.messages import visible_lines
 from weightswap_runtime.tensors.content import TensorBytes
@@ -409,6 +420,51 @@ def test_what_cannot_be_is_refused(call: Any, error: type[Exception], text: str,
     with pytest.raises(error, match=text):
         call(model)
     model.swap(one.files[1], timeout=0)
+
+
+def _signature(method: str, part: str, value: Any) -> Callable[[Any], None]:
+    return lambda document: document["methods"][method]["signature"].update({part: value})
+
+
+def _input(method: str, place: int, part: str, value: Any) -> Callable[[Any], None]:
+    return lambda document: document["methods"][method]["signature"]["args"][place][1].update({part: value})
+
+
+NOT_GENERATING: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "no prefill": (lambda document: document["methods"].pop("prefill"), "has no method prefill"),
+    "no decode": (lambda document: document["methods"].pop("decode"), "has no method decode"),
+    "other ids": (_input("decode", 0, "dtype", "I32"), r"\['I64', 1, 1\], .* of decode, which has \[\['I32', 1, 1\]"),
+    "another mask": (_input("decode", 1, "shape", [1, 23]), r"\['I64', 1, 24\], .* which has .*\['I64', 1, 23\]"),
+    "a row of positions": (_input("prefill", 3, "shape", [1]), r"\['I64'\]\] of prefill, .*\['I64', 1\]\]"),
+    "prompts of one length": (_input("prefill", 0, "shape", [1, 2]), r"'prompt'\], .*which has \[\['I64', 1, 2\]"),
+    "prompts not of one token": (_signature("prefill", "dims", {"prompt": {"min": 2, "max": 24}}), r"'1\.\.24'"),
+    "prompts not as long": (_signature("prefill", "dims", {"prompt": {"min": 1, "max": 23}}), r"'1\.\.24'"),
+    "inputs by keyword": (lambda document: _by_keyword(document, "decode"), "1 of them by keyword"),
+    "another batch": (lambda document: document["generation"].update(batch=2), r"\['I64', 2, 1\], .* of decode"),
+    "two outputs": (
+        _signature("decode", "output", {"type": "tuple", "items": []}),
+        r"of decode, which gives \['tuple'\]",
+    ),
+    "no logits": (
+        _signature("prefill", "output", {"type": "tensor", "name": "output", "dtype": "I64", "shape": [1, 64]}),
+        r"logits \[1, vocabulary\] of prefill, which gives \['I64', 1, 64\]",
+    ),
+}
+
+
+def _by_keyword(document: Any, method: str) -> None:
+    signature = document["methods"][method]["signature"]
+    signature["kwargs"] = [signature["args"].pop()]
+
+
+@pytest.mark.parametrize(("alter", "says"), NOT_GENERATING.values(), ids=NOT_GENERATING)
+def test_an_artifact_whose_methods_cannot_generate_is_not_opened(
+    alter: Callable[[Any], Any], says: str, one: Exported
+) -> None:
+    document = json.loads((one.artifact.path / "manifest.json").read_bytes())
+    alter(document)
+    with pytest.raises(ArtifactError, match=f"it generates, and .*{says}"):
+        decode_manifest(json.dumps(document).encode(), "manifest.json")
 
 
 def test_models_that_do_not_generate(tmp_path: Path) -> None:
