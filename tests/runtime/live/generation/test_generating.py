@@ -6,6 +6,8 @@ import asyncio
 import gc
 import json
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -516,6 +518,40 @@ def test_a_penalty_that_overflows_is_refused() -> None:
     how = Sampling(temperature=1.0, repetition_penalty=1e-320)
     with pytest.raises(CallError, match="no greatest number, but inf"):
         choose(np.asarray([2.0, 1.0], np.float32), [0], how, np.random.default_rng(0))
+
+
+LIGHT = """
+import sys
+blocked, artifact, weights, tokenizer = sys.argv[1:]
+sys.modules.update(dict.fromkeys(blocked.split(",")))
+from weightswap_runtime import MissingExtra, load
+from weightswap_tools.program import main
+
+model = load(artifact, weights)
+print(model.generate([3, 51, 58, 35], max_new_tokens=9))
+try:
+    print(repr(model.generate("ABC", max_new_tokens=6, tokenizer=tokenizer)))
+except MissingExtra as error:
+    print(error)
+sys.argv = ["weightswap", "generate", artifact, weights, "3,51,58,35", "--tokens", "--max-new-tokens", "9"]
+main()
+"""
+
+
+@pytest.mark.parametrize("blocked", ["transformers", "transformers,tokenizers"])
+def test_generation_needs_no_transformers(blocked: str, one: Exported, tokenizer: Path) -> None:
+    """Nor the exporter, and tokenizers for text alone."""
+    given = [f"{blocked},weightswap_exporter", one.artifact.path, one.files[0], tokenizer]
+    command = [sys.executable, "-W", "error", "-c", LIGHT, *map(str, given)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    tokens, text, streamed = done.stdout.splitlines() or [done.stderr] * 3
+    expected = one.served().generate(PROMPT, max_new_tokens=9)
+    assert tokens == str(expected)
+    assert streamed == ",".join(map(str, expected))
+    if "tokenizers" in blocked:
+        assert "text prompts" in text
+    else:
+        assert text == repr(one.served().generate("ABC", max_new_tokens=6, tokenizer=tokenizer))
 
 
 def test_what_a_training_has_left_in_a_tokenizer_changes_no_prompt(one: Exported, tokenizer: Path) -> None:
