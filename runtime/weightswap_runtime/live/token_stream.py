@@ -128,8 +128,9 @@ def generated(
     """The next tokens of each row, by calls with a context, which is closed at the end. find: a method by its name."""
     inputs = _Inputs(engine)
 
-    def call(method: str, *arrays: Tokens) -> Scores:
-        logits = as_array(engine.content(methods[method](*inputs.of(method, arrays), context=context)))
+    def call(method: str, ids: Tokens, mask: Tokens, positions: Tokens, position: Tokens) -> Scores:
+        given = inputs.of(method, (ids, mask, positions, position))
+        logits = as_array(engine.content(methods[method](*given, context=context)))
         return logits if logits.dtype in (np.float32, np.float64) else logits.astype(np.float32)
 
     def cache_of() -> str | None:
