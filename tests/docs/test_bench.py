@@ -294,3 +294,28 @@ def test_what_nothing_here_compiles_is_left_out(change: str, lacks: str, monkeyp
     done = python(f"{change}\nfrom groups.cuda import _constants\nprint(list(_constants(None, 'cuda', 1)))")
     assert done.stdout.strip() == "[]", done.stderr
     assert f"left out: AOTInductor's ways to take new weights, which need {lacks}" in done.stderr
+
+
+TOKENS = """
+import torch
+from groups.generate import LENGTH, SMALL, _check_tokens, _ours, _theirs
+from functools import partial
+from subjects import WrongOutput
+from weightswap_exporter import export_decoder, pack
+from weightswap_runtime import load
+
+size, folder = SMALL._replace(dtype=torch.bfloat16), sys.argv[1]
+eager, prompt = size.model(), torch.arange(16)[None]
+artifact = export_decoder(eager, out=f"{folder}/a.artifact", length=LENGTH)
+model = load(artifact, pack(eager, artifact, out=f"{folder}/v.safetensors").path)
+_check_tokens(size, eager, prompt, {"torch": partial(_ours, model, prompt)})
+try:
+    _check_tokens(size, eager, prompt, {"torch": lambda: [*_ours(model, prompt)[:-1], 0]})
+except WrongOutput as error:
+    print(error)
+"""
+
+
+def test_tokens_in_bfloat16_are_compared(tmp_path: Path) -> None:
+    done = python(TOKENS, str(tmp_path))
+    assert "width 128, bfloat16: other tokens than transformers'" in done.stdout, done.stderr

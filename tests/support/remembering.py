@@ -6,13 +6,16 @@ from copy import deepcopy
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+import pytest
 import torch
 from torch import nn
 
-from weightswap_exporter import MethodSpec, export, pack
+from tests.support.compiled import needs_compiler
+from weightswap_exporter import MethodSpec, compile_engines, export, pack
 from weightswap_runtime import Context, load
 from weightswap_runtime.live.context import OnSwap
 
+ENGINES = ["torch", "onnx", pytest.param("aoti", marks=[pytest.mark.slow, needs_compiler])]
 Policy = Literal["invalidate", "reset", "keep", "pin"]
 POLICIES: tuple[Policy, ...] = get_args(OnSwap)
 
@@ -54,10 +57,17 @@ class Files:
             "plain": MethodSpec("plain", (X,)),
         }
         self.artifact = export(self.models[0], methods=methods, out=folder / "a.artifact", engines=("torch", "onnx"))
+        self.compiled = {"torch", "onnx"}
         self.weights = [
             pack(model, self.artifact, out=folder / f"v{seed}.safetensors").path
             for seed, model in enumerate(self.models)
         ]
+
+    def compile(self, engine: str) -> None:
+        """Have the artifact serve on one more engine."""
+        if engine not in self.compiled:
+            self.artifact = compile_engines(self.artifact, [engine])
+            self.compiled.add(engine)
 
     def eager(self, seed: int) -> Remembering:
         return deepcopy(self.models[seed])
@@ -67,11 +77,12 @@ class Served:
     """A model on one engine, called with tensors whatever the engine takes."""
 
     def __init__(self, files: Files, engine: str = "torch", **options: Any) -> None:
+        files.compile(engine)
         self.files = files
         self.model = load(files.artifact, files.weights[0], engine=engine, **options)  # type: ignore[arg-type]
 
     def __call__(self, x: torch.Tensor = X, context: Context | None = None, of: Any = None) -> torch.Tensor:
-        given = x if self.model.engine == "torch" else x.numpy()
+        given = x.numpy() if self.model.engine == "onnx" else x
         return torch.as_tensor((of or self.model)(given, context=context) if context else (of or self.model)(given))
 
     def peek(self, context: Context) -> tuple[torch.Tensor, int]:

@@ -16,12 +16,13 @@ from weightswap_runtime.errors import ArtifactError, FormatVersionError
 from weightswap_runtime.tensors.dtypes import DTYPES, nbytes
 
 from .conditions import condition_dims, parse_condition
-from .signature import Leaf, Signature, SizeExpression, Tensor, input_leaves, leaves, parse_size, sizes_of
+from .signature import Leaf, Node, Signature, Size, SizeExpression, Tensor, input_leaves, leaves, parse_size, sizes_of
 from .signature import Literal as LiteralLeaf
 from .weight_file import TensorRow
 
 FORMAT_VERSION = 1
 VARIANTS_VERSION = 2  # of artifacts that declare variants
+STEPS = ("prefill", "decode")  # the methods that generate
 MANIFEST_NAME = "manifest.json"
 CONSTANTS_NAME = "constants.safetensors"
 ADAPTER_NAME = "adapter.pt2"
@@ -221,11 +222,8 @@ def _problems(manifest: Manifest) -> Iterator[str]:
     if not manifest.methods:
         yield "it has no methods"
     yield from _adapter_problems(manifest)
-    found = manifest.generation
-    if found and not (found.length > 0 < found.batch and 0 <= found.pad < found.vocabulary):
-        yield f"it generates {found.batch} rows of {found.length} of {found.vocabulary} tokens, padded with {found.pad}"
-    if found and not {"prefill", "decode"} <= manifest.methods.keys():
-        yield "it has no methods that generate"
+    if manifest.generation:
+        yield from _generation_problems(manifest.generation, manifest.methods)
     if bool(manifest.variants) != (manifest.format_version == VARIANTS_VERSION):
         yield f"artifacts of format version {manifest.format_version} declare variants or not, and this is otherwise"
     yield from (
@@ -344,6 +342,36 @@ def _size_problems(name: str, size: str, signature: Signature) -> Iterator[str]:
         return
     if expression.factor < 1 or expression.dim not in signature.dims:
         yield f"{name}: the size {size!r} names no dimension of the signature"
+
+
+def _generation_problems(found: Generation, methods: dict[str, Method]) -> Iterator[str]:
+    if not (found.length > 0 < found.batch and 0 <= found.pad < found.vocabulary):
+        yield f"it generates {found.batch} rows of {found.length} of {found.vocabulary} tokens, padded with {found.pad}"
+    for name in STEPS:
+        if name not in methods:
+            yield f"it generates, and has no method {name}"
+            continue
+        signature = methods[name].signature
+        row = found.batch, 1 if name == "decode" else _any_number(signature, found.length)
+        expected = [["I64", *shape] for shape in (row, (found.batch, found.length), row, ())]
+        taken = [_kind(node) for _, node in (*signature.args, *signature.kwargs)]
+        if taken != expected or signature.kwargs:
+            by_keyword = f", {len(signature.kwargs)} of them by keyword" if signature.kwargs else ""
+            yield f"it generates, and expected are inputs {expected} of {name}, which has {taken}{by_keyword}"
+        logits = _kind(signature.output)
+        if len(logits) != 3 or "F" not in str(logits[0]) or logits[1] != found.batch:
+            yield f"it generates, and expected are logits [{found.batch}, vocabulary] of {name}, which gives {logits}"
+
+
+def _any_number(signature: Signature, length: int) -> Size:
+    """The dimension that takes prompts of all lengths."""
+    known = signature.dims.items()
+    return next((name for name, dim in known if dim.min <= 1 and (dim.max or length) >= length), f"1..{length}")
+
+
+def _kind(node: Node) -> list[Size]:
+    """The dtype of a tensor, and its shape; of anything else what it is."""
+    return [node.dtype, *node.shape] if isinstance(node, Tensor) else [type(node).__name__.lower()]
 
 
 def _adapter_problems(manifest: Manifest) -> Iterator[str]:

@@ -12,9 +12,9 @@ from typing import Any
 from weightswap_runtime.engines.engine import Bound, Engine
 from weightswap_runtime.errors import UnknownMethod
 from weightswap_runtime.format.call_check import CallCheck
-from weightswap_runtime.format.manifest import Manifest
+from weightswap_runtime.format.manifest import STEPS, Manifest
 from weightswap_runtime.format.signature import Signature, Tensor, unflatten
-from weightswap_runtime.live.generation.generating import STEPS, check_place
+from weightswap_runtime.live.generation.generating import check_place
 from weightswap_runtime.live.variants.resident import Choice, Variants
 from weightswap_runtime.threads.listeners import Listeners
 

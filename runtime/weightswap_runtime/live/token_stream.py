@@ -12,7 +12,7 @@ import numpy as np
 
 from weightswap_runtime.engines.engine import Engine
 from weightswap_runtime.errors import InputMismatch, Unsupported
-from weightswap_runtime.format.manifest import Generation
+from weightswap_runtime.format.manifest import STEPS, Generation
 from weightswap_runtime.live.generation.generating import Tokens, Wanted, generate, rows_of
 from weightswap_runtime.live.generation.sampling import Scores
 from weightswap_runtime.live.generation.text import TOKENIZER, Tokenizer
@@ -95,20 +95,49 @@ def find_tokenizer(sources: Iterable[str], artifact: Location) -> Tokenizer:
     return Tokenizer(found)
 
 
+class _Inputs:
+    """Arrays of int64 as an engine's tensors. Those of `decode` are made once and written to, where that is possible.
+
+    No call keeps its inputs, and what a state keeps of them are copies.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._kept: list[Any] = []
+        self._memory: list[Tokens] = []  # that of those kept
+
+    def of(self, method: str, arrays: Sequence[Tokens]) -> list[Any]:
+        if method != "decode":
+            return self._made(arrays)
+        if self._memory:
+            for memory, array in zip(self._memory, arrays, strict=True):
+                np.copyto(memory, array)
+            return self._kept
+        self._kept = self._made(arrays)
+        if all(getattr(tensor, "is_cpu", True) for tensor in self._kept):
+            self._memory = [as_array(self._engine.content(tensor)) for tensor in self._kept]
+        return self._kept
+
+    def _made(self, arrays: Sequence[Tokens]) -> list[Any]:
+        return [self._engine.tensor(array_content(array)) for array in arrays]
+
+
 def generated(
     find: Callable[[str], Run], engine: Engine, context: Context, wanted: Wanted, generation: Generation
 ) -> Iterator[list[int | None]]:
     """The next tokens of each row, by calls with a context, which is closed at the end. find: a method by its name."""
+    inputs = _Inputs(engine)
 
     def call(method: str, ids: Tokens, mask: Tokens, positions: Tokens, position: Tokens) -> Scores:
-        given = [engine.tensor(array_content(array)) for array in (ids, mask, positions, position)]
-        logits = as_array(engine.content(find(method)(*given, context=context)))
+        given = inputs.of(method, (ids, mask, positions, position))
+        logits = as_array(engine.content(methods[method](*given, context=context)))
         return logits if logits.dtype in (np.float32, np.float64) else logits.astype(np.float32)
 
     def cache_of() -> str | None:
         return context.weights_id if context.on_swap == "reset" else None
 
     with context:
+        methods = {name: find(name) for name in STEPS}
         yield from generate(call, wanted, generation, cache_of)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from copy import deepcopy
 from pathlib import Path
 from typing import Any, Literal
@@ -19,6 +20,7 @@ from weightswap_runtime import (
     ContextMismatch,
     LeaseTimeout,
     Model,
+    NothingToRollBack,
     StaleContext,
     load,
 )
@@ -64,13 +66,25 @@ class ContextMachine(RuleBasedStateMachine):
             with pytest.raises(LeaseTimeout):
                 self.model.swap(self.files.weights[seed])
             return
-        counts: dict[str, int] = {}
+        assert self.model.swap(self.files.weights[seed]).contexts == self.outdated_by(seed)
+        self.current, self.previous = seed, self.current
+
+    @rule()
+    def rollback(self) -> None:
+        if self.previous == -1:
+            with pytest.raises(NothingToRollBack):
+                self.model.rollback()
+        elif not self.double and any(context.on_swap == "pin" for context, _, _ in self.contexts):
+            with pytest.raises(LeaseTimeout):
+                self.model.rollback()
+        else:
+            assert self.model.rollback().contexts == self.outdated_by(self.previous)
+            self.current, self.previous = self.previous, self.current
+
+    def outdated_by(self, seed: int) -> dict[str, int]:
+        """What a commit of these weights says of the contexts."""
         becomes = {"invalidate": "invalidated", "reset": "reset", "keep": "kept", "pin": "pinned"}
-        for context, _, made in self.contexts:
-            if made not in (-1, seed):
-                counts[becomes[context.on_swap]] = counts.get(becomes[context.on_swap], 0) + 1
-        assert self.model.swap(self.files.weights[seed]).contexts == counts
-        self.current = seed
+        return Counter(becomes[context.on_swap] for context, _, made in self.contexts if made not in (-1, seed))
 
     @property
     def live(self) -> Any:

@@ -6,6 +6,7 @@ import gc
 import threading
 import weakref
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ import torch
 
 from tests.support.forks import in_a_child
 from tests.support.graph_calls import hold_calls
-from tests.support.remembering import POLICIES, Files, Served, X
+from tests.support.remembering import ENGINES, POLICIES, Files, Served, X
 from weightswap_runtime import (
     Context,
     ContextBroken,
@@ -38,7 +39,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Files:
     return Files(tmp_path_factory.mktemp("contexts"))
 
 
-@pytest.fixture(params=["torch", "onnx"])
+@pytest.fixture(params=ENGINES)
 def served(request: pytest.FixtureRequest, files: Files) -> Served:
     return Served(files, request.param)
 
@@ -68,6 +69,23 @@ def test_a_call_without_a_context_leaves_no_trace(served: Served, files: Files) 
     assert [served.equal(served(), files.eager(0)(X)) for _ in range(3)] == [True] * 3
     assert served.equal(first, served())
     assert served.peek(context)[1] == 2
+
+
+def test_calls_with_contexts_run_side_by_side(served: Served, files: Files) -> None:
+    contexts = [served.model.new_context() for _ in range(4)]
+    answers: list[list[torch.Tensor]] = [[] for _ in contexts]
+
+    def work(number: int) -> None:
+        for step in range(30):
+            answers[number].append(served(X * (number + step), contexts[number]))
+
+    with ThreadPoolExecutor(len(contexts)) as threads:
+        list(threads.map(work, range(len(contexts))))
+    for number, found in enumerate(answers):
+        eager = files.eager(0)
+        with torch.no_grad():
+            expected = [eager(X * (number + step)) for step in range(30)]
+        assert all(map(served.equal, found, expected))
 
 
 def test_outputs_are_no_windows_on_the_state(served: Served) -> None:

@@ -11,7 +11,7 @@ import safetensors.torch
 import torch
 from torch import nn
 
-from tests.support.remembering import Files, Served, X
+from tests.support.remembering import ENGINES, Files, Served, X
 from weightswap_exporter import export, pack
 from weightswap_runtime import (
     ContextFileError,
@@ -29,7 +29,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Files:
     return Files(tmp_path_factory.mktemp("contexts"))
 
 
-@pytest.fixture(params=["torch", "onnx"])
+@pytest.fixture(params=ENGINES)
 def served(request: pytest.FixtureRequest, files: Files) -> Served:
     return Served(files, request.param)
 
@@ -46,7 +46,7 @@ def test_nothing_is_saved_to_a_url(model: Model, tmp_path: Path, monkeypatch: py
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("there", ["torch", "onnx"])
+@pytest.mark.parametrize("there", ENGINES)
 @torch.no_grad()
 def test_a_saved_context_goes_on_where_it_was(served: Served, there: str, files: Files, tmp_path: Path) -> None:
     context, eager = served.model.new_context(), files.eager(0)

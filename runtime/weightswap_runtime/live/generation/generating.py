@@ -14,11 +14,13 @@ from weightswap_runtime.format.manifest import Generation
 from .sampling import Sampling, Scores, choose
 
 Tokens = NDArray[np.int64]
-STEPS = ("prefill", "decode")  # the methods
 
 
 class Call(Protocol):
-    """A call of `prefill` or `decode`, with arrays of int64; returns the logits, [batch, vocabulary]."""
+    """A call of `prefill` or `decode`, with arrays of int64; returns the logits, [batch, vocabulary].
+
+    The arrays are written to afterwards; `decode` gets those of its first call again.
+    """
 
     def __call__(self, method: str, ids: Tokens, mask: Tokens, positions: Tokens, position: Tokens) -> Scores: ...
 
@@ -113,6 +115,9 @@ class _Rows:
         self._random = np.random.default_rng(wanted.seed)
         self._mask = np.zeros((generation.batch, generation.length), np.int64)
         self._ids = np.full_like(self._mask, generation.pad)
+        self._last = np.full_like(self._mask[:, :1], generation.pad)  # read last, as are the positions
+        self._positions = np.zeros_like(self._last)
+        self._position = np.zeros((), np.int64)
         room = generation.length - self._width  # the last token need not be read
         self.room = room if wanted.most is None else min(room, wanted.most - 1)
 
@@ -132,18 +137,19 @@ class _Rows:
     def read(self) -> tuple[Tokens, Tokens, Tokens, Tokens]:
         """The inputs of a call that reads all so far into an empty cache."""
         positions = np.maximum(self._mask[:, : self._next].cumsum(1) - 1, 0)
-        self._positions = positions[:, -1:]
-        return self._ids[:, : self._next].copy(), self._mask.copy(), positions, np.asarray(0, np.int64)
+        self._positions[:] = positions[:, -1:]
+        return self._ids[:, : self._next], self._mask, positions, np.asarray(0, np.int64)
 
     def step(self, chosen: list[int | None]) -> tuple[Tokens, Tokens, Tokens, Tokens]:
         """The inputs of the call after tokens were chosen."""
         pad = self._generation.pad
-        self._ids[: self._count, self._next] = [pad if token is None else token for token in chosen]
+        self._last[: self._count, 0] = [pad if token is None else token for token in chosen]
+        self._ids[:, self._next] = self._last[:, 0]
         self._mask[:, self._next] = 1
-        self._positions = self._positions + 1
+        self._positions += 1
+        self._position[...] = self._next
         self._next += 1
-        ids = self._ids[:, self._next - 1 : self._next].copy()
-        return ids, self._mask.copy(), self._positions, np.asarray(self._next - 1, np.int64)
+        return self._last, self._mask, self._positions, self._position
 
     def choose(self, logits: Scores) -> list[int | None]:
         return [None if done else self._choose(row, logits[row]) for row, done in enumerate(self._done)]

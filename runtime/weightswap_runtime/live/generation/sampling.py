@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -40,12 +41,12 @@ class Sampling(NamedTuple):
 
 def choose(logits: Scores, seen: Sequence[int], how: Sampling, random: np.random.Generator) -> int:
     """The next token of one row. logits: [vocabulary]. seen: the tokens that have occurred."""
-    with np.errstate(over="ignore", divide="ignore", invalid="ignore"):
-        scores = _penalised(logits, seen, how.repetition_penalty)
-    if not np.isfinite(scores.max()):  # NaN wins; -inf forbids a token, but not all of them
-        raise CallError(f"generate: the logits of the next token have no greatest number, but {scores.max()}")
+    scores = _penalised(logits, seen, how.repetition_penalty)
+    best = scores.argmax()  # NaN wins; -inf forbids a token, but not all of them
+    if not math.isfinite(scores[best]):
+        raise CallError(f"generate: the logits of the next token have no greatest number, but {scores[best]}")
     if not how.temperature:
-        return int(scores.argmax())
+        return int(best)
     return int(random.choice(len(scores), p=probabilities(scores, how)))
 
 
@@ -54,7 +55,8 @@ def _penalised(logits: Scores, seen: Sequence[int], penalty: float) -> Scores:
         return logits
     places = np.unique(np.asarray(seen))
     scores = logits.copy()
-    scores[places] = np.where(scores[places] < 0, scores[places] * penalty, scores[places] / penalty)
+    with np.errstate(over="ignore", divide="ignore", invalid="ignore"):
+        scores[places] = np.where(scores[places] < 0, scores[places] * penalty, scores[places] / penalty)
     return scores
 
 

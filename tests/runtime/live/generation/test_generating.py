@@ -6,6 +6,8 @@ import asyncio
 import gc
 import json
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -22,10 +24,23 @@ from hypothesis import strategies as st
 from tests.support.graph_calls import hold_calls
 from weightswap_exporter import compile_engines, export, export_decoder, pack, skeleton
 from weightswap_exporter.commands.build import export_command
-from weightswap_runtime import Artifact, CallError, InputMismatch, Model, StaleContext, TokenStream, Unsupported, load
+from weightswap_runtime import (
+    Artifact,
+    ArtifactError,
+    CallError,
+    InputMismatch,
+    Model,
+    StaleContext,
+    TokenStream,
+    Unsupported,
+    load,
+)
+from weightswap_runtime.engines.aten.cpu import TorchEngine
 from weightswap_runtime.engines.choosing import EngineName
+from weightswap_runtime.format.manifest import decode_manifest
 from weightswap_runtime.live.generation.sampling import Sampling, choose, probabilities
 from weightswap_runtime.messages import visible_lines
+from weightswap_runtime.tensors.content import TensorBytes
 from weightswap_tools.commands.generate import generate_command
 
 LENGTH, VOCABULARY = 24, 64
@@ -227,6 +242,23 @@ def test_after_a_reset_the_new_weights_read_everything_again(one: Exported, thre
         assert len([*tokens, *stream]) == LENGTH + 1 - width
 
 
+def test_the_inputs_of_each_step_are_in_the_same_memory(three: Exported, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Any] = []
+    tensor = TorchEngine.tensor
+
+    def counted(content: TensorBytes) -> torch.Tensor:
+        made.append(content)
+        return tensor(content)
+
+    monkeypatch.setattr(TorchEngine, "tensor", staticmethod(counted))
+    whole = three.served().generate(PROMPTS)
+    assert len(whole[1]) > 4
+    assert len(made) == 8  # four of each method
+    monkeypatch.setattr(torch.Tensor, "is_cpu", False)  # as on a device
+    assert three.served().generate(PROMPTS) == whole
+    assert len(made) > 16
+
+
 @pytest.mark.parametrize("engine", ["torch", "onnx", pytest.param("aoti", marks=pytest.mark.slow)])
 def test_calls_outside_of_the_cache_are_refused_before_anything_runs(
     engine: EngineName, one: Exported, tmp_path: Path
@@ -392,6 +424,51 @@ def test_what_cannot_be_is_refused(call: Any, error: type[Exception], text: str,
     model.swap(one.files[1], timeout=0)
 
 
+def _signature(method: str, part: str, value: Any) -> Callable[[Any], None]:
+    return lambda document: document["methods"][method]["signature"].update({part: value})
+
+
+def _input(method: str, place: int, part: str, value: Any) -> Callable[[Any], None]:
+    return lambda document: document["methods"][method]["signature"]["args"][place][1].update({part: value})
+
+
+NOT_GENERATING: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "no prefill": (lambda document: document["methods"].pop("prefill"), "has no method prefill"),
+    "no decode": (lambda document: document["methods"].pop("decode"), "has no method decode"),
+    "other ids": (_input("decode", 0, "dtype", "I32"), r"\['I64', 1, 1\], .* of decode, which has \[\['I32', 1, 1\]"),
+    "another mask": (_input("decode", 1, "shape", [1, 23]), r"\['I64', 1, 24\], .* which has .*\['I64', 1, 23\]"),
+    "a row of positions": (_input("prefill", 3, "shape", [1]), r"\['I64'\]\] of prefill, .*\['I64', 1\]\]"),
+    "prompts of one length": (_input("prefill", 0, "shape", [1, 2]), r"'prompt'\], .*which has \[\['I64', 1, 2\]"),
+    "prompts not of one token": (_signature("prefill", "dims", {"prompt": {"min": 2, "max": 24}}), r"'1\.\.24'"),
+    "prompts not as long": (_signature("prefill", "dims", {"prompt": {"min": 1, "max": 23}}), r"'1\.\.24'"),
+    "inputs by keyword": (lambda document: _by_keyword(document, "decode"), "1 of them by keyword"),
+    "another batch": (lambda document: document["generation"].update(batch=2), r"\['I64', 2, 1\], .* of decode"),
+    "two outputs": (
+        _signature("decode", "output", {"type": "tuple", "items": []}),
+        r"of decode, which gives \['tuple'\]",
+    ),
+    "no logits": (
+        _signature("prefill", "output", {"type": "tensor", "name": "output", "dtype": "I64", "shape": [1, 64]}),
+        r"logits \[1, vocabulary\] of prefill, which gives \['I64', 1, 64\]",
+    ),
+}
+
+
+def _by_keyword(document: Any, method: str) -> None:
+    signature = document["methods"][method]["signature"]
+    signature["kwargs"] = [signature["args"].pop()]
+
+
+@pytest.mark.parametrize(("alter", "says"), NOT_GENERATING.values(), ids=NOT_GENERATING)
+def test_an_artifact_whose_methods_cannot_generate_is_not_opened(
+    alter: Callable[[Any], Any], says: str, one: Exported
+) -> None:
+    document = json.loads((one.artifact.path / "manifest.json").read_bytes())
+    alter(document)
+    with pytest.raises(ArtifactError, match=f"it generates, and .*{says}"):
+        decode_manifest(json.dumps(document).encode(), "manifest.json")
+
+
 def test_models_that_do_not_generate(tmp_path: Path) -> None:
     linear = torch.nn.Linear(2, 2)
     with pytest.raises(Unsupported, match="no language model"):
@@ -441,6 +518,40 @@ def test_a_penalty_that_overflows_is_refused() -> None:
     how = Sampling(temperature=1.0, repetition_penalty=1e-320)
     with pytest.raises(CallError, match="no greatest number, but inf"):
         choose(np.asarray([2.0, 1.0], np.float32), [0], how, np.random.default_rng(0))
+
+
+LIGHT = """
+import sys
+blocked, artifact, weights, tokenizer = sys.argv[1:]
+sys.modules.update(dict.fromkeys(blocked.split(",")))
+from weightswap_runtime import MissingExtra, load
+from weightswap_tools.program import main
+
+model = load(artifact, weights)
+print(model.generate([3, 51, 58, 35], max_new_tokens=9))
+try:
+    print(repr(model.generate("ABC", max_new_tokens=6, tokenizer=tokenizer)))
+except MissingExtra as error:
+    print(error)
+sys.argv = ["weightswap", "generate", artifact, weights, "3,51,58,35", "--tokens", "--max-new-tokens", "9"]
+main()
+"""
+
+
+@pytest.mark.parametrize("blocked", ["transformers", "transformers,tokenizers"])
+def test_generation_needs_no_transformers(blocked: str, one: Exported, tokenizer: Path) -> None:
+    """Nor the exporter, and tokenizers for text alone."""
+    given = [f"{blocked},weightswap_exporter", one.artifact.path, one.files[0], tokenizer]
+    command = [sys.executable, "-W", "error", "-c", LIGHT, *map(str, given)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    tokens, text, streamed = done.stdout.splitlines() or [done.stderr] * 3
+    expected = one.served().generate(PROMPT, max_new_tokens=9)
+    assert tokens == str(expected)
+    assert streamed == ",".join(map(str, expected))
+    if "tokenizers" in blocked:
+        assert "text prompts" in text
+    else:
+        assert text == repr(one.served().generate("ABC", max_new_tokens=6, tokenizer=tokenizer))
 
 
 def test_what_a_training_has_left_in_a_tokenizer_changes_no_prompt(one: Exported, tokenizer: Path) -> None:

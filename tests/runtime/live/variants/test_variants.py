@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +11,12 @@ import pytest
 import torch
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from safetensors.torch import save_file
 from torch import nn
 
 from tests.support.graph_calls import hold_calls
+from tests.support.remembering import POLICIES, Policy
 from weightswap_exporter import export, pack
 from weightswap_runtime import (
     Artifact,
@@ -24,6 +25,7 @@ from weightswap_runtime import (
     Event,
     ExportError,
     FormatVersionError,
+    LeaseTimeout,
     Model,
     NonFiniteWeights,
     StaleContext,
@@ -283,6 +285,23 @@ NAMES = st.sampled_from(["a", "b", "c"])
 SEEDS = st.integers(0, 3)
 
 
+MOST = 4
+ANY = -1  # variants of a context that was loaded onto other weights
+
+
+@dataclass
+class Held:
+    """A context, the state that it should have, and what that was made with: None and ... before the first call."""
+
+    context: Context
+    total: torch.Tensor
+    base: int | None = None
+    variant: Any = ...
+
+    def is_stale(self, base: int, variant: int | None) -> bool:
+        return self.variant is not ... and (self.base != base or self.variant not in (ANY, variant))
+
+
 class Interleaved(RuleBasedStateMachine):
     """Calls, saves, loads, swaps, rollbacks and variants, against an eager model for each context."""
 
@@ -298,10 +317,15 @@ class Interleaved(RuleBasedStateMachine):
             residency=residency,
             keep_previous="host",
         )
+        self.single = residency == "single"
         self.x: Any = X.numpy() if self.engine == "onnx" else X
         self.base, self.previous = 0, None
         self.named: dict[str, int] = {}
-        self.contexts: list[tuple[Context, torch.Tensor]] = []
+        self.contexts: list[Held] = []
+
+    def teardown(self) -> None:
+        for held in getattr(self, "contexts", ()):
+            held.context.close()
 
     @rule(name=NAMES, seed=SEEDS)
     def add(self, name: str, seed: int) -> None:
@@ -316,27 +340,54 @@ class Interleaved(RuleBasedStateMachine):
 
     @rule(base=st.integers(0, 1))
     def swap(self, base: int) -> None:
-        self.model.swap(self.files.weights[base])
-        self.base, self.previous = base, self.base
+        if self.pinned if self.single else self.idle_is_pinned:
+            with pytest.raises(LeaseTimeout):
+                self.model.swap(self.files.weights[base])
+        else:
+            self.model.swap(self.files.weights[base])
+            self.base, self.previous = base, self.base
 
     @rule()
     def rollback(self) -> None:
-        if self.previous is not None:
+        if self.previous is None:
+            return
+        if self.single and self.pinned:
+            with pytest.raises(LeaseTimeout):
+                self.model.rollback()
+        else:
             self.model.rollback()
             self.base, self.previous = self.previous, self.base
 
-    @rule()
-    def begin(self) -> None:
-        self.contexts.append((self.model.new_context(on_swap="keep"), torch.zeros(1, WIDTH)))
+    @property
+    def pinned(self) -> bool:
+        return any(held.context.on_swap == "pin" for held in self.contexts)
 
+    @property
+    def idle_is_pinned(self) -> bool:
+        current = self.model._gate.current
+        pins = [held.context._pinned for held in self.contexts]
+        return any(pin is not None and current is not None and pin.session is not current.session for pin in pins)
+
+    @precondition(lambda self: len(self.contexts) < MOST)
+    @rule(policy=st.sampled_from(POLICIES))
+    def begin(self, policy: Policy) -> None:
+        context = self.model.new_context(on_swap=policy)
+        self.contexts.append(Held(context, torch.zeros(1, WIDTH), self.base if policy == "pin" else None))
+
+    @precondition(lambda self: self.contexts)
     @rule(which=st.integers(0, 9))
-    def save_and_load(self, which: int) -> None:
-        if self.contexts:
-            context, total = self.contexts[which % len(self.contexts)]
-            path = self.files.folder / "context"
-            context.save(path)
-            loaded = self.model.load_context(path, on_swap="keep", allow_other_weights=True)
-            self.contexts.append((loaded, total.clone()))
+    def close(self, which: int) -> None:
+        self.contexts.pop(which % len(self.contexts)).context.close()
+
+    @precondition(lambda self: 0 < len(self.contexts) < MOST)
+    @rule(which=st.integers(0, 9), policy=st.sampled_from(["invalidate", "reset", "keep"]))
+    def save_and_load(self, which: int, policy: Policy) -> None:
+        held = self.contexts[which % len(self.contexts)]
+        path = self.files.folder / "context"
+        held.context.save(path)
+        loaded = self.model.load_context(path, on_swap=policy, allow_other_weights=True)
+        begun = held.variant is not ...
+        self.contexts.append(Held(loaded, held.total.clone(), self.base if begun else None, ANY if begun else ...))
 
     @rule(which=st.integers(0, 9), name=st.none() | NAMES)
     def call(self, which: int, name: str | None) -> None:
@@ -344,15 +395,30 @@ class Interleaved(RuleBasedStateMachine):
             with pytest.raises(UnknownVariant):
                 self.model(self.x, variants={"low": name})
             return
-        eager = self.files.eager(self.base, {} if name is None else {"low": self.named[name]})
-        chosen: Callable[..., Any] = self.model
+        seed = None if name is None else self.named[name]
         if not self.contexts:
-            assert self.same(chosen(self.x, variants={"low": name}), eager(X))
+            found = self.model(self.x, variants={"low": name})
+            assert self.same(found, self.eager(self.base, seed)(X))
             return
-        context, total = self.contexts[which % len(self.contexts)]
+        held = self.contexts[which % len(self.contexts)]
+        pinned = held.context.on_swap == "pin"
+        base = held.base if pinned and held.base is not None else self.base
+        total = held.total
+        if held.is_stale(base, seed):
+            if held.context.on_swap in ("invalidate", "pin"):
+                with pytest.raises(StaleContext):
+                    self.model(self.x, context=held.context, variants={"low": name})
+                return
+            if held.context.on_swap == "reset":
+                total = torch.zeros_like(total)
+        eager = self.eager(base, seed)
         eager.total.copy_(total)
-        assert self.same(chosen(self.x, context=context, variants={"low": name}), eager(X))
-        total.copy_(eager.total)
+        assert self.same(self.model(self.x, context=held.context, variants={"low": name}), eager(X))
+        held.total.copy_(eager.total)
+        held.base, held.variant = base, seed
+
+    def eager(self, base: int, seed: int | None) -> Tuned:
+        return self.files.eager(base, {} if seed is None else {"low": seed})
 
     def same(self, found: Any, expected: torch.Tensor) -> bool:
         if self.engine == "torch":
