@@ -18,7 +18,7 @@ import pytest
 import requests
 import schemathesis
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis.errors import Unsatisfiable
 from schemathesis.checks import not_a_server_error
 from schemathesis.specs.openapi.checks import (
@@ -77,6 +77,7 @@ def try_operation(cases: Any) -> None:
 
 
 sizes = st.integers(-1, 4) | st.sampled_from([1 << 31, 1 << 62, 1 << 63])
+EMPTY = {"name": "x", "datatype": "FP32", "parameters": {}}
 documents = st.fixed_dictionaries(
     {
         "name": st.sampled_from(["x", "x", "x", "y", ""]),
@@ -94,6 +95,8 @@ documents = st.fixed_dictionaries(
     tail=st.binary(max_size=48) | st.just(X.tobytes()),
     more=st.integers(-30, 30) | st.none(),
 )
+@example(inputs=[EMPTY | {"shape": [0, 1 << 62], "data": []}], tail=b"", more=0)
+@example(inputs=[EMPTY | {"shape": [1] * 300, "data": [1.0]}], tail=b"", more=0)
 @settings(max_examples=150, deadline=None)
 def test_bytes_of_any_kind(server: Server, inputs: Any, tail: bytes, more: int | None) -> None:
     head = json.dumps({"inputs": inputs}).encode()

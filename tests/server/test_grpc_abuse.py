@@ -125,6 +125,7 @@ tensors = st.fixed_dictionaries(
     },
     optional={"contents": contents, "parameters": parameters},
 )
+ONE = {"contents": {"fp32_contents": [1.0]}}
 messages = st.fixed_dictionaries(
     {
         "model_name": st.sampled_from(["tiny", "tiny", "tiny", "none", ""]),
@@ -141,6 +142,8 @@ messages = st.fixed_dictionaries(
 
 @given(message=messages)
 @example(message={"model_name": "tiny"})
+@example(message={"model_name": "tiny", "inputs": [{"name": "x", "datatype": "FP32", "shape": [0, 1 << 62]}]})
+@example(message={"model_name": "tiny", "inputs": [{"name": "x", "datatype": "FP32", "shape": [1] * 300} | ONE]})
 @example(message={"model_name": "tiny", "inputs": [{}], "raw_input_contents": [b""]})
 @settings(max_examples=150, deadline=None)
 def test_messages_of_any_kind(client: Client, message: Any) -> None:

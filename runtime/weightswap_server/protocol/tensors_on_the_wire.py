@@ -133,7 +133,10 @@ def from_values(name: str, dtype: str, shape: tuple[int, ...], values: Sequence[
         array = np.asarray(values if fits else [], numpy_dtype(dtype))
     if not fits:
         raise BadRequest(f"{name}: data has a number that {DATATYPE_OF[dtype]} cannot hold")
-    return array_content(array.reshape(shape))
+    try:
+        return array_content(array.reshape(shape))
+    except ValueError as error:  # too many dimensions, or a huge one beside one of 0
+        raise BadRequest(f"{name}: shape {brief(str(list(shape)))}: {error}") from error
 
 
 class Answer(NamedTuple):
