@@ -1,4 +1,4 @@
-"""What a fleet's processes say to each other."""
+"""Documents that a fleet's processes send to each other."""
 
 from __future__ import annotations
 

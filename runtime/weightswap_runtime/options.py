@@ -1,4 +1,4 @@
-"""What callers give as numbers."""
+"""Checks of numbers that callers give."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is served: the methods of artifacts under the names that requests call them by."""
+"""The methods of artifacts under the names that requests call them by."""
 
 from __future__ import annotations
 

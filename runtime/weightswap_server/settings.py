@@ -1,4 +1,4 @@
-"""What a server is asked to do, and its limits."""
+"""Settings of a server, and its limits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What may stand in the document of a graph's archive, checked before torch reads it.
+"""Checks of the document of a graph's archive, before torch reads it.
 
 `torch.export.load` makes source of names, walks dotted paths with `getattr`, and evaluates sizes and guards. So every
 text in a document has to be of a kind that is known here; one in a place that is not listed is refused.

@@ -1,4 +1,4 @@
-"""What a call leaves in attributes of modules, and whether a later call reads it.
+"""Leftovers of a call in attributes of modules, and whether a later call reads them.
 
 A server calls a method as if each call were the first. That is right if every later call gives the same, whatever
 earlier ones have left: two calls are captured in one program, and both must compute the same from their own inputs.

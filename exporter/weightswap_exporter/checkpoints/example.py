@@ -1,4 +1,4 @@
-"""What a checkpoint looks like, from what the caller gives as an example of one."""
+"""Examples that callers give of a checkpoint, and what it looks like by them."""
 
 from __future__ import annotations
 

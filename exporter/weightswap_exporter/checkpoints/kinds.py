@@ -1,4 +1,4 @@
-"""What the weights of a graph are parts of, and whether a checkpoint's are parts of the same.
+"""Kinds of tensors that weights are parts of, and whether a checkpoint's are parts of the same.
 
 The kind of a tensor that is made of others is a constant of the graph: parts of another kind would have other results.
 """

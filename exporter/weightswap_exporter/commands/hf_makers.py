@@ -1,4 +1,4 @@
-"""What transformers' models take, by the names of their inputs: tensors made as the configuration says.
+"""Makers of inputs of transformers' models, by the inputs' names: tensors as the configuration says.
 
 A name may mean several things (an image, its patches, a clip; a waveform or a spectrogram): then all are offered, the
 likeliest first. What an input depends on has been made before it.

@@ -1,4 +1,4 @@
-"""What torch does not translate to ONNX, or translates to something else, said in another way first."""
+"""Rewrites of what torch does not translate to ONNX, or translates to something else."""
 
 from __future__ import annotations
 

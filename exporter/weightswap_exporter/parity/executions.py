@@ -1,4 +1,4 @@
-"""What can run a call: the eager model, or an engine with weights. Outputs are flat, in the graph's order."""
+"""Executions of a call: by the eager model, or by an engine with weights. Outputs are flat, in the graph's order."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a comparison has found, typed, and in words."""
+"""The report of a comparison, typed, and in words."""
 
 from __future__ import annotations
 

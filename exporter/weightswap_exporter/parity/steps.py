@@ -1,4 +1,4 @@
-"""What an execution computes, operator by operator, and how two executions line up.
+"""Steps of an execution, operator by operator, and how two executions line up.
 
 Eager code and a captured graph are both seen where torch's dispatcher has broken composite operators down, so that both
 show the same operators in the same order if they compute the same.

@@ -1,4 +1,4 @@
-"""What changes the weights of a node: orders of all nodes, what is tried first, and what the place says.
+"""Changes of a node's weights: orders of all nodes, what is tried first, and what the place says.
 
 A node that was told of an order holds the weights ready, and commits them when it is told to, or when it reads in the
 place that they are desired; without an order it does what the place says.

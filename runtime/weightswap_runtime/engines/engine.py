@@ -1,4 +1,4 @@
-"""What an engine is: an artifact's graphs, ready to be bound to arenas; and what it is once it is bound."""
+"""The interface of engines: an artifact's graphs, ready to be bound to arenas; and once they are bound."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a method takes and returns, as a JSON tree.
+"""Signatures: what a method takes and returns, as a JSON tree.
 
 A leaf is one flat input or output of the graph: a tensor, an integer that varies, or a literal that the graph
 has baked in. A size is an integer or a linear expression of one named dimension: `batch`, `2*batch`, `batch+1`.

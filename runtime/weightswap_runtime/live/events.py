@@ -1,4 +1,4 @@
-"""What happens to a model's weights, told to whoever listens."""
+"""Events of a model's weights, told to whoever listens."""
 
 from __future__ import annotations
 

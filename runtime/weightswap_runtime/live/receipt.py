@@ -1,4 +1,4 @@
-"""What one commit did."""
+"""Receipts: what one commit did."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a model generates, token by token."""
+"""Streams of what a model generates, token by token."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the keeper writes into the control page: which weights lie in an arena, and the receipts of commits."""
+"""Descriptions in the control page, by the keeper: which weights lie in an arena, and the receipts of commits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What bytes are read from, wherever they are."""
+"""The interface of what bytes are read from, wherever they are."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a staging refuses, once it knows what it has read."""
+"""Checks of what a staging has read."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a caller wants staged, what was staged, and what is served meanwhile."""
+"""Requests for a staging, what was staged, and what is served meanwhile."""
 
 from __future__ import annotations
 

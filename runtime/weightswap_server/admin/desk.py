@@ -1,4 +1,4 @@
-"""What operators do to one model, and what is to be known of it. Every method may be called from any thread.
+"""A model's desk: what operators do to it, and what is to be known of it. Every method may be called from any thread.
 
 Where the model follows a desired state, a change is written there first: a change of this process alone would be
 undone by its next look.

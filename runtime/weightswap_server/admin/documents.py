@@ -1,4 +1,4 @@
-"""What the admin plane is asked, and what it answers, in JSON."""
+"""Documents that the admin plane is asked with, and answers with, in JSON."""
 
 from __future__ import annotations
 

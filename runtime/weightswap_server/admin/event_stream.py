@@ -1,4 +1,4 @@
-"""What happens to all models, as server-sent events."""
+"""Events of all models, sent by the server as they happen."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a model follows or watches, as far as operators have to do with it."""
+"""The source that a model follows or watches, as far as operators have to do with it."""
 
 from __future__ import annotations
 

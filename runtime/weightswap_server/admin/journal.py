@@ -1,4 +1,4 @@
-"""What has happened to one model, and why: events, refusals, and what operators said of commits."""
+"""The journal of one model: events, refusals, and what operators said of commits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What each model has answered in each of the last seconds, taken from the server's metrics."""
+"""Series of what each model has answered in each of the last seconds, taken from the server's metrics."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an admin plane is asked to be."""
+"""Settings of an admin plane."""
 
 from __future__ import annotations
 

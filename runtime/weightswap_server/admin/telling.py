@@ -1,4 +1,4 @@
-"""What operators are told of a model: plain documents of what the library knows."""
+"""Plain documents for operators of what the library knows of a model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is measured of weights on trial, in one process or in several, and what rules say of it."""
+"""Rules over what is measured of weights on trial, in one process or in several."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is measured of served and canary answers, over the last of each; and how two answers to one request differ."""
+"""Measures of served and canary answers, over the last of each; and how two answers to one request differ."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What Prometheus gets of a server's requests, beside `weightswap_runtime.metrics` of its models.
+"""Metrics of a server's requests for Prometheus, beside `weightswap_runtime.metrics` of its models.
 
 weightswap_server_requests_total       model, weights_id, status: as over HTTP, also of what came by gRPC
 weightswap_server_request_seconds      histogram: model, weights_id; from a request's arrival in the queue to its answer

@@ -1,4 +1,4 @@
-"""What HTTP and gRPC have in common: the models by name, whether they are ready, and their answers."""
+"""The service behind HTTP and gRPC: the models by name, whether they are ready, and their answers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What was measured, and what was asked for. Times in seconds, memory in bytes."""
+"""The report of what was measured, and what was asked for. Times in seconds, memory in bytes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What both the terminal and the page say."""
+"""Rows of figures, as both the terminal and the page show them."""
 
 from __future__ import annotations
 

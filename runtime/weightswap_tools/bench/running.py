@@ -1,4 +1,4 @@
-"""What is measured, and one process after another that measures it."""
+"""Processes that measure, one after another, and what they are asked."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the commands of `weightswap fleet` have in common: which fleet, on which cluster, and what a change says."""
+"""The fleet and the cluster that commands of `weightswap fleet` mean, and what a change says."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `weightswap swap` did, as a report for browsers: a timeline of swaps."""
+"""The report of `weightswap swap` for browsers: a timeline of swaps."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is different between the same block of two tensors."""
+"""Differences between the same block of two tensors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a comparison of two sets of weights found: one document for the terminal, the JSON and the HTML."""
+"""The report of a comparison of two sets of weights: one document for the terminal, the JSON and the HTML."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the blocks of a tensor add up to."""
+"""Statistics of a tensor, added up over its blocks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is told of a subject in pairs of a name and a text, for terminals and for reports."""
+"""Facts of a subject, pairs of a name and a text, for terminals and for reports."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What can be inspected, opened and checked as far as showing it needs."""
+"""Subjects of inspection, opened and checked as far as showing them needs."""
 
 from __future__ import annotations
 

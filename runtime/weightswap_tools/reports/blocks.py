@@ -1,4 +1,4 @@
-"""What a report is made of. Commands compose these; `page` renders them.
+"""Blocks that a report is made of. Commands compose these; `page` renders them.
 
 Texts are plain: whatever they hold (markup, control characters) is shown as itself.
 """

@@ -1,4 +1,4 @@
-"""What a package of the engine `aoti` is called, which machine it is for, and what it says of itself.
+"""Names of packages of the engine `aoti`, the machines that they are for, and what they say of themselves.
 
 Both ends import this; it needs no torch.
 """

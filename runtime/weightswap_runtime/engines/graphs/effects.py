@@ -1,4 +1,4 @@
-"""What calls of operators do beside their results, as far as schemas tell it and where they do not."""
+"""Effects of operators beside their results, as far as schemas tell it and where they do not."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What of torch.export's JSON it takes to run a graph, typed. The source is torch/_export/serde/schema.py."""
+"""Types of that part of torch.export's JSON that running a graph takes. The source is torch/_export/serde/schema.py."""
 
 from __future__ import annotations
 

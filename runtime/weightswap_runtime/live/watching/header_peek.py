@@ -1,4 +1,4 @@
-"""What the header of a watched file says, without swapping it in."""
+"""A look at the header of a watched file, without swapping it in."""
 
 from __future__ import annotations
 

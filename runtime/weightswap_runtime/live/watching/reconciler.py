@@ -1,4 +1,4 @@
-"""What is served, made what is desired. It knows no thread and no clock of its own."""
+"""The reconciler makes what is desired of what is served. It knows no thread and no clock of its own."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What must not become a part of a CUDA graph that an application captures: its replays would come at any time."""
+"""A guard of work that must not become part of an application's CUDA graph: its replays would come at any time."""
 
 from __future__ import annotations
 

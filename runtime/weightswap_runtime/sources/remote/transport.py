@@ -1,4 +1,4 @@
-"""What every way to a remote object has to do, and how it says what went wrong."""
+"""The interface of ways to a remote object, and how each says what went wrong."""
 
 from __future__ import annotations
 

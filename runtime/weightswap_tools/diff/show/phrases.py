@@ -1,4 +1,4 @@
-"""What both the terminal and the page say."""
+"""Phrases that both the terminal and the page say."""
 
 from __future__ import annotations
 
