@@ -55,12 +55,12 @@ def signature_sentence(name: str, signature: Signature) -> str:
     """`forward takes x (a tensor of 32-bit floats, batch × 64) and returns a tensor of …; batch is from 0 to 256.`"""
     parts = [_argument(*parameter) for parameter in signature.args]
     keywords = [_argument(*parameter) for parameter in signature.kwargs]
-    taken = listed(parts) if parts else "" if keywords else "nothing"
+    taken = enumerated(parts) if parts else "" if keywords else "nothing"
     if keywords:
-        taken += f"{', and ' if parts else ''}by keyword only {listed(keywords)}"
+        taken += f"{', and ' if parts else ''}by keyword only {enumerated(keywords)}"
     limits = [_limits(dim, found) for dim, found in signature.dims.items()]
-    more = [listed(limits)] if limits else []
-    more += [f"where {listed(signature.conditions)}"] if signature.conditions else []
+    more = [enumerated(limits)] if limits else []
+    more += [f"where {enumerated(signature.conditions)}"] if signature.conditions else []
     return "; ".join([f"{name} takes {taken}, and returns {node_words(signature.output)}", *more]) + "."
 
 
@@ -86,7 +86,7 @@ def node_words(node: Node) -> str:
         case Tuple():
             return _sequence_words("tuple", node.items)
         case Dict():
-            inside = listed([f"{key_text(key)} ({node_words(item)})" for key, item in node.items])
+            inside = enumerated([f"{key_text(key)} ({node_words(item)})" for key, item in node.items])
             return f"a dict with {inside}" if inside else "an empty dict"
 
 
@@ -96,7 +96,7 @@ def _sequence_words(kind: str, nodes: Sequence[Node]) -> str:
         return f"an empty {kind}"
     if len(set(words)) == 1:
         return f"a {kind} of {len(words)}: {'each ' if len(words) > 1 else ''}{words[0]}"
-    return f"a {kind} of {len(words)}: {listed([f'({text})' for text in words])}"
+    return f"a {kind} of {len(words)}: {enumerated([f'({text})' for text in words])}"
 
 
 def _tensor_words(tensor: Tensor) -> str:
@@ -122,6 +122,6 @@ def element_words(dtype: str) -> str:
     return f"{bits}-bit {kind}{f' ({variant})' if variant else ''}"
 
 
-def listed(parts: Sequence[str]) -> str:
+def enumerated(parts: Sequence[str]) -> str:
     """`a, b and c`."""
     return " and ".join([", ".join(parts[:-1]), parts[-1]] if len(parts) > 1 else parts)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from weightswap_runtime.format.signature import Dict, Dimension, Integer, Items, Literal, Node, Signature, Tensor, Tuple
 from weightswap_runtime.messages import visible
 from weightswap_runtime.tensors.dtypes import DTYPES
-from weightswap_tools.wording import element_words, listed, node_words, signature_sentence
+from weightswap_tools.wording import element_words, enumerated, node_words, signature_sentence
 
 X = Tensor("x", "F32", ("batch", 3))
 Y = Tensor("y", "I64", ())
@@ -67,7 +67,7 @@ def test_every_dtype_has_words_of_its_own() -> None:
 
 @pytest.mark.parametrize(("parts", "text"), [([], ""), (["a"], "a"), (["a", "b"], "a and b"), ("abc", "a, b and c")])
 def test_lists_in_words(parts: list[str], text: str) -> None:
-    assert listed(parts) == text
+    assert enumerated(parts) == text
 
 
 @given(st.text(st.characters(exclude_categories=())))
