@@ -14,7 +14,7 @@ from blake3 import blake3
 from torch import nn
 
 from weightswap_runtime import Artifact
-from weightswap_runtime.errors import MOST_PRINTED, CheckpointError, RecordingError, WeightsMismatch, WeightswapError
+from weightswap_runtime.errors import CheckpointError, RecordingError, WeightsMismatch, WeightswapError
 from weightswap_runtime.format.manifest import NamedTensor
 from weightswap_runtime.format.name_matching import KEYS_THEN_NAMES, NAMES, Match, by_fqn, by_key
 from weightswap_runtime.format.selection import patterns
@@ -29,7 +29,7 @@ from .adapter.tracing import Load
 from .capture.variants import Groups, base_alone
 from .checkpoints.casting import cast, casting, casts, requested
 from .checkpoints.kinds import check_kinds, kind_mismatch, model_problems
-from .checkpoints.level_choice import choose_level
+from .checkpoints.level_choice import choose_level, refuse
 from .checkpoints.nested_state_dicts import Choice, NestedStateDict
 from .checkpoints.reading_checkpoints import Checkpoint, Source, open_checkpoint
 from .checkpoints.tensor import pieces
@@ -250,10 +250,7 @@ class _Weights:
         """What can be told before anything is written. Raises CheckpointError, and WeightsMismatch for broken ties."""
         names = {name for names in self._match.found.values() for name in names}
         names |= {name for keys in self._match.computed.values() for name in keys.values()}
-        found = (text for name in sorted(names) for text in self._tensors[name].problems())
-        if problems := list(dict.fromkeys(found)):  # several tensors may be in one file
-            more = [f"and {len(problems) - MOST_PRINTED} more"] if len(problems) > MOST_PRINTED else []
-            raise CheckpointError(*problems[:MOST_PRINTED], *more)
+        refuse(text for name in sorted(names) for text in self._tensors[name].problems())
         ties = [
             f"{' and '.join(self._match.found[row.name])} are one tensor in the graph, the checkpoint has different "
             "values for them"

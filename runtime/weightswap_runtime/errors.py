@@ -58,7 +58,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from .messages import brief, plural
+from .messages import brief, lines_of, plural
 
 MOST_PRINTED = 50
 MOST_OF_A_PROBLEM = 1000  # letters
@@ -111,9 +111,7 @@ class TruncatedFile(DamagedFile):
 
 def _refusal(where: str, problems: Sequence[str], advice: str) -> list[str]:
     """The lines of an error that lists everything found."""
-    lines = [f"  - {problem}" for problem in problems[:MOST_PRINTED]]
-    if len(problems) > MOST_PRINTED:
-        lines.append(f"  - and {len(problems) - MOST_PRINTED} more")
+    lines = [f"  - {line}" for line in lines_of(problems, MOST_PRINTED)]
     return [f"{where}: refused, {plural(len(problems), 'problem')}", *lines, advice]
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from itertools import islice
 from typing import Any
 
@@ -22,6 +22,12 @@ def listed(texts: Collection[str], most: int = MOST_LISTED, between: str = ", ")
     left = len(texts) - most
     more = f"{between.strip() if between != ', ' else ''} and {left} more" if left > 0 else ""
     return between.join(islice(texts, most)) + more
+
+
+def lines_of(texts: Sequence[str], most: int) -> list[str]:
+    """The first texts, each a line, and one that says how many more there are."""
+    left = len(texts) - most
+    return [*texts[:most], *([f"and {left} more"] if left > 0 else [])]
 
 
 def visible(text: str) -> str:

@@ -7,12 +7,11 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
-from weightswap_runtime.errors import MOST_PRINTED, CheckpointError
 from weightswap_runtime.tensors.dtypes import nbytes
 from weightswap_runtime.tensors.torch_tensors import tensor_bytes
 from weightswap_tools.tensor_set import Opener, SetRequest, SetTensor, TensorSet
 
-from .level_choice import check_tensors, choose_level, fullest_level
+from .level_choice import check_tensors, choose_level, fullest_level, refuse
 from .nested_state_dicts import Choice, NestedStateDict
 from .reading_checkpoints import Checkpoint, find_opener, open_checkpoint
 from .tensor import CheckpointTensor
@@ -31,7 +30,7 @@ def _open(path: Path, request: SetRequest) -> Iterator[TensorSet]:
     with open_checkpoint(path, Choice(request.level)) as checkpoint:
         level = _chosen(checkpoint, request)
         check_tensors(level, checkpoint.where)
-        _refuse([text for values in level.tensors.values() for text in values.lacking()])
+        refuse(text for values in level.tensors.values() for text in values.lacking())
         yield TensorSet(
             checkpoint.where,
             {name: _set_tensor(values, checkpoint.where) for name, values in level.tensors.items()},
@@ -68,11 +67,4 @@ def _read_part(values: CheckpointTensor, memory: memoryview, begin: int) -> None
 
 def _check(checkpoint: Checkpoint, level: NestedStateDict, names: Collection[str]) -> None:
     checkpoint.check_unchanged()
-    _refuse([text for name in names for text in level.tensors[name].problems()])
-
-
-def _refuse(problems: Collection[str]) -> None:
-    """Raise CheckpointError with problems, if there are any; several tensors may be in one file."""
-    if found := list(dict.fromkeys(problems)):
-        more = [f"and {len(found) - MOST_PRINTED} more"] if len(found) > MOST_PRINTED else []
-        raise CheckpointError(*found[:MOST_PRINTED], *more)
+    refuse(text for name in names for text in level.tensors[name].problems())

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from weightswap_runtime.errors import CheckpointError, WeightsMismatch, WeightswapError
+from weightswap_runtime.errors import MOST_PRINTED, CheckpointError, WeightsMismatch, WeightswapError
 from weightswap_runtime.format.manifest import Manifest
 from weightswap_runtime.format.name_matching import Match, Reading, Readings, resolve
-from weightswap_runtime.messages import listed, plural
+from weightswap_runtime.messages import lines_of, listed, plural
 
 from .nested_state_dicts import NO_VALUES, NestedStateDict, listing
 from .reading_checkpoints import Checkpoint
@@ -146,3 +146,9 @@ def _fitting_prefix(names: Iterable[str], readings: list[Reading]) -> str:
 def _fits(names: Iterable[str], readings: list[Reading]) -> bool:
     found = dict.fromkeys(names)
     return any(reading.demands and reading.complete(found) for reading in readings if found)
+
+
+def refuse(problems: Iterable[str]) -> None:
+    """Raise CheckpointError with problems, if there are any; several tensors may be in one file."""
+    if found := list(dict.fromkeys(problems)):
+        raise CheckpointError(*lines_of(found, MOST_PRINTED))

@@ -6,7 +6,7 @@ from collections.abc import Hashable, Iterable, Mapping
 
 from weightswap_runtime.engines.graphs.schema import UnknownPart
 from weightswap_runtime.format.manifest import Manifest
-from weightswap_runtime.messages import listed, plural
+from weightswap_runtime.messages import lines_of, listed, plural
 from weightswap_tools.module_tree import Branch, fingerprints, grow, runs, sizes_below
 from weightswap_tools.reports.blocks import ModuleNode, ModuleRun
 from weightswap_tools.terminal import human_bytes
@@ -92,9 +92,7 @@ class _Nodes:
 
 
 def _flows(flows: Mapping[str, Flow], way: str) -> tuple[str, ...]:
-    told = [f"{flow.type}  {way} {_named(flow.others)}" for flow in flows.values()]
-    more = len(told) - MOST_FLOWS
-    return (*told[:MOST_FLOWS], *([f"and {more} more"] if more > 0 else []))
+    return tuple(lines_of([f"{flow.type}  {way} {_named(flow.others)}" for flow in flows.values()], MOST_FLOWS))
 
 
 def _named(others: Iterable[str]) -> str:
