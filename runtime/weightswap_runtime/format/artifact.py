@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterable, Sequence
+from functools import cached_property
 from mmap import MAP_ANONYMOUS, MAP_PRIVATE, mmap
 from pathlib import Path
 
@@ -82,6 +83,11 @@ class Artifact:
     @property
     def methods(self) -> tuple[str, ...]:
         return tuple(self.manifest.methods)
+
+    @cached_property
+    def methods_with_state(self) -> frozenset[str]:
+        """Those whose graphs take any."""
+        return frozenset(name for name, method in self.manifest.methods.items() if method.has_state)
 
     def read(self, name: str) -> bytes:
         """The bytes of one file of the manifest, checked against its digest. Raises ArtifactError."""

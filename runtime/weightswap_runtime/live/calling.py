@@ -16,6 +16,7 @@ from weightswap_runtime.format.manifest import STEPS, Manifest
 from weightswap_runtime.format.signature import Signature, Tensor, unflatten
 from weightswap_runtime.live.generation.generating import check_place
 from weightswap_runtime.live.variants.resident import Choice, Variants
+from weightswap_runtime.threads.claims import Claim
 from weightswap_runtime.threads.listeners import Listeners
 
 from .context import Context
@@ -135,8 +136,12 @@ class Caller:
     ) -> list[Any]:
         context.check_engine(self._methods.engine)
         flat = self._methods.flatten(name, args, {key: kwargs[key] for key in kwargs if key != "context"})
-        with context.used():
+        claim = Claim()
+        try:
+            context.use(claim)
             return self._run(name, flat, context, choice)
+        finally:
+            claim.end()
 
     def _run(self, name: str, flat: list[Any], context: Context | None, choice: Choice | None) -> list[Any]:
         raise NotImplementedError

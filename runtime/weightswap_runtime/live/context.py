@@ -133,17 +133,21 @@ class Context(AbstractContextManager["Context"]):
     def used(self) -> Iterator[State]:
         """A block in which nobody else uses the context. Raises ContextBusy and ContextClosed."""
         claim = Claim()
+        try:
+            yield self.use(claim)
+        finally:
+            claim.end()
+
+    def use(self, claim: Claim) -> State:
+        """Use the context until the claim ends. Raises ContextBusy and ContextClosed."""
         with self._taking:
             other = self._user() if self._user is not None else None
             if other is not None and other.holds:
                 raise ContextBusy("another call is using this context; give each caller one of its own")
             self._user = weakref.ref(claim)
-        try:
-            if self._state is None:
-                raise ContextClosed("the context was closed; make another with model.new_context()")
-            yield self._state
-        finally:
-            claim.end()
+        if self._state is None:
+            raise ContextClosed("the context was closed; make another with model.new_context()")
+        return self._state
 
     def acquire(self, gate: Gate[Session], lease: Claim) -> Version[Session]:
         """Lease the weights that answer a call: those that are served, or those that it is pinned to."""
@@ -159,7 +163,7 @@ class Context(AbstractContextManager["Context"]):
     ) -> list[Any]:
         """Call a method of the weights `weights_id` and a choice of variants with this state, which the caller uses."""
         chosen, ids = (choice.chosen, choice.ids) if choice is not None else (None, {})
-        if not self._artifact.manifest.methods[method].has_state:
+        if method not in self._artifact.methods_with_state:
             return bound.run(method, inputs, None, chosen)
         self._check_whole()
         if self._pinned is not None and self._pinned.weights_id != weights_id:

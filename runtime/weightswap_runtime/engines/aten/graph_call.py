@@ -120,8 +120,8 @@ class GraphCall:
             for place, name in self._states:
                 slots[place] = state.tensors[name]
         if chosen is not None:
-            for place, name in self._variable:
-                slots[place] = chosen.tensors.get(name, slots[place])
+            for place, tensor in chosen.placed(self._graph, self._variable):
+                slots[place] = tensor
         for place, value in zip(self._places, inputs, strict=True):
             slots[place] = value
         return self._graph(*slots)

@@ -94,9 +94,10 @@ class Choice:
 
     def check_base(self, weights_id: str) -> None:
         """Raise StaleVariant for one that goes with other weights than those that answer."""
-        for found in (each.receipt for each in self._residents):
-            if found.base not in (None, weights_id):
-                raise StaleVariant(f"{found.group}/{found.name}", str(found.base), weights_id)
+        for each in self._residents:
+            base = each.receipt.base
+            if base is not None and base != weights_id:
+                raise StaleVariant(f"{each.receipt.group}/{each.receipt.name}", base, weights_id)
 
 
 class Variants:
@@ -154,14 +155,13 @@ class Variants:
                 each.users.add(choice)
         return choice
 
-    def _find(self, group: Any, name: object) -> _Resident:
-        self.check_group(group)
-        found = self._residents[group]
-        if not isinstance(name, str) or name not in found:
-            raise UnknownVariant(
-                f"{group} has no {name!r} here, but {listed(list(found)) or 'none'}; model.add_variant() puts one in"
-            )
-        return found[name]
+    def _find(self, group: Any, name: Any) -> _Resident:
+        try:
+            return self._residents[group][name]
+        except (KeyError, TypeError):
+            self.check_group(group)
+        found = listed(list(self._residents[group])) or "none"
+        raise UnknownVariant(f"{group} has no {name!r} here, but {found}; model.add_variant() puts one in")
 
     def check_group(self, group: Any) -> None:
         """Raise UnknownVariant for a group that the artifact does not declare."""
