@@ -124,7 +124,8 @@ class Reconciler:
 
     def _refused(self, wanted: DesiredWeights, error: Exception, target: FollowTarget) -> None:
         before, self.last_error = self._refusal, without_traceback(error)
-        path, *bases = map(self._place.locate, (wanted, *(wanted.bases or ())))
+        path = self._place.locate(wanted)
+        bases = [self._place.locate(base) for base in wanted.bases or ()]
         attempts = before.attempts + 1 if before else 1
         retry_at = self._clock() + delay(self._interval, attempts) if is_transient(error) else None
         self._refusal = _Refusal((path, *bases), str(error), attempts, retry_at)
