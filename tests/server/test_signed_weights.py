@@ -7,6 +7,7 @@ import signal
 import time
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 from cryptography.hazmat.primitives import serialization
@@ -15,8 +16,17 @@ from typer.testing import CliRunner
 
 from tests.server.test_stopping import serve, until_ready
 from tests.support.administered import TOKEN, administered
+from tests.support.services import weights_id_of
 from tests.support.tiny import TinyArtifact, WriteDelta, WriteWeights, serves
-from weightswap_runtime import DesiredPlace, MissingExtra, SwapError, UnexpectedWeights, Unsupported, load
+from weightswap_runtime import (
+    DesiredPlace,
+    DigestMismatch,
+    MissingExtra,
+    SwapError,
+    UnexpectedWeights,
+    Unsupported,
+    load,
+)
 from weightswap_server.signed_weights import SignatureRefused, requires
 from weightswap_tools.commands.push import push_command
 from weightswap_tools.commands.sign import sign_command
@@ -73,6 +83,29 @@ def test_only_what_was_signed_is_served(
     with pytest.raises(SignatureRefused):
         model.swap(third)
     model.swap(signed(third, keys))
+    assert serves(model, 3)
+
+
+def test_what_leads_to_a_delta_is_held_to_its_weights_id(
+    tiny: TinyArtifact, weight_file: WriteWeights, delta: WriteDelta, keys: Path, residency: Any
+) -> None:
+    """It is served to nobody, and needs no signature; what it leads to has the id that was signed, or is refused."""
+    model = load(tiny.path, signed(weight_file(1), keys), admit=requires(str(keys / "ours.pem")), residency=residency)
+    last, base = delta(2, 3), weight_file(2)
+    onto = [(base, weights_id_of(base))]
+    with pytest.raises(SignatureRefused):
+        model.stage(last, onto=onto)
+    signed(last, keys)
+    with pytest.raises(UnexpectedWeights):
+        model.stage(last, onto=[(weight_file(4), weights_id_of(base))])
+    content = bytearray(base.read_bytes())
+    content[-1] ^= 1
+    base.write_bytes(content)
+    with pytest.raises(DigestMismatch):
+        model.stage(last, onto=onto)
+    assert serves(model, 1)
+    weight_file(2)
+    model.stage(last, onto=onto).commit()
     assert serves(model, 3)
 
 

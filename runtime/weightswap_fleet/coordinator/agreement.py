@@ -266,7 +266,7 @@ def described(source: str, known: Known, by: str, why: str, state: DesiredState)
         since=time.time(),
         by=by,
         why=why,
-        bases=bases_of(state, known.base, printable(source)),
+        bases=bases_of(state, known.base, known.weights_id, printable(source)),
     )
 
 

@@ -56,7 +56,7 @@ class DesiredWeights(_Part, frozen=True, kw_only=True):
     since: float
     by: str = ""
     why: str = ""
-    bases: tuple[DesiredBase, ...] | msgspec.UnsetType = msgspec.UNSET
+    bases: Annotated[tuple[DesiredBase, ...], msgspec.Meta(max_length=MOST_BASES)] | msgspec.UnsetType = msgspec.UNSET
 
 
 class Hold(_Part, frozen=True, kw_only=True):
@@ -114,18 +114,9 @@ def decode(raw: bytes | None, where: str) -> DesiredState:
     return state
 
 
-def promoted(state: DesiredState, weights: DesiredWeights) -> DesiredState:
-    """After a promotion by policy. The same state where these weights are desired already.
-
-    Raises Held, and Superseded for weights that were desired before.
-    """
-    check_promotable(state, weights.weights_id, weights.source)
-    return state if _is_desired(state, weights.weights_id) else changed(state, weights)
-
-
 def check_promotable(state: DesiredState, weights_id: str, source: object) -> None:
-    """Raise what `promoted` raises."""
-    if _is_desired(state, weights_id):
+    """Raise Held, and Superseded for weights that were desired before; nothing for those that are desired."""
+    if is_desired(state, weights_id):
         return
     for withdrawn in state.withdrawn:
         if withdrawn.weights_id == weights_id:
@@ -140,7 +131,7 @@ def check_promotable(state: DesiredState, weights_id: str, source: object) -> No
         raise Held(f"{source}: not promoted, as it is on hold{_by(state.hold.by)}{why}. Release it first.")
 
 
-def _is_desired(state: DesiredState, weights_id: str) -> bool:
+def is_desired(state: DesiredState, weights_id: str) -> bool:
     return state.weights is not None and state.weights.weights_id == weights_id
 
 
@@ -148,14 +139,20 @@ def _by(who: str) -> str:
     return f" by {who}" if who else ""
 
 
-def bases_of(state: DesiredState, base: str, source: object) -> tuple[DesiredBase, ...] | msgspec.UnsetType:
+def bases_of(
+    state: DesiredState, base: str, weights_id: str, source: object
+) -> tuple[DesiredBase, ...] | msgspec.UnsetType:
     """What a new process needs before a delta from the weights `base`, which are desired; of a full set nothing.
+
+    weights_id: those that it leads to, which may be desired already by a delta from the same base.
 
     Raises BaseMismatch, and Unsupported for too long a chain.
     """
     if not base:
         return msgspec.UNSET
     desired = state.weights
+    if is_desired(state, weights_id) and desired and desired.bases and desired.bases[-1].weights_id == base:
+        return desired.bases  # it is asked for again
     if desired is None or desired.weights_id != base:
         found = f"{desired.weights_id[:SHOWN]} are desired" if desired else "nothing is desired"
         raise BaseMismatch(

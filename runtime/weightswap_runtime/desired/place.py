@@ -35,10 +35,10 @@ from .document import (
     decode,
     encode,
     find_good,
-    promoted,
+    is_desired,
     rolled_back,
 )
-from .storage import NAME, Stored, open_storage
+from .storage import MOST_BYTES, NAME, Stored, open_storage
 
 MOST_TRIES = 50  # of a promotion, against other writers
 Source = str | os.PathLike[str]
@@ -198,9 +198,10 @@ class DesiredPlace:
         found = known or known_weights(source)
         for _ in range(MOST_TRIES):
             stored, state = self._read(None)
-            after = promoted(state, self._described(source, found, by, why, state))
-            if after is state:
+            if is_desired(state, found.weights_id):
                 return state
+            check_promotable(state, found.weights_id, printable(source))
+            after = changed(state, self._described(source, found, by, why, state))
             may(state)
             if written := self._replace(stored, state, after):
                 return written
@@ -220,7 +221,7 @@ class DesiredPlace:
             since=time.time(),
             by=by,
             why=why,
-            bases=bases_of(state, known.base, printable(source)),
+            bases=bases_of(state, known.base, known.weights_id, printable(source)),
         )
 
     def _as_stored(self, location: Location) -> str:
@@ -261,6 +262,11 @@ class DesiredPlace:
             raise Unsupported(
                 f"{self.where}: by, why, a path or a label is no text that JSON holds ({error})"
             ) from error
+        if len(content) > MOST_BYTES:
+            raise Unsupported(
+                f"{self.where}: would have {len(content)} bytes, and nobody reads more than {MOST_BYTES}: give shorter "
+                "paths or URLs, or fewer labels; a full weight file needs no others"
+            )
         return written if self._storage.replace(stored, content) else None
 
 

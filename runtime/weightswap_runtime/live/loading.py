@@ -77,7 +77,7 @@ def load(
     max_variants: how many variants of one group may be resident; see `Model.add_variant`.
     admit: called with the path or URL of each file before it is staged, whoever asks for it, and with the weights id
     that the file claims; what it raises, a SwapError, refuses it. What is served has just that id. Of a variant, which
-    claims none, it is asked when that is read, about the id that it has.
+    claims none, it is asked when that is read, about the id that it has; of files that lead to a delta's base, never.
     op_libraries: packages to import, or shared libraries to load, that register operators which the graphs call.
 
     Raises ArtifactError, Unsupported, MissingExtra, OutOfMemory, and whatever `Model.swap` raises.

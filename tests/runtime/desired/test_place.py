@@ -33,8 +33,8 @@ from weightswap_runtime import (
     WeightFileError,
     load,
 )
-from weightswap_runtime.desired import document, storage
-from weightswap_runtime.desired.document import MOST_KEPT, encode
+from weightswap_runtime.desired import document, place, storage
+from weightswap_runtime.desired.document import MOST_BASES, MOST_KEPT, encode
 
 
 def test_nothing_is_desired_at_first(service: Service) -> None:
@@ -192,6 +192,41 @@ def test_a_delta_is_desired_with_what_it_starts_from(
     monkeypatch.setattr(document, "MOST_BASES", 1)
     with pytest.raises(Unsupported, match="after 1 files"):
         service.place.set(delta(1, 3), revision=4)
+
+
+def test_a_delta_that_is_desired_already_may_be_asked_for_again(service: Service, delta: WriteDelta) -> None:
+    """As whoever has not heard that it was written does, and a promotion whose answer was lost."""
+    service.set(0)
+    once = service.place.promote(delta(0, 1))
+    assert service.place.promote(delta(0, 1)) == once
+    again = service.place.set(delta(0, 1), revision=2)
+    assert again.weights is not None
+    assert once.weights is not None
+    assert (again.revision, again.weights.bases) == (3, once.weights.bases)
+    assert service.set(1) == service.desired  # the full set of the same weights
+    assert service.place.promote(delta(0, 1)).revision == 4
+    with pytest.raises(BaseMismatch):  # the full set is no base of it
+        service.place.set(delta(0, 1), revision=4)
+
+
+def test_no_more_is_written_than_is_read(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+    service.set(1)
+    before = service.place.read()
+    monkeypatch.setattr(place, "MOST_BYTES", 900)
+    with pytest.raises(Unsupported, match="nobody reads more than 900"):
+        service.place.hold(revision=1, why="x" * 900)
+    assert service.place.read() == before
+
+
+def test_a_document_with_more_bases_than_are_written_is_damaged(service: Service, delta: WriteDelta) -> None:
+    service.set(0)
+    service.place.set(delta(0, 1), revision=1)
+    path = service.folder / "desired.json"
+    document = json.loads(path.read_bytes())
+    document["weights"]["bases"] *= MOST_BASES + 1
+    path.write_text(json.dumps(document))
+    with pytest.raises(DesiredDamaged, match="bases"):
+        service.place.read()
 
 
 def test_weights_of_another_graph_are_set_only_if_it_is_meant(service: Service, tmp_path: Path) -> None:

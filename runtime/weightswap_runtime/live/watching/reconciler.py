@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Protocol
@@ -107,7 +107,7 @@ class Reconciler:
         except StageCancelled:
             raise
         except Exception as error:
-            self._refused(path, error, target)
+            self._refused(wanted, error, target)
         withdrawn = any(target.serves(weights.weights_id) for weights in state.withdrawn)
         if self._refusal is not None and (target.serves_nothing or withdrawn):
             self._serve_last_good(state, target)
@@ -122,11 +122,13 @@ class Reconciler:
             return True
         return weights is not None and weights.weights_id == wanted.weights_id
 
-    def _refused(self, path: str | Path, error: Exception, target: FollowTarget) -> None:
+    def _refused(self, wanted: DesiredWeights, error: Exception, target: FollowTarget) -> None:
         before, self.last_error = self._refusal, without_traceback(error)
+        path = self._place.locate(wanted)
+        bases = [self._place.locate(base) for base in wanted.bases or ()]
         attempts = before.attempts + 1 if before else 1
         retry_at = self._clock() + delay(self._interval, attempts) if is_transient(error) else None
-        self._refusal = _Refusal(path, str(error), attempts, retry_at)
+        self._refusal = _Refusal((path, *bases), str(error), attempts, retry_at)
         if not is_transient(error) and (before is None or before.text != str(error)):
             target.tell("skipped", printable(path), error)
 
@@ -142,18 +144,16 @@ class Reconciler:
 
 
 class _Refusal:
-    """Why what is desired is not served, and what the file was then. `retry_at`: None where only another file helps."""
+    """Why what is desired is not served, and what its files were then. `retry_at`: None where only others help."""
 
-    def __init__(self, path: str | Path, text: str, attempts: int, retry_at: float | None) -> None:
+    def __init__(self, paths: Sequence[str | Path], text: str, attempts: int, retry_at: float | None) -> None:
         self.text = text
         self.attempts = attempts
-        self._path = path
         self._retry_at = retry_at
-        self._found = _fingerprint(path)
+        self._found = {path: _fingerprint(path) for path in paths}
 
     def may_be_mended(self, now: float) -> bool:
-        found = _fingerprint(self._path)
-        if found is not None and found != self._found:
+        if any(_fingerprint(path) not in (None, found) for path, found in self._found.items()):
             return True
         return self._retry_at is not None and now >= self._retry_at
 

@@ -72,6 +72,23 @@ def test_what_is_desired_is_served_from_the_start_and_from_then_on(model: Model,
     assert [receipt.by for receipt in model.history] == ["ana", "follow", "follow", "bo"]
 
 
+def test_a_delta_is_tried_again_when_the_base_that_it_lacked_is_there(
+    model: Model, service: Service, delta: Any, tmp_path: Path
+) -> None:
+    """Or when other weights have been in its place."""
+    service.set(0)
+    base = service.folder / "v0.safetensors"
+    content = base.read_bytes()
+    base.write_bytes(service.tiny.write(tmp_path / "other.safetensors", service.tiny.values(3)).read_bytes())
+    service.place.set(delta(0, 1), revision=1)
+    with model.follow(service.folder, SOON) as follower:
+        assert eventually(lambda: isinstance(follower.last_error, UnexpectedWeights))
+        assert model.weights_id is None
+        base.write_bytes(content)
+        assert follower.wait(60)
+    assert serves(model, 1)
+
+
 def test_what_is_swapped_by_hand_gives_way(service: Service, weight_file: Any) -> None:
     model = load(service.tiny.path)
     service.set(1)
