@@ -85,7 +85,8 @@ def test_what_is_refused_is_said(server: Server, model: Model, weight_file: Writ
     bad.write_bytes(content)
     for arguments, status, says in (
         ([bad], 1, "DigestMismatch|digest"),
-        ([tmp_path / "none.safetensors"], 2, "one weight file is uploaded"),
+        ([tmp_path / "none.safetensors"], 2, "there is no such file"),
+        ([tmp_path], 2, "one weight file is uploaded"),
         ([weight_file(2), "--point"], 1, "admin-allow"),
         ([weight_file(2), "--model", "other"], 1, "no model is called other"),
     ):
