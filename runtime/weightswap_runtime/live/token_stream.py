@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from threading import RLock
 from typing import Any
@@ -90,7 +91,7 @@ def find_tokenizer(sources: Iterable[str], artifact: Location) -> Tokenizer:
     if found is None:
         raise Unsupported(
             f"a text prompt needs a {TOKENIZER}; there is none beside the weights, nor in the artifact. Say "
-            "tokenizer=PATH, or give tokens"
+            "tokenizer=PATH (weightswap generate --tokenizer), or give tokens"
         )
     return Tokenizer(found)
 
@@ -141,11 +142,11 @@ def generated(
         yield from generate(call, wanted, generation, cache_of)
 
 
-class TokenStream(Iterator[Any], AsyncIterator[Any]):
+class TokenStream(Iterator[Any], AsyncIterator[Any], AbstractContextManager["TokenStream"]):
     """What is generated, piece by piece: for `for`, and for `async for`, where a thread waits for each piece.
 
     The pieces are tokens; of several prompts lists with the next token of each, None for those that have ended; of a
-    text pieces of text. `close()` ends it early, as does dropping it.
+    text pieces of text. `close()` ends it early, as does dropping it, or leaving its `with` block.
     """
 
     def __init__(self, steps: Iterator[list[int | None]], pieces: Iterator[Any], context: Context) -> None:
@@ -176,6 +177,9 @@ class TokenStream(Iterator[Any], AsyncIterator[Any]):
         if piece is _END:
             raise StopAsyncIteration
         return piece
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     def close(self) -> None:
         """End it, and let its context go, once a step that another thread is in has ended."""

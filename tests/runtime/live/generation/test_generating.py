@@ -297,6 +297,10 @@ def test_a_stream_that_is_dropped_or_closed_holds_nothing(one: Exported) -> None
     closed.close()
     assert list(closed) == []
     model.swap(one.files[0], timeout=0)
+    with model.generate(PROMPT, stream=True) as left:
+        next(left)
+    assert list(left) == []
+    model.swap(one.files[1], timeout=0)
 
 
 def test_streams_for_asyncio(one: Exported) -> None:
