@@ -27,7 +27,7 @@ REFUSED = {
     ("onnx", "mixtral"): "ONNX has no transformers.grouped_mm_fallback.default",
 }
 MARKS: dict[str, list[Any]] = {"aoti": [pytest.mark.slow, needs_compiler], "onnx": []}  # to compile takes 10 s a model
-SLOW = {*LARGER, "bert", "fusion", "llama-tied", "lstm", "mamba", "qkv"}  # vit is a transformer, too
+SLOW = {*LARGER, "bert", "fusion", "lstm", "qkv"}  # vit is a transformer, too
 Compile = Callable[[str, str], Artifact]
 
 

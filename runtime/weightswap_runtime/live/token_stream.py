@@ -90,8 +90,8 @@ def find_tokenizer(sources: Iterable[str], artifact: Location) -> Tokenizer:
     found = next((folder for folder in local if (folder / TOKENIZER).is_file()), None)
     if found is None:
         raise Unsupported(
-            f"a text prompt needs a {TOKENIZER}; there is none beside the weights, nor in the artifact. Say "
-            "tokenizer=PATH (weightswap generate --tokenizer), or give tokens"
+            f"a text prompt needs a {TOKENIZER}; there is none beside the weights, nor in the artifact. "
+            "Give tokens, or put it there; generate() and weightswap generate take another (tokenizer=, --tokenizer)"
         )
     return Tokenizer(found)
 

@@ -240,6 +240,7 @@ def fast_adapt(program: torch.export.ExportedProgram, adapt: Callable[..., None]
     adapt(program)
 
 
+@pytest.mark.slow
 def test_a_compiler_with_fast_math(artifact: Artifact, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The fault is in every graph that is compiled here, with or without intermediate results."""
     monkeypatch.setattr(onnx_graphs, "adapt", fast_adapt)

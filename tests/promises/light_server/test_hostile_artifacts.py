@@ -274,10 +274,11 @@ def check(setting: Setting, name: str, count: int | None, seed: int, folder: Pat
 
 
 FILES = [FORWARD, ADAPTER_NAME, MANIFEST_NAME]
+QUICK = [FORWARD, pytest.param(ADAPTER_NAME, marks=pytest.mark.slow), MANIFEST_NAME]
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
-@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("name", QUICK)
 def test_no_text_of_an_artifact_runs_or_reaches_a_file(name: str, setting: Setting, tmp_path: Path) -> None:
     check(setting, name, IN_SHORT, 0, tmp_path)
 

@@ -154,8 +154,12 @@ class Divides(nn.Module):
         return [*modes, *rests, n.clone().div_(7, rounding_mode="trunc"), n.clone().fmod_(k), n // k, n % k]
 
 
-@pytest.mark.parametrize("below", [3, -7])
-@pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.int16, torch.uint8], ids=str)
+DIVIDED = [(dtype, below) for dtype in (torch.int64, torch.int32, torch.int16, torch.uint8) for below in (-7, 3)]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "below"), [DIVIDED[0], *(pytest.param(*each, marks=pytest.mark.slow) for each in DIVIDED[1:])], ids=str
+)
 def test_integers_are_divided_exactly(dtype: torch.dtype, below: int, tmp_path: Path) -> None:
     limits = torch.iinfo(dtype)
     n = torch.tensor([1, -1, -61, limits.max, limits.min + 1, 1790000000, 2**53 + 7, -(2**53) - 7]).to(dtype)

@@ -161,7 +161,9 @@ class Variants:
         except (KeyError, TypeError):
             self.check_group(group)
         found = listed(list(self._residents[group])) or "none"
-        raise UnknownVariant(f"{group} has no {name!r} here, but {found}; model.add_variant() puts one in")
+        raise UnknownVariant(
+            f"{group} has no {name!r} here, but {found}; whoever runs the model adds some (model.add_variant)"
+        )
 
     def check_group(self, group: Any) -> None:
         """Raise UnknownVariant for a group that the artifact does not declare."""
