@@ -46,7 +46,7 @@ def all_steps(out: Path) -> list[list[Step]]:
         [
             marked("slow streams", 200, "tests/devices/test_slow_streams.py"),
             marked("large swaps", 180, "tests/devices/test_large_swaps.py"),
-            marked("devices", 180, "tests/devices/test_accelerator.py"),
+            marked("devices", 180, "tests/devices/test_accelerator.py", "tests/devices/test_crossing_states.py"),
             marked("storm", 180, "tests/promises/never_a_mixture/test_storm.py"),
             marked("hashing on the device", 120, "tests/devices/test_device_digests.py"),
             marked("models", 150, "tests/zoo/test_zoo.py", packages=("transformers", "xdist"), also=("-n", "6")),

@@ -267,7 +267,8 @@ def test_tests_for_a_gpu_are_found_where_there_is_no_package_but_those_that_are_
     code = "import sys; sys.path.insert(0, sys.argv[1]); import steps; print(','.join(steps.TESTS))"
     listed = subprocess.run([sys.executable, "-c", code, str(GPU)], capture_output=True, text=True, check=True).stdout
     files = [
-        f"tests/devices/test_{name}.py" for name in ("slow_streams", "large_swaps", "accelerator", "device_digests")
+        f"tests/devices/test_{name}.py"
+        for name in ("slow_streams", "large_swaps", "accelerator", "crossing_states", "device_digests")
     ]
     files += ["tests/promises/never_a_mixture/test_storm.py", "tests/exporter/parity/test_compare.py"]
     command = [sys.executable, "-c", BARE, listed.strip(), "-m", "cuda", "-p", "no:cacheprovider", "-q"]
