@@ -51,15 +51,22 @@ def say(*words):
 artifact = Artifact.open(sys.argv[1])
 spec = Spec("fleet", sys.argv[1], artifact.graph_id, sys.argv[2], "tiny", 0.0, interval=0.01)
 keeper = NodeKeeper(spec, str(os.getpid()))
-if keeper.model.weights_id is not None:
-    say("serves", keeper.model.weights_id)
-keeper.model.listen(lambda event: event.kind in ("committed", "rolled back") and say("serves", event.weights_id))
+served = [keeper.model.weights_id]
+if served[0] is not None:
+    say("serves", served[0])
+
+def report(event):
+    if event.kind in ("committed", "rolled back"):
+        say("serves", event.weights_id)
+        served.append(event.weights_id)
+
+keeper.model.listen(report)
 keeper.start()
 say("follows")
 for line in sys.stdin:
-    while keeper.status().revision < int(line):
-        time.sleep(0.001)
-    say("status", keeper.model.weights_id)
+    while keeper.status().revision < int(line) or served[-1] != keeper.model.weights_id:
+        time.sleep(0.001)  # a commit is told after it was made
+    say("status", served[-1])
 """
 
 
