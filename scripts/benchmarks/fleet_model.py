@@ -1,8 +1,8 @@
 """A model of a fleet that is larger than any that was measured: how long weights take to reach it, and a commit.
 
-`python scripts/benchmarks/fleet_model.py` prints it. Measured are what one node stages
-(`scripts/bench swap`), what one message costs, and what one node gives another (`scripts/bench fleet`); what networks
-and buckets give is assumed, and can be said.
+`python scripts/benchmarks/fleet_model.py` prints it. Measured are what one node stages (`scripts/bench swap`),
+what one message costs, and what one node gives another (`scripts/bench fleet`); what networks and buckets give is
+assumed, and can be said.
 """
 
 from __future__ import annotations
@@ -40,10 +40,8 @@ def through_tree(nodes: int, gigabytes: float, rates: Rates, fanout: int = 2, ch
     that does one thing at a time each way. Node 0 reads; the children of n are n * fanout + 1 and those after it.
     """
     size = gigabytes / chunks
-    read, passed = (
-        size / min(rates.reader, rates.bucket, rates.staging),
-        size / min(rates.network, rates.staging, rates.relay),
-    )
+    read = size / min(rates.reader, rates.bucket, rates.staging)
+    passed = size / min(rates.network, rates.staging, rates.relay)
     has = [[(chunk + 1) * read for chunk in range(chunks)]]
     has += [[0.0] * chunks for _ in range(nodes - 1)]
     for node in range(nodes):  # parents come before their children

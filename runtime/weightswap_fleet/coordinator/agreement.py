@@ -27,11 +27,10 @@ from weightswap_runtime.desired.document import (
     SHOWN,
     DesiredState,
     DesiredWeights,
-    bases_of,
     check_promotable,
     find_good,
 )
-from weightswap_runtime.desired.place import DesiredPlace, Known
+from weightswap_runtime.desired.place import DesiredPlace, Known, described
 from weightswap_runtime.errors import DesiredError, RevisionConflict, StageClosed, text_of
 from weightswap_runtime.sources.location import printable
 
@@ -254,20 +253,6 @@ def prepare_all(nodes: Nodes, method: str, order: Order | TrialOrder, undo: str,
         nodes.ask(names, undo, order.id, timeout=LEAST_LEASE)
         raise FleetRefused(printable(order.source), problems)
     return {name: each for name, each in answers.items() if isinstance(each, Prepared)}
-
-
-def described(source: str, known: Known, by: str, why: str, state: DesiredState) -> DesiredWeights:
-    """Weights that somebody wants now. Raises BaseMismatch for a delta from others than are desired."""
-    return DesiredWeights(
-        source=source,
-        weights_id=known.weights_id,
-        graph_id=known.graph_id,
-        labels=dict(known.labels),
-        since=time.time(),
-        by=by,
-        why=why,
-        bases=bases_of(state, known.base, known.weights_id, printable(source)),
-    )
 
 
 def _check_follows(revision: int, where: str, state: DesiredState) -> None:

@@ -16,11 +16,11 @@ from ray.actor import ActorHandle
 from weightswap_fleet.documents import TRIAL_LEASE, FleetPlan, FleetReceipt, TrialOrder, TrialReport
 from weightswap_fleet.errors import UnknownFleet
 from weightswap_runtime.desired.document import DesiredState, DesiredWeights
-from weightswap_runtime.desired.place import DesiredPlace, Known, known_weights
+from weightswap_runtime.desired.place import DesiredPlace, Known, described, known_weights
 from weightswap_runtime.errors import Held, StageClosed, StagingBusy, WeightswapError, text_of
 
 from .actors import ACTOR_OPTIONS, ANSWER, SHOWN, RayNodes, controller_name, find_spec
-from .agreement import DEADLINES, Agreement, Deadlines, described, reader_of
+from .agreement import DEADLINES, Agreement, Deadlines, reader_of
 from .fleet_trial import FleetTrial, Verdict
 
 _LOOK = 1.0  # seconds between two looks at a trial

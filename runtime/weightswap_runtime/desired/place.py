@@ -213,16 +213,7 @@ class DesiredPlace:
         check_promotable(state, weights_id or "", printable(source))
 
     def _described(self, source: Source, known: Known, by: str, why: str, state: DesiredState) -> DesiredWeights:
-        return DesiredWeights(
-            source=self._as_stored(as_location(source)),
-            weights_id=known.weights_id,
-            graph_id=known.graph_id,
-            labels=dict(known.labels),
-            since=time.time(),
-            by=by,
-            why=why,
-            bases=bases_of(state, known.base, known.weights_id, printable(source)),
-        )
+        return described(self._as_stored(as_location(source)), known, by, why, state)
 
     def _as_stored(self, location: Location) -> str:
         """Relative to the place where it lies below it, so that both may be mounted elsewhere."""
@@ -274,6 +265,20 @@ def _stamp(source: Source) -> Stamp | DeltaStamp | None:
     """What a file says of itself; None where weightswap has not written it."""
     with open_weights(source) as weights:
         return delta_stamp(weights) or weights.stamp
+
+
+def described(source: str, known: Known, by: str, why: str, state: DesiredState) -> DesiredWeights:
+    """Weights that somebody wants now. Raises BaseMismatch for a delta from others than are desired."""
+    return DesiredWeights(
+        source=source,
+        weights_id=known.weights_id,
+        graph_id=known.graph_id,
+        labels=dict(known.labels),
+        since=time.time(),
+        by=by,
+        why=why,
+        bases=bases_of(state, known.base, known.weights_id, printable(source)),
+    )
 
 
 def known_weights(source: Source) -> Known:
