@@ -21,7 +21,8 @@ class Died(BaseException):
     """The coordinator ends here."""
 
 
-Fate = Callable[[str, str], str]  # of a message, by method and node: "", "lost", "answer lost"
+Fate = Callable[[str, str], str]  # of a message, by method and node: "", "lost", "answer lost", "slow"
+SLOW = 4.0  # seconds until a slow answer is there
 
 
 class MortalPlace(DesiredPlace):
@@ -130,9 +131,9 @@ class Fleet:
         if len(self.asked) == self.dies_at:
             raise Died
         self.asked.append(method)
-        return {name: self._deliver(name, method, arguments) for name in names}
+        return {name: self._deliver(name, method, arguments, timeout) for name in names}
 
-    def _deliver(self, node: str, method: str, arguments: tuple[Any, ...]) -> Any:
+    def _deliver(self, node: str, method: str, arguments: tuple[Any, ...], timeout: float) -> Any:
         fate = self.fate(method, node)
         if fate == "lost" or node in self.gone:
             return TimeoutError(f"{node}: has not answered")
@@ -142,4 +143,5 @@ class Fleet:
             answer = error
         if method == "look_soon":
             self.keepers[node].changes.look()
-        return TimeoutError(f"{node}: has not answered") if fate else answer
+        is_late = timeout < SLOW if fate == "slow" else bool(fate)
+        return TimeoutError(f"{node}: has not answered") if is_late else answer

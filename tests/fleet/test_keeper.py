@@ -441,6 +441,12 @@ def test_a_coordinator_that_stalls_for_longer_than_the_lease_decides_nothing(fle
     assert {keeper.status().preparing for keeper in fleet.keepers.values()} == {""}
 
 
+def test_a_busy_node_may_take_its_time_to_say_that_it_is_ready(fleet: Fleet) -> None:
+    """Not as long as its lease lasts."""
+    fleet.fate = lambda method, node: "slow" if method == "renew" else ""
+    assert swap(fleet, 1).late == {}
+
+
 def test_an_order_is_renewed_until_it_is_decided(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
     """The place may take longer than the lease."""
     monkeypatch.setattr(agreement, "_RENEW", 0.01)

@@ -174,7 +174,7 @@ class Agreement:
     def _check_open(self, order: Order, names: Sequence[str]) -> None:
         """Raise FleetRefused where a node has given the order up: nothing was heard of it for longer than its lease."""
         asked = self._clock()
-        answers = self._nodes.ask(names, "renew", order.id, timeout=_RENEW)
+        answers = self._nodes.ask(names, "renew", order.id, timeout=order.lease / 2)
         is_late = self._clock() >= asked + order.lease
         there = set(self._nodes.names())
         closed = {

@@ -30,7 +30,7 @@ from .freshness import FreshApp, Freshness
 
 _BEGIN = 600.0  # seconds for the node's first weights
 _WARM = 60.0  # seconds for the first calls
-_TELL = 0.5  # seconds between two reports
+_TELL = 1.0  # seconds between two reports
 
 
 class FleetAnswer(NamedTuple):
@@ -79,9 +79,10 @@ class Replica:
         trials, keeper = WorkerTrials(self._service.served), keeper_of_this_node(self._spec)
         while True:
             time.sleep(_TELL)
-            keeper.ask.remote("told", os.getpid(), self._service.metrics.text().decode(), self._spec)
-            for text in trials.told():
-                keeper.ask.remote("tried", text)
+            counted = self._service.metrics.text().decode()
+            sent = [keeper.ask.remote("told", os.getpid(), counted, self._spec)]
+            sent += [keeper.ask.remote("tried", text) for text in trials.told()]
+            ray.wait(sent, num_returns=len(sent), timeout=_WARM)  # a keeper that is behind gets no more meanwhile
 
     def __serve_build_asgi_app__(self) -> FreshApp:
         return FreshApp(http_app(self._service), self._freshness)

@@ -27,11 +27,21 @@ class _Key(NamedTuple):
     labels: tuple[tuple[str, str], ...]
 
 
-class _Told(NamedTuple):
-    """What one process has told."""
+class _Counted(NamedTuple):
+    """What one process shows."""
 
     families: dict[str, Metric]  # without samples
     samples: dict[_Key, float]
+
+
+class _Told(NamedTuple):
+    """What one process has told last; read only where somebody asks, as all tell it again and again."""
+
+    role: Role
+    text: str
+
+    def read(self) -> _Counted:
+        return _read(self.text, self.role)
 
 
 class Totals:
@@ -44,14 +54,15 @@ class Totals:
 
     def tell(self, process: object, role: Role, text: str) -> None:
         """What a process shows now, as Prometheus reads it."""
-        told = self._living[process] = _read(text, role)
-        self._families |= told.families
+        self._living[process] = _Told(role, text)
 
     def end(self, process: object) -> None:
         """A process has ended: its counters stay."""
         told = self._living.pop(process, None)
-        for key, value in told.samples.items() if told else ():
-            if told and told.families[key.family].type not in _MOMENTARY:
+        counted = told.read() if told else _Counted({}, {})
+        self._families |= counted.families
+        for key, value in counted.samples.items():
+            if counted.families[key.family].type not in _MOMENTARY:
                 self._ended[key] = self._ended.pop(key, 0.0) + value
         for key in list(self._ended)[: max(0, len(self._ended) - MOST_SAMPLES)]:
             del self._ended[key]
@@ -64,7 +75,9 @@ class Totals:
         """As a registry's."""
         sums = dict(self._ended)
         for told in self._living.values():
-            for key, value in told.samples.items():
+            counted = told.read()
+            self._families |= counted.families
+            for key, value in counted.samples.items():
                 sums[key] = sums.get(key, 0.0) + value
         made = {name: Metric(name, each.documentation, each.type) for name, each in self._families.items()}
         for key, value in sums.items():
@@ -72,8 +85,8 @@ class Totals:
         return iter(made.values())
 
 
-def _read(text: str, role: Role) -> _Told:
-    found = _Told({}, {})
+def _read(text: str, role: Role) -> _Counted:
+    found = _Counted({}, {})
     for family in _theirs(text_string_to_metric_families(text), role):
         found.families[family.name] = Metric(family.name, family.documentation, family.type)
         for sample in family.samples:
