@@ -21,9 +21,9 @@ from hypothesis import HealthCheck, settings
 from tests.support.blocks import make_blocks_small
 from tests.support.desk import Desk
 from tests.support.handmade import Stage
-from tests.support.pairwise import mark_the_rest_slow
 from tests.support.quick import quick_exports
 from tests.support.shares import left_for_other_days
+from tests.support.short_run import mark_the_rest_slow
 from tests.support.tiny import TinyArtifact, WriteDelta, WriteWeights
 from tests.support.watched import Directory
 from weightswap_runtime import Model, load, write_delta

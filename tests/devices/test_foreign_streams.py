@@ -30,6 +30,7 @@ class Handles(StandIn):
         return stream
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("seed", range(8))
 def test_streams_that_end_and_come_again_under_one_handle_see_no_mixture(
     seed: int, residency: str, tiny: TinyArtifact, weight_file: WriteWeights

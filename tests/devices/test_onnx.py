@@ -96,6 +96,7 @@ def near(found: Any, expected: Any) -> None:
     torch.testing.assert_close(moved(found, "cpu"), expected, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
 def test_outputs_are_those_of_eager_before_and_after_a_swap(
     device: str, layout: torch.memory_format, residency: str, tmp_path: Path
@@ -116,6 +117,7 @@ def test_outputs_are_those_of_eager_before_and_after_a_swap(
             near(found.encode(ids.to(device)), model.encode(ids))
 
 
+@pytest.mark.sampled(1)
 def test_state_is_kept_between_calls_with_a_context(device: str, residency: str, tmp_path: Path) -> None:
     model = Counter()
     methods = {"forward": MethodSpec("forward", (torch.ones(2, 3),)), "peek": MethodSpec("peek")}
@@ -205,6 +207,7 @@ def test_the_device_is_waited_for_before_a_call_and_before_its_memory_is_given_b
     assert len(call._pool) == 1
 
 
+@pytest.mark.sampled(2)
 def test_threads_see_one_set_of_weights_in_each_call(device: str, residency: str, tmp_path: Path) -> None:
     class Many(nn.Module):
         """Each output is the number that all weights have."""

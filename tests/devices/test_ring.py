@@ -28,6 +28,7 @@ def content(size: int, seed: int = 0) -> memoryview:
     return memoryview(bytearray(random.Random(seed).randbytes(size)))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("seed", range(4))
 def test_a_buffer_is_filled_again_only_when_it_has_been_copied(seed: int) -> None:
     device = StandIn(seed)
@@ -97,6 +98,7 @@ def layout() -> ArenaLayout:
     )
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("target", ["host", "device"])
 @pytest.mark.parametrize("source", ["host", "device"])
 def test_arenas_are_copied_to_each_other(source: str, target: str) -> None:

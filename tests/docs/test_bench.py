@@ -316,6 +316,7 @@ except WrongOutput as error:
 """
 
 
+@pytest.mark.slow
 def test_tokens_in_bfloat16_are_compared(tmp_path: Path) -> None:
     done = python(TOKENS, str(tmp_path))
     assert "width 128, bfloat16: other tokens than transformers'" in done.stdout, done.stderr

@@ -8,6 +8,7 @@ from typing import Any
 
 from tests import ROOT
 from tests.support.shares import left_for_other_days
+from tests.support.short_run import spread
 
 TESTS = ROOT / "tests"
 PAGE = (TESTS / "README.md").read_text()
@@ -52,6 +53,12 @@ def test_what_ci_leaves_for_other_days_is_run_within_three() -> None:
     assert set.intersection(*days) == {"e"}
     assert [len(day) for day in days] == [6, 4, 4]
     assert _left(items, 0, share=1) == set()
+
+
+def test_of_many_examples_the_short_run_has_some() -> None:
+    assert spread(7, 3) == {0, 2, 4}
+    assert spread(2, 4) == spread(2, 2) == {0, 1}
+    assert spread(5, 1) == {0}
 
 
 def _left(items: Any, day: int, share: int = 3) -> Any:

@@ -60,6 +60,7 @@ def test_from_nothing_to_an_answer(folder: Path, ports: dict[str, str]) -> None:
         assert gained == pytest.approx([1, 1], abs=1e-5)
 
 
+@pytest.mark.slow
 def test_workers(folder: Path, ports: dict[str, str]) -> None:
     serve, ask = elsewhere(BLOCKS["sh"][4], ports), elsewhere(BLOCKS["sh"][1], ports)
     with served(folder, serve):

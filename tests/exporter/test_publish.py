@@ -281,6 +281,7 @@ def trainer(artifact: Artifact, out: Path, seconds: float, step: int, last: str 
     return process
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("last", ["keep", "drop"])
 def test_the_end_of_the_interpreter_waits_for_the_write(last: str, renamed: Artifact, tmp_path: Path) -> None:
     process = trainer(renamed, tmp_path / "out", 0.1, 3, last)
@@ -292,6 +293,7 @@ def test_the_end_of_the_interpreter_waits_for_the_write(last: str, renamed: Arti
         assert path.name == f"step-000000003-{file.stamp.weights_id[:12]}.safetensors"
 
 
+@pytest.mark.slow
 def test_a_killed_trainer_leaves_nothing_that_a_reader_takes(renamed: Artifact, tmp_path: Path) -> None:
     out = tmp_path / "out"
     killed, alive = trainer(renamed, out, 60, 1), trainer(renamed, out, 60, 2)

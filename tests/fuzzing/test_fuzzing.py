@@ -14,8 +14,8 @@ from tests.support import warm
 @pytest.mark.parametrize(
     "arguments",
     [
-        ["6000", "--seed", "11"],
-        ["2000", "--seed", "12", "--guided"],
+        ["3000", "--seed", "11"],
+        ["1000", "--seed", "12", "--guided"],
         pytest.param(["200000", "--seed", "13"], marks=pytest.mark.slow),
     ],
     ids=["plain", "guided", "long"],

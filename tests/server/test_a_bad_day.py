@@ -211,6 +211,7 @@ class Day:
             self._running.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("plan", [SHORT, pytest.param(LONG, marks=pytest.mark.slow)], ids=["short", "long"])
 def test_every_process_ends_on_what_was_desired(plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WEIGHTSWAP_ADMIN_TOKEN", TOKEN)

@@ -215,6 +215,7 @@ def test_sockets(model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         pass
 
 
+@pytest.mark.slow
 def test_as_a_process(tiny: TinyArtifact, weight_file: WriteWeights, tmp_path: Path) -> None:
     """A server that follows a place: what is pushed is what is desired, also after a new start."""
     (tmp_path / "service").mkdir()

@@ -93,6 +93,7 @@ def test_share_header_and_discard(crew: Crew) -> None:
     assert {crew.ask("1") for _ in range(10)} == {served}
 
 
+@pytest.mark.slow
 def test_grpc(crew: Crew) -> None:
     """Metadata, and the share, on connections that stay with their workers."""
     served, tensor = crew.served, tritonclient.grpc.InferInput("x", [2, 3], "FP32").set_data_from_numpy(INPUT)
@@ -115,6 +116,7 @@ def test_grpc(crew: Crew) -> None:
     crew.operator.post(f"{CHANGES}discard", {})
 
 
+@pytest.mark.slow
 def test_a_shadow_is_compared_and_a_promotion_is_everybodys(crew: Crew) -> None:
     served, seed = crew.served, 2
     canary = crew.begin(seed, shadow=True)
@@ -131,6 +133,7 @@ def test_a_shadow_is_compared_and_a_promotion_is_everybodys(crew: Crew) -> None:
     assert {crew.ask() for _ in range(12)} == {served}
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("rule", "ends_on"), [("promote_if", "canary"), ("abort_if", "served")])
 def test_rules_judge_what_all_workers_have_measured(crew: Crew, rule: str, ends_on: str) -> None:
     served = crew.served
@@ -164,6 +167,7 @@ def _kill_keeper(crew: Crew) -> None:
     assert crew.ask("1") == crew.served
 
 
+@pytest.mark.slow
 def test_under_load_whoever_is_killed(crew: Crew) -> None:
     """Canaries come, are given up and committed, workers and the keeper are killed: each answer is of what it names."""
     ended = False

@@ -28,6 +28,9 @@ MORE = 8  # threads, of pools that grow where one is slow to come back; a leak o
 GROWTH = 16 << 20  # bytes; what allocators keep is nobody's leak
 
 
+pytestmark = pytest.mark.slow
+
+
 class Held(NamedTuple):
     """What a process holds."""
 

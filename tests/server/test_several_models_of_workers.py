@@ -24,6 +24,9 @@ from weightswap_tools.admin_client import AdminClient, AdminRefused
 TRACE, CALLER = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 
 
+pytestmark = pytest.mark.slow
+
+
 class Several(NamedTuple):
     """A server with two workers and the models `tiny` and `second`, and their operator."""
 

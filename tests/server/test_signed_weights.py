@@ -122,6 +122,7 @@ def test_any_of_several_keys_will_do(tiny: TinyArtifact, weight_file: WriteWeigh
         model.swap(signed(weight_file(3), keys, by="strangers"))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("workers", [(), ("--workers", "1")], ids=["alone", "workers"])
 def test_the_option_may_be_repeated(
     workers: tuple[str, ...], tiny: TinyArtifact, weight_file: WriteWeights, keys: Path

@@ -117,6 +117,7 @@ def ask_over(connected: socket.socket) -> int:
     return reply.status
 
 
+@pytest.mark.slow
 def test_clients_that_reconnect_while_workers_stop_are_answered_or_refused(tmp_path: Path) -> None:
     with ThreadPoolExecutor(16) as pool, serving_fleet(tmp_path, 2) as fleet:
         asking = [pool.submit(ask_until_refused, fleet.http_port) for _ in range(16)]
@@ -210,6 +211,7 @@ def test_the_command_ends_with_a_signal(tiny: TinyArtifact, weight_file: WriteWe
         assert process.wait(20) == 0
 
 
+@pytest.mark.slow
 def test_the_command_watches(tiny: TinyArtifact, weight_file: WriteWeights, tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     with serve(f"mine={tiny.path}", "--watch", str(tmp_path / "run"), "--interval", "0.05", "--threads", "1") as (

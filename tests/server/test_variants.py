@@ -325,6 +325,7 @@ def test_a_required_signature_is_required_of_variants(folder: Path, tmp_path: Pa
     assert model.add_variant("low", "a", path).weights_id == unheld.weights_id
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("transport", ["events", "whole", "grpc"])
 def test_generation_chooses(tmp_path: Path, transport: str) -> None:
     torch.manual_seed(0)
@@ -367,6 +368,7 @@ def streamed(server: Server, parameters: Any) -> tuple[list[int], set[str]]:
     return tokens, {piece.get_response().parameters["variant"].string_param for piece in told}
 
 
+@pytest.mark.slow
 def test_the_command_has_variants_from_the_start(folder: Path) -> None:
     options = ["--variant", f"low={folder / 'a.safetensors'}", "--variant", f"low/acme={folder / 'b.safetensors'}"]
     found = serve(folder, *options, "--max-variants", "1")

@@ -113,6 +113,7 @@ def _another_seed(fleet: Fleet) -> int:
     return next(seed for seed, path in fleet.files.items() if state.weights and str(path) != state.weights.source)
 
 
+@pytest.mark.slow
 def test_operators_change_what_workers_serve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WEIGHTSWAP_ADMIN_TOKEN", TOKEN)
     socket = str(tmp_path / "s")
@@ -248,6 +249,7 @@ def test_no_workers_are_refused() -> None:
         Workers({"m": Source(artifact="a", weights="w")}, Settings(), 0)
 
 
+@pytest.mark.slow
 def test_weights_that_cannot_be_served_end_it(
     tiny: TinyArtifact, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

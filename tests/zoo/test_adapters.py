@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import peft
+import pytest
 import safetensors.torch
 import torch
 
@@ -30,6 +31,7 @@ def load_merged(model: Any, tensors: dict[str, torch.Tensor]) -> None:
     load(model, weights)
 
 
+@pytest.mark.slow
 def test_a_base_and_its_adapter_are_merged_by_the_swap(tmp_path: Path) -> None:
     with skeleton():
         hollow = LLAMA.build().eval()

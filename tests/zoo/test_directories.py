@@ -24,6 +24,7 @@ from weightswap_runtime import Model, load
 LONG = [pytest.param(name, marks=pytest.mark.slow) for name in ("clip", "mixtral", "t5", "whisper", "wav2vec2")]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", ["bert", "llama-tied", "vit", *LONG])
 def test_a_configuration_is_enough_to_export_and_its_weights_swap_in_later(name: str, tmp_path: Path) -> None:
     entry = BY_NAME[name]
@@ -34,6 +35,7 @@ def test_a_configuration_is_enough_to_export_and_its_weights_swap_in_later(name:
         assert agree(served, eager, entry.inputs(*sizes))
 
 
+@pytest.mark.slow
 def test_the_dtype_is_that_of_the_configuration(tmp_path: Path) -> None:
     trained = randomised(BY_NAME["llama"], 5).to(
         torch.bfloat16
@@ -79,6 +81,7 @@ def test_a_directory_that_cannot_be_used_is_bad_usage(tmp_path: Path) -> None:
     assert f"{tmp_path}: has no config.json" in done.stderr
 
 
+@pytest.mark.slow
 def test_a_recipe_may_choose_other_sizes(tmp_path: Path) -> None:
     eager = randomised(BY_NAME["mamba"], 5)
     arguments = directory_recipe(write_config(eager, tmp_path / "model"), length=5)

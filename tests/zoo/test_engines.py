@@ -48,6 +48,7 @@ def compiled(shelf: Shelf, tmp_path_factory: pytest.TempPathFactory) -> Compile:
     return take
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("engine", "name"),
     [

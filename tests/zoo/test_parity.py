@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from tests.zoo.conftest import Exported
@@ -19,6 +20,7 @@ def calls(entry: Entry) -> list[Any]:
     return [((), entry.inputs(*sizes)) for sizes in entry.sizes]
 
 
+@pytest.mark.sampled(2)
 def test_the_eager_model_and_its_graph_agree(exported: Exported) -> None:
     entry = exported.entry
     report = compare(randomised(entry, 1), exported.hollow, cases=calls(entry), engines=["torch"])
@@ -42,6 +44,7 @@ def middle_matrix(model: torch.nn.Module, artifact: Artifact) -> str:
     return names[len(names) // 2]
 
 
+@pytest.mark.sampled(2)
 def test_a_wrong_weight_is_found_where_it_is_used(exported: Exported, tmp_path: Path) -> None:
     entry, artifact = exported.entry, exported.hollow
     model = randomised(entry, 1)

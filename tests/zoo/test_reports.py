@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 import torch
 from typer.testing import CliRunner
 
@@ -13,6 +14,7 @@ from weightswap_tools.inspect.command import inspect_command
 from weightswap_tools.inspect.graph_outline import outline
 
 
+@pytest.mark.sampled(3)
 def test_a_graph_by_module_is_the_graph(exported: Exported) -> None:
     artifact = exported.hollow
     program = torch.export.load(artifact.path / artifact.manifest.methods["forward"].graph)

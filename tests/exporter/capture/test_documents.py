@@ -159,6 +159,7 @@ HOSTILE: dict[str, tuple[Callable[[Document], object], str]] = {
 }
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize(("alter", "says"), HOSTILE.values(), ids=HOSTILE)
 def test_torch_sees_nothing_that_it_would_run(
     alter: Callable[[Document], object], says: str, opened: Callable[..., Any], tmp_path: Path

@@ -95,6 +95,7 @@ ACTS: dict[str, tuple[Callable[[Does, torch.Tensor], torch.Tensor], set[str]]] =
 }
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize(("act", "expected"), ACTS.values(), ids=ACTS)
 @pytest.mark.filterwarnings("ignore:.*torch.cond:UserWarning", "ignore:Pred is a Python constant")
 def test_what_a_call_changes_is_found(act: Callable[[Does, torch.Tensor], torch.Tensor], expected: set[str]) -> None:

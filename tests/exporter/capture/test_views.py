@@ -90,6 +90,7 @@ def found_in_the_program(model: nn.Module) -> set[str]:
         return set(re.findall(r"changes the parameter\(s\) (\w+);", str(error)))
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("view", VIEWS.values(), ids=VIEWS)
 def test_a_write_through_what_may_be_a_view_is_found(view: View) -> None:
     model = Writes("weight", [view]).eval()
@@ -97,6 +98,7 @@ def test_a_write_through_what_may_be_a_view_is_found(view: View) -> None:
     assert found == changed_by_a_call(model)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("seed", range(12))
 def test_writes_through_several_of_them_are_found(seed: int) -> None:
     views = random.Random(seed).choices([VIEWS[name] for name in sorted(CHAINED)], k=3)

@@ -189,6 +189,7 @@ FUZZED = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("form", "name"), FUZZED.items())
 def test_whatever_a_file_holds_it_is_read_or_refused(form: str, name: str, tmp_path: Path) -> None:
     path = FORMS[form](tmp_path, some_state())

@@ -210,6 +210,7 @@ def test_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         directory_recipe(tmp_path)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("architecture", "config", "names"),
     [
@@ -292,6 +293,7 @@ OLDER: dict[
 }
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("build", "rewrite", "unused"), OLDER.values(), ids=OLDER)
 def test_the_form_of_the_weights_in_a_directory_is_recorded(
     build: Callable[[], nn.Module], rewrite: Callable[[Any], Any], unused: set[str], tmp_path: Path
@@ -311,6 +313,7 @@ def test_the_form_of_the_weights_in_a_directory_is_recorded(
     served.swap(now)
 
 
+@pytest.mark.slow
 def test_weights_of_another_model_are_no_example(tmp_path: Path) -> None:
     llama().save_pretrained(tmp_path / "model")
     safetensors.torch.save_file({"other": torch.zeros(1)}, tmp_path / "model" / "model.safetensors")

@@ -93,6 +93,7 @@ def inputs_of(architecture: str) -> Inputs:
     raise AssertionError(architecture)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     "architecture", [pytest.param(name, marks=[pytest.mark.slow] if name in LONGER else []) for name in FAMILIES]
 )
@@ -220,6 +221,7 @@ def export_by_command(folder: Path, *more: str) -> Any:
 llama = hf("LlamaForCausalLM", "LlamaConfig", **GROUPED)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "text",
     [

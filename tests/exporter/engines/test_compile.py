@@ -131,6 +131,7 @@ MASKED = (torch.randn(4, 8), torch.tensor([True, True, False, True]))
 LAYERS = {"lstm": nn.LSTM(8, 8, batch_first=True), "gru": nn.GRU(8, 8, batch_first=True)}
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", [*LAYERS, "bmm"])
 def test_what_ends_a_process_when_nothing_is_left_is_refused(name: str, tmp_path: Path) -> None:
     model = Masked(LAYERS.get(name) or nn.MultiheadAttention(8, 2)).eval()

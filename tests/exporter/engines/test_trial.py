@@ -63,6 +63,7 @@ WRONG: dict[str, tuple[Function, tuple[torch.Tensor, ...], str]] = {
 }
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", WRONG)
 def test_wrong_translations_are_refused(name: str, tmp_path: Path) -> None:
     function, inputs, message = WRONG[name]
@@ -107,6 +108,7 @@ FINE: dict[str, tuple[Function, tuple[torch.Tensor, ...], dict[str, Any]]] = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", FINE)
 def test_right_ones_are_taken(name: str, tmp_path: Path) -> None:
     function, inputs, options = FINE[name]

@@ -67,6 +67,7 @@ def test_the_file_has_inputs_alone_and_always_the_same_bytes(artifact: Artifact,
     ]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("engine", ["torch", "onnx"])
 def test_every_set_of_weights_is_tried(engine: str, residency: str, tmp_path: Path) -> None:
     artifact = exported(tmp_path / "m.artifact", ("torch", engine))

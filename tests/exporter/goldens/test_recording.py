@@ -24,6 +24,7 @@ from weightswap_runtime.live.model import engine_of
 from weightswap_runtime.staging.golden_check import verify
 
 
+@pytest.mark.sampled(5)
 @every
 def test_a_server_reproduces_what_was_recorded_bit_for_bit(setting: Setting, tmp_path: Path) -> None:
     artifact, model, found = recorded(setting, tmp_path)
@@ -35,6 +36,7 @@ def test_a_server_reproduces_what_was_recorded_bit_for_bit(setting: Setting, tmp
     assert verified(found, served) == "goldens"  # the state was put back
 
 
+@pytest.mark.sampled(5)
 @every
 def test_the_model_and_the_random_numbers_are_left_as_they_were(setting: Setting, tmp_path: Path) -> None:
     model = different(setting.build, 1)

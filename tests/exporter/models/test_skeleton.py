@@ -45,6 +45,7 @@ class Zoo(nn.Module):
         return self.rnn(self.normed(self.encoder(x * self.rotary)))[0] + self.one + self.two
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("convert", [lambda m: m, lambda m: m.half().float(), lambda m: m.to(torch.bfloat16)])
 def test_the_export_is_that_of_the_real_model(convert: Any, tmp_path: Path) -> None:
     with skeleton():

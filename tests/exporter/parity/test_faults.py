@@ -57,6 +57,7 @@ def last_bit(state: State) -> None:
     state["blocks.0.norm.weight"] = torch.nextafter(scale, scale + 1)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("fault", "module", "operator", "weight"),
     [
@@ -223,6 +224,7 @@ def fast_gelu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     operators.find_operator.cache_clear()
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("fast_gelu")
 def test_an_engine_with_fast_math(artifact: Artifact) -> None:
     report = compare(tied(), artifact)
@@ -253,6 +255,7 @@ def test_a_compiler_with_fast_math(artifact: Artifact, tmp_path: Path, monkeypat
     assert (onnx.divergence.module, onnx.divergence.operator) == ("blocks.0", "aten.gelu.default")
 
 
+@pytest.mark.slow
 def test_a_compiled_graph_that_compiling_does_not_give(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As after an update of the compiler, or if somebody has replaced a file and its digest."""
     made = export(tied(), (IDS,), out=tmp_path / "a", dynamic_shapes=SHAPES)

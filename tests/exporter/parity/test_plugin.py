@@ -155,6 +155,7 @@ def test_recorded_outputs_are_kept_and_updated(plain: tuple[dict[str, str], str]
     assert (folder / "kept" / "net.goldens.safetensors").read_bytes() == kept
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("workers", [0, 1], ids=["one process", "a worker"])
 def test_one_call_does_not_overwrite_what_another_has_recorded(folder: Path, workers: int) -> None:
     distributed = ("--dist=load", f"--tx=popen//python={warm.python()}") if workers else ()
@@ -164,6 +165,7 @@ def test_one_call_does_not_overwrite_what_another_has_recorded(folder: Path, wor
     assert text.count("weightswap recorded ") == 1
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("path", ["net.py", "../net.goldens.safetensors", "kept/net.npz"])
 def test_only_goldens_of_the_project_are_written(folder: Path, path: str) -> None:
     source = (

@@ -46,6 +46,7 @@ def eager(model: nn.Module, inputs: tuple[Any, ...]) -> Any:
     return plain(model(*deepcopy(inputs)))
 
 
+@pytest.mark.sampled(1)
 def test_it_is_near_eager_before_and_after_swaps(mixtures: Mixtures, residency: Residency) -> None:
     served = opened(mixtures, mixtures.files[0], residency)
     for model, file in zip(mixtures.models * 2, mixtures.files * 2, strict=True):

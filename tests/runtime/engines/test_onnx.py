@@ -75,6 +75,7 @@ def test_outputs_are_arrays_of_their_own(scaled: Model) -> None:
             found[...] = -1
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "change",
     [
@@ -91,6 +92,7 @@ def test_arrays_of_any_layout_are_taken(scaled: Model, change: Callable[[Array],
     np.testing.assert_array_equal(scaled(x)[0], x * TRIPLE)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
@@ -328,6 +330,7 @@ class Casting(nn.Module):
         return (x.float() * self.weight.float()).to(x.dtype)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz"])
 def test_dtypes_that_numpy_lacks_are_those_of_ml_dtypes(dtype: str, tmp_path: Path) -> None:
     kind = getattr(torch, dtype)
@@ -451,6 +454,7 @@ BROKEN: dict[str, tuple[Callable[[], bytes], str]] = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("case", BROKEN)
 def test_a_graph_that_is_not_the_method_s_is_refused(
     case: str, scaled: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]

@@ -53,6 +53,7 @@ def same(model: Model, found: torch.Tensor, expected: torch.Tensor) -> bool:
     return torch.allclose(found, expected, rtol=near, atol=near)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("engine", ["torch", "onnx"])
 def test_members_over_one_base_are_fitted_apart(engine: str, files: Files) -> None:
     """A cache as long as its training set, of another length in each context, and fitted again."""

@@ -107,6 +107,7 @@ def round_of_swaps(model: Model, files: RichFiles) -> int:
     return (model.generation or 0) - before
 
 
+@pytest.mark.sampled(1)
 def test_five_hundred_swaps_hold_what_ten_hold(residency: str, files: RichFiles) -> None:
     model = model_of(files, residency)
     for _ in range(3):

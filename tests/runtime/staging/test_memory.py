@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import safetensors.torch
 import torch
 from torch import nn
@@ -39,6 +40,7 @@ print(kilobytes("VmHWM:") - before)
 """
 
 
+@pytest.mark.slow
 def test_computed_weights_take_the_memory_of_one(tmp_path: Path) -> None:
     with skeleton():
         model = nn.Sequential(*(Fused(WIDTH) for _ in range(BLOCKS))).eval()

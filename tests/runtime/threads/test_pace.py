@@ -196,6 +196,7 @@ threading.Thread(target=swap, daemon=True).start()
 """
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("begin", [BACKGROUND, WATCH, DAEMON])
 @pytest.mark.parametrize("residency", ["double", pytest.param("single", marks=pytest.mark.slow)])
 def test_the_end_of_the_interpreter_cancels_a_staging(

@@ -37,6 +37,7 @@ def settled(page: Any) -> Any:
     return page
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_texts_stand_out_and_all_has_a_name(eventful: Server, open_page: OpenPage, scheme: str) -> None:
     page = settled(open_page(eventful, color_scheme=scheme))
@@ -54,6 +55,7 @@ def test_texts_stand_out_and_all_has_a_name(eventful: Server, open_page: OpenPag
     assert len(ids) == len(set(ids)) > 5
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("width", [320, 390, 760])
 def test_nothing_is_wider_than_a_phone(eventful: Server, open_page: OpenPage, width: int) -> None:
     page = settled(open_page(eventful, viewport={"width": width, "height": 700}))
@@ -88,6 +90,7 @@ def test_a_commit_by_keys_alone(server: Server, open_page: OpenPage, weight_file
     assert serves(server.service.served[0].model, 2)
 
 
+@pytest.mark.slow
 def test_nothing_moves_while_numbers_change(eventful: Server, open_page: OpenPage) -> None:
     page = settled(open_page(eventful))
     with clients(eventful):

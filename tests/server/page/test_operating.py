@@ -61,6 +61,7 @@ def test_a_swap_under_load_is_seen(server: Server, open_page: OpenPage, weight_f
     wait(page, "history", "seconds paused")
 
 
+@pytest.mark.slow
 def test_errors_of_clients_are_drawn(server: Server, open_page: OpenPage) -> None:
     page = open_page(server)
     for _ in range(3):
@@ -94,6 +95,7 @@ def test_what_is_staged_is_committed(server: Server, open_page: OpenPage, weight
     assert serves(server.service.served[0].model, 2)
 
 
+@pytest.mark.slow
 def test_what_has_changed_meanwhile_is_not_committed(
     server: Server, open_page: OpenPage, weight_file: WriteWeights
 ) -> None:
@@ -113,6 +115,7 @@ def test_what_has_changed_meanwhile_is_not_committed(
     assert serves(server.service.served[0].model, 1)
 
 
+@pytest.mark.slow
 def test_a_staging_is_shown_and_broken_off(server: Server, open_page: OpenPage, weight_file: WriteWeights) -> None:
     from concurrent.futures import ThreadPoolExecutor
 
@@ -153,6 +156,7 @@ def test_a_rollback_to_what_was_chosen_holds(
     assert place.read().hold.by == "token"
 
 
+@pytest.mark.slow
 def test_what_the_server_refuses_is_said_in_the_dialog(
     server: Server, open_page: OpenPage, weight_file: WriteWeights
 ) -> None:
@@ -204,6 +208,7 @@ def test_a_token_is_asked_for(server: Server, open_page: OpenPage) -> None:
     assert page.evaluate("sessionStorage.length") == 0
 
 
+@pytest.mark.slow
 def test_a_server_that_goes_and_comes_back(
     tiny: TinyArtifact, weight_file: WriteWeights, open_page: OpenPage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -241,6 +246,7 @@ def test_texts_of_others_are_texts(server: Server, tiny: TinyArtifact, open_page
     assert page.locator("img, b > img, body script, q *, .labels b").count() == 0
 
 
+@pytest.mark.slow
 def test_several_models_and_none_that_is_served(
     tiny: TinyArtifact, weight_file: WriteWeights, open_page: OpenPage
 ) -> None:
@@ -257,6 +263,7 @@ def test_several_models_and_none_that_is_served(
         wait(page, "load", "what is served")
 
 
+@pytest.mark.slow
 def test_what_only_a_later_server_says_is_shown(
     server: Server, open_page: OpenPage, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -217,6 +217,7 @@ def command(*arguments: str) -> tuple[int, str, str]:
     return done.exit_code, done.stdout, done.stderr
 
 
+@pytest.mark.slow
 def test_the_command_in_processes_of_its_own(tiny: TinyArtifact, weight_file: Weights, tmp_path: Path) -> None:
     page = tmp_path / "bench.html"
     fast = ("--batch", "2", "--seconds", "0", "--swaps", "1")

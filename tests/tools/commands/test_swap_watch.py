@@ -72,6 +72,7 @@ def test_the_command_prints_each_event_until_it_is_interrupted(
     assert "DigestMismatch" in lines[-1]
 
 
+@pytest.mark.slow
 def test_events_are_lines_of_json_also_where_a_name_is_no_text(tiny: TinyArtifact, tmp_path: Path) -> None:
     directory = Directory(tiny, Path(os.fsdecode(os.fsencode(tmp_path) + b"/\xff")))
     directory.write(1)

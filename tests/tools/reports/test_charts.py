@@ -23,6 +23,8 @@ from tests.tools.reports.samples import (
 )
 from weightswap_tools.reports.blocks import Block, ChartBlock, Lane, Span, Timeline, Treemap, TreemapNode
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.parametrize("name", CHARTS)
 def test_every_chart_is_one_labelled_svg(open_report: Open, name: str) -> None:

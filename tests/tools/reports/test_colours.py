@@ -54,6 +54,7 @@ def test_contrasts(name: str, least: float, pairs: list[tuple[str, str]]) -> Non
     assert weak == {}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SCHEMES)
 def test_what_is_written_on_a_colour_is_black_or_white_and_stands_out(name: str, open_report: Open) -> None:
     page = open_report(report_of(HEAT), color_scheme=name)

@@ -12,6 +12,8 @@ from tests.tools.reports.drawn import alternative, labels, shapes
 from tests.tools.reports.samples import EVIL, HEAT, report_of
 from weightswap_tools.reports.blocks import HeatMap, Mark
 
+pytestmark = pytest.mark.slow
+
 MARKS = (Mark("new NaN", "NaN", "bad"), Mark("removed", "-"), Mark("added", "+"), Mark(EVIL, "!"))
 
 

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
 from tests.tools.reports.conftest import Open
 from tests.tools.reports.drawn import alternative, colour, fills, labels, shapes
 from tests.tools.reports.samples import EVIL, LINES, report_of
 from weightswap_tools.reports.blocks import Axis, Line, LinePlot
+
+pytestmark = pytest.mark.slow
 
 
 def strokes(page: Any) -> list[tuple[str, bool]]:

@@ -10,6 +10,8 @@ from tests.tools.reports.conftest import Open
 from tests.tools.reports.samples import BLOCK, EVIL, FOLDED, GRAPH, module, report_of
 from weightswap_tools.reports.blocks import ModuleGraph, ModuleRun
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def page(open_report: Open) -> Any:

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
 from tests.tools.reports.conftest import Open
 from tests.tools.reports.samples import report_of, table
 from weightswap_tools.reports.blocks import Cell, Column, Table
+
+pytestmark = pytest.mark.slow
 
 
 def column(page: Any, place: int) -> list[str]:

@@ -155,6 +155,7 @@ def test_every_family(family: str, batch: int, tmp_path: Path) -> None:
     check_generation(exported(family, batch, tmp_path), PROMPTS[:batch])
 
 
+@pytest.mark.slow
 def test_a_skeleton_is_exported_and_a_checkpoint_swapped_in(one: Exported, tmp_path: Path) -> None:
     with skeleton():
         hollow = transformers.LlamaForCausalLM(transformers.LlamaConfig(**_SIZES)).eval()
@@ -165,6 +166,7 @@ def test_a_skeleton_is_exported_and_a_checkpoint_swapped_in(one: Exported, tmp_p
     assert model.generate(PROMPT, max_new_tokens=9) == expected(one.models[1], [PROMPT], 9)[0]
 
 
+@pytest.mark.slow
 def test_a_directory_is_exported_and_generates_by_the_command(
     one: Exported, tokenizer: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -259,6 +261,7 @@ def test_the_inputs_of_each_step_are_in_the_same_memory(three: Exported, monkeyp
     assert len(made) > 16
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("engine", ["torch", "onnx", pytest.param("aoti", marks=pytest.mark.slow)])
 def test_calls_outside_of_the_cache_are_refused_before_anything_runs(
     engine: EngineName, one: Exported, tmp_path: Path
@@ -542,6 +545,7 @@ main()
 """
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("blocked", ["transformers", "transformers,tokenizers"])
 def test_generation_needs_no_transformers(blocked: str, one: Exported, tokenizer: Path) -> None:
     """Nor the exporter, and tokenizers for text alone."""

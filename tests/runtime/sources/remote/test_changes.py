@@ -102,6 +102,7 @@ def test_what_was_written_long_ago_or_is_stamped_is_not_waited_for(
     assert opening_requests(server) == 2
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("head", [16, DATA_START + 4], ids=["header", "data"])
 @pytest.mark.parametrize("how", SAME_SECOND.values(), ids=SAME_SECOND)
 def test_what_is_replaced_within_its_second_never_makes_a_mixture(

@@ -1,0 +1,57 @@
+"""What the short run has of tests with many parameters: every pair of values, or some of them; the long one has all."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections import defaultdict
+from collections.abc import Hashable, Iterable, Sequence
+
+import pytest
+
+Pairs = frozenset[Hashable]
+
+
+def mark_the_rest_slow(items: Iterable[pytest.Item]) -> None:
+    """Of a test that is marked `pairwise`, leave enough combinations that every pair of values occurs; of one that is
+    marked `sampled(number)`, so many."""
+    for group in _marked("pairwise", items):
+        _leave(group, covering([_pairs(item) for item in group]))
+    for group in _marked("sampled", items):
+        _leave(group, spread(len(group), group[0].get_closest_marker("sampled").args[0]))
+
+
+def _marked(name: str, items: Iterable[pytest.Item]) -> Iterable[list[pytest.Item]]:
+    groups = defaultdict(list)
+    for item in items:
+        if item.get_closest_marker(name) and not item.get_closest_marker("slow"):
+            groups[item.nodeid.partition("[")[0]].append(item)
+    return groups.values()
+
+
+def _leave(group: Sequence[pytest.Item], chosen: set[int]) -> None:
+    for number in set(range(len(group))) - chosen:
+        group[number].add_marker(pytest.mark.slow)
+
+
+def spread(there: int, wanted: int) -> set[int]:
+    """So many numbers below `there`, evenly, the first among them."""
+    wanted = min(there, wanted)
+    return {number * there // wanted for number in range(wanted)}
+
+
+def _pairs(item: pytest.Item) -> Pairs:
+    values = [(name, id(value)) for name, value in item.callspec.params.items()]  # type: ignore[attr-defined]
+    return frozenset(itertools.combinations(values, 2))
+
+
+def covering(combinations: Sequence[Pairs]) -> set[int]:
+    """The numbers of combinations that have every pair together, few of them: the one with most new pairs first."""
+    left = set().union(*combinations)
+    numbers = random.Random(0).sample(range(len(combinations)), len(combinations))
+    chosen = set()
+    while left:
+        best = max(numbers, key=lambda number: len(combinations[number] & left))
+        chosen.add(best)
+        left -= combinations[best]
+    return chosen
