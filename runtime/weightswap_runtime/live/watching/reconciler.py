@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Protocol
@@ -16,6 +16,8 @@ from weightswap_runtime.sources.location import Url, as_location, printable
 from .directory import open_directory
 from .header_peek import without_traceback
 from .intake import Told, delay, is_transient
+
+_Found = Mapping[str | Path, Hashable]  # what a listing said of files
 
 
 class FollowTarget(Protocol):
@@ -100,14 +102,15 @@ class Reconciler:
             self._try(wanted, state, target)
 
     def _try(self, wanted: DesiredWeights, state: DesiredState, target: FollowTarget) -> None:
-        path = self._place.locate(wanted)
+        path, *bases = (self._place.locate(each) for each in (wanted, *(wanted.bases or ())))
+        found = {each: _fingerprint(each) for each in (path, *bases)}  # before it is read: who mends it then is seen
         try:
             target.put(path, self._place.located(wanted), lambda: self._still_wants(wanted, target.check))
             self._refusal = self.last_error = None
         except StageCancelled:
             raise
         except Exception as error:
-            self._refused(wanted, error, target)
+            self._refused(path, found, error, target)
         withdrawn = any(target.serves(weights.weights_id) for weights in state.withdrawn)
         if self._refusal is not None and (target.serves_nothing or withdrawn):
             self._serve_last_good(state, target)
@@ -122,13 +125,11 @@ class Reconciler:
             return True
         return weights is not None and weights.weights_id == wanted.weights_id
 
-    def _refused(self, wanted: DesiredWeights, error: Exception, target: FollowTarget) -> None:
+    def _refused(self, path: str | Path, found: _Found, error: Exception, target: FollowTarget) -> None:
         before, self.last_error = self._refusal, without_traceback(error)
-        path = self._place.locate(wanted)
-        bases = [self._place.locate(base) for base in wanted.bases or ()]
         attempts = before.attempts + 1 if before else 1
         retry_at = self._clock() + delay(self._interval, attempts) if is_transient(error) else None
-        self._refusal = _Refusal((path, *bases), str(error), attempts, retry_at)
+        self._refusal = _Refusal(found, str(error), attempts, retry_at)
         if not is_transient(error) and (before is None or before.text != str(error)):
             target.tell("skipped", printable(path), error)
 
@@ -146,11 +147,11 @@ class Reconciler:
 class _Refusal:
     """Why what is desired is not served, and what its files were then. `retry_at`: None where only others help."""
 
-    def __init__(self, paths: Sequence[str | Path], text: str, attempts: int, retry_at: float | None) -> None:
+    def __init__(self, found: _Found, text: str, attempts: int, retry_at: float | None) -> None:
         self.text = text
         self.attempts = attempts
         self._retry_at = retry_at
-        self._found = {path: _fingerprint(path) for path in paths}
+        self._found = found
 
     def may_be_mended(self, now: float) -> bool:
         if any(_fingerprint(path) not in (None, found) for path, found in self._found.items()):

@@ -491,3 +491,29 @@ def test_another_try_is_made_after_longer_and_longer(service: Service) -> None:
     service.place.hold(revision=1)
     reconciler.look(Target())
     assert tries[-1] == now[0]  # the place says something new
+
+
+def test_what_is_mended_while_it_is_refused_is_tried_again(service: Service) -> None:
+    service.set(0)
+    path, tries = service.folder / "v0.safetensors", []
+
+    class Target:
+        serves_nothing = False
+
+        def check(self) -> None: ...
+
+        def serves(self, weights_id: str) -> bool:
+            return len(tries) > 1
+
+        def put(self, where: object, weights: object, is_wanted: object) -> None:
+            tries.append(where)
+            path.write_bytes(path.read_bytes() + b"mended")
+            raise UnexpectedWeights("other weights")
+
+        def tell(self, kind: str, source: str, error: BaseException) -> None: ...
+
+    reconciler = reconciling.Reconciler(service.place, 5.0, lambda: 0.0)
+    for _ in range(3):
+        reconciler.look(Target())
+    assert len(tries) == 2
+    assert reconciler.last_error is None
