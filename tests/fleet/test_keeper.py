@@ -7,6 +7,7 @@ import pickle
 import threading
 from collections.abc import Iterator
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 from unittest.mock import MagicMock
 
@@ -74,8 +75,8 @@ def test_what_is_prepared_is_committed_or_given_up(fleet: Fleet) -> None:
     assert (keeper.status().preparing, keeper.model.weights_id) == ("", fleet.weights_id(0))
     with pytest.raises(StageClosed, match="not prepared any more"):
         keeper.changes.commit("order 1", 2)
-    keeper.changes.prepare(order(fleet, 1))
-    done = keeper.changes.commit("order 1", 2)
+    keeper.changes.prepare(order(fleet, 1)._replace(id="again"))
+    done = keeper.changes.commit("again", 2)
     assert (done.generation, keeper.model.weights_id, keeper.status().revision) == (1, fleet.weights_id(1), 2)
 
 
@@ -211,6 +212,58 @@ def test_a_replica_that_begins_waits_for_no_staging(fleet: Fleet) -> None:
     keeper.changes.discard(wanted.id)
     thread.join(60)
     assert not thread.is_alive()
+
+
+def trial(wanted: Order) -> TrialOrder:
+    return TrialOrder(wanted.id, wanted.source, wanted.weights, FleetPlan())
+
+
+@pytest.mark.parametrize("proven", [False, True], ids=["an order", "a rollback"])
+def test_an_order_that_comes_after_it_was_given_up_is_not_staged(fleet: Fleet, proven: bool) -> None:
+    """Messages overtake each other, and a keeper that was stopped gets all of them at once."""
+    changes, wanted = fleet.keepers["n0"].changes, order(fleet, 2, proven)
+    changes.discard(wanted.id)
+    if proven:
+        changes.prepare(order(fleet, 1))
+    with pytest.raises(StageCancelled, match=r"n0: \w+ was given up"):
+        changes.prepare(wanted)
+    assert changes.preparing == (fleet.weights_id(1) if proven else "")  # which it does not end
+    changes.discard("order 1")
+    assert swap(fleet, 2).late == {}
+
+
+def test_a_trial_that_comes_after_it_was_given_up_is_not_staged(fleet: Fleet) -> None:
+    changes, wanted = fleet.keepers["n0"].changes, order(fleet, 2)
+    changes.end_trial(wanted.id)
+    with pytest.raises(StageCancelled, match=r"n0: \w+ was given up"):
+        changes.prepare_trial(trial(wanted))
+    assert changes.trial() is None
+    assert swap(fleet, 1).late == {}
+
+
+@pytest.mark.parametrize("what", ["an order", "a trial"])
+def test_what_is_given_up_while_its_file_is_opened_is_staged_no_further(fleet: Fleet, what: str) -> None:
+    keeper, wanted = fleet.keepers["n0"], order(fleet, 1)
+    changes = keeper.changes
+    keeper.take_seat(os.getpid(), fleet.spec._replace(since=1.0, interval=0.01))
+    keeper.changes.look()
+    stage = keeper.model.stage
+    giving_up = threading.Thread(target=changes.discard if what == "an order" else changes.end_trial, args=(wanted.id,))
+
+    def opened_slowly(*arguments, **options):  # type: ignore[no-untyped-def]
+        giving_up.start()
+        while wanted.id not in changes._given_up:
+            pass
+        return stage(*arguments, rate_limit=15.0, **options)
+
+    keeper.model.stage = opened_slowly  # type: ignore[method-assign]
+    prepare = partial(changes.prepare, wanted) if what == "an order" else partial(changes.prepare_trial, trial(wanted))
+    with pytest.raises(StageCancelled):
+        prepare()
+    giving_up.join(60)
+    assert (changes.preparing, changes.trial()) == ("", None)
+    keeper.model.stage = stage  # type: ignore[method-assign]
+    assert not changes.prepare(order(fleet, 2)).resident
 
 
 @pytest.mark.parametrize("nodes", [["n0"], ["n0", "n1"]])
