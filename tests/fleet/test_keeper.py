@@ -9,15 +9,16 @@ from collections.abc import Iterator
 from contextlib import closing
 from functools import partial
 from pathlib import Path
+from typing import Any
 from unittest.mock import MagicMock
 
 import pytest
 from cryptography.hazmat.primitives.asymmetric import ec
-from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
+from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat, PublicFormat
 
 from weightswap_fleet.coordinator import agreement
 from weightswap_fleet.coordinator.agreement import Agreement, Deadlines
-from weightswap_fleet.documents import FleetPlan, Order, TrialOrder
+from weightswap_fleet.documents import FleetPlan, Order, Spec, TrialOrder
 from weightswap_fleet.errors import FleetError, FleetRefused, FleetUndecided, StaleReplica, UnknownFleet
 from weightswap_fleet.node.keeper import NodeKeeper
 from weightswap_runtime import (
@@ -34,7 +35,7 @@ from weightswap_runtime.desired.document import DesiredWeights
 from weightswap_runtime.desired.place import known_weights
 from weightswap_runtime.errors import NonFiniteWeights, NoWeights, StageCancelled, StageClosed, StagingBusy, Unsupported
 from weightswap_runtime.sources.local import LocalFile
-from weightswap_server.signed_weights import SignatureRefused
+from weightswap_server.signed_weights import SignatureRefused, sign
 
 from .nodes import Fleet
 
@@ -635,7 +636,7 @@ def test_the_latest_deployment_counts(fleet: Fleet, tmp_path: Path) -> None:
     keeper = fleet.keepers["n0"]
     public = ec.generate_private_key(ec.SECP256R1()).public_key()
     key = tmp_path / "key.pem"
-    later = fleet.spec._replace(since=1.0, require_signature=str(key))
+    later = fleet.spec._replace(since=1.0, require_signature=(str(key),))
     with pytest.raises(Unsupported, match=r"key\.pem: no public key"):
         keeper.take_seat(os.getpid(), later)
     assert keeper.spec == fleet.spec
@@ -649,12 +650,44 @@ def test_the_latest_deployment_counts(fleet: Fleet, tmp_path: Path) -> None:
     assert fleet.spec._replace(place="elsewhere").key != fleet.spec.key == later.key
 
 
+def test_any_of_several_keys_will_do(fleet: Fleet, tmp_path: Path) -> None:
+    """As of a server: while one key takes the place of another."""
+    publics = []
+    for name in ("old", "new"):
+        private = ec.generate_private_key(ec.SECP256R1())
+        key = private.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
+        (tmp_path / f"{name}.private.pem").write_bytes(key)
+        public = private.public_key().public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo)
+        publics.append(tmp_path / f"{name}.pem")
+        publics[-1].write_bytes(public)
+    spec = _spec(fleet, require_signature=publics)
+    assert spec.require_signature == tuple(map(str, publics))
+    keeper = fleet.keepers["n0"]
+    keeper.take_seat(os.getpid(), fleet.spec._replace(since=1.0, require_signature=spec.require_signature))
+    with pytest.raises(SignatureRefused, match="not signed"):
+        keeper.changes.prepare(order(fleet, 1))
+    for number, name in ((2, "old"), (3, "new")):
+        signature = sign(fleet.weights_id(number), str(tmp_path / f"{name}.private.pem"))
+        path = fleet.file(number)
+        path.with_name(f"{path.name}.sig").write_bytes(signature)
+        keeper.changes.prepare(order(fleet, number))
+        keeper.changes.discard(f"order {number}")
+
+
+def _spec(fleet: Fleet, **options: Any) -> Spec:
+    """What a deployment with these options tells its replicas."""
+    deploying = pytest.importorskip("weightswap_fleet.deploying")
+    application = deploying.deployment(fleet.tiny.path, follow=fleet.where, **options)
+    spec: Spec = application._bound_deployment._replica_config.init_args[0]
+    return spec
+
+
 def test_what_was_refused_is_tried_again_by_a_deployment_that_lets_it_in(fleet: Fleet, tmp_path: Path) -> None:
     keeper = fleet.keepers["n0"]
     key = tmp_path / "key.pem"
     public = ec.generate_private_key(ec.SECP256R1()).public_key()
     key.write_bytes(public.public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo))
-    keeper.take_seat(os.getpid(), fleet.spec._replace(since=1.0, require_signature=str(key)))
+    keeper.take_seat(os.getpid(), fleet.spec._replace(since=1.0, require_signature=(str(key),)))
     fleet.place.set(fleet.file(1), revision=1)
     for _ in range(2):
         keeper.changes.look()
@@ -671,7 +704,7 @@ def test_a_keeper_that_begins_again_changes_nothing_until_it_knows_the_deploymen
     public = ec.generate_private_key(ec.SECP256R1()).public_key()
     key = tmp_path / "key.pem"
     key.write_bytes(public.public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo))
-    later = fleet.spec._replace(since=1.0, require_signature=str(key))
+    later = fleet.spec._replace(since=1.0, require_signature=(str(key),))
     fleet.keepers["n0"].take_seat(os.getpid(), later)
     fleet.place.set(fleet.file(1), revision=1)
     fleet.start("n0", deployed=False)
@@ -695,7 +728,7 @@ def test_a_keeper_that_begins_again_alone_waits_for_the_deployment_too(fleet: Fl
     with closing(NodeKeeper(fleet.spec, "n9", again=True)) as keeper:
         assert keeper.model.weights_id is None
         with pytest.raises(NoWeights, match="not signed"):
-            keeper.take_seat(os.getpid(), fleet.spec._replace(since=1.0, require_signature=str(key)))
+            keeper.take_seat(os.getpid(), fleet.spec._replace(since=1.0, require_signature=(str(key),)))
         assert keeper.model.weights_id is None
     with closing(NodeKeeper(fleet.spec, "n8", again=True)) as keeper:
         keeper.take_seat(os.getpid(), fleet.spec)
