@@ -104,24 +104,29 @@ def test_a_rollback_reads_nothing(deployed: Deployed) -> None:
     assert fleet.desired.hold is None
 
 
+def post(headers: dict[str, str]) -> Any:
+    body = {"inputs": [{"name": "x", "datatype": "FP32", "shape": [1, 8], "data": INPUT.tolist()}]}
+    url = "http://127.0.0.1:8000/v2/models/numbered/infer"
+    request = urllib.request.Request(url, json.dumps(body).encode(), {"content-type": "application/json", **headers})
+    return urllib.request.urlopen(request, timeout=30)
+
+
+def asked_over_http() -> Any:
+    with post({}) as answer:
+        return json.load(answer)
+
+
 def test_over_http(deployed: Deployed) -> None:
     fleet, files, _ = deployed
     receipt = fleet.swap(files.weights[3])
-    body = {"inputs": [{"name": "x", "datatype": "FP32", "shape": [1, 8], "data": INPUT.tolist()}]}
-
-    def post(least: str) -> Any:
-        headers = {"content-type": "application/json", "weightswap-min-revision": least}
-        url = "http://127.0.0.1:8000/v2/models/numbered/infer"
-        return urllib.request.urlopen(urllib.request.Request(url, json.dumps(body).encode(), headers), timeout=30)
-
-    with post(str(receipt.revision)) as answer:
+    with post({"weightswap-min-revision": str(receipt.revision)}) as answer:
         said = json.load(answer)
         assert said["parameters"]["weights_id"] == receipt.weights_id
         assert said["outputs"][0]["data"] == [8 * 64 * 9.0] * 4
         assert int(answer.headers["weightswap-revision"]) == receipt.revision
     for least, status in (("1000000", 503), ("soon", 400)):
         with pytest.raises(urllib.error.HTTPError) as refused:
-            post(least)
+            post({"weightswap-min-revision": least})
         assert refused.value.code == status
         assert json.load(refused.value)["error"]
 
@@ -290,6 +295,26 @@ def test_a_node_that_does_not_answer_refuses_and_its_replicas_answer_on(deployed
     assert [client.failures for client in clients] == [[], []]
     assert soon(lambda: fleet.swap(files.weights[2])).late == {}
     assert fleet.wait(30)
+
+
+def test_a_node_that_has_missed_a_commit_takes_no_requests_until_it_has_caught_up(deployed: Deployed) -> None:
+    """Also none that ask for no revision."""
+    fleet, files, _ = deployed
+    soon(lambda: fleet.swap(files.weights[1]))
+    node = min(fleet.nodes.values(), key=lambda each: each.node)
+    deadlines = Deadlines(prepare=30.0, commit=0.5)
+    with locked(files.folder) as lock, ThreadPoolExecutor(1) as pool:
+        change = pool.submit(fleet.swap, files.weights[2], deadlines=deadlines)
+        until(lambda: all(each.preparing for each in fleet.nodes.values()))
+        time.sleep(1.0)  # until the place is all that is waited for
+        with frozen(node.keeper):
+            fcntl.flock(lock, fcntl.LOCK_UN)
+            receipt = change.result(60)
+            assert set(receipt.late) == {node.node}
+            time.sleep(2.0)
+            assert {asked_over_http()["parameters"]["weights_id"] for _ in range(40)} == {receipt.weights_id}
+    assert fleet.wait(60)
+    assert soon(lambda: fleet.swap(files.weights[3])).late == {}
 
 
 def test_a_url_is_read_by_one_node(deployed: Deployed) -> None:

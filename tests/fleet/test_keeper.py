@@ -342,6 +342,28 @@ def test_while_the_place_is_away_an_order_stays_open_until_it_is_over(fleet: Fle
     away.rename(fleet.where)
 
 
+def test_a_place_that_never_answers_is_told_of(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a file system may that is mounted over a network: the look at it hangs, and the node serves on."""
+    keeper, answers = fleet.keepers["n0"], threading.Event()
+    read = keeper._place._storage.read
+    monkeypatch.setattr(keeper._place._storage, "read", lambda check: answers.wait() and read(check))
+    thread = threading.Thread(target=keeper.changes.look)
+    thread.start()
+    fleet.now += 30.0
+    assert (keeper.status().reachable, keeper.status().error) == (True, "")
+    fleet.now += 1.0
+    status = keeper.status()
+    assert (status.reachable, status.error) == (False, f"{fleet.where}: was not read for more than 30 s")
+    assert status.weights_id == fleet.weights_id(0)
+    assert 'weightswap_fleet_unread_seconds{model="tiny"} 31.0' in keeper.metrics()
+    answers.set()
+    thread.join(60)
+    status = keeper.status()
+    assert (status.reachable, status.error) == (True, "")
+    assert 'weightswap_fleet_unread_seconds{model="tiny"} 0.0' in keeper.metrics()
+    assert 'weightswap_fleet_revision{model="tiny"} 1.0' in keeper.metrics()
+
+
 def test_a_rollback_reads_nothing_and_a_swap_reads_what_it_is_given(fleet: Fleet) -> None:
     swap(fleet, 1)
     for number in (0, 1):
