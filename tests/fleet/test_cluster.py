@@ -177,6 +177,7 @@ def test_whoever_is_killed_or_does_not_answer(deployed: Deployed, deaths: list[t
             time.sleep(1.0)
         assert soon(lambda: fleet.wait(120))
         soon(lambda: fleet.swap(files.weights[1]))  # an order whose controller died is open until its lease is over
+    until(lambda: sum(len(each.replicas) for each in fleet.nodes.values()) == 4, timeout=120)
     # a keeper that was killed, or the controller, or the keepers of all nodes that have replicas
     assert set(refusals) <= {"FleetRefused", "FleetUndecided", "UnknownFleet"}
     assert sum(len(client.answers) for client in clients) > 20
