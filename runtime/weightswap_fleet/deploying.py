@@ -55,7 +55,7 @@ def deployment(
     batch: int = 1,
     verify: str = "goldens",
     allow_nonfinite: bool | str | Sequence[str] = False,
-    require_signature: _Path | None = None,
+    require_signature: _Path | Sequence[_Path] | None = None,
     op_libraries: Sequence[str] = (),
     settings: Settings | None = None,
     interval: float = 1.0,
@@ -71,7 +71,8 @@ def deployment(
     batch: how many rows of requests one call may have; 1 for no batching. verify: as for `Model.stage`.
     allow_nonfinite: True, or patterns of FQNs, for weights that may have NaN or infinities where those that are served
       have none. Others are refused.
-    require_signature: a public key; weights that it has not signed are refused. op_libraries: as for `load`.
+    require_signature: a public key, or several; weights that none of them has signed are refused. op_libraries: as for
+      `load`.
     settings: limits of the server; ports and times of connections are those of Serve's proxies.
     interval: seconds between two looks at the place. relay: weights behind a URL are read by one node, which gives them
       to the others; False: each reads for itself.
@@ -93,8 +94,7 @@ def deployment(
     check_interval(interval)
     opened = Artifact.open(_shared(artifact))
     place = _shared(follow) if follow is not None else _folder(weights)
-    if require_signature is not None:
-        requires(_shared(require_signature))
+    keys = _keys(require_signature)
     limits = settings or Settings(max_batch=batch)
     limits.check()
     spec = Spec(
@@ -106,7 +106,7 @@ def deployment(
         since=_since(name),
         verify=verify,
         allow_nonfinite=_allowed(allow_nonfinite, opened.manifest),
-        require_signature=_shared(require_signature) if require_signature is not None else None,
+        require_signature=keys,
         interval=interval,
         relay=relay,
         op_libraries=tuple(op_libraries),
@@ -164,6 +164,14 @@ def _allowed(given: bool | str | Sequence[str], manifest: Manifest) -> bool | tu
     """Names, so that patterns are tried before there are replicas."""
     found = as_allowed(given, manifest)
     return found if isinstance(found, bool) else tuple(sorted(found or ()))
+
+
+def _keys(given: _Path | Sequence[_Path] | None) -> tuple[str, ...]:
+    """Tried before there are replicas."""
+    keys = tuple(_shared(key) for key in ([given] if isinstance(given, str | os.PathLike) else given or ()))
+    if keys:
+        requires(*keys)
+    return keys
 
 
 def _shared(path: _Path) -> str:

@@ -31,7 +31,7 @@ class Spec(NamedTuple):
     since: float
     verify: str = "goldens"
     allow_nonfinite: bool | tuple[str, ...] = False
-    require_signature: str | None = None
+    require_signature: tuple[str, ...] = ()
     interval: float = 1.0
     relay: bool = True
     op_libraries: tuple[str, ...] = ()

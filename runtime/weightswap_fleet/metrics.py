@@ -1,14 +1,17 @@
 """Metrics of a fleet: of each node, what its keeper counts of weights, and the sum of what its replicas count of calls.
 
 Any replica shows those of all nodes, so that no counter jumps where a proxy asks another one each time.
+
+weightswap_fleet_revision        gauge: the revision of the desired state that a node serves
+weightswap_fleet_unread_seconds  gauge: since a node has read the desired state
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from threading import Lock
 
-from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client import CollectorRegistry, Gauge, generate_latest
 from prometheus_client.core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -22,6 +25,7 @@ class NodeMetrics:
 
     def __init__(self, name: str, model: Model) -> None:
         """name: the label `model`."""
+        self._name = name
         self._registry = CollectorRegistry()
         self._collector = ModelCollector(model, name, self._registry)
         self._totals = Totals()
@@ -33,6 +37,10 @@ class NodeMetrics:
         with self._lock:
             self._told.add(pid)
             self._totals.tell(pid, "worker", text)
+
+    def show(self, name: str, what: str, value: Callable[[], float]) -> None:
+        """A number of the node itself, as it is whenever it is asked for."""
+        Gauge(name, what, ["model"], registry=self._registry).labels(self._name).set_function(value)
 
     def keep(self, living: Collection[int]) -> None:
         """Other replicas have ended: their counters stay."""

@@ -23,6 +23,7 @@ from weightswap_fleet import FleetError
 
 INPUT: NDArray[Any] = np.ones((1, 8), np.float32)
 NUMBERS = 8
+NODE = {"num_cpus": 2, "object_store_memory": 100 << 20}
 
 
 class Numbered(nn.Module):
@@ -66,7 +67,7 @@ class Files:
 
 
 @contextmanager
-def cluster(nodes: int, cpus: int = 2) -> Iterator[Any]:
+def cluster(nodes: int, cpus: int = NODE["num_cpus"]) -> Iterator[Any]:
     """Several nodes of Ray, each with so many processors to give away; one cluster at a time."""
     with ray_turn(), _cluster(nodes, cpus) as made:
         yield made
@@ -78,7 +79,7 @@ def _cluster(nodes: int, cpus: int) -> Iterator[Any]:
     from ray import serve
     from ray.cluster_utils import Cluster
 
-    options = {"num_cpus": cpus, "object_store_memory": 100 << 20}
+    options = NODE | {"num_cpus": cpus}
     made = Cluster(initialize_head=True, head_node_args={**options, "include_dashboard": False})
     try:
         for _ in range(nodes - 1):

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import signal
 import threading
 import time
 import urllib.request
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,18 +24,20 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from tests.support.servers import WebServer
 from weightswap_exporter import publish
-from weightswap_fleet import Deadlines, FleetRefused
+from weightswap_fleet import Deadlines, FleetRefused, FleetUndecided, NodeStatus
 from weightswap_runtime import DesiredPlace
+from weightswap_runtime.desired.place import known_weights
+from weightswap_runtime.desired.storage import LOCK
 from weightswap_runtime.errors import DesiredError, DigestMismatch, Held, NothingToRollBack, WeightFileError
 
-from .clusters import INPUT, Deployed, Numbered, calling, frozen, soon, until
+from .clusters import INPUT, NODE, Deployed, Numbered, calling, frozen, soon, until
 
 pytest.importorskip("ray")
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.filterwarnings("ignore"),  # Ray's
 ]
-VICTIMS = ["keeper", "frozen keeper", "replica", "controller"]
+VICTIMS = ["keeper", "frozen keeper", "replica", "controller", "controller's process", "node"]
 
 
 def test_a_swap_is_every_node_s(deployed: Deployed) -> None:
@@ -97,24 +104,29 @@ def test_a_rollback_reads_nothing(deployed: Deployed) -> None:
     assert fleet.desired.hold is None
 
 
+def post(headers: dict[str, str]) -> Any:
+    body = {"inputs": [{"name": "x", "datatype": "FP32", "shape": [1, 8], "data": INPUT.tolist()}]}
+    url = "http://127.0.0.1:8000/v2/models/numbered/infer"
+    request = urllib.request.Request(url, json.dumps(body).encode(), {"content-type": "application/json", **headers})
+    return urllib.request.urlopen(request, timeout=30)
+
+
+def asked_over_http() -> Any:
+    with post({}) as answer:
+        return json.load(answer)
+
+
 def test_over_http(deployed: Deployed) -> None:
     fleet, files, _ = deployed
     receipt = fleet.swap(files.weights[3])
-    body = {"inputs": [{"name": "x", "datatype": "FP32", "shape": [1, 8], "data": INPUT.tolist()}]}
-
-    def post(least: str) -> Any:
-        headers = {"content-type": "application/json", "weightswap-min-revision": least}
-        url = "http://127.0.0.1:8000/v2/models/numbered/infer"
-        return urllib.request.urlopen(urllib.request.Request(url, json.dumps(body).encode(), headers), timeout=30)
-
-    with post(str(receipt.revision)) as answer:
+    with post({"weightswap-min-revision": str(receipt.revision)}) as answer:
         said = json.load(answer)
         assert said["parameters"]["weights_id"] == receipt.weights_id
         assert said["outputs"][0]["data"] == [8 * 64 * 9.0] * 4
         assert int(answer.headers["weightswap-revision"]) == receipt.revision
     for least, status in (("1000000", 503), ("soon", 400)):
         with pytest.raises(urllib.error.HTTPError) as refused:
-            post(least)
+            post({"weightswap-min-revision": least})
         assert refused.value.code == status
         assert json.load(refused.value)["error"]
 
@@ -146,17 +158,16 @@ def test_metrics_are_the_fleet_s_whoever_is_asked(deployed: Deployed) -> None:
 @settings(max_examples=4, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(deaths=st.lists(st.tuples(st.sampled_from(VICTIMS), st.floats(0.0, 0.3)), min_size=2, max_size=4))
 @example(deaths=[("keeper", 0.01), ("replica", 0.02), ("controller", 0.03), ("frozen keeper", 0.01)])
+@example(deaths=[("controller's process", 0.01), ("node", 0.02)])
 def test_whoever_is_killed_or_does_not_answer(deployed: Deployed, deaths: list[tuple[str, float]]) -> None:
     """By kill -9 or for a second, anywhere in a change: all ends on what is desired, and no answer was wrong."""
-    import ray
-
     fleet, files, _ = deployed
     refusals: list[str] = []
     with calling(deployed) as clients:
         for turn, (victim, after) in enumerate(deaths):
-            node = list(fleet.nodes.values())[turn % len(fleet.nodes)]
-            pid = node.keeper if victim.endswith("keeper") else (*node.replicas, 0)[0]
-            killing = threading.Timer(after, _kill, (ray, victim, pid))
+            nodes = soon(lambda: list(fleet.nodes.values()))
+            node = nodes[turn % len(nodes)]
+            killing = threading.Timer(after, killer(deployed, victim, node))
             killing.start()
             try:
                 fleet.swap(files.weights[1 + turn % 5], deadlines=Deadlines(prepare=10.0, commit=0.5))
@@ -164,21 +175,110 @@ def test_whoever_is_killed_or_does_not_answer(deployed: Deployed, deaths: list[t
                 refusals.append(type(error).__name__)
             killing.join()
             time.sleep(1.0)
-        assert fleet.wait(120)
+        assert soon(lambda: fleet.wait(120))
         soon(lambda: fleet.swap(files.weights[1]))  # an order whose controller died is open until its lease is over
-    assert set(refusals) <= {"FleetRefused", "FleetUndecided"}  # a keeper that was killed, or the controller
+    until(lambda: sum(len(each.replicas) for each in fleet.nodes.values()) == 4, timeout=120)
+    # a keeper that was killed, or the controller, or the keepers of all nodes that have replicas
+    assert set(refusals) <= {"FleetRefused", "FleetUndecided", "UnknownFleet"}
     assert sum(len(client.answers) for client in clients) > 20
     assert len({each.weights_id for each in fleet.nodes.values()}) == 1
 
 
-def _kill(ray: Any, victim: str, pid: int) -> None:
+def killer(deployed: Deployed, victim: str, node: NodeStatus) -> Callable[[], object]:
+    """What ends a victim; on that node, if it is one that each node has."""
+    import ray
+
+    controller = ray.get_actor("controller:numbered", "weightswap")
     if victim == "controller":
-        ray.kill(ray.get_actor("controller:numbered", "weightswap"), no_restart=False)
-    elif victim == "frozen keeper":
-        with frozen(pid):
+        return partial(ray.kill, controller, no_restart=False)
+    if victim == "node":
+        return partial(replace_a_node, deployed.cluster)
+    pid = pid_of(controller) if victim == "controller's process" else (node.keeper if "keeper" in victim else 0)
+    pid = pid or (*node.replicas, 0)[0]
+    if not pid:  # a node that does not answer
+        return lambda: None
+    return partial(freeze, pid) if victim == "frozen keeper" else partial(os.kill, pid, signal.SIGKILL)
+
+
+def freeze(pid: int) -> None:
+    with frozen(pid):
+        time.sleep(1.0)
+
+
+def pid_of(actor: Any) -> int:
+    """Its process's, once it has one."""
+    import ray
+
+    def ask() -> Any:
+        with suppress(ray.exceptions.RayActorError):  # it begins again
+            return ray.get(actor.__ray_call__.remote(lambda _: os.getpid()), timeout=60)
+
+    return int(until(ask))
+
+
+def replace_a_node(made: Any) -> None:
+    made.remove_node(other_node(made), allow_graceful=False)
+    made.add_node(**NODE)
+
+
+def other_node(made: Any) -> Any:
+    """One that has neither Ray's head nor this process."""
+    import ray
+
+    mine = ray.get_runtime_context().get_node_id()
+    return next(each for each in made.list_all_nodes() if not each.is_head() and each.node_id != mine)
+
+
+@pytest.mark.parametrize("phase", ["prepare", "decide", "commit"])
+def test_a_controller_that_is_killed_in_each_phase(deployed: Deployed, phase: str) -> None:
+    """By kill -9 of its process. What was decided is what all serve, clients notice nothing, and the next one is there.
+
+    What it does next is kept from happening: its nodes wait for a web server; it waits for the place's lock; its nodes
+    do not run while the lock is let go.
+    """
+    import ray
+
+    fleet, files, _ = deployed
+    soon(lambda: fleet.swap(files.weights[1]))
+    before, keepers = fleet.desired, [each.keeper for each in fleet.nodes.values()]
+    pid = pid_of(ray.get_actor("controller:numbered", "weightswap"))
+    with calling(deployed) as clients, WebServer() as web, ThreadPoolExecutor(1) as pool, ExitStack() as held:
+        url = web.put("2.safetensors", files.weights[2].read_bytes())
+        known_weights(url)
+        asked, go = 2 * len(web.asked), threading.Event()  # by this process, and by the controller
+        web.fault = lambda handler, _: phase == "prepare" and len(web.asked) > asked and not go.wait(60)
+        lock = held.enter_context(locked(files.folder))
+        change = pool.submit(fleet.swap, url)
+        until(lambda: all(each.preparing for each in fleet.nodes.values()))
+        if phase != "prepare":
             time.sleep(1.0)
-    elif pid:
+        if phase == "commit":
+            for keeper in keepers:
+                held.enter_context(frozen(keeper))
+            fcntl.flock(lock, fcntl.LOCK_UN)
+            until(lambda: DesiredPlace(files.folder).read().revision > before.revision)
         os.kill(pid, signal.SIGKILL)
+        assert isinstance(change.exception(60), FleetUndecided)
+        held.close()
+        go.set()
+        decided = fleet.desired
+        assert (decided == before) == (phase != "commit")
+        assert fleet.wait(60)
+        assert {files.number(each.weights_id) for each in fleet.nodes.values()} == {2 if phase == "commit" else 1}
+        assert soon(lambda: fleet.swap(files.weights[3])).late == {}
+    assert [client.failures for client in clients] == [[], []]
+    assert pid_of(ray.get_actor("controller:numbered", "weightswap")) != pid
+
+
+@contextmanager
+def locked(folder: Path) -> Iterator[int]:
+    """A block in which nobody else writes what is desired."""
+    lock = os.open(folder / LOCK, os.O_RDWR)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield lock
+    finally:
+        os.close(lock)
 
 
 def test_a_node_that_does_not_answer_refuses_and_its_replicas_answer_on(deployed: Deployed) -> None:
@@ -196,6 +296,26 @@ def test_a_node_that_does_not_answer_refuses_and_its_replicas_answer_on(deployed
     assert [client.failures for client in clients] == [[], []]
     assert soon(lambda: fleet.swap(files.weights[2])).late == {}
     assert fleet.wait(30)
+
+
+def test_a_node_that_has_missed_a_commit_takes_no_requests_until_it_has_caught_up(deployed: Deployed) -> None:
+    """Also none that ask for no revision."""
+    fleet, files, _ = deployed
+    soon(lambda: fleet.swap(files.weights[1]))
+    node = min(fleet.nodes.values(), key=lambda each: each.node)
+    deadlines = Deadlines(prepare=30.0, commit=0.5)
+    with locked(files.folder) as lock, ThreadPoolExecutor(1) as pool:
+        change = pool.submit(fleet.swap, files.weights[2], deadlines=deadlines)
+        until(lambda: all(each.preparing for each in fleet.nodes.values()))
+        time.sleep(1.0)  # until the place is all that is waited for
+        with frozen(node.keeper):
+            fcntl.flock(lock, fcntl.LOCK_UN)
+            receipt = change.result(60)
+            assert set(receipt.late) == {node.node}
+            time.sleep(2.0)
+            assert {asked_over_http()["parameters"]["weights_id"] for _ in range(40)} == {receipt.weights_id}
+    assert fleet.wait(60)
+    assert soon(lambda: fleet.swap(files.weights[3])).late == {}
 
 
 def test_a_url_is_read_by_one_node(deployed: Deployed) -> None:
@@ -285,12 +405,9 @@ def test_a_hold_stops_promotions_alone(deployed: Deployed, tmp_path: Path) -> No
 
 def test_a_lost_node(deployed: Deployed) -> None:
     """The others go on, and change; Serve starts its replicas elsewhere, with the weights that are desired."""
-    import ray
-
     fleet, files, made = deployed
     with calling(deployed) as clients:
-        mine = ray.get_runtime_context().get_node_id()
-        node = next(each for each in made.list_all_nodes() if not each.is_head() and each.node_id != mine)
+        node = other_node(made)
         lost = {each.node for each in fleet.nodes.values() if node.node_id.startswith(each.node)}
         made.remove_node(node, allow_graceful=False)
         receipt = soon(lambda: fleet.swap(files.weights[2]))

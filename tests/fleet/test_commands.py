@@ -14,6 +14,7 @@ from weightswap_fleet import Deadlines, FleetPlan, FleetRefused
 from weightswap_fleet.coordinator.agreement import DEADLINES
 from weightswap_runtime.errors import Unsupported, WeightsMismatch
 from weightswap_tools.commands import fleet as commands
+from weightswap_tools.commands import fleet_canary as canary_commands
 from weightswap_tools.commands.fleet import fleet_command
 from weightswap_tools.commands.fleet_cluster import _reasons
 
@@ -74,13 +75,18 @@ def test_a_tolerance_that_is_none(tolerance: float) -> None:
 @pytest.mark.parametrize(
     ("arguments", "given"), [([], DEADLINES), (["--prepare-seconds", 2000], DEADLINES._replace(prepare=2000.0))]
 )
-@pytest.mark.parametrize("command", [["swap", "v2.safetensors"], ["rollback"]], ids=lambda command: command[0])
+@pytest.mark.parametrize(
+    "command",
+    [["swap", "v2.safetensors"], ["rollback"], ["canary", "v2.safetensors"], ["promote"]],
+    ids=lambda command: command[0],
+)
 def test_how_long_a_change_is_prepared_can_be_said(
     command: list[str], arguments: list[object], given: Deadlines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    fleet = MagicMock()
-    monkeypatch.setattr(commands, "connected", lambda name, address: nullcontext(fleet))
-    monkeypatch.setattr(commands, "say_receipt", lambda receipt, as_json: None)
+    fleet = MagicMock(trial=None)
+    for module in (commands, canary_commands):
+        monkeypatch.setattr(module, "connected", lambda name, address: nullcontext(fleet))
+        monkeypatch.setattr(module, "say_receipt", lambda receipt, as_json: None)
     run(*command, *arguments, status=0)
     (called,) = fleet.method_calls
     assert called.kwargs["deadlines"] == given

@@ -35,6 +35,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # Ray's
         ({"num_replicas": 2, "autoscaling_config": {"max_replicas": 3}}, "num_replicas=2 beside autoscaling_config"),
         ({"allow_nonfinite": "nothing*"}, "matches no weight"),
         ({"require_signature": "no.pem"}, "no public key"),
+        ({"require_signature": ["no.pem", "nor.pem"]}, r"no\.pem: no public key"),
     ],
 )
 def test_odd_options(options: dict[str, Any], why: str, tiny: TinyArtifact, weight_file: WriteWeights) -> None:

@@ -7,16 +7,18 @@ import pickle
 import threading
 from collections.abc import Iterator
 from contextlib import closing
+from functools import partial
 from pathlib import Path
+from typing import Any
 from unittest.mock import MagicMock
 
 import pytest
 from cryptography.hazmat.primitives.asymmetric import ec
-from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
+from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat, PublicFormat
 
 from weightswap_fleet.coordinator import agreement
 from weightswap_fleet.coordinator.agreement import Agreement, Deadlines
-from weightswap_fleet.documents import FleetPlan, Order, TrialOrder
+from weightswap_fleet.documents import FleetPlan, Order, Spec, TrialOrder
 from weightswap_fleet.errors import FleetError, FleetRefused, FleetUndecided, StaleReplica, UnknownFleet
 from weightswap_fleet.node.keeper import NodeKeeper
 from weightswap_runtime import (
@@ -33,7 +35,7 @@ from weightswap_runtime.desired.document import DesiredWeights
 from weightswap_runtime.desired.place import known_weights
 from weightswap_runtime.errors import NonFiniteWeights, NoWeights, StageCancelled, StageClosed, StagingBusy, Unsupported
 from weightswap_runtime.sources.local import LocalFile
-from weightswap_server.signed_weights import SignatureRefused
+from weightswap_server.signed_weights import SignatureRefused, sign
 
 from .nodes import Fleet
 
@@ -74,8 +76,8 @@ def test_what_is_prepared_is_committed_or_given_up(fleet: Fleet) -> None:
     assert (keeper.status().preparing, keeper.model.weights_id) == ("", fleet.weights_id(0))
     with pytest.raises(StageClosed, match="not prepared any more"):
         keeper.changes.commit("order 1", 2)
-    keeper.changes.prepare(order(fleet, 1))
-    done = keeper.changes.commit("order 1", 2)
+    keeper.changes.prepare(order(fleet, 1)._replace(id="again"))
+    done = keeper.changes.commit("again", 2)
     assert (done.generation, keeper.model.weights_id, keeper.status().revision) == (1, fleet.weights_id(1), 2)
 
 
@@ -213,6 +215,58 @@ def test_a_replica_that_begins_waits_for_no_staging(fleet: Fleet) -> None:
     assert not thread.is_alive()
 
 
+def trial(wanted: Order) -> TrialOrder:
+    return TrialOrder(wanted.id, wanted.source, wanted.weights, FleetPlan())
+
+
+@pytest.mark.parametrize("proven", [False, True], ids=["an order", "a rollback"])
+def test_an_order_that_comes_after_it_was_given_up_is_not_staged(fleet: Fleet, proven: bool) -> None:
+    """Messages overtake each other, and a keeper that was stopped gets all of them at once."""
+    changes, wanted = fleet.keepers["n0"].changes, order(fleet, 2, proven)
+    changes.discard(wanted.id)
+    if proven:
+        changes.prepare(order(fleet, 1))
+    with pytest.raises(StageCancelled, match=r"n0: \w+ was given up"):
+        changes.prepare(wanted)
+    assert changes.preparing == (fleet.weights_id(1) if proven else "")  # which it does not end
+    changes.discard("order 1")
+    assert swap(fleet, 2).late == {}
+
+
+def test_a_trial_that_comes_after_it_was_given_up_is_not_staged(fleet: Fleet) -> None:
+    changes, wanted = fleet.keepers["n0"].changes, order(fleet, 2)
+    changes.end_trial(wanted.id)
+    with pytest.raises(StageCancelled, match=r"n0: \w+ was given up"):
+        changes.prepare_trial(trial(wanted))
+    assert changes.trial() is None
+    assert swap(fleet, 1).late == {}
+
+
+@pytest.mark.parametrize("what", ["an order", "a trial"])
+def test_what_is_given_up_while_its_file_is_opened_is_staged_no_further(fleet: Fleet, what: str) -> None:
+    keeper, wanted = fleet.keepers["n0"], order(fleet, 1)
+    changes = keeper.changes
+    keeper.take_seat(os.getpid(), fleet.spec._replace(since=1.0, interval=0.01))
+    keeper.changes.look()
+    stage = keeper.model.stage
+    giving_up = threading.Thread(target=changes.discard if what == "an order" else changes.end_trial, args=(wanted.id,))
+
+    def opened_slowly(*arguments, **options):  # type: ignore[no-untyped-def]
+        giving_up.start()
+        while wanted.id not in changes._given_up:
+            pass
+        return stage(*arguments, rate_limit=15.0, **options)
+
+    keeper.model.stage = opened_slowly  # type: ignore[method-assign]
+    prepare = partial(changes.prepare, wanted) if what == "an order" else partial(changes.prepare_trial, trial(wanted))
+    with pytest.raises(StageCancelled):
+        prepare()
+    giving_up.join(60)
+    assert (changes.preparing, changes.trial()) == ("", None)
+    keeper.model.stage = stage  # type: ignore[method-assign]
+    assert not changes.prepare(order(fleet, 2)).resident
+
+
 @pytest.mark.parametrize("nodes", [["n0"], ["n0", "n1"]])
 def test_a_rollback_waits_for_no_order_that_others_have_left(fleet: Fleet, nodes: list[str]) -> None:
     """Whoever gave it has died, or waits for nodes that take long; then it does not happen."""
@@ -286,6 +340,28 @@ def test_while_the_place_is_away_an_order_stays_open_until_it_is_over(fleet: Fle
     keeper.changes.look()
     assert (keeper.status().reachable, keeper.model.weights_id) == (False, fleet.weights_id(1))
     away.rename(fleet.where)
+
+
+def test_a_place_that_never_answers_is_told_of(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a file system may that is mounted over a network: the look at it hangs, and the node serves on."""
+    keeper, answers = fleet.keepers["n0"], threading.Event()
+    read = keeper._place._storage.read
+    monkeypatch.setattr(keeper._place._storage, "read", lambda check: answers.wait() and read(check))
+    thread = threading.Thread(target=keeper.changes.look)
+    thread.start()
+    fleet.now += 30.0
+    assert (keeper.status().reachable, keeper.status().error) == (True, "")
+    fleet.now += 1.0
+    status = keeper.status()
+    assert (status.reachable, status.error) == (False, f"{fleet.where}: was not read for more than 30 s")
+    assert status.weights_id == fleet.weights_id(0)
+    assert 'weightswap_fleet_unread_seconds{model="tiny"} 31.0' in keeper.metrics()
+    answers.set()
+    thread.join(60)
+    status = keeper.status()
+    assert (status.reachable, status.error) == (True, "")
+    assert 'weightswap_fleet_unread_seconds{model="tiny"} 0.0' in keeper.metrics()
+    assert 'weightswap_fleet_revision{model="tiny"} 1.0' in keeper.metrics()
 
 
 def test_a_rollback_reads_nothing_and_a_swap_reads_what_it_is_given(fleet: Fleet) -> None:
@@ -588,7 +664,7 @@ def test_the_latest_deployment_counts(fleet: Fleet, tmp_path: Path) -> None:
     keeper = fleet.keepers["n0"]
     public = ec.generate_private_key(ec.SECP256R1()).public_key()
     key = tmp_path / "key.pem"
-    later = fleet.spec._replace(since=1.0, require_signature=str(key))
+    later = fleet.spec._replace(since=1.0, require_signature=(str(key),))
     with pytest.raises(Unsupported, match=r"key\.pem: no public key"):
         keeper.take_seat(os.getpid(), later)
     assert keeper.spec == fleet.spec
@@ -602,12 +678,44 @@ def test_the_latest_deployment_counts(fleet: Fleet, tmp_path: Path) -> None:
     assert fleet.spec._replace(place="elsewhere").key != fleet.spec.key == later.key
 
 
+def test_any_of_several_keys_will_do(fleet: Fleet, tmp_path: Path) -> None:
+    """As of a server: while one key takes the place of another."""
+    publics = []
+    for name in ("old", "new"):
+        private = ec.generate_private_key(ec.SECP256R1())
+        key = private.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
+        (tmp_path / f"{name}.private.pem").write_bytes(key)
+        public = private.public_key().public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo)
+        publics.append(tmp_path / f"{name}.pem")
+        publics[-1].write_bytes(public)
+    spec = _spec(fleet, require_signature=publics)
+    assert spec.require_signature == tuple(map(str, publics))
+    keeper = fleet.keepers["n0"]
+    keeper.take_seat(os.getpid(), fleet.spec._replace(since=1.0, require_signature=spec.require_signature))
+    with pytest.raises(SignatureRefused, match="not signed"):
+        keeper.changes.prepare(order(fleet, 1))
+    for number, name in ((2, "old"), (3, "new")):
+        signature = sign(fleet.weights_id(number), str(tmp_path / f"{name}.private.pem"))
+        path = fleet.file(number)
+        path.with_name(f"{path.name}.sig").write_bytes(signature)
+        keeper.changes.prepare(order(fleet, number))
+        keeper.changes.discard(f"order {number}")
+
+
+def _spec(fleet: Fleet, **options: Any) -> Spec:
+    """What a deployment with these options tells its replicas."""
+    deploying = pytest.importorskip("weightswap_fleet.deploying")
+    application = deploying.deployment(fleet.tiny.path, follow=fleet.where, **options)
+    spec: Spec = application._bound_deployment._replica_config.init_args[0]
+    return spec
+
+
 def test_what_was_refused_is_tried_again_by_a_deployment_that_lets_it_in(fleet: Fleet, tmp_path: Path) -> None:
     keeper = fleet.keepers["n0"]
     key = tmp_path / "key.pem"
     public = ec.generate_private_key(ec.SECP256R1()).public_key()
     key.write_bytes(public.public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo))
-    keeper.take_seat(os.getpid(), fleet.spec._replace(since=1.0, require_signature=str(key)))
+    keeper.take_seat(os.getpid(), fleet.spec._replace(since=1.0, require_signature=(str(key),)))
     fleet.place.set(fleet.file(1), revision=1)
     for _ in range(2):
         keeper.changes.look()
@@ -624,7 +732,7 @@ def test_a_keeper_that_begins_again_changes_nothing_until_it_knows_the_deploymen
     public = ec.generate_private_key(ec.SECP256R1()).public_key()
     key = tmp_path / "key.pem"
     key.write_bytes(public.public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo))
-    later = fleet.spec._replace(since=1.0, require_signature=str(key))
+    later = fleet.spec._replace(since=1.0, require_signature=(str(key),))
     fleet.keepers["n0"].take_seat(os.getpid(), later)
     fleet.place.set(fleet.file(1), revision=1)
     fleet.start("n0", deployed=False)
@@ -648,7 +756,7 @@ def test_a_keeper_that_begins_again_alone_waits_for_the_deployment_too(fleet: Fl
     with closing(NodeKeeper(fleet.spec, "n9", again=True)) as keeper:
         assert keeper.model.weights_id is None
         with pytest.raises(NoWeights, match="not signed"):
-            keeper.take_seat(os.getpid(), fleet.spec._replace(since=1.0, require_signature=str(key)))
+            keeper.take_seat(os.getpid(), fleet.spec._replace(since=1.0, require_signature=(str(key),)))
         assert keeper.model.weights_id is None
     with closing(NodeKeeper(fleet.spec, "n8", again=True)) as keeper:
         keeper.take_seat(os.getpid(), fleet.spec)

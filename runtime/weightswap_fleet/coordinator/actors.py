@@ -170,11 +170,12 @@ def statuses(fleet: str) -> list[NodeStatus]:
     answers = dict(zip(keepers, _ask(keepers, "status", timeout=ANSWER), strict=True))
     specs = [each.spec for each in answers.values() if isinstance(each, NodeStatus)]
     if not specs:
-        known = f" ({len(answers)} do not answer)" if answers else ""
+        if answers:
+            raise UnknownFleet(f"{fleet}: of its nodes, which are {len(answers)}, none answers; try again in a moment")
         others = ", ".join(_fleets()) or "none"
         raise UnknownFleet(
-            f"{fleet}: no node of a fleet of that name is there{known}. Deployed on this cluster: {others}; deploy it "
-            "first, or give another name"
+            f"{fleet}: no node of a fleet of that name is there. Deployed on this cluster: {others}; deploy it first, "
+            "or give another name"
         )
     latest = max(specs, key=_since)
     mine = _keeper_name(latest, "")

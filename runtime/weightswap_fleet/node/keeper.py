@@ -14,13 +14,13 @@ from typing import Any
 
 from weightswap_fleet.documents import NodeStatus, Seat, Spec
 from weightswap_fleet.metrics import NodeMetrics
-from weightswap_runtime.desired.place import DesiredPlace
 from weightswap_runtime.errors import NoWeights, text_of
 from weightswap_runtime.format.artifact import Artifact
 from weightswap_runtime.shared.control import Control
 
 from .memory import NodeMemory
 from .node_changes import NodeChanges
+from .node_place import NodePlace
 from .node_weights import NodeWeights
 from .relay import Relay, Transfer
 from .seats import Seats
@@ -57,10 +57,15 @@ class NodeKeeper:
         self._weights = NodeWeights(spec, node, artifact, self._memory, self._relay)
         self.model = self._weights.model
         control = Control(self._memory.segment.control)
-        self.changes = changes = NodeChanges(self._weights, DesiredPlace(spec.place), control, clock)
+        self._place = NodePlace(spec.place, clock)
+        self.changes = changes = NodeChanges(self._weights, self._place, control, clock)
         changes.is_deployed = adopted is None and not again
         self._seats = Seats(control, lambda pid: NodeMemory.is_held_by(pid, name))
         self._metrics = NodeMetrics(spec.model, self.model)
+        self._metrics.show("weightswap_fleet_revision", "That is served.", lambda: self._weights.revision)
+        self._metrics.show(
+            "weightswap_fleet_unread_seconds", "Since the place was read.", lambda: max(0.0, self._place.unread)
+        )
         asked: tuple[Callable[..., Any], ...] = (
             *(self.take_seat, self.told, self.metrics, self.relayed, self.status),
             *(changes.prepare, changes.renew, changes.discard, changes.commit, changes.look_soon),
@@ -122,7 +127,7 @@ class NodeKeeper:
             revision=self._weights.revision,
             since=self.model.history[-1].committed_at if self.model.history else None,
             read=state.revision if state else 0,
-            reachable=reconciler.reachable,
+            reachable=reconciler.reachable and not self._silence,
             preparing=self.changes.preparing,
             trying=trial.weights.weights_id if trial else "",
             replicas=self._seats.processes,
@@ -130,8 +135,15 @@ class NodeKeeper:
         )
 
     @property
+    def _silence(self) -> str:
+        return self._place.silence(self.spec.interval)
+
+    @property
     def _error(self) -> str:
-        error = self.changes.reconciler.last_error
+        reconciler = self.changes.reconciler
+        if reconciler.reachable and (silence := self._silence):
+            return silence
+        error = reconciler.last_error
         return text_of(error) if error is not None else ""
 
     def close(self) -> None:

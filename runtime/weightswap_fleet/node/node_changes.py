@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -34,6 +35,7 @@ from .node_trial import NodeTrial
 from .node_weights import NodeWeights
 
 _POLL = 0.01  # seconds
+_GIVEN_UP = 64  # changes that are known to be
 _log = logging.getLogger("weightswap.fleet")
 
 
@@ -48,6 +50,7 @@ class NodeChanges:
         self.bell = threading.Event()  # whoever looks at the place is to do so now
         self._order: _OpenOrder | None = None
         self._trial: NodeTrial | None = None
+        self._given_up: deque[str] = deque(maxlen=_GIVEN_UP)
         self.is_deployed = True  # whether it is known how to verify; until then nothing changes
         self._looked_with = weights.spec
         self._turn = threading.RLock()
@@ -76,13 +79,14 @@ class NodeChanges:
         What is on trial is not staged again, and stays on trial until the commit. A rollback waits for nothing: what is
         being staged or is on trial, and an order that is not decided, are given up.
 
-        Raises what `Model.stage` raises, StageCancelled where the order is given up meanwhile, and StagingBusy where
-        another is open, or other weights are on trial.
+        Raises what `Model.stage` raises, StageCancelled where the order is given up meanwhile, or was before it came,
+        and StagingBusy where another is open, or other weights are on trial.
         """
         began = time.perf_counter()
         if not order.proven:
             self._check_free()
         with self._turn_at_once() if order.proven else self._turn:
+            self._check_meant(order)
             if order.proven and self._order is not None and not self._settle(self._order):
                 self._drop()
             self._check_free()
@@ -91,23 +95,42 @@ class NodeChanges:
     def _prepare(self, order: Order, began: float) -> Prepared:
         wanted = order.weights.weights_id
         if self._trial is not None and self._trial.is_of(order):
-            self._order = opening = _OpenOrder(order, self._clock)
+            opening = self._open(order)
             opening.staged, opening.is_on_trial = self._trial.staged, True
             return Prepared(time.perf_counter() - began, True, opening.staged.verified)
         if order.proven:
             self._end_trial()
         self._check_no_trial()
-        self._order = opening = _OpenOrder(order, self._clock)
+        opening = self._open(order)
         if order.proven and wanted in {self._model.weights_id, self._model.previous_weights_id}:
             return Prepared(time.perf_counter() - began, True, "none")
         try:
             opening.staged = self._weights.stage(order.source, order.weights, order.reader)
-            self._weights.wait(opening.staged, lambda: opening.is_over or self._is_overtaken(order))
+            self._weights.wait(
+                opening.staged, lambda: self._is_given_up(order) or opening.is_over or self._is_overtaken(order)
+            )
         except BaseException:
-            self._order = None
+            self._drop()
             raise
         opening.renew()  # it may have taken long
         return Prepared(time.perf_counter() - began, False, opening.staged.verified)
+
+    def _open(self, order: Order) -> _OpenOrder:
+        self._order = opening = _OpenOrder(order, self._clock)
+        try:
+            self._check_meant(order)  # again: who gives it up from now on sees it
+        except StageCancelled:
+            self._drop()
+            raise
+        return opening
+
+    def _is_given_up(self, order: Order | TrialOrder) -> bool:
+        return order.id in self._given_up
+
+    def _check_meant(self, order: Order | TrialOrder) -> None:
+        """Raise StageCancelled where it was given up: what was sent first may come last, or has waited for its turn."""
+        if self._is_given_up(order):
+            raise StageCancelled(f"{self._node}: {order.weights.weights_id[:SHOWN]} was given up")
 
     def _is_overtaken(self, order: Order) -> bool:
         """Whether something else was decided, such as a hold or a rollback by hand."""
@@ -191,7 +214,8 @@ class NodeChanges:
         return Committed(at, generation, seconds)
 
     def discard(self, order_id: str) -> None:
-        """Give an order up, if it is the one that is open; also while it is being staged."""
+        """Give an order up: one that is open, is being staged, or has not come yet."""
+        self._given_up.append(order_id)
         opened = self._order
         if opened is not None and opened.order.id == order_id:
             if opened.staged is not None and not opened.is_on_trial:
@@ -211,6 +235,7 @@ class NodeChanges:
         began = time.perf_counter()
         self._check_free()
         with self._turn:
+            self._check_meant(order)
             self._check_free()
             self._check_no_trial()
             if self._model.weights_id in (None, order.weights.weights_id):
@@ -220,10 +245,11 @@ class NodeChanges:
             staged = self._weights.stage(order.source, order.weights, order.reader)
             self._trial = NodeTrial(order, staged, self._control, self._clock)
             try:
-                self._weights.wait(staged, self._desires_others)
+                self._check_meant(order)
+                self._weights.wait(staged, lambda: self._is_given_up(order) or self._desires_others())
                 self._trial.keep()  # it may have taken long
             except BaseException:
-                self._trial = None
+                self._end_trial()
                 raise
             return Prepared(time.perf_counter() - began, False, staged.verified)
 
@@ -238,7 +264,8 @@ class NodeChanges:
             return self._trial.renew(share)
 
     def end_trial(self, trial_id: str) -> None:
-        """Give a trial up, if it is the one that there is; also while it is being staged."""
+        """Give a trial up: one that there is, is being staged, or has not come yet."""
+        self._given_up.append(trial_id)
         trial = self._trial
         if trial is not None and trial.order.id == trial_id:
             trial.staged.cancel_soon()

@@ -33,8 +33,8 @@ class NodeWeights:
 
     def take(self, spec: Spec) -> None:
         """Verify as a deployment says; what is served already, it serves on."""
-        key = spec.require_signature
-        self.model._store.admit = requires(key) if key is not None else None
+        keys = spec.require_signature
+        self.model._store.admit = requires(*keys) if keys else None
         self.spec = spec
 
     def stage(self, path: str | Path, weights: DesiredWeights, reader: str = "") -> Staged:

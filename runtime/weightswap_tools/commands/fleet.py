@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -53,7 +52,8 @@ def deploy(
     max_batch: Annotated[int, typer.Option(min=1, help="Rows of requests that may go as one call.")] = 1,
     route: Annotated[str, typer.Option(help="The prefix of its pages at Ray Serve's proxies.")] = "/",
     require_signature: Annotated[
-        Path | None, typer.Option(help="A public key; weights that it has not signed are refused.", dir_okay=False)
+        list[str] | None,
+        typer.Option(help="A public key; weights that it has not signed are refused; repeatable."),
     ] = None,
     allow_nonfinite: Annotated[
         list[str] | None, typer.Option(help="Let NaN and infinities into weights of this name; `*` is all.")

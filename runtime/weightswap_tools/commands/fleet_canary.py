@@ -11,7 +11,18 @@ from weightswap_runtime.errors import StageClosed
 from weightswap_tools.terminal import JsonOption, errors_as_exit, print_json, say, status_line
 
 from .canary import print_measured
-from .fleet_cluster import NAME, AddressOption, ByOption, NameOption, WhyOption, connected, say_receipt
+from .fleet_cluster import (
+    NAME,
+    PREPARE,
+    AddressOption,
+    ByOption,
+    NameOption,
+    PrepareOption,
+    WhyOption,
+    connected,
+    deadlines,
+    say_receipt,
+)
 
 if TYPE_CHECKING:
     from weightswap_fleet import Fleet, TrialReport
@@ -35,6 +46,7 @@ def canary(
     wait: Annotated[bool, typer.Option("--wait", help="Wait for its end; status 1 where it was not promoted.")] = False,
     by: ByOption = "",
     why: WhyOption = "",
+    prepare_seconds: PrepareOption = PREPARE,
     address: AddressOption = "auto",
     as_json: JsonOption = False,
 ) -> None:
@@ -56,7 +68,7 @@ def canary(
         raise typer.BadParameter("--step-seconds: give --steps, too")
     with errors_as_exit(as_json), connected(name, address) as fleet:
         if weights is not None:
-            fleet.canary(weights, by=by, why=why, **given)
+            fleet.canary(weights, by=by, why=why, deadlines=deadlines(prepare_seconds), **given)
         trial = _waited(fleet) if wait else fleet.trial
         if as_json:
             print_json({"trial": trial.as_dict() if trial is not None else None})
@@ -70,12 +82,13 @@ def promote(
     name: NameOption = NAME,
     by: ByOption = "",
     why: WhyOption = "",
+    prepare_seconds: PrepareOption = PREPARE,
     address: AddressOption = "auto",
     as_json: JsonOption = False,
 ) -> None:
     """Let all nodes serve what is on trial, together: all of them, or none, and then the trial goes on."""
     with errors_as_exit(as_json), connected(name, address) as fleet:
-        say_receipt(fleet.promote(by=by, why=why), as_json)
+        say_receipt(fleet.promote(by=by, why=why, deadlines=deadlines(prepare_seconds)), as_json)
 
 
 def abort(

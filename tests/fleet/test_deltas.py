@@ -1,0 +1,153 @@
+"""Deltas that a fleet takes: operators at once, keepers that begin again, chains, and nodes that come in between."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from weightswap_fleet.coordinator.agreement import Agreement, Deadlines
+from weightswap_fleet.documents import FleetReceipt
+from weightswap_fleet.errors import FleetRefused
+from weightswap_runtime import BaseMismatch, RevisionConflict, write_delta
+from weightswap_runtime.desired.document import MOST_BASES
+from weightswap_runtime.desired.place import known_weights
+from weightswap_runtime.errors import StageClosed, StagingBusy, Unsupported
+
+from .nodes import Fleet
+
+SOON = Deadlines(prepare=5.0, commit=0.2)
+
+
+@pytest.fixture
+def fleet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Fleet]:
+    """Two nodes that serve number 0, at revision 1."""
+    made = Fleet(tmp_path, 2, monkeypatch)
+    made.place.set(made.file(0), revision=0)
+    for keeper in made.keepers.values():
+        keeper.changes.look()
+    made.commits.clear()
+    yield made
+    made.close()
+
+
+def delta(fleet: Fleet, base: int, new: int) -> Path:
+    return write_delta(fleet.file(base), fleet.file(new), fleet.where / f"d{base}-{new}.safetensors").path
+
+
+def swap(fleet: Fleet, path: Path) -> FleetReceipt:
+    return Agreement(fleet.place, fleet).swap(str(path), known_weights(path), "ana", "", SOON)
+
+
+def before(fleet: Fleet, method: str, event: Callable[[], object], node: str = "n0") -> None:
+    """Once, just before a node hears of something."""
+    events = [event]
+
+    def fate(asked: str, of: str) -> str:
+        if (asked, of) == (method, node) and events:
+            events.pop()()
+        return ""
+
+    fleet.fate = fate
+
+
+def test_the_second_of_two_operators_is_told_what_is_desired_by_then(fleet: Fleet) -> None:
+    """Both have made a delta from the same weights; their changes come one after the other."""
+    first, second = delta(fleet, 0, 1), delta(fleet, 0, 2)
+    swap(fleet, first)
+    fleet.asked.clear()
+    with pytest.raises(
+        BaseMismatch, match=rf"from the weights {fleet.weights_id(0)[:12]}, and {fleet.weights_id(1)[:12]} "
+    ):
+        swap(fleet, second)
+    assert fleet.asked == []
+    assert fleet.commits == [(2, fleet.weights_id(1))] * 2
+
+
+@pytest.mark.parametrize(
+    ("when", "first_serves", "refusals"),
+    [("prepare", False, {RevisionConflict}), ("renew", True, {StagingBusy}), ("commit", True, {BaseMismatch})],
+)
+def test_of_two_operators_at_once_one_is_refused(
+    fleet: Fleet, when: str, first_serves: bool, refusals: set[type[Exception]]
+) -> None:
+    """By two coordinators, of which the second begins and ends in the midst of what the first one does."""
+    first, second, refused = delta(fleet, 0, 1), delta(fleet, 0, 2), list[Exception]()
+
+    def attempt(path: Path) -> None:
+        try:
+            swap(fleet, path)
+        except FleetRefused as error:
+            refused.extend(error.reasons.values())
+        except (BaseMismatch, RevisionConflict) as error:
+            refused.append(error)
+
+    before(fleet, when, lambda: attempt(second))
+    attempt(first)
+    assert {type(each) for each in refused} == refusals
+    winner = fleet.weights_id(1 if first_serves else 2)
+    assert fleet.commits == [(2, winner)] * 2
+    assert set(fleet.served().values()) == {winner}
+    assert fleet.place.read().revision == 2
+
+
+@pytest.mark.parametrize("when", ["renew", "commit"])
+@pytest.mark.parametrize("base_is_there", [True, False])
+def test_a_keeper_that_begins_again_before_it_commits_a_delta(fleet: Fleet, when: str, base_is_there: bool) -> None:
+    """Before the decision nobody changes; after it the next keeper, which has the base in memory, reads the delta."""
+    path = delta(fleet, 0, 1)
+    if not base_is_there:
+        fleet.file(0).rename(fleet.where / "away")
+    before(fleet, when, lambda: fleet.start("n0"))
+    if when == "renew":
+        with pytest.raises(FleetRefused) as refused:
+            swap(fleet, path)
+        assert {name: type(error) for name, error in refused.value.reasons.items()} == {"n0": StageClosed}
+        assert (fleet.commits, fleet.place.read().revision) == ([], 1)
+    else:
+        receipt = swap(fleet, path)
+        assert (receipt.late, receipt.nodes["n0"].committed_at) == ({}, None)
+        assert fleet.commits == [(2, receipt.weights_id)] * 2
+        assert {keeper.model.history[-1].kind for keeper in fleet.keepers.values()} == {"delta"}
+    assert {keeper.status().preparing for keeper in fleet.keepers.values()} == {""}
+
+
+@pytest.mark.parametrize("when", ["prepare", "renew", "commit", "status"])
+def test_a_node_that_joins_while_a_delta_is_agreed_on(fleet: Fleet, when: str) -> None:
+    """It begins with what is desired just then, and ends with what all serve; the receipt waits for it."""
+    path = delta(fleet, 0, 1)
+    before(fleet, when, lambda: fleet.start("n2"))
+    receipt = swap(fleet, path)
+    assert (set(receipt.nodes), receipt.late) == ({"n0", "n1"}, {})
+    assert fleet.served() == dict.fromkeys(("n0", "n1", "n2"), receipt.weights_id)
+    assert {keeper.status().revision for keeper in fleet.keepers.values()} == {2}
+
+
+def test_a_node_that_joins_and_cannot_read_the_base_is_late_and_serves_nothing_old(fleet: Fleet) -> None:
+    path = delta(fleet, 0, 1)
+    fleet.file(0).rename(fleet.where / "away")
+    before(fleet, "commit", lambda: fleet.start("n2"), "n1")
+    receipt = swap(fleet, path)
+    assert set(receipt.nodes) == {"n0", "n1"}
+    assert list(receipt.late) == ["n2"]
+    assert "v0.safetensors: cannot be opened" in receipt.late["n2"]
+    assert fleet.keepers["n2"].model.weights_id is None
+
+
+def test_a_chain_of_deltas_is_as_long_as_the_limit_and_no_longer(fleet: Fleet) -> None:
+    """A node that comes then reads all of it; one more is refused before a node is asked, and says what to do."""
+    for new in range(1, MOST_BASES + 1):
+        assert swap(fleet, delta(fleet, new - 1, new)).late == {}
+    fleet.start("n2")
+    assert len(fleet.keepers["n2"].model.history) == 1  # nothing in between was served
+    assert set(fleet.served().values()) == {fleet.weights_id(MOST_BASES)}
+    last = MOST_BASES + 1
+    fleet.asked.clear()
+    with pytest.raises(Unsupported, match="a delta after 20 files that a new process would read first; name a full we"):
+        swap(fleet, delta(fleet, MOST_BASES, last))
+    assert fleet.asked == []
+    assert swap(fleet, fleet.file(last)).late == {}
+    assert swap(fleet, delta(fleet, last, last + 1)).late == {}
+    assert not Agreement(fleet.place, fleet).rollback(fleet.weights_id(MOST_BASES), "bo", "", False, SOON).late
+    assert set(fleet.served().values()) == {fleet.weights_id(MOST_BASES)}
