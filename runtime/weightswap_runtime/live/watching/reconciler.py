@@ -102,7 +102,8 @@ class Reconciler:
             self._try(wanted, state, target)
 
     def _try(self, wanted: DesiredWeights, state: DesiredState, target: FollowTarget) -> None:
-        path, *bases = (self._place.locate(each) for each in (wanted, *(wanted.bases or ())))
+        path = self._place.locate(wanted)
+        bases = [self._place.locate(base) for base in wanted.bases or ()]
         found = {each: _fingerprint(each) for each in (path, *bases)}  # before it is read: who mends it then is seen
         try:
             target.put(path, self._place.located(wanted), lambda: self._still_wants(wanted, target.check))
