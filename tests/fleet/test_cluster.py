@@ -312,8 +312,7 @@ def test_a_node_that_has_missed_a_commit_takes_no_requests_until_it_has_caught_u
             fcntl.flock(lock, fcntl.LOCK_UN)
             receipt = change.result(60)
             assert set(receipt.late) == {node.node}
-            time.sleep(2.0)
-            assert {asked_over_http()["parameters"]["weights_id"] for _ in range(40)} == {receipt.weights_id}
+            until(lambda: {asked_over_http()["parameters"]["weights_id"] for _ in range(40)} == {receipt.weights_id})
     assert fleet.wait(60)
     assert soon(lambda: fleet.swap(files.weights[3])).late == {}
 
