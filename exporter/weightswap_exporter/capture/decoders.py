@@ -131,7 +131,7 @@ def _cache(owner: Any, position: torch.Tensor) -> Any:
     places = _Places(position)
     while hasattr(owner, KEYS.format(len(layers))):
         index = len(layers)
-        layer = StaticLayer(max_cache_len=owner.cache_length)
+        layer: Any = StaticLayer(max_cache_len=owner.cache_length)
         layer.keys, layer.values = getattr(owner, KEYS.format(index)), getattr(owner, VALUES.format(index))
         layer.dtype, layer.device = layer.keys.dtype, layer.keys.device
         layer.batch_size, layer.num_heads = layer.keys.shape[:2]
