@@ -49,8 +49,8 @@ class TorchState:
         return found
 
     def storages(self) -> list[int]:
-        """Where the tensors lie, each at the beginning of its storage; a call that resizes one moves it."""
-        return [live.data_ptr() for live in self._all]
+        """Where the tensors lie, also those without elements; a call that resizes one moves it."""
+        return [live.untyped_storage().data_ptr() for live in self._all]
 
 
 def _copied(row: NamedTensor, value: torch.Tensor) -> torch.Tensor:
