@@ -11,6 +11,7 @@ import math
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -127,17 +128,42 @@ def _cache(owner: Any, position: torch.Tensor) -> Any:
     from transformers.cache_utils import Cache, StaticLayer
 
     layers: list[Any] = []
+    places = _Places(position)
     while hasattr(owner, KEYS.format(len(layers))):
         index = len(layers)
-        layer = StaticLayer(max_cache_len=owner.cache_length)
+        layer: Any = StaticLayer(max_cache_len=owner.cache_length)
         layer.keys, layer.values = getattr(owner, KEYS.format(index)), getattr(owner, VALUES.format(index))
         layer.dtype, layer.device = layer.keys.dtype, layer.keys.device
         layer.batch_size, layer.num_heads = layer.keys.shape[:2]
         layer.k_head_dim, layer.v_head_dim = layer.keys.shape[-1], layer.values.shape[-1]
-        layer.cumulative_length = position.clone()
+        layer.cumulative_length = position
+        layer.update = partial(_update, layer, places)
         layer.is_initialized = True
         layers.append(layer)
     return Cache(layers=layers)
+
+
+class _Places:
+    """Where a call's tokens go in the caches of all layers, computed once."""
+
+    def __init__(self, position: torch.Tensor) -> None:
+        self._position = position
+        self._count: Any = None
+
+    def of(self, count: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        """The places of so many tokens, and the length after them."""
+        if self._count is None or self._count != count:
+            self._count = count
+            self._found = torch.arange(count, device=self._position.device) + self._position, self._position + count
+        return self._found
+
+
+def _update(layer: Any, places: _Places, keys: torch.Tensor, values: torch.Tensor, *_: Any, **__: Any) -> Any:
+    """What `StaticLayer.update` does, without a write to the length: a graph would keep one for each layer."""
+    where, layer.cumulative_length = places.of(keys.shape[-2])
+    layer.keys.index_copy_(2, where, keys)
+    layer.values.index_copy_(2, where, values)
+    return layer.keys, layer.values
 
 
 def _method(name: str, batch: int, length: int, tokens: int) -> MethodSpec:

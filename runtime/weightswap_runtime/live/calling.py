@@ -135,7 +135,9 @@ class Caller:
         self, context: Context, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], choice: Choice | None
     ) -> list[Any]:
         context.check_engine(self._methods.engine)
-        flat = self._methods.flatten(name, args, {key: kwargs[key] for key in kwargs if key != "context"})
+        others = kwargs.copy()
+        del others["context"]
+        flat = self._methods.flatten(name, args, others)
         claim = Claim()
         try:
             context.use(claim)

@@ -68,6 +68,7 @@ class Context(AbstractContextManager["Context"]):
         """
         self.on_swap: OnSwap = on_swap
         self._artifact = artifact
+        self._methods = artifact.methods_with_state
         self._engine = engine
         self._state: State | None = state
         self._made_with = weights_id
@@ -163,7 +164,7 @@ class Context(AbstractContextManager["Context"]):
     ) -> list[Any]:
         """Call a method of the weights `weights_id` and a choice of variants with this state, which the caller uses."""
         chosen, ids = (choice.chosen, choice.ids) if choice is not None else (None, {})
-        if method not in self._artifact.methods_with_state:
+        if method not in self._methods:
             return bound.run(method, inputs, None, chosen)
         self._check_whole()
         if self._pinned is not None and self._pinned.weights_id != weights_id:

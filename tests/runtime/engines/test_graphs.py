@@ -105,6 +105,17 @@ def heads(x: torch.Tensor) -> torch.Tensor:
     return nn.functional.dropout(y.abs().add(1, alpha=2).rsqrt().bmm(y.mT).sub(y.mT.mT.sum(), alpha=0.5), 0.5, False)
 
 
+def casts(x: torch.Tensor) -> Any:
+    """Casts of what has the dtype, layout and device already, whose results are their arguments; and others."""
+    y = (x * 2).float()
+    z = y.to("cpu", torch.float32)
+    z.add_(1)
+    copied = y.to(torch.float32, copy=True).mul_(3)
+    ordered = x.mT.to(torch.float32, memory_format=torch.contiguous_format)
+    laid = torch.ops.aten.to.dtype_layout(x, dtype=torch.float32, layout=torch.strided)
+    return y, z, copied, ordered, laid * 2, x.matmul(x.mT).float() + y
+
+
 CASES = {
     "branches": Case(branches, (numbers(3, 4),), ((numbers(3, 4) / 100,),)),
     "a loop": Case(counted, (numbers(3),)),
@@ -122,6 +133,7 @@ CASES = {
     "a size from data": Case(data_dependent, (numbers(9),), ((numbers(9, seed=3),), (torch.zeros(9),))),
     "in place": Case(in_place, (numbers(3, 4),)),
     "heads": Case(heads, (numbers(2, 2, 3, 4),)),
+    "casts": Case(casts, (numbers(3, 3),)),
 }
 
 
@@ -147,6 +159,22 @@ def test_a_graph_does_what_torch_makes_of_it(case: Case) -> None:
         assert len(expected) == ours.outputs
         assert equal(list(ours.call(*flat)), list(expected))
         assert equal(theirs.module()(*args), case.function(*args))
+
+
+@torch.no_grad()
+def test_casts_that_change_nothing_are_not_asked_for() -> None:
+    def floats(x: torch.Tensor) -> torch.Tensor:
+        return (x @ x).float().neg()
+
+    raw = archived(torch.export.export(Whole(floats), (numbers(3, 3),)))
+    call = compiled(raw).call
+    assert b"aten.to.dtype" in json.dumps(documented(raw)).encode()
+    for autocast, asked in ((False, False), (True, True)):
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast), torch.autograd.profiler.profile() as seen:
+            (found,) = call(numbers(3, 3))
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            assert equal(found, floats(numbers(3, 3)))
+        assert ("aten::to" in {each.name for each in seen.function_events or ()}) == asked
 
 
 def test_autograd_is_left_out_where_nothing_needs_it() -> None:

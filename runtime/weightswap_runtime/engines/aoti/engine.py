@@ -159,7 +159,8 @@ class AotiCall:
         return [_output(leaf, found) for leaf in self._outputs]
 
     def _run(self, given: list[torch.Tensor], choice: ChosenTensors) -> list[torch.Tensor]:
-        pool = self._pools.setdefault(choice, [])
+        if (pool := self._pools.get(choice)) is None:
+            pool = self._pools.setdefault(choice, [])
         try:
             container = pool.pop()
         except IndexError:
@@ -169,7 +170,8 @@ class AotiCall:
         return values
 
     def _container_of(self, state: TorchState, choice: ChosenTensors) -> Container:
-        found = self._of_states.setdefault(state, WeakKeyDictionary())
+        if (found := self._of_states.get(state)) is None:  # two calls at once with one state are refused
+            found = self._of_states[state] = WeakKeyDictionary()
         container = found.get(choice)
         if container is None:
             own = {fqn: state.tensors[name] for fqn, name in self._states.items()}

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Mapping
 from operator import contains
 from typing import Any, Protocol
+from weakref import WeakKeyDictionary
 
 import torch
 
@@ -84,6 +85,7 @@ class GraphCall:
         self._variable = [
             (index, item.name) for index, item in enumerate(inputs, self._count) if item.kind == "variant"
         ]
+        self._with_variants: WeakKeyDictionary[ChosenTensors, list[Any]] = WeakKeyDictionary()
         self.stateful = bool(self._states)
         varies = self.stateful or bool(self._variable)
         self._bound = self._slots[: self._places[0]] if self._inputs_last() and not varies else None
@@ -103,6 +105,7 @@ class GraphCall:
                 overwrite(old, new)
             return
         self._slots[: self._count] = values
+        self._with_variants.clear()
         if self._bound is not None:
             self._bound[: self._count] = values
         self.hoisted = list(values)
@@ -115,16 +118,22 @@ class GraphCall:
         """Flat inputs to flat outputs."""
         if self._bound is not None:
             return self._graph(*self._bound, *inputs)
-        slots = self._slots.copy()
+        slots = (self._slots if chosen is None else self._chosen(chosen)).copy()
         if state is not None:
-            for place, name in self._states:
-                slots[place] = state.tensors[name]
-        if chosen is not None:
-            for place, tensor in chosen.placed(self._graph, self._variable):
+            for place, tensor in state.placed(self._graph, self._states):
                 slots[place] = tensor
         for place, value in zip(self._places, inputs, strict=True):
             slots[place] = value
         return self._graph(*slots)
+
+    def _chosen(self, chosen: ChosenTensors) -> list[Any]:
+        """The slots with the tensors of variants in their places."""
+        if (found := self._with_variants.get(chosen)) is None:
+            found = self._slots.copy()
+            for place, name in self._variable:
+                found[place] = chosen.tensors.get(name, found[place])
+            self._with_variants[chosen] = found
+        return found
 
 
 def overwrite(old: torch.Tensor, new: torch.Tensor) -> None:

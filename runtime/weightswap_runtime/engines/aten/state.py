@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 
 import torch
 
@@ -22,6 +22,8 @@ class TorchState:
         self._initial = initial
         self._own = {row.name: _copied(row, initial[row.name]) for row in rows}
         self.tensors = {name: self._own[row.name] for row in rows for name in row.names}
+        self._all = list(self._own.values())
+        self._placed: dict[Hashable, list[tuple[int, torch.Tensor]]] = {}
 
     def reset(self) -> None:
         """Put the initial values back, in the same memory; in other memory where a call has resized a tensor."""
@@ -40,9 +42,15 @@ class TorchState:
         """The tensors by the names of their rows."""
         return iter(self._own.items())
 
+    def placed(self, graph: Hashable, places: Sequence[tuple[int, str]]) -> list[tuple[int, torch.Tensor]]:
+        """Its tensors at the places of a graph's inputs; `places` are those, and the names there."""
+        if (found := self._placed.get(graph)) is None:
+            found = self._placed[graph] = [(place, self.tensors[name]) for place, name in places]
+        return found
+
     def storages(self) -> list[int]:
-        """Where the tensors lie; a call that resizes one moves it."""
-        return [live.untyped_storage().data_ptr() for live in self._own.values()]
+        """Where the tensors lie, also those without elements; a call that resizes one moves it."""
+        return [live.untyped_storage().data_ptr() for live in self._all]
 
 
 def _copied(row: NamedTensor, value: torch.Tensor) -> torch.Tensor:

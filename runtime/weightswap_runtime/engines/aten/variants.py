@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 
 import torch
 
@@ -15,7 +15,6 @@ class ChosenTensors:
         if storages is None:
             storages = list({tensor.untyped_storage().data_ptr() for tensor in tensors.values()})
         self.storages = storages
-        self._placed: dict[Hashable, list[tuple[int, torch.Tensor]]] = {}
 
     @classmethod
     def joined(cls, chosen: Iterable[ChosenTensors]) -> ChosenTensors:
@@ -23,13 +22,6 @@ class ChosenTensors:
         found = list(chosen)
         tensors = {name: tensor for each in found for name, tensor in each.tensors.items()}
         return cls(tensors, [place for each in found for place in each.storages])
-
-    def placed(self, graph: Hashable, variable: Sequence[tuple[int, str]]) -> list[tuple[int, torch.Tensor]]:
-        """Its tensors at the places of a graph's inputs; `variable` are the places, and the names there."""
-        if (found := self._placed.get(graph)) is None:
-            found = [(place, self.tensors[name]) for place, name in variable if name in self.tensors]
-            self._placed[graph] = found
-        return found
 
     def lend(self, stream: torch.Stream) -> None:
         """Keep the memory until what the stream was asked for is done. All of a variant's tensors have one storage."""

@@ -158,6 +158,8 @@ class _Function:
         self._constants.vmap |= operator.vmap
         self._used = set()
         call = self._call(node, operator)
+        if operator.name == "aten::to":
+            call = self._unless_idle(node, call)
         before = self._count
         target = self._target(node, operator)
         defines = tuple(f"v{number}" for number in range(before + 1, self._count + 1))
@@ -175,6 +177,15 @@ class _Function:
         if operator.name == AUTOCAST and inputs and read_argument(inputs[0].arg) == ("as_string", "cpu"):
             arguments, inputs = [self._constants.add(self._constants.device.type)], inputs[1:]
         return f"{called}({', '.join([*arguments, *self._arguments(inputs, operator)])})"
+
+    def _unless_idle(self, node: Node, call: str) -> str:
+        """A cast that is asked for only where it changes something: else its result is its very argument."""
+        given, *wanted = (read_argument(item.arg) for item in node.inputs)
+        if given[0] != "as_tensor" or not wanted or any(kind not in _COMPARED for kind, _ in wanted):
+            return call
+        tensor = self._expression(*given)
+        same = (f"{tensor}.{_COMPARED[kind]} {self._expression(kind, value)}" for kind, value in wanted)
+        return f"{tensor} if {' and '.join(same)} else {call}"
 
     def _is_identity(self, node: Node) -> bool:
         """Whether a dropout returns its very input, as it does outside training; its result is then that."""
@@ -286,6 +297,7 @@ _EXPRESSIONS: dict[str, Callable[[_Function, Any], str]] = {
     "as_graph": _Function._subgraph,
     "as_string_to_argument": _Function._mapping,
 }
+_COMPARED = {"as_scalar_type": "dtype is", "as_layout": "layout is", "as_device": "device =="}
 _ITEMS = {
     "as_tensors": "as_tensor",
     "as_ints": "as_int",

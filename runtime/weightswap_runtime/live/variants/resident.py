@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections import deque
+from collections import ChainMap, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count
@@ -75,11 +75,12 @@ class VariantReceipt:
 class _Resident:
     """One variant. `users` are the choices that hold it, `used` orders them by time."""
 
-    __slots__ = ("chosen", "receipt", "used", "users")
+    __slots__ = ("chosen", "ids", "receipt", "used", "users")
 
     def __init__(self, chosen: Chosen, receipt: VariantReceipt, used: int) -> None:
         self.chosen, self.receipt, self.used = chosen, receipt, used
-        self.users: weakref.WeakSet[Choice] = weakref.WeakSet()
+        self.ids = {receipt.group: receipt.weights_id}
+        self.users: set[weakref.ref[Choice]] = set()  # a WeakSet would take a third of a choice's time
 
 
 class Choice:
@@ -90,7 +91,8 @@ class Choice:
     def __init__(self, residents: Sequence[_Resident], chosen: Chosen) -> None:
         self._residents = residents
         self.chosen = chosen
-        self.ids = {each.receipt.group: each.receipt.weights_id for each in residents}
+        first, *others = residents
+        self.ids: Mapping[str, str] = first.ids if not others else dict(ChainMap(*(each.ids for each in residents)))
 
     def check_base(self, weights_id: str) -> None:
         """Raise StaleVariant for one that goes with other weights than those that answer."""
@@ -142,7 +144,7 @@ class Variants:
         """What a call asks for; None for the base alone. Raises UnknownVariant."""
         if not wanted or isinstance(wanted, Choice):
             return wanted or None  # type: ignore[return-value]
-        if not isinstance(wanted, Mapping):
+        if type(wanted) is not dict and not isinstance(wanted, Mapping):
             raise UnknownVariant(f"variants={wanted!r}: expected a dict from groups to names")
         with self._lock:
             found = [self._find(group, name) for group, name in wanted.items() if name is not None]
@@ -152,7 +154,7 @@ class Variants:
             choice = Choice(found, chosen)
             for each in found:
                 each.used = next(self._ticks)
-                each.users.add(choice)
+                each.users.add(weakref.ref(choice, each.users.discard))
         return choice
 
     def _find(self, group: Any, name: Any) -> _Resident:
