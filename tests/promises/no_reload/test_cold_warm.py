@@ -261,3 +261,28 @@ def test_state_that_a_call_resizes_starts_again(residency: Any, tmp_path: Path) 
         assert equal(list(served(x * 2, context=context)), list(eager(x * 2)))
         assert torch.equal(first[1], seen)  # an output of its own, not the state
         served.swap(files[(turn + 1) % 2])
+
+
+class Emptied(nn.Module):
+    """Its state has no elements any more after a call, whose result lies where they were."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("held", torch.ones(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found = self.held.view(4).add_(x)
+        self.held.resize_(0)
+        return found
+
+
+@torch.no_grad()
+def test_an_output_that_lies_in_emptied_state_is_copied(residency: Any, tmp_path: Path) -> None:
+    eager = Emptied().eval()
+    artifact = export(eager, (torch.ones(4),), out=tmp_path / "a")
+    served = load(artifact, pack(eager, artifact, out=tmp_path / "v.safetensors").path, residency=residency)
+    context = served.new_context()
+    found = served(torch.ones(4), context=context)
+    (state,) = (tensor for _, tensor in context._state.values())  # type: ignore[union-attr]
+    assert found.untyped_storage().data_ptr() != state.untyped_storage().data_ptr()
+    assert torch.equal(found, torch.full((4,), 2.0))
