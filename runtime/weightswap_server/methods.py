@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 from numpy.typing import NDArray
 
@@ -19,7 +19,6 @@ from weightswap_runtime.format.signature import (
     Size,
     Tensor,
     call_arguments,
-    flatten,
     input_leaves,
     leaves,
     parse_size,
@@ -57,13 +56,16 @@ class Method:
 
     def arguments(self, given: Mapping[str, TensorBytes]) -> list[Any]:
         """The flat inputs of a call from tensors by name, checked. Raises InputMismatch."""
-        problems = [f"{leaf}: missing" for leaf in sorted(self.dtypes.keys() - given.keys())]
-        problems += [f"{name}: there is no such input" for name in given if name not in self.dtypes]
-        if problems:
-            raise InputMismatch(self.name, problems)
+        if given.keys() != self.dtypes.keys():
+            self._refuse(given)
         flat = [_value(leaf, given) for leaf in self._inputs]
         args, kwargs = call_arguments(self.signature, flat)
         return self._check.flatten(args, kwargs)
+
+    def _refuse(self, given: Mapping[str, TensorBytes]) -> NoReturn:
+        problems = [f"{leaf}: missing" for leaf in sorted(self.dtypes.keys() - given.keys())]
+        problems += [f"{name}: there is no such input" for name in given if name not in self.dtypes]
+        raise InputMismatch(self.name, problems)
 
     def check_outputs(self, names: Sequence[str]) -> None:
         """Raise BadRequest for names that no output has."""
@@ -75,10 +77,7 @@ class Method:
         """Run it on one version of the weights, and name its outputs. The inputs are copied first. variants: as in
         calls."""
         tensors = [self._engine.tensor(value) if isinstance(value, TensorBytes) else value for value in flat]
-        args, kwargs = call_arguments(self.signature, tensors)
-        if variants:
-            kwargs["variants"] = variants
-        values = flatten(self.signature.output, session.method(self.name)(*args, **kwargs))
+        values = session.call_flat(self.name, tensors, variants)
         return [
             (leaf.name, _integer_content(value) if isinstance(leaf, Integer) else self._engine.content(value))
             for leaf, value in zip(self._outputs, values, strict=True)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from concurrent.futures import Future
-from threading import Event
+from threading import Event, current_thread
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,7 @@ from weightswap_exporter import export, pack
 from weightswap_runtime import Model, Unsupported, load
 from weightswap_runtime.tensors.content import TensorBytes, array_content, as_array
 from weightswap_server import Server
+from weightswap_server.errors import Overloaded
 from weightswap_server.methods import Method
 from weightswap_server.protocol.tensors_on_the_wire import Answer
 from weightswap_server.service.batching import Call
@@ -190,15 +192,41 @@ def test_the_graphs_own_limit_holds(model: Model) -> None:
         assert server.service.served[0].thread.limit(method) == 8
 
 
+def test_what_one_round_of_a_loop_brings_goes_as_one_where_it_came_in(
+    model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with serving({"tiny": model}, max_batch=8) as server:
+        seen = sizes_of_calls(model, monkeypatch)
+        called, threads = Method.call, set()
+
+        def call(self: Method, *arguments: Any) -> Any:
+            threads.add(current_thread())
+            return called(self, *arguments)
+
+        monkeypatch.setattr(Method, "call", call)
+
+        async def ask_for(counts: Sequence[int]) -> list[Answer]:
+            calls = [server.service.call("tiny", "", {"x": array_content(rows(count))}) for count in counts]
+            return await asyncio.gather(*(server.service.answer(served, call) for served, call in calls))
+
+        answers = asyncio.run(ask_for([1, 2, 3, 4, 1]))
+        assert [dict(answer.outputs)["output"].shape for answer in answers] == [(n, 5) for n in (1, 2, 3, 4, 1)]
+        assert (seen, threads) == ([7, 4], {current_thread()})
+        with occupied(server):
+            monkeypatch.setattr(server.service.served[0].thread, "_max_queue", 1)
+            with pytest.raises(Overloaded):
+                asyncio.run(ask_for([1, 1]))
+
+
 def test_a_small_call_runs_where_it_came_in(model: Model) -> None:
     with serving({"tiny": model}) as server:
         thread = server.service.served[0].thread
         method = server.service.served[0].methods["tiny"]
         sample = method.sample()
         assert sample is not None
-        call = Call(method, sample)
-        assert thread.run_here(call)
-        assert call.answer.done()
+        found = thread.run_here(Call(method, sample))
+        assert found is not None
+        assert found.weights_id == model.weights_id
         large = Call(method, [TensorBytes("F32", (8, 3), memoryview(bytes(96)))])
         assert not thread.run_here(large)  # nobody knows yet how long that takes
         with occupied(server):

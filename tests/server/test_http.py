@@ -22,7 +22,7 @@ from tests.support.served import as_json, ask, await_ready, occupied, serving
 from tests.support.tiny import TinyArtifact, WriteWeights
 from weightswap_runtime import load
 from weightswap_server import Server
-from weightswap_server.http import app, bodies
+from weightswap_server.http import bodies, infer
 from weightswap_server.methods import Method
 
 X = np.arange(6, dtype=np.float32).reshape(2, 3)
@@ -383,14 +383,14 @@ def test_all_bodies_together_take_no_more_than_they_may(tiny: TinyArtifact, weig
 
 
 def test_while_a_large_body_is_read_others_are_answered(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    begun, goes_on, read = Event(), Event(), app.read_request
+    begun, goes_on, read = Event(), Event(), infer.read_request
 
     def slow_read(body: bytes, header_length: str | None) -> Any:
         begun.set()
         assert goes_on.wait(20)
         return read(body, header_length)
 
-    monkeypatch.setattr(app, "read_request", slow_read)
+    monkeypatch.setattr(infer, "read_request", slow_read)
     monkeypatch.setattr(bodies, "_SMALL", 10)
     with ThreadPoolExecutor(1) as pool:
         asked = pool.submit(ask, server, INFER, tensor())

@@ -115,4 +115,4 @@ def _call(artifact: Artifact, name: str, origin: Origin, method: str, flat: Sequ
 
 
 def _tensor(value: Any) -> Any:
-    return copied_tensor(value).clone() if isinstance(value, TensorBytes) else value
+    return copied_tensor(value) if isinstance(value, TensorBytes) else value

@@ -11,7 +11,7 @@ from weightswap_fleet.errors import StaleReplica
 from weightswap_fleet.node.memory import Board
 from weightswap_runtime.live.model import Model
 from weightswap_server.errors import Failure
-from weightswap_server.http.app import refusal
+from weightswap_server.http.refusals import refusal
 
 MIN_REVISION = "weightswap-min-revision"  # of a request: an older revision may not answer it
 REVISION = "weightswap-revision"  # of an answer: what its client may ask for from then on

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Mapping
 from difflib import get_close_matches
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from weightswap_runtime.engines.engine import Bound, Engine
 from weightswap_runtime.errors import UnknownMethod
@@ -15,12 +15,13 @@ from weightswap_runtime.format.call_check import CallCheck
 from weightswap_runtime.format.manifest import STEPS, Manifest
 from weightswap_runtime.format.signature import Signature, Tensor, unflatten
 from weightswap_runtime.live.generation.generating import check_place
-from weightswap_runtime.live.variants.resident import Choice, Variants
+from weightswap_runtime.live.variants.resident import Choice, Variants, Wanted
 from weightswap_runtime.threads.claims import Claim
 from weightswap_runtime.threads.listeners import Listeners
 
 from .context import Context
 
+T = TypeVar("T")
 CallObserver = Callable[[str, float, BaseException | None], object]
 _log = logging.getLogger("weightswap.calls")
 _log.addHandler(logging.NullHandler())  # quiet unless the application configures logging
@@ -101,9 +102,17 @@ class Caller:
     def _call_named(self, name: str, /, *args: Any, **kwargs: Any) -> Any:
         return self._call(name, args, kwargs)
 
-    def _call(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], observe: bool = True) -> Any:
-        if observe and self._methods.observers.all:
-            return self._observed(name, args, kwargs)
+    def call_flat(self, name: str, flat: list[Any], variants: Wanted | Choice | None = None) -> list[Any]:
+        """A call of a method with flat inputs, which have been checked, to flat outputs. variants: as in calls."""
+        choice = self._methods.variants.choose(variants) if self._methods.variants is not None else None
+        return self._observed(name, lambda: self._run(name, flat, None, choice))
+
+    def _call(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self._methods.observers.all:
+            return self._observed(name, lambda: self._checked_call(name, args, kwargs))
+        return self._checked_call(name, args, kwargs)
+
+    def _checked_call(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if name not in self._methods.inputs:
             self.method(name)
         choice = None
@@ -119,12 +128,12 @@ class Caller:
             return values[0]
         return unflatten(self._methods.signatures[name].output, values)
 
-    def _observed(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if not self._serves:
-            return self._call(name, args, kwargs, observe=False)
+    def _observed(self, name: str, call: Callable[[], T]) -> T:
+        if not (self._serves and self._methods.observers.all):
+            return call()
         start = time.perf_counter()
         try:
-            result = self._call(name, args, kwargs, observe=False)
+            result = call()
         except BaseException as error:
             self._methods.observers.tell(name, time.perf_counter() - start, error)
             raise

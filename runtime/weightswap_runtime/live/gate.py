@@ -138,6 +138,13 @@ class Gate(Generic[S]):
         with self._lock:
             session.leases[id(lease)] = weakref.ref(lease)
 
+    def acquire_within(self, pin: Claim, session: S, lease: Claim) -> bool:
+        """As `acquire_session`, of a session that a pin holds; False where that has ended."""
+        with self._lock:
+            if pin.holds:
+                session.leases[id(lease)] = weakref.ref(lease)
+            return pin.holds
+
     def release(self, session: S, lease: Claim) -> None:
         """Give a lease back; any thread may do that, and a second time does nothing."""
         lease.end()

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
-from dataclasses import replace
-from threading import RLock
 from typing import Any
 
 from weightswap_runtime.errors import PinReleased
 from weightswap_runtime.live.variants.resident import Choice
 from weightswap_runtime.threads.claims import Claim
-from weightswap_runtime.threads.forks import renew_in_children
 
 from .calling import Caller, Methods, run_chosen
 from .context import Context
@@ -25,12 +22,7 @@ class Pinned(Caller, AbstractContextManager["Pinned"]):
         super().__init__(methods)
         self._gate = gate
         self._version: Version[Session] | None = None
-        self._lease = Pin()
-        self._renew()
-        renew_in_children(self)
-
-    def _renew(self) -> None:
-        self._open = RLock()  # for signal handlers
+        self._lease: Pin
 
     def __enter__(self) -> Pinned:
         if self._version is not None:
@@ -40,10 +32,9 @@ class Pinned(Caller, AbstractContextManager["Pinned"]):
         return self
 
     def __exit__(self, *_: object) -> None:
-        with self._open:
-            self._lease.end()
-            version = self._pinned()
-            self._version = replace(version, session=None)  # type: ignore[arg-type]  # so that its memory may go
+        self._lease.end()
+        version = self._pinned()
+        self._version = Version(None, version.generation, version.identity)  # type: ignore[arg-type]  # its memory may go
         if version.session is not None:
             self._gate.release(version.session, self._lease)
 
@@ -69,10 +60,8 @@ class Pinned(Caller, AbstractContextManager["Pinned"]):
         session: Session | None = version.session
         lease = Claim()
         try:
-            with self._open:
-                if session is None or not self._lease.holds:
-                    raise PinReleased("the `with model.pin()` block has ended; pin again")
-                self._gate.acquire_session(session, lease)
+            if session is None or not self._gate.acquire_within(self._lease, session, lease):
+                raise PinReleased("the `with model.pin()` block has ended; pin again")
             bound = session.bound[self._methods.member]
             return run_chosen(bound, version.weights_id, name, flat, context, choice)
         finally:

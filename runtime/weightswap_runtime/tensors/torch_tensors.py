@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import mmap
 from collections.abc import Sequence
 
@@ -31,24 +32,33 @@ def as_tensor(memory: bytearray | mmap.mmap | memoryview, dtype: str, shape: Seq
 
 
 def copied_tensor(content: TensorBytes) -> torch.Tensor:
-    """A tensor of that content, in memory of its own."""
-    return as_tensor(bytearray(content.data), content.dtype, content.shape)
+    """A tensor of that content, in memory that torch has allocated: kernels look at alignments."""
+    tensor = torch.empty(content.shape, dtype=torch_dtype(content.dtype), device="cpu")
+    _memory(tensor)[:] = content.data
+    return tensor
 
 
 def tensor_bytes(tensor: torch.Tensor) -> memoryview:
     """Row-major, little-endian bytes. A view of the tensor's own memory where that is on the CPU and contiguous."""
-    rows = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
-    flat = rows.as_strided((rows.numel(),), (1,))  # reshape leaves a single element its stride
-    return _memory(flat.view(torch.uint8))
+    if type(tensor) is not torch.Tensor or not tensor.is_cpu or tensor.is_conj() or tensor.is_neg():
+        tensor = tensor.detach().cpu().resolve_conj().resolve_neg()
+    rows = tensor.contiguous()
+    if type(rows) is not torch.Tensor or (rows.numel() and not rows.data_ptr()):
+        flat = rows.detach().as_strided((rows.numel(),), (1,))  # reshape leaves a single element its stride
+        return flat.view(torch.uint8).numpy().data  # torch refuses what has no memory of its own
+    return _memory(rows)
 
 
-def _memory(flat: torch.Tensor) -> memoryview:
-    """The memory of bytes. torch's own way, `.numpy()`, makes the storage one that can never be resized again."""
-    if type(flat) is not torch.Tensor or (len(flat) and not flat.data_ptr()):
-        return flat.numpy().data  # torch refuses what has no memory of its own
-    memory = (ctypes.c_char * len(flat)).from_address(flat.data_ptr())
-    memory.tensor = flat  # type: ignore[attr-defined]  # lives as long as the view
+def _memory(rows: torch.Tensor) -> memoryview:
+    """The memory of a contiguous tensor. torch's own way, `.numpy()`, keeps the storage from ever being resized."""
+    memory = _array_type(rows.nbytes).from_address(rows.data_ptr())
+    memory.tensor = rows  # type: ignore[attr-defined]  # lives as long as the view
     return memoryview(memory).cast("B")
+
+
+@functools.lru_cache
+def _array_type(nbytes: int) -> type[ctypes.Array[ctypes.c_char]]:
+    return ctypes.c_char * nbytes
 
 
 def tensor_content(tensor: torch.Tensor) -> TensorBytes:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import _thread
 import asyncio
+import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from .ending import Background
 
@@ -16,6 +17,36 @@ T = TypeVar("T")
 
 def _let_it_end() -> None:
     """The stop of what takes no time worth stopping it."""
+
+
+async def done_within(future: Future[Any], seconds: float) -> bool:
+    """Await the end of a future; whether it came in time. It is cancelled where it did not, or where the task is."""
+    loop, thread = asyncio.get_running_loop(), threading.get_ident()
+    either = loop.create_future()
+
+    def wake() -> None:
+        if not either.done():
+            either.set_result(None)
+
+    def on_end(_: object) -> None:
+        if threading.get_ident() == thread:  # where waking the loop would be a call of the system
+            wake()
+        else:
+            loop.call_soon_threadsafe(wake)
+
+    timer = loop.call_later(seconds, wake)
+    future.add_done_callback(on_end)
+    try:
+        await either
+    except asyncio.CancelledError:
+        future.cancel()
+        raise
+    finally:
+        timer.cancel()
+    ended = future.done()
+    if not ended:
+        future.cancel()
+    return ended
 
 
 async def in_thread(function: Callable[[], T], stop: Callable[[], None] = _let_it_end) -> T:

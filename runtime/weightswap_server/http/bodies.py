@@ -1,4 +1,4 @@
-"""Bodies of requests: bytes that come or do not, and what all of them together may take."""
+"""Bodies of requests, and headers: bytes that come or do not, and what all of them together may take."""
 
 from __future__ import annotations
 
@@ -8,15 +8,26 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
+from starlette.types import Receive, Scope
 
 from weightswap_server.errors import BadRequest, BodyTooLarge, BodyTooSlow, Overloaded
 from weightswap_server.settings import Settings
 
 T = TypeVar("T")
 _WBITS = {"gzip": 16 + zlib.MAX_WBITS, "deflate": zlib.MAX_WBITS}
+_PLAIN = "identity"
 _SMALL = 1 << 18  # bytes that are read at once; more would keep others waiting
 _HELD = "weightswap.held"
+WHOLE = "weightswap.whole"  # in a scope: all of the body is there
+
+
+class Headers(dict[bytes, bytes]):
+    """Those of a request, by name in small letters."""
+
+    def text(self, name: str) -> str:
+        """One of them; '' where it is not there."""
+        return self.get(name.encode(), b"").decode("latin-1")
 
 
 class Bodies:
@@ -27,27 +38,27 @@ class Bodies:
         self._bytes = 0
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="weightswap-reading")
 
-    async def whole(self, request: Request) -> bytes:
-        """A body, decompressed. Raises BodyTooLarge, BodyTooSlow, Overloaded and BadRequest."""
-        body = await _received(request, self._settings, lambda nbytes: self._hold(request, nbytes))
-        encoding = request.headers.get("content-encoding", "identity")
-        if encoding == "identity":
+    async def whole(self, scope: Scope, receive: Receive, headers: Headers) -> bytes:
+        """A body, decompressed. Raises BodyTooLarge, BodyTooSlow, Overloaded, BadRequest and ClientDisconnect."""
+        body = await _received(scope, receive, headers, self._settings, lambda nbytes: self._hold(scope, nbytes))
+        encoding = headers.text("content-encoding") or _PLAIN
+        if encoding == _PLAIN:
             return body
         found = await self._in_thread(lambda: _decompressed(body, encoding, self._settings.max_body))
-        self._hold(request, len(found))
+        self._hold(scope, len(found))
         return found
 
     async def read(self, body: bytes, reader: Callable[[bytes], T]) -> T:
         """What a reader makes of a body."""
         return reader(body) if len(body) <= _SMALL else await self._in_thread(lambda: reader(body))
 
-    def let_go(self, request: Request) -> None:
+    def let_go(self, scope: Scope) -> None:
         """A request was answered."""
-        self._bytes -= request.scope.pop(_HELD, 0)
+        self._bytes -= scope.pop(_HELD, 0)
 
-    def _hold(self, request: Request, nbytes: int) -> None:
+    def _hold(self, scope: Scope, nbytes: int) -> None:
         self._bytes += nbytes
-        request.scope[_HELD] = request.scope.get(_HELD, 0) + nbytes
+        scope[_HELD] = scope.get(_HELD, 0) + nbytes
         if self._bytes > self._settings.max_bodies:
             raise Overloaded(f"the bodies of all requests take more than {self._settings.max_bodies} bytes; try again")
 
@@ -57,26 +68,39 @@ class Bodies:
 
 async def body_of(request: Request, settings: Settings) -> bytes:
     """A body that counts for nothing, decompressed. Raises BodyTooLarge, BodyTooSlow and BadRequest."""
-    body = await _received(request, settings, lambda _: None)
-    encoding = request.headers.get("content-encoding", "identity")
-    return body if encoding == "identity" else _decompressed(body, encoding, settings.max_body)
+    headers = Headers(request.scope["headers"])
+    body = await _received(request.scope, request.receive, headers, settings, lambda _: None)
+    encoding = headers.text("content-encoding") or _PLAIN
+    return body if encoding == _PLAIN else _decompressed(body, encoding, settings.max_body)
 
 
-async def _received(request: Request, settings: Settings, hold: Callable[[int], None]) -> bytes:
+async def _received(
+    scope: Scope, receive: Receive, headers: Headers, settings: Settings, hold: Callable[[int], None]
+) -> bytes:
     most, patience = settings.max_body, settings.body_timeout
-    if int(request.headers.get("content-length", "0")) > most:
+    if int(headers.text("content-length") or 0) > most:
         raise _too_large(most)
-    chunks, size = [], 0
+    if WHOLE in scope:
+        return await _joined(receive, most, hold)
     try:
         async with asyncio.timeout(patience):
-            async for chunk in request.stream():
-                size += len(chunk)
-                if size > most:
-                    raise _too_large(most)
-                hold(len(chunk))
-                chunks.append(chunk)
+            return await _joined(receive, most, hold)
     except TimeoutError as error:
         raise BodyTooSlow(f"the body was not there within {patience:g} s") from error
+
+
+async def _joined(receive: Receive, most: int, hold: Callable[[int], None]) -> bytes:
+    chunks, size, more = [], 0, True
+    while more:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise ClientDisconnect
+        chunk, more = message.get("body", b""), message.get("more_body", False)
+        size += len(chunk)
+        if size > most:
+            raise _too_large(most)
+        hold(len(chunk))
+        chunks.append(chunk)
     return b"".join(chunks)
 
 

@@ -16,6 +16,8 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from weightswap_server.settings import Settings
 
+from .bodies import WHOLE
+
 _BUSY = b'{"error":"too many connections"}'
 _TOO_MANY = (
     b"HTTP/1.1 503 Service Unavailable\r\ncontent-type: application/json\r\nretry-after: 1\r\n"
@@ -46,7 +48,7 @@ class GuardedProtocol(HttpToolsProtocol):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._timers: dict[_What, asyncio.TimerHandle] = {}
-        self._leaves = False
+        self._leaves = self._begins = False
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(cast("Any", _Joining(transport, self.loop)))
@@ -63,12 +65,19 @@ class GuardedProtocol(HttpToolsProtocol):
             cast("dict[str, Any]", self.cycle.scope).get(GONE, bool)()
         super().connection_lost(exc)
 
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        if self._begins and "request" not in self._timers:  # most requests come at once, and need no timer
+            self._expect("request")
+
     def on_message_begin(self) -> None:
         super().on_message_begin()
         self._met("leaving")
-        self._expect("request")
+        self._met("request")
+        self._begins = True
 
     def on_headers_complete(self) -> None:
+        self._begins = False
         self._met("request")
         super().on_headers_complete()
         if self._leaves:
@@ -76,6 +85,7 @@ class GuardedProtocol(HttpToolsProtocol):
 
     def on_message_complete(self) -> None:
         self._met("request")
+        cast("dict[str, Any]", self.cycle.scope)[WHOLE] = True
         super().on_message_complete()
 
     def on_response_complete(self) -> None:

@@ -9,6 +9,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from concurrent.futures import Future
+from functools import cached_property
 from threading import Condition, Thread
 from typing import Any
 
@@ -25,6 +26,7 @@ from weightswap_server.protocol.variant_text import write_variants
 QUICK = 1e-3  # seconds: a call that takes no longer may run in the thread that has received it
 _CHANCE = 4  # slow calls one after another
 
+Soon = Callable[[Callable[[], None]], object]
 Observe = Callable[["Call", Answer, float, int], object]  # the call, its answer, when it began, how many went as one
 
 
@@ -50,16 +52,17 @@ class Call:
         self.variants = dict(variants or {})
         self.arrived = time.perf_counter()
         self.answer: Future[Answer] = Future()
+        self.nbytes = sum([len(value.data) for value in flat if isinstance(value, TensorBytes)])
 
-    @property
-    def nbytes(self) -> int:
-        return sum(value.nbytes for value in self.flat if isinstance(value, TensorBytes))
+    def give_up(self) -> None:
+        """Whoever has asked is gone."""
+        self.answer.cancel()
 
     @property
     def rows(self) -> int:
         return int(self.flat[0].shape[0])
 
-    @property
+    @cached_property
     def kind(self) -> Hashable:
         """Calls of one kind can be put together: they differ in their rows alone."""
         chosen = frozenset(self.variants.items())
@@ -109,8 +112,11 @@ class ModelThread:
         self._run_calls([call])
         self._learn(method, call.nbytes, time.perf_counter() - began)
 
-    def submit(self, work: Call | Task) -> None:
-        """Queue a call, or a task. Raises Overloaded for a call too many, and NotReady once it was stopped."""
+    def submit(self, work: Call | Task, soon: Soon | None = None) -> None:
+        """Queue a call, or a task. soon: of an event loop, in whose thread batches run that are quick.
+
+        Raises Overloaded for a call too many, and NotReady once it was stopped.
+        """
         with self._changed:
             if self._stopped:
                 raise NotReady("the server is stopping")
@@ -119,7 +125,10 @@ class ModelThread:
             if isinstance(work, Call) and len(self._queue) >= self._max_queue:
                 raise Overloaded(f"{len(self._queue)} requests wait for this model already; try again")
             self._queue.append(work)
-            self._changed.notify()
+            if soon is None or self._max_delay or not isinstance(work, Call) or work.method not in self._limits:
+                self._changed.notify()
+            elif len(self._queue) == 1:
+                soon(self.answer_here)  # with what the loop's other connections bring until then
 
     def do(self, work: Callable[[], Any]) -> Future[Any]:
         """Queue a task; what it returns or raises is the future's."""
@@ -127,14 +136,33 @@ class ModelThread:
         self.submit(task)
         return task.answer
 
-    def run_here(self, call: Call) -> bool:
-        """Answer a call in this thread, if that is quick and nothing waits; whether it was done."""
-        if not self._inline or self._busy or self._queue or call.method in self._limits or self._stopped:
-            return False
-        if call.nbytes > self._quick.get(call.method, -1):
-            return False
-        self._answer([call])
-        return True
+    def run_here(self, call: Call) -> Answer | None:
+        """Answer a call in this thread, if that is quick and nothing waits. Raises what the call raises."""
+        if self._queue or call.method in self._limits or not self._is_quick(call.method, call.nbytes):
+            return None
+        return self._answers([call])[0]
+
+    def _is_quick(self, method: Method, nbytes: int) -> bool:
+        """Whether the thread that asks may call a method itself."""
+        return self._inline and not self._busy and not self._stopped and nbytes <= self._quick.get(method, -1)
+
+    def answer_here(self) -> None:
+        """Answer what is queued, as long as that is quick. The rest is the model's thread's."""
+        while batch := self._take_quick():
+            self._work(batch)
+
+    def _take_quick(self) -> Sequence[Call]:
+        with self._changed:
+            first = self._queue[0] if self._queue else None
+            if isinstance(first, Call) and first.method in self._limits and self._is_quick(first.method, 0):
+                batch = [first]
+                self._queue.popleft()
+                self._gather(batch, self._limits[first.method] - first.rows)
+                if self._is_quick(first.method, sum([call.nbytes for call in batch])):
+                    return batch
+                self._queue.extendleft(reversed(batch))
+            self._changed.notify()
+        return ()
 
     def stop(self, timeout: float) -> None:
         """Refuse what comes from now on, and wait until what was queued is done."""
@@ -161,17 +189,17 @@ class ModelThread:
             first = self._queue.popleft()
             if isinstance(first, Task) or first.method not in self._limits:
                 return [first]
-            limit, kind, batch, rows = self._limits[first.method], first.kind, [first], first.rows
+            limit, batch, rows = self._limits[first.method], [first], first.rows
             while True:
-                rows += self._gather(batch, kind, limit - rows)
+                rows += self._gather(batch, limit - rows)
                 left = first.arrived + self._max_delay - time.perf_counter()
                 if rows >= limit or left <= 0 or self._stopped:
                     return list(batch)
                 self._changed.wait(left)
 
-    def _gather(self, batch: list[Call], kind: Hashable, room: int) -> int:
-        """Move what is queued of one kind into a batch, as far as there is room; how many rows."""
-        added = 0
+    def _gather(self, batch: list[Call], room: int) -> int:
+        """Move what is queued of a batch's kind into it, as far as there is room; how many rows."""
+        added, kind = 0, batch[0].kind
         for work in list(self._queue):
             if isinstance(work, Call) and work.kind == kind and work.rows <= room - added:
                 self._queue.remove(work)
@@ -187,27 +215,34 @@ class ModelThread:
             self._answer([work for work in live if isinstance(work, Call)])
 
     def _answer(self, calls: list[Call]) -> None:
-        began = time.perf_counter()
         try:
-            answers = self._run_calls(calls)
+            answers = self._answers(calls)
         except BaseException as error:
-            if (canary := calls[0].canary) is not None:
-                canary.failed(error, len(calls))
-                for call in calls:
-                    call.canary = None
-                self._answer(calls)
-                return
             if len(calls) == 1:
                 calls[0].answer.set_exception(error)
                 return
             for call in calls:  # what one has brought is not the others' fault
                 self._answer([call])
             return
-        method, seconds = calls[0].method, time.perf_counter() - began
-        self._learn(method, max(call.nbytes for call in calls), seconds)
+        for call, answer in zip(calls, answers, strict=True):
+            call.answer.set_result(answer)
+
+    def _answers(self, calls: list[Call]) -> list[Answer]:
+        """The answers to calls of one kind, by one call. Raises what that raises, but for a canary's."""
+        began = time.perf_counter()
+        try:
+            answers = self._run_calls(calls)
+        except BaseException as error:
+            if (canary := calls[0].canary) is None:
+                raise
+            canary.failed(error, len(calls))
+            for call in calls:
+                call.canary = None
+            return self._answers(calls)
+        self._learn(calls[0].method, sum([call.nbytes for call in calls]), time.perf_counter() - began)
         for call, answer in zip(calls, answers, strict=True):
             self._observe(call, answer, began, len(calls))
-            call.answer.set_result(answer)
+        return answers
 
     def _run_calls(self, calls: list[Call]) -> list[Answer]:
         choice = choice_of(self._model, calls[0].variants) if calls[0].variants else None

@@ -14,6 +14,7 @@ from weightswap_runtime import __version__
 from weightswap_runtime.errors import Unsupported
 from weightswap_runtime.live.model import Model
 from weightswap_runtime.tensors.content import TensorBytes
+from weightswap_runtime.threads.awaiting import done_within
 from weightswap_server.errors import Failure, NotReady, Overloaded, TookTooLong, UnknownModel, failure
 from weightswap_server.protocol.documents import (
     EXTENSIONS,
@@ -113,21 +114,18 @@ class Service:
 
     async def answer(self, served: Served, call: Call) -> Answer:
         """Run a call, in this thread where that is quick. Raises Overloaded, NotReady, TookTooLong, and its errors."""
-        if served.thread.run_here(call):
-            return call.answer.result()
-        served.thread.submit(call)
+        found = served.thread.run_here(call)
+        if found is not None:
+            return found
+        served.thread.submit(call, asyncio.get_running_loop().call_soon)
         answer: Answer = await self.wait(call.answer)
         return answer
 
     async def wait(self, answer: Future[Any]) -> Any:
         """What a future gives, within the time of a request. Raises TookTooLong."""
-        try:
-            async with asyncio.timeout(self.settings.timeout):
-                return await asyncio.wrap_future(answer)
-        except TimeoutError as error:
-            if answer.done() and not answer.cancelled():
-                raise
-            raise TookTooLong(f"no answer within {self.settings.timeout:g} s") from error
+        if not await done_within(answer, self.settings.timeout):
+            raise TookTooLong(f"no answer within {self.settings.timeout:g} s")
+        return answer.result()
 
     def wait_here(self, answer: Future[Answer]) -> Answer:
         """As `wait`, in a thread that has nothing else to do."""

@@ -182,8 +182,8 @@ class TorchEngine:
 
     @staticmethod
     def tensor(content: TensorBytes) -> torch.Tensor:
-        """A tensor on the CPU, in memory that torch has allocated, as kernels look at alignments."""
-        return copied_tensor(content).clone()
+        """A tensor on the CPU, in memory of its own."""
+        return copied_tensor(content)
 
     @staticmethod
     def content(value: torch.Tensor) -> TensorBytes:
