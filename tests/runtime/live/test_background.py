@@ -305,7 +305,7 @@ def test_a_fork_does_not_wait_for_calls_of_a_pin_that_threads_share(model: Model
     held, forked = threading.Event(), threading.Event()
 
     def call(session: Pinned) -> None:
-        with session._open:
+        with session._gate._lock:
             held.set()
             forked.wait(60)
 
