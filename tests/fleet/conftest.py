@@ -1,12 +1,21 @@
-"""The fleet that the tests of a module have on a cluster."""
+"""The fleets of tests: in one process, and on a cluster."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from .clusters import Deployed, deployed_on
+from .nodes import Fleet, serving_zero
+
+
+@pytest.fixture
+def fleet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Fleet]:
+    """Two nodes that serve number 0, at revision 1."""
+    with serving_zero(tmp_path, 2, monkeypatch) as made:
+        yield made
 
 
 @pytest.fixture(scope="module")

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -145,3 +146,16 @@ class Fleet:
             self.keepers[node].changes.look()
         is_late = timeout < SLOW if fate == "slow" else bool(fate)
         return TimeoutError(f"{node}: has not answered") if is_late else answer
+
+
+@contextmanager
+def serving_zero(folder: Path, nodes: int, patch: pytest.MonkeyPatch) -> Iterator[Fleet]:
+    """Nodes that serve number 0, at revision 1."""
+    made = Fleet(folder, nodes, patch)
+    made.place.set(made.file(0), revision=0)
+    for keeper in made.keepers.values():
+        keeper.changes.look()
+    made.asked.clear()
+    made.commits.clear()
+    yield made
+    made.close()

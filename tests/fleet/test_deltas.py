@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -18,18 +18,6 @@ from weightswap_runtime.errors import StageClosed, StagingBusy, Unsupported
 from .nodes import Fleet
 
 SOON = Deadlines(prepare=5.0, commit=0.2)
-
-
-@pytest.fixture
-def fleet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Fleet]:
-    """Two nodes that serve number 0, at revision 1."""
-    made = Fleet(tmp_path, 2, monkeypatch)
-    made.place.set(made.file(0), revision=0)
-    for keeper in made.keepers.values():
-        keeper.changes.look()
-    made.commits.clear()
-    yield made
-    made.close()
 
 
 def delta(fleet: Fleet, base: int, new: int) -> Path:

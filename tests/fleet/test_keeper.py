@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import pickle
 import threading
-from collections.abc import Iterator
 from contextlib import closing
 from functools import partial
 from pathlib import Path
@@ -40,17 +39,6 @@ from weightswap_server.signed_weights import SignatureRefused, sign
 from .nodes import Fleet
 
 SOON = Deadlines(prepare=5.0, commit=0.2)
-
-
-@pytest.fixture
-def fleet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Fleet]:
-    """Two nodes that serve number 0, at revision 1."""
-    made = Fleet(tmp_path, 2, monkeypatch)
-    made.place.set(made.file(0), revision=0)
-    for keeper in made.keepers.values():
-        keeper.changes.look()
-    yield made
-    made.close()
 
 
 def order(fleet: Fleet, number: int, proven: bool = False) -> Order:

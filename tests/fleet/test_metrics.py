@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
-
-import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from weightswap_fleet.coordinator.agreement import Agreement, Deadlines
@@ -16,17 +12,6 @@ from weightswap_server.service.metrics import ServerMetrics
 from .nodes import Fleet
 
 Labels = tuple[tuple[str, str], ...]
-
-
-@pytest.fixture
-def fleet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Fleet]:
-    """Two nodes that serve number 0, at revision 1."""
-    made = Fleet(tmp_path, 2, monkeypatch)
-    made.place.set(made.file(0), revision=0)
-    for keeper in made.keepers.values():
-        keeper.changes.look()
-    yield made
-    made.close()
 
 
 def replica(weights_id: str, requests: int) -> str:

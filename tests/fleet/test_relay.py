@@ -20,7 +20,7 @@ from weightswap_runtime import DigestMismatch, StageCancelled, WeightFileError
 from weightswap_runtime.desired.place import known_weights
 from weightswap_runtime.sources.opening import open_source
 
-from .nodes import Fleet
+from .nodes import Fleet, serving_zero
 
 KEPT = 7  # of which none is given up before all have it
 SOON = Deadlines(prepare=20.0, commit=0.2)
@@ -36,13 +36,8 @@ def web() -> Iterator[WebServer]:
 
 @pytest.fixture
 def fleet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Fleet]:
-    """Three nodes that serve number 0, at revision 1."""
-    made = Fleet(tmp_path, 3, monkeypatch)
-    made.place.set(made.file(0), revision=0)
-    for keeper in made.keepers.values():
-        keeper.changes.look()
-    yield made
-    made.close()
+    with serving_zero(tmp_path, 3, monkeypatch) as made:
+        yield made
 
 
 class Wire:

@@ -21,7 +21,7 @@ from weightswap_server.canary.judging import Measured
 from weightswap_server.canary.measuring import Answers, Compared
 from weightswap_server.workers.trials import Tried
 
-from .nodes import Fleet
+from .nodes import Fleet, serving_zero
 
 SOON = Deadlines(prepare=5.0, commit=0.2)
 NODES = 3
@@ -29,14 +29,8 @@ NODES = 3
 
 @pytest.fixture
 def fleet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Fleet]:
-    """Nodes that serve number 0, at revision 1."""
-    made = Fleet(tmp_path, NODES, monkeypatch)
-    made.place.set(made.file(0), revision=0)
-    for keeper in made.keepers.values():
-        keeper.changes.look()
-    made.asked.clear()
-    yield made
-    made.close()
+    with serving_zero(tmp_path, NODES, monkeypatch) as made:
+        yield made
 
 
 def trial_of(fleet: Fleet, number: int = 1, path: Path | None = None, **plan: Any) -> TrialOrder:

@@ -31,7 +31,7 @@ async def done_within(future: Future[Any], seconds: float) -> bool:
     def on_end(_: object) -> None:
         if threading.get_ident() == thread:  # where waking the loop would be a call of the system
             wake()
-        else:
+        elif not loop.is_closed():  # as after a stop that has not waited for it
             loop.call_soon_threadsafe(wake)
 
     timer = loop.call_later(seconds, wake)
