@@ -23,6 +23,7 @@ from weightswap_server import Server
 from weightswap_server.errors import Overloaded
 from weightswap_server.methods import Method
 from weightswap_server.protocol.tensors_on_the_wire import Answer
+from weightswap_server.service import batching
 from weightswap_server.service.batching import Call
 
 RNG = np.random.default_rng(0)
@@ -195,6 +196,7 @@ def test_the_graphs_own_limit_holds(model: Model) -> None:
 def test_what_one_round_of_a_loop_brings_goes_as_one_where_it_came_in(
     model: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(batching, "QUICK", 60.0)
     with serving({"tiny": model}, max_batch=8) as server:
         seen = sizes_of_calls(model, monkeypatch)
         called, threads = Method.call, set()
@@ -218,7 +220,8 @@ def test_what_one_round_of_a_loop_brings_goes_as_one_where_it_came_in(
                 asyncio.run(ask_for([1, 1]))
 
 
-def test_a_small_call_runs_where_it_came_in(model: Model) -> None:
+def test_a_small_call_runs_where_it_came_in(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(batching, "QUICK", 60.0)
     with serving({"tiny": model}) as server:
         thread = server.service.served[0].thread
         method = server.service.served[0].methods["tiny"]
