@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import http.client
 import json
 import socket
 import time
@@ -330,6 +331,19 @@ def test_a_client_that_asks_again_and_does_not_read(tiny: TinyArtifact, weight_f
         while running._http.server_state.connections:
             assert time.monotonic() < limit
             time.sleep(0.01)
+
+
+@pytest.mark.slow
+def test_a_connection_stays_open_between_requests(server: Server) -> None:
+    """Longer than uvicorn's own five seconds."""
+    connection = http.client.HTTPConnection("127.0.0.1", server.http_port)
+    for pause in (6.0, 0.0):
+        connection.request("GET", "/v2/health/live")
+        assert connection.getresponse().read() == b""
+        raw = connection.sock
+        time.sleep(pause)
+        assert connection.sock is raw
+    connection.close()
 
 
 def test_too_many_connections(server: Server) -> None:

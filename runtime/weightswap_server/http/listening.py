@@ -37,6 +37,7 @@ _NO_SYN = b"".join(  # a program of the kernel's packet filters, over the header
         (0x06, 0, 0, 0xFFFFFFFF),  # or take all of it
     )
 )
+_IDLE = 75  # seconds, more than load balancers keep a connection for: it is they who close it, between two requests
 _LEAVING = 1.0  # seconds in which a client that is idle at a stop may ask once more
 
 
@@ -173,6 +174,7 @@ class HttpServer(uvicorn.Server):
             access_log=False,
             server_header=False,
             proxy_headers=False,
+            timeout_keep_alive=_IDLE,
             timeout_graceful_shutdown=max(1, round(settings.grace)),
         )
         super().__init__(config)
