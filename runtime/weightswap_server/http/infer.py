@@ -72,7 +72,7 @@ class InferPage:
         served, call = self._service.call(name, version, tensors, traceparent, wish, variants)
         if asked.outputs:
             call.method.check_outputs([output.name for output in asked.outputs])
-        scope[GONE] = call.give_up  # who is gone before it began is not waited for
+        scope[GONE] = call.answer.cancel  # who is gone before it began is not waited for
         return _said(name, asked, await self._service.answer(served, call))
 
 

@@ -54,10 +54,6 @@ class Call:
         self.answer: Future[Answer] = Future()
         self.nbytes = sum([len(value.data) for value in flat if isinstance(value, TensorBytes)])
 
-    def give_up(self) -> None:
-        """Whoever has asked is gone."""
-        self.answer.cancel()
-
     @property
     def rows(self) -> int:
         return int(self.flat[0].shape[0])
