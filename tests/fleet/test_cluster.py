@@ -238,7 +238,7 @@ def test_a_controller_that_is_killed_in_each_phase(deployed: Deployed, phase: st
         change = pool.submit(fleet.swap, url)
         until(lambda: all(each.preparing for each in fleet.nodes.values()))
         if phase != "prepare":
-            time.sleep(1.0)
+            until(lambda: has_open(pid, files.folder / LOCK))
         if phase == "commit":
             for keeper in keepers:
                 held.enter_context(frozen(keeper))
@@ -255,6 +255,13 @@ def test_a_controller_that_is_killed_in_each_phase(deployed: Deployed, phase: st
         assert soon(lambda: fleet.swap(files.weights[3])).late == {}
     assert [client.failures for client in clients] == [[], []]
     assert pid_of(ray.get_actor("controller:numbered", "weightswap")) != pid
+
+
+def has_open(pid: int, path: Path) -> bool:
+    """Whether a process has opened a file."""
+    with suppress(FileNotFoundError):  # one that is being closed
+        return any(each.readlink() == path for each in Path(f"/proc/{pid}/fd").iterdir())
+    return False
 
 
 @contextmanager
