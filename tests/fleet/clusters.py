@@ -146,6 +146,10 @@ class Client(threading.Thread):
             if answer.generation is not None:
                 self.served.append((number, answer.revision))
 
+    def has_seen(self, revision: int) -> bool:
+        """Whether its last answer was of that revision, or of a later one."""
+        return bool(self.answers) and self.answers[-1][2] >= revision
+
     def end(self) -> None:
         self._stopped.set()
         self.join(60)
@@ -192,7 +196,7 @@ def frozen(pid: int) -> Iterator[None]:
         os.kill(pid, signal.SIGCONT)
 
 
-def until(true: Callable[[], Any], timeout: float = 60.0) -> Any:
+def until(true: Callable[[], Any], timeout: float = 120.0) -> Any:
     """What it is, as soon as it is something."""
     deadline = time.monotonic() + timeout
     while not (found := true()):
@@ -203,7 +207,7 @@ def until(true: Callable[[], Any], timeout: float = 60.0) -> Any:
 
 def soon(work: Callable[[], Any]) -> Any:
     """What a change says, once no order is open any more that was not heard in time."""
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 120
     while True:
         try:
             return work()

@@ -171,10 +171,11 @@ def test_whoever_is_killed_or_does_not_answer(deployed: Deployed, deaths: list[t
             killing.join()
             time.sleep(1.0)
         assert soon(lambda: fleet.wait(120))
-        soon(lambda: fleet.swap(files.weights[1]))  # an order whose controller died is open until its lease is over
+        # an order whose controller died is open until its lease is over
+        receipt = soon(lambda: fleet.swap(files.weights[1]))
+        until(lambda: all(client.has_seen(receipt.revision) for client in clients), 300)  # all replicas may begin again
     # a keeper that was killed, or the controller, or the keepers of all nodes that have replicas
     assert set(refusals) <= {"FleetRefused", "FleetUndecided", "UnknownFleet"}
-    assert sum(len(client.answers) for client in clients) > 20
     assert len({each.weights_id for each in fleet.nodes.values()}) == 1
 
 
@@ -282,7 +283,7 @@ def test_a_node_that_does_not_answer_refuses_and_its_replicas_answer_on(deployed
     node = min(fleet.nodes.values(), key=lambda each: each.node)
     with calling(deployed) as clients, frozen(node.keeper):
         with pytest.raises(FleetRefused) as refused:
-            fleet.swap(files.weights[2], deadlines=Deadlines(prepare=2.0))
+            fleet.swap(files.weights[2], deadlines=Deadlines(prepare=5.0))
         assert {name: type(error) for name, error in refused.value.reasons.items()} == {node.node: TimeoutError}
         assert fleet.desired == before
         assert "TimeoutError" in fleet.nodes[node.node].error
@@ -385,7 +386,7 @@ def test_a_lost_node(deployed: Deployed) -> None:
         lost = {each.node for each in fleet.nodes.values() if node.node_id.startswith(each.node)}
         made.remove_node(node, allow_graceful=False)
         receipt = soon(lambda: fleet.swap(files.weights[2]))
-        until(lambda: all(client.answers and client.answers[-1][2] >= receipt.revision for client in clients))
+        until(lambda: all(client.has_seen(receipt.revision) for client in clients))
     assert set(receipt.late) <= lost  # as long as Ray has not noticed
     assert fleet.wait(60)
     assert {each.weights_id for each in fleet.nodes.values()} == {receipt.weights_id}
