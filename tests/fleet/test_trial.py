@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from base64 import b64encode
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 
+from weightswap_fleet.coordinator import agreement
 from weightswap_fleet.coordinator.agreement import Agreement, Deadlines
 from weightswap_fleet.coordinator.fleet_trial import FleetTrial, shares
-from weightswap_fleet.documents import FleetPlan, Order, TrialOrder
+from weightswap_fleet.documents import FleetPlan, Order, Prepared, TrialOrder
 from weightswap_fleet.errors import FleetRefused
 from weightswap_runtime.desired.document import DesiredWeights
 from weightswap_runtime.desired.place import known_weights
-from weightswap_runtime.errors import DigestMismatch, StageClosed, StagingBusy, Unsupported
+from weightswap_runtime.errors import DigestMismatch, StageCancelled, StageClosed, StagingBusy, Unsupported
+from weightswap_runtime.live.staged import Staged
 from weightswap_server.canary.judging import Measured
 from weightswap_server.canary.measuring import Answers, Compared
 from weightswap_server.workers.trials import Tried
@@ -91,7 +96,7 @@ def test_one_that_a_node_cannot_take_is_tried_by_none(fleet: Fleet) -> None:
 
 def test_one_whose_nodes_lose_it_as_it_begins_has_not_begun(fleet: Fleet) -> None:
     def gives_up(method: str, node: str) -> str:
-        if method == "renew_trial":
+        if method == "go_on":
             fleet.keepers[node].changes.end_trial("trial 1")
         return ""
 
@@ -217,6 +222,85 @@ def test_the_next_leader_finds_it(fleet: Fleet) -> None:
     assert set(trying(fleet).values()) == {""}
 
 
+class Staging:
+    """A node that stages a trial until `go`, while whoever leads it dies."""
+
+    def __init__(self, fleet: Fleet, pool: ThreadPoolExecutor) -> None:
+        self.changes = fleet.keepers["n0"].changes
+        self._weights, self._wait = self.changes._weights, self.changes._weights.wait
+        self._weights.wait = self._wait_longer  # type: ignore[method-assign]
+        self.go, began = threading.Event(), threading.Event()
+        self._began = began
+        self.prepared = pool.submit(self.changes.prepare_trial, trial_of(fleet, share=0.5))
+        assert began.wait(60)
+
+    def _wait_longer(self, staged: Staged, is_over: Callable[[], bool]) -> None:
+        self._began.set()
+        while not self.go.wait(0.01):
+            if is_over():
+                raise StageCancelled("the test's")
+        self._wait(staged, is_over)
+
+
+@pytest.fixture
+def staging(fleet: Fleet) -> Iterator[Staging]:
+    with ThreadPoolExecutor(1) as pool:
+        made = Staging(fleet, pool)
+        yield made
+        made.go.set()
+
+
+def test_one_whose_leader_dies_while_it_is_staged_is_given_up(fleet: Fleet, staging: Staging) -> None:
+    fleet.now += 9.0
+    assert staging.changes.renew("trial 1")
+    fleet.now += 9.0
+    time.sleep(0.1)
+    assert not staging.prepared.done()
+    fleet.now += 2.0
+    assert isinstance(staging.prepared.exception(60), StageCancelled)
+    assert set(trying(fleet).values()) == {""}
+    assert not staging.changes.renew("trial 1")
+
+
+def test_the_next_leader_does_not_wait_for_what_is_staged(fleet: Fleet, staging: Staging) -> None:
+    """A keeper answers so many at once; it would have no answer left for anybody."""
+    found, control = FleetTrial.find(fleet), staging.changes._control
+    assert found is not None
+    for _ in range(3):
+        fleet.now += 9.0
+        assert found.look() is None
+    assert (staging.prepared.done(), control.trial) == (False, 0)
+    staging.go.set()
+    assert isinstance(staging.prepared.result(60), Prepared)
+    assert found.look() is None
+    assert (found.shares, control.trial != 0) == ({"n0": 0.5}, True)
+
+
+def test_nodes_that_are_ready_wait_for_one_that_takes_longer_than_the_lease(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(agreement, "_RENEW", 0.01)
+    stage, renewed = fleet.keepers["n2"].model.stage, threading.Semaphore(0)
+
+    def count(method: str, node: str) -> str:
+        if (method, node) == ("renew", "n1"):
+            renewed.release()
+        return ""
+
+    def takes_long(*arguments, **options):  # type: ignore[no-untyped-def]
+        for _ in range(3):
+            fleet.now += 9.0
+            while renewed.acquire(blocking=False):
+                pass
+            assert renewed.acquire(timeout=30)
+            fleet.keepers["n1"].changes.look()
+        return stage(*arguments, **options)
+
+    fleet.fate = count
+    monkeypatch.setattr(fleet.keepers["n2"].model, "stage", takes_long)
+    assert begun(fleet, share=0.5).shares == dict.fromkeys(fleet.names(), 0.5)
+
+
 def test_a_node_that_is_late_keeps_it_and_one_that_has_gone_does_not(fleet: Fleet) -> None:
     trial = begun(fleet, share=0.5)
     fleet.fate = lambda method, node: "lost" if node == "n1" else ""
@@ -311,10 +395,10 @@ def test_plans_that_cannot_be_meant(plan: dict[str, Any], said: str) -> None:
         FleetPlan(**plan).check()
 
 
-def test_renewing_what_is_over(fleet: Fleet) -> None:
+def test_going_on_with_what_is_over(fleet: Fleet) -> None:
     keeper = fleet.keepers["n0"]
     with pytest.raises(StageClosed, match="n0: the trial trial 1 is over"):
-        keeper.changes.renew_trial("trial 1", 0.1)
+        keeper.changes.go_on("trial 1", 0.1)
     keeper.changes.end_trial("trial 1")
     keeper.changes.tried(b64encode(b"late").decode())  # nobody's, and not read
     assert keeper.changes.trial() is None

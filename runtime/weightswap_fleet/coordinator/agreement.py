@@ -128,7 +128,7 @@ class Agreement:
         lease = max(LEAST_LEASE, 2 * deadlines.commit)
         proven, reader = kind == "rollback", reader_of(self._nodes)
         order = Order(uuid.uuid4().hex, state.revision, source, self._place.located(wanted), lease, proven, reader)
-        with self._renewing(order):
+        with renewing(self._nodes, order):
             prepared = prepare_all(self._nodes, "prepare", order, "discard", deadlines.prepare)
             ready = self._clock()
             after = self._decide(order, prepared, decide)
@@ -150,23 +150,6 @@ class Agreement:
             nodes=nodes,
             late=late,
         )
-
-    @contextmanager
-    def _renewing(self, order: Order) -> Iterator[None]:
-        """A block in which nodes that are ready are told that the order is still meant."""
-        done = threading.Event()
-
-        def renew() -> None:
-            while not done.wait(_RENEW):
-                self._nodes.ask(self._nodes.names(), "renew", order.id, timeout=_RENEW)
-
-        renewing = threading.Thread(target=renew, name="weightswap-renewing", daemon=True)
-        renewing.start()
-        try:
-            yield
-        finally:
-            done.set()
-            renewing.join()
 
     def _give_up(self, order: Order, names: Sequence[str]) -> None:
         self._nodes.ask(names, "discard", order.id, timeout=LEAST_LEASE)
@@ -241,6 +224,24 @@ def reader_of(nodes: Nodes) -> str:
     """Which node reads a URL for all of them; empty where there is but one."""
     names = nodes.names()
     return min(names) if len(names) > 1 else ""
+
+
+@contextmanager
+def renewing(nodes: Nodes, order: Order | TrialOrder) -> Iterator[None]:
+    """A block in which nodes are told that the order is still meant: those that are ready, and those that stage."""
+    done = threading.Event()
+
+    def renew() -> None:
+        while not done.wait(_RENEW):
+            nodes.ask(nodes.names(), "renew", order.id, timeout=_RENEW)
+
+    thread = threading.Thread(target=renew, name="weightswap-renewing", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
 
 
 def prepare_all(nodes: Nodes, method: str, order: Order | TrialOrder, undo: str, timeout: float) -> dict[str, Prepared]:

@@ -17,7 +17,7 @@ from weightswap_fleet.errors import FleetRefused
 from weightswap_runtime.errors import StageClosed, Unsupported
 from weightswap_server.canary.judging import Judgement, Measured
 
-from .agreement import Nodes, prepare_all
+from .agreement import Nodes, prepare_all, renewing
 
 _ANSWER = 5.0  # seconds
 
@@ -61,7 +61,8 @@ class FleetTrial:
         """Have all nodes stage and verify, and begin. Raises FleetRefused, and Unsupported for a share of the nodes
         that would be all of them; then no node has it."""
         self._check_shares(self._nodes.names())
-        ready = prepare_all(self._nodes, "prepare_trial", self.order, "end_trial", timeout)
+        with renewing(self._nodes, self.order):
+            ready = prepare_all(self._nodes, "prepare_trial", self.order, "end_trial", timeout)
         self.shares = dict.fromkeys(ready, 0.0)
         if (verdict := self.look()) is not None and verdict.what == "ended":
             raise FleetRefused(self.order.source, dict.fromkeys(ready, StageClosed(verdict.why)))
@@ -91,7 +92,7 @@ class FleetTrial:
         return None
 
     def _renew(self, names: Sequence[str], share: float) -> None:
-        for name, answer in self._nodes.ask(names, "renew_trial", self.order.id, share, timeout=_ANSWER).items():
+        for name, answer in self._nodes.ask(names, "go_on", self.order.id, share, timeout=_ANSWER).items():
             if isinstance(answer, Measured):
                 self.shares[name] = share
                 self._judged.add(answer)

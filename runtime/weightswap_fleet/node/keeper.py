@@ -69,7 +69,7 @@ class NodeKeeper:
         asked: tuple[Callable[..., Any], ...] = (
             *(self.take_seat, self.told, self.metrics, self.relayed, self.status),
             *(changes.prepare, changes.renew, changes.discard, changes.commit, changes.look_soon),
-            *(changes.prepare_trial, changes.renew_trial, changes.end_trial, changes.trial, changes.tried),
+            *(changes.prepare_trial, changes.go_on, changes.end_trial, changes.trial, changes.tried),
         )
         self._asked = {method.__name__: method for method in asked}
         self._thread = threading.Thread(target=self._run, name="weightswap-keeper", daemon=True)

@@ -178,13 +178,12 @@ class NodeChanges:
                 f"{self._node}: {weights.weights_id[:SHOWN]} is on trial{_by(weights)}; promote or abort it first"
             )
 
-    def renew(self, order_id: str) -> bool:
-        """An order is still meant, as others take longer. Whether it is open here."""
-        opened = self._order
-        if opened is None or opened.order.id != order_id:
-            return False
-        opened.renew()
-        return True
+    def renew(self, change_id: str) -> bool:
+        """An order, or a trial, is still meant, as others take longer. Whether it is open here."""
+        opened = next((each for each in (self._order, self._trial) if each and each.order.id == change_id), None)
+        if opened is not None:
+            opened.renew()
+        return opened is not None
 
     def commit(self, order_id: str, revision: int) -> Committed:
         """Serve what was prepared for an order, which was decided as a revision of the place.
@@ -230,8 +229,10 @@ class NodeChanges:
             opened.staged.discard()
 
     def prepare_trial(self, order: TrialOrder) -> Prepared:
-        """Stage and verify what is to be tried; `renew_trial` begins it. Raises what `prepare` raises, and Unsupported
-        for what is served."""
+        """Stage and verify what is to be tried; `go_on` begins it.
+
+        Raises what `prepare` raises, StageCancelled, too, where nobody renews it, and Unsupported for what is served.
+        """
         began = time.perf_counter()
         self._check_free()
         with self._turn:
@@ -243,25 +244,33 @@ class NodeChanges:
                     "a trial compares weights with others that are served, and this node serves these already, or none"
                 )
             staged = self._weights.stage(order.source, order.weights, order.reader)
-            self._trial = NodeTrial(order, staged, self._control, self._clock)
+            self._trial = trial = NodeTrial(order, staged, self._control, self._clock)
             try:
                 self._check_meant(order)
-                self._weights.wait(staged, lambda: self._is_given_up(order) or self._desires_others())
-                self._trial.keep()  # it may have taken long
+                self._weights.wait(staged, lambda: self._is_given_up(order) or trial.is_over or self._desires_others())
+                trial.is_ready = True
             except BaseException:
                 self._end_trial()
                 raise
             return Prepared(time.perf_counter() - began, False, staged.verified)
 
-    def renew_trial(self, trial_id: str, share: float) -> Measured:
-        """Let a share of the requests be answered by what is on trial; what was measured since the last time.
+    def go_on(self, trial_id: str, share: float) -> Measured:
+        """Let a share of the requests be answered by what is on trial, once that is staged, which is not waited for;
+        what was measured since the last time.
 
         Raises StageClosed where that trial is over.
         """
+        trial = self._trial_of(trial_id)
+        if not trial.is_ready:
+            trial.renew()
+            return trial.measured()
         with self._turn:
-            if self._trial is None or self._trial.order.id != trial_id:
-                raise StageClosed(f"{self._node}: the trial {trial_id} is over")
-            return self._trial.renew(share)
+            return self._trial_of(trial_id).go_on(share)
+
+    def _trial_of(self, trial_id: str) -> NodeTrial:
+        if (trial := self._trial) is None or trial.order.id != trial_id:
+            raise StageClosed(f"{self._node}: the trial {trial_id} is over")
+        return trial
 
     def end_trial(self, trial_id: str) -> None:
         """Give a trial up: one that there is, is being staged, or has not come yet."""

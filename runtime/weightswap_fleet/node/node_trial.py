@@ -15,7 +15,10 @@ from weightswap_server.workers.trials import read_tried
 
 
 class NodeTrial:
-    """Staged weights that replicas may call, once `renew` has said how often; until `end`, or a commit of them."""
+    """Staged weights that replicas may call, once `go_on` has said how often; until `end`, or a commit of them.
+
+    is_ready: whether they are staged.
+    """
 
     def __init__(self, order: TrialOrder, staged: Staged, control: Control, clock: Callable[[], float]) -> None:
         self.order, self.staged = order, staged
@@ -23,7 +26,8 @@ class NodeTrial:
         self._judged = Judgement(order.plan.judged)
         self._share: float | None = None
         self._word = 0
-        self.keep()
+        self.is_ready = False
+        self.renew()
 
     def is_of(self, order: Order) -> bool:
         """Whether an order wants what is on trial: the same weights, from the same place, where all will look for them
@@ -31,8 +35,8 @@ class NodeTrial:
         mine = self.order
         return (mine.weights.weights_id, mine.source) == (order.weights.weights_id, order.source)
 
-    def keep(self) -> None:
-        """It goes on for the time of its lease."""
+    def renew(self) -> None:
+        """It is meant for the time of its lease."""
         self._until = self._clock() + self.order.lease
 
     @property
@@ -40,7 +44,7 @@ class NodeTrial:
         """Whether nobody has renewed it in time."""
         return self._clock() >= self._until
 
-    def renew(self, share: float) -> Measured:
+    def go_on(self, share: float) -> Measured:
         """Go on, with a share of the requests. What replicas have measured since the last time.
 
         Raises StageClosed where its weights were committed or given up.
@@ -49,7 +53,11 @@ class NodeTrial:
             terms = self.order.plan.judged._replace(share=share, promote_if="", abort_if="")  # rules are not theirs
             self._word = begin_trial(self._control, self.staged, msgspec.msgpack.encode(terms))
             self._share = share
-        self.keep()
+        self.renew()
+        return self.measured()
+
+    def measured(self) -> Measured:
+        """What replicas have measured since the last time."""
         return self._judged.take()
 
     def heard(self, text: str) -> None:
