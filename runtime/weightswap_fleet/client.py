@@ -15,14 +15,14 @@ from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 from ray.serve.handle import DeploymentHandle
 
 from weightswap_runtime.desired.document import DesiredState
-from weightswap_runtime.errors import Unsupported
+from weightswap_runtime.errors import DesiredError, Unsupported
 from weightswap_runtime.sources.location import Url, as_location, fixed
 
 from .coordinator.actors import end_actors, find_spec, metrics, statuses
 from .coordinator.agreement import DEADLINES, Deadlines
 from .coordinator.controller import controller_of
 from .documents import FleetPlan, FleetReceipt, NodeStatus, TrialReport
-from .errors import FleetUndecided, StaleReplica, UnknownFleet
+from .errors import FleetError, FleetUndecided, StaleReplica, UnknownFleet
 from .replicas.replica import FleetAnswer
 
 _Path = str | os.PathLike[str]
@@ -156,11 +156,22 @@ class Fleet:
         return metrics(find_spec(self.name))
 
     def wait(self, timeout: float = 60.0) -> bool:
-        """Wait until all nodes serve what is desired. Returns whether they do."""
+        """Wait until all nodes serve what is desired. Returns whether they do.
+
+        Raises what `desired` and `nodes` raise, if they do so when the time is over.
+        """
         deadline = time.monotonic() + timeout
-        while not (agree := self._agrees()) and time.monotonic() < deadline:
+        while True:
+            is_last = time.monotonic() >= deadline
+            try:
+                agree = self._agrees()
+            except (DesiredError, FleetError):  # as long as keepers begin again, or the place is away
+                if is_last:
+                    raise
+            else:
+                if agree or is_last:
+                    return agree
             time.sleep(_POLL)
-        return agree
 
     def _agrees(self) -> bool:
         wanted = self.desired

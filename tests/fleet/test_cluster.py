@@ -9,10 +9,9 @@ import signal
 import threading
 import time
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,20 +23,20 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from tests.support.servers import WebServer
 from weightswap_exporter import publish
-from weightswap_fleet import Deadlines, FleetRefused, FleetUndecided, NodeStatus
+from weightswap_fleet import Deadlines, FleetRefused, FleetUndecided
 from weightswap_runtime import DesiredPlace
 from weightswap_runtime.desired.place import known_weights
 from weightswap_runtime.desired.storage import LOCK
 from weightswap_runtime.errors import DesiredError, DigestMismatch, Held, NothingToRollBack, WeightFileError
 
 from .clusters import INPUT, Deployed, Numbered, calling, frozen, soon, until
+from .deaths import VICTIMS, controller, pid_of, survive
 
 pytest.importorskip("ray")
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.filterwarnings("ignore"),  # Ray's
 ]
-VICTIMS = ["keeper", "frozen keeper", "replica", "controller", "controller's process"]
 
 
 def test_a_swap_is_every_node_s(deployed: Deployed) -> None:
@@ -155,66 +154,8 @@ def test_metrics_are_the_fleet_s_whoever_is_asked(deployed: Deployed) -> None:
 @example(deaths=[("keeper", 0.01), ("replica", 0.02), ("controller", 0.03), ("frozen keeper", 0.01)])
 @example(deaths=[("controller's process", 0.01)])
 def test_whoever_is_killed_or_does_not_answer(deployed: Deployed, deaths: list[tuple[str, float]]) -> None:
-    """By kill -9 or for a second, anywhere in a change: all ends on what is desired, and no answer was wrong."""
-    fleet, files, _ = deployed
-    refusals: list[str] = []
-    with calling(deployed) as clients:
-        for turn, (victim, after) in enumerate(deaths):
-            nodes = soon(lambda: list(fleet.nodes.values()))
-            node = nodes[turn % len(nodes)]
-            killing = threading.Timer(after, killer(victim, node))
-            killing.start()
-            try:
-                fleet.swap(files.weights[1 + turn % 5], deadlines=Deadlines(prepare=10.0, commit=0.5))
-            except Exception as error:
-                refusals.append(type(error).__name__)
-            killing.join()
-            time.sleep(1.0)
-        assert soon(lambda: fleet.wait(120))
-        # an order whose controller died is open until its lease is over
-        receipt = soon(lambda: fleet.swap(files.weights[1]))
-        until(lambda: all(client.has_seen(receipt.revision) for client in clients), 300)  # all replicas may begin again
-    # a keeper that was killed, or the controller, or the keepers of all nodes that have replicas
-    assert set(refusals) <= {"FleetRefused", "FleetUndecided", "UnknownFleet"}
-    assert len({each.weights_id for each in fleet.nodes.values()}) == 1
-
-
-def killer(victim: str, node: NodeStatus) -> Callable[[], object]:
-    """What ends a victim; on that node, if it is one that each node has."""
-    import ray
-
-    controller = ray.get_actor("controller:numbered", "weightswap")
-    if victim == "controller":
-        return partial(ray.kill, controller, no_restart=False)
-    pid = pid_of(controller) if victim == "controller's process" else (node.keeper if "keeper" in victim else 0)
-    pid = pid or (*node.replicas, 0)[0]
-    if not pid:  # a node that does not answer
-        return lambda: None
-    return partial(freeze, pid) if victim == "frozen keeper" else partial(os.kill, pid, signal.SIGKILL)
-
-
-def freeze(pid: int) -> None:
-    with frozen(pid):
-        time.sleep(1.0)
-
-
-def pid_of(actor: Any) -> int:
-    """Its process's, once it has one."""
-    import ray
-
-    def ask() -> Any:
-        with suppress(ray.exceptions.RayActorError):  # it begins again
-            return ray.get(actor.__ray_call__.remote(lambda _: os.getpid()), timeout=60)
-
-    return int(until(ask))
-
-
-def other_node(made: Any) -> Any:
-    """One that has neither Ray's head nor this process."""
-    import ray
-
-    mine = ray.get_runtime_context().get_node_id()
-    return next(each for each in made.list_all_nodes() if not each.is_head() and each.node_id != mine)
+    """By kill -9 or for a second, anywhere in a change."""
+    survive(deployed, deaths)
 
 
 @pytest.mark.parametrize("phase", ["prepare", "decide", "commit"])
@@ -224,12 +165,10 @@ def test_a_controller_that_is_killed_in_each_phase(deployed: Deployed, phase: st
     What it does next is kept from happening: its nodes wait for a web server; it waits for the place's lock; its nodes
     do not run while the lock is let go.
     """
-    import ray
-
     fleet, files, _ = deployed
     soon(lambda: fleet.swap(files.weights[1]))
     before, keepers = fleet.desired, [each.keeper for each in fleet.nodes.values()]
-    pid = pid_of(ray.get_actor("controller:numbered", "weightswap"))
+    pid = pid_of(controller())
     with calling(deployed) as clients, WebServer() as web, ThreadPoolExecutor(1) as pool, ExitStack() as held:
         url = web.put("2.safetensors", files.weights[2].read_bytes())
         known_weights(url)
@@ -255,7 +194,7 @@ def test_a_controller_that_is_killed_in_each_phase(deployed: Deployed, phase: st
         assert {files.number(each.weights_id) for each in fleet.nodes.values()} == {2 if phase == "commit" else 1}
         assert soon(lambda: fleet.swap(files.weights[3])).late == {}
     assert [client.failures for client in clients] == [[], []]
-    assert pid_of(ray.get_actor("controller:numbered", "weightswap")) != pid
+    assert pid_of(controller()) != pid
 
 
 def has_open(pid: int, path: Path) -> bool:
@@ -291,6 +230,46 @@ def test_a_node_that_does_not_answer_refuses_and_its_replicas_answer_on(deployed
     assert [client.failures for client in clients] == [[], []]
     assert soon(lambda: fleet.swap(files.weights[2])).late == {}
     assert fleet.wait(30)
+
+
+def test_a_node_that_has_missed_a_commit_is_asked_nothing_until_it_has_caught_up(deployed: Deployed) -> None:
+    """Also by those who ask for no revision."""
+    fleet, files, _ = deployed
+    soon(lambda: fleet.swap(files.weights[1]))
+    deadlines = Deadlines(prepare=60.0, commit=0.5)
+    with locked(files.folder) as lock, ThreadPoolExecutor(1) as pool:
+        change = pool.submit(fleet.swap, files.weights[2], deadlines=deadlines)
+        until(lambda: all(each.preparing for each in fleet.nodes.values()))
+        until(lambda: has_open(pid_of(controller()), files.folder / LOCK))
+        nodes = [each for each in fleet.nodes.values() if each.replicas]
+        assert len(nodes) > 1
+        with frozen(nodes[0].keeper):
+            fcntl.flock(lock, fcntl.LOCK_UN)
+            receipt = change.result(120)
+            assert set(receipt.late) == {nodes[0].node}
+            until(lambda: asked_for_nothing(20) == {receipt.weights_id})
+            assert asked_for_nothing(40) == {receipt.weights_id}
+            assert all(Path(f"/proc/{pid}").exists() for pid in nodes[0].replicas)
+    assert fleet.wait(60)
+    until(lambda: not fleet.nodes[nodes[0].node].error)
+
+
+def asked_for_nothing(times: int) -> set[str]:
+    """Whose answers plain requests get, that ask for no revision."""
+    found = set()
+    for _ in range(times):
+        with post({}) as answer:
+            found.add(json.load(answer)["parameters"]["weights_id"])
+    return found
+
+
+def test_waiting_until_keepers_have_begun_again(deployed: Deployed) -> None:
+    fleet, files, _ = deployed
+    receipt = soon(lambda: fleet.swap(files.weights[1]))
+    for node in fleet.nodes.values():
+        os.kill(node.keeper, signal.SIGKILL)
+    assert fleet.wait(60)
+    assert {each.weights_id for each in fleet.nodes.values()} == {receipt.weights_id}
 
 
 def test_a_url_is_read_by_one_node(deployed: Deployed) -> None:
@@ -376,20 +355,6 @@ def test_a_hold_stops_promotions_alone(deployed: Deployed, tmp_path: Path) -> No
         DesiredPlace(files.folder).promote(files.write(11))  # never desired before
     assert fleet.swap(files.weights[4]).late == {}
     fleet.release()
-
-
-def test_a_lost_node(deployed: Deployed) -> None:
-    """The others go on, and change; Serve starts its replicas elsewhere, with the weights that are desired."""
-    fleet, files, made = deployed
-    with calling(deployed) as clients:
-        node = other_node(made)
-        lost = {each.node for each in fleet.nodes.values() if node.node_id.startswith(each.node)}
-        made.remove_node(node, allow_graceful=False)
-        receipt = soon(lambda: fleet.swap(files.weights[2]))
-        until(lambda: all(client.has_seen(receipt.revision) for client in clients))
-    assert set(receipt.late) <= lost  # as long as Ray has not noticed
-    assert fleet.wait(60)
-    assert {each.weights_id for each in fleet.nodes.values()} == {receipt.weights_id}
 
 
 def test_replicas_that_join_under_load_serve_what_is_desired(deployed: Deployed, tmp_path: Path) -> None:

@@ -525,15 +525,18 @@ def test_an_order_is_renewed_until_it_is_decided(fleet: Fleet, monkeypatch: pyte
     assert swap(fleet, 1).late == {}
 
 
-@pytest.mark.parametrize("written", [True, False])
+@pytest.mark.parametrize(("written", "held"), [(True, False), (True, True), (False, False), (False, True)])
 def test_whether_a_write_that_failed_was_done_is_looked_up(
-    fleet: Fleet, written: bool, monkeypatch: pytest.MonkeyPatch
+    fleet: Fleet, written: bool, held: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """held: somebody has written a hold since."""
     decide = fleet.place.set
 
     def fails(*arguments, **options):  # type: ignore[no-untyped-def]
         if written:
             decide(*arguments, **options)
+        if held:
+            fleet.place.hold(revision=fleet.place.read().revision)
         raise DesiredError("the bucket said nothing")
 
     monkeypatch.setattr(fleet.place, "set", fails)
