@@ -52,6 +52,7 @@ def deployment(
     autoscaling_config: Mapping[str, Any] | None = None,
     ray_actor_options: Mapping[str, Any] | None = None,
     max_ongoing_requests: int = 64,
+    max_queued_requests: int = 256,
     batch: int = 1,
     verify: str = "goldens",
     allow_nonfinite: bool | str | Sequence[str] = False,
@@ -67,7 +68,9 @@ def deployment(
       None: the directory of `weights`.
     weights: a packed file that is desired where the place says nothing yet.
     name: the fleet's, for `connect`. model: what requests over HTTP call it; None: the artifact's name.
-    num_replicas, autoscaling_config, ray_actor_options, max_ongoing_requests: as Ray Serve takes them.
+    num_replicas, autoscaling_config, ray_actor_options, max_ongoing_requests, max_queued_requests: as Ray Serve takes
+      them. What one proxy or handle has waiting beyond the last is refused at once: 503, or BackPressureError; -1 lets
+      any number wait.
     batch: how many rows of requests one call may have; 1 for no batching. verify: as for `Model.stage`.
     allow_nonfinite: True, or patterns of FQNs, for weights that may have NaN or infinities where those that are served
       have none. Others are refused.
@@ -112,7 +115,11 @@ def deployment(
         op_libraries=tuple(op_libraries),
         settings=limits,
     )
-    options: dict[str, Any] = {"name": name, "max_ongoing_requests": max_ongoing_requests}
+    options: dict[str, Any] = {
+        "name": name,
+        "max_ongoing_requests": max_ongoing_requests,
+        "max_queued_requests": max_queued_requests,
+    }
     if autoscaling_config is not None:
         options["autoscaling_config"] = dict(autoscaling_config)
     else:

@@ -357,6 +357,37 @@ def test_a_hold_stops_promotions_alone(deployed: Deployed, tmp_path: Path) -> No
     fleet.release()
 
 
+def test_more_requests_than_may_wait_are_refused_at_once(deployed: Deployed, tmp_path: Path) -> None:
+    from ray import serve
+    from ray.serve.exceptions import BackPressureError
+
+    from weightswap_fleet import connect, deployment
+
+    _, files, made = deployed
+    application = deployment(
+        files.artifact,
+        files.weights[1],
+        follow=tmp_path,
+        name="busy",
+        max_ongoing_requests=1,
+        max_queued_requests=2,
+        ray_actor_options={"num_cpus": 0},
+    )
+    serve.run(application, name="busy", route_prefix="/busy")
+    busy = Deployed(connect("busy"), files, made)
+    (replica,) = (pid for node in busy.fleet.nodes.values() for pid in node.replicas)
+    with busy.fleet.client() as client, ThreadPoolExecutor(8) as pool:
+        client.infer({"x": INPUT})
+        with frozen(replica):
+            sent = [pool.submit(client.infer, {"x": INPUT}) for _ in range(8)]
+            until(lambda: sum(each.done() for each in sent) >= 4)
+            assert {type(each.exception()) for each in sent if each.done()} == {BackPressureError}
+        answers = [each.result(60) for each in sent if not isinstance(each.exception(60), BackPressureError)]
+    assert 1 <= len(answers) <= 4
+    assert all(files.is_whole(each.outputs["output"], each.weights_id) for each in answers)
+    busy.fleet.remove()
+
+
 def test_replicas_that_join_under_load_serve_what_is_desired(deployed: Deployed, tmp_path: Path) -> None:
     from ray import serve
 
