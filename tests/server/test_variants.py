@@ -23,7 +23,6 @@ from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption,
 from safetensors.torch import save_file
 from torch import nn
 from torch.export import Dim
-from transformers import LlamaConfig, LlamaForCausalLM
 from tritonclient.utils import InferenceServerException
 
 from tests.support.administered import BEARER, TOKEN, administered, call, change, status
@@ -328,6 +327,8 @@ def test_a_required_signature_is_required_of_variants(folder: Path, tmp_path: Pa
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("transport", ["events", "whole", "grpc"])
 def test_generation_chooses(tmp_path: Path, transport: str) -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
     torch.manual_seed(0)
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2}
     llama = LlamaForCausalLM(LlamaConfig(vocab_size=64, eos_token_id=None, **sizes)).eval()

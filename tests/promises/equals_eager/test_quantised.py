@@ -15,11 +15,13 @@ from torch import nn
 
 from tests.support.aoti import near
 from tests.support.compiled import needs_compiler
+from tests.support.packages import needs
 from tests.support.quantised import BATCH, KINDS, X, floats, quantised
 from weightswap_exporter import export, pack, skeleton
 from weightswap_exporter.parity import compare, first_divergence
 from weightswap_runtime import Artifact, CaptureError, load
 
+pytestmark = needs("torchao")
 PACKED = "int4 packed for a CPU"
 
 
