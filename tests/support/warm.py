@@ -1,7 +1,8 @@
 """An interpreter that has imported what takes seconds, and forks itself for every program that it is asked to run.
 
 `python()` is the path of a command that takes what `python -W error` takes (`-c CODE` or `-m MODULE`, and arguments; a
-`-u` before them changes nothing), in the caller's folder and environment, with its input and outputs.
+`-u` before them changes nothing), in the caller's folder and environment, with its input and outputs. Processes that
+run tests beside each other have one together: see `share`.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import gc
 import json
 import os
 import runpy
+import select
 import socket
 import subprocess
 import sys
@@ -36,9 +38,33 @@ sys.exit(status)
 """
 
 
+_SHARED = "WEIGHTSWAP_TESTS_WARM_PYTHON"
+
+
 @functools.cache
 def python() -> str:
     """The command, behind which an interpreter is started when this is first asked for."""
+    if shared := os.environ.get(_SHARED):
+        return shared
+    server, command = listen()
+    start(server, command)
+    return command
+
+
+def share() -> None:
+    """Let the processes that this one starts have one interpreter, which is started at the first request."""
+    server, command = listen()
+    os.environ[_SHARED] = command
+
+    def wait() -> None:
+        select.select([server], [], [])
+        start(server, command)
+
+    threading.Thread(target=wait, daemon=True).start()
+
+
+def listen() -> tuple[socket.socket, str]:
+    """Where requests come in, and the command that sends them."""
     folder = tempfile.mkdtemp(prefix="warm-")
     address, command = f"{folder}/socket", Path(folder, "python")
     command.write_text(CLIENT.format(interpreter=sys.executable, address=address))
@@ -46,11 +72,14 @@ def python() -> str:
     server = socket.socket(socket.AF_UNIX)
     server.bind(address)
     server.listen()
-    program = [sys.executable, "-W", "error", "-m", "tests.support.warm", str(server.fileno()), str(command)]
+    return server, str(command)
+
+
+def start(server: socket.socket, command: str) -> None:
+    program = [sys.executable, "-W", "error", "-m", "tests.support.warm", str(server.fileno()), command]
     running = subprocess.Popen(program, cwd=ROOT, pass_fds=[server.fileno()])
     server.close()
     atexit.register(end, running)
-    return str(command)
 
 
 def end(running: subprocess.Popen[bytes]) -> None:
