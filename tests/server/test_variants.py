@@ -5,7 +5,6 @@ from __future__ import annotations
 import http.client
 import json
 import subprocess
-import sys
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -25,6 +24,7 @@ from torch import nn
 from torch.export import Dim
 from tritonclient.utils import InferenceServerException
 
+from tests.support import warm
 from tests.support.administered import BEARER, TOKEN, administered, call, change, status
 from tests.support.served import Reply, as_json, ask, occupied, serving
 from tests.support.watched import eventually
@@ -393,7 +393,7 @@ def serve(folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
     """The command, which is refused before it listens."""
     artifact, weights = str(folder / "tuned.artifact"), str(folder / "0.safetensors")
     program = "from weightswap_tools.program import main; main()"
-    command = [sys.executable, "-c", program, "serve", artifact, "-w", weights, "--port", "0", *options]
+    command = [warm.python(), "-c", program, "serve", artifact, "-w", weights, "--port", "0", *options]
     return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
 
 
