@@ -52,12 +52,13 @@ def described(server: Server) -> Any:
     return schemathesis.openapi.from_url(f"http://127.0.0.1:{server.http_port}/openapi.json")
 
 
+@pytest.mark.parametrize("examples", [5, pytest.param(40, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("mode", MODES)
-def test_whatever_the_description_allows_and_what_it_does_not(described: Any, mode: str) -> None:
+def test_whatever_the_description_allows_and_what_it_does_not(described: Any, mode: str, examples: int) -> None:
     operations = [found.ok() for found in described.get_all_operations()]
     assert len(operations) == 13  # all but the description itself
     for operation in operations:
-        try_operation(operation, mode, examples=15)
+        try_operation(operation, mode, examples)
 
 
 sizes = st.integers(-1, 4) | st.sampled_from([1 << 31, 1 << 62, 1 << 63])

@@ -310,8 +310,9 @@ def test_calls_that_cannot_be_meant(server: Server, path: str, body: Any, status
     assert refused.json["error"]
 
 
+@pytest.mark.parametrize("examples", [3, pytest.param(20, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("mode", MODES)
-def test_whatever_its_description_allows_and_what_it_does_not(server: Server, mode: str) -> None:
+def test_whatever_its_description_allows_and_what_it_does_not(server: Server, mode: str, examples: int) -> None:
     import schemathesis
 
     assert server.admin is not None
@@ -319,7 +320,7 @@ def test_whatever_its_description_allows_and_what_it_does_not(server: Server, mo
     described.config.update(base_url=f"http://127.0.0.1:{server.admin.port}")
     for operation in (found.ok() for found in described.get_all_operations()):
         if operation.path != "/admin/events":
-            try_operation(operation, mode, examples=8, headers=BEARER)
+            try_operation(operation, mode, examples, headers=BEARER)
     for name in listed(server):
         call(server, f"/admin/uploads/{name}", method="DELETE")
 
