@@ -18,6 +18,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
+from tests.support import warm
 from tests.support.blocks import make_blocks_small
 from tests.support.desk import Desk
 from tests.support.handmade import Stage
@@ -68,6 +69,11 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
     config.option.loadscopereorder = False
     return Together(config, log)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("numprocesses", None) and not hasattr(config, "workerinput"):
+        warm.share()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -17,8 +17,6 @@ from tests.support.accelerators import ACCELERATOR, moved, on_accelerator, use_o
 from tests.support.aoti import near
 from tests.support.compiled import SIZES, WIDTH, Mixtures, needs_compiler, sample
 from weightswap_exporter import compile_engines, export, pack
-from weightswap_exporter.engines import aoti_compiler
-from weightswap_exporter.engines.aoti_packages import build_device, build_target
 from weightswap_runtime import Artifact, Unsupported, load
 from weightswap_runtime.engines.aoti.device import target_of
 from weightswap_runtime.engines.aoti.names import gpu_target, package_file
@@ -229,6 +227,8 @@ def test_other_devices_are_refused(bare: Sums, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_a_gpu_has_a_target_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    from weightswap_exporter.engines.aoti_packages import build_device, build_target
+
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, device.index))
     assert [build_target(torch.device("cuda", index)) for index in (0, 1)] == ["cuda-sm90", "cuda-sm91"]
@@ -237,6 +237,8 @@ def test_a_gpu_has_a_target_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_missing_toolkit_is_named() -> None:
+    from weightswap_exporter.engines import aoti_compiler
+
     said = RuntimeError(
         "C++ compile error\nmodel.h:15:10: fatal error: cuda.h: No such file or directory\n   15 | #include"
     )

@@ -12,13 +12,9 @@ import torch
 from torch import nn
 from torch.export import Dim
 
-pytest.importorskip("onnxruntime")
-pytest.importorskip("onnxscript")
-
-from onnxruntime import get_available_providers
-
 from tests.support.accelerators import ACCELERATOR, moved, on_accelerator, use_own_stream
 from tests.support.models import Counter, Everything, Nested
+from tests.support.packages import needs
 from tests.support.setups import different
 from weightswap_exporter import MethodSpec, compile_engines, export, pack
 from weightswap_runtime import Artifact, InputMismatch, Model, Unsupported, load
@@ -34,8 +30,17 @@ from weightswap_runtime.format.manifest import Method
 
 ON_THE_HOST = Counterpart("CPUExecutionProvider", "cpu", {})
 PROVIDER = "CUDAExecutionProvider"
-NO_PROVIDER = ACCELERATOR == "cuda" and PROVIDER not in get_available_providers()
-needs_provider = pytest.mark.skipif(NO_PROVIDER, reason=f"this build of onnxruntime has no {PROVIDER}")
+pytestmark = needs("onnxruntime", "onnxscript")
+
+
+def _lacks_provider() -> bool:
+    if ACCELERATOR != "cuda":
+        return False
+    onnxruntime = pytest.importorskip("onnxruntime")
+    return PROVIDER not in onnxruntime.get_available_providers()
+
+
+needs_provider = pytest.mark.skipif(_lacks_provider(), reason=f"this build of onnxruntime has no {PROVIDER}")
 ON_DEVICES = [
     "cpu",
     *(pytest.param(*each.values, id=each.id, marks=[*each.marks, needs_provider]) for each in on_accelerator.args[1]),

@@ -5,13 +5,11 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-import pytest
-
+from tests.support.packages import needs
 from tests.support.pages import page, python, shell
 
-pytest.importorskip("torchao.quantization", reason="needs torchao", exc_type=ImportError)
 
-
+@needs("torchao")
 def test_the_page_on_quantised_weights(tmp_path: Path) -> None:
     text = page("quantised")
     build, serve, floats = re.findall(r"```python\n(.*?)```", text, re.DOTALL)

@@ -21,6 +21,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
+from tests.support.packages import needs
 from tests.support.servers import WebServer
 from weightswap_exporter import publish
 from weightswap_fleet import Deadlines, FleetRefused, FleetUndecided
@@ -32,8 +33,8 @@ from weightswap_runtime.errors import DesiredError, DigestMismatch, Held, Nothin
 from .clusters import INPUT, Deployed, Numbered, calling, frozen, soon, until
 from .deaths import VICTIMS, controller, pid_of, survive
 
-pytest.importorskip("ray")
 pytestmark = [
+    needs("ray"),
     pytest.mark.slow,
     pytest.mark.filterwarnings("ignore"),  # Ray's
 ]

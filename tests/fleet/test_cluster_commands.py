@@ -9,13 +9,14 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from tests.support.packages import needs
 from weightswap_tools.commands import fleet
 from weightswap_tools.commands.fleet import fleet_command
 
 from .clusters import Files, cluster
 
-pytest.importorskip("ray")
 pytestmark = [
+    needs("ray"),
     pytest.mark.slow,
     pytest.mark.filterwarnings("ignore"),  # Ray's
 ]

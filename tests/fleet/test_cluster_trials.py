@@ -12,14 +12,15 @@ from typing import Any
 
 import pytest
 
+from tests.support.packages import needs
 from weightswap_fleet import FleetRefused
 from weightswap_runtime import write_delta
 from weightswap_runtime.errors import BaseMismatch, StageClosed, StagingBusy, Unsupported
 
 from .clusters import INPUT, Deployed, calling, soon, until
 
-pytest.importorskip("ray")
 pytestmark = [
+    needs("ray"),
     pytest.mark.slow,
     pytest.mark.filterwarnings("ignore"),  # Ray's
 ]

@@ -10,6 +10,7 @@ from unittest.mock import MagicMock
 import pytest
 from typer.testing import CliRunner
 
+from tests.support.packages import needs
 from weightswap_fleet import Deadlines, FleetPlan, FleetRefused
 from weightswap_fleet.coordinator.agreement import DEADLINES
 from weightswap_runtime.errors import Unsupported, WeightsMismatch
@@ -18,8 +19,7 @@ from weightswap_tools.commands import fleet_canary as canary_commands
 from weightswap_tools.commands.fleet import fleet_command
 from weightswap_tools.commands.fleet_cluster import _reasons
 
-pytest.importorskip("ray")
-pytestmark = pytest.mark.filterwarnings("ignore")  # Ray's
+pytestmark = [needs("ray"), pytest.mark.filterwarnings("ignore")]  # Ray's
 
 
 def run(*arguments: object, status: int) -> str:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.packages import needs
 from tests.support.tiny import TinyArtifact, WriteWeights
 from weightswap_fleet.documents import Spec
 from weightswap_runtime import DesiredPlace, Unsupported, WeightFileError
@@ -16,8 +17,7 @@ from weightswap_runtime.errors import GraphMismatch, NoWeights, StagingBusy
 
 from .nodes import Fleet
 
-pytest.importorskip("ray")
-pytestmark = pytest.mark.filterwarnings("ignore")  # Ray's
+pytestmark = [needs("ray"), pytest.mark.filterwarnings("ignore")]  # Ray's
 
 
 @pytest.mark.parametrize(

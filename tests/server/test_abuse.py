@@ -16,17 +16,10 @@ import hypothesis.strategies as st
 import numpy as np
 import pytest
 import requests
-import schemathesis
 import torch
-from hypothesis import HealthCheck, example, given, settings
-from hypothesis.errors import Unsatisfiable
-from schemathesis.checks import not_a_server_error
-from schemathesis.specs.openapi.checks import (
-    content_type_conformance,
-    response_schema_conformance,
-    status_code_conformance,
-)
+from hypothesis import example, given, settings
 
+from tests.support.described import MODES, try_operation
 from tests.support.served import Reply, as_json, ask, serving
 from tests.support.tiny import TinyArtifact
 from weightswap_runtime import load
@@ -34,7 +27,6 @@ from weightswap_server import Server
 
 X = np.arange(6, dtype=np.float32).reshape(2, 3)
 INFER = "/v2/models/tiny/infer"
-CHECKS = (not_a_server_error, status_code_conformance, content_type_conformance, response_schema_conformance)
 
 
 @pytest.fixture(scope="module")
@@ -55,25 +47,18 @@ def answers_right(server: Server) -> None:
 
 @pytest.fixture(scope="module")
 def described(server: Server) -> Any:
+    import schemathesis
+
     return schemathesis.openapi.from_url(f"http://127.0.0.1:{server.http_port}/openapi.json")
 
 
-@pytest.mark.parametrize("mode", list(schemathesis.GenerationMode))
-def test_whatever_the_description_allows_and_what_it_does_not(described: Any, mode: Any) -> None:
+@pytest.mark.parametrize("examples", [5, pytest.param(40, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("mode", MODES)
+def test_whatever_the_description_allows_and_what_it_does_not(described: Any, mode: str, examples: int) -> None:
     operations = [found.ok() for found in described.get_all_operations()]
     assert len(operations) == 13  # all but the description itself
     for operation in operations:
-        with suppress(Unsatisfiable):  # nothing contradicts the description of a page without parameters
-            try_operation(operation.as_strategy(generation_mode=mode))
-
-
-def try_operation(cases: Any) -> None:
-    @given(case=cases)
-    @settings(max_examples=15, deadline=None, suppress_health_check=list(HealthCheck))
-    def run(case: Any) -> None:
-        case.call_and_validate(checks=CHECKS)
-
-    run()
+        try_operation(operation, mode, examples)
 
 
 sizes = st.integers(-1, 4) | st.sampled_from([1 << 31, 1 << 62, 1 << 63])

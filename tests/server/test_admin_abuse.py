@@ -12,18 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import schemathesis
 from blake3 import blake3
-from hypothesis import HealthCheck, given, settings
-from hypothesis.errors import Unsatisfiable
-from schemathesis.checks import not_a_server_error
-from schemathesis.specs.openapi.checks import (
-    content_type_conformance,
-    response_schema_conformance,
-    status_code_conformance,
-)
 
 from tests.support.administered import BEARER, TOKEN, administered, call, change
+from tests.support.described import MODES, try_operation
 from tests.support.tiny import TinyArtifact, WriteWeights, serves
 from weightswap_runtime import Unsupported, load
 from weightswap_server import AdminSettings, Server
@@ -41,7 +33,6 @@ PATHS = (
     "/nothing/here",
     "/v2/repository/index",
 )
-CHECKS = (not_a_server_error, status_code_conformance, content_type_conformance, response_schema_conformance)
 
 
 @pytest.fixture(scope="module")
@@ -319,26 +310,19 @@ def test_calls_that_cannot_be_meant(server: Server, path: str, body: Any, status
     assert refused.json["error"]
 
 
-@pytest.mark.parametrize("mode", list(schemathesis.GenerationMode))
-def test_whatever_its_description_allows_and_what_it_does_not(server: Server, mode: Any) -> None:
+@pytest.mark.parametrize("examples", [3, pytest.param(20, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("mode", MODES)
+def test_whatever_its_description_allows_and_what_it_does_not(server: Server, mode: str, examples: int) -> None:
+    import schemathesis
+
     assert server.admin is not None
     described = schemathesis.openapi.from_dict(call(server, "/openapi.json").json)
     described.config.update(base_url=f"http://127.0.0.1:{server.admin.port}")
     for operation in (found.ok() for found in described.get_all_operations()):
         if operation.path != "/admin/events":
-            with suppress(Unsatisfiable):
-                _try(operation.as_strategy(generation_mode=mode))
+            try_operation(operation, mode, examples, headers=BEARER)
     for name in listed(server):
         call(server, f"/admin/uploads/{name}", method="DELETE")
-
-
-def _try(cases: Any) -> None:
-    @given(case=cases)
-    @settings(max_examples=8, deadline=None, suppress_health_check=list(HealthCheck))
-    def run(case: Any) -> None:
-        case.call_and_validate(checks=CHECKS, headers=BEARER)
-
-    run()
 
 
 def test_denied_calls_are_in_the_audit_log(server: Server, folder: Path) -> None:

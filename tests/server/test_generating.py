@@ -17,7 +17,6 @@ import numpy as np
 import pytest
 import torch
 import tritonclient.grpc as triton
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from tests.support.served import ask, occupied, serving
 from weightswap_exporter import export_decoder, pack
@@ -32,6 +31,8 @@ GENERATE = "/v2/models/llama/generate"
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Path]:
     """An artifact, and two sets of weights that generate different tokens."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
     folder = tmp_path_factory.mktemp("llama")
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2}
     config = LlamaConfig(vocab_size=64, eos_token_id=None, **sizes)

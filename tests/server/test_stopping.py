@@ -8,7 +8,6 @@ import re
 import signal
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -22,6 +21,7 @@ import tritonclient.grpc as triton
 from typer.testing import CliRunner
 
 from tests.server.fleet import serving as serving_fleet
+from tests.support import warm
 from tests.support.served import as_json, ask, occupied, serving
 from tests.support.tiny import TinyArtifact, WriteWeights
 from weightswap_runtime import DesiredPlace, Unsupported, load
@@ -176,7 +176,7 @@ def test_a_port_that_is_taken(tiny: TinyArtifact) -> None:
 def serve(*arguments: str) -> Iterator[tuple[subprocess.Popen[str], int]]:
     """The command, and the port of HTTP once it listens."""
     program = "from weightswap_tools.commands.serve import serve_command; serve_command()"
-    command = [sys.executable, "-c", program, *arguments, "--port", "0"]
+    command = [warm.python(), "-c", program, *arguments, "--port", "0"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         try:
             assert process.stdout is not None

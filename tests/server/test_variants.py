@@ -5,7 +5,6 @@ from __future__ import annotations
 import http.client
 import json
 import subprocess
-import sys
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -23,9 +22,9 @@ from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption,
 from safetensors.torch import save_file
 from torch import nn
 from torch.export import Dim
-from transformers import LlamaConfig, LlamaForCausalLM
 from tritonclient.utils import InferenceServerException
 
+from tests.support import warm
 from tests.support.administered import BEARER, TOKEN, administered, call, change, status
 from tests.support.served import Reply, as_json, ask, occupied, serving
 from tests.support.watched import eventually
@@ -328,6 +327,8 @@ def test_a_required_signature_is_required_of_variants(folder: Path, tmp_path: Pa
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("transport", ["events", "whole", "grpc"])
 def test_generation_chooses(tmp_path: Path, transport: str) -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
     torch.manual_seed(0)
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2}
     llama = LlamaForCausalLM(LlamaConfig(vocab_size=64, eos_token_id=None, **sizes)).eval()
@@ -392,7 +393,7 @@ def serve(folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
     """The command, which is refused before it listens."""
     artifact, weights = str(folder / "tuned.artifact"), str(folder / "0.safetensors")
     program = "from weightswap_tools.program import main; main()"
-    command = [sys.executable, "-c", program, "serve", artifact, "-w", weights, "--port", "0", *options]
+    command = [warm.python(), "-c", program, "serve", artifact, "-w", weights, "--port", "0", *options]
     return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
 
 

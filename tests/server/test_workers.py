@@ -7,7 +7,6 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,6 +20,7 @@ from typer.testing import CliRunner
 
 from tests import ROOT
 from tests.server.fleet import Fleet, eventually, serving
+from tests.support import warm
 from tests.support.administered import TOKEN
 from tests.support.tiny import TinyArtifact
 from weightswap_runtime import Unsupported
@@ -42,7 +42,7 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
 def _load(fleet: Fleet, folder: Path, seconds: float, every: float | None) -> Any:
     """What clients of another process say, while weights are swapped."""
     np.savez(folder / "expected.npz", **fleet.expected)
-    command = [sys.executable, "-m", "tests.server.load", str(fleet.http_port), str(fleet.grpc_port)]
+    command = [warm.python(), "-m", "tests.server.load", str(fleet.http_port), str(fleet.grpc_port)]
     client = subprocess.Popen(
         [*command, str(folder / "expected.npz"), str(seconds)], cwd=ROOT, stdout=subprocess.PIPE, text=True
     )

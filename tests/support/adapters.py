@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import save_file
 from torch import nn
 
@@ -38,6 +37,8 @@ def base(seed: int) -> Net:
 
 def with_lora(model: nn.Module, **options: Any) -> Any:
     """A model of PEFT's over a network, by default with adapters of the graph's rank and a scale of 2."""
+    from peft import LoraConfig, get_peft_model
+
     given = {"r": RANK, "lora_alpha": 2 * RANK, "target_modules": ["first", "second"]} | options
     return get_peft_model(model, LoraConfig(**given)).eval()  # type: ignore[arg-type]
 
@@ -70,6 +71,8 @@ class Adapters:
     @functools.cache  # noqa: B019
     def expected(self, seed: int, adapter: int | Path | None) -> torch.Tensor:
         """What the eager model of a base and an adapter gives for X."""
+        from peft import PeftModel
+
         model: Any = base(seed)
         if adapter is not None:
             path = self.paths[adapter] if isinstance(adapter, int) else adapter

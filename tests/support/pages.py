@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import shlex
 import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -51,7 +50,7 @@ def prepare_recipe(folder: Path) -> str:
 @contextmanager
 def served(folder: Path, command: str) -> Iterator[None]:
     """A block in which the page's command runs; it ends well."""
-    program = [sys.executable, "-c", "from weightswap_tools.commands.serve import serve_command; serve_command()"]
+    program = [warm.python(), "-c", "from weightswap_tools.commands.serve import serve_command; serve_command()"]
     arguments = shlex.split(command.replace("\\\n", ""))[2:]
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL, "text": True}
     with subprocess.Popen([*program, *arguments], cwd=folder, **pipes) as process:

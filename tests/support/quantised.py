@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
-import pytest
 import torch
 from torch import nn
-
-quantization = pytest.importorskip("torchao.quantization", reason="needs torchao", exc_type=ImportError)
 
 X = torch.randn(5, 32, generator=torch.Generator().manual_seed(7))
 BATCH = {"input": {0: torch.export.Dim("batch", max=64)}}
@@ -22,13 +20,14 @@ def floats(seed: int) -> nn.Module:
 def _float8_dynamic(model: nn.Module) -> None:
     """As `quantize_` does it on a GPU: it refuses a CPU, which torch's own kernels do run on."""
     from torchao.float8.inference import Float8MMConfig
+    from torchao.quantization import Float8Tensor, PerRow
     from torchao.quantization.quantize_.common import KernelPreference
     from torchao.quantization.quantize_.workflows import QuantizeTensorToFloat8Kwargs
 
-    rows, torchs = quantization.PerRow(), KernelPreference.TORCH
+    rows, torchs = PerRow(), KernelPreference.TORCH
     for layer in model.modules():
         if isinstance(layer, nn.Linear):
-            quantised = quantization.Float8Tensor.from_hp(
+            quantised = Float8Tensor.from_hp(
                 layer.weight.detach(),
                 granularity=rows,
                 mm_config=Float8MMConfig(use_fast_accum=False),
@@ -38,26 +37,40 @@ def _float8_dynamic(model: nn.Module) -> None:
             layer.weight = nn.Parameter(quantised, requires_grad=False)
 
 
-def _by(config: object) -> Callable[[nn.Module], None]:
-    return lambda model: quantization.quantize_(model, config)
+def _by(config: str, **options: Any) -> Callable[[nn.Module], None]:
+    """What quantises by a configuration of torchao's, which is given by the name of its class."""
+
+    def quantise(model: nn.Module) -> None:
+        from torchao import quantization
+
+        quantization.quantize_(model, getattr(quantization, config)(**options))
+
+    return quantise
+
+
+def _int4(config: str, granularity: str) -> Callable[[nn.Module], None]:
+    def quantise(model: nn.Module) -> None:
+        from torchao.quantization import PerGroup
+
+        _by(config, weight_dtype=torch.int4, **{granularity: PerGroup(32)})(model)
+
+    return quantise
 
 
 def _packed_int4(model: nn.Module) -> None:
     from torchao.prototype.quantization.int4 import PrototypeInt4WeightOnlyConfig
+    from torchao.quantization import quantize_
 
-    quantization.quantize_(model, PrototypeInt4WeightOnlyConfig(group_size=32))
+    quantize_(model, PrototypeInt4WeightOnlyConfig(group_size=32))
 
 
-_INT4 = {"weight_dtype": torch.int4}
 KINDS: dict[str, Callable[[nn.Module], None]] = {
-    "int8": _by(quantization.Int8WeightOnlyConfig()),
-    "int8 dynamic": _by(quantization.Int8DynamicActivationInt8WeightConfig()),
-    "int4": _by(quantization.IntxWeightOnlyConfig(**_INT4, granularity=quantization.PerGroup(32))),
-    "int4 dynamic": _by(
-        quantization.Int8DynamicActivationIntxWeightConfig(**_INT4, weight_granularity=quantization.PerGroup(32))
-    ),
+    "int8": _by("Int8WeightOnlyConfig"),
+    "int8 dynamic": _by("Int8DynamicActivationInt8WeightConfig"),
+    "int4": _int4("IntxWeightOnlyConfig", "granularity"),
+    "int4 dynamic": _int4("Int8DynamicActivationIntxWeightConfig", "weight_granularity"),
     "int4 packed for a CPU": _packed_int4,
-    "float8": _by(quantization.Float8WeightOnlyConfig()),
+    "float8": _by("Float8WeightOnlyConfig"),
     "float8 dynamic": _float8_dynamic,
 }
 

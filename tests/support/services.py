@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 from pathlib import Path
 
+from tests.support import warm
 from tests.support.tiny import TinyArtifact
 from tests.support.watched import environment
 from weightswap_runtime import DesiredPlace, WeightFile
@@ -118,7 +118,7 @@ class FollowingProcess:
     """
 
     def __init__(self, artifact: Path, place: Path | str, code: str = FOLLOW) -> None:
-        command = [sys.executable, "-c", code, str(artifact), str(place)]
+        command = [warm.python(), "-c", code, str(artifact), str(place)]
         self.process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment()
         )
@@ -149,8 +149,10 @@ class FollowingProcess:
 
     def kill(self) -> None:
         """As the system does when memory is short."""
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
         self.process.kill()
         self.process.wait()
-        for stream in (self.process.stdin, self.process.stdout):
-            assert stream is not None
-            stream.close()
+        self.process.stdout.read()  # which ends with the program
+        self.process.stdin.close()
+        self.process.stdout.close()

@@ -1,7 +1,9 @@
 """An interpreter that has imported what takes seconds, and forks itself for every program that it is asked to run.
 
 `python()` is the path of a command that takes what `python -W error` takes (`-c CODE` or `-m MODULE`, and arguments; a
-`-u` before them changes nothing), in the caller's folder and environment, with its input and outputs.
+`-u` before them changes nothing), in the caller's folder and environment, with its input and outputs. SIGINT and
+SIGTERM reach the program, and it is killed with the command; its process is another than the command's. Processes that
+run tests beside each other have one interpreter together: see `share`.
 """
 
 from __future__ import annotations
@@ -12,23 +14,30 @@ import gc
 import json
 import os
 import runpy
+import select
+import signal
 import socket
 import subprocess
 import sys
 import tempfile
 import threading
 import traceback
+from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from tests import ROOT
 
 CLIENT = """#!{interpreter} -SE
-import json, os, socket, sys
+import json, os, signal, socket, sys
 with socket.socket(socket.AF_UNIX) as server:
     server.connect({address!r})
     asked = json.dumps([os.getcwd(), dict(os.environ), sys.argv[1:]]).encode()
     socket.send_fds(server, [len(asked).to_bytes(4, "big")], [0, 1, 2])
     server.sendall(asked)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda number, _: server.sendall(bytes([number])))
     status = int(server.makefile().read() or 1)
 if status < 0:
     os.kill(os.getpid(), -status)
@@ -36,9 +45,33 @@ sys.exit(status)
 """
 
 
+_SHARED = "WEIGHTSWAP_TESTS_WARM_PYTHON"
+
+
 @functools.cache
 def python() -> str:
     """The command, behind which an interpreter is started when this is first asked for."""
+    if shared := os.environ.get(_SHARED):
+        return shared
+    server, command = listen()
+    start(server, command)
+    return command
+
+
+def share() -> None:
+    """Let the processes that this one starts have one interpreter, which is started at the first request."""
+    server, command = listen()
+    os.environ[_SHARED] = command
+
+    def wait() -> None:
+        select.select([server], [], [])
+        start(server, command)
+
+    threading.Thread(target=wait, daemon=True).start()
+
+
+def listen() -> tuple[socket.socket, str]:
+    """Where requests come in, and the command that sends them."""
     folder = tempfile.mkdtemp(prefix="warm-")
     address, command = f"{folder}/socket", Path(folder, "python")
     command.write_text(CLIENT.format(interpreter=sys.executable, address=address))
@@ -46,11 +79,14 @@ def python() -> str:
     server = socket.socket(socket.AF_UNIX)
     server.bind(address)
     server.listen()
-    program = [sys.executable, "-W", "error", "-m", "tests.support.warm", str(server.fileno()), str(command)]
+    return server, str(command)
+
+
+def start(server: socket.socket, command: str) -> None:
+    program = [sys.executable, "-W", "error", "-m", "tests.support.warm", str(server.fileno()), command]
     running = subprocess.Popen(program, cwd=ROOT, pass_fds=[server.fileno()])
     server.close()
     atexit.register(end, running)
-    return str(command)
 
 
 def end(running: subprocess.Popen[bytes]) -> None:
@@ -69,18 +105,32 @@ def serve(server: socket.socket) -> None:
             connection.close()
             continue
         server.close()
+        size, streams, _, _ = socket.recv_fds(connection, 4, 3)
+        asked = connection.recv(int.from_bytes(size, "big"), socket.MSG_WAITALL)
         if (program := os.fork()) == 0:
-            return take(connection)
+            connection.close()
+            return take(json.loads(asked), streams)
+        for stream in streams:
+            os.close(stream)
+        threading.Thread(target=pass_signals, args=(connection, os.pidfd_open(program)), daemon=True).start()
         _, status = os.waitpid(program, 0)
-        connection.sendall(str(os.waitstatus_to_exitcode(status)).encode())
+        with suppress(ConnectionError):  # of a command that was killed
+            connection.sendall(str(os.waitstatus_to_exitcode(status)).encode())
         os._exit(0)
 
 
-def take(connection: socket.socket) -> None:
+def pass_signals(connection: socket.socket, program: int) -> None:
+    """Send a program the signals that its command got, and end it when the command has ended."""
+    with suppress(ProcessLookupError, ConnectionError):
+        while number := connection.recv(1):
+            signal.pidfd_send_signal(program, number[0])
+    with suppress(ProcessLookupError):
+        signal.pidfd_send_signal(program, signal.SIGKILL)
+
+
+def take(asked: Any, streams: Sequence[int]) -> None:
     """Become what was asked for."""
-    size, streams, _, _ = socket.recv_fds(connection, 4, 3)
-    folder, environment, sys.argv[:] = json.loads(connection.makefile().read(int.from_bytes(size, "big")))
-    connection.close()
+    folder, environment, sys.argv[:] = asked
     for number, stream in enumerate(streams):
         os.dup2(stream, number)
         os.close(stream)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Mapping
+from importlib.metadata import version
 from pathlib import Path
 
 import torch
-import transformers
 
 from tests import ROOT
 from tests.wild.survey import BROKEN, EQUAL, FOUND, LARGE, REFUSED, SLOW, TRACED, UNBUILT, UNKNOWN, Outcome
@@ -59,7 +59,7 @@ def _on_transformers(outcomes: Mapping[str, Outcome], counts: Counter[str]) -> l
         "# Model types of transformers",
         "",
         "What `weightswap export hf:DIR` makes of each type that `AutoModel` of transformers",
-        f"{transformers.__version__} has, on torch {torch.__version__}. Each is built from its default configuration,",
+        f"{version('transformers')} has, on torch {torch.__version__}. Each is built from its default configuration,",
         "made small, with random weights, in a process of its own. `scripts/survey` prints this page.",
         "[checkpoints.md](checkpoints.md#hugging-face-models) says how inputs are found, and how to give others.",
         "",

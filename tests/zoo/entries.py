@@ -10,7 +10,6 @@ from typing import Any
 
 import safetensors.torch
 import torch
-import transformers
 from torch import nn
 from torch.export import Dim
 
@@ -82,6 +81,8 @@ def hf(architecture: str, config: str, **settings: Any) -> Callable[[], nn.Modul
     """Build a transformers model from a configuration, both given by the names of their classes."""
 
     def build() -> nn.Module:
+        import transformers
+
         model: nn.Module = getattr(transformers, architecture)(getattr(transformers, config)(**settings))
         return model
 

@@ -6,7 +6,6 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-import peft
 import pytest
 import safetensors.torch
 import torch
@@ -58,6 +57,8 @@ def test_a_base_and_its_adapter_are_merged_by_the_swap(tmp_path: Path) -> None:
 
 def saved_adapter(base: Any, seed: int, folder: Path) -> tuple[dict[str, torch.Tensor], Any]:
     """A random adapter for a copy of `base`: what PEFT saves of it, and the model that PEFT merges."""
+    import peft
+
     copy = LLAMA.build().eval()
     copy.load_state_dict(base.state_dict())
     config = peft.LoraConfig(r=RANK, lora_alpha=ALPHA, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ import pytest
 import safetensors.torch
 import torch
 
+from tests.support import warm
 from tests.zoo.conftest import Shelf
 from tests.zoo.entries import BY_NAME, randomised
 
@@ -59,7 +59,7 @@ def test_outputs_are_plain_where_the_library_is_not_installed(name: str, shelf: 
     safetensors.torch.save_file(inputs, tmp_path / "inputs.safetensors")
     safetensors.torch.save_file(dict(flat("output", outputs)), tmp_path / "outputs.safetensors")
     paths = [shelf(entry).hollow.path, saved, tmp_path / "inputs.safetensors", tmp_path / "outputs.safetensors"]
-    done = subprocess.run([sys.executable, "-c", SERVER, *paths], capture_output=True, text=True, check=False)
+    done = subprocess.run([warm.python(), "-c", SERVER, *paths], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
 
 

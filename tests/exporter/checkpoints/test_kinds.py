@@ -14,10 +14,12 @@ from torch import nn
 from torch.distributed import checkpoint as distributed
 
 from tests.support import warm
+from tests.support.packages import needs
 from tests.support.quantised import BATCH, X, floats, quantised
 from weightswap_exporter import export, pack, publish
 from weightswap_runtime import Artifact, ArtifactError, CheckpointError, RecordingError, WeightsMismatch
 
+pytestmark = needs("torchao")
 KIND = "int8 dynamic"
 
 

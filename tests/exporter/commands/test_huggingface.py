@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
-import transformers
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -147,11 +146,13 @@ def write(directory: Path, **config: Any) -> Path:
 
 
 def test_a_directory_gives_a_skeleton_of_its_architecture_and_dtype(tmp_path: Path) -> None:
-    config = transformers.LlamaConfig(**GROUPED | {"use_cache": True}).to_dict()
+    from transformers import LlamaConfig, LlamaForSequenceClassification
+
+    config = LlamaConfig(**GROUPED | {"use_cache": True}).to_dict()
     for name, dtype in (("bfloat16", torch.bfloat16), (None, torch.float32)):
         write(tmp_path, **config | {"architectures": ["LlamaForSequenceClassification"], "dtype": name})
         model = directory_recipe(tmp_path)["model"]
-        assert type(model) is transformers.LlamaForSequenceClassification
+        assert type(model) is LlamaForSequenceClassification
         assert {parameter.dtype for parameter in model.parameters()} == {dtype}
         assert all(is_fake(parameter) for parameter in model.parameters())
         assert not model.training
@@ -159,8 +160,10 @@ def test_a_directory_gives_a_skeleton_of_its_architecture_and_dtype(tmp_path: Pa
 
 
 def test_without_an_architecture_the_plain_model_is_taken(tmp_path: Path) -> None:
+    from transformers import BertModel
+
     write(tmp_path, model_type="bert", **SMALL)
-    assert type(directory_recipe(tmp_path)["model"]) is transformers.BertModel
+    assert type(directory_recipe(tmp_path)["model"]) is BertModel
 
 
 def test_parameters_that_stay_in_float32_do_so(tmp_path: Path) -> None:
@@ -174,9 +177,11 @@ def test_parameters_that_stay_in_float32_do_so(tmp_path: Path) -> None:
 
 
 def test_code_in_a_directory_is_not_run_where_the_library_has_the_model(tmp_path: Path) -> None:
+    from transformers import BertModel
+
     (tmp_path / "modeling.py").write_text("raise SystemExit('run')")
     write(tmp_path, model_type="bert", **SMALL, auto_map={"AutoModel": "modeling.Own", "AutoConfig": "modeling.Config"})
-    assert type(directory_recipe(tmp_path)["model"]) is transformers.BertModel
+    assert type(directory_recipe(tmp_path)["model"]) is BertModel
 
 
 @pytest.mark.parametrize(

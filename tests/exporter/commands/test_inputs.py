@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from torch import nn
 from typer.testing import CliRunner
 
@@ -78,6 +77,8 @@ def small(architecture: str) -> Any:
 
 
 def small_models(architecture: str) -> Iterator[Any]:
+    import transformers
+
     kind = getattr(transformers, architecture)
     for config in tiny(kind.config_class().to_dict()):
         with skeleton():
@@ -139,26 +140,30 @@ def test_a_model_that_takes_nothing_says_so() -> None:
         sample_inputs(small("BarkModel"))
 
 
-class Spectra(transformers.PreTrainedModel):  # type: ignore[misc]
-    """Of a type that nobody knows, which says itself what it takes."""
+def spectra() -> Any:
+    """A model of a type that nobody knows, which says itself what it takes."""
+    from transformers import PretrainedConfig, PreTrainedModel
 
-    config_class = transformers.PretrainedConfig
-    main_input_name = "spectra"
+    class Spectra(PreTrainedModel):  # type: ignore[misc]
+        config_class = PretrainedConfig
+        main_input_name = "spectra"
 
-    def __init__(self, config: Any) -> None:
-        super().__init__(config)
-        self.layer = nn.Linear(5, 3)
+        def __init__(self, config: Any) -> None:
+            super().__init__(config)
+            self.layer = nn.Linear(5, 3)
 
-    @property
-    def dummy_inputs(self) -> dict[str, torch.Tensor]:
-        return {"spectra": torch.ones(2, 5)}
+        @property
+        def dummy_inputs(self) -> dict[str, torch.Tensor]:
+            return {"spectra": torch.ones(2, 5)}
 
-    def forward(self, spectra: torch.Tensor) -> torch.Tensor:
-        return self.layer(spectra)
+        def forward(self, spectra: torch.Tensor) -> torch.Tensor:
+            return self.layer(spectra)
+
+    return Spectra(PretrainedConfig())
 
 
 def test_a_model_that_says_itself_what_it_takes() -> None:
-    found = sample_inputs(Spectra(transformers.PretrainedConfig()))
+    found = sample_inputs(spectra())
     assert {name: value.shape for name, value in found.kwargs.items()} == {"spectra": (2, 5)}
     assert {axis: dim.__name__ for axis, dim in (found.sizes["spectra"] or {}).items()} == {0: "batch"}
 

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import onnx
 import pytest
 import torch
 from torch import nn
@@ -15,7 +14,7 @@ from torch.export import Dim
 
 from tests.support.models import Counter
 from weightswap_exporter import MethodSpec, compile_engines, export
-from weightswap_exporter.engines import onnx_graphs, trial
+from weightswap_exporter.engines import trial
 from weightswap_runtime import Artifact, CaptureError, load
 
 ROWS = {0: Dim("rows", max=64)}
@@ -123,6 +122,10 @@ def test_state_is_compared_from_the_beginning(tmp_path: Path) -> None:
 
 
 def test_a_planted_fault_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import onnx
+
+    from weightswap_exporter.engines import onnx_graphs
+
     original = onnx_graphs.onnx_graph
 
     def with_fault(artifact: Artifact, name: str) -> bytes:

@@ -12,7 +12,6 @@ from torch import nn
 
 from tests.exporter.parity.models import IDS, SHAPES, tied
 from weightswap_exporter import compile_engines, export, pack
-from weightswap_exporter.engines import onnx_graphs
 from weightswap_exporter.parity import ParityReport, Run, compare, first_divergence
 from weightswap_runtime import Artifact
 from weightswap_runtime.engines.graphs import operators
@@ -235,19 +234,27 @@ def test_an_engine_with_fast_math(artifact: Artifact) -> None:
     assert "the engine torch with" in torch_.divergence.text
 
 
-def fast_adapt(program: torch.export.ExportedProgram, adapt: Callable[..., None] = onnx_graphs.adapt) -> None:
-    for node in program.graph.nodes:
-        if node.target is torch.ops.aten.gelu.default:
-            node.kwargs = {"approximate": "tanh"}
-    adapt(program)
+def compile_fast(patch: pytest.MonkeyPatch, made: Artifact) -> None:
+    """Compile with a fault in every graph."""
+    from weightswap_exporter.engines import onnx_graphs
+
+    adapt = onnx_graphs.adapt
+
+    def fast_adapt(program: torch.export.ExportedProgram) -> None:
+        for node in program.graph.nodes:
+            if node.target is torch.ops.aten.gelu.default:
+                node.kwargs = {"approximate": "tanh"}
+        adapt(program)
+
+    patch.setattr(onnx_graphs, "adapt", fast_adapt)
+    compile_engines(made, ["onnx"], trial=False)
 
 
 @pytest.mark.slow
 def test_a_compiler_with_fast_math(artifact: Artifact, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The fault is in every graph that is compiled here, with or without intermediate results."""
-    monkeypatch.setattr(onnx_graphs, "adapt", fast_adapt)
     made = export(tied(), (IDS,), out=tmp_path / "a", dynamic_shapes=SHAPES)
-    compile_engines(made, ["onnx"], trial=False)
+    compile_fast(monkeypatch, made)
     report = compare(tied(), tmp_path / "a", tolerance=(1e-5, 1e-6))
     torch_, onnx = report.engines
     assert torch_.same
@@ -260,8 +267,7 @@ def test_a_compiled_graph_that_compiling_does_not_give(tmp_path: Path, monkeypat
     """As after an update of the compiler, or if somebody has replaced a file and its digest."""
     made = export(tied(), (IDS,), out=tmp_path / "a", dynamic_shapes=SHAPES)
     with monkeypatch.context() as block:
-        block.setattr(onnx_graphs, "adapt", fast_adapt)
-        compile_engines(made, ["onnx"], trial=False)
+        compile_fast(block, made)
     report = compare(tied(), tmp_path / "a", tolerance=(1e-5, 1e-6))
     onnx = report.engines[1]
     assert not onnx.same

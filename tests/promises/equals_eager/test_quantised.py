@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +12,16 @@ import safetensors.torch
 import torch
 from torch import nn
 
+from tests.support import warm
 from tests.support.aoti import near
 from tests.support.compiled import needs_compiler
+from tests.support.packages import needs
 from tests.support.quantised import BATCH, KINDS, X, floats, quantised
 from weightswap_exporter import export, pack, skeleton
 from weightswap_exporter.parity import compare, first_divergence
 from weightswap_runtime import Artifact, CaptureError, load
 
+pytestmark = needs("torchao")
 PACKED = "int4 packed for a CPU"
 
 
@@ -92,7 +94,7 @@ sys.modules["torchao"] = None
 from weightswap_runtime import load
 torch.save(load("a.artifact", "v1.safetensors")(torch.load("x.pt")), "y.pt")
 """
-    subprocess.run([sys.executable, "-c", server], cwd=tmp_path, check=True)
+    subprocess.run([warm.python(), "-c", server], cwd=tmp_path, check=True)
     assert torch.equal(torch.load(tmp_path / "y.pt"), eager(quantised("int8 dynamic")))
 
 

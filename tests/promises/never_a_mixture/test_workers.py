@@ -75,7 +75,7 @@ def _lines(folder: Path, role: str) -> list[tuple[str, float, int]]:
     return found
 
 
-@pytest.mark.parametrize("seconds", [6, pytest.param(60, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("seconds", [4, pytest.param(60, marks=pytest.mark.slow)])
 def test_a_storm_of_commits_and_kills(tmp_path: Path, seconds: float) -> None:
     dice = random.Random(5)
     with segment(WORKERS) as shared:

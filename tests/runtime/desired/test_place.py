@@ -6,7 +6,6 @@ import fcntl
 import json
 import os
 import subprocess
-import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from typing import Any
 import pytest
 import safetensors.torch
 
+from tests.support import warm
 from tests.support.services import Service, weights_id_of
 from tests.support.tiny import TinyArtifact, WriteDelta, serves
 from tests.support.watched import environment
@@ -347,7 +347,7 @@ while won + lost < tries:
 def test_of_several_writers_none_loses_what_it_was_told_is_written(service: Service) -> None:
     tries, writers = 70, [str(number) for number in range(3)]
     paths = [service.write(seed) for seed in range(3)]
-    command = [sys.executable, "-c", WRITE, str(service.folder)]
+    command = [warm.python(), "-c", WRITE, str(service.folder)]
     processes = [
         subprocess.Popen([*command, str(path), me, str(tries)], stdout=subprocess.PIPE, text=True, env=environment())
         for me, path in zip(writers, paths, strict=True)
@@ -377,7 +377,7 @@ def test_promotions_of_several_processes_all_arrive(service: Service) -> None:
     )
     paths = [str(service.write(seed)) for seed in range(12)]
     processes = [
-        subprocess.Popen([sys.executable, "-c", code, str(service.folder), *paths[start::3]], env=environment())
+        subprocess.Popen([warm.python(), "-c", code, str(service.folder), *paths[start::3]], env=environment())
         for start in range(3)
     ]
     assert [process.wait() for process in processes] == [0, 0, 0]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import os
 import subprocess
-import sys
 import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager, suppress
@@ -15,6 +14,7 @@ from typing import Any, BinaryIO
 import pytest
 
 from tests import ROOT
+from tests.support import warm
 from tests.support.faults import Fault, each_call, failing, raises
 from tests.support.varied import RichFiles
 from weightswap_exporter import pack, publish
@@ -129,6 +129,6 @@ def test_a_folder_is_the_old_one_or_the_new_one(fault: Fault, tmp_path: Path) ->
 
 @pytest.mark.parametrize("rounds", [12, pytest.param(300, marks=pytest.mark.slow)])
 def test_a_killed_writer_leaves_no_half_file(rounds: int, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "tests.runtime.sources.killed", str(tmp_path), str(rounds)]
+    command = [warm.python(), "-m", "tests.runtime.sources.killed", str(tmp_path), str(rounds)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stderr

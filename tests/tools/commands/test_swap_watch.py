@@ -6,7 +6,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from tests.support import warm
 from tests.support.tiny import TinyArtifact
 from tests.support.watched import Directory, environment
 from weightswap_tools.commands.swap import swap_command
@@ -31,7 +31,7 @@ swap_command()
 
 @contextmanager
 def watch_command(tiny: TinyArtifact, *arguments: str) -> Iterator[subprocess.Popen[str]]:
-    command = [sys.executable, "-u", "-c", SWAP, str(tiny.path), *arguments]
+    command = [warm.python(), "-c", SWAP, str(tiny.path), *arguments]
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment(), bufsize=1
     ) as process:

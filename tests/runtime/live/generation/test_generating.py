@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
-import transformers
 import typer
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -83,6 +82,8 @@ _CONFIGS = {"GPT2LMHead": "GPT2Config"}
 
 def built(family: str, seed: int = 0) -> Any:
     """A tiny model with random weights, all of which matter."""
+    import transformers
+
     config = getattr(transformers, _CONFIGS.get(family, f"{family}Config"))(**FAMILIES[family])
     name = f"{family}Model" if family.endswith("Head") else f"{family}ForCausalLM"
     torch.manual_seed(seed)
@@ -157,8 +158,10 @@ def test_every_family(family: str, batch: int, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_skeleton_is_exported_and_a_checkpoint_swapped_in(one: Exported, tmp_path: Path) -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
     with skeleton():
-        hollow = transformers.LlamaForCausalLM(transformers.LlamaConfig(**_SIZES)).eval()
+        hollow = LlamaForCausalLM(LlamaConfig(**_SIZES)).eval()
     artifact = export_decoder(hollow, out=tmp_path / "a.artifact", length=LENGTH)
     assert artifact.graph_id == one.artifact.graph_id
     one.models[1].save_pretrained(tmp_path / "checkpoint")

@@ -7,12 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import peft
 import pytest
 import torch
 import typer
 from safetensors.torch import load_file, save_file
-from transformers import LlamaConfig, LlamaForCausalLM
 from typer.testing import CliRunner, Result
 
 from weightswap_exporter import export, export_decoder
@@ -41,7 +39,9 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 
 
-def base() -> LlamaForCausalLM:
+def base() -> Any:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
     torch.manual_seed(0)
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
     more = {"num_key_value_heads": 2, "vocab_size": 64, "eos_token_id": 63, "pad_token_id": 0, "initializer_range": 0.3}
@@ -50,6 +50,8 @@ def base() -> LlamaForCausalLM:
 
 def tuned(seed: int = 1, **config: Any) -> Any:
     """PEFT's model, with values that a training might have left."""
+    import peft
+
     model = peft.get_peft_model(base(), peft.LoraConfig(**config)).eval()
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
