@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch import nn
 from torch.export import Dim
 
 from tests.support.compiled import needs_compiler
-from weightswap_exporter import MethodSpec, export, pack
+from weightswap_exporter import MethodSpec, compile_engines, export, pack
 from weightswap_runtime import Model, load
 
 ENGINES = ["onnx", pytest.param("aoti", marks=needs_compiler)]
@@ -63,7 +64,7 @@ class Files:
     """An artifact of which one method runs on an engine, and weights."""
 
     def __init__(self, folder: Path, engine: str, *, alone: str = "decode") -> None:
-        self.engine = engine
+        self.engine, self.alone = engine, alone
         self.models = [Decoder(seed).eval() for seed in range(3)]
         engines: dict[str, tuple[str, ...]] = {alone: ("torch", engine)}
         self.artifact = export(self.models[0], methods=specs(**engines), out=folder / "a.artifact")
@@ -72,8 +73,27 @@ class Files:
             for seed, model in enumerate(self.models)
         ]
 
-    def load(self, **options: Any) -> Model:
-        return load(self.artifact, self.weights[0], **{"engine": self.engine, **options})
+    def load(self, device: str = "cpu", **options: Any) -> Model:
+        """On the engine; the test is skipped where that has nothing for the device."""
+        if device != "cpu" and self.engine == "onnx":
+            skip_without_provider()
+        if device != "cpu" and self.engine == "aoti":
+            self._compile_for_gpus()
+        return load(self.artifact, self.weights[0], **{"engine": self.engine, "device": device, **options})
+
+    @functools.cache  # noqa: B019  of a few
+    def _compile_for_gpus(self) -> None:
+        if torch.version.cuda is None:
+            pytest.skip("AOTInductor compiles for CUDA alone here")
+        self.artifact = compile_engines(self.artifact, ["aoti"], methods=[self.alone], device="cuda")
+
+
+def skip_without_provider() -> None:
+    """Skip the test where ONNX Runtime has none for CUDA."""
+    from onnxruntime import get_available_providers
+
+    if "CUDAExecutionProvider" not in get_available_providers():
+        pytest.skip("this build of onnxruntime has no CUDAExecutionProvider")
 
 
 class Caller:
