@@ -97,8 +97,9 @@ def export(
     tolerance: `(rtol, atol)` for them; without it they are exact on the same kind of machine.
     variants: parameters that each call chooses among sets that a server keeps side by side, as patterns by group, such
     as {"lora": "*lora_*"}; see docs/variants.md. Goldens are of the base alone: these parameters are zeros.
-    engines: what the graphs are also compiled for, as `compile_engines` does it later. tell: called with what is being
-    done, in words.
+    engines: what the graphs are also compiled for, as `compile_engines` does it later; a MethodSpec may have engines of
+    its own instead. What an engine has no file for runs on `torch` beside it. tell: called with what is being done, in
+    words.
 
     What torch.compile, DataParallel and DistributedDataParallel wrap around a model is taken off. A model of the
     library transformers is captured without its key-value cache, and has a `load` and a `checkpoint` of its own.
@@ -166,7 +167,7 @@ def _export(
     variants: Declared | None = None,
     tell: Tell = tell_nobody,
 ) -> Artifact:
-    check_engines(engines)
+    wanted_engines = _engines_of(specs, engines)
     check_writable(out)
     path = _check_out(Path(out))
     check_separable(model)
@@ -186,7 +187,7 @@ def _export(
         except ArtifactError as error:
             raise CaptureError(f"the model cannot be described: {error}") from error
         before = _compiled_for(path)
-        _write(path, manifest, files, engines, tell)
+        _write(path, manifest, files, wanted_engines, tell)
     if lost := sorted(before - _compiled_for(path)):
         text = f"{path}: what was there had been compiled for {', '.join(lost)}, and this has not"
         warnings.warn(f"{text}; weightswap compile does it", stacklevel=_CALLER - 2)
@@ -302,6 +303,15 @@ def _specs(
     return methods
 
 
+def _engines_of(specs: Mapping[str, MethodSpec], engines: Sequence[str]) -> dict[str, Sequence[str]]:
+    """The engines of each method. Raises Unsupported."""
+    check_engines(engines)
+    found = {name: engines if spec.engines is None else spec.engines for name, spec in specs.items()}
+    for name, wanted in found.items():
+        check_engines(wanted, f"method {name!r}: ")
+    return found
+
+
 def _record(model: nn.Module, tables: Tables, load: Load | None, checkpoint: Checkpoint | None) -> Recorded:
     # a checkpoint is the base's, which knows nothing of PEFT's layers
     with unwrapped_layers(model if tables.variants else nn.Identity()) as prefixes:
@@ -337,7 +347,9 @@ def _recorded(
     return {GOLDENS_NAME: recording.encode(weights_identity(model, manifest))}
 
 
-def _write(path: Path, manifest: Manifest, files: dict[str, bytes], engines: Sequence[str], tell: Tell) -> None:
+def _write(
+    path: Path, manifest: Manifest, files: dict[str, bytes], engines: Mapping[str, Sequence[str]], tell: Tell
+) -> None:
     try:
         with new_folder(path) as folder:
             write_files(folder, manifest, files)
@@ -345,6 +357,6 @@ def _write(path: Path, manifest: Manifest, files: dict[str, bytes], engines: Seq
             if more := engine_files(artifact, engines, tell=tell):
                 write_files(folder, manifest, more)
                 tell("trying what was compiled")
-                try_engines(Artifact.open(folder), engines)
+                try_engines(Artifact.open(folder), [name for wanted in engines.values() for name in wanted])
     except OSError as error:
         raise ExportError(f"{path}: cannot be written ({error})") from error

@@ -20,7 +20,7 @@ from weightswap_exporter import compile_engines, export, pack
 from weightswap_runtime import Artifact, Unsupported, load
 from weightswap_runtime.engines.aoti.device import target_of
 from weightswap_runtime.engines.aoti.names import gpu_target, package_file
-from weightswap_runtime.engines.aoti.package import find_target
+from weightswap_runtime.engines.aoti.package import find_targets
 from weightswap_runtime.engines.choosing import choose_engine
 
 on_gpu = pytest.mark.skipif(torch.version.cuda is None, reason="AOTInductor compiles for CUDA alone here")
@@ -206,7 +206,7 @@ def test_a_second_gpu_runs_the_same_package(sums: Sums) -> None:
 
 def test_what_was_compiled_for_the_processor_alone_is_refused_on_a_gpu(bare: Sums) -> None:
     with pytest.raises(Unsupported, match=r"was not compiled for the engine 'aoti'.*--engine aoti --device cuda$"):
-        find_target(bare.artifact, gpu_target((9, 0)))
+        find_targets(bare.artifact, gpu_target((9, 0)))
 
 
 def test_other_devices_are_refused(bare: Sums, monkeypatch: pytest.MonkeyPatch) -> None:

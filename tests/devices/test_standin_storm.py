@@ -34,6 +34,8 @@ class Reader:
     def __init__(self, device: StandIn) -> None:
         self._device = device
 
+    runs: Mapping[str, str] = {}
+
     def misplaced(self, value: Any) -> None: ...
 
     def kind(self, value: Any) -> Hashable:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -33,12 +33,16 @@ _OF_A_SKELETON = (
 
 @dataclass(frozen=True)
 class MethodSpec:
-    """How to capture one method: its name on the model, sample inputs and dynamic shapes as `torch.export` has them."""
+    """How to capture one method: its name on the model, sample inputs and dynamic shapes as `torch.export` has them.
+
+    engines: what its graph is also compiled for; None: what `export(engines=)` says.
+    """
 
     fn_name: str
     args: tuple[Any, ...] = ()
     kwargs: Mapping[str, Any] = field(default_factory=dict)
     dynamic_shapes: Any = None
+    engines: Sequence[str] | None = None
 
 
 @dataclass(frozen=True)

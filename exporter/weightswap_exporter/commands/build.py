@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
@@ -126,6 +127,9 @@ def compile_artifact(
     device: Annotated[
         str, typer.Option(help="What aoti is compiled for: cpu, or cuda for GPUs like this machine's.")
     ] = HOST,
+    method: Annotated[
+        list[str] | None, typer.Option("--method", help="Compile this method alone; may be repeated.")
+    ] = None,
     no_trial: Annotated[
         bool, typer.Option("--no-trial", help="Do not compare what was compiled with the graphs on random weights.")
     ] = False,
@@ -140,9 +144,9 @@ def compile_artifact(
         import_libraries(op_library or ())
         before = Artifact.open(artifact).manifest.files
         with status_line("opening the artifact") as tell:
-            made = compile_engines(artifact, engine, trial=not no_trial, device=device, tell=tell)
-        folders = tuple(f"engines/{name}/" for name in engine)
-        added = sorted(name for name in made.manifest.files if name.startswith(folders))
+            made = compile_engines(artifact, engine, methods=method, trial=not no_trial, device=device, tell=tell)
+        folders, methods = tuple(f"engines/{name}/" for name in engine), method or made.methods
+        added = [name for name in made.manifest.files if name.startswith(folders) and Path(name).stem in methods]
         if as_json:
             print_json({"path": made.path, "graph_id": made.graph_id, "files": added})
             return

@@ -15,7 +15,7 @@ from weightswap_runtime import Artifact
 from weightswap_runtime.engines.aoti import names as aoti_names
 from weightswap_runtime.engines.choosing import ENGINES
 from weightswap_runtime.engines.onnx import names as onnx_names
-from weightswap_runtime.errors import ExportError, Unsupported
+from weightswap_runtime.errors import ExportError, UnknownMethod, Unsupported
 from weightswap_runtime.format.manifest import MANIFEST_NAME, Manifest, encode_manifest
 from weightswap_runtime.memory.device_choice import HOST
 from weightswap_runtime.sources.atomic import new_file
@@ -27,17 +27,18 @@ def tell_nobody(_: str) -> None:
     """What is being done is told to nobody."""
 
 
-def check_engines(engines: Sequence[str]) -> None:
+def check_engines(engines: Sequence[str], where: str = "") -> None:
     """Raise Unsupported for an engine that there is not."""
     names = engines if isinstance(engines, Sequence) and not isinstance(engines, str) else (engines,)
     if not {str(name) for name in names} <= set(ENGINES) or names is not engines:
-        raise Unsupported(f"engines={engines!r}: expected a sequence of {', '.join(map(repr, ENGINES))}")
+        raise Unsupported(f"{where}engines={engines!r}: expected a sequence of {', '.join(map(repr, ENGINES))}")
 
 
 def compile_engines(
     artifact: str | os.PathLike[str] | Artifact,
     engines: Sequence[str],
     *,
+    methods: Sequence[str] | None = None,
     trial: bool = True,
     device: str = HOST,
     tell: Tell = tell_nobody,
@@ -48,6 +49,8 @@ def compile_engines(
     writes an ONNX model without weights for each method; needs the extra `onnx-export`. "torch" needs nothing: every
     artifact has its graphs.
 
+    methods: those to compile; None: all. What an engine has no file for runs on `torch` beside it.
+
     device: what "aoti" compiles for: "cpu", or "cuda" for GPUs like this machine's, which needs the CUDA toolkit, too.
     An artifact can have both. The other engines' files are the same for all devices.
 
@@ -56,16 +59,16 @@ def compile_engines(
 
     tell: called with what is being done, in words.
 
-    Files of the same engine and machine that are there already are replaced; the graph id stays. Returns the artifact
-    with its new files. Processes that serve it are not disturbed. Raises Unsupported, MissingExtra, ArtifactError,
-    CaptureError for a graph that the engine cannot express, and ExportError.
+    Files of the same engine, machine and method that are there already are replaced; the graph id stays. Returns the
+    artifact with its new files. Processes that serve it are not disturbed. Raises Unsupported, UnknownMethod,
+    MissingExtra, ArtifactError, CaptureError for a graph that the engine cannot express, and ExportError.
     """
     check_engines(engines)
     if device != HOST and not any(ENGINES[engine].by_device for engine in engines):
         raise Unsupported(f"device={device!r}: what is compiled for {', '.join(engines)} is the same for all devices")
     opened = artifact if isinstance(artifact, Artifact) else Artifact.open(artifact)
     folder = opened.folder
-    files = engine_files(opened, engines, device, tell)
+    files = engine_files(opened, dict.fromkeys(_known(opened, methods), engines), device, tell)
     if trial:
         tell("trying what was compiled")
         _try(opened, files, engines, device)
@@ -77,6 +80,16 @@ def compile_engines(
     except OSError as error:
         raise ExportError(f"{folder}: cannot be written ({error})") from error
     return Artifact.open(folder)
+
+
+def _known(artifact: Artifact, methods: Sequence[str] | None) -> Sequence[str]:
+    """The methods that are meant. Raises UnknownMethod."""
+    wanted = artifact.methods if methods is None else [methods] if isinstance(methods, str) else methods
+    if unknown := [name for name in wanted if name not in artifact.methods]:
+        raise UnknownMethod(
+            f"{unknown[0]!r} is not a method of this artifact, which has: {', '.join(artifact.methods)}"
+        )
+    return wanted
 
 
 def _try(artifact: Artifact, files: dict[str, bytes], engines: Sequence[str], device: str) -> None:
@@ -105,15 +118,14 @@ def write_files(folder: Path, manifest: Manifest, files: dict[str, bytes]) -> No
 
 
 def engine_files(
-    artifact: Artifact, engines: Sequence[str], device: str = HOST, tell: Tell = tell_nobody
+    artifact: Artifact, engines: Mapping[str, Sequence[str]], device: str = HOST, tell: Tell = tell_nobody
 ) -> dict[str, bytes]:
-    """The files that engines need beside the graphs, by their name in the artifact."""
+    """The files that engines need beside the graphs, by their name in the artifact. engines: of each method."""
     files: dict[str, bytes] = {}
-    wanted = [
-        (engine, name) for engine in dict.fromkeys(engines) if ENGINES[engine].compiled for name in artifact.methods
-    ]
-    for place, (engine, name) in enumerate(wanted, start=1):
-        tell(f"compiling {name} for the engine {engine} ({place} of {len(wanted)})")
+    every = dict.fromkeys(engine for wanted in engines.values() for engine in wanted if ENGINES[engine].compiled)
+    pairs = [(engine, name) for engine in every for name, wanted in engines.items() if engine in wanted]
+    for place, (engine, name) in enumerate(pairs, start=1):
+        tell(f"compiling {name} for the engine {engine} ({place} of {len(pairs)})")
         file, content = _MAKERS[engine](artifact, name, device)
         files[file] = content
     return files

@@ -11,6 +11,7 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import ConstantArgument
 
 _QKV = 3
+_RUNNING, _TRAINING = 3, 5
 _ROUNDED = {"aten::div", "aten::div_", "aten::fmod", "aten::fmod_"}
 
 
@@ -31,6 +32,8 @@ def _adapt(graph: torch.fx.Graph, node: torch.fx.Node) -> None:
         _plain_attention(graph, node)
     elif node.target is torch.ops.aten.embedding.default:
         _refuse_negative_rows(graph, node)
+    elif _norms_by_its_own(node):
+        _norm_by_its_own(graph, node)
     elif node.target is operator.floordiv:
         _exact_division(graph, node)
     elif _rounds_integers(node):
@@ -71,6 +74,47 @@ def _refuse_negative_rows(graph: torch.fx.Graph, node: torch.fx.Node) -> None:
         beyond = (places, below, table.meta["val"].shape[0])
         checked = graph.call_function(torch.ops.aten.masked_fill.Scalar, beyond)
     node.args = (table, checked, *node.args[2:])
+
+
+def _norms_by_its_own(node: torch.fx.Node) -> bool:
+    """Whether it is a norm in training mode, of which torch's translation has another, or loses running statistics."""
+    aten = torch.ops.aten
+    if node.target is aten.instance_norm.default and node.args[_RUNNING] is None:
+        return False
+    return node.target in (aten.batch_norm.default, aten.instance_norm.default) and bool(node.args[_TRAINING])
+
+
+def _norm_by_its_own(graph: torch.fx.Graph, node: torch.fx.Node) -> None:
+    """Normalisation by the statistics of the batch, or of each instance, and the running ones, in single steps."""
+    aten = torch.ops.aten
+    given, weight, bias, running_mean, running_var, _, momentum, eps, _ = node.args
+    assert isinstance(given, torch.fx.Node)
+    value = given.meta["val"]
+    dtype = torch.promote_types(value.dtype, torch.float32)  # in which eager sums, too
+    others = [*([0] if node.target is aten.batch_norm.default else []), *range(2, value.ndim)]
+    column = [-1, *[1] * (value.ndim - 2)]
+
+    def call(target: Any, *args: Any, **kwargs: Any) -> torch.fx.Node:
+        return graph.call_function(target, args, kwargs)
+
+    with graph.inserting_before(node):
+        x = call(aten.to.dtype, given, dtype)
+        mean = call(aten.mean.dim, x, others, True)
+        centred = call(aten.sub.Tensor, x, mean)
+        var = call(aten.mean.dim, call(aten.mul.Tensor, centred, centred), others, True)
+        result = call(aten.mul.Tensor, centred, call(aten.rsqrt.default, call(aten.add.Tensor, var, eps)))
+        for operation, affine in ((aten.mul.Tensor, weight), (aten.add.Tensor, bias)):
+            if affine is not None:
+                result = call(operation, result, call(aten.reshape.default, affine, column))
+        result = call(aten.to.dtype, result, value.dtype)
+        unbiased = call(aten.var.correction, x, others, correction=1, keepdim=True)
+        for running, each in ((running_mean, mean), (running_var, unbiased)):
+            if running is not None:
+                new = call(aten.reshape.default, call(aten.mean.dim, each, [0]), [-1])
+                step = call(aten.mul.Tensor, call(aten.sub.Tensor, new, running), momentum)
+                call(aten.copy_.default, running, call(aten.add.Tensor, running, step))
+    node.replace_all_uses_with(result)
+    graph.erase_node(node)
 
 
 def _exact_division(graph: torch.fx.Graph, node: torch.fx.Node) -> None:

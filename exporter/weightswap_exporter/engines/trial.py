@@ -36,7 +36,7 @@ _CALLER = 4
 
 
 def try_engine(artifact: Artifact, engine: str, device: str) -> None:
-    """Run every method on random weights with the engine and with `torch`, both on a device, and compare.
+    """Run the methods compiled for an engine on random weights with it and with `torch`, on a device, and compare.
 
     Raises CaptureError where the engine gives something else, or ends the process. Warns where it could not be tried.
     """
@@ -56,7 +56,7 @@ def try_engine(artifact: Artifact, engine: str, device: str) -> None:
         return
     problems = json.loads(done.stdout.splitlines()[-1])
     if isinstance(problems, str):
-        _warn(engine, problems.replace(f"{artifact.path}{os.sep}", ""))
+        _warn(engine, problems.replace(f"{artifact.path}{os.sep}", "").removeprefix(f"{artifact.path}: "))
     elif problems:
         raise CaptureError(
             f"what was compiled for the engine {engine!r} is not the graph; on random weights and inputs: "
@@ -69,7 +69,7 @@ def _warn(engine: str, reason: str) -> None:
 
 
 def differences(artifact: Artifact, engine: Any, device: str = HOST) -> Iterator[str]:
-    """What an engine gives on a device that the graph does not, in words."""
+    """What an engine gives on a device that the graph does not, in words, of the methods that are compiled for it."""
     rng = np.random.default_rng(0)
     with tempfile.TemporaryDirectory(prefix="weightswap-") as folder:
         weights = Path(folder) / "random.safetensors"
@@ -78,7 +78,8 @@ def differences(artifact: Artifact, engine: Any, device: str = HOST) -> Iterator
             load(artifact.folder, weights, engine=name, device=device, verify="off") for name in ("torch", engine)
         )
         chosen = _random_variants(artifact, Path(folder), (ours, theirs), rng)
-        for name, signature in ours.signatures.items():
+        for name in (name for name, runs in theirs.engines.items() if runs == engine):
+            signature = ours.signatures[name]
             for sizes in common_sizes(signature):
                 for variants in ({}, chosen) if chosen else ({},):
                     yield from _one_call(name, signature, sizes, ours, theirs, rng, variants)

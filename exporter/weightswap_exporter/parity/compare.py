@@ -181,7 +181,8 @@ class _EngineComparison:
         wrong = next((given for (given, _), case in zip(expected, cases, strict=True) if not case.same), None)
         divergence, note = None, ""
         if wrong is not None and self._locate:
-            divergence, note = self._located(reference, run, wrong, limits, device)
+            one = run._replace(engine=side.model.engines[wrong.call.method])
+            divergence, note = self._located(reference, one, wrong, limits, device)
         return EngineParity(
             engine=run.engine,
             device=device,

@@ -82,12 +82,16 @@ def _first(
             one = EngineSide(opened, expected)
         other = EngineSide(opened, found)
         for given in calls_to_compare(opened, cases, recorded_inputs(opened, found.weights), seed):
-            outputs = leaves(opened.manifest.methods[given.call.method].signature.output)
+            method = given.call.method
+            outputs = leaves(opened.manifest.methods[method].signature.output)
             if not _differ(one, other, given, limits, outputs):
                 continue
+            found = found._replace(engine=other.model.engines[method])
             if isinstance(one, EagerSide):
                 return locate_divergence(one, opened, found, given, limits)[0]
             assert isinstance(expected, Run)
+            assert isinstance(one, EngineSide)
+            expected = expected._replace(engine=one.model.engines[method])
             return between_engines(opened, expected, found, given, limits)
     return None
 

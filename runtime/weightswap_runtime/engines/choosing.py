@@ -50,17 +50,21 @@ def _aoti(artifact: Artifact, device: str, options: EngineOptions) -> Engine:
     if device != HOST:
         from .aoti.device import AotiAcceleratedEngine
 
-        return AotiAcceleratedEngine(artifact, device, on_host=options.on_host)
+        return AotiAcceleratedEngine(artifact, device, prologue=options.prologue, on_host=options.on_host)
     from .aoti.engine import AotiEngine
 
-    return AotiEngine(artifact)
+    return AotiEngine(artifact, prologue=options.prologue)
 
 
 def _onnx(artifact: Artifact, device: str, options: EngineOptions) -> Engine:
     if device != HOST:
         from .onnx.device import OnnxAcceleratedEngine
 
-        return OnnxAcceleratedEngine(artifact, device, on_host=options.on_host)
+        return OnnxAcceleratedEngine(artifact, device, prologue=options.prologue, on_host=options.on_host)
+    if len(compiled_methods("onnx", artifact)) < len(artifact.methods):
+        from .onnx.beside_torch import OnnxBesideTorch
+
+        return OnnxBesideTorch(artifact, options.threads, prologue=options.prologue)
     from .onnx.engine import OnnxEngine
 
     return OnnxEngine(artifact, options.threads)
@@ -75,10 +79,17 @@ def _has_torch() -> bool:
     return True
 
 
-def is_compiled(name: str, artifact: Artifact) -> bool:
-    """Whether an artifact has files for an engine, of every method; true of one that takes none."""
+def compiled_methods(name: str, artifact: Artifact) -> list[str]:
+    """The methods that an artifact has files of an engine for; all of them for an engine that takes none."""
     files = [PurePosixPath(file) for file in artifact.manifest.files if file.startswith(f"engines/{name}/")]
-    return not ENGINES[name].compiled or {file.stem for file in files} >= {*artifact.methods}
+    found = {file.stem for file in files}
+    return [method for method in artifact.methods if method in found or not ENGINES[name].compiled]
+
+
+def _has_onnx(artifact: Artifact) -> bool:
+    compiled = compiled_methods("onnx", artifact)
+    whole = len(compiled) == len(artifact.methods)
+    return bool(compiled) and find_spec("onnxruntime") is not None and (whole or _has_torch())
 
 
 ENGINES: dict[str, EngineRow] = {
@@ -86,7 +97,7 @@ ENGINES: dict[str, EngineRow] = {
     "aoti": EngineRow(_aoti, lambda artifact: _has_torch() and can_run(artifact), by_device=True),
     "onnx": EngineRow(
         _onnx,
-        lambda artifact: is_compiled("onnx", artifact) and find_spec("onnxruntime") is not None,
+        _has_onnx,
         row_major=True,
         takes_threads=True,
     ),
@@ -106,10 +117,29 @@ def choose_engine(name: str, artifact: Artifact, device: str = HOST) -> str:
             return "torch"
         if _has_torch():
             return "aoti" if can_run(artifact) else "torch"
-        return "onnx" if is_compiled("onnx", artifact) else "torch"
+        return "onnx" if compiled_methods("onnx", artifact) else "torch"
     if name not in ENGINES:
         raise Unsupported(f"engine {name!r}: expected {', '.join(map(repr, (*ENGINES, AUTO)))}")
     return name
+
+
+def as_taken(name: str, artifact: Artifact) -> Artifact:
+    """The artifact, with its weights in the order in which an engine takes them.
+
+    Raises Unsupported where a weight has another, in which the graphs were captured that `torch` runs beside it.
+    """
+    if not ENGINES[name].row_major:
+        return artifact
+    compiled = compiled_methods(name, artifact)
+    beside = [method for method in artifact.methods if compiled and method not in compiled]
+    turned = [weight.name for weight in artifact.manifest.weights if weight.stride is not None]
+    if beside and turned:
+        raise Unsupported(
+            f"{artifact.path}: {', '.join(beside)} was not compiled for the engine {name!r}, and 'torch' cannot run it "
+            f"beside that: {turned[0]} was captured in another order than row-major, which {name!r} needs. Compile all "
+            f"methods for {name!r}, or none"
+        )
+    return artifact.row_major()
 
 
 def available_engines(artifact: Artifact) -> tuple[str, ...]:
@@ -124,7 +154,7 @@ def open_engine(name: str, artifact: Artifact, device: str, options: EngineOptio
         raise Unsupported(f"cuda_graphs with the engine {name!r} on {device!r}: they are for 'torch' on \"cuda\"")
     if threads is not None and (device != HOST or not row.takes_threads or type(threads) is not int or threads < 1):
         raise Unsupported(f"threads={threads!r}: expected None, or with the engine 'onnx' on the CPU a positive number")
-    if not is_compiled(name, artifact):
+    if not compiled_methods(name, artifact):
         where = f" --device {device.partition(':')[0]}" if row.by_device and device != HOST else ""
         raise Unsupported(
             f"{artifact.path}: was not compiled for the engine {name!r}. Run: weightswap compile {artifact.path} "

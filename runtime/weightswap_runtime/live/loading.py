@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Sequence
 from typing import Literal
 
-from weightswap_runtime.engines.choosing import ENGINES, EngineName, choose_engine, open_engine
+from weightswap_runtime.engines.choosing import EngineName, as_taken, choose_engine, open_engine
 from weightswap_runtime.engines.engine import AUTO, CudaGraphs, Engine, EngineOptions
 from weightswap_runtime.errors import Unsupported
 from weightswap_runtime.format.artifact import Artifact
@@ -71,7 +71,8 @@ def load(
     engine: "torch"; "aoti", for an artifact that was compiled for it on a machine like this, whose machine code runs in
     this process; "onnx", for an artifact that was compiled for it, which on the CPU takes and gives numpy arrays and
     needs no torch; or "auto", the fastest that this machine and the artifact offer (`Model.engine` says which; a
-    RuntimeWarning why it is not the machine code that the artifact has for this machine).
+    RuntimeWarning why it is not the machine code that the artifact has for this machine). Methods that the artifact has
+    no file of the engine for run on `torch` beside it, over the same weights and contexts: `Model.engines`, by method.
     threads: that one call of the engine `onnx` uses on the CPU; by default one for each core. prologue: whether the
     engine `torch` computes what depends on weights and constants alone once for each staging, instead of in every call.
     max_variants: how many variants of one group may be resident; see `Model.add_variant`.
@@ -96,7 +97,7 @@ def load(
             "without share="
         )
     chosen = choose_engine(engine, opened, place)
-    opened = opened.row_major() if ENGINES[chosen].row_major else opened
+    opened = as_taken(chosen, opened)
     if share is None:
         store = Store(opened.manifest.weights, residency, keep_previous, open_memory(place, staging))
     else:

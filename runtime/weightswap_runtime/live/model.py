@@ -70,6 +70,7 @@ class Model(Caller, AbstractContextManager["Model"]):
         self.artifact = artifact
         self.device = device
         self.engine = engine.name
+        self.engines = dict(engine.runs)  # by method
         self._store = store
         self._gate = store.gate
         self._member = store.join(artifact, engine)

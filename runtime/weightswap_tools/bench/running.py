@@ -10,7 +10,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import msgspec
 
-from weightswap_runtime.engines.choosing import ENGINES, available_engines, choose_engine, is_compiled
+from weightswap_runtime.engines.choosing import ENGINES, available_engines, choose_engine, compiled_methods
+from weightswap_runtime.engines.engine import AUTO
 from weightswap_runtime.errors import Unsupported
 from weightswap_runtime.format.artifact import Artifact
 from weightswap_runtime.format.conditions import evaluate, parse_condition
@@ -57,7 +58,7 @@ def bench(
     if name not in opened.methods:
         raise Unsupported(f"{name!r} is not a method of {opened.path}; there are {', '.join(opened.methods)}")
     signature = opened.manifest.methods[name].signature
-    chosen = _chosen(opened, engines)
+    chosen = _chosen(opened, engines, name)
     with open_weights(weights):
         pass  # what cannot be opened is told once
     dimension = None if inputs is not None else _batch_dimension(signature, sizes or {})
@@ -66,7 +67,7 @@ def bench(
     if wanted and not allowed:
         raise Unsupported(f"the method takes none of {', '.join(map(str, wanted))}; it has {_ranges(signature)}")
     refused = {_told(found): f"the method has {_ranges(signature)}" for found in wanted if found not in allowed}
-    lacking = {engine: _lacking(opened, engine) for engine in ENGINES if engine not in chosen}
+    lacking = {engine: _lacking(opened, engine, name) for engine in ENGINES if engine not in chosen}
     request = BenchRequest(
         artifact=os.fspath(artifact),
         weights=os.fspath(weights),
@@ -97,19 +98,24 @@ def _default_method(artifact: Artifact) -> str:
     return "forward" if "forward" in artifact.methods else artifact.methods[0]
 
 
-def _chosen(artifact: Artifact, engines: Sequence[str]) -> list[str]:
-    """Engines by name, each once; without names all that there are. Raises Unsupported for one that is asked for."""
-    offered = available_engines(artifact)
-    chosen = list(dict.fromkeys(choose_engine(engine, artifact) for engine in engines)) or list(offered)
+def _chosen(artifact: Artifact, engines: Sequence[str], method: str) -> list[str]:
+    """Engines by name, each once; without names all that run the method. Raises Unsupported for others."""
+    offered = [engine for engine in available_engines(artifact) if method in compiled_methods(engine, artifact)]
+    wanted = [choose_engine(engine, artifact) for engine in engines]
+    if AUTO in engines and wanted[engines.index(AUTO)] not in offered:
+        wanted[engines.index(AUTO)] = "torch"  # which runs the method beside that engine
+    chosen = list(dict.fromkeys(wanted)) or offered
     if missing := [engine for engine in chosen if engine not in offered]:
-        raise Unsupported(f"engine {missing[0]!r}: {_lacking(artifact, missing[0])}")
+        raise Unsupported(f"engine {missing[0]!r}: {_lacking(artifact, missing[0], method)}")
     return chosen
 
 
-def _lacking(artifact: Artifact, engine: str) -> str:
-    if is_compiled(engine, artifact):
+def _lacking(artifact: Artifact, engine: str, method: str) -> str:
+    compiled = compiled_methods(engine, artifact)
+    if method in compiled:
         return "this machine cannot run it"
-    return f"not compiled: weightswap compile {artifact.path} --engine {engine}"
+    some = f" --method {method}" if compiled else ""
+    return f"not compiled: weightswap compile {artifact.path} --engine {engine}{some}"
 
 
 def _told(sizes: Mapping[str, int]) -> str:

@@ -107,7 +107,7 @@ def _report(model: Model, method: str, named: dict[str, Any], seconds: float, as
     if as_json:
         document = {
             "method": method,
-            "engine": model.engine,
+            "engine": model.engines[method],
             "graph_id": model.graph_id,
             "weights_id": model.weights_id,
             "variants": variant_ids(model),

@@ -59,7 +59,7 @@ def swaps_report(model: Model, receipts: Sequence[SwapReceipt], refusal: str = "
     facts = (
         ("artifact", str(model.artifact.path)),
         ("graph id", model.graph_id),
-        ("engine", model.engine),
+        ("engine", _engine_text(model)),
         ("device", model.device),
         ("residency", model.residency),
         ("weights id", model.weights_id or "none"),
@@ -77,6 +77,12 @@ def swaps_report(model: Model, receipts: Sequence[SwapReceipt], refusal: str = "
         verdict="refused" if refusal else plural(count, "commit"),
         good=not refusal,
     )
+
+
+def _engine_text(model: Model) -> str:
+    """The engine, and the methods that another one runs beside it."""
+    beside = [name for name, engine in model.engines.items() if engine != model.engine]
+    return f"{model.engine}; torch runs {', '.join(beside)}" if beside else model.engine
 
 
 def _spans(receipts: Sequence[SwapReceipt]) -> Iterator[Span]:

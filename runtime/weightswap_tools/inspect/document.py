@@ -12,7 +12,7 @@ from weightswap_tools.module_tree import grow, sizes_below
 from weightswap_tools.tensor_set import SetTensor
 from weightswap_tools.wording import signature_sentence, signature_text
 
-from .facts import engine_names, origin_kind
+from .facts import engine_methods, origin_kind
 from .subject import ArtifactSubject, GoldensSubject, Subject, WeightsSubject
 
 Document = dict[str, Any]
@@ -38,7 +38,8 @@ def _artifact(subject: ArtifactSubject) -> Document:
         "total_bytes": manifest.total_bytes,
         "signatures": {name: signature_text(name, method.signature) for name, method in methods},
         "sentences": {name: signature_sentence(name, method.signature) for name, method in methods},
-        "engines": engine_names(manifest),
+        "engines": list(engine_methods(manifest)),
+        "engine_methods": engine_methods(manifest),
         "modules": _modules({weight.name: weight.nbytes for weight in manifest.weights}),
         "origins": _origins(manifest),
         "manifest": manifest,

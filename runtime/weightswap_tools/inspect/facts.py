@@ -28,14 +28,25 @@ def artifact_facts(subject: ArtifactSubject) -> Iterator[Fact]:
     for name, method in manifest.methods.items():
         yield "method", signature_text(name, method.signature)
         yield "", signature_sentence(name, method.signature)
-    yield "engines", ", ".join(engine_names(manifest))
+    yield (
+        "engines",
+        ", ".join(_engine_text(manifest, name, methods) for name, methods in engine_methods(manifest).items()),
+    )
     yield from record_facts(subject.record)
 
 
-def engine_names(manifest: Manifest) -> list[str]:
-    """What it was compiled for: the engine, and the target where there are several."""
-    parts = [name.split("/") for name in manifest.files if name.startswith("engines/")]
-    return ["torch", *sorted({" ".join(part[1:-1]) for part in parts})]
+def engine_methods(manifest: Manifest) -> dict[str, list[str]]:
+    """The methods that it was compiled for, by the engine, and the target where there are several."""
+    found: dict[str, list[str]] = {}
+    for name in sorted(manifest.files):
+        if name.startswith("engines/"):
+            _, *target, file = name.split("/")
+            found.setdefault(" ".join(target), []).append(file.rpartition(".")[0])
+    return {"torch": list(manifest.methods)} | found
+
+
+def _engine_text(manifest: Manifest, name: str, methods: list[str]) -> str:
+    return name if len(methods) == len(manifest.methods) else f"{name} ({', '.join(methods)} alone)"
 
 
 def record_facts(record: GoldensRecord | None) -> Iterator[Fact]:

@@ -15,7 +15,7 @@ from weightswap_runtime.memory.device.arena import DeviceArena
 
 from .engine import AotiEngine
 from .names import BESIDE_GPUS, gpu_target, machine_name, machine_targets
-from .package import find_target
+from .package import find_targets
 
 
 class AotiAcceleratedEngine(AotiEngine, AcceleratedEngine):
@@ -24,9 +24,9 @@ class AotiAcceleratedEngine(AotiEngine, AcceleratedEngine):
     Machine code would load its kernels for each staging, and take them away in the commit, for which calls may wait.
     """
 
-    def __init__(self, artifact: Artifact, device: str, *, on_host: bool = False) -> None:
+    def __init__(self, artifact: Artifact, device: str, *, prologue: bool = True, on_host: bool = False) -> None:
         """As for AcceleratedEngine."""
-        super().__init__(artifact, device, on_host=on_host)
+        super().__init__(artifact, device, prologue=prologue, on_host=on_host)
         self._artifact = artifact
 
     def bind(self, arena: Arena) -> Bound:
@@ -39,8 +39,8 @@ class AotiAcceleratedEngine(AotiEngine, AcceleratedEngine):
     def _tried(self) -> AcceleratedEngine:
         return AcceleratedEngine(self._artifact, str(self.device), prologue=False)
 
-    def _target(self, artifact: Artifact) -> str:
-        return find_target(artifact, target_of(self.device))
+    def _targets(self, artifact: Artifact) -> dict[str, str]:
+        return find_targets(artifact, target_of(self.device))
 
 
 def target_of(device: torch.device) -> str:

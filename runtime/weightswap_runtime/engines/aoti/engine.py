@@ -17,40 +17,47 @@ except ImportError as error:
     raise MissingExtra("the engine `aoti`", "torch") from error
 
 from weightswap_runtime.engines.aten.cpu import TorchEngine
-from weightswap_runtime.engines.aten.graph_call import GraphCall, Tensors, load_graph
+from weightswap_runtime.engines.aten.graph_call import GraphCall, MethodCall, Tensors, load_graph
 from weightswap_runtime.engines.aten.state import TorchState
 from weightswap_runtime.engines.aten.variants import ChosenTensors
 from weightswap_runtime.tensors.torch_tensors import torch_dtype
 
 from .library import Container, Library
-from .package import Package, find_target, read_package
+from .package import Package, find_targets, read_package
 
 _UNIT = torch.empty(1, dtype=torch.uint8)
 
 
 class AotiEngine(TorchEngine):
-    """The packages of one artifact for this machine."""
+    """The packages of one artifact for this machine. Methods that have none run as on the engine `torch`."""
 
     name = "aoti"
 
     def _open(self, artifact: Artifact, prologue: bool) -> Mapping[str, Any]:
         """Raises ArtifactError and Unsupported."""
-        target = self._target(artifact)
-        self._captured = {
-            name: load_graph(artifact, name, method, prologue=False, device=self.device)
-            for name, method in artifact.manifest.methods.items()
-            if _may_be_empty(method)
-        }
-        packages = {name: read_package(artifact, target, name) for name in artifact.methods}
+        targets = self._targets(artifact)
         methods = artifact.manifest.methods
-        return {name: AotiGraph(packages[name], method, self.device) for name, method in methods.items()}
+        beside = {
+            name: load_graph(artifact, name, method, prologue, self.device)
+            for name, method in methods.items()
+            if name not in targets
+        }
+        self._captured = {
+            name: load_graph(artifact, name, methods[name], prologue=False, device=self.device)
+            for name in targets
+            if _may_be_empty(methods[name])
+        }
+        packages = {name: read_package(artifact, target, name) for name, target in targets.items()}
+        return beside | {name: AotiGraph(package, methods[name], self.device) for name, package in packages.items()}
 
-    def _target(self, artifact: Artifact) -> str:
-        return find_target(artifact)
+    def _targets(self, artifact: Artifact) -> dict[str, str]:
+        return find_targets(artifact)
 
-    def _call(self, name: str, method: Method, tensors: Tensors) -> AotiCall:
-        graph = self._captured.get(name)
-        return AotiCall(self._graphs[name], tensors, GraphCall(graph, method.inputs, tensors) if graph else None)
+    def _call(self, name: str, method: Method, tensors: Tensors) -> MethodCall:
+        if not isinstance(graph := self._graphs[name], AotiGraph):
+            return super()._call(name, method, tensors)
+        captured = self._captured.get(name)
+        return AotiCall(graph, tensors, GraphCall(captured, method.inputs, tensors) if captured else None)
 
     def misplaced(self, value: torch.Tensor) -> str | None:  # type: ignore[override]
         """What is wrong with an input beside dtype and shape."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from importlib.metadata import PackageNotFoundError, version
 from typing import NamedTuple
 
@@ -26,36 +26,50 @@ class Package(NamedTuple):
     library: bytes
 
 
-def find_target(artifact: Artifact, gpu: str | None = None) -> str:
-    """The best of the targets that this machine can run and every method has a package for. Raises Unsupported.
+def find_targets(artifact: Artifact, gpu: str | None = None) -> dict[str, str]:
+    """By method, the best of the targets that it has a package for and this machine can run.
 
-    gpu: the target of the GPU to run on, instead of the processor.
+    gpu: the target of the GPU to run on, instead of the processor. Methods without any packages for such a device are
+    left out. Raises Unsupported where there is no other, and for methods that have packages, and none for this one.
     """
-    files = artifact.manifest.files
-    offered = {name.split("/")[2] for name in files if name.startswith("engines/aoti/")}
-    whole = {target for target in offered if all(package_file(target, name) in files for name in artifact.methods)}
-    for target in [gpu] if gpu else machine_targets():
-        if target in whole:
-            return target
-    command = _command(artifact, gpu or "")
-    if not whole:
+    here = [gpu] if gpu else machine_targets()
+    offered = {name: _targets_of(artifact, name) for name in artifact.methods}
+    compiled = {name for name, targets in offered.items() if any(is_gpu_target(each) == bool(gpu) for each in targets)}
+    found = {name: next((each for each in here if each in offered[name]), "") for name in artifact.methods}
+    lacking = [name for name in artifact.methods if name in compiled and not found[name]]
+    if any(found.values()) and not lacking:
+        return {name: target for name, target in found.items() if target}
+    lacking = lacking or [name for name in artifact.methods if offered[name]]
+    command = _command(artifact, gpu or "", lacking or artifact.methods)
+    if not lacking:
         raise Unsupported(f"{artifact.path}: was not compiled for the engine 'aoti'. Run: {command}")
-    here = f"this GPU is {gpu}" if gpu else f"this machine is {machine_name()}"
+    who = f"{', '.join(lacking)} " if any(found.values()) else ""
+    targets = ", ".join(sorted({target for name in lacking for target in offered[name]}))
+    machine = f"this GPU is {gpu}" if gpu else f"this machine is {machine_name()}"
     raise Unsupported(
-        f"{artifact.path}: was compiled for {', '.join(sorted(whole))}; {here}. On a machine like this one: {command}"
+        f"{artifact.path}: {who}was compiled for {targets}; {machine}. On a machine like this one: {command}"
     )
 
 
-def _command(artifact: Artifact, target: str) -> str:
-    """What compiles for a target."""
-    return f"weightswap compile {artifact.path} --engine aoti{' --device cuda' if is_gpu_target(target) else ''}"
+def _targets_of(artifact: Artifact, method: str) -> set[str]:
+    """What a method was compiled for."""
+    offered = {name.split("/")[2] for name in artifact.manifest.files if name.startswith("engines/aoti/")}
+    return {target for target in offered if package_file(target, method) in artifact.manifest.files}
+
+
+def _command(artifact: Artifact, target: str, methods: Collection[str]) -> str:
+    """What compiles methods for a target."""
+    device = " --device cuda" if is_gpu_target(target) else ""
+    some = "" if len(methods) == len(artifact.methods) else "".join(f" --method {name}" for name in methods)
+    return f"weightswap compile {artifact.path} --engine aoti{device}{some}"
 
 
 def read_package(artifact: Artifact, target: str, method: str) -> Package:
     """Raises ArtifactError for a package that is damaged or of another graph, Unsupported for one of another torch."""
     name = package_file(target, method)
     where = str(artifact.path / name)
-    advice = f"Compile it again: {_command(artifact, target)}"
+    compiled = [each for each in artifact.methods if target in _targets_of(artifact, each)]
+    advice = f"Compile it again: {_command(artifact, target, compiled)}"
     raw = artifact.read(name)
     try:
         with zipfile.ZipFile(io.BytesIO(raw)) as archive:
@@ -74,10 +88,9 @@ def read_package(artifact: Artifact, target: str, method: str) -> Package:
 
 
 def can_run(artifact: Artifact) -> bool:
-    """Whether every method has a package for this processor and this torch. Raises ArtifactError for damaged ones."""
+    """Whether the packages are for this processor and this torch. Raises ArtifactError for damaged ones."""
     try:
-        target = find_target(artifact)
-        for method in artifact.methods:
+        for method, target in find_targets(artifact).items():
             read_package(artifact, target, method)
     except Unsupported:
         return False

@@ -21,6 +21,7 @@ except ImportError as error:
     raise MissingExtra("the engine `torch`", "torch") from error
 
 from weightswap_runtime.engines.engine import Bound, Chosen, State
+from weightswap_runtime.engines.graphs.straight_line import Compiled
 from weightswap_runtime.engines.plain_calls import check_plain, uncompiled
 from weightswap_runtime.tensors.torch_modes import default_torch_modes
 from weightswap_runtime.tensors.torch_tensors import copied_tensor, tensor_content, torch_dtype
@@ -107,6 +108,16 @@ class TorchEngine:
             name: load_graph(artifact, name, method, prologue, self.device)
             for name, method in self._manifest.methods.items()
         }
+
+    @property
+    def runs(self) -> dict[str, str]:
+        """The engine that runs each method."""
+        return {name: "torch" if isinstance(graph, Compiled) else self.name for name, graph in self._graphs.items()}
+
+    @property
+    def state_names(self) -> list[str]:
+        """The names of the state's rows."""
+        return [row.name for row in self._manifest.state]
 
     def _call(self, name: str, method: Method, tensors: Tensors) -> MethodCall:
         return GraphCall(self._graphs[name], method.inputs, tensors)
@@ -277,6 +288,8 @@ class BoundTorch:
         pairs = [(call.hoisted, other._calls[name].hoisted) for name, call in self._calls.items()]
         if [list(map(layout_of, mine)) for mine, _ in pairs] != [list(map(layout_of, theirs)) for _, theirs in pairs]:
             return False
+        if any(call.has_prologue and not call.hoisted for call in self._calls.values()):
+            return False  # the other one computes all of it in its calls
         for old, new in (pair for mine, theirs in pairs for pair in zip(mine, theirs, strict=True)):
             if not self._first <= old.untyped_storage().data_ptr() < self._last:  # else it views the weights
                 overwrite(old, new)

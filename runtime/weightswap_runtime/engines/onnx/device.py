@@ -10,7 +10,7 @@ import torch
 from torch.utils.dlpack import from_dlpack
 
 from weightswap_runtime.engines.aten.device import AcceleratedEngine
-from weightswap_runtime.engines.aten.graph_call import MethodCall, Tensors
+from weightswap_runtime.engines.aten.graph_call import MethodCall, Tensors, load_graph
 from weightswap_runtime.engines.aten.state import TorchState
 from weightswap_runtime.engines.aten.variants import ChosenTensors
 from weightswap_runtime.errors import Unsupported
@@ -23,7 +23,7 @@ from weightswap_runtime.tensors.torch_tensors import torch_dtype
 
 from .elements import ELEMENTS
 from .graph import OnnxGraph, Provider
-from .names import dtype_of
+from .names import dtype_of, graph_methods
 from .values import as_value, value_of
 
 
@@ -55,7 +55,7 @@ def provider_of(counterpart: Counterpart, index: int) -> Provider:
 
 
 class OnnxAcceleratedEngine(AcceleratedEngine):
-    """The ONNX graphs of one artifact on an accelerator."""
+    """The ONNX graphs of one artifact on an accelerator. Methods that have none run as on the engine `torch`."""
 
     name = "onnx"
 
@@ -66,10 +66,18 @@ class OnnxAcceleratedEngine(AcceleratedEngine):
             raise Unsupported(f"engine 'onnx' on the device {str(self.device)!r}: it serves on {listed(COUNTERPARTS)}")
         self._counterpart = found
         provider = provider_of(found, self.device.index)
-        return {name: OnnxGraph(artifact, name, None, provider) for name in artifact.methods}
+        compiled = graph_methods(artifact.manifest)
+        beside = {
+            name: load_graph(artifact, name, method, prologue, self.device)
+            for name, method in artifact.manifest.methods.items()
+            if name not in compiled
+        }
+        return beside | {name: OnnxGraph(artifact, name, None, provider) for name in compiled}
 
     def _call(self, name: str, method: Method, tensors: Tensors) -> MethodCall:
-        return OnnxCall(self._graphs[name], tensors, self._accelerator, self._counterpart.device)
+        if not isinstance(graph := self._graphs[name], OnnxGraph):
+            return super()._call(name, method, tensors)
+        return OnnxCall(graph, tensors, self._accelerator, self._counterpart.device)
 
     def environment(self) -> None:  # type: ignore[override]
         """Outputs equal those of eager within tolerances alone."""

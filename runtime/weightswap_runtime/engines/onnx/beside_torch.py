@@ -1,0 +1,132 @@
+"""The engine `onnx` on the CPU for artifacts that have ONNX graphs of some methods alone: `torch` runs the others.
+
+Both read the same arena. State stays ONNX Runtime's: a call on `torch` takes a copy of what its method uses, and leaves
+what became of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+import msgspec
+import numpy as np
+
+from weightswap_runtime.engines.engine import Bound, Chosen, State
+from weightswap_runtime.errors import MissingExtra
+from weightswap_runtime.format.artifact import Artifact
+from weightswap_runtime.format.manifest import NamedTensor
+from weightswap_runtime.memory.arena import Arena
+
+try:
+    import torch
+except ImportError as error:
+    raise MissingExtra("an artifact that lacks ONNX graphs of some methods, on the engine `onnx`,", "torch") from error
+
+from weightswap_runtime.engines.aten.cpu import TorchEngine
+from weightswap_runtime.engines.aten.variants import ChosenTensors
+from weightswap_runtime.tensors.torch_modes import default_torch_modes
+
+from .engine import BoundOnnx, OnnxChosen, OnnxEngine, OnnxState
+from .values import content_array, content_of, value_of
+
+
+class OnnxBesideTorch(OnnxEngine):
+    """The ONNX graphs of one artifact, and as they were captured the graphs of methods that have none."""
+
+    def __init__(self, artifact: Artifact, threads: int | None = None, *, prologue: bool = True) -> None:
+        """threads: of calls on ONNX Runtime. Raises ArtifactError and Unsupported."""
+        super().__init__(artifact, threads)
+        self._torch = TorchEngine(_without(artifact, self._graphs), prologue=prologue)
+
+    @property
+    def runs(self) -> dict[str, str]:
+        """The engine that runs each method."""
+        found = super().runs | self._torch.runs
+        return {name: found[name] for name in self._manifest.methods}
+
+    def bind(self, arena: Arena) -> BoundBoth:  # type: ignore[override]
+        """Both engines, over views on the arena."""
+        return BoundBoth(super().bind(arena), self._torch.bind(arena), self._torch)
+
+    def variant(self, rows: Iterable[NamedTensor], arena: Arena) -> _Chosen:  # type: ignore[override]
+        """The tensors of a variant, for both engines."""
+        rows = list(rows)
+        return _Chosen(super().variant(rows, arena), self._torch.variant(rows, arena))
+
+    def joined(self, chosen: Iterable[_Chosen]) -> _Chosen:  # type: ignore[override]
+        """The tensors of variants of several groups."""
+        found = list(chosen)
+        return _Chosen(super().joined(each.onnx for each in found), self._torch.joined(each.torch for each in found))
+
+
+class _Chosen(NamedTuple):
+    """The tensors of the variants that a call has chosen, for both engines."""
+
+    onnx: OnnxChosen
+    torch: ChosenTensors
+
+
+def _without(artifact: Artifact, compiled: Iterable[str]) -> Artifact:
+    """The artifact without some methods, and with the state of the others alone."""
+    manifest = artifact.manifest
+    methods = {name: method for name, method in manifest.methods.items() if name not in set(compiled)}
+    used = {item.name for method in methods.values() for item in method.inputs if item.kind == "state"}
+    state = tuple(row for row in manifest.state if used.intersection(row.names))
+    return Artifact(artifact.path, msgspec.structs.replace(manifest, methods=methods, state=state))
+
+
+class BoundBoth:
+    """All methods over one arena, each on its engine."""
+
+    def __init__(self, onnx: BoundOnnx, beside: Bound, engine: TorchEngine) -> None:
+        """beside: the engine's, over the same arena."""
+        self._onnx = onnx
+        self._beside = beside
+        self._engine = engine
+        self._methods = frozenset(engine.runs)
+        self.run_prologue = beside.run_prologue
+        self.keep: Callable[[], Callable[[], None]] = beside.keep
+
+    @property
+    def has_prologue(self) -> bool:
+        return self._beside.has_prologue
+
+    def copy_prologue_from(self, other: Bound) -> bool:
+        """Copy what was computed over another arena with the same weights."""
+        return isinstance(other, BoundBoth) and self._beside.copy_prologue_from(other._beside)
+
+    def run(
+        self, method: str, inputs: list[Any], state: State | None = None, chosen: Chosen | None = None
+    ) -> list[Any]:
+        """Flat inputs to flat outputs, in memory of their own."""
+        assert chosen is None or isinstance(chosen, _Chosen)
+        if method not in self._methods:
+            return self._onnx.run(method, inputs, state, None if chosen is None else chosen.onnx)
+        assert state is None or isinstance(state, OnnxState)
+        with default_torch_modes():
+            return self._run_beside(method, inputs, state, None if chosen is None else chosen.torch)
+
+    def _run_beside(
+        self, method: str, inputs: list[Any], state: OnnxState | None, chosen: ChosenTensors | None
+    ) -> list[Any]:
+        given = [self._engine.tensor(content_of(each)) if isinstance(each, np.ndarray) else each for each in inputs]
+        before = [_version(each) for each in given]
+        here = None
+        if state is not None:
+            here = self._engine.new_state({name: state.content(name) for name in self._engine.state_names})
+        outputs = self._beside.run(method, given, here, chosen)
+        found = [
+            content_array(self._engine.content(each)) if isinstance(each, torch.Tensor) else each for each in outputs
+        ]
+        for array, tensor, version in zip(inputs, given, before, strict=True):
+            if _version(tensor) != version:  # the graph has written to it
+                array[...] = content_array(self._engine.content(tensor))
+        if state is not None and here is not None:
+            contents = {name: here.content(name) for name in self._engine.state_names}
+            state.values |= {name: value_of(bytearray(c.data), c.dtype, c.shape) for name, c in contents.items()}
+        return found
+
+
+def _version(value: Any) -> int:
+    return value._version if isinstance(value, torch.Tensor) else 0

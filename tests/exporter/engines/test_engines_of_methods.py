@@ -1,0 +1,148 @@
+"""What each method is compiled for: `MethodSpec(engines=)`, `compile_engines(methods=)`, and who tells of it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from tests.support.decoding import Decoder, Files, specs
+from weightswap_exporter import compile_engines, export
+from weightswap_exporter.commands.build import compile_command
+from weightswap_exporter.engines import compiling, trial
+from weightswap_exporter.engines.trial import differences
+from weightswap_exporter.parity import Run, compare, first_divergence
+from weightswap_runtime import Artifact, UnknownMethod, Unsupported
+from weightswap_runtime.engines.aten.graph_call import GraphCall
+from weightswap_tools.bench import running
+from weightswap_tools.bench.report import BenchRequest, EngineBench
+from weightswap_tools.commands.swap_report import swaps_report
+from weightswap_tools.inspect.command import inspect_command
+from weightswap_tools.reports.blocks import Facts
+
+
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compilers that make nothing."""
+    for engine in ("aoti", "onnx"):
+        file = f"engines/{engine}/{{}}".format
+        monkeypatch.setitem(compiling._MAKERS, engine, lambda _, method, __, file=file: (file(f"{method}.bin"), b""))
+    monkeypatch.setattr(trial, "try_engine", lambda *_: None)
+
+
+def compiled(artifact: Artifact) -> list[str]:
+    return [name.removeprefix("engines/") for name in artifact.manifest.files if name.startswith("engines/")]
+
+
+@pytest.mark.usefixtures("made")
+def test_a_method_has_the_engines_of_the_export_or_its_own(tmp_path: Path) -> None:
+    told: list[str] = []
+    methods = specs(prefill=("torch",), decode=("torch", "aoti"))
+    artifact = export(Decoder(), methods=methods, out=tmp_path / "a", engines=["onnx"], tell=told.append)
+    assert compiled(artifact) == ["aoti/decode.bin", "onnx/plain.bin"]
+    assert told[1:] == [
+        "compiling decode for the engine aoti (1 of 2)",
+        "compiling plain for the engine onnx (2 of 2)",
+        "trying what was compiled",
+    ]
+    more = compile_engines(artifact, ["onnx", "aoti"], methods=["prefill"])
+    assert compiled(more) == ["aoti/decode.bin", "aoti/prefill.bin", "onnx/plain.bin", "onnx/prefill.bin"]
+    assert more.graph_id == artifact.graph_id == export(Decoder(), methods=specs(), out=tmp_path / "b").graph_id
+
+
+@pytest.mark.parametrize("engines", ["onnx", ["tensorrt"], {"onnx"}, 3])
+def test_engines_that_there_are_not(engines: Any, tmp_path: Path) -> None:
+    with pytest.raises(Unsupported, match=r"method 'decode': engines=.*expected a sequence of 'torch', 'aoti', 'onnx'"):
+        export(Decoder(), methods=specs(decode=engines), out=tmp_path / "a")
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.usefixtures("made")
+def test_methods_by_name(tmp_path: Path) -> None:
+    artifact = export(Decoder(), methods=specs(), out=tmp_path / "a")
+    with pytest.raises(
+        UnknownMethod, match="'encode' is not a method of this artifact, which has: prefill, decode, pl"
+    ):
+        compile_engines(artifact, ["onnx"], methods=["decode", "encode"])
+    command = [str(artifact.path), "--engine", "onnx", "--method"]
+    assert CliRunner().invoke(compile_command, [*command, "decode"]).output == "added  engines/onnx/decode.bin, 0 B\n"
+    said = CliRunner().invoke(compile_command, [*command, "plain", "--method", "prefill", "--json"])
+    assert json.loads(said.output)["files"] == ["engines/onnx/plain.bin", "engines/onnx/prefill.bin"]
+    assert CliRunner().invoke(compile_command, [*command, "encode"]).exit_code == 1
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Files:
+    return Files(tmp_path_factory.mktemp("onnx"), "onnx")
+
+
+def test_the_trial_is_of_what_was_compiled(files: Files, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert list(differences(files.artifact, "onnx")) == []
+    called: list[str] = []
+    monkeypatch.setattr("weightswap_exporter.engines.trial._one_call", lambda name, *_: called.append(name) or ())
+    list(differences(files.artifact, "onnx"))
+    assert set(called) == {"decode"}
+
+
+def test_inspect_tells_which_methods(files: Files) -> None:
+    said = CliRunner().invoke(inspect_command, [str(files.artifact.path)]).output
+    assert "torch, onnx (decode alone)" in said
+    document = json.loads(CliRunner().invoke(inspect_command, [str(files.artifact.path), "--json"]).output)
+    assert document["engines"] == ["torch", "onnx"]
+    assert document["engine_methods"] == {"torch": ["prefill", "decode", "plain"], "onnx": ["decode"]}
+
+
+def test_a_report_of_swaps_tells_what_ran_beside(files: Files) -> None:
+    for engine, text in (("onnx", "onnx; torch runs prefill, plain"), ("torch", "torch")):
+        blocks = swaps_report(files.load(engine=engine), []).sections[0].blocks
+        (facts,) = (each for each in blocks if isinstance(each, Facts))
+        assert ("engine", text) in facts.rows
+
+
+def test_an_engine_is_measured_on_its_own_methods(files: Files, monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(wanted: BenchRequest) -> EngineBench:
+        return EngineBench(engine=wanted.engine, residency=wanted.residency)
+
+    monkeypatch.setattr(running, "_run", run)
+    for method, engines, expected in (
+        ("decode", (), ["torch", "onnx"]),
+        ("plain", (), ["torch"]),
+        ("plain", ("auto",), ["torch"]),
+        ("decode", ("onnx",), ["onnx"]),
+    ):
+        found = running.bench(files.artifact.path, files.weights[0], method=method, engines=engines)
+        assert list(dict.fromkeys(each.engine for each in found.engines)) == expected
+    says = f"not compiled: weightswap compile {files.artifact.path} --engine onnx --method plain"
+    assert running.bench(files.artifact.path, files.weights[0], method="plain").left_out["onnx"] == says
+    with pytest.raises(Unsupported, match=says):
+        running.bench(files.artifact.path, files.weights[0], method="plain", engines=["onnx"])
+
+
+def test_parity_compares_all_methods_on_every_engine(files: Files) -> None:
+    report = compare(files.models[0], files.artifact, cases={name: [((x,), {})] for name, x in CALLS.items()})
+    assert report.same
+    assert [[case.method for case in engine.cases] for engine in report.engines] == [[*CALLS]] * 2
+
+
+CALLS = {"prefill": torch.ones(2, 4), "decode": torch.ones(4), "plain": torch.ones(4)}
+
+
+def test_where_they_part_is_looked_for_on_the_engine_that_runs_the_method(
+    files: Files, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def wrong(self: GraphCall, inputs: list[Any], state: Any = None, chosen: Any = None) -> Any:
+        return [value * 2 for value in right(self, inputs, state, chosen)]
+
+    right = GraphCall.__call__
+    monkeypatch.setattr(GraphCall, "__call__", wrong)
+    report = compare(files.models[0], files.artifact, cases={"plain": [((torch.ones(4),), {})]}, engines=["onnx"])
+    assert not report.same
+    runs = [Run(files.weights[0], name) for name in ("torch", "onnx")]
+    assert first_divergence(files.artifact, *runs, cases={"plain": [((torch.ones(4),), {})]}) is None
+    (engine,) = report.engines
+    assert engine.divergence is not None
+    assert engine.divergence.found.startswith("the engine torch with")
