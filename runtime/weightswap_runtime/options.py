@@ -1,4 +1,4 @@
-"""Checks of numbers that callers give."""
+"""Checks of numbers and texts that callers give."""
 
 from __future__ import annotations
 
@@ -9,6 +9,15 @@ from threading import TIMEOUT_MAX
 from typing import Any
 
 from weightswap_runtime.errors import Unsupported
+
+MOST_SAID = 4096  # characters of `by` and of `why`, which documents and answers repeat for each weights of a history
+
+
+def check_said(by: Any, why: Any = "") -> None:
+    """Raise Unsupported for texts that are too long."""
+    for name, text in (("by", by), ("why", why)):
+        if isinstance(text, str) and len(text) > MOST_SAID:
+            raise Unsupported(f"{name}: has {len(text)} characters, and at most {MOST_SAID} are kept; say it in fewer")
 
 
 def is_number(value: Any) -> bool:

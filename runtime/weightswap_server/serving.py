@@ -25,7 +25,7 @@ from weightswap_runtime.messages import visible
 from .admin.plane import AdminPlane
 from .admin.settings import AdminSettings
 from .http.app import http_app
-from .http.listening import HttpServer, listening
+from .http.listening import HttpServer, listening, new_loop
 from .protocol.variant_text import NAME
 from .service.service import Service
 from .settings import Settings
@@ -123,7 +123,8 @@ class Server:
             self.http_port = listener.getsockname()[1]
             try:
                 self._listen_for_grpc()
-                asyncio.run(self._serve(listener))
+                with asyncio.Runner(loop_factory=new_loop) as runner:
+                    runner.run(self._serve(listener))
             finally:
                 if self._grpc is not None:
                     self._grpc.stop(self.settings.grace).wait()

@@ -433,6 +433,20 @@ def test_a_delta_from_other_weights_is_refused_before_anything_is_asked(fleet: F
     assert fleet.place.read().revision == 1
 
 
+def test_too_long_a_reason_is_refused_before_anything_is_asked(fleet: Fleet) -> None:
+    swap(fleet, 1)
+    fleet.asked.clear()
+    agreement, path, why = Agreement(fleet.place, fleet), fleet.file(2), "x" * 5000
+    for change in (
+        lambda: agreement.swap(str(path), known_weights(path), "ana", why, SOON),
+        lambda: agreement.publish(str(path), known_weights(path), "ana", why, SOON),
+        lambda: agreement.rollback(None, "ana", why, True, SOON),
+    ):
+        with pytest.raises(Unsupported, match="why: has 5000 characters"):
+            change()
+    assert (fleet.asked, fleet.place.read().revision) == ([], 2)
+
+
 def test_a_damaged_delta_is_refused_by_all(fleet: Fleet) -> None:
     path = write_delta(fleet.file(0), fleet.file(1), fleet.where / "d.safetensors").path
     content = bytearray(path.read_bytes())

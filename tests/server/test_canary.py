@@ -147,7 +147,9 @@ def test_a_batch_is_never_of_both(server: Server, weight_file: WriteWeights) -> 
     assert f'weightswap_server_batch_calls_bucket{{le="2.0",model="tiny",weights_id="{canary}"}} 0.0' in metrics
 
 
-def test_a_shadow_is_compared_and_answers_nobody(server: Server, weight_file: WriteWeights) -> None:
+def test_a_shadow_is_compared_and_answers_nobody(
+    server: Server, tiny: TinyArtifact, weight_file: WriteWeights, tmp_path: Path
+) -> None:
     served = server.service.served[0].model.weights_id
     begin(server, weight_file(2), shadow=True)
     assert {answer(server).json["parameters"]["weights_id"] for _ in range(5)} == {served}
@@ -158,7 +160,8 @@ def test_a_shadow_is_compared_and_answers_nobody(server: Server, weight_file: Wr
     assert values["max_rel"] == pytest.approx(np.abs(one - other).max() / np.abs(one).max())
     assert (values["differing"], values["errors"]) == (1.0, 0.0)
     change(server, "discard")
-    begin(server, weight_file(1), shadow=True)  # the same again
+    alike = tiny.values(1) | {"steps": torch.tensor(9)}  # which no answer depends on
+    begin(server, tiny.write(tmp_path / "alike.safetensors", alike), shadow=True)
     answer(server)
     until(lambda: status(server)["canary"]["values"]["compared"] == 1)
     values = status(server)["canary"]["values"]
@@ -295,6 +298,15 @@ def test_a_canary_gives_way_to_what_others_desire(server: Server, weight_file: W
 def test_canaries_that_cannot_be_meant(server: Server, fields: Any, code: int) -> None:
     refused = change(server, "canary", **fields)
     assert (refused.status, bool(refused.json["error"])) == (code, True)
+
+
+def test_what_is_served_is_no_canary_of_itself(server: Server, weight_file: WriteWeights) -> None:
+    refused = change(server, "canary", source=str(weight_file(1)), share=0.1, shadow=True)
+    assert (refused.status, "already; a canary is of others" in refused.json["error"]) == (400, True)
+    assert status(server)["staged"] is None
+    assert change(server, "stage", source=str(weight_file(1))).status == 200
+    assert change(server, "canary", share=0.1).status == 400
+    assert (status(server)["canary"], change(server, "discard").status) == (None, 200)
 
 
 def test_where_what_is_staged_cannot_be_called(tiny: TinyArtifact, weight_file: WriteWeights, tmp_path: Path) -> None:

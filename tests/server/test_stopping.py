@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import http.client
 import json
 import re
@@ -13,6 +14,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -159,6 +161,22 @@ def test_what_takes_too_long_is_broken_off(tiny: TinyArtifact, weight_file: Writ
         server.stop()
         with pytest.raises((http.client.HTTPException, ConnectionError, AssertionError)):
             assert asked.result(10).status == 200
+
+
+@pytest.mark.parametrize("installed", [True, False])
+def test_the_loop_is_of_uvloop_where_that_is_installed(
+    tiny: TinyArtifact, monkeypatch: pytest.MonkeyPatch, installed: bool
+) -> None:
+    class Loop(asyncio.SelectorEventLoop):
+        pass
+
+    uvloop = SimpleNamespace(new_event_loop=Loop) if installed else None
+    monkeypatch.setitem(sys.modules, "uvloop", uvloop)
+    loops: list[asyncio.AbstractEventLoop] = []
+    server = Server({"tiny": load(tiny.path)}, Settings(http_port=0))
+    server.on_listening(lambda: loops.append(asyncio.get_running_loop()))
+    with server.running():
+        assert [isinstance(loop, Loop) for loop in loops] == [installed]
 
 
 def test_a_port_that_is_taken(tiny: TinyArtifact) -> None:

@@ -32,6 +32,7 @@ from weightswap_runtime.desired.document import (
 )
 from weightswap_runtime.desired.place import DesiredPlace, Known, described
 from weightswap_runtime.errors import DesiredError, RevisionConflict, StageClosed, text_of
+from weightswap_runtime.options import check_said
 from weightswap_runtime.sources.location import printable
 
 LEAST_LEASE = 10.0  # seconds
@@ -104,6 +105,7 @@ class Agreement:
 
         Raises what `swap` raises, and what `DesiredPlace.rollback` raises.
         """
+        check_said(by, why)
         state = self._place.read()
         wanted = replace(find_good(state, to, self._place.where), by=by, why=why)
 

@@ -18,6 +18,7 @@ from weightswap_fleet.errors import UnknownFleet
 from weightswap_runtime.desired.document import DesiredState, DesiredWeights
 from weightswap_runtime.desired.place import DesiredPlace, Known, described, known_weights
 from weightswap_runtime.errors import Held, StageClosed, StagingBusy, WeightswapError, text_of
+from weightswap_runtime.options import check_said
 
 from .actors import ACTOR_OPTIONS, ANSWER, SHOWN, RayNodes, controller_name, find_spec
 from .agreement import DEADLINES, Agreement, Deadlines, reader_of
@@ -88,6 +89,7 @@ class Controller:
             return receipt
 
     def abort(self, by: str, why: str) -> TrialReport:
+        check_said(by, why)
         with self._alone(time.monotonic(), Deadlines(prepare=_ABORT)):
             trial = self._trial_there()
             trial.end()

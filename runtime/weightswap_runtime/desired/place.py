@@ -20,6 +20,7 @@ from weightswap_runtime.errors import (
 from weightswap_runtime.format.delta_file import DeltaStamp, delta_stamp
 from weightswap_runtime.format.weight_file import Stamp
 from weightswap_runtime.format.weight_set import open_weights
+from weightswap_runtime.options import check_said
 from weightswap_runtime.sources.byte_source import Check
 from weightswap_runtime.sources.location import Location, Url, as_location, fixed, printable
 
@@ -62,7 +63,7 @@ class DesiredPlace:
 
     Every operator's write names the revision that it follows on, so that nobody overwrites what he has not seen. Each
     returns what is desired then. They raise RevisionConflict, and DesiredError where the place cannot be read or
-    written; then nothing has changed.
+    written; then nothing has changed. `by` and `why` have 4,096 characters at most.
 
     place: the path or URL. A local directory has to be there. URLs are written to where the store replaces an object
     only if it is still the one that was read: s3://. Others are read alone (Unsupported).
@@ -149,6 +150,8 @@ class DesiredPlace:
         Raises NothingToRollBack, and WeightFileError or UnexpectedWeights where its file is not there any more.
         """
 
+        check_said(by, why)
+
         def work(state: DesiredState) -> DesiredState:
             found = find_good(state, to, self.where)
             if not known_there:
@@ -172,6 +175,7 @@ class DesiredPlace:
 
     def hold(self, *, revision: int, by: str = "", why: str = "") -> DesiredState:
         """Let nothing be promoted until `release`; a hold that there is gives way."""
+        check_said(by, why)
         return self._write(revision, lambda state: replace(state, hold=Hold(since=time.time(), by=by, why=why)))
 
     def release(self, *, revision: int) -> DesiredState:
@@ -268,7 +272,9 @@ def _stamp(source: Source) -> Stamp | DeltaStamp | None:
 
 
 def described(source: str, known: Known, by: str, why: str, state: DesiredState) -> DesiredWeights:
-    """Weights that somebody wants now. Raises BaseMismatch for a delta from others than are desired."""
+    """Weights that somebody wants now. Raises BaseMismatch for a delta from others than are desired, and Unsupported
+    where too much is said of them."""
+    check_said(by, why)
     return DesiredWeights(
         source=source,
         weights_id=known.weights_id,

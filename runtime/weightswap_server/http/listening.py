@@ -191,6 +191,16 @@ class HttpServer(uvicorn.Server):
         yield
 
 
+def new_loop() -> asyncio.AbstractEventLoop:
+    """One of uvloop, where that is installed, else of asyncio."""
+    try:
+        from uvloop import new_event_loop
+    except ImportError:
+        return asyncio.new_event_loop()
+    loop: asyncio.AbstractEventLoop = new_event_loop()
+    return loop
+
+
 @contextmanager
 def listening(host: str, port: int) -> Iterator[socket.socket]:
     """A block with a socket that listens. Raises OSError where the port cannot be had."""

@@ -86,6 +86,10 @@ class Served:
             raise Unsupported(f"{self.name}: a canary needs both sets in memory: residency double, not single")
         if self.model.weights_id is None:
             raise Unsupported(f"{self.name}: serves nothing yet, which a canary could be compared with; commit it")
+        if staged.weights_id == self.model.weights_id:
+            raise Unsupported(
+                f"{self.name}: serves the weights {staged.weights_id[:12]} already; a canary is of others. Discard it"
+            )
         canary = self.try_out(staged, plan)
         try:
             self.announce(canary)

@@ -91,6 +91,24 @@ def test_what_nobody_could_read_again_is_not_written(by: Any, service: Service) 
     assert service.place.read() == written
 
 
+@pytest.mark.parametrize("said", ["by", "why"])
+def test_what_is_said_of_weights_has_a_length(said: str, service: Service) -> None:
+    """So that no history of them is too long to be read, or told from one process to another."""
+    place, much = service.place, {said: "é" * 4096}
+    place.set(service.write(1), revision=0, **much)
+    written = place.promote(service.write(2), **much)
+    more = {said: "é" * 4097}
+    for write in (
+        lambda: place.set(service.write(3), revision=2, **more),
+        lambda: place.promote(service.write(3), **more),
+        lambda: place.rollback(revision=2, **more),
+        lambda: place.hold(revision=2, **more),
+    ):
+        with pytest.raises(Unsupported, match=f"{said}: has 4097 characters, and at most 4096"):
+            write()
+    assert place.read() == written
+
+
 def test_a_rollback_withdraws_what_came_later_and_holds(service: Service) -> None:
     ids = [service.promote(seed) for seed in range(1, 6)]
     rolled = service.place.rollback(to=ids[1][:12], revision=5, by="ana", why="slow")

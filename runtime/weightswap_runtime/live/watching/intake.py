@@ -135,8 +135,9 @@ class Intake:
 
     @property
     def waiting(self) -> dict[str, BaseException]:
-        """Why deltas that are in the directory wait, by name, in order."""
-        return {file.entry.name: file.waits for file in self._pending() if file.waits is not None}
+        """Why deltas, and files that are cut off, are waited for, by name, in order."""
+        found = ((file.entry.name, file.waits or _cut_off(file)) for file in self._pending())
+        return {name: why for name, why in found if why is not None}
 
     def look(self, target: WatchTarget) -> float:
         """Take what can be taken. Returns after how many seconds to look again."""
@@ -331,6 +332,12 @@ class Intake:
         error = Superseded(f"{where}: passed over, as {later} comes later and was taken{_why_not_before(file)}")
         file.over, file.error = True, error
         target.tell("skipped", where, error)
+
+
+def _cut_off(file: _File) -> TruncatedFile | None:
+    """Why a file may still be being copied."""
+    error = file.peek.error if file.peek else None
+    return error if isinstance(error, TruncatedFile) else None
 
 
 def _why_not_before(file: _File) -> str:

@@ -58,7 +58,8 @@ class Watcher(Watching):
 
     @property
     def waiting(self) -> dict[str, BaseException]:
-        """Why deltas of the directory wait, by name, in order: the weights that they start from are not served."""
+        """Why files of the directory wait, by name, in order: deltas from weights that are not served, and files that
+        are cut off, as they may still be being copied: those are skipped after a minute without a change."""
         return self._intake.waiting
 
     def __repr__(self) -> str:

@@ -71,9 +71,10 @@ def test_a_file_that_is_being_copied_is_waited_for(cut: Callable[[bytes], bytes]
     for _ in range(int(PATIENCE / INTERVAL)):
         desk.look()
     assert (desk.tries, desk.told) == ([], [])
+    assert isinstance(desk.intake.waiting["v1.safetensors"], TruncatedFile)
     path.write_bytes(raw)
     desk.look()
-    assert (desk.taken, desk.told) == (["v1"], [])
+    assert (desk.taken, desk.told, desk.intake.waiting) == (["v1"], [], {})
 
 
 def test_a_file_that_stays_cut_off_is_skipped(desk: Desk) -> None:
