@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from concurrent.futures import Future
+from pathlib import Path
 from threading import Event, current_thread
 from typing import Any
 
@@ -52,7 +53,7 @@ def sizes_of_calls(model: Model, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     called = Method.call
 
     def call(self: Method, session: Any, flat: Any, *variants: Any) -> Any:
-        seen.append(flat[0].shape[0])
+        seen.append(batching.rows_of(flat))
         return called(self, session, flat, *variants)
 
     monkeypatch.setattr(Method, "call", call)
@@ -177,6 +178,34 @@ def test_none_pays_for_anothers_mistake(tmp_path: Any) -> None:
         body = {"inputs": [{"name": "tokens", "datatype": "INT64", "shape": [1], "data": [9]}]}
         refused = ask(server, "/v2/models/tiny/infer", body)
         assert (refused.status, refused.error.split(";")[0]) == (500, "the model failed with IndexError")
+
+
+class Chosen(nn.Module):
+    """Has an input that was fixed at the export."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 2)
+
+    def forward(self, wide: bool, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x) if wide else x
+
+
+def test_inputs_that_are_fixed_have_no_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    eager = Chosen().eval()
+    artifact = export(
+        eager,
+        (True, torch.zeros(2, 3)),
+        out=tmp_path / "chosen.artifact",
+        dynamic_shapes=(None, {0: Dim("batch", max=64)}),
+    )
+    model = load(artifact, pack(eager, artifact, out=tmp_path / "v.safetensors").path)
+    with serving({"tiny": model}, max_batch=8) as server:
+        seen = sizes_of_calls(model, monkeypatch)
+        answers = submit(server, [rows(2), rows(3)])
+        assert [output(answer).shape for answer in answers] == [(2, 2), (3, 2)]
+        assert ask(server, "/v2/models/tiny/infer", as_json(x=rows(1))).status == 200
+        assert seen == [5, 1]
 
 
 def test_what_cannot_be_put_together_is_served_alone(model: Model, caplog: pytest.LogCaptureFixture) -> None:

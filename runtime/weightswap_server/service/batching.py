@@ -52,17 +52,17 @@ class Call:
         self.variants = dict(variants or {})
         self.arrived = time.perf_counter()
         self.answer: Future[Answer] = Future()
-        self.nbytes = sum([len(value.data) for value in flat if isinstance(value, TensorBytes)])
+        self.nbytes = sum([len(value.data) for value in _tensors(flat)])
 
     @property
     def rows(self) -> int:
-        return int(self.flat[0].shape[0])
+        return rows_of(self.flat)
 
     @cached_property
     def kind(self) -> Hashable:
         """Calls of one kind can be put together: they differ in their rows alone."""
         chosen = frozenset(self.variants.items())
-        return self.method, self.version, self.canary, chosen, tuple(value.shape[1:] for value in self.flat)
+        return self.method, self.version, self.canary, chosen, tuple(value.shape[1:] for value in _tensors(self.flat))
 
 
 class Task:
@@ -276,6 +276,15 @@ def _do(task: Task) -> None:
         task.answer.set_result(task.work())
     except BaseException as error:
         task.answer.set_exception(error)
+
+
+def rows_of(flat: Flat) -> int:
+    """How many a call has that may be one of several."""
+    return int(_tensors(flat)[0].shape[0])
+
+
+def _tensors(flat: Flat) -> list[TensorBytes]:
+    return [value for value in flat if isinstance(value, TensorBytes)]
 
 
 def joined(calls: Sequence[Flat]) -> list[Any]:
