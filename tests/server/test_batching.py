@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Sequence
 from concurrent.futures import Future
 from pathlib import Path
@@ -222,6 +223,11 @@ def test_the_graphs_own_limit_holds(model: Model) -> None:
         assert server.service.served[0].thread.limit(method) == 8
 
 
+async def answer_all(server: Server, values: Sequence[np.ndarray[Any, Any]]) -> list[Answer]:
+    calls = [server.service.call("tiny", "", {"x": array_content(value)}) for value in values]
+    return await asyncio.gather(*(server.service.answer(served, call) for served, call in calls))
+
+
 def test_what_one_round_of_a_loop_brings_goes_as_one_where_it_came_in(
     model: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -236,17 +242,51 @@ def test_what_one_round_of_a_loop_brings_goes_as_one_where_it_came_in(
 
         monkeypatch.setattr(Method, "call", call)
 
-        async def ask_for(counts: Sequence[int]) -> list[Answer]:
-            calls = [server.service.call("tiny", "", {"x": array_content(rows(count))}) for count in counts]
-            return await asyncio.gather(*(server.service.answer(served, call) for served, call in calls))
-
-        answers = asyncio.run(ask_for([1, 2, 3, 4, 1]))
+        answers = asyncio.run(answer_all(server, [rows(count) for count in (1, 2, 3, 4, 1)]))
         assert [dict(answer.outputs)["output"].shape for answer in answers] == [(n, 5) for n in (1, 2, 3, 4, 1)]
         assert (seen, threads) == ([7, 4], {current_thread()})
         with occupied(server):
             monkeypatch.setattr(server.service.served[0].thread, "_max_queue", 1)
             with pytest.raises(Overloaded):
-                asyncio.run(ask_for([1, 1]))
+                asyncio.run(answer_all(server, [rows(1), rows(1)]))
+
+
+def test_a_loop_does_other_things_between_two_batches(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(batching, "QUICK", 60.0)
+    with serving({"tiny": model}, max_batch=8) as server:
+        seen = sizes_of_calls(model, monkeypatch)
+
+        async def watched() -> list[int]:
+            rounds, answers = [], asyncio.ensure_future(answer_all(server, [rows(8) for _ in range(5)]))
+            while not answers.done():
+                await asyncio.sleep(0)
+                rounds.append(len(seen))
+            return rounds
+
+        assert set(asyncio.run(watched())) == {0, 1, 2, 3, 4, 5}
+
+
+@pytest.mark.parametrize("max_batch", [1, 8])
+def test_calls_that_are_slow_for_their_values_keep_no_loop_busy(
+    model: Model, monkeypatch: pytest.MonkeyPatch, max_batch: int
+) -> None:
+    """Each is followed by a quick one, after which its size could be taken for a quick one's again."""
+    monkeypatch.setattr(batching, "QUICK", 0.02)
+    with serving({"tiny": model}, max_batch=max_batch) as server:
+        called, threads = Method.call, []
+
+        def call(self: Method, session: Any, flat: Any, *variants: Any) -> Any:
+            if as_array(flat[0])[0, 0] == 9:
+                threads.append(current_thread())
+                time.sleep(0.15)
+            return called(self, session, flat, *variants)
+
+        monkeypatch.setattr(Method, "call", call)
+        for _ in range(6):
+            for value in (9, 1):
+                asyncio.run(answer_all(server, [np.full((1, 3), value, np.float32)]))
+        assert len(threads) == 6
+        assert threads.count(current_thread()) <= 1
 
 
 def test_a_small_call_runs_where_it_came_in(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
