@@ -28,6 +28,7 @@ from weightswap_runtime.live.calling import Caller
 from weightswap_runtime.live.model import Model, engine_of
 from weightswap_runtime.live.pinned import Pinned
 from weightswap_runtime.live.variants.resident import Choice, Wanted
+from weightswap_runtime.messages import brief
 from weightswap_runtime.tensors.content import TensorBytes, array_content, as_array, numpy_dtype
 from weightswap_runtime.tensors.dtypes import DTYPES
 from weightswap_server.errors import BadRequest
@@ -68,10 +69,12 @@ class Method:
         raise InputMismatch(self.name, problems)
 
     def check_outputs(self, names: Sequence[str]) -> None:
-        """Raise BadRequest for names that no output has."""
+        """Raise BadRequest for names that no output has, or that come twice: answers could have any size."""
         there = [tensor.name for tensor in self.outputs]
         if unknown := [name for name in names if name not in there]:
-            raise BadRequest(f"no output is called {unknown[0]}; there are: {', '.join(there)}")
+            raise BadRequest(f"no output is called {brief(unknown[0])}; there are: {', '.join(there)}")
+        if len(set(names)) < len(names):
+            raise BadRequest("an output is asked for twice")
 
     def call(self, session: Caller, flat: Flat, variants: Wanted | Choice | None = None) -> Outputs:
         """Run it on one version of the weights, and name its outputs. The inputs are copied first. variants: as in

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Sequence
 from concurrent.futures import Future
+from pathlib import Path
 from threading import Event, current_thread
 from typing import Any
 
@@ -52,7 +54,7 @@ def sizes_of_calls(model: Model, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     called = Method.call
 
     def call(self: Method, session: Any, flat: Any, *variants: Any) -> Any:
-        seen.append(flat[0].shape[0])
+        seen.append(batching.rows_of(flat))
         return called(self, session, flat, *variants)
 
     monkeypatch.setattr(Method, "call", call)
@@ -179,6 +181,34 @@ def test_none_pays_for_anothers_mistake(tmp_path: Any) -> None:
         assert (refused.status, refused.error.split(";")[0]) == (500, "the model failed with IndexError")
 
 
+class Chosen(nn.Module):
+    """Has an input that was fixed at the export."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 2)
+
+    def forward(self, wide: bool, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x) if wide else x
+
+
+def test_inputs_that_are_fixed_have_no_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    eager = Chosen().eval()
+    artifact = export(
+        eager,
+        (True, torch.zeros(2, 3)),
+        out=tmp_path / "chosen.artifact",
+        dynamic_shapes=(None, {0: Dim("batch", max=64)}),
+    )
+    model = load(artifact, pack(eager, artifact, out=tmp_path / "v.safetensors").path)
+    with serving({"tiny": model}, max_batch=8) as server:
+        seen = sizes_of_calls(model, monkeypatch)
+        answers = submit(server, [rows(2), rows(3)])
+        assert [output(answer).shape for answer in answers] == [(2, 2), (3, 2)]
+        assert ask(server, "/v2/models/tiny/infer", as_json(x=rows(1))).status == 200
+        assert seen == [5, 1]
+
+
 def test_what_cannot_be_put_together_is_served_alone(model: Model, caplog: pytest.LogCaptureFixture) -> None:
     with serving({"tiny": model}, max_batch=8, batch_dim="rows") as server:
         assert "tiny: not batched" in caplog.text
@@ -191,6 +221,11 @@ def test_the_graphs_own_limit_holds(model: Model) -> None:
     with serving({"tiny": model}, max_batch=100) as server:
         method = server.service.served[0].methods["tiny"]
         assert server.service.served[0].thread.limit(method) == 8
+
+
+async def answer_all(server: Server, values: Sequence[np.ndarray[Any, Any]]) -> list[Answer]:
+    calls = [server.service.call("tiny", "", {"x": array_content(value)}) for value in values]
+    return await asyncio.gather(*(server.service.answer(served, call) for served, call in calls))
 
 
 def test_what_one_round_of_a_loop_brings_goes_as_one_where_it_came_in(
@@ -207,17 +242,51 @@ def test_what_one_round_of_a_loop_brings_goes_as_one_where_it_came_in(
 
         monkeypatch.setattr(Method, "call", call)
 
-        async def ask_for(counts: Sequence[int]) -> list[Answer]:
-            calls = [server.service.call("tiny", "", {"x": array_content(rows(count))}) for count in counts]
-            return await asyncio.gather(*(server.service.answer(served, call) for served, call in calls))
-
-        answers = asyncio.run(ask_for([1, 2, 3, 4, 1]))
+        answers = asyncio.run(answer_all(server, [rows(count) for count in (1, 2, 3, 4, 1)]))
         assert [dict(answer.outputs)["output"].shape for answer in answers] == [(n, 5) for n in (1, 2, 3, 4, 1)]
         assert (seen, threads) == ([7, 4], {current_thread()})
         with occupied(server):
             monkeypatch.setattr(server.service.served[0].thread, "_max_queue", 1)
             with pytest.raises(Overloaded):
-                asyncio.run(ask_for([1, 1]))
+                asyncio.run(answer_all(server, [rows(1), rows(1)]))
+
+
+def test_a_loop_does_other_things_between_two_batches(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(batching, "QUICK", 60.0)
+    with serving({"tiny": model}, max_batch=8) as server:
+        seen = sizes_of_calls(model, monkeypatch)
+
+        async def watched() -> list[int]:
+            rounds, answers = [], asyncio.ensure_future(answer_all(server, [rows(8) for _ in range(5)]))
+            while not answers.done():
+                await asyncio.sleep(0)
+                rounds.append(len(seen))
+            return rounds
+
+        assert set(asyncio.run(watched())) == {0, 1, 2, 3, 4, 5}
+
+
+@pytest.mark.parametrize("max_batch", [1, 8])
+def test_calls_that_are_slow_for_their_values_keep_no_loop_busy(
+    model: Model, monkeypatch: pytest.MonkeyPatch, max_batch: int
+) -> None:
+    """Each is followed by a quick one, after which its size could be taken for a quick one's again."""
+    monkeypatch.setattr(batching, "QUICK", 0.02)
+    with serving({"tiny": model}, max_batch=max_batch) as server:
+        called, threads = Method.call, []
+
+        def call(self: Method, session: Any, flat: Any, *variants: Any) -> Any:
+            if as_array(flat[0])[0, 0] == 9:
+                threads.append(current_thread())
+                time.sleep(0.15)
+            return called(self, session, flat, *variants)
+
+        monkeypatch.setattr(Method, "call", call)
+        for _ in range(6):
+            for value in (9, 1):
+                asyncio.run(answer_all(server, [np.full((1, 3), value, np.float32)]))
+        assert len(threads) == 6
+        assert threads.count(current_thread()) <= 1
 
 
 def test_a_small_call_runs_where_it_came_in(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -154,6 +154,9 @@ BROKEN: list[tuple[Any, str]] = [
     (tensor(data=[[1, 2, 3], 4, 5, 6]), "Expected `float`"),
     (tensor(parameters={"binary_data_size": 24}), "and 0 bytes are left"),
     (tensor(parameters={"binary_data_size": 0}), "both data and binary_data_size"),
+    (tensor(shape=[1 << 62] * 65), "has 65 dimensions"),
+    (tensor(shape=[1 << 62] * 64), "elements, and the data 6"),
+    ({**tensor(), "outputs": [{"name": "output"}] * 2}, "an output is asked for twice"),
     ({**tensor(), "outputs": [{"name": "z"}]}, "no output is called z; there are: output"),
 ]
 
@@ -189,6 +192,7 @@ BROKEN_BINARY: list[tuple[Any, str]] = [
     (binary(length="x"), "Inference-Header-Content-Length"),
     (binary(datatype="BF16", size=12, tail=X.tobytes()[:12]), "expected dtype F32, got BF16"),
     (binary(datatype="BOOL", size=6, tail=b"\0\1\2\0\1\1"), "a byte of 0 or 1"),
+    (binary(shape=[1 << 62] * 300), "has 300 dimensions"),
     (binary(shape=[0, 1 << 62]), "is 0 bytes, got 24"),
 ]
 

@@ -18,6 +18,7 @@ from .documents import BINARY_SIZE, DATATYPE_OF, DATATYPES, InferRequest, InputT
 
 T = TypeVar("T")
 Named = tuple[str, TensorBytes]
+_MOST_DIMENSIONS = 64  # of numpy's and torch's arrays
 _SPARE = 1000  # commas between empty lists, and of small mistakes, which are told better
 _INTEGERS = {dtype: np.iinfo(numpy_dtype(dtype)) for dtype in DATATYPE_OF if dtype[0] in "IU"}
 _LIMITS = {dtype: (int(limits.min), int(limits.max)) for dtype, limits in _INTEGERS.items()}
@@ -80,10 +81,17 @@ def dtype_of(name: str, datatype: str) -> str:
     return DATATYPES[datatype]
 
 
+def _elements(name: str, shape: Sequence[int]) -> int:
+    """How many a shape has. Raises BadRequest for more dimensions than an array can have."""
+    if len(shape) > _MOST_DIMENSIONS:  # the product of a hundred thousand sizes takes minutes
+        raise BadRequest(f"{brief(name)}: has {len(shape)} dimensions, an array no more than {_MOST_DIMENSIONS}")
+    return math.prod(shape)
+
+
 def from_bytes(name: str, datatype: str, shape: Sequence[int], data: memoryview) -> TensorBytes:
     """An input over its bytes. Raises BadRequest where they are not as many as its shape says."""
     dtype = dtype_of(name, datatype)
-    wanted = DTYPES[dtype].bits // 8 * math.prod(shape)
+    wanted = DTYPES[dtype].bits // 8 * _elements(name, shape)
     if min(shape, default=0) < 0 or wanted != len(data):
         raise BadRequest(f"{brief(name)}: {datatype}{list(shape)} is {wanted} bytes, got {len(data)}")
     if dtype == "BOOL" and bytes(data).translate(None, b"\0\1"):
@@ -95,8 +103,9 @@ def _from_json(tensor: InputTensor) -> TensorBytes:
     dtype, shape, name = dtype_of(tensor.name, tensor.datatype), tuple(tensor.shape), brief(tensor.name)
     if not tensor.data:
         raise BadRequest(f"{name}: has neither data nor {BINARY_SIZE}")
-    if (commas := bytes(tensor.data).count(b",")) > math.prod(shape) + _SPARE:  # before they become numbers
-        raise BadRequest(f"{name}: shape {list(shape)} has {math.prod(shape)} elements, and the data some {commas}")
+    elements = _elements(name, shape)
+    if (commas := bytes(tensor.data).count(b",")) > elements + _SPARE:  # before they become numbers
+        raise BadRequest(f"{name}: shape {list(shape)} has {elements} elements, and the data some {commas}")
     kind: Any = bool if dtype == "BOOL" else float if has_fractions(dtype) else int
     try:
         values = _flat(tensor.data, kind)
@@ -121,8 +130,8 @@ def _flat(data: msgspec.Raw, kind: Any) -> list[Any]:
 
 def from_values(name: str, dtype: str, shape: tuple[int, ...], values: Sequence[Any]) -> TensorBytes:
     """An input of bools, integers or floats in row-major order. Raises BadRequest for what the dtype cannot hold."""
-    if math.prod(shape) != len(values):
-        raise BadRequest(f"{name}: shape {list(shape)} has {math.prod(shape)} elements, and the data {len(values)}")
+    if (elements := _elements(name, shape)) != len(values):
+        raise BadRequest(f"{name}: shape {list(shape)} has {elements} elements, and the data {len(values)}")
     if has_fractions(dtype):
         with np.errstate(over="ignore"):
             array = np.asarray(values, np.float64).astype(numpy_dtype(dtype))
@@ -135,7 +144,7 @@ def from_values(name: str, dtype: str, shape: tuple[int, ...], values: Sequence[
         raise BadRequest(f"{name}: data has a number that {DATATYPE_OF[dtype]} cannot hold")
     try:
         return array_content(array.reshape(shape))
-    except ValueError as error:  # too many dimensions, or a huge one beside one of 0
+    except ValueError as error:  # such as a huge size beside one of 0
         raise BadRequest(f"{name}: shape {brief(str(list(shape)))}: {error}") from error
 
 

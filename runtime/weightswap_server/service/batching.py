@@ -9,7 +9,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from concurrent.futures import Future
-from functools import cached_property
+from functools import cached_property, partial
 from threading import Condition, Thread
 from typing import Any
 
@@ -24,7 +24,7 @@ from weightswap_server.protocol.tensors_on_the_wire import Answer
 from weightswap_server.protocol.variant_text import write_variants
 
 QUICK = 1e-3  # seconds: a call that takes no longer may run in the thread that has received it
-_CHANCE = 4  # slow calls one after another
+_CHANCE, _MOST_OWED = 4, 1000  # times QUICK: how much longer calls may take on the whole; what is held against them
 
 Soon = Callable[[Callable[[], None]], object]
 Observe = Callable[["Call", Answer, float, int], object]  # the call, its answer, when it began, how many went as one
@@ -52,17 +52,17 @@ class Call:
         self.variants = dict(variants or {})
         self.arrived = time.perf_counter()
         self.answer: Future[Answer] = Future()
-        self.nbytes = sum([len(value.data) for value in flat if isinstance(value, TensorBytes)])
+        self.nbytes = sum([len(value.data) for value in _tensors(flat)])
 
     @property
     def rows(self) -> int:
-        return int(self.flat[0].shape[0])
+        return rows_of(self.flat)
 
     @cached_property
     def kind(self) -> Hashable:
         """Calls of one kind can be put together: they differ in their rows alone."""
         chosen = frozenset(self.variants.items())
-        return self.method, self.version, self.canary, chosen, tuple(value.shape[1:] for value in self.flat)
+        return self.method, self.version, self.canary, chosen, tuple(value.shape[1:] for value in _tensors(self.flat))
 
 
 class Task:
@@ -83,8 +83,8 @@ class ModelThread:
         self._queue: deque[Call | Task] = deque()
         self._changed = Condition()
         self._busy = self._stopped = False
-        self._slow = 0
-        self._quick: dict[Method, int] = {}
+        self._quick: dict[Method, int] = {}  # up to how many bytes
+        self._owed: dict[Method, float] = {}  # seconds that calls took too long, less what others were quicker
         self._inline = model.device == "cpu" and model.residency == "double"  # else a call may wait
         self._thread = Thread(target=self._run, name="weightswap-model", daemon=True)
         self._thread.start()
@@ -124,7 +124,7 @@ class ModelThread:
             if soon is None or self._max_delay or not isinstance(work, Call) or work.method not in self._limits:
                 self._changed.notify()
             elif len(self._queue) == 1:
-                soon(self.answer_here)  # with what the loop's other connections bring until then
+                soon(partial(self.answer_here, soon))  # with what the loop's other connections bring until then
 
     def do(self, work: Callable[[], Any]) -> Future[Any]:
         """Queue a task; what it returns or raises is the future's."""
@@ -142,10 +142,12 @@ class ModelThread:
         """Whether the thread that asks may call a method itself."""
         return self._inline and not self._busy and not self._stopped and nbytes <= self._quick.get(method, -1)
 
-    def answer_here(self) -> None:
-        """Answer what is queued, as long as that is quick. The rest is the model's thread's."""
-        while batch := self._take_quick():
+    def answer_here(self, soon: Soon) -> None:
+        """Answer one batch of what is queued, if that is quick, and soon the next. The rest is the model's thread's."""
+        if batch := self._take_quick():
             self._work(batch)
+            if self._queue:  # others of the loop come between
+                soon(partial(self.answer_here, soon))
 
     def _take_quick(self) -> Sequence[Call]:
         with self._changed:
@@ -250,13 +252,15 @@ class ModelThread:
             return _call(session, calls, choice, session.generation, session.weights_id)
 
     def _learn(self, method: Method, nbytes: int, seconds: float) -> None:
-        """Up to which size calls are quick. A few slow ones are the machine's doing; more are the model's."""
-        known = self._quick.get(method, -1)
-        self._slow = self._slow + 1 if seconds > QUICK else 0
-        if self._slow > _CHANCE:
-            self._quick[method] = min(known, nbytes - 1)
-        elif seconds < QUICK:
+        """Up to which size calls are quick. A few slow ones are the machine's doing. For more, and for one that took
+        long, quick ones make up, before so large ones are quick again: what a call takes may be in its values."""
+        known, owed = self._quick.get(method, -1), self._owed.get(method, 0.0)
+        if seconds < QUICK or nbytes <= known:
+            owed = self._owed[method] = min(max(0.0, owed + seconds - QUICK), _MOST_OWED * QUICK)
+        if seconds < QUICK and not owed:
             self._quick[method] = max(known, nbytes)
+        elif seconds >= QUICK and owed > _CHANCE * QUICK:
+            self._quick[method] = min(known, nbytes - 1)
 
 
 def _call(
@@ -276,6 +280,15 @@ def _do(task: Task) -> None:
         task.answer.set_result(task.work())
     except BaseException as error:
         task.answer.set_exception(error)
+
+
+def rows_of(flat: Flat) -> int:
+    """How many a call has that may be one of several."""
+    return int(_tensors(flat)[0].shape[0])
+
+
+def _tensors(flat: Flat) -> list[TensorBytes]:
+    return [value for value in flat if isinstance(value, TensorBytes)]
 
 
 def joined(calls: Sequence[Flat]) -> list[Any]:

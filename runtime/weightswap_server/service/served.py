@@ -18,7 +18,7 @@ from weightswap_server.methods import Method
 from weightswap_server.protocol.tensors_on_the_wire import Answer
 from weightswap_server.settings import Settings
 
-from .batching import Call, ModelThread, joined
+from .batching import Call, ModelThread, joined, rows_of
 from .metrics import ServerMetrics
 
 if TYPE_CHECKING:
@@ -156,7 +156,7 @@ class Served:
         for _ in range(2):
             self.thread.try_out(method, sample)
         if limit := self.thread.limit(method):
-            self.thread.try_out(method, joined([sample] * (limit // sample[0].shape[0])))
+            self.thread.try_out(method, joined([sample] * (limit // rows_of(sample))))
 
 
 def _methods(name: str, model: Model) -> dict[str, Method]:
