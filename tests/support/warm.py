@@ -86,7 +86,8 @@ def listen() -> tuple[socket.socket, str]:
 
 def start(server: socket.socket, command: str) -> None:
     program = [sys.executable, "-W", "error", "-m", "tests.support.warm", str(server.fileno()), command]
-    running = subprocess.Popen(program, cwd=ROOT, pass_fds=[server.fileno()])
+    environment = os.environ | {"PYTHONHASHSEED": "random"}
+    running = subprocess.Popen(program, cwd=ROOT, pass_fds=[server.fileno()], env=environment)
     server.close()
     atexit.register(end, running)
 
