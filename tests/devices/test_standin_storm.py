@@ -168,6 +168,7 @@ class Storm:
             self.calls.append((number, self._served.call(staged)))
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize("staging", STAGINGS)
 def test_each_call_gives_one_generation(

@@ -19,6 +19,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.support import warm
 from tests.support.models import Everything, Renamed
 from weightswap_exporter import Publication, export, pack, packing, publish, publishing
 from weightswap_exporter.checkpoints.reading_checkpoints import Checkpoint
@@ -273,7 +274,7 @@ if sys.argv[5] == "drop":
 
 def trainer(artifact: Artifact, out: Path, seconds: float, step: int, last: str = "keep") -> subprocess.Popen[str]:
     """A process that publishes, with a pause after each tensor, and then ends."""
-    command = [sys.executable, "-c", TRAINER, str(artifact.path), str(out), str(seconds), str(step), last]
+    command = [warm.python(), "-e", "-c", TRAINER, str(artifact.path), str(out), str(seconds), str(step), last]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     process = subprocess.Popen(command, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     assert process.stdout is not None

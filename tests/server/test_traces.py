@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from threading import Thread
@@ -18,6 +17,7 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import SpanKind, StatusCode
 
+from tests.support import warm
 from tests.support.collector import collecting
 from tests.support.served import as_json, ask, occupied, serving
 from tests.support.tiny import TinyArtifact, WriteWeights
@@ -135,7 +135,7 @@ def test_spans_go_where_the_variables_say() -> None:
             "export_spans(); export_spans()\n"
             "Traces().refused('tiny', ValueError('no'), 1.0, ''); trace.get_tracer_provider().shutdown()"
         )
-        subprocess.run([sys.executable, "-c", code], env=os.environ | collected.environment, check=True)
+        subprocess.run([warm.python(), "-c", code], env=os.environ | collected.environment, check=True)
     ((path, body),) = collected.posts
     assert path == "/v1/traces"
     assert b"tiny" in body

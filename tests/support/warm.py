@@ -2,14 +2,14 @@
 
 `python()` is the path of a command that takes what `python -W error` takes (`-c CODE` or `-m MODULE`, and arguments; a
 `-u` before them changes nothing), in the caller's folder and environment, with its input and outputs. SIGINT and
-SIGTERM reach the program, and it is killed with the command; its process is another than the command's. Processes that
-run tests beside each other have one interpreter together: see `share`.
+SIGTERM reach the program, and it is killed with the command; its process is another than the command's. When it ends,
+what an interpreter waits for is waited for; it is taken apart, too, where `-e` comes first. Processes that run tests
+beside each other have one interpreter together: see `share`.
 """
 
 from __future__ import annotations
 
 import atexit
-import functools
 import gc
 import json
 import os
@@ -24,7 +24,9 @@ import threading
 import traceback
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import cache, partial
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from tests import ROOT
@@ -48,7 +50,7 @@ sys.exit(status)
 _SHARED = "WEIGHTSWAP_TESTS_WARM_PYTHON"
 
 
-@functools.cache
+@cache
 def python() -> str:
     """The command, behind which an interpreter is started when this is first asked for."""
     if shared := os.environ.get(_SHARED):
@@ -84,7 +86,8 @@ def listen() -> tuple[socket.socket, str]:
 
 def start(server: socket.socket, command: str) -> None:
     program = [sys.executable, "-W", "error", "-m", "tests.support.warm", str(server.fileno()), command]
-    running = subprocess.Popen(program, cwd=ROOT, pass_fds=[server.fileno()])
+    environment = os.environ | {"PYTHONHASHSEED": "random"}
+    running = subprocess.Popen(program, cwd=ROOT, pass_fds=[server.fileno()], env=environment)
     server.close()
     atexit.register(end, running)
 
@@ -134,7 +137,7 @@ def take(asked: Any, streams: Sequence[int]) -> None:
     for number, stream in enumerate(streams):
         os.dup2(stream, number)
         os.close(stream)
-    sys.stdin, sys.stdout, sys.stderr = map(os.fdopen, range(3), "rww")
+    sys.stdin, sys.stdout, sys.stderr = map(partial(open, closefd=False), range(3), "rww")
     os.chdir(folder)
     os.environ.clear()
     os.environ.update(environment)
@@ -143,8 +146,9 @@ def take(asked: Any, streams: Sequence[int]) -> None:
 
 
 def run() -> None:
-    """Run the program and end. What waits for the end of an interpreter is waited for; nothing is taken apart."""
-    status = 1
+    """Run the program and end."""
+    status, to_the_end = 1, sys.argv[0] == "-e"
+    del sys.argv[:to_the_end]
     try:
         kind, *sys.argv[:] = sys.argv[sys.argv[0] == "-u" :]
         if kind == "-m":
@@ -152,12 +156,15 @@ def run() -> None:
             runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
         else:
             code, sys.argv[0] = sys.argv[0], kind
-            exec(compile(code, "<string>", "exec"), {"__name__": "__main__"})
+            main = sys.modules["__main__"] = ModuleType("__main__")  # which lasts as long as the interpreter
+            exec(compile(code, "<string>", "exec"), main.__dict__)
         status = 0
     except SystemExit as end:
         status = end.code if isinstance(end.code, int) else int(end.code is not None)
     except BaseException:
         traceback.print_exc()
+    if to_the_end:
+        sys.exit(status)
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
     sys.stdout.flush()

@@ -76,8 +76,10 @@ def test_the_proof(device: str, exported: Exported, tmp_path: Path) -> None:
         prove(entry, artifact, "torch", models, files, equal if device == "cpu" else near(1e-4), device)
 
 
-@pytest.mark.sampled(1)
-@pytest.mark.parametrize("name", ["llama-tied", pytest.param("mixtral", marks=pytest.mark.slow), "vit"])
+LARGE = ("llama-tied", "mixtral")
+
+
+@pytest.mark.parametrize("name", ["vit", *(pytest.param(each, marks=pytest.mark.slow) for each in LARGE)])
 def test_shards_and_state_dicts_give_the_same_weights_as_a_directory(name: str, shelf: Shelf, tmp_path: Path) -> None:
     entry = BY_NAME[name]
     artifact, model = shelf(entry).hollow, randomised(entry, 4)

@@ -74,7 +74,7 @@ def saved(path: Path, checkpoint: dict[str, Any]) -> Path:
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-@pytest.mark.parametrize("residency", ["double", "single"])
+@pytest.mark.parametrize("residency", ["double", pytest.param("single", marks=pytest.mark.slow)])
 def test_swapping_a_checkpoint_equals_loading_it(case: Case, residency: Any, tmp_path: Path) -> None:
     artifact = case.export(tmp_path / "a.artifact")
     sources = artifact.manifest.adapter.sources
@@ -91,6 +91,7 @@ def test_swapping_a_checkpoint_equals_loading_it(case: Case, residency: Any, tmp
         assert torch.equal(model(case.x), case.eager(checkpoint))
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_a_skeleton_records_the_adapter_of_a_real_model(case: Case, tmp_path: Path) -> None:
     hollow = case.export(tmp_path / "hollow.artifact")

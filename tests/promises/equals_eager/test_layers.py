@@ -58,6 +58,7 @@ def _ordinary_attention() -> Any:
     torch.backends.mha.set_fastpath_enabled(before)
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.usefixtures("_ordinary_attention")
 @pytest.mark.parametrize("build", LAYERS.values(), ids=LAYERS)
 def test_layers(build: Callable[[], nn.Module], tmp_path: Path) -> None:

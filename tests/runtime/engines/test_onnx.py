@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import shutil
 import threading
 import weakref
 from collections.abc import Callable
@@ -54,10 +55,18 @@ def served(model: nn.Module, args: tuple[Any, ...], folder: Path, **options: Any
     return load(compile_engines(artifact, ["onnx"], trial=False), packed.path, engine="onnx", **options)
 
 
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with an artifact and weights of `Scaled`, which tests have copies of."""
+    folder = tmp_path_factory.mktemp("scaled")
+    served(Scaled(), (torch.ones(2, 3),), folder, dynamic_shapes={"x": {0: Dim("batch", max=64)}})
+    return folder
+
+
 @pytest.fixture
-def scaled(tmp_path: Path) -> Model:
-    batch = {"x": {0: Dim("batch", max=64)}}
-    return served(Scaled(), (torch.ones(2, 3),), tmp_path, dynamic_shapes=batch)
+def scaled(made: Path, tmp_path: Path) -> Model:
+    shutil.copytree(made, tmp_path, dirs_exist_ok=True)
+    return load(tmp_path / "a", tmp_path / "v.safetensors", engine="onnx")
 
 
 X = np.arange(6, dtype=np.float32).reshape(2, 3)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import math
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -18,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.support import warm
 from tests.support.forks import in_a_child
 from tests.support.tiny import SLOW, TinyArtifact, WriteWeights, X, serves
 from tests.support.watched import eventually
@@ -185,7 +185,7 @@ def test_the_interpreter_ends_without_waiting(tiny: TinyArtifact, weight_file: W
         f"staged = model.stage(sys.argv[3], background=True, rate_limit={SLOW})\n"
         "while staged.progress.phase != 'reading':\n    time.sleep(0.01)\n"
     )
-    command = [sys.executable, "-c", script, str(tiny.path), str(weight_file(0)), str(weight_file(1))]
+    command = [warm.python(), "-e", "-c", script, str(tiny.path), str(weight_file(0)), str(weight_file(1))]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 

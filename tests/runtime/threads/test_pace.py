@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +12,7 @@ import pytest
 import safetensors.torch
 import torch
 
+from tests.support import warm
 from tests.support.tiny import TinyArtifact, WriteWeights
 from weightswap_runtime.errors import StageCancelled
 from weightswap_runtime.format.manifest import NamedTensor
@@ -204,7 +204,7 @@ def test_the_end_of_the_interpreter_cancels_a_staging(
 ) -> None:
     """What was begun is finished, and nothing more is: no thread reads on while the interpreter waits for it."""
     script = SLOW_SOURCE.format(begin=begin).replace("sys.argv[2])", f"sys.argv[2], residency={residency!r})", 1)
-    command = [sys.executable, "-c", script, str(tiny.path), str(weight_file(0)), str(weight_file(1))]
+    command = [warm.python(), "-e", "-c", script, str(tiny.path), str(weight_file(0)), str(weight_file(1))]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     if begin != DAEMON:  # what Python does to daemon threads of others, in the middle of torch, is not ours
         assert (done.returncode, done.stderr) == (0, "")

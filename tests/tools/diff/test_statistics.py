@@ -312,6 +312,7 @@ def test_large_integers_are_subtracted_exactly(dtype: torch.dtype) -> None:
     assert far.norm == pytest.approx(2.0**64)
 
 
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e5m2, torch.int16], ids=str)
 @pytest.mark.parametrize("shape", [(6, 5), (6, 2, 3), (3, 40), (7,), (2, 1)], ids=str)
 def test_dead_rows_whatever_the_pieces(

@@ -6,7 +6,6 @@ import gc
 import os
 import signal
 import subprocess
-import sys
 import threading
 import time
 import weakref
@@ -16,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from tests.support import warm
 from tests.support.tiny import TinyArtifact, serves
 from tests.support.watched import SOON, Directory, environment, eventually
 from weightswap_runtime import (
@@ -162,6 +162,6 @@ print(model.generation)
 def test_the_end_of_the_interpreter_ends_the_watching(tiny: TinyArtifact, directory: Directory) -> None:
     for seed in range(20):
         directory.write(seed)
-    command = [sys.executable, "-c", ENDS, str(tiny.path), str(directory.path)]
+    command = [warm.python(), "-e", "-c", ENDS, str(tiny.path), str(directory.path)]
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment(), timeout=120)
     assert (done.returncode, done.stderr) == (0, "")

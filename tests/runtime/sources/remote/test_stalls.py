@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import subprocess
-import sys
 import time
 import weakref
 from contextlib import suppress
@@ -14,6 +13,7 @@ import pytest
 
 from tests.runtime.sources.remote.answers import DATA_START, always, for_the_first, is_data, stalled
 from tests.runtime.sources.remote.contents import until
+from tests.support import warm
 from tests.support.servers import WebServer
 from tests.support.tiny import TinyArtifact, WriteWeights, serves
 from weightswap_runtime import Model, StageCancelled, WeightFileError
@@ -127,8 +127,6 @@ while not staged.progress.phase == "reading":
     time.sleep(0.01)
 time.sleep(0.2)
 """
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, check=False, timeout=60
-    )
+    done = subprocess.run([warm.python(), "-e", "-c", code], capture_output=True, text=True, check=False, timeout=60)
     assert (done.returncode, done.stderr) == (0, "")
     assert any(map(is_data, server.asked))
