@@ -17,7 +17,7 @@ import tritonclient.http as triton
 
 from tests.support.administered import BEARER, TOKEN, administered, call, change, status
 from tests.support.served import as_json, ask
-from tests.support.tiny import SLOW, TinyArtifact, WriteWeights, serves
+from tests.support.tiny import SLOW, TinyArtifact, WriteDelta, WriteWeights, serves
 from weightswap_runtime import DesiredPlace, load
 from weightswap_server import Server
 
@@ -162,6 +162,28 @@ def test_where_a_place_is_followed_changes_are_written_there(
     assert change(server, "unfollow").status == 200
     assert status(server)["following"] is None
     assert change(server, "unfollow").status == 409
+
+
+def test_a_delta_is_desired_with_what_leads_to_its_base(
+    server: Server, place: DesiredPlace, tiny: TinyArtifact, weight_file: WriteWeights, delta: WriteDelta
+) -> None:
+    model = server.service.served[0].model
+    change(server, "follow", place=place.where, interval=30)
+    swapped = change(server, "swap", source=str(delta(1, 2)), why="little changed")
+    assert (swapped.status, swapped.json["receipt"]["kind"], serves(model, 2)) == (200, "delta", True)
+    weights = place.read().weights
+    assert weights is not None
+    assert (weights.weights_id, [each.source for each in weights.bases]) == (model.weights_id, [str(weight_file(1))])
+    other = load(tiny.path)
+    with other.follow(place.where, 0.02) as follower:
+        assert follower.wait(60)
+    assert serves(other, 2)
+
+    assert change(server, "stage", source=str(delta(2, 3))).status == 200
+    place.set(weight_file(4), revision=2, by="bo")
+    refused = change(server, "commit", revision=3)
+    assert (refused.status, refused.json["kind"]) == (422, "BaseMismatch")
+    assert (serves(model, 2), place.read().revision) == (True, 3)
 
 
 def test_each_commit_keeps_its_own_reason(server: Server, place: DesiredPlace, weight_file: WriteWeights) -> None:
