@@ -18,8 +18,10 @@ import tritonclient.http as triton
 from tests.support.administered import BEARER, TOKEN, administered, call, change, status
 from tests.support.served import as_json, ask
 from tests.support.tiny import SLOW, TinyArtifact, WriteDelta, WriteWeights, serves
-from weightswap_runtime import DesiredPlace, load
+from weightswap_runtime import DesiredPlace, LeaseTimeout, load
+from weightswap_runtime.live.staged import Staged
 from weightswap_server import Server
+from weightswap_server.admin.journal import Told
 
 X = np.arange(6, dtype=np.float32).reshape(2, 3)
 INFER = "/v2/models/tiny/infer"
@@ -200,6 +202,30 @@ def test_each_commit_keeps_its_own_reason(server: Server, place: DesiredPlace, w
     receipts = call(server, "/admin/models/tiny/history").json["receipts"]
     assert [each["why"] for each in receipts] == ["", "better", "faster", "wrong", "worse"]
     assert status(server)["served"]["why"] == "worse"
+
+
+def test_a_reason_is_told_before_its_commit(
+    server: Server, weight_file: WriteWeights, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To whoever takes the place of a process that dies just after it; what was never committed has none."""
+    assert server.admin is not None
+    desk, told, before = server.admin.desks["tiny"], list[Told](), list[dict[int, str]]()
+    desk.journal.on_told = told.append
+    commit, fails = Staged.commit, False
+
+    def die(staged: Staged, **options: Any) -> Any:
+        before.append(dict(told[-1].whys))
+        if fails:
+            raise LeaseTimeout("a worker holds it")
+        return commit(staged, **options)
+
+    monkeypatch.setattr(Staged, "commit", die)
+    assert change(server, "swap", source=str(weight_file(2)), why="faster").status == 200
+    fails = True
+    assert change(server, "swap", source=str(weight_file(3)), why="better").status == 503
+    assert [before, told[-1].whys] == [[{1: "faster"}, {1: "faster", 2: "better"}], {1: "faster"}]
+    desk.journal.inherit(Told(before[-1]))
+    assert told[-1].whys == {1: "faster"}
 
 
 def test_two_operators_do_not_overwrite_each_other(
