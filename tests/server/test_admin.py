@@ -17,9 +17,11 @@ import tritonclient.http as triton
 
 from tests.support.administered import BEARER, TOKEN, administered, call, change, status
 from tests.support.served import as_json, ask
-from tests.support.tiny import SLOW, TinyArtifact, WriteWeights, serves
-from weightswap_runtime import DesiredPlace, load
+from tests.support.tiny import SLOW, TinyArtifact, WriteDelta, WriteWeights, serves
+from weightswap_runtime import DesiredPlace, LeaseTimeout, load
+from weightswap_runtime.live.staged import Staged
 from weightswap_server import Server
+from weightswap_server.admin.journal import Told
 
 X = np.arange(6, dtype=np.float32).reshape(2, 3)
 INFER = "/v2/models/tiny/infer"
@@ -164,6 +166,28 @@ def test_where_a_place_is_followed_changes_are_written_there(
     assert change(server, "unfollow").status == 409
 
 
+def test_a_delta_is_desired_with_what_leads_to_its_base(
+    server: Server, place: DesiredPlace, tiny: TinyArtifact, weight_file: WriteWeights, delta: WriteDelta
+) -> None:
+    model = server.service.served[0].model
+    change(server, "follow", place=place.where, interval=30)
+    swapped = change(server, "swap", source=str(delta(1, 2)), why="little changed")
+    assert (swapped.status, swapped.json["receipt"]["kind"], serves(model, 2)) == (200, "delta", True)
+    weights = place.read().weights
+    assert weights is not None
+    assert (weights.weights_id, [each.source for each in weights.bases]) == (model.weights_id, [str(weight_file(1))])
+    other = load(tiny.path)
+    with other.follow(place.where, 0.02) as follower:
+        assert follower.wait(60)
+    assert serves(other, 2)
+
+    assert change(server, "stage", source=str(delta(2, 3))).status == 200
+    place.set(weight_file(4), revision=2, by="bo")
+    refused = change(server, "commit", revision=3)
+    assert (refused.status, refused.json["kind"]) == (422, "BaseMismatch")
+    assert (serves(model, 2), place.read().revision) == (True, 3)
+
+
 def test_each_commit_keeps_its_own_reason(server: Server, place: DesiredPlace, weight_file: WriteWeights) -> None:
     """Also where the place says another of the same weights by now, as after a rollback to them."""
     change(server, "follow", place=place.where, interval=0.02)
@@ -178,6 +202,30 @@ def test_each_commit_keeps_its_own_reason(server: Server, place: DesiredPlace, w
     receipts = call(server, "/admin/models/tiny/history").json["receipts"]
     assert [each["why"] for each in receipts] == ["", "better", "faster", "wrong", "worse"]
     assert status(server)["served"]["why"] == "worse"
+
+
+def test_a_reason_is_told_before_its_commit(
+    server: Server, weight_file: WriteWeights, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To whoever takes the place of a process that dies just after it; what was never committed has none."""
+    assert server.admin is not None
+    desk, told, before = server.admin.desks["tiny"], list[Told](), list[dict[int, str]]()
+    desk.journal.on_told = told.append
+    commit, fails = Staged.commit, False
+
+    def die(staged: Staged, **options: Any) -> Any:
+        before.append(dict(told[-1].whys))
+        if fails:
+            raise LeaseTimeout("a worker holds it")
+        return commit(staged, **options)
+
+    monkeypatch.setattr(Staged, "commit", die)
+    assert change(server, "swap", source=str(weight_file(2)), why="faster").status == 200
+    fails = True
+    assert change(server, "swap", source=str(weight_file(3)), why="better").status == 503
+    assert [before, told[-1].whys] == [[{1: "faster"}, {1: "faster", 2: "better"}], {1: "faster"}]
+    desk.journal.inherit(Told(before[-1]))
+    assert told[-1].whys == {1: "faster"}
 
 
 def test_two_operators_do_not_overwrite_each_other(

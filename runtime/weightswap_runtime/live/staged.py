@@ -140,6 +140,11 @@ class Staged(Caller, AbstractContextManager["Staged"]):
         return self._contents.kind
 
     @property
+    def base(self) -> str:
+        """Of a delta, the id of the weights that it starts from; else empty."""
+        return self._contents.base
+
+    @property
     def verified(self) -> str:
         """How the weights were tried: "goldens", "finite" or "none", as in `SwapReceipt`."""
         return self._contents.verified

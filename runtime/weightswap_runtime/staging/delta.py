@@ -57,6 +57,7 @@ def stage_delta(
         bytes_read=sum(tensor.nbytes for tensor in weights.tensors.values()),
         seconds_staged=staged - start,
         seconds_verified=time.perf_counter() - staged,
+        base=stamp.base,
     )
     return StagedChange(contents, HostPatch(laid.spans))
 

@@ -92,7 +92,8 @@ def patience(busy: Busy, timeout: float | None) -> float | None:
 class Contents(NamedTuple):
     """What was staged. Times in seconds: reading and hashing, then comparing. `verified`: how goldens were.
 
-    `nonfinite`: the weights that have NaN or infinities which those that are served have not.
+    `nonfinite`: the weights that have NaN or infinities which those that are served have not. `base`: of a delta, the
+    weights that it starts from.
     """
 
     identity: Identity
@@ -106,6 +107,7 @@ class Contents(NamedTuple):
     only: tuple[str, ...] = ()
     staged_in: StagedIn = IN_PLACE
     nonfinite: Mapping[str, Nonfinite] = MappingProxyType({})
+    base: str = ""
 
     def placed(self, staged_in: StagedIn) -> Contents:
         """The same, in memory from which it is copied to where it serves."""

@@ -16,7 +16,6 @@ from weightswap_runtime.desired.place import DesiredPlace, Known
 from weightswap_runtime.errors import StageClosed, StagingBusy, Unsupported
 from weightswap_runtime.live.receipt import SwapReceipt
 from weightswap_runtime.live.variants.resident import VariantReceipt
-from weightswap_runtime.sources.location import printable
 from weightswap_server.canary.canary import Canary
 from weightswap_server.canary.judging import Plan, check_plan
 from weightswap_server.service.served import Served
@@ -286,11 +285,6 @@ class Desk:
             self._entry = entry = Entry(staged, path, request, by, revision, swapping)
         try:
             staged.wait()
-            if place is not None and staged.kind != "full":
-                raise Unsupported(
-                    f"{printable(path)}: no full set, and the model follows {place.where}; stage the full file, or "
-                    "desire a delta there (weightswap desired --set)"
-                )
         except BaseException:
             self._give_up(entry)
             raise
@@ -333,7 +327,7 @@ class Desk:
 
     def _desire(self, place: DesiredPlace, entry: Entry, revision: int | None, why: str, by: str) -> None:
         staged = entry.staged
-        known = Known(staged.weights_id, self.model.graph_id, staged.labels)
+        known = Known(staged.weights_id, self.model.graph_id, staged.labels, staged.base)
         seen = place.read().revision if revision is None else revision
         # before the commit: what serves, and is not desired, would give way at the next look
         state = place.set(entry.path, revision=seen, by=by, why=why, known=known)

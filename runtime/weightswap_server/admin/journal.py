@@ -46,9 +46,11 @@ class Journal:
         self.close = model.listen(self._on_event)
 
     def inherit(self, told: Told) -> None:
-        """Go on with what the journal of an earlier process has told."""
-        self._whys = dict(told.whys)
+        """Go on with what the journal of an earlier process has told, whose last commit may not have come to be."""
+        last = self._model.generation
+        self._whys = {number: why for number, why in told.whys.items() if last is not None and number <= last}
         self.refusals.extend(told.refusals)
+        self._tell()
 
     def refuse(self, refusal: Refusal) -> None:
         """Something has changed nothing."""
@@ -87,12 +89,14 @@ class Journal:
 
     @contextmanager
     def saying(self, by: str, why: str) -> Iterator[None]:
-        """A block whose commit is for this reason."""
-        self._said = by, why
+        """A block whose commit is for this reason, which is told before: the process may die as soon as it is made."""
+        self._said, last = (by, why), self._model.generation
+        self.on_told(Told(self._whys | {0 if last is None else last + 1: why}, list(self.refusals)))
         try:
             yield
         finally:
             self._said = "", ""
+            self._tell()
 
     def why(self, receipt: SwapReceipt) -> str:
         """As the operator said, or else the place that is followed, then or by now."""

@@ -148,8 +148,8 @@ def _keep(line: Line) -> None:
     plane = AdminPlane(service, task.admin) if task.admin is not None else None
     for name, desk in plane.desks.items() if plane is not None else ():
         desk.on_source = partial(line.tell_source, name)
-        desk.journal.inherit(task.told.get(name, Told()))
         desk.journal.on_told = partial(line.tell_told, name)
+        desk.journal.inherit(task.told.get(name, Told()))
     try:
         for name, source in task.sources.items():
             if source.weights is not None and models[name].weights_id is None:

@@ -33,13 +33,9 @@ class Promotion(NamedTuple):
 
     def promote(self, path: str | Path, staged: Staged, graph_id: str) -> None:
         """Desire what was staged. Raises Unproven, and what `DesiredPlace.promote` raises."""
-        if staged.kind != "full":
-            raise Unsupported(
-                f"{printable(path)}: a delta, which no policy promotes; desire it by hand (weightswap desired --set)"
-            )
         if self.policy == "proven":
             check_proven(printable(path), staged.verified, list(staged.nonfinite))
-        known = Known(staged.weights_id, graph_id, staged.labels)
+        known = Known(staged.weights_id, graph_id, staged.labels, staged.base)
         self.place.promote(path, known=known, by=self.by, why=self.policy, may=partial(self._check_order, path))
 
     def begun(self, entries: Iterable[Entry]) -> AbstractSet[str]:

@@ -161,14 +161,25 @@ def test_while_the_place_is_away_nothing_is_promoted(
         assert eventually(lambda: watcher.last_error is None)
 
 
-def test_a_delta_is_not_promoted(tiny: TinyArtifact, directory: Directory, service: Service, delta: Any) -> None:
+def test_a_delta_is_promoted_with_what_leads_to_its_base(
+    tiny: TinyArtifact, directory: Directory, service: Service, delta: Any
+) -> None:
     model = load(tiny.path)
-    with model.watch(directory.path, SOON, promote=service.folder) as watcher:
-        directory.write(1)
+    with model.watch(directory.path, SOON, promote=service.folder):
+        full = directory.write(1)
         assert eventually(lambda: model.generation == 0)
-        delta(1, 2).rename(directory.path / "v2.safetensors")
-        assert eventually(lambda: isinstance(watcher.skipped.get("v2.safetensors"), Unsupported))
-        assert (serves(model, 1), service.revision) == (True, 1)
+        for seed in (2, 3):
+            path = delta(seed - 1, seed).rename(directory.path / f"v{seed}.safetensors")
+            assert eventually(lambda: serves(model, seed))  # noqa: B023
+        service.place.rollback(revision=3)
+        assert eventually(lambda: serves(model, 2))
+    weights = service.place.read().withdrawn[0]
+    assert weights.source == str(path)
+    assert [each.source for each in weights.bases or ()] == [str(full), str(directory.path / "v2.safetensors")]
+    other = load(tiny.path)
+    with other.follow(service.folder, SOON) as follower:
+        assert follower.wait(60)
+    assert serves(other, 2)
 
 
 @pytest.mark.parametrize(
