@@ -257,6 +257,20 @@ def test_packed_bodies(server: Server, encoding: str, pack: Any) -> None:
     assert ask(server, INFER, pack(body), {"Content-Encoding": "br"}).status == 400
 
 
+def test_headers_that_come_twice_are_not_chosen_from(server: Server) -> None:
+    body = json.dumps(tensor()).encode()
+    head = b"POST /v2/models/tiny/infer HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n%s\r\n"
+    length = b"Inference-Header-Content-Length: "
+    for said, status in (
+        (length + b"3\r\n" + length + b"%d\r\n" % len(body), b"400"),
+        (length + b"%d \r\n" % len(body), b"200"),
+        (b"Content-Encoding: gzip\r\nContent-Encoding: identity\r\n", b"400"),
+    ):
+        with socket.create_connection(("127.0.0.1", server.http_port), 10) as raw:
+            raw.sendall(head % (len(body), said) + body)
+            assert raw.recv(12) == b"HTTP/1.1 " + status
+
+
 def test_a_body_that_is_too_large(server: Server) -> None:
     assert ask(server, INFER, bytes(10_001)).status == 413
     with socket.create_connection(("127.0.0.1", server.http_port), 10) as raw:
