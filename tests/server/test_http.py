@@ -322,6 +322,31 @@ def test_headers_that_never_end(server: Server) -> None:
         assert raw.recv(4096).startswith(b"HTTP/1.1 200")
 
 
+@pytest.mark.parametrize(
+    "begins",
+    [
+        b"GET /",
+        b"GET /v2 HTTP/1.1\r\nname: ",
+        b"POST /v2/models/tiny/infer HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n0\r\nname: ",
+    ],
+)
+def test_headers_of_any_length(begins: bytes, server: Server) -> None:
+    """Of one request they took what memory there was."""
+    with socket.create_connection(("127.0.0.1", server.http_port), 10) as raw:
+        raw.sendall(begins)
+        with pytest.raises((BrokenPipeError, ConnectionResetError)):
+            raw.sendall(b"a" * 20_000_000)
+
+
+def test_headers_that_are_too_long(server: Server) -> None:
+    for count, status in ((60_000, b"200"), (600_000, b"431")):
+        with socket.create_connection(("127.0.0.1", server.http_port), 10) as raw:
+            raw.sendall(b"GET /v2 HTTP/1.1\r\nname: " + b"a" * count)
+            if status == b"200":
+                raw.sendall(b"\r\n\r\n")
+            assert raw.recv(12) == b"HTTP/1.1 " + status
+
+
 def test_a_client_that_does_not_read(server: Server) -> None:
     with socket.socket() as raw:
         raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
