@@ -257,6 +257,20 @@ def test_packed_bodies(server: Server, encoding: str, pack: Any) -> None:
     assert ask(server, INFER, pack(body), {"Content-Encoding": "br"}).status == 400
 
 
+def test_headers_that_come_twice_are_not_chosen_from(server: Server) -> None:
+    body = json.dumps(tensor()).encode()
+    head = b"POST /v2/models/tiny/infer HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n%s\r\n"
+    length = b"Inference-Header-Content-Length: "
+    for said, status in (
+        (length + b"3\r\n" + length + b"%d\r\n" % len(body), b"400"),
+        (length + b"%d \r\n" % len(body), b"200"),
+        (b"Content-Encoding: gzip\r\nContent-Encoding: identity\r\n", b"400"),
+    ):
+        with socket.create_connection(("127.0.0.1", server.http_port), 10) as raw:
+            raw.sendall(head % (len(body), said) + body)
+            assert raw.recv(12) == b"HTTP/1.1 " + status
+
+
 def test_a_body_that_is_too_large(server: Server) -> None:
     assert ask(server, INFER, bytes(10_001)).status == 413
     with socket.create_connection(("127.0.0.1", server.http_port), 10) as raw:
@@ -306,6 +320,31 @@ def test_headers_that_never_end(server: Server) -> None:
         time.sleep(0.5)  # between requests another, longer limit holds
         raw.sendall(b"GET /v2/health/live HTTP/1.1\r\nHost: x\r\n\r\n")
         assert raw.recv(4096).startswith(b"HTTP/1.1 200")
+
+
+@pytest.mark.parametrize(
+    "begins",
+    [
+        b"GET /",
+        b"GET /v2 HTTP/1.1\r\nname: ",
+        b"POST /v2/models/tiny/infer HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n0\r\nname: ",
+    ],
+)
+def test_headers_of_any_length(begins: bytes, server: Server) -> None:
+    """Of one request they took what memory there was."""
+    with socket.create_connection(("127.0.0.1", server.http_port), 10) as raw:
+        raw.sendall(begins)
+        with pytest.raises((BrokenPipeError, ConnectionResetError)):
+            raw.sendall(b"a" * 20_000_000)
+
+
+def test_headers_that_are_too_long(server: Server) -> None:
+    for count, status in ((60_000, b"200"), (600_000, b"431")):
+        with socket.create_connection(("127.0.0.1", server.http_port), 10) as raw:
+            raw.sendall(b"GET /v2 HTTP/1.1\r\nname: " + b"a" * count)
+            if status == b"200":
+                raw.sendall(b"\r\n\r\n")
+            assert raw.recv(12) == b"HTTP/1.1 " + status
 
 
 def test_a_client_that_does_not_read(server: Server) -> None:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Mapping
+from threading import Event
 from typing import Any
 
 import numpy as np
+import pytest
 import tritonclient.grpc as triton
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -16,6 +18,7 @@ from tests.support.tiny import TinyArtifact, WriteWeights
 from weightswap_runtime import load
 from weightswap_runtime.tensors.content import array_content
 from weightswap_server import Server
+from weightswap_server.methods import Method
 from weightswap_server.service.metrics import MOST_WEIGHTS
 
 X = np.arange(6, dtype=np.float32).reshape(2, 3)
@@ -66,6 +69,26 @@ def test_requests_are_counted_by_weights(tiny: TinyArtifact, weight_file: WriteW
             served.thread.submit(call)
             assert samples(server, "weightswap_server_queued") == {of({}): 1}
         assert call.answer.result(10).generation == 1
+
+
+def test_each_request_is_counted_once(
+    tiny: TinyArtifact, weight_file: WriteWeights, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also one whose answer JSON has no words for, and one whose answer came too late."""
+    model = load(tiny.path, weight_file(1))
+    with serving({"tiny": model}, timeout=0.2) as server:
+        huge = np.full((2, 3), np.finfo(np.float32).max, np.float32)
+        assert ask(server, INFER, as_json(x=huge)).status == 400
+        called, goes_on = Method.call, Event()
+        monkeypatch.setattr(Method, "call", lambda *given: (goes_on.wait(20), called(*given))[1])
+        monkeypatch.setattr(server.service.served[0].thread, "_inline", False)
+        assert ask(server, INFER, as_json(x=X)).status == 504
+        goes_on.set()
+        server.service.served[0].thread.do(lambda: None).result(20)
+        assert samples(server, "weightswap_server_requests_total") == {
+            of({"weights_id": model.weights_id, "status": status}): 1 for status in ("400", "504")
+        }
+        assert samples(server, "weightswap_server_request_seconds_count") == {of({"weights_id": model.weights_id}): 2}
 
 
 def test_weights_that_are_long_gone_have_no_series(tiny: TinyArtifact, weight_file: WriteWeights) -> None:

@@ -98,8 +98,10 @@ class Replica:
         await self._freshness.wait(min_revision)
         contents = {name: array_content(array) for name, array in inputs.items()}
         wish = "" if canary is None else str(int(canary))
-        served, call = self._service.call(model or self._spec.model, "", contents, wish=wish)
+        model = model or self._spec.model
+        served, call = self._service.call(model, "", contents, wish=wish)
         answer = await self._service.answer(served, call)
+        self._service.metrics.answered(model, answer.weights_id)
         outputs = {name: as_array(content) for name, content in answer.outputs}
         return FleetAnswer(outputs, answer.weights_id, answer.generation, self._freshness.revision)
 

@@ -160,7 +160,9 @@ class _Methods:
         call.method.check_outputs(wanted)
         served.thread.submit(call)
         context.add_callback(call.answer.cancel)
-        return response(request, self._service.wait_here(call.answer), wanted)
+        answer = self._service.wait_here(call.answer)
+        self._service.metrics.answered(name, answer.weights_id)
+        return response(request, answer, wanted)
 
     def _stream(self, requests: Iterator[Any], context: grpc.ServicerContext) -> Iterator[Any]:
         """One answer to each request, or one for each token; an error is an answer, too."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
@@ -25,9 +25,16 @@ WHOLE = "weightswap.whole"  # in a scope: all of the body is there
 class Headers(dict[bytes, bytes]):
     """Those of a request, by name in small letters."""
 
+    def __init__(self, given: Sequence[tuple[bytes, bytes]]) -> None:
+        super().__init__(given)
+        if len(self) < len(given):  # some come twice, and mean what one with commas does
+            self.clear()
+            for name, value in given:
+                self[name] = self[name] + b", " + value if name in self else value
+
     def text(self, name: str) -> str:
         """One of them; '' where it is not there."""
-        return self.get(name.encode(), b"").decode("latin-1")
+        return self.get(name.encode(), b"").decode("latin-1").strip(" \t")
 
 
 class Bodies:

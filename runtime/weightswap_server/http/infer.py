@@ -73,7 +73,10 @@ class InferPage:
         if asked.outputs:
             call.method.check_outputs([output.name for output in asked.outputs])
         scope[GONE] = call.answer.cancel  # who is gone before it began is not waited for
-        return _said(name, asked, await self._service.answer(served, call))
+        answer = await self._service.answer(served, call)
+        said = _said(name, asked, answer)
+        self._service.metrics.answered(name, answer.weights_id)
+        return said
 
 
 def _said(name: str, asked: InferRequest, answer: Answer) -> _Said:

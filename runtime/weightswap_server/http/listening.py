@@ -23,7 +23,12 @@ _TOO_MANY = (
     b"HTTP/1.1 503 Service Unavailable\r\ncontent-type: application/json\r\nretry-after: 1\r\n"
     b"connection: close\r\ncontent-length: %d\r\n\r\n%s" % (len(_BUSY), _BUSY)
 )
-_LARGE = 1 << 16
+_LONG = b'{"error":"the headers have more than 65536 bytes"}'
+_TOO_LONG = (
+    b"HTTP/1.1 431 Request Header Fields Too Large\r\ncontent-type: application/json\r\n"
+    b"connection: close\r\ncontent-length: %d\r\n\r\n%s" % (len(_LONG), _LONG)
+)
+_LARGE = _MOST_HEADERS = 1 << 16
 GONE = "weightswap.gone"  # in a scope: what is called when the client goes before its answer
 _What = Literal["request", "reading", "leaving"]
 _DRAINS, _DRAIN = 20, 0.05  # how often a queue is looked at, and after how many seconds: some are about to connect
@@ -50,6 +55,7 @@ class GuardedProtocol(HttpToolsProtocol):
         super().__init__(*args, **kwargs)
         self._timers: dict[_What, asyncio.TimerHandle] = {}
         self._leaves = self._begins = False
+        self._headers = 0  # bytes of which the parser has made nothing yet, or headers
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(cast("Any", _Joining(transport, self.loop)))
@@ -67,24 +73,34 @@ class GuardedProtocol(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
+        self._headers += len(data)
         super().data_received(data)
-        if self._begins and "request" not in self._timers:  # most requests come at once, and need no timer
+        if self._headers > _MOST_HEADERS:
+            self.transport.write(_TOO_LONG)
+            self.transport.close()
+        elif self._begins and "request" not in self._timers:  # most requests come at once, and need no timer
             self._expect("request")
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
+        self._headers = 0
         self._met("leaving")
         self._met("request")
         self._begins = True
 
     def on_headers_complete(self) -> None:
-        self._begins = False
+        self._begins, self._headers = False, 0
         self._met("request")
         super().on_headers_complete()
         if self._leaves:
             self._leave()
 
+    def on_body(self, body: bytes) -> None:
+        self._headers = 0
+        super().on_body(body)
+
     def on_message_complete(self) -> None:
+        self._headers = 0
         self._met("request")
         cast("dict[str, Any]", self.cycle.scope)[WHOLE] = True
         super().on_message_complete()

@@ -79,10 +79,13 @@ class ServerMetrics:
         self._collectors.append(ModelCollector(model, name, self._registry))
         self.queued.labels(name).set_function(lambda: thread.queued)
 
-    def answered(self, name: str, call: Call, answer: Answer, began: float, together: int) -> None:
-        """Count a call that was answered."""
+    def answered(self, name: str, weights_id: str) -> None:
+        """Count a request that was answered."""
+        self._answered(self._series(name, weights_id))
+
+    def called(self, name: str, call: Call, answer: Answer, began: float, together: int) -> None:
+        """Count a call of the model, whose answer may not reach its client: it came too late, or is none in JSON."""
         series = self._series(name, answer.weights_id)
-        self._answered(series)
         series.seconds.observe(time.perf_counter() - call.arrived)
         series.queue_seconds.observe(began - call.arrived)
         series.batch_calls.observe(together)

@@ -127,7 +127,7 @@ class Served:
 
     def _observe(self, call: Call, answer: Answer, began: float, together: int) -> None:
         name = self._names[call.method]
-        self._metrics.answered(name, call, answer, began, together)
+        self._metrics.called(name, call, answer, began, together)
         if self._traces is not None:
             self._traces.answered(name, call, answer, began, together)
         if (canary := self.canary) is not None and call.canary in (None, canary):
