@@ -55,6 +55,8 @@ def decoder(model: nn.Module, length: int, batch: int) -> Decoder:
         raise Unsupported(f"length={length}, batch={batch}: expected a length of 2 or more, a batch of 1 or more")
     if length > (positions := _positions(owner)):
         raise Unsupported(f"length={length}: {name} has learned {positions} positions")
+    if length > (turned := _turned_alike(owner.config.get_text_config())):
+        raise Unsupported(f"length={length}: {name} turns all keys otherwise beyond {turned} tokens, cached ones, too")
     shared = _sharing(model)
     shared.__class__ = type(type(model).__name__, (_Methods, type(model)), {"cache_length": length})
     for index, shapes in enumerate(_cache_shapes(owner, batch)):
@@ -72,6 +74,15 @@ def _positions(owner: Any) -> float:
     ]
     limit: int | None = getattr(owner.config.get_text_config(), "max_position_embeddings", None)
     return limit if limit is not None and tables else math.inf
+
+
+def _turned_alike(config: Any) -> float:
+    """Up to how many tokens keys are turned by the same frequencies: longrope has others for longer texts, for which
+    transformers reads everything again."""
+    given = getattr(config, "rope_parameters", None) or {}
+    each = [given, *(value for value in given.values() if isinstance(value, dict))]  # of a kind of layer each
+    lengths = [found["original_max_position_embeddings"] for found in each if found.get("rope_type") == "longrope"]
+    return min(lengths, default=math.inf)
 
 
 def _cache_shapes(owner: Any, batch: int) -> Iterator[tuple[tuple[torch.Size, torch.dtype], ...]]:

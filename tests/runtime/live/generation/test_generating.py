@@ -104,6 +104,15 @@ def expected(model: Any, prompts: list[list[int]], new: int, **options: Any) -> 
     return [row[: row.index(63) + 1] if 63 in row else row for row in rows]
 
 
+def long_phi(original: int) -> Any:
+    """A model whose frequencies are others beyond a length."""
+    turning = {"rope_type": "longrope", "rope_theta": 10000.0, "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
+    sizes: dict[str, Any] = {**_SIZES, "original_max_position_embeddings": original}
+    config = transformers.Phi3Config(**sizes, rope_parameters=turning)
+    torch.manual_seed(0)
+    return transformers.Phi3ForCausalLM(config).eval()
+
+
 class Exported(NamedTuple):
     models: list[Any]
     artifact: Artifact
@@ -157,6 +166,13 @@ def test_every_family(family: str, batch: int, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_a_model_of_long_texts_generates_up_to_its_original_length(tmp_path: Path) -> None:
+    eager = long_phi(LENGTH)
+    artifact = export_decoder(eager, out=tmp_path / "a.artifact", length=LENGTH)
+    model = load(artifact, pack(eager, artifact, out=tmp_path / "v.safetensors").path)
+    assert model.generate(PROMPT, max_new_tokens=20) == expected(eager, [PROMPT], 20)[0]
+
+
 def test_a_skeleton_is_exported_and_a_checkpoint_swapped_in(one: Exported, tmp_path: Path) -> None:
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -485,6 +501,8 @@ def test_models_that_do_not_generate(tmp_path: Path) -> None:
         export_decoder(linear, out=tmp_path / "a", length=8)
     with pytest.raises(Unsupported, match="has learned 64 positions"):
         export_decoder(built("GPT2LMHead"), out=tmp_path / "a", length=65)
+    with pytest.raises(Unsupported, match="Phi3ForCausalLM turns all keys otherwise beyond 23 tokens"):
+        export_decoder(long_phi(23), out=tmp_path / "a", length=LENGTH)
     with pytest.raises(Unsupported, match="length=1"):
         export_decoder(built("Llama"), out=tmp_path / "a", length=1)
     artifact = export(linear.eval(), (torch.ones(1, 2),), out=tmp_path / "b")
