@@ -34,6 +34,9 @@ class Step:
     leaves: float = 0
 
 
+_ONNX = ("onnx", "onnxruntime", "onnxscript")
+
+
 def marked(name: str, limit: float, *files: str, packages: tuple[str, ...] = (), also: tuple[str, ...] = ()) -> Step:
     """The tests that are marked `cuda` in some files."""
     return Step(name, (*FEW_THREADS, *PYTEST, *also, *files), limit, (*TESTS, *packages), files, tests=True)
@@ -52,7 +55,14 @@ def all_steps(out: Path) -> list[list[Step]]:
             marked("models", 150, "tests/zoo/test_zoo.py", packages=("transformers", "xdist"), also=("-n", "6")),
             marked("parity", 120, "tests/exporter/parity/test_compare.py"),
             marked("aoti", 150, "tests/devices/test_aoti.py", packages=("triton",)),
-            marked("onnx", 120, "tests/devices/test_onnx.py", packages=("onnx", "onnxruntime", "onnxscript")),
+            marked("onnx", 120, "tests/devices/test_onnx.py", packages=_ONNX),
+            marked(
+                "engines beside each other",
+                150,
+                "tests/runtime/engines/test_methods_engines.py",
+                "tests/runtime/engines/test_statistics.py",
+                packages=("triton", *_ONNX),
+            ),
         ],
         [_benchmarks(out)],
         [python("plot", 60, "scripts/benchmarks/plot.py", str(out), packages=("matplotlib", "torch", "rich"))],

@@ -286,7 +286,11 @@ def test_every_file_with_tests_for_a_gpu_is_run() -> None:
     found = {str(path.relative_to(ROOT)) for path in ROOT.glob("tests/**/*.py") if asking.search(path.read_text())}
     assert found - named_in(GPU / "steps.py") == {"tests/devices/test_ceilings.py"}  # a step measures them
     assert {file for file in named_in(GPU / "steps.py") - found if (ROOT / file).exists()} == set()
-    assert found - named_in(EMULATED) == {"tests/devices/test_onnx.py"}  # ONNX Runtime brings kernels of its own
+    onnx = {
+        "tests/devices/test_onnx.py",
+        *(f"tests/runtime/engines/{name}.py" for name in ("test_methods_engines", "test_statistics")),
+    }
+    assert found - named_in(EMULATED) == onnx  # ONNX Runtime brings kernels of its own
 
 
 def named_in(script: Path) -> set[str]:

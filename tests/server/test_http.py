@@ -347,6 +347,17 @@ def test_headers_that_are_too_long(server: Server) -> None:
             assert raw.recv(12) == b"HTTP/1.1 " + status
 
 
+@pytest.mark.parametrize("offer", [b"Upgrade: h2c", b"upgrade:h2c "])
+def test_a_client_that_offers_another_protocol_is_answered_by_this_one(offer: bytes, server: Server) -> None:
+    """As those of Java do with their first request, whose body is not to be lost."""
+    body = json.dumps(as_json(x=X)).encode()
+    head = b"POST /v2/models/tiny/infer HTTP/1.1\r\n%s\r\nConnection: Upgrade, HTTP2-Settings\r\nHTTP2-Settings: AA\r\n"
+    with socket.create_connection(("127.0.0.1", server.http_port), 10) as raw:
+        for _ in range(2):
+            raw.sendall(head % offer + b"Content-Length: %d\r\n\r\n" % len(body) + body)
+            assert raw.recv(4096).startswith(b"HTTP/1.1 200")
+
+
 def test_a_client_that_does_not_read(server: Server) -> None:
     with socket.socket() as raw:
         raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)

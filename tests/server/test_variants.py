@@ -163,7 +163,7 @@ def test_a_model_without_variants(folder: Path) -> None:
     pack(plain, folder / "plain.artifact", out=folder / "plain.safetensors")
     with serving({"tuned": load(folder / "plain.artifact", folder / "plain.safetensors")}) as server:
         found = ask(server, INFER, {**as_json(input=X), "parameters": {"variant": "low=a"}})
-        assert (found.status, "declares no variants" in found.error) == (404, True)
+        assert (found.status, "declares no variants" in found.error, str(folder) in found.error) == (404, True, False)
         assert "variants" not in ask(server, "/v2/models/tuned").json["parameters"]
 
 

@@ -625,7 +625,7 @@ class Model(Caller, AbstractContextManager["Model"]):
     def _opened_variants(self) -> Variants:
         self._check_open()
         if self._variants is None:
-            raise UnknownVariant(f"{self.artifact.path}: declares no variants; export(variants=...) does")
+            raise UnknownVariant(f"{self.artifact.path.name}: declares no variants; export(variants=...) does")
         return self._variants
 
     def _tokenizer(self, path: Path | None) -> Tokenizer:

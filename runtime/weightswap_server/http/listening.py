@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import re
 import select
 import socket
 import struct
@@ -29,6 +30,7 @@ _TOO_LONG = (
     b"connection: close\r\ncontent-length: %d\r\n\r\n%s" % (len(_LONG), _LONG)
 )
 _LARGE = _MOST_HEADERS = 1 << 16
+_OFFER = re.compile(rb"\r\nupgrade:(?=[ \t]*h2c[ \t]*\r\n)", re.IGNORECASE)
 GONE = "weightswap.gone"  # in a scope: what is called when the client goes before its answer
 _What = Literal["request", "reading", "leaving"]
 _DRAINS, _DRAIN = 20, 0.05  # how often a queue is looked at, and after how many seconds: some are about to connect
@@ -56,6 +58,7 @@ class GuardedProtocol(HttpToolsProtocol):
         self._timers: dict[_What, asyncio.TimerHandle] = {}
         self._leaves = self._begins = False
         self._headers = 0  # bytes of which the parser has made nothing yet, or headers
+        self._is_between = True  # two requests
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(cast("Any", _Joining(transport, self.loop)))
@@ -74,7 +77,7 @@ class GuardedProtocol(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         self._headers += len(data)
-        super().data_received(data)
+        super().data_received(_without_offer(data) if self._is_between else data)
         if self._headers > _MOST_HEADERS:
             self.transport.write(_TOO_LONG)
             self.transport.close()
@@ -83,7 +86,7 @@ class GuardedProtocol(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
-        self._headers = 0
+        self._headers, self._is_between = 0, False
         self._met("leaving")
         self._met("request")
         self._begins = True
@@ -100,7 +103,7 @@ class GuardedProtocol(HttpToolsProtocol):
         super().on_body(body)
 
     def on_message_complete(self) -> None:
-        self._headers = 0
+        self._headers, self._is_between = 0, True
         self._met("request")
         cast("dict[str, Any]", self.cycle.scope)[WHOLE] = True
         super().on_message_complete()
@@ -139,6 +142,16 @@ class GuardedProtocol(HttpToolsProtocol):
     def _met(self, what: _What) -> None:
         if what in self._timers:
             self._timers.pop(what).cancel()
+
+
+def _without_offer(data: bytes) -> bytes:
+    """A request that offers to go on by HTTP/2, as clients in Java do, without the offer: the parser takes what follows
+    the headers of one for that protocol, and a server need not take it (RFC 9113 3.1)."""
+    if data.find(b"h2c", 0, _LARGE) < 0:
+        return data
+    end = data.find(b"\r\n\r\n")
+    found = _OFFER.search(data, 0, end + 2 if end >= 0 else len(data))
+    return data[: found.start()] + b"\r\nx-upgrade:" + data[found.end() :] if found else data
 
 
 class _Joining:

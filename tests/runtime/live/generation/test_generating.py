@@ -106,6 +106,8 @@ def expected(model: Any, prompts: list[list[int]], new: int, **options: Any) -> 
 
 def long_phi(original: int) -> Any:
     """A model whose frequencies are others beyond a length."""
+    import transformers
+
     turning = {"rope_type": "longrope", "rope_theta": 10000.0, "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
     sizes: dict[str, Any] = {**_SIZES, "original_max_position_embeddings": original}
     config = transformers.Phi3Config(**sizes, rope_parameters=turning)
