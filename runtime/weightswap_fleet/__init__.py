@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "Fleet": "client",
-    "FleetAnswer": "replica",
+    "FleetAnswer": "replicas.replica",
     "FleetClient": "client",
     "connect": "client",
     "deployment": "deploying",

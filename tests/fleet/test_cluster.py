@@ -273,6 +273,21 @@ def test_waiting_until_keepers_have_begun_again(deployed: Deployed) -> None:
     assert {each.weights_id for each in fleet.nodes.values()} == {receipt.weights_id}
 
 
+def test_replicas_that_do_not_answer_delay_no_commit(deployed: Deployed) -> None:
+    """Which is their node's word; as if all their slots were full."""
+    fleet, files, _ = deployed
+    soon(lambda: fleet.swap(files.weights[1]))
+    replicas = [pid for node in fleet.nodes.values() for pid in node.replicas]
+    with ExitStack() as held:
+        for pid in replicas:
+            held.enter_context(frozen(pid))
+        receipt = fleet.swap(files.weights[2])
+        assert (receipt.late, set(receipt.nodes)) == ({}, set(fleet.nodes))
+    with fleet.client() as client:
+        answer = client.infer({"x": INPUT})
+    assert (answer.weights_id, answer.revision) == (receipt.weights_id, receipt.revision)
+
+
 def test_a_url_is_read_by_one_node(deployed: Deployed) -> None:
     fleet, files, _ = deployed
     content = files.weights[7].read_bytes()
@@ -356,6 +371,36 @@ def test_a_hold_stops_promotions_alone(deployed: Deployed, tmp_path: Path) -> No
         DesiredPlace(files.folder).promote(files.write(11))  # never desired before
     assert fleet.swap(files.weights[4]).late == {}
     fleet.release()
+
+
+def test_a_deployment_that_calls_a_fleet_of_batches(deployed: Deployed, tmp_path: Path) -> None:
+    """By its handle, with several calls at once, which may go as one."""
+    from ray import serve
+
+    from weightswap_fleet import connect, deployment
+
+    _, files, _ = deployed
+
+    @serve.deployment(ray_actor_options={"num_cpus": 0})
+    class Twice:
+        def __init__(self, fleet: Any) -> None:
+            self._fleet = fleet
+
+        async def __call__(self, inputs: Any) -> list[Any]:
+            return [await each for each in [self._fleet.infer.remote({"x": inputs}) for _ in range(2)]]
+
+    options = {"follow": tmp_path, "name": "inner", "batch": 8, "ray_actor_options": {"num_cpus": 0}}
+    handle = serve.run(
+        Twice.bind(deployment(files.artifact, files.weights[1], **options)), name="outer", route_prefix=None
+    )
+    inner = connect("inner")
+    for number in (1, 2):
+        receipt = inner.swap(files.weights[number])
+        answers = [handle.remote(INPUT) for _ in range(8)]
+        for first, second in [each.result() for each in answers]:
+            assert first.weights_id == second.weights_id == receipt.weights_id
+            assert files.is_whole(first.outputs["output"], first.weights_id)
+    inner.remove()
 
 
 def test_more_requests_than_may_wait_are_refused_at_once(deployed: Deployed, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,7 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 from tests.support.packages import needs
-from weightswap_tools.commands import fleet
+from weightswap_tools.commands import fleet, fleet_cluster
 from weightswap_tools.commands.fleet import fleet_command
 
 from .clusters import Files, cluster
@@ -33,10 +34,11 @@ def run(*arguments: object, status: int = 0) -> str:
     return done.output
 
 
-def test_deployments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_life_of_a_deployment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from weightswap_fleet.coordinator.actors import find_spec
 
-    monkeypatch.setattr(fleet, "cluster", _connected_already)
+    for module in (fleet, fleet_cluster):
+        monkeypatch.setattr(module, "cluster", _connected_already)
     files = Files(tmp_path, 2)
     (place := tmp_path / "damaged").mkdir()
     content = bytearray(files.weights[0].read_bytes())
@@ -55,5 +57,11 @@ def test_deployments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         said = run("deploy", files.artifact, "--weights", files.weights[1], "--name", "numbered")
         assert "--weights are not served" in said
         assert find_spec("numbered").relay
+        named = ("--name", "numbered")
+        run("hold", *named, "--by", "ana", "--why", "it is friday")
+        assert json.loads(run("release", *named, "--json"))["hold"] is None
+        run("canary", files.weights[1], *named, "--share", "0.5", "--by", "ana")
+        assert "aborted: by ana: not today" in run("abort", *named, "--by", "ana", "--why", "not today")
+        assert "nothing is on trial" in run("abort", *named, status=1)
         run("remove", "--name", "numbered")
         assert "UnknownFleet" in run("remove", "--name", "numbered", status=1)

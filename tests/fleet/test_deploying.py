@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+import weightswap_fleet
 from tests.support.packages import needs
 from tests.support.tiny import TinyArtifact, WriteWeights
 from weightswap_fleet.documents import Spec
@@ -165,3 +166,9 @@ def test_a_plan_or_its_fields() -> None:
 
     with pytest.raises(Unsupported, match="a plan beside share"):
         Deployed("fleet").canary("v2.safetensors", FleetPlan(), share=0.5)
+
+
+def test_all_names_of_the_package_are_there() -> None:
+    assert {getattr(weightswap_fleet, name).__name__ for name in weightswap_fleet.__all__} == {
+        *weightswap_fleet.__all__
+    }

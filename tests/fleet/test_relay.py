@@ -16,7 +16,7 @@ from tests.support.servers import WebServer
 from weightswap_fleet.coordinator.agreement import Agreement, Deadlines
 from weightswap_fleet.errors import FleetRefused
 from weightswap_fleet.node.relay import GIVEN, IDLE, OBJECTS, Relay, RelayedUrl
-from weightswap_runtime import DigestMismatch, StageCancelled, WeightFileError
+from weightswap_runtime import DigestMismatch, StageCancelled, WeightFileError, write_delta
 from weightswap_runtime.desired.place import known_weights
 from weightswap_runtime.sources.opening import open_source
 
@@ -219,6 +219,22 @@ def test_a_fleet_reads_a_bucket_once(fleet: Fleet, web: WebServer) -> None:
     assert web.sent - before <= 3 * known  # it, the reader, and a look whether it has changed; five without
     assert fleet.place.read().weights.source == url  # type: ignore[union-attr]
     assert {keeper.model.history[-1].source for keeper in fleet.keepers.values()} == {url}
+
+
+def test_a_delta_is_read_once_and_its_base_by_who_lacks_it(fleet: Fleet, web: WebServer) -> None:
+    delta = write_delta(fleet.file(0), fleet.file(1), fleet.where / "d.safetensors").path.read_bytes()
+    web.put("v0.safetensors", fleet.file(0).read_bytes())
+    fleet.place.set(f"{web.url}/v0.safetensors", revision=1, known=known_weights(fleet.file(0)))
+    for keeper in fleet.keepers.values():
+        keeper.changes.look()
+    url, before = web.put("d.safetensors", delta), web.sent
+    known_weights(url)
+    known = web.sent - before
+    assert set(swap(fleet, url).nodes) == {"n0", "n1", "n2"}
+    assert web.sent - before <= 3 * known + 2 * len(delta)  # one reader; not three
+    assert set(fleet.served().values()) == {fleet.weights_id(1)}
+    fleet.start("n3")
+    assert fleet.keepers["n3"].model.weights_id == fleet.weights_id(1)
 
 
 def test_damage_on_the_way_is_seen(fleet: Fleet, web: WebServer, monkeypatch: pytest.MonkeyPatch) -> None:
