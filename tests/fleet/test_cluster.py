@@ -160,15 +160,16 @@ def test_whoever_is_killed_or_does_not_answer(deployed: Deployed, deaths: list[t
 
 
 @pytest.mark.parametrize("phase", ["prepare", "decide", "commit"])
-def test_a_controller_that_is_killed_in_each_phase(deployed: Deployed, phase: str) -> None:
-    """By kill -9 of its process. What was decided is what all serve, clients notice nothing, and the next one is there.
+@pytest.mark.parametrize("victim", ["controller", "replica"])
+def test_who_is_killed_in_each_phase(deployed: Deployed, victim: str, phase: str) -> None:
+    """By kill -9. What was decided is what all serve; of a controller clients notice nothing, and the next is there.
 
     What it does next is kept from happening: its nodes wait for a web server; it waits for the place's lock; its nodes
     do not run while the lock is let go.
     """
     fleet, files, _ = deployed
     soon(lambda: fleet.swap(files.weights[1]))
-    before, keepers = fleet.desired, [each.keeper for each in fleet.nodes.values()]
+    before, nodes = fleet.desired, list(fleet.nodes.values())
     pid = pid_of(controller())
     with calling(deployed) as clients, WebServer() as web, ThreadPoolExecutor(1) as pool, ExitStack() as held:
         url = web.put("2.safetensors", files.weights[2].read_bytes())
@@ -181,21 +182,27 @@ def test_a_controller_that_is_killed_in_each_phase(deployed: Deployed, phase: st
         if phase != "prepare":
             until(lambda: has_open(pid, files.folder / LOCK))
         if phase == "commit":
-            for keeper in keepers:
-                held.enter_context(frozen(keeper))
+            for node in nodes:
+                held.enter_context(frozen(node.keeper))
             fcntl.flock(lock, fcntl.LOCK_UN)
             until(lambda: DesiredPlace(files.folder).read().revision > before.revision)
-        os.kill(pid, signal.SIGKILL)
-        assert isinstance(change.exception(60), FleetUndecided)
+        os.kill(pid if victim == "controller" else max(each.replicas for each in nodes)[0], signal.SIGKILL)
+        if victim == "controller":
+            assert isinstance(change.exception(60), FleetUndecided)
         held.close()
         go.set()
-        decided = fleet.desired
-        assert (decided == before) == (phase != "commit")
+        if victim == "replica":
+            change.result(120)
+        is_decided = victim == "replica" or phase == "commit"
+        assert (fleet.desired != before) == is_decided
         assert fleet.wait(60)
-        assert {files.number(each.weights_id) for each in fleet.nodes.values()} == {2 if phase == "commit" else 1}
-        assert soon(lambda: fleet.swap(files.weights[3])).late == {}
-    assert [client.failures for client in clients] == [[], []]
-    assert pid_of(controller()) != pid
+        assert {files.number(each.weights_id) for each in fleet.nodes.values()} == {2 if is_decided else 1}
+        receipt = soon(lambda: fleet.swap(files.weights[3]))
+        assert receipt.late == {}
+        until(lambda: all(client.has_seen(receipt.revision) for client in clients))
+    if victim == "controller":
+        assert [client.failures for client in clients] == [[], []]
+        assert pid_of(controller()) != pid
 
 
 def has_open(pid: int, path: Path) -> bool:
