@@ -149,7 +149,6 @@ class DesiredPlace:
 
         Raises NothingToRollBack, and WeightFileError or UnexpectedWeights where its file is not there any more.
         """
-
         check_said(by, why)
 
         def work(state: DesiredState) -> DesiredState:
