@@ -11,7 +11,7 @@ import shutil
 import sysconfig
 import tempfile
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
@@ -26,6 +26,8 @@ from torch.fx import GraphModule
 
 from weightswap_runtime.engines.aoti.names import BESIDE_GPUS, TARGETS, Target, is_gpu_target
 from weightswap_runtime.errors import CaptureError, ExportError, Unsupported
+
+from .aoti_lowerings import cpu_lowerings
 
 _MISSING_COMPILER = "InvalidCxxCompiler"
 _ERROR_LINE = re.compile(r"^.*\berror: (.*)$", re.MULTILINE)
@@ -138,7 +140,7 @@ def _compiling(where: str, processor: Target, on_gpu: bool, folder: str) -> Iter
                 mock.patch.object(cpu_vec_isa, "valid_vec_isa_list", return_value=[_vectors(processor)])
             )
             if not on_gpu:
-                stack.enter_context(mock.patch.dict(lowering.lowerings, _checked_by_torch()))
+                stack.enter_context(mock.patch.dict(lowering.lowerings, cpu_lowerings()))
             yield
     except CaptureError:
         raise
@@ -161,13 +163,6 @@ def _vectors(target: Target) -> cpu_vec_isa.VecISA:
 
     found: cpu_vec_isa.VecISA = Vectors()
     return found
-
-
-def _checked_by_torch() -> Mapping[Any, Callable[..., Any]]:
-    """Lookups by torch's own kernel, which raises for a bad index. In generated code one would end the process."""
-    target = torch.ops.aten.index.Tensor
-    handler: Any = lowering.fallback_handler
-    return {target: handler(target, add_to_fallback_set=False)}
 
 
 def _explained(where: str, error: Exception) -> Exception:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import zipfile
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -11,12 +12,13 @@ import torch
 from torch import nn
 
 from tests.support.compiled import WIDTH, needs_compiler
-from weightswap_exporter import MethodSpec, compile_engines, export
+from weightswap_exporter import MethodSpec, compile_engines, export, pack
 from weightswap_runtime import (
     Artifact,
     CaptureError,
     ExportError,
     Unsupported,
+    load,
 )
 
 pytestmark = needs_compiler
@@ -86,3 +88,32 @@ def test_operators_without_a_c_function_are_refused_by_name(tmp_path: Path) -> N
             compile_engines(artifact, ["aoti"])
         assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(cache)
     assert not cache.exists()
+
+
+class Products(nn.Module):
+    """One row by matrices: as linear layers keep them, with a bias and without one, and the other way round."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.first = nn.Linear(width, width)
+        self.second = nn.Linear(width, width, bias=False)
+        self.third = nn.Parameter(torch.randn(width, width))
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        found = self.second(nn.functional.gelu(self.first(x)))
+        return found @ self.third, torch.addmm(x, found, self.third, beta=0.5, alpha=2)
+
+
+@pytest.mark.parametrize(("width", "calls"), [(8, False), pytest.param(363, True, marks=pytest.mark.slow)])
+def test_a_row_by_a_small_matrix_calls_no_library(tmp_path: Path, width: int, calls: bool) -> None:
+    torch.manual_seed(0)
+    module, x = Products(width).eval(), torch.randn(1, width)
+    artifact = export(module, (x,), out=tmp_path / "products.artifact", engines=["aoti"])
+    model = load(artifact, pack(module, artifact, out=tmp_path / "v.safetensors").path, engine="aoti")
+    for found, expected in zip(model(x), module(x), strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    (package,) = artifact.path.glob("engines/**/*.pt2")
+    with zipfile.ZipFile(package) as archive:
+        (library,) = (archive.read(name) for name in archive.namelist() if name.endswith(".so"))
+    assert (b"aoti_torch_cpu_addmm_out" in library) == calls
+    assert (b"aoti_torch_cpu_mm_out" in library) == calls

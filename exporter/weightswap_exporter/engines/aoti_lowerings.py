@@ -1,0 +1,68 @@
+"""What AOTInductor lowers otherwise for servers on a CPU: its own choices would end the process, or call too much."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch._inductor import lowering
+from torch._inductor.virtualized import V
+
+_aten = torch.ops.aten
+_MOST_INLINE = 2**17  # elements of a matrix; a larger one is worth a library's threads
+_Lowering = Callable[..., Any]
+
+
+def cpu_lowerings() -> Mapping[Any, _Lowering]:
+    """Lowerings by operator, in place of AOTInductor's."""
+    return {
+        _aten.index.Tensor: _checked_by_torch(_aten.index.Tensor),
+        _aten.mm.default: _row_inline(lowering.lowerings[_aten.mm.default], _product),
+        _aten.addmm.default: _row_inline(lowering.lowerings[_aten.addmm.default], _sum_and_product),
+    }
+
+
+def _checked_by_torch(operator: Any) -> _Lowering:
+    """Torch's own kernel, which raises for a bad index. In generated code one would end the process."""
+    handler: Any = lowering.fallback_handler
+    found: _Lowering = handler(operator, add_to_fallback_set=False)
+    return found
+
+
+def _row_inline(library: _Lowering, inline: _Lowering) -> _Lowering:
+    """Products of one row and a small matrix as a loop of the generated code.
+
+    The call of a library takes several times as long as such a product does, and what comes next is not fused with it.
+    """
+
+    def lowered(*args: Any, **kwargs: Any) -> Any:
+        return library(*args, **kwargs) if kwargs or not _is_small(*args[-2:]) else inline(*args)
+
+    return lowered
+
+
+def _is_small(row: Any, matrix: Any) -> bool:
+    sizes = V.graph.sizevars
+    (rows, _), (depth, width) = row.get_size(), matrix.get_size()
+    return (
+        row.get_dtype() == torch.float32
+        and sizes.statically_known_equals(rows, 1)
+        and sizes.statically_known_leq(depth * width, _MOST_INLINE)
+    )
+
+
+def _product(row: Any, matrix: Any) -> Any:
+    """row [1, depth], matrix [depth, width]."""
+    for factor in (row, matrix):
+        factor.realize()  # else each column computes it again
+    column, matrices = _lowered(_aten.unsqueeze.default, row, 2), _lowered(_aten.unsqueeze.default, matrix, 0)
+    return _lowered(_aten.sum.dim_IntList, _lowered(_aten.mul.Tensor, column, matrices), [1])
+
+
+def _sum_and_product(bias: Any, row: Any, matrix: Any) -> Any:
+    return _lowered(_aten.add.Tensor, bias, _product(row, matrix))
+
+
+def _lowered(operator: Any, *args: Any) -> Any:
+    return lowering.lowerings[operator](*args)
