@@ -162,8 +162,8 @@ class TorchEngine:
     def new_state(self, saved: Mapping[str, TensorBytes] | None = None) -> TorchState:
         """A copy of the state, with the initial values or with saved ones."""
         state = self._new_state()
-        if saved is not None:
-            state.put({name: self.tensor(content) for name, content in saved.items()})
+        for name, content in (saved or {}).items():  # one at a time, in memory that torch has allocated
+            state.put({name: self.tensor(content)})
         return state
 
     def _new_state(self) -> TorchState:
