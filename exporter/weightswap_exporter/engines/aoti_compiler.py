@@ -11,7 +11,7 @@ import shutil
 import sysconfig
 import tempfile
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
@@ -21,6 +21,7 @@ from unittest import mock
 import torch
 import torch._inductor
 from torch._inductor import config, cpu_vec_isa, lowering
+from torch._inductor.codecache import AotCodeCompiler
 from torch._inductor.utils import fresh_inductor_cache
 from torch.fx import GraphModule
 
@@ -64,13 +65,21 @@ def compile_library(where: str, module: GraphModule, samples: tuple[torch.Tensor
     """
     _check_tools()
     compile_with = partial(_compile, where, module, samples, target)
-    found = compile_with(_THREADED)
-    if found.aborts:
+    try:
+        found = compile_with(_THREADED)
+    except _EndsProcesses:
         found = compile_with(_SERIAL)
-    if found.aborts or found.foreign:
-        what = f"it calls {', '.join(found.foreign)}" if found.foreign else "its checks would end the process"
-        raise CaptureError(f"{where}: AOTInductor cannot compile it for a server: {what}. Use the engine 'torch'")
+    if found.foreign:
+        raise _unfit(where, f"it calls {', '.join(found.foreign)}")
     return found.library
+
+
+def _unfit(where: str, what: str) -> CaptureError:
+    return CaptureError(f"{where}: AOTInductor cannot compile it for a server: {what}. Use the engine 'torch'")
+
+
+class _EndsProcesses(CaptureError):
+    """Generated code with checks in parallel regions: an exception that leaves one ends the process."""
 
 
 def _check_tools() -> None:
@@ -94,9 +103,6 @@ class _Made:
         paths = [Path(file) for file in files if isinstance(file, str)]
         (library,) = (path for path in paths if path.suffix == ".so")
         self.library = library.read_bytes()
-        sources = [path.read_text(encoding="utf-8") for path in paths if path.suffix == ".cpp"]
-        # an exception that leaves a parallel region ends the process
-        self.aborts = any(_CHECK in source and _PARALLEL in source for source in sources)
         listed = [path for path in paths if path.suffix == ".json" and not path.stem.endswith("_metadata")]
         self.foreign = sorted({name for path in listed for name in _foreign(json.loads(path.read_bytes()))})
 
@@ -139,16 +145,29 @@ def _compiling(where: str, processor: Target, on_gpu: bool, folder: str) -> Iter
             stack.enter_context(
                 mock.patch.object(cpu_vec_isa, "valid_vec_isa_list", return_value=[_vectors(processor)])
             )
+            stack.enter_context(mock.patch.object(AotCodeCompiler, "compile", _looking_at_sources(where)))
             if not on_gpu:
                 stack.enter_context(mock.patch.dict(lowering.lowerings, cpu_lowerings()))
             yield
-    except CaptureError:
-        raise
     except Exception as error:
+        if known := next((each for each in _chain(error) if isinstance(each, CaptureError)), None):
+            raise known from None
         raise _explained(where, error) from error
     finally:
         for logger, level in zip(loggers, levels, strict=True):
             logger.setLevel(level)
+
+
+def _looking_at_sources(where: str) -> Callable[..., Any]:
+    """What compiles generated sources, which looks at them first: the compiler takes most of the time."""
+    compiling: Callable[..., Any] = AotCodeCompiler.compile
+
+    def compiled(graph: Any, *sources: Any, **options: Any) -> Any:
+        if any(_CHECK in source and _PARALLEL in source for source in sources if isinstance(source, str)):
+            raise _EndsProcesses(str(_unfit(where, "its checks would end the process")))
+        return compiling(graph, *sources, **options)
+
+    return compiled
 
 
 def _vectors(target: Target) -> cpu_vec_isa.VecISA:
@@ -165,10 +184,16 @@ def _vectors(target: Target) -> cpu_vec_isa.VecISA:
     return found
 
 
-def _explained(where: str, error: Exception) -> Exception:
-    chain: list[BaseException] = [error]
+def _chain(error: BaseException) -> list[BaseException]:
+    """An error, and what it came from."""
+    chain = [error]
     while (cause := chain[-1].__cause__ or chain[-1].__context__) is not None and cause not in chain:
         chain.append(cause)
+    return chain
+
+
+def _explained(where: str, error: Exception) -> Exception:
+    chain = _chain(error)
     if any(type(item).__name__ == _MISSING_COMPILER for item in chain):
         return ExportError(f"the engine 'aoti' compiles C++ and finds no compiler. Install g++, or set CXX ({error})")
     text = "\n".join(str(item) for item in chain)
