@@ -24,6 +24,7 @@ def ceilings(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return importlib.import_module("ceilings")
 
 
+@pytest.mark.slow
 def test_rates_of_the_host_are_measured(ceilings: ModuleType) -> None:
     found = list(ceilings._host(64 * MB))
     assert {figure.what.partition(",")[0] for figure in found} == {"memmove", "BLAKE3 of blocks of 1 MiB"}

@@ -77,6 +77,7 @@ def expected(memory: bytearray, parts: Sequence[ByteRange]) -> list[bytes]:
 
 
 @needs_compiler
+@pytest.mark.slow
 def test_the_kernel_is_blake3(kernel: Digest) -> None:
     memory, parts = bytearray(), []
     for size in SIZES:
@@ -96,6 +97,7 @@ def test_the_kernel_is_blake3_for_any_size(kernel: Digest, chunks: int, rest: in
 
 
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
+@pytest.mark.slow
 def test_the_kernel_is_cuda(tmp_path: Path) -> None:
     command = ["nvcc", "-arch=sm_90", "-cubin", "-Werror", "all-warnings", "-Xptxas", "-v", str(SOURCE)]
     done = subprocess.run([*command, "-o", str(tmp_path / "k.cubin")], capture_output=True, text=True, check=False)

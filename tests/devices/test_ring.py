@@ -28,7 +28,7 @@ def content(size: int, seed: int = 0) -> memoryview:
     return memoryview(bytearray(random.Random(seed).randbytes(size)))
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("seed", range(4))
 def test_a_buffer_is_filled_again_only_when_it_has_been_copied(seed: int) -> None:
     device = StandIn(seed)
@@ -98,7 +98,7 @@ def layout() -> ArenaLayout:
     )
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("target", ["host", "device"])
 @pytest.mark.parametrize("source", ["host", "device"])
 def test_arenas_are_copied_to_each_other(source: str, target: str) -> None:
@@ -127,6 +127,7 @@ def test_arenas_are_copied_to_each_other(source: str, target: str) -> None:
 
 
 @pytest.mark.parametrize("seed", range(6))
+@pytest.mark.sampled(2)
 def test_threads_take_turns(seed: int) -> None:
     device, workers = StandIn(seed), Workers(4)
     wanted = content(300 * 512, seed)

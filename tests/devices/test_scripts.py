@@ -37,6 +37,7 @@ sys.exit(main.main())
 
 
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="there is a GPU, so that it would run for minutes")
+@pytest.mark.slow
 def test_without_a_gpu_nothing_is_reported_as_passed(tmp_path: Path) -> None:
     environment = os.environ | {"PYTHON": sys.executable}
     command = [str(SCRIPT), str(tmp_path / "report")]
@@ -95,6 +96,7 @@ def test_facts_that_are_late_keep_nothing_from_running(tmp_path: Path) -> None:
 PASSING = "step('one', 'echo ==== 3 passed, 1 skipped in 0.12s ====', tests=True)"
 
 
+@pytest.mark.slow
 def test_a_step_that_hangs_or_fails_keeps_no_other_from_its_place_in_the_report(tmp_path: Path) -> None:
     hanging = "step('two', 'echo begun; exec sleep 300')"
     failing = "step('three', 'echo wrong output; exit 3')"
@@ -129,6 +131,7 @@ def test_what_lacks_something_or_ran_no_test_is_skipped_and_never_passed(tmp_pat
     assert "no test ran: 12 skipped, 3 deselected in 0.50s |" in report
 
 
+@pytest.mark.slow
 def test_steps_of_a_group_run_beside_each_other_each_within_its_own_limit(tmp_path: Path) -> None:
     waiting = "step('a', 'touch a; while [ ! -e b ]; do sleep 0.05; done', 20)"
     other = "step('b', 'touch b; while [ ! -e a ]; do sleep 0.05; done', 20)"
@@ -190,6 +193,7 @@ def test_figures_are_tables_of_the_report_as_far_as_they_were_measured(tmp_path:
     assert "| swap | 12.35 |  | ms | ratio at most 0.25 | yes | a copy | 100 | 0.12 |" in report
 
 
+@pytest.mark.slow
 def test_packages_that_are_missing_come_from_wheels(tmp_path: Path) -> None:
     facts = {
         "lent_package.py": "print('lent')",
@@ -306,6 +310,7 @@ def test_what_the_emulation_leaves_out_is_there() -> None:
 
 
 @pytest.mark.skipif(torch.version.cuda is not None, reason="this is torch's CUDA build")
+@pytest.mark.slow
 def test_the_emulation_asks_for_the_cuda_build_of_torch() -> None:
     command = [str(EMULATED)]
     environment = os.environ | {"PYTHON": sys.executable}

@@ -116,6 +116,7 @@ def python(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.parametrize("group", ["swap"])
+@pytest.mark.slow
 def test_the_report_knows_the_machine_and_the_settings(measured: Measure, group: str) -> None:
     _, made = measured(group)
     assert made["machine"].keys() >= FACTS
@@ -126,6 +127,7 @@ GROUPS = [pytest.param(group, marks=[pytest.mark.slow] if group in LONGER else [
 
 
 @pytest.mark.parametrize("group", GROUPS)
+@pytest.mark.slow
 def test_subjects_are_compared_with_peers_and_goals_are_judged(measured: Measure, group: str) -> None:
     _, made = measured(group)
     for what, peer in PEERS.get(group, []):
@@ -264,6 +266,7 @@ sys.modules["groups.call"] = types.SimpleNamespace(rows=rows)
     assert "| a call | " in done.stdout
 
 
+@pytest.mark.slow
 def test_plots_are_drawn_again_from_the_report(tmp_path: Path) -> None:
     row = {"group": "cuda", "what": "swap", "unit": "ms", "median": 2.0, "samples": 3, "p99": None, "met": True}
     row |= {"peer": "load_state_dict", "peer_median": 8.0, "ratio": 0.25}

@@ -5,9 +5,12 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import pytest
+
 from tests.support.pages import prepare_recipe, shell
 
 
+@pytest.mark.slow
 def test_the_commands(tmp_path: Path) -> None:
     (commands,) = re.findall(r"```sh\n(.*?)```", prepare_recipe(tmp_path), re.DOTALL)
     said = shell(tmp_path, commands)

@@ -93,6 +93,7 @@ def test_the_demo_keeps_every_promise(tmp_path: Path, residency: str) -> None:
         assert row["weights_id"][:12] in done.stdout
 
 
+@pytest.mark.slow
 def test_the_check_tells_wrong_answers_from_mixed_ones(tmp_path: Path) -> None:
     done = subprocess.run(
         [warm.python(), "-c", JUDGE, str(tmp_path)], cwd=DIGITS, capture_output=True, text=True, check=False

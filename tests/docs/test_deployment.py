@@ -220,6 +220,7 @@ def triton_over_http(address: str, folder: Path) -> None:
         assert found[0].tolist() == output(folder, "v2.safetensors")
 
 
+@pytest.mark.slow
 def test_a_method_with_arrays(folder: Path) -> None:
     (code,) = re.findall(r"```python\n(.*?)```", page("deployment"), re.DOTALL)
     assert python(folder, code) == "(1, 2) 0\n"

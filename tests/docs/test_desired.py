@@ -5,9 +5,12 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import pytest
+
 from tests.support.pages import page, python, shell
 
 
+@pytest.mark.slow
 def test_the_page_on_the_desired_state(tmp_path: Path) -> None:
     (build, *_) = re.findall(r"```python\n(.*?)```", page("operations"), re.DOTALL)
     (service,) = re.findall(r"```python\n(.*?)```", page("desired"), re.DOTALL)

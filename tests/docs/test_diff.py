@@ -41,6 +41,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_the_commands(folder: Path) -> None:
     tour, pipeline = re.findall(r"```sh\n(.*?)```", PAGE, re.DOTALL)
     said = shell(folder, tour)
@@ -51,6 +52,7 @@ def test_the_commands(folder: Path) -> None:
     assert "What changed in the weights" in (folder / "diff.html").read_text()
 
 
+@pytest.mark.slow
 def test_the_code(folder: Path) -> None:
     (code,) = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
     first, *_, last = python(folder, code).splitlines()

@@ -6,9 +6,12 @@ import json
 import re
 from pathlib import Path
 
+import pytest
+
 from tests.support.pages import page, prepare_recipe, shell
 
 
+@pytest.mark.slow
 def test_the_page_on_inspecting(tmp_path: Path) -> None:
     (commands,) = re.findall(r"```sh\n(.*?)```", prepare_recipe(tmp_path), re.DOTALL)
     shell(tmp_path, "\n".join(re.findall(r".* export .*|.* pack checkpoint.*", commands)))

@@ -5,9 +5,12 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import pytest
+
 from tests.support.pages import page, python
 
 
+@pytest.mark.slow
 def test_the_page_on_operations(tmp_path: Path) -> None:
     text = page("operations")
     build, serve, canary, watch, asynchronous = re.findall(r"```python\n(.*?)```", text, re.DOTALL)

@@ -5,11 +5,14 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import pytest
+
 from tests.support.packages import needs
 from tests.support.pages import page, python, shell
 
 
 @needs("torchao")
+@pytest.mark.slow
 def test_the_page_on_quantised_weights(tmp_path: Path) -> None:
     text = page("quantised")
     build, serve, floats = re.findall(r"```python\n(.*?)```", text, re.DOTALL)

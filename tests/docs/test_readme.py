@@ -7,6 +7,8 @@ import re
 from pathlib import Path
 from urllib.request import urlopen
 
+import pytest
+
 from tests import ROOT
 from tests.support.pages import python, served, shell
 from tests.support.watched import eventually
@@ -51,6 +53,7 @@ def test_the_tour(tmp_path: Path) -> None:
     assert re.fullmatch(r"1 \{'step': '2'\} \d+\.\d µs\ntorch.Size\(\[5, 10\]\) [0-9a-f]{64}\n", said[1])
 
 
+@pytest.mark.slow
 def test_text_across_a_live_swap(tmp_path: Path) -> None:
     said = run_both_sides(ROOT / "docs" / "tour.md", tmp_path, 15, place=1)
     begun, later = re.findall(r"\[([0-9, ]+)\]", said[1])

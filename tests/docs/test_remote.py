@@ -8,6 +8,8 @@ import re
 import subprocess
 from pathlib import Path
 
+import pytest
+
 from tests.support import warm
 from tests.support.pages import page
 from tests.support.servers import S3Server, WebServer
@@ -16,6 +18,7 @@ from tests.support.tiny import TinyArtifact
 PAGE = page("remote")
 
 
+@pytest.mark.slow
 def test_the_page_on_urls(tmp_path: Path) -> None:
     (code,) = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
     commands = re.findall(r"```sh\n(.*?)```", PAGE, re.DOTALL)[1]

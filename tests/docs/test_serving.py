@@ -88,6 +88,7 @@ def test_variants(tmp_path: Path, ports: dict[str, str]) -> None:
         assert json.loads(shell(tmp_path, ask))["parameters"]["variant"].startswith("lora=")
 
 
+@pytest.mark.slow
 def test_an_operator_pushes_weights_and_takes_them_back(folder: Path, ports: dict[str, str]) -> None:
     """And then lets them answer some requests first."""
     prepare, serve, push, canary = (elsewhere(block, ports) for block in BLOCKS["sh"][9:13])
@@ -113,6 +114,7 @@ def test_an_operator_pushes_weights_and_takes_them_back(folder: Path, ports: dic
 
 def test_weights_are_signed(folder: Path) -> None:
     pytest.importorskip("model_signing")
+    python(folder, BLOCKS["python"][0])  # v2.safetensors has been moved away
     commands(folder, BLOCKS["sh"][13])
     model = load(folder / "tagger.artifact", folder / "v2.safetensors", admit=requires(str(folder / "public.pem")))
     with pytest.raises(SignatureRefused):

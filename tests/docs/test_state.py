@@ -5,9 +5,12 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import pytest
+
 from tests.support.pages import page, python, shell
 
 
+@pytest.mark.slow
 def test_the_page_on_state(tmp_path: Path) -> None:
     text = page("state")
     blocks = re.findall(r"```python\n(.*?)```", text, re.DOTALL)

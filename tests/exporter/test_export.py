@@ -116,6 +116,7 @@ def test_derived_and_unnamed_dimensions(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.slow
 def test_the_same_model_gives_the_same_bytes_in_any_process(tmp_path: Path) -> None:
     script = (
         "import sys\nfrom tests.exporter.test_export import *\nfrom weightswap_exporter import skeleton\n"

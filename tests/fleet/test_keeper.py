@@ -121,6 +121,7 @@ def change_by(fleet: Fleet, slow: str) -> None:
 
 
 @pytest.mark.parametrize("slow", ["an order", "a trial", "what the place says"])
+@pytest.mark.sampled(1)
 def test_a_rollback_waits_for_nothing_that_is_being_staged(fleet: Fleet, slow: str) -> None:
     swap(fleet, 1)
     began = staging_slowly(fleet)
@@ -152,6 +153,7 @@ def test_a_rollback_waits_for_nothing_that_is_being_staged(fleet: Fleet, slow: s
         ("what the place says", "rollback"),
     ],
 )
+@pytest.mark.sampled(1)
 def test_what_nobody_wants_any_more_is_staged_no_further(fleet: Fleet, what: str, event: str) -> None:
     swap(fleet, 1)
     keeper = fleet.keepers["n0"]

@@ -88,6 +88,7 @@ def test_copies_have_the_text_the_fields_and_the_notes(kind: type[WeightswapErro
             raise twice
 
 
+@pytest.mark.slow
 def test_every_error_crosses_the_border_of_a_process() -> None:
     context = multiprocessing.get_context("forkserver")
     with ProcessPoolExecutor(1, mp_context=context) as executor:
@@ -146,6 +147,7 @@ def test_brief_texts_have_both_ends(length: int) -> None:
     assert brief(shown) == shown
 
 
+@pytest.mark.slow
 def test_a_weight_file_with_a_huge_name_is_refused_in_short(tiny: TinyArtifact, tmp_path: Path) -> None:
     names = ["a" * 3_000_000, "b\x1b[2J\n" * 500_000]
     safetensors.torch.save_file({name: torch.ones(1) for name in names}, tmp_path / "huge.safetensors")

@@ -58,11 +58,13 @@ def test_importing_the_runtime_brings_in_neither_torch_nor_the_exporter() -> Non
     assert not HEAVY & imported_by("import weightswap_runtime")
 
 
+@pytest.mark.slow
 def test_packing_and_publishing_bring_in_no_compiler() -> None:
     code = "from weightswap_exporter import pack, publish\nfrom weightswap_exporter.commands.build import pack_command"
     assert not {"sympy", "torch._dynamo"} & imported_by(code)
 
 
+@pytest.mark.slow
 def test_listing_the_commands_brings_in_no_torch() -> None:
     code = "sys.argv = ['weightswap', '--help']\nimport atexit\nfrom weightswap_tools.program import main\n"
     code += "try:\n    main()\nexcept SystemExit:\n    pass"

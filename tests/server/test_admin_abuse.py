@@ -312,6 +312,7 @@ def test_calls_that_cannot_be_meant(server: Server, path: str, body: Any, status
 
 @pytest.mark.parametrize("examples", [3, pytest.param(20, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("mode", MODES)
+@pytest.mark.sampled(1)
 def test_whatever_its_description_allows_and_what_it_does_not(server: Server, mode: str, examples: int) -> None:
     import schemathesis
 

@@ -295,6 +295,7 @@ def test_a_canary_gives_way_to_what_others_desire(server: Server, weight_file: W
         ({"abort_if": "(" * 900}, 400),
     ],
 )
+@pytest.mark.sampled(3)
 def test_canaries_that_cannot_be_meant(server: Server, fields: Any, code: int) -> None:
     refused = change(server, "canary", **fields)
     assert (refused.status, bool(refused.json["error"])) == (code, True)

@@ -103,6 +103,7 @@ def test_weights_that_are_long_gone_have_no_series(tiny: TinyArtifact, weight_fi
         assert newest in samples(server, "weightswap_server_requests_total")
 
 
+@pytest.mark.slow
 def test_the_server_knows_neither_tools_nor_exporter(tiny: TinyArtifact, weight_file: WriteWeights) -> None:
     serve = (
         "import sys; from weightswap_server import Server, Settings, Source\n"

@@ -16,7 +16,7 @@ from tests.support.compiled import needs_compiler
 from weightswap_exporter import MethodSpec, compile_engines, export, pack
 from weightswap_runtime import Model, load
 
-ENGINES = ["onnx", pytest.param("aoti", marks=needs_compiler)]
+ENGINES = ["onnx", pytest.param("aoti", marks=[pytest.mark.slow, needs_compiler])]
 ROOM = 16
 
 

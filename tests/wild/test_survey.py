@@ -48,6 +48,7 @@ def surveyed(types: list[str], *, exporting: bool, seconds: int) -> dict[str, Ou
     return found
 
 
+@pytest.mark.slow
 def test_a_type_is_exported_and_served() -> None:
     assert survey("albert", exporting=True, seconds=60) == Outcome(
         EQUAL, "input_ids [2, 16], attention_mask [2, 16], token_type_ids [2, 16]"

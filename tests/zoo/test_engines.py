@@ -58,6 +58,7 @@ def compiled(shelf: Shelf, tmp_path_factory: pytest.TempPathFactory) -> Compile:
         if (engine, name) not in REFUSED
     ],
 )
+@pytest.mark.slow
 def test_the_proof(engine: str, name: str, compiled: Compile, tmp_path: Path) -> None:
     entry, artifact = BY_NAME[name], compiled(engine, name)
     models = {seed: randomised(entry, seed) for seed in (1, 2)}
@@ -78,6 +79,7 @@ LONG = [pytest.param(name, marks=pytest.mark.slow) for name in ("llama-tied", "w
 
 
 @pytest.mark.parametrize("name", ["buffers", *LONG])
+@pytest.mark.slow
 def test_an_onnx_graph_has_every_weight_as_an_input_and_none_inside(name: str, compiled: Compile) -> None:
     artifact = compiled("onnx", name)
     model = onnx.load_from_string(artifact.read("engines/onnx/forward.onnx"))

@@ -28,6 +28,7 @@ def test_the_eager_model_and_its_graph_agree(exported: Exported) -> None:
     assert report.other_values == ()
 
 
+@pytest.mark.sampled(1)
 def test_generated_inputs_are_what_a_model_takes(exported: Exported) -> None:
     """At least those of ordinary sizes; empty ones are too much for most."""
     entry = exported.entry

@@ -26,6 +26,7 @@ def test_a_graph_by_module_is_the_graph(exported: Exported) -> None:
     assert {key: ours.get(key) for key in aten} == aten
 
 
+@pytest.mark.sampled(1)
 def test_every_artifact_has_a_report(exported: Exported, tmp_path: Path) -> None:
     page = tmp_path / "report.html"
     result = CliRunner().invoke(inspect_command, [str(exported.hollow.path), "--html", str(page)])

@@ -31,6 +31,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 @torch.no_grad()
+@pytest.mark.sampled(3)
 def test_the_reader_makes_of_a_graph_what_torch_does(exported: Exported, tmp_path: Path) -> None:
     entry, artifact = exported.entry, exported.hollow
     served = load(artifact, swappable(entry, randomised(entry, 3), artifact, tmp_path / "v3"))
@@ -68,6 +69,7 @@ def test_checkpoints_swapped_one_over_the_other_equal_eager(exported: Exported, 
 
 
 @on_every_device
+@pytest.mark.sampled(6)
 def test_the_proof(device: str, exported: Exported, tmp_path: Path) -> None:
     entry, artifact = exported.entry, exported.hollow
     models = {seed: randomised(entry, seed) for seed in (1, 2)}

@@ -343,6 +343,7 @@ main()
 """
 
 
+@pytest.mark.slow
 def test_where_torch_is_not_installed(tmp_path: Path) -> None:
     path = saved(tmp_path / "c.pt", some_state())
     plain = tmp_path / "c.safetensors"
@@ -388,6 +389,7 @@ ALLOWED = 64 << 20
 
 
 @pytest.mark.parametrize("form", [pytest.param("pt", marks=pytest.mark.slow), "distributed"])
+@pytest.mark.slow
 def test_memory_does_not_depend_on_the_size_of_tensors(form: str, tmp_path: Path) -> None:
     paths = []
     for place, value in enumerate((1.0, 1.01)):

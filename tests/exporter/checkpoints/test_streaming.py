@@ -75,6 +75,7 @@ def distributed(path: Path, state: dict[str, torch.Tensor]) -> Path:
     "make",
     [hollow_pickle, *(pytest.param(make, marks=pytest.mark.slow) for make in (hollow_safetensors, distributed))],
 )
+@pytest.mark.slow
 def test_memory_is_that_of_the_largest_tensor(
     make: Callable[[Path, dict[str, torch.Tensor]], Path], many: Artifact, tmp_path: Path
 ) -> None:

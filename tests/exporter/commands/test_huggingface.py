@@ -36,6 +36,7 @@ def hollow(build: Callable[[], nn.Module]) -> nn.Module:
 
 
 @zoo
+@pytest.mark.sampled(1)
 def test_a_checkpoint_is_what_save_pretrained_writes(entry: Entry, tmp_path: Path) -> None:
     model = randomised(entry, 1)
     entry.save(model, tmp_path)
@@ -300,6 +301,7 @@ OLDER: dict[
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(("build", "rewrite", "unused"), OLDER.values(), ids=OLDER)
+@pytest.mark.slow
 def test_the_form_of_the_weights_in_a_directory_is_recorded(
     build: Callable[[], nn.Module], rewrite: Callable[[Any], Any], unused: set[str], tmp_path: Path
 ) -> None:
@@ -326,6 +328,7 @@ def test_weights_of_another_model_are_no_example(tmp_path: Path) -> None:
         export_directory(tmp_path / "model", out=tmp_path / "a.artifact")
 
 
+@pytest.mark.slow
 def test_a_model_is_captured_without_its_cache(tmp_path: Path) -> None:
     model = hollow(hf("LlamaForCausalLM", "LlamaConfig", **{**GROUPED, "use_cache": True}))
     artifact = export(model, (), {"input_ids": torch.zeros(2, 7, dtype=torch.int64)}, out=tmp_path / "a.artifact")

@@ -94,10 +94,11 @@ def inputs_of(architecture: str) -> Inputs:
     raise AssertionError(architecture)
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "architecture", [pytest.param(name, marks=[pytest.mark.slow] if name in LONGER else []) for name in FAMILIES]
 )
+@pytest.mark.slow
 def test_inputs_of_every_family_are_found(architecture: str) -> None:
     found = inputs_of(architecture)
     assert {name: list(value.shape) for name, value in found.kwargs.items()} == FAMILIES[architecture]
@@ -234,6 +235,7 @@ llama = hf("LlamaForCausalLM", "LlamaConfig", **GROUPED)
         "(torch.zeros(3, model.config.head_dim, dtype=torch.int64),)",
     ],
 )
+@pytest.mark.slow
 def test_the_users_inputs_are_taken(text: str, tmp_path: Path) -> None:
     done = export_by_command(tmp_path, "--inputs", given(tmp_path, text))
     assert done.exit_code == 0, done.output

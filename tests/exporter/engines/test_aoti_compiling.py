@@ -105,6 +105,7 @@ class Products(nn.Module):
 
 
 @pytest.mark.parametrize(("width", "calls"), [(8, False), pytest.param(363, True, marks=pytest.mark.slow)])
+@pytest.mark.slow
 def test_a_row_by_a_small_matrix_calls_no_library(tmp_path: Path, width: int, calls: bool) -> None:
     torch.manual_seed(0)
     module, x = Products(width).eval(), torch.randn(1, width)

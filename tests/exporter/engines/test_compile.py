@@ -76,6 +76,7 @@ def test_compiling_adds_files_and_keeps_the_rest(artifact: Artifact) -> None:
     assert files(compile_engines(artifact, ["onnx"], trial=False)) == after
 
 
+@pytest.mark.slow
 def test_export_compiles_too_from_a_skeleton_and_to_the_same_bytes(tmp_path: Path) -> None:
     with skeleton():
         hollow = Tied()
@@ -163,6 +164,7 @@ def test_an_altered_graph_is_not_compiled(artifact: Artifact) -> None:
         compile_engines(artifact, ["onnx"])
 
 
+@pytest.mark.slow
 def test_a_graph_points_into_a_weight_file(artifact: Artifact, tmp_path: Path) -> None:
     model = Tied()
     x = torch.randn(5, 4)
@@ -216,6 +218,7 @@ def test_state_stays_an_input(tmp_path: Path) -> None:
         export_onnx(artifact, packed, out=tmp_path / "n.onnx", method="encode")
 
 
+@pytest.mark.slow
 def test_weight_files_elsewhere_or_of_other_weights_are_refused(artifact: Artifact, tmp_path: Path) -> None:
     packed = pack(Tied(), artifact, out=tmp_path / "v.safetensors").path
     with pytest.raises(ExportError, match="must lie in a folder that holds"):
@@ -248,6 +251,7 @@ def test_weights_without_elements_are_written_into_the_model(tmp_path: Path) -> 
     np.testing.assert_array_equal(found, np.full((2, 3), 2.0))
 
 
+@pytest.mark.slow
 def test_weights_that_are_computed_have_to_be_packed(tmp_path: Path) -> None:
     model = Fused(4)
     artifact = export(model, (torch.ones(2, 4),), out=tmp_path / "a")

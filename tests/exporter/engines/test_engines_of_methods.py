@@ -80,6 +80,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Files:
     return Files(tmp_path_factory.mktemp("onnx"), "onnx")
 
 
+@pytest.mark.slow
 def test_the_trial_is_of_what_was_compiled(files: Files, monkeypatch: pytest.MonkeyPatch) -> None:
     assert list(differences(files.artifact, "onnx")) == []
     called: list[str] = []

@@ -73,6 +73,7 @@ def test_wrong_translations_are_refused(name: str, tmp_path: Path) -> None:
     assert "engines/onnx/forward.onnx" in compile_engines(artifact, ["onnx"], trial=False).manifest.files
 
 
+@pytest.mark.slow
 def test_a_trial_starts_an_interpreter_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Other tests have it forked from one that is warm: see tests/support/quick.py."""
     monkeypatch.setattr(trial, "sys", sys)
@@ -115,6 +116,7 @@ def test_right_ones_are_taken(name: str, tmp_path: Path) -> None:
     assert load(artifact, engine="onnx").engine == "onnx"
 
 
+@pytest.mark.slow
 def test_state_is_compared_from_the_beginning(tmp_path: Path) -> None:
     methods = {"forward": MethodSpec("forward", (torch.ones(2, 3),)), "peek": MethodSpec("peek")}
     artifact = export(Counter(), methods=methods, out=tmp_path / "a", engines=["onnx"])

@@ -29,6 +29,7 @@ def artifact(tmp_path_factory: pytest.TempPathFactory) -> Artifact:
     return export(tied(), (IDS,), out=tmp_path_factory.mktemp("compare") / "a", dynamic_shapes=SHAPES, engines=["onnx"])
 
 
+@pytest.mark.slow
 def test_generated_calls_reach_the_ends_of_the_ranges(artifact: Artifact) -> None:
     report = compare(tied(), artifact)
     assert report.same
@@ -55,6 +56,7 @@ def test_generated_calls_reach_the_ends_of_the_ranges(artifact: Artifact) -> Non
     ]
 
 
+@pytest.mark.slow
 def test_the_seed_decides_the_inputs(artifact: Artifact) -> None:
     def sizes(seed: int) -> list[Any]:
         report = compare(tied(), artifact, cases="generated", engines=["onnx"], seed=seed)

@@ -89,6 +89,7 @@ def test_one_bit_of_one_weight_is_found_by_the_exact_engine_alone(artifact: Arti
     assert (torch_.divergence.module, torch_.divergence.kind) == ("blocks.0.norm", "LayerNorm")
 
 
+@pytest.mark.slow
 def test_a_wrong_constant(artifact: Artifact, tmp_path: Path) -> None:
     model = tied()
     model.table[3] += 0.25

@@ -133,6 +133,7 @@ def test_what_cannot_be_compared_is_an_error_of_its_own(plain: tuple[dict[str, s
     assert "was not compiled for the engine 'onnx'" in text
 
 
+@pytest.mark.slow
 def test_recorded_outputs_are_kept_and_updated(plain: tuple[dict[str, str], str], folder: Path) -> None:
     outcomes, text = plain
     assert outcomes["test_recorded"] == "FAILED"
@@ -157,6 +158,7 @@ def test_recorded_outputs_are_kept_and_updated(plain: tuple[dict[str, str], str]
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("workers", [0, 1], ids=["one process", "a worker"])
+@pytest.mark.slow
 def test_one_call_does_not_overwrite_what_another_has_recorded(folder: Path, workers: int) -> None:
     distributed = ("--dist=load", f"--tx=popen//python={warm.python()}") if workers else ()
     outcomes, text = run(folder, "-k", "shared", "--weightswap-update-goldens", *distributed)

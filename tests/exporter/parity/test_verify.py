@@ -157,6 +157,7 @@ def test_the_command(folder: Path, tmp_path: Path) -> None:
     assert "blocks.0" not in page  # nothing parts
 
 
+@pytest.mark.slow
 def test_a_mismatch_has_status_1_and_says_where(folder: Path, tmp_path: Path) -> None:
     weights, report = str(folder / "v1.safetensors"), tmp_path / "report.html"
     other = RECIPE.replace('"model": tied()', '"model": wrong()') + (

@@ -97,6 +97,7 @@ def near(found: torch.Tensor, expected: torch.Tensor) -> None:
 
 @given(begin=st.tuples(*[st.integers(0, 2)] * 2), steps=st.lists(st.tuples(st.integers(0, 1), STEPS), max_size=12))
 @torch.no_grad()
+@pytest.mark.sampled(1)
 def test_any_order_of_calls_equals_eager(
     places: Places, begin: tuple[int, int], steps: list[tuple[int, tuple[str, Any]]]
 ) -> None:

@@ -51,6 +51,7 @@ def test_a_server_gives_eagers_bits_before_and_after_a_swap(kind: str, tmp_path:
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("kind", ["int8 dynamic", "int4", "float8"])
+@pytest.mark.slow
 def test_a_skeleton_can_be_quantised_within_its_block_and_after_it(kind: str, tmp_path: Path) -> None:
     real = exported(kind, tmp_path / "real.artifact")
     with skeleton():
@@ -136,6 +137,7 @@ def test_ties_and_loading_code_of_other_layers_are_recorded(tmp_path: Path) -> N
     assert torch.equal(model(X), eager(other))
 
 
+@pytest.mark.slow
 def test_a_quantiser_can_be_the_adapter(tmp_path: Path) -> None:
     """A float checkpoint for a quantised graph: what quantises it is recorded, and a server runs it."""
 
@@ -155,6 +157,7 @@ def test_a_quantiser_can_be_the_adapter(tmp_path: Path) -> None:
     assert torch.equal(model(X), eager(trained))
 
 
+@pytest.mark.slow
 def test_goldens_and_parity_know_the_parts(tmp_path: Path) -> None:
     model = quantised("int8 dynamic")
     artifact = export(model, (X,), out=tmp_path / "a.artifact", goldens=[(X,)])
@@ -170,6 +173,7 @@ def test_goldens_and_parity_know_the_parts(tmp_path: Path) -> None:
     assert divergence.module == "2"
 
 
+@pytest.mark.slow
 def test_a_model_that_transformers_has_quantised(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)

@@ -88,6 +88,7 @@ def save_plain(files: RichFiles, path: Path) -> None:
 
 
 @pytest.mark.parametrize("chosen", ["onnx", "auto"])
+@pytest.mark.sampled(1)
 def test_a_server_without_torch(files: RichFiles, residency: str, chosen: str) -> None:
     command = [sys.executable, "-W", "error", "-c", SERVER, str(files.folder), residency, chosen]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -119,6 +120,7 @@ for index in (0, 1):
 
 
 @torch.no_grad()
+@pytest.mark.slow
 def test_checkpoints_with_other_names_need_no_torch(tmp_path: Path) -> None:
     models = [different(own.Fused, seed) for seed in range(2)]
     export(models[0], (torch.ones(2, 6),), out=tmp_path / "fusion.artifact", engines=["onnx"])

@@ -65,6 +65,7 @@ def test_a_place_in_a_bucket(bucket: S3Bucket, tiny: TinyArtifact, tmp_path: Pat
     assert weights_id_of(local) == place.read().weights.weights_id  # type: ignore[union-attr]
 
 
+@pytest.mark.slow
 def test_two_writers_to_a_bucket_lose_nothing(bucket: S3Bucket) -> None:
     won: list[int] = []
     lost: list[int] = []

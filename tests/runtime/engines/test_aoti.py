@@ -148,6 +148,7 @@ def test_foreign_tensors_are_refused(mixtures: Mixtures) -> None:
         served(ids, fake, times)
 
 
+@pytest.mark.sampled(1)
 def test_calls_of_threads_never_mix_sets(mixtures: Mixtures, residency: Residency) -> None:
     served = opened(mixtures, mixtures.files[0], residency)
     ids, seen, times = sample(7)
@@ -255,6 +256,7 @@ print(swaps(500) - before)
 """
 
 
+@pytest.mark.slow
 def test_memory_does_not_grow_with_swaps(mixtures: Mixtures, residency: Residency) -> None:
     arguments = [warm.python(), "-c", GROWTH, str(mixtures.artifact.path), residency, *map(str, mixtures.files)]
     done = subprocess.run(arguments, capture_output=True, text=True, check=False)

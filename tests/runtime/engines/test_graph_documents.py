@@ -237,6 +237,7 @@ ODD = [None, True, -1, 2**70, 1e400, "", "x", PLANTED, [], {}, [[]], {"as_none":
 
 @pytest.mark.usefixtures("_nothing_runs")
 @pytest.mark.parametrize("seed", range(10))
+@pytest.mark.sampled(3)
 def test_mutated_documents_are_refused_by_name_or_run_nothing(seed: int, small: Path) -> None:
     chance = random.Random(seed)
     raw = (small / "graphs/forward.pt2").read_bytes()

@@ -149,6 +149,7 @@ def captured(case: Case) -> ExportedProgram:
 
 @pytest.mark.filterwarnings("ignore:The given buffer is not writable")  # of torch 2.11's own archives
 @torch.no_grad()
+@pytest.mark.sampled(6)
 def test_a_graph_does_what_torch_makes_of_it(case: Case) -> None:
     raw = archived(captured(case))
     ours, theirs = compiled(raw), torch.export.load(io.BytesIO(raw))

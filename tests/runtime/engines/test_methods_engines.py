@@ -90,6 +90,7 @@ def test_auto_takes_the_engine_of_some_methods(files: Files, monkeypatch: pytest
     assert available_engines(artifact) == ()
 
 
+@pytest.mark.slow
 def test_without_torch_a_server_says_why_it_is_needed(tmp_path: Path) -> None:
     files = Files(tmp_path, "onnx")
     code = (
@@ -105,6 +106,7 @@ def test_without_torch_a_server_says_why_it_is_needed(tmp_path: Path) -> None:
 
 
 @needs_compiler
+@pytest.mark.slow
 def test_packages_of_one_method_for_another_machine_are_refused_by_name(tmp_path: Path) -> None:
     artifact = compile_engines(Files(tmp_path, "aoti").artifact, ["aoti"], methods=["plain"], trial=False)
     mine, other = (package_file(target, "plain") for target in (machine_targets()[0], "cpu-other"))

@@ -139,6 +139,7 @@ class Recurrent(nn.Module):
 
 
 @pytest.mark.parametrize("engine", ["torch", "onnx"])
+@pytest.mark.sampled(1)
 def test_an_empty_batch_ends_no_process(engine: str, tmp_path: Path) -> None:
     """Neither in a call nor in a verification; what is empty by the signature is taken."""
     eager = Recurrent().eval()
@@ -171,6 +172,7 @@ DIVIDED = [(dtype, below) for dtype in (torch.int64, torch.int32, torch.int16, t
 @pytest.mark.parametrize(
     ("dtype", "below"), [DIVIDED[0], *(pytest.param(*each, marks=pytest.mark.slow) for each in DIVIDED[1:])], ids=str
 )
+@pytest.mark.slow
 def test_integers_are_divided_exactly(dtype: torch.dtype, below: int, tmp_path: Path) -> None:
     limits = torch.iinfo(dtype)
     n = torch.tensor([1, -1, -61, limits.max, limits.min + 1, 1790000000, 2**53 + 7, -(2**53) - 7]).to(dtype)
@@ -241,6 +243,7 @@ def test_integers_vary(tmp_path: Path) -> None:
     assert type(rows) is type(count) is int
 
 
+@pytest.mark.sampled(1)
 def test_state_is_kept_between_calls_with_a_context(tmp_path: Path, residency: str) -> None:
     model = Counter()
     methods = {"forward": MethodSpec("forward", (torch.ones(2, 3),)), "peek": MethodSpec("peek")}
@@ -291,6 +294,7 @@ def test_state_that_is_changed_after_its_last_use_is_kept(kind: str, tmp_path: P
             assert np.array_equal(left.numpy(), right)
 
 
+@pytest.mark.slow
 def test_calls_with_contexts_run_side_by_side(tmp_path: Path) -> None:
     methods = {"forward": MethodSpec("forward", (torch.ones(2, 3),)), "peek": MethodSpec("peek")}
     model = served(Counter(), (), tmp_path, methods=methods)

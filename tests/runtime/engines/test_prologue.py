@@ -499,6 +499,7 @@ def programs(folder: Path) -> Iterator[tuple[int, nn.Module, Model]]:
 
 
 @torch.no_grad()
+@pytest.mark.slow
 def test_random_programs_give_what_eager_gives(tmp_path: Path) -> None:
     counts = []
     for seed, eager, model in programs(tmp_path):

@@ -60,6 +60,7 @@ def given(model: nn.Module, rows: int) -> torch.Tensor:
 @on_every_device
 @pytest.mark.parametrize("name", MODELS)
 @torch.no_grad()
+@pytest.mark.sampled(2)
 def test_each_context_has_statistics_of_its_own(name: str, engine: str, device: str, tmp_path: Path) -> None:
     torch.manual_seed(0)
     eager = MODELS[name]().train()

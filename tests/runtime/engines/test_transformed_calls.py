@@ -63,6 +63,7 @@ def test_inputs_that_require_gradients_are_fine(model: Model) -> None:
         assert torch.equal(model(x), TinyArtifact.eager(0, X))
 
 
+@pytest.mark.slow
 def test_a_compiled_function_may_call_it(model: Model, weight_file: WriteWeights) -> None:
     compiled = torch.compile(lambda x: model(x) + 1, backend="eager")
     assert torch.equal(compiled(X), TinyArtifact.eager(0, X) + 1)

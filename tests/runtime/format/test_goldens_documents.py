@@ -122,6 +122,7 @@ PLACES = st.sampled_from(
 
 @settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(place=PLACES, value=JSON)
+@pytest.mark.slow
 def test_no_document_raises_anything_but_errors_of_ours(
     place: tuple[str | int, ...], value: object, stage: Stage
 ) -> None:

@@ -305,6 +305,7 @@ class Traffic:
         return "discarded"
 
 
+@pytest.mark.slow
 def test_counts_add_up_in_a_storm(tiny: TinyArtifact, weight_file: WriteWeights, scrape: Scrape) -> None:
     files = [weight_file(seed) for seed in range(3)]
     model = load(tiny.path, files[0])

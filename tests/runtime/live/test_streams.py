@@ -57,6 +57,7 @@ class Carried(nn.Module):
         pytest.param(Carried, "aoti", marks=pytest.mark.slow),
     ],
 )
+@pytest.mark.sampled(2)
 def test_a_stream_equals_the_eager_module_step_by_step(
     kind: type[nn.Module], engine: EngineName, tmp_path: Path
 ) -> None:

@@ -187,6 +187,7 @@ def test_large_tables_give_their_changed_rows(tmp_path: Path, monkeypatch: pytes
 
 @settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
+@pytest.mark.sampled(1)
 def test_any_change_arrives(data: st.DataObject, tmp_path_factory: pytest.TempPathFactory) -> None:
     with pytest.MonkeyPatch.context() as patch:
         make_blocks_small(patch, data.draw(st.sampled_from([8, 24, 64])))

@@ -78,6 +78,7 @@ def test_a_refusal_says_why(server: Server, open_page: OpenPage, weight_file: Wr
     wait(page, "history", refused["error"])
 
 
+@pytest.mark.slow
 def test_what_is_staged_is_committed(server: Server, open_page: OpenPage, weight_file: WriteWeights) -> None:
     page = open_page(server)
     wait(page, "staged", "Nothing is staged")
@@ -172,6 +173,7 @@ def test_what_the_server_refuses_is_said_in_the_dialog(
     assert serves(server.service.served[0].model, 2)
 
 
+@pytest.mark.slow
 def test_a_canary_is_shown_and_promoted(server: Server, open_page: OpenPage, weight_file: WriteWeights) -> None:
     page = open_page(server)
     with clients(server):
@@ -187,6 +189,7 @@ def test_a_canary_is_shown_and_promoted(server: Server, open_page: OpenPage, wei
     assert serves(server.service.served[0].model, 2)
 
 
+@pytest.mark.slow
 def test_a_token_is_asked_for(server: Server, open_page: OpenPage) -> None:
     page = open_page(server, token=None, expected="401")
     for wrong in ("no-such-token-at-all", "ÄÖÜ" * 8):
@@ -228,6 +231,7 @@ def test_a_server_that_goes_and_comes_back(
         page.get_by_role("alert").get_by_text("a bearer token is needed").wait_for()
 
 
+@pytest.mark.slow
 def test_texts_of_others_are_texts(server: Server, tiny: TinyArtifact, open_page: OpenPage, tmp_path: Path) -> None:
     page = open_page(server)
     page.on("dialog", lambda dialog: pytest.fail(dialog.message))

@@ -97,6 +97,7 @@ def expected(shell: Shell) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("name", ["out.safetensors", "out.npz"])
+@pytest.mark.sampled(1)
 def test_run_writes_what_eager_gives(name: str, shell: Shell) -> None:
     said = json.loads(shell("run", "net.artifact", "-w", "v1.safetensors", "-i", "in.npz", "-o", name, "--json"))
     assert said["outputs"] == {"y": "F32[3, 3]", "n": 3}
@@ -133,6 +134,7 @@ def test_inspect_a_weight_file(shell: Shell) -> None:
     assert json.loads(shell("inspect", "plain.safetensors", "--json"))["stamp"] is None
 
 
+@pytest.mark.slow
 def test_a_delta_between_two_files(shell: Shell) -> None:
     shell("export", "recipe.py:pair", "-o", "m.artifact")
     for name, value in (("one", 1.0), ("two", 2.0)):
@@ -156,6 +158,7 @@ def test_a_delta_between_two_files(shell: Shell) -> None:
     assert "not packed by weightswap" in shell("delta", "one.safetensors", files[1], "-o", "x.safetensors", status=1)
 
 
+@pytest.mark.slow
 def test_checkpoints_are_swapped_in_one_after_another(shell: Shell) -> None:
     shards = shell.folder / "shards"
     shards.mkdir()
@@ -175,6 +178,7 @@ def test_checkpoints_are_swapped_in_one_after_another(shell: Shell) -> None:
     assert packed["weights_id"] == weights_id
 
 
+@pytest.mark.slow
 def test_old_keys_are_left_out_of_a_swap(shell: Shell) -> None:
     old = shell.state() | {"emb.position_ids": torch.ones(3)}
     safetensors.torch.save_file(old, shell.folder / "old.safetensors")
@@ -184,6 +188,7 @@ def test_old_keys_are_left_out_of_a_swap(shell: Shell) -> None:
     assert "warning: ignore='rotary.*': matches no name of old.safetensors" in said
 
 
+@pytest.mark.slow
 def test_an_adapter_that_computes(shell: Shell) -> None:
     said = shell("export", "recipe.py:fused", "--out", "fused.artifact", "--skeleton")
     assert "warning" not in said
@@ -195,6 +200,7 @@ def test_an_adapter_that_computes(shell: Shell) -> None:
     assert swapped["receipts"][0]["weights_id"] == packed["weights_id"]
 
 
+@pytest.mark.slow
 def test_recipes_may_return_a_tuple_and_be_modules(shell: Shell) -> None:
     said = json.loads(shell("export", "recipe:pair", "-o", "pair.artifact", "--json"))
     assert said["weights"] == 2
@@ -240,6 +246,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize(("arguments", "status", "says"), REFUSED.values(), ids=REFUSED)
+@pytest.mark.sampled(7)
 def test_refusals_have_a_reason_and_a_status(arguments: tuple[str, ...], status: int, says: str, shell: Shell) -> None:
     said = " ".join(shell(*arguments, status=status).replace("│", "").split())
     assert says in said

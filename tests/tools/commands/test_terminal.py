@@ -76,7 +76,7 @@ def run(folder: Path, script: str, arguments: list[str], **streams: int) -> subp
     return done  # type: ignore[no-any-return]
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", COMMANDS)
 def test_what_is_printed_can_be_seen(name: str, folder: Path) -> None:
     done = run(folder, MAIN, COMMANDS[name])
@@ -88,7 +88,7 @@ def test_what_is_printed_can_be_seen(name: str, folder: Path) -> None:
         assert visible(EVIL)[:8] in done.stdout + done.stderr
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", COMMANDS)
 def test_a_reader_that_has_left_ends_a_command_quietly(name: str, folder: Path) -> None:
     reader, writer = os.pipe()
@@ -102,7 +102,7 @@ def test_a_reader_that_has_left_ends_a_command_quietly(name: str, folder: Path) 
     assert done.returncode == (name in ANSWERS_NO if done.stderr else quiet), done.stderr
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", COMMANDS)
 def test_a_closed_standard_output_is_none_of_a_commands_business(name: str, folder: Path) -> None:
     done = run(folder, WITHOUT_STDOUT, COMMANDS[name])
@@ -111,6 +111,7 @@ def test_a_closed_standard_output_is_none_of_a_commands_business(name: str, fold
 
 
 @pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
+@pytest.mark.sampled(1)
 def test_streams_that_a_shell_has_closed(closed: str, folder: Path) -> None:
     """Files that are opened then have the numbers of these streams; a report goes into its own."""
     script = f'exec "$0" "$@" {closed}'

@@ -77,6 +77,7 @@ def compare(artifacts: dict[str, Artifact], name: str) -> ArtifactsDiff:
     return compare_artifacts(artifacts["base"].path, artifacts[name].path)
 
 
+@pytest.mark.slow
 def test_an_artifact_and_itself(artifacts: dict[str, Artifact]) -> None:
     diff = compare(artifacts, "base")
     assert (diff.methods, diff.rows, diff.constants, diff.sources, diff.engines) == ((), (), (), (), {})
@@ -187,6 +188,7 @@ diff_command()
 """
 
 
+@pytest.mark.slow
 def test_no_torch_is_needed(artifacts: dict[str, Artifact], tmp_path: Path) -> None:
     page = tmp_path / "d.html"
     paths = [artifacts["base"].path, artifacts["gelu"].path]

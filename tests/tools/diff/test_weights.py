@@ -327,6 +327,7 @@ def test_no_torch_is_needed(files: Files) -> None:
 ALLOWED = 128 << 20
 
 
+@pytest.mark.slow
 def test_memory_does_not_depend_on_the_size_of_tensors(tmp_path: Path) -> None:
     from weightswap_runtime.format.header import pack_ranges, render_header
 

@@ -32,6 +32,7 @@ def test_whatever_can_be_stopped_at_has_a_name(page: Any) -> None:
     assert page.locator(STOPS).evaluate_all(NAMELESS) == []
 
 
+@pytest.mark.slow
 def test_the_order_is_that_of_the_page(page: Any) -> None:
     assert page.locator("[tabindex]").evaluate_all("all => all.filter(one => one.tabIndex > 0).length") == 0
     page.locator("h1").click()
@@ -42,17 +43,20 @@ def test_the_order_is_that_of_the_page(page: Any) -> None:
     assert seen == sorted(seen)
 
 
+@pytest.mark.slow
 def test_what_scrolls_can_be_reached(page: Any) -> None:
     page.set_viewport_size({"width": 480, "height": 800})
     assert page.locator("body *").evaluate_all(UNREACHED) == []
 
 
+@pytest.mark.slow
 def test_no_two_elements_have_one_id(page: Any) -> None:
     ids = page.locator("[id]").evaluate_all("all => all.map(one => one.id)")
     assert len(ids) == len(set(ids)) > 5
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.sampled(1)
 def test_texts_stand_out(scheme: str, open_report: Open) -> None:
     page = open_report(EVERYTHING, color_scheme=scheme)
     count, faint = page.locator("body *").evaluate_all(FAINT)

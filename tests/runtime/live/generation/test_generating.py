@@ -153,6 +153,7 @@ def test_tokens_are_those_of_transformers(one: Exported) -> None:
     check_generation(one, [PROMPT])
 
 
+@pytest.mark.slow
 def test_prompts_of_several_lengths_go_side_by_side(three: Exported) -> None:
     check_generation(three, PROMPTS)
     model = three.served()
@@ -175,6 +176,7 @@ def test_a_model_of_long_texts_generates_up_to_its_original_length(tmp_path: Pat
     assert model.generate(PROMPT, max_new_tokens=20) == expected(eager, [PROMPT], 20)[0]
 
 
+@pytest.mark.slow
 def test_a_skeleton_is_exported_and_a_checkpoint_swapped_in(one: Exported, tmp_path: Path) -> None:
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -570,6 +572,7 @@ main()
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("blocked", ["transformers", "transformers,tokenizers"])
+@pytest.mark.slow
 def test_generation_needs_no_transformers(blocked: str, one: Exported, tokenizer: Path) -> None:
     """Nor the exporter, and tokenizers for text alone."""
     given = [f"{blocked},weightswap_exporter", one.artifact.path, one.files[0], tokenizer]

@@ -80,6 +80,7 @@ def model(folder: Path) -> Model:
 
 
 @torch.no_grad()
+@pytest.mark.slow
 def test_each_variant_equals_pefts_own_model(model: Model, folder: Path) -> None:
     plain = base()(IDS).logits
     for name, config in VARIANTS.items():
@@ -232,6 +233,7 @@ def test_compiled_decoders_generate_what_transformers_does(folder: Path, tmp_pat
 
 
 @torch.no_grad()
+@pytest.mark.slow
 def test_generation_with_a_variant_equals_transformers(folder: Path, tmp_path: Path) -> None:
     wrapped = tuned(r=RANK, lora_alpha=32, target_modules=TARGETS)
     export_decoder(wrapped, out=tmp_path / "decoder", length=24, variants={"lora": "*lora_*"})

@@ -140,6 +140,7 @@ def test_a_limited_rate_makes_small_reads(monkeypatch: pytest.MonkeyPatch, tmp_p
     assert max(asked.stop - asked.start for asked in server.asked) <= 1 << 20
 
 
+@pytest.mark.slow
 def test_fifty_swaps_leave_no_threads_and_no_connections(
     model: Model, weight_file: WriteWeights, server: WebServer
 ) -> None:
