@@ -21,6 +21,7 @@ from tests.support import warm
     ids=["plain", "guided", "long"],
 )
 @pytest.mark.sampled(1)
+@pytest.mark.slow
 def test_mutated_files_are_refused_by_name(arguments: list[str], tmp_path: Path) -> None:
     command = [warm.python(), "-m", "tests.fuzzing", *arguments, "--keep", str(tmp_path)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=1200, check=False)

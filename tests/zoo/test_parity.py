@@ -20,7 +20,7 @@ def calls(entry: Entry) -> list[Any]:
     return [((), entry.inputs(*sizes)) for sizes in entry.sizes]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 def test_the_eager_model_and_its_graph_agree(exported: Exported) -> None:
     entry = exported.entry
     report = compare(randomised(entry, 1), exported.hollow, cases=calls(entry), engines=["torch"])
@@ -45,7 +45,7 @@ def middle_matrix(model: torch.nn.Module, artifact: Artifact) -> str:
     return names[len(names) // 2]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 def test_a_wrong_weight_is_found_where_it_is_used(exported: Exported, tmp_path: Path) -> None:
     entry, artifact = exported.entry, exported.hollow
     model = randomised(entry, 1)

@@ -54,6 +54,7 @@ def devices(artifact: Artifact, given: dict[str, Any], opened: Compiled) -> set[
     return {value.device for value in pytree.tree_leaves(outputs) if isinstance(value, torch.Tensor)}
 
 
+@pytest.mark.sampled(2)
 def test_the_zoo_runs_on_a_gpu_that_is_not_there(exported: Exported) -> None:
     entry, artifact = exported.entry, exported.hollow
     opened = graph_opening.open_graph(artifact, artifact.manifest.methods["forward"].graph, GPU)

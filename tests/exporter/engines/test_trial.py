@@ -108,7 +108,7 @@ FINE: dict[str, tuple[Function, tuple[torch.Tensor, ...], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", FINE)
 def test_right_ones_are_taken(name: str, tmp_path: Path) -> None:
     function, inputs, options = FINE[name]

@@ -102,10 +102,12 @@ def plain(folder: Path) -> tuple[dict[str, str], str]:
     return run(folder)
 
 
+@pytest.mark.slow
 def test_a_model_that_agrees_passes(plain: tuple[dict[str, str], str]) -> None:
     assert plain[0]["test_net"] == "PASSED"
 
 
+@pytest.mark.slow
 def test_a_failure_says_which_output_where_how_far_and_from_which_module_on(plain: tuple[dict[str, str], str]) -> None:
     outcomes, text = plain
     assert outcomes["test_wrong_weights"] == "FAILED"
@@ -122,6 +124,7 @@ def test_a_failure_says_which_output_where_how_far_and_from_which_module_on(plai
     assert "    assert_parity(model, artifact, weights, cases=[(X,)])" in text
 
 
+@pytest.mark.slow
 def test_what_cannot_be_compared_is_an_error_of_its_own(plain: tuple[dict[str, str], str]) -> None:
     outcomes, text = plain
     assert (outcomes["test_another_model"], outcomes["test_dropout"]) == ("FAILED", "FAILED")
