@@ -145,6 +145,7 @@ def test_subjects_are_compared_with_peers_and_goals_are_judged(measured: Measure
 
 
 @pytest.mark.parametrize("group", ["swap"])
+@pytest.mark.slow
 def test_the_table_has_a_line_for_each_row(measured: Measure, group: str) -> None:
     printed, made = measured(group)
     lines = [line for line in printed.splitlines() if line.startswith("| ")]
