@@ -20,7 +20,6 @@ from tests.support import warm
     ],
     ids=["plain", "guided", "long"],
 )
-@pytest.mark.sampled(1)
 @pytest.mark.slow
 def test_mutated_files_are_refused_by_name(arguments: list[str], tmp_path: Path) -> None:
     command = [warm.python(), "-m", "tests.fuzzing", *arguments, "--keep", str(tmp_path)]

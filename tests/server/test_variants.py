@@ -325,7 +325,6 @@ def test_a_required_signature_is_required_of_variants(folder: Path, tmp_path: Pa
     assert model.add_variant("low", "a", path).weights_id == unheld.weights_id
 
 
-@pytest.mark.sampled(1)
 @pytest.mark.parametrize("transport", ["events", "whole", "grpc"])
 @pytest.mark.slow
 def test_generation_chooses(tmp_path: Path, transport: str) -> None:

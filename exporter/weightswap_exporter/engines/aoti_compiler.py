@@ -70,12 +70,12 @@ def compile_library(where: str, module: GraphModule, samples: tuple[torch.Tensor
     except _EndsProcesses:
         found = compile_with(_SERIAL)
     if found.foreign:
-        raise _unfit(where, f"it calls {', '.join(found.foreign)}")
+        raise CaptureError(_unfit(where, f"it calls {', '.join(found.foreign)}"))
     return found.library
 
 
-def _unfit(where: str, what: str) -> CaptureError:
-    return CaptureError(f"{where}: AOTInductor cannot compile it for a server: {what}. Use the engine 'torch'")
+def _unfit(where: str, what: str) -> str:
+    return f"{where}: AOTInductor cannot compile it for a server: {what}. Use the engine 'torch'"
 
 
 class _EndsProcesses(CaptureError):
@@ -164,7 +164,7 @@ def _looking_at_sources(where: str) -> Callable[..., Any]:
 
     def compiled(graph: Any, *sources: Any, **options: Any) -> Any:
         if any(_CHECK in source and _PARALLEL in source for source in sources if isinstance(source, str)):
-            raise _EndsProcesses(str(_unfit(where, "its checks would end the process")))
+            raise _EndsProcesses(_unfit(where, "its checks would end the process"))
         return compiling(graph, *sources, **options)
 
     return compiled

@@ -16,18 +16,13 @@ _Lowering = Callable[..., Any]
 
 def cpu_lowerings() -> Mapping[Any, _Lowering]:
     """Lowerings by operator, in place of AOTInductor's."""
+    by_torch: Any = lowering.fallback_handler
     return {
-        _aten.index.Tensor: _checked_by_torch(_aten.index.Tensor),
+        # torch's own kernel raises for a bad index; in generated code one would end the process
+        _aten.index.Tensor: by_torch(_aten.index.Tensor, add_to_fallback_set=False),
         _aten.mm.default: _row_inline(lowering.lowerings[_aten.mm.default], _product),
         _aten.addmm.default: _row_inline(lowering.lowerings[_aten.addmm.default], _sum_and_product),
     }
-
-
-def _checked_by_torch(operator: Any) -> _Lowering:
-    """Torch's own kernel, which raises for a bad index. In generated code one would end the process."""
-    handler: Any = lowering.fallback_handler
-    found: _Lowering = handler(operator, add_to_fallback_set=False)
-    return found
 
 
 def _row_inline(library: _Lowering, inline: _Lowering) -> _Lowering:

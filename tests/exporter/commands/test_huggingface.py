@@ -299,7 +299,6 @@ OLDER: dict[
 }
 
 
-@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("build", "rewrite", "unused"), OLDER.values(), ids=OLDER)
 @pytest.mark.slow
 def test_the_form_of_the_weights_in_a_directory_is_recorded(

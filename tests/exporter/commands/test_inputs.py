@@ -94,7 +94,6 @@ def inputs_of(architecture: str) -> Inputs:
     raise AssertionError(architecture)
 
 
-@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "architecture", [pytest.param(name, marks=[pytest.mark.slow] if name in LONGER else []) for name in FAMILIES]
 )

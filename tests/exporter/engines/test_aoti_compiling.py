@@ -104,7 +104,7 @@ class Products(nn.Module):
         return found @ self.third, torch.addmm(x, found, self.third, beta=0.5, alpha=2)
 
 
-@pytest.mark.parametrize(("width", "calls"), [(8, False), pytest.param(363, True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("width", "calls"), [(8, False), (363, True)])
 @pytest.mark.slow
 def test_a_row_by_a_small_matrix_calls_no_library(tmp_path: Path, width: int, calls: bool) -> None:
     torch.manual_seed(0)

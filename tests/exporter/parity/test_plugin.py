@@ -159,7 +159,6 @@ def test_recorded_outputs_are_kept_and_updated(plain: tuple[dict[str, str], str]
     assert (folder / "kept" / "net.goldens.safetensors").read_bytes() == kept
 
 
-@pytest.mark.sampled(1)
 @pytest.mark.parametrize("workers", [0, 1], ids=["one process", "a worker"])
 @pytest.mark.slow
 def test_one_call_does_not_overwrite_what_another_has_recorded(folder: Path, workers: int) -> None:

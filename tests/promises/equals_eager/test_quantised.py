@@ -49,7 +49,6 @@ def test_a_server_gives_eagers_bits_before_and_after_a_swap(kind: str, tmp_path:
     assert not torch.equal(eager(one), eager(two))
 
 
-@pytest.mark.sampled(1)
 @pytest.mark.parametrize("kind", ["int8 dynamic", "int4", "float8"])
 @pytest.mark.slow
 def test_a_skeleton_can_be_quantised_within_its_block_and_after_it(kind: str, tmp_path: Path) -> None:

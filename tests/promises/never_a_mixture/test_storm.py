@@ -275,7 +275,6 @@ class Changes:
 
 @pytest.mark.parametrize("engine", ["torch", pytest.param("aoti", marks=[needs_compiler, pytest.mark.slow]), "onnx"])
 @pytest.mark.parametrize("steps", [STEPS, pytest.param(LONG, marks=pytest.mark.slow)])
-@pytest.mark.sampled(2)
 def test_eight_threads_call_while_weights_change_in_every_way(
     engine: str, steps: int, files_of: FilesOf, residency: str
 ) -> None:

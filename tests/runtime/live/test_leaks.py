@@ -107,7 +107,6 @@ def round_of_swaps(model: Model, files: RichFiles) -> int:
     return (model.generation or 0) - before
 
 
-@pytest.mark.sampled(1)
 @pytest.mark.slow
 def test_five_hundred_swaps_hold_what_ten_hold(residency: str, files: RichFiles) -> None:
     model = model_of(files, residency)

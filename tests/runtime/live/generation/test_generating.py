@@ -570,7 +570,6 @@ main()
 """
 
 
-@pytest.mark.sampled(1)
 @pytest.mark.parametrize("blocked", ["transformers", "transformers,tokenizers"])
 @pytest.mark.slow
 def test_generation_needs_no_transformers(blocked: str, one: Exported, tokenizer: Path) -> None:
