@@ -10,11 +10,13 @@ from typing import Any
 import pytest
 
 from tests.support.tiny import TinyArtifact
-from weightswap_fleet.documents import Spec
+from weightswap_fleet.coordinator.agreement import Agreement, Deadlines
+from weightswap_fleet.documents import FleetReceipt, Order, Spec
 from weightswap_fleet.node.keeper import NodeKeeper
 from weightswap_fleet.node.memory import NodeMemory
-from weightswap_runtime import DesiredPlace, Event
-from weightswap_runtime.desired.document import DesiredState
+from weightswap_runtime import DesiredPlace, Event, write_delta
+from weightswap_runtime.desired.document import DesiredState, DesiredWeights
+from weightswap_runtime.desired.place import known_weights
 from weightswap_runtime.format.weight_set import open_weights
 
 
@@ -24,6 +26,7 @@ class Died(BaseException):
 
 Fate = Callable[[str, str], str]  # of a message, by method and node: "", "lost", "answer lost", "slow"
 SLOW = 4.0  # seconds until a slow answer is there
+SOON = Deadlines(prepare=5.0, commit=0.2)
 
 
 class MortalPlace(DesiredPlace):
@@ -109,6 +112,9 @@ class Fleet:
         path.write_bytes(content)
         return path
 
+    def delta(self, base: int, new: int) -> Path:
+        return write_delta(self.file(base), self.file(new), self.where / f"d{base}-{new}.safetensors").path
+
     def weights_id(self, number: int) -> str:
         with open_weights(self.file(number)) as weights:
             assert weights.stamp is not None
@@ -122,6 +128,19 @@ class Fleet:
 
     def served(self) -> dict[str, str | None]:
         return {node: keeper.model.weights_id for node, keeper in self.keepers.items()}
+
+    def swap(
+        self, what: int | str | Path, by: str = "ana", reason: str = "", deadlines: Deadlines = SOON
+    ) -> FleetReceipt:
+        """Have all agree on weights: those of a number, or a file, or a URL."""
+        where = str(self.file(what) if isinstance(what, int) else what)
+        return Agreement(self.place, self).swap(where, known_weights(where), by, reason, deadlines)
+
+    def order(self, number: int, proven: bool = False) -> Order:
+        """What each node is asked to prepare for weights of a number."""
+        path = str(self.file(number))
+        weights = DesiredWeights(source=path, weights_id=self.weights_id(number), since=0.0, by="ana")
+        return Order(f"order {number}", self.place.read().revision, path, weights, 10.0, proven)
 
     # as `agreement.Nodes`
 

@@ -7,25 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from weightswap_fleet.coordinator.agreement import Agreement, Deadlines
-from weightswap_fleet.documents import FleetReceipt
+from weightswap_fleet.coordinator.agreement import Agreement
 from weightswap_fleet.errors import FleetRefused
-from weightswap_runtime import BaseMismatch, RevisionConflict, write_delta
+from weightswap_runtime import BaseMismatch, DigestMismatch, RevisionConflict, write_delta
 from weightswap_runtime.desired.document import MOST_BASES
 from weightswap_runtime.desired.place import known_weights
 from weightswap_runtime.errors import StageClosed, StagingBusy, Unsupported
+from weightswap_runtime.sources.local import LocalFile
 
-from .nodes import Fleet
-
-SOON = Deadlines(prepare=5.0, commit=0.2)
-
-
-def delta(fleet: Fleet, base: int, new: int) -> Path:
-    return write_delta(fleet.file(base), fleet.file(new), fleet.where / f"d{base}-{new}.safetensors").path
-
-
-def swap(fleet: Fleet, path: Path) -> FleetReceipt:
-    return Agreement(fleet.place, fleet).swap(str(path), known_weights(path), "ana", "", SOON)
+from .nodes import SOON, Fleet
 
 
 def before(fleet: Fleet, method: str, event: Callable[[], object], node: str = "n0") -> None:
@@ -40,15 +30,90 @@ def before(fleet: Fleet, method: str, event: Callable[[], object], node: str = "
     fleet.fate = fate
 
 
+@pytest.fixture
+def read(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
+    """How many bytes were read of each file."""
+    found: dict[str, int] = {}
+    read_into = LocalFile.read_into
+
+    def counted(self: LocalFile, buffers: list[memoryview], offset: int) -> None:
+        read_into(self, buffers, offset)
+        name = Path(self.where).name
+        found[name] = found.get(name, 0) + sum(buffer.nbytes for buffer in buffers)
+
+    monkeypatch.setattr(LocalFile, "read_into", counted)
+    return found
+
+
+def test_a_delta_is_laid_over_what_a_node_serves_and_a_new_node_reads_its_base_first(
+    fleet: Fleet, read: dict[str, int]
+) -> None:
+    for new in (1, 2):
+        receipt = fleet.swap(fleet.delta(new - 1, new))
+        assert (receipt.kind, receipt.late, receipt.weights_id) == ("swap", {}, fleet.weights_id(new))
+    assert {keeper.model.history[-1].kind for keeper in fleet.keepers.values()} == {"delta"}
+    fleet.place.set(write_delta(fleet.file(2), fleet.file(3), fleet.where / "d2-3.safetensors").path, revision=3)
+    read.clear()
+    for keeper in fleet.keepers.values():
+        keeper.changes.look()
+    assert set(fleet.served().values()) == {fleet.weights_id(3)}
+    assert "v2.safetensors" not in read
+    assert read.pop("d2-3.safetensors")
+    read.clear()
+    fleet.start("n2")
+    assert fleet.keepers["n2"].model.weights_id == fleet.weights_id(3)
+    assert set(read) >= {"v0.safetensors", "d0-1.safetensors", "d1-2.safetensors", "d2-3.safetensors"}
+    assert fleet.commits[-1] == (4, fleet.weights_id(3))  # nothing in between was served
+
+
+def test_a_node_that_serves_others_than_a_delta_starts_from_reads_them_too(fleet: Fleet) -> None:
+    """And serves none of them on the way."""
+    fleet.fate = lambda method, node: "lost" if node == "n1" and method in {"commit", "look_soon"} else ""
+    fleet.swap(1)
+    fleet.keepers["n1"].changes.discard(fleet.keepers["n1"].changes._order.order.id)  # type: ignore[union-attr]
+    fleet.fate = lambda method, node: ""
+    fleet.commits.clear()
+    assert fleet.swap(fleet.delta(1, 2)).late == {}
+    assert fleet.commits == [(3, fleet.weights_id(2))] * 2
+    assert not Agreement(fleet.place, fleet).rollback(None, "bo", "", False, SOON).late
+    assert set(fleet.served().values()) == {fleet.weights_id(1)}
+
+
+def test_a_delta_from_other_weights_is_refused_before_anything_is_asked(fleet: Fleet) -> None:
+    fleet.asked.clear()
+    with pytest.raises(BaseMismatch, match=rf"from the weights {fleet.weights_id(1)[:12]}, and .* are desired"):
+        fleet.swap(fleet.delta(1, 2))
+    assert fleet.asked == []
+    path = write_delta(fleet.file(1), fleet.file(2), fleet.where / "d1-2.safetensors").path
+    wrong = known_weights(path)._replace(base=fleet.weights_id(0))
+    fleet.file(2)
+    with pytest.raises(FleetRefused) as refused:
+        Agreement(fleet.place, fleet).swap(str(path), wrong, "ana", "", SOON)
+    assert {name: type(error) for name, error in refused.value.reasons.items()} == dict.fromkeys(
+        ("n0", "n1"), BaseMismatch
+    )
+    assert fleet.place.read().revision == 1
+
+
+def test_a_damaged_delta_is_refused_by_all(fleet: Fleet) -> None:
+    path = write_delta(fleet.file(0), fleet.file(1), fleet.where / "d.safetensors").path
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(FleetRefused) as refused:
+        fleet.swap(path)
+    assert {type(error) for error in refused.value.reasons.values()} == {DigestMismatch}
+
+
 def test_the_second_of_two_operators_is_told_what_is_desired_by_then(fleet: Fleet) -> None:
     """Both have made a delta from the same weights; their changes come one after the other."""
-    first, second = delta(fleet, 0, 1), delta(fleet, 0, 2)
-    swap(fleet, first)
+    first, second = fleet.delta(0, 1), fleet.delta(0, 2)
+    fleet.swap(first)
     fleet.asked.clear()
     with pytest.raises(
         BaseMismatch, match=rf"from the weights {fleet.weights_id(0)[:12]}, and {fleet.weights_id(1)[:12]} "
     ):
-        swap(fleet, second)
+        fleet.swap(second)
     assert fleet.asked == []
     assert fleet.commits == [(2, fleet.weights_id(1))] * 2
 
@@ -61,11 +126,11 @@ def test_of_two_operators_at_once_one_is_refused(
     fleet: Fleet, when: str, first_serves: bool, refusals: set[type[Exception]]
 ) -> None:
     """By two coordinators, of which the second begins and ends in the midst of what the first one does."""
-    first, second, refused = delta(fleet, 0, 1), delta(fleet, 0, 2), list[Exception]()
+    first, second, refused = fleet.delta(0, 1), fleet.delta(0, 2), list[Exception]()
 
     def attempt(path: Path) -> None:
         try:
-            swap(fleet, path)
+            fleet.swap(path)
         except FleetRefused as error:
             refused.extend(error.reasons.values())
         except (BaseMismatch, RevisionConflict) as error:
@@ -84,17 +149,17 @@ def test_of_two_operators_at_once_one_is_refused(
 @pytest.mark.parametrize("base_is_there", [True, False])
 def test_a_keeper_that_begins_again_before_it_commits_a_delta(fleet: Fleet, when: str, base_is_there: bool) -> None:
     """Before the decision nobody changes; after it the next keeper, which has the base in memory, reads the delta."""
-    path = delta(fleet, 0, 1)
+    path = fleet.delta(0, 1)
     if not base_is_there:
         fleet.file(0).rename(fleet.where / "away")
     before(fleet, when, lambda: fleet.start("n0"))
     if when == "renew":
         with pytest.raises(FleetRefused) as refused:
-            swap(fleet, path)
+            fleet.swap(path)
         assert {name: type(error) for name, error in refused.value.reasons.items()} == {"n0": StageClosed}
         assert (fleet.commits, fleet.place.read().revision) == ([], 1)
     else:
-        receipt = swap(fleet, path)
+        receipt = fleet.swap(path)
         assert (receipt.late, receipt.nodes["n0"].committed_at) == ({}, None)
         assert fleet.commits == [(2, receipt.weights_id)] * 2
         assert {keeper.model.history[-1].kind for keeper in fleet.keepers.values()} == {"delta"}
@@ -104,19 +169,19 @@ def test_a_keeper_that_begins_again_before_it_commits_a_delta(fleet: Fleet, when
 @pytest.mark.parametrize("when", ["prepare", "renew", "commit", "status"])
 def test_a_node_that_joins_while_a_delta_is_agreed_on(fleet: Fleet, when: str) -> None:
     """It begins with what is desired just then, and ends with what all serve; the receipt waits for it."""
-    path = delta(fleet, 0, 1)
+    path = fleet.delta(0, 1)
     before(fleet, when, lambda: fleet.start("n2"))
-    receipt = swap(fleet, path)
+    receipt = fleet.swap(path)
     assert (set(receipt.nodes), receipt.late) == ({"n0", "n1"}, {})
     assert fleet.served() == dict.fromkeys(("n0", "n1", "n2"), receipt.weights_id)
     assert {keeper.status().revision for keeper in fleet.keepers.values()} == {2}
 
 
 def test_a_node_that_joins_and_cannot_read_the_base_is_late_and_serves_nothing_old(fleet: Fleet) -> None:
-    path = delta(fleet, 0, 1)
+    path = fleet.delta(0, 1)
     fleet.file(0).rename(fleet.where / "away")
     before(fleet, "commit", lambda: fleet.start("n2"), "n1")
-    receipt = swap(fleet, path)
+    receipt = fleet.swap(path)
     assert set(receipt.nodes) == {"n0", "n1"}
     assert list(receipt.late) == ["n2"]
     assert "v0.safetensors: cannot be opened" in receipt.late["n2"]
@@ -126,16 +191,16 @@ def test_a_node_that_joins_and_cannot_read_the_base_is_late_and_serves_nothing_o
 def test_a_chain_of_deltas_is_as_long_as_the_limit_and_no_longer(fleet: Fleet) -> None:
     """A node that comes then reads all of it; one more is refused before a node is asked, and says what to do."""
     for new in range(1, MOST_BASES + 1):
-        assert swap(fleet, delta(fleet, new - 1, new)).late == {}
+        assert fleet.swap(fleet.delta(new - 1, new)).late == {}
     fleet.start("n2")
     assert len(fleet.keepers["n2"].model.history) == 1  # nothing in between was served
     assert set(fleet.served().values()) == {fleet.weights_id(MOST_BASES)}
     last = MOST_BASES + 1
     fleet.asked.clear()
     with pytest.raises(Unsupported, match="a delta after 20 files that a new process would read first; name a full we"):
-        swap(fleet, delta(fleet, MOST_BASES, last))
+        fleet.swap(fleet.delta(MOST_BASES, last))
     assert fleet.asked == []
-    assert swap(fleet, fleet.file(last)).late == {}
-    assert swap(fleet, delta(fleet, last, last + 1)).late == {}
+    assert fleet.swap(fleet.file(last)).late == {}
+    assert fleet.swap(fleet.delta(last, last + 1)).late == {}
     assert not Agreement(fleet.place, fleet).rollback(fleet.weights_id(MOST_BASES), "bo", "", False, SOON).late
     assert set(fleet.served().values()) == {fleet.weights_id(MOST_BASES)}

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from weightswap_fleet.coordinator.agreement import Agreement, Deadlines
 from weightswap_fleet.metrics import NodeMetrics, joined
-from weightswap_runtime.desired.place import known_weights
 from weightswap_server.service.metrics import ServerMetrics
 
 from .nodes import Fleet
@@ -49,8 +47,7 @@ def test_replicas_are_added_up_and_those_that_have_ended_stay(fleet: Fleet) -> N
 def test_all_nodes_are_in_one_text(fleet: Fleet) -> None:
     for node, keeper in fleet.keepers.items():
         keeper._metrics.tell(1, replica("w", 2 if node == "n0" else 7))
-    path = fleet.file(1)
-    Agreement(fleet.place, fleet).swap(str(path), known_weights(path), "ana", "", Deadlines(5.0, 0.2))
+    fleet.swap(1)
     answers = fleet.ask(fleet.names(), "metrics", timeout=1.0)
     text = joined(answers)
     requests = read(text, "weightswap_server_requests_total")

@@ -14,20 +14,17 @@ import uvicorn
 from starlette.testclient import TestClient
 
 from tests.support.browser import FAINT, NAMELESS, browser
-from weightswap_fleet.coordinator.agreement import Agreement, Deadlines
 from weightswap_fleet.coordinator.fleet_trial import FleetTrial
 from weightswap_fleet.documents import FleetPlan, NodeStatus, TrialOrder, TrialReport
 from weightswap_fleet.errors import UnknownFleet
 from weightswap_fleet.operator_page import page_app
 from weightswap_runtime.desired.document import DesiredState, DesiredWeights
-from weightswap_runtime.desired.place import known_weights
 from weightswap_server.http.listening import listening
 
 from .nodes import Fleet
 
 __all__ = ["browser"]
 HOSTS = ["127.0.0.1"]
-SOON = Deadlines(prepare=5.0, commit=0.2)
 
 
 @pytest.fixture
@@ -75,11 +72,6 @@ def served(watched: Watched) -> Iterator[str]:
         thread.join()
 
 
-def swap(fleet: Fleet, number: int) -> Any:
-    path = fleet.file(number)
-    return Agreement(fleet.place, fleet).swap(str(path), known_weights(path), "bo", "better", SOON)
-
-
 def a_trial(fleet: Fleet, number: int) -> TrialOrder:
     path, weights_id = fleet.file(number), fleet.weights_id(number)
     weights = DesiredWeights(source=str(path), weights_id=weights_id, since=time.time(), by="bo")
@@ -103,7 +95,7 @@ def test_it_shows_what_each_replica_serves_and_a_commit_that_passes_over_them(fl
         assert page.locator("button, [role=group], ul").evaluate_all(NAMELESS) == []
 
         fleet.fate = lambda method, node: "lost" if node == "n1" and method in {"commit", "look_soon"} else ""
-        receipt = swap(fleet, 1)
+        receipt = fleet.swap(1, "bo", "better")
         page.get_by_text("not all serve what is desired").wait_for()
         page.wait_for_function("() => document.querySelectorAll('.replicas li.mark').length === 2")
         ids = page.locator("section[aria-labelledby=nodes] tbody code").all_inner_texts()

@@ -308,7 +308,7 @@ def test_who_decides_meanwhile_is_first(tmp_path: Path, monkeypatch: pytest.Monk
 
     fleet.fate = meanwhile
     with pytest.raises(RevisionConflict, match="by eve"):
-        Agreement(fleet.place, fleet).swap(str(fleet.file(1)), known_weights(fleet.file(1)), "ana", "", SOON)
+        fleet.swap(1)
     assert set(fleet.served().values()) == {fleet.weights_id(0)}
     assert fleet.asked[-1] == "discard"
     for keeper in fleet.keepers.values():

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from tests.support.servers import WebServer
-from weightswap_fleet.coordinator.agreement import Agreement, Deadlines
+from weightswap_fleet.coordinator.agreement import Deadlines
 from weightswap_fleet.errors import FleetRefused
 from weightswap_fleet.node.relay import GIVEN, IDLE, OBJECTS, Relay, RelayedUrl
 from weightswap_runtime import DigestMismatch, StageCancelled, WeightFileError, write_delta
@@ -76,10 +76,6 @@ def read(source: Any, begin: int = 0, end: int | None = None) -> bytes:
     half = len(content) // 2
     source.read_into([memoryview(content)[:half], memoryview(content)[half:]], begin)
     return bytes(content)
-
-
-def swap(fleet: Fleet, url: str) -> Any:
-    return Agreement(fleet.place, fleet).swap(url, known_weights(url), "ana", "", SOON)
 
 
 def test_a_url_is_read_once_for_all(web: WebServer) -> None:
@@ -213,7 +209,7 @@ def test_a_fleet_reads_a_bucket_once(fleet: Fleet, web: WebServer) -> None:
     url = web.put("v1.safetensors", content)
     known_weights(url)
     before = web.sent
-    receipt = swap(fleet, url)
+    receipt = fleet.swap(url, deadlines=SOON)
     assert set(fleet.served().values()) == {receipt.weights_id} == {fleet.weights_id(1)}
     known = len(content)  # the controller reads the header
     assert web.sent - before <= 3 * known  # it, the reader, and a look whether it has changed; five without
@@ -230,7 +226,7 @@ def test_a_delta_is_read_once_and_its_base_by_who_lacks_it(fleet: Fleet, web: We
     url, before = web.put("d.safetensors", delta), web.sent
     known_weights(url)
     known = web.sent - before
-    assert set(swap(fleet, url).nodes) == {"n0", "n1", "n2"}
+    assert set(fleet.swap(url, deadlines=SOON).nodes) == {"n0", "n1", "n2"}
     assert web.sent - before <= 3 * known + 2 * len(delta)  # one reader; not three
     assert set(fleet.served().values()) == {fleet.weights_id(1)}
     fleet.start("n3")
@@ -251,7 +247,7 @@ def test_damage_on_the_way_is_seen(fleet: Fleet, web: WebServer, monkeypatch: py
 
     monkeypatch.setattr(taker, "take", damaged)
     with pytest.raises(FleetRefused) as refused:
-        swap(fleet, url)
+        fleet.swap(url, deadlines=SOON)
     assert {name: type(error) for name, error in refused.value.reasons.items()} == {"n2": DigestMismatch}
     assert f"n2: DigestMismatch: {url}: refused, 1 problem; " in str(refused.value)
     assert set(fleet.served().values()) == {fleet.weights_id(0)}
@@ -260,5 +256,5 @@ def test_damage_on_the_way_is_seen(fleet: Fleet, web: WebServer, monkeypatch: py
 def test_a_fleet_whose_reader_gives_nothing_reads_by_itself(fleet: Fleet, web: WebServer) -> None:
     url = web.put("v1.safetensors", fleet.file(1).read_bytes())
     fleet.fate = lambda method, node: "lost" if method == "give" else ""
-    receipt = swap(fleet, url)
+    receipt = fleet.swap(url, deadlines=SOON)
     assert set(fleet.served().values()) == {receipt.weights_id}

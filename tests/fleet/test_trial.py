@@ -14,7 +14,7 @@ import msgspec
 import pytest
 
 from weightswap_fleet.coordinator import agreement
-from weightswap_fleet.coordinator.agreement import Agreement, Deadlines
+from weightswap_fleet.coordinator.agreement import Agreement
 from weightswap_fleet.coordinator.fleet_trial import FleetTrial, shares
 from weightswap_fleet.documents import FleetPlan, Order, Prepared, TrialOrder
 from weightswap_fleet.errors import FleetRefused
@@ -26,9 +26,8 @@ from weightswap_server.canary.judging import Measured
 from weightswap_server.canary.measuring import Answers, Compared
 from weightswap_server.workers.trials import Tried
 
-from .nodes import Fleet, serving_zero
+from .nodes import SOON, Fleet, serving_zero
 
-SOON = Deadlines(prepare=5.0, commit=0.2)
 NODES = 3
 
 
@@ -64,11 +63,6 @@ def answered(fleet: Fleet, node: str, canary: int, errors: int = 0, word: int | 
     keeper = fleet.keepers[node]
     text = msgspec.msgpack.encode(Tried("tiny", keeper.changes._control.trial if word is None else word, measured))
     keeper.changes.tried(b64encode(text).decode())
-
-
-def promote(fleet: Fleet, number: int = 1) -> Any:
-    path = fleet.file(number)
-    return Agreement(fleet.place, fleet).swap(str(path), known_weights(path), "ana", "", SOON)
 
 
 def test_all_nodes_try_and_serve_what_they_served(fleet: Fleet) -> None:
@@ -113,14 +107,14 @@ def test_what_is_served_is_not_tried(fleet: Fleet) -> None:
 
 def test_a_second_trial_and_a_change_wait_for_the_first(fleet: Fleet) -> None:
     trial = begun(fleet)
-    for change in (lambda: begun(fleet, 2), lambda: promote(fleet, 2)):
+    for change in (lambda: begun(fleet, 2), lambda: fleet.swap(2)):
         with pytest.raises(FleetRefused, match=r"is on trial by ana; promote or abort it first") as refused:
             change()
         assert {type(error) for error in refused.value.reasons.values()} == {StagingBusy}
     assert (set(trying(fleet).values()), trial.look()) == ({fleet.weights_id(1)}, None)
     trial.end()
     assert set(trying(fleet).values()) == {""}
-    promote(fleet, 2)
+    fleet.swap(2)
     assert set(fleet.served().values()) == {fleet.weights_id(2)}
 
 
@@ -144,9 +138,9 @@ def test_a_copy_of_what_is_on_trial_is_another_file(fleet: Fleet) -> None:
     begun(fleet)
     copy = fleet.damaged(1)
     with pytest.raises(FleetRefused, match="is on trial by ana; promote or abort it first"):
-        Agreement(fleet.place, fleet).swap(str(copy), known_weights(copy), "bo", "", SOON)
+        fleet.swap(copy, "bo")
     assert fleet.place.read().revision == 1
-    promote(fleet)
+    fleet.swap(1)
     assert set(fleet.served().values()) == {fleet.weights_id(1)}
 
 
@@ -154,7 +148,7 @@ def test_a_promotion_that_is_not_decided_leaves_the_trial(fleet: Fleet) -> None:
     trial = begun(fleet)
     fleet.fate = lambda method, node: "lost" if (method, node) == ("prepare", "n2") else ""
     with pytest.raises(FleetRefused, match="n2"):
-        promote(fleet)
+        fleet.swap(1)
     assert (set(trying(fleet).values()), trial.look()) == ({fleet.weights_id(1)}, None)
     assert {keeper.status().preparing for keeper in fleet.keepers.values()} == {""}
     keeper = fleet.keepers["n0"]
@@ -166,7 +160,7 @@ def test_a_promotion_that_is_not_decided_leaves_the_trial(fleet: Fleet) -> None:
 
 
 def test_a_rollback_ends_it(fleet: Fleet) -> None:
-    promote(fleet, 2)
+    fleet.swap(2)
     trial = begun(fleet)
     Agreement(fleet.place, fleet).rollback(None, "bo", "", False, SOON)
     assert set(fleet.served().values()) == {fleet.weights_id(0)}
@@ -202,7 +196,7 @@ def test_without_its_leader_it_runs_out(fleet: Fleet) -> None:
     for keeper in fleet.keepers.values():
         keeper.changes.look()
     assert set(trying(fleet).values()) == {""}
-    promote(fleet, 2)
+    fleet.swap(2)
 
 
 def test_the_next_leader_finds_it(fleet: Fleet) -> None:

@@ -1,0 +1,308 @@
+"""What a node's keeper does with orders: prepared, committed or given up, while others stage, stall or are gone."""
+
+from __future__ import annotations
+
+import os
+import threading
+from functools import partial
+
+import pytest
+
+from weightswap_fleet.coordinator.agreement import Agreement
+from weightswap_fleet.documents import FleetPlan, Order, TrialOrder
+from weightswap_fleet.errors import FleetRefused
+from weightswap_runtime import (
+    RevisionConflict,
+)
+from weightswap_runtime.errors import StageCancelled, StageClosed, StagingBusy
+
+from .nodes import SOON, Fleet
+
+
+def test_what_is_prepared_is_committed_or_given_up(fleet: Fleet) -> None:
+    keeper = fleet.keepers["n0"]
+    assert not keeper.changes.prepare(fleet.order(1)).resident
+    with pytest.raises(StagingBusy, match=r"n0: has an order by ana open, for \w+; try again"):
+        keeper.changes.prepare(fleet.order(2))
+    assert keeper.status().preparing == fleet.weights_id(1)
+    keeper.changes.discard("another")
+    assert keeper.status().preparing
+    keeper.changes.discard("order 1")
+    assert (keeper.status().preparing, keeper.model.weights_id) == ("", fleet.weights_id(0))
+    with pytest.raises(StageClosed, match="not prepared any more"):
+        keeper.changes.commit("order 1", 2)
+    keeper.changes.prepare(fleet.order(1)._replace(id="again"))
+    done = keeper.changes.commit("again", 2)
+    assert (done.generation, keeper.model.weights_id, keeper.status().revision) == (1, fleet.weights_id(1), 2)
+
+
+def staging_slowly(fleet: Fleet, rate: float = 40.0) -> threading.Event:
+    """From now on it takes seconds on every node, for 92 bytes. Set once something is being staged."""
+    began = threading.Event()
+    for keeper in fleet.keepers.values():
+        stage = keeper.model.stage
+
+        def slowly(*arguments, stage=stage, **options):  # type: ignore[no-untyped-def]
+            staged = stage(*arguments, rate_limit=rate, **options)
+            began.set()
+            return staged
+
+        keeper.model.stage = slowly  # type: ignore[method-assign]
+    return began
+
+
+def change_by(fleet: Fleet, slow: str) -> None:
+    """Something that has a node stage number 2."""
+    wanted = fleet.order(2)
+    if slow == "an order":
+        fleet.swap(2)
+    elif slow == "a trial":
+        fleet.keepers["n0"].changes.prepare_trial(TrialOrder("t", wanted.source, wanted.weights, FleetPlan()))
+    else:
+        fleet.place.set(fleet.file(2), revision=2)
+        fleet.keepers["n0"].changes.look()
+
+
+@pytest.mark.parametrize("slow", ["an order", "a trial", "what the place says"])
+@pytest.mark.sampled(1)
+def test_a_rollback_waits_for_nothing_that_is_being_staged(fleet: Fleet, slow: str) -> None:
+    fleet.swap(1)
+    began = staging_slowly(fleet)
+    errors: list[Exception] = []
+
+    def change() -> None:
+        try:
+            change_by(fleet, slow)
+        except (FleetRefused, StageCancelled) as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=change)
+    thread.start()
+    assert began.wait(30)
+    receipt = Agreement(fleet.place, fleet).rollback(fleet.weights_id(0), "bo", "", False, SOON)
+    thread.join(30)
+    assert not thread.is_alive()
+    assert set(fleet.served().values()) == {receipt.weights_id} == {fleet.weights_id(0)}
+    assert len(errors) == (slow != "what the place says")
+
+
+@pytest.mark.parametrize(
+    ("what", "event"),
+    [
+        ("an order", "its coordinator died"),
+        ("an order", "hold"),
+        ("an order", "rollback"),
+        ("a trial", "rollback"),
+        ("what the place says", "rollback"),
+    ],
+)
+@pytest.mark.sampled(1)
+def test_what_nobody_wants_any_more_is_staged_no_further(fleet: Fleet, what: str, event: str) -> None:
+    fleet.swap(1)
+    keeper = fleet.keepers["n0"]
+    keeper.take_seat(os.getpid(), fleet.spec._replace(since=1.0, interval=0.01))
+    keeper.changes.look()
+    began = staging_slowly(fleet, 15.0)
+    ended: list[BaseException | None] = []
+
+    def change() -> None:
+        try:
+            keeper.changes.prepare(fleet.order(2)) if what == "an order" else change_by(fleet, what)
+            ended.append(None)
+        except StageCancelled as error:
+            ended.append(error)
+
+    thread = threading.Thread(target=change)
+    thread.start()
+    assert began.wait(30)
+    if event == "its coordinator died":
+        fleet.now += 11.0
+    else:
+        getattr(fleet.place, event)(revision=fleet.place.read().revision)
+    thread.join(60)
+    assert not thread.is_alive()
+    assert [type(error) for error in ended] == [type(None) if what == "what the place says" else StageCancelled]
+    assert (keeper.status().preparing, keeper.status().trying) == ("", "")
+    keeper.changes.look()
+    wanted = fleet.place.read().weights
+    assert wanted is not None
+    assert keeper.model.weights_id == wanted.weights_id
+
+
+def test_a_replica_that_begins_waits_for_no_staging(fleet: Fleet) -> None:
+    keeper, began = fleet.keepers["n0"], staging_slowly(fleet, 15.0)
+    wanted = fleet.order(1)
+
+    def prepare() -> None:
+        with pytest.raises(StageCancelled):
+            keeper.changes.prepare(wanted)
+
+    thread = threading.Thread(target=prepare)
+    thread.start()
+    assert began.wait(30)
+    keeper.take_seat(os.getpid(), fleet.spec._replace(since=1.0))
+    assert keeper.spec.since == 1.0
+    assert keeper.status().preparing
+    keeper.changes.discard(wanted.id)
+    thread.join(60)
+    assert not thread.is_alive()
+
+
+def trial(wanted: Order) -> TrialOrder:
+    return TrialOrder(wanted.id, wanted.source, wanted.weights, FleetPlan())
+
+
+@pytest.mark.parametrize("proven", [False, True], ids=["an order", "a rollback"])
+def test_an_order_that_comes_after_it_was_given_up_is_not_staged(fleet: Fleet, proven: bool) -> None:
+    """Messages overtake each other, and a keeper that was stopped gets all of them at once."""
+    changes, wanted = fleet.keepers["n0"].changes, fleet.order(2, proven)
+    changes.discard(wanted.id)
+    if proven:
+        changes.prepare(fleet.order(1))
+    with pytest.raises(StageCancelled, match=r"n0: \w+ was given up"):
+        changes.prepare(wanted)
+    assert changes.preparing == (fleet.weights_id(1) if proven else "")  # which it does not end
+    changes.discard("order 1")
+    assert fleet.swap(2).late == {}
+
+
+def test_a_trial_that_comes_after_it_was_given_up_is_not_staged(fleet: Fleet) -> None:
+    changes, wanted = fleet.keepers["n0"].changes, fleet.order(2)
+    changes.end_trial(wanted.id)
+    with pytest.raises(StageCancelled, match=r"n0: \w+ was given up"):
+        changes.prepare_trial(trial(wanted))
+    assert changes.trial() is None
+    assert fleet.swap(1).late == {}
+
+
+@pytest.mark.parametrize("what", ["an order", "a trial"])
+def test_what_is_given_up_while_its_file_is_opened_is_staged_no_further(fleet: Fleet, what: str) -> None:
+    keeper, wanted = fleet.keepers["n0"], fleet.order(1)
+    changes = keeper.changes
+    keeper.take_seat(os.getpid(), fleet.spec._replace(since=1.0, interval=0.01))
+    keeper.changes.look()
+    stage = keeper.model.stage
+    giving_up = threading.Thread(target=changes.discard if what == "an order" else changes.end_trial, args=(wanted.id,))
+
+    def opened_slowly(*arguments, **options):  # type: ignore[no-untyped-def]
+        giving_up.start()
+        while wanted.id not in changes._given_up:
+            pass
+        return stage(*arguments, rate_limit=15.0, **options)
+
+    keeper.model.stage = opened_slowly  # type: ignore[method-assign]
+    prepare = partial(changes.prepare, wanted) if what == "an order" else partial(changes.prepare_trial, trial(wanted))
+    with pytest.raises(StageCancelled):
+        prepare()
+    giving_up.join(60)
+    assert (changes.preparing, changes.trial()) == ("", None)
+    keeper.model.stage = stage  # type: ignore[method-assign]
+    assert not changes.prepare(fleet.order(2)).resident
+
+
+@pytest.mark.parametrize("nodes", [["n0"], ["n0", "n1"]])
+def test_a_rollback_waits_for_no_order_that_others_have_left(fleet: Fleet, nodes: list[str]) -> None:
+    """Whoever gave it has died, or waits for nodes that take long; then it does not happen."""
+    fleet.swap(1)
+    for name in nodes:
+        fleet.keepers[name].changes.prepare(fleet.order(2))
+    receipt = Agreement(fleet.place, fleet).rollback(None, "bo", "", False, SOON)
+    assert set(fleet.served().values()) == {receipt.weights_id} == {fleet.weights_id(0)}
+    for name in nodes:
+        with pytest.raises(StageClosed):
+            fleet.keepers[name].changes.commit("order 2", 3)
+
+
+def test_a_rollback_undoes_no_order_that_was_decided(fleet: Fleet) -> None:
+    """A node that has not heard of it yet commits it first."""
+    fleet.swap(1)
+    for keeper in fleet.keepers.values():
+        keeper.changes.prepare(fleet.order(2))
+
+    def decided_meanwhile(method: str, node: str) -> str:
+        if (method, node) == ("prepare", "n0"):
+            fleet.place.set(fleet.file(2), revision=2)
+        return ""
+
+    fleet.fate = decided_meanwhile
+    with pytest.raises(RevisionConflict):
+        Agreement(fleet.place, fleet).rollback(None, "bo", "", False, SOON)
+    assert set(fleet.served().values()) == {fleet.weights_id(2)}
+
+
+def test_an_order_that_nobody_speaks_of_runs_out(fleet: Fleet) -> None:
+    keeper = fleet.keepers["n0"]
+    keeper.changes.prepare(fleet.order(1))
+    keeper.changes.look()
+    assert keeper.status().preparing
+    fleet.now += 11.0
+    keeper.changes.look()
+    assert (keeper.status().preparing, keeper.model.weights_id) == ("", fleet.weights_id(0))
+
+
+def test_what_was_decided_is_done_without_a_word_and_without_reading_again(fleet: Fleet) -> None:
+    keeper = fleet.keepers["n0"]
+    keeper.changes.prepare(fleet.order(1))
+    fleet.place.set(fleet.file(1), revision=1)
+    fleet.file(1).unlink()
+    keeper.changes.look()
+    assert (keeper.model.weights_id, keeper.status().revision) == (keeper.status().weights_id, 2)
+    assert fleet.place.read().weights.weights_id == keeper.model.weights_id  # type: ignore[union-attr]
+
+
+def test_what_others_have_decided_is_not_the_order(fleet: Fleet) -> None:
+    keeper = fleet.keepers["n0"]
+    keeper.changes.prepare(fleet.order(1))
+    fleet.place.set(fleet.file(2), revision=1)
+    fleet.commits.clear()
+    keeper.changes.look()
+    assert fleet.commits == [(2, fleet.weights_id(2))]
+    with pytest.raises(StageClosed):
+        keeper.changes.commit("order 1", 2)
+    assert keeper.model.weights_id == fleet.weights_id(2)
+
+
+def test_while_the_place_is_away_an_order_stays_open_until_it_is_over(fleet: Fleet) -> None:
+    keeper, away = fleet.keepers["n0"], fleet.where.with_name("away")
+    keeper.changes.prepare(fleet.order(1))
+    fleet.where.rename(away)
+    keeper.changes.look()
+    assert keeper.status().preparing
+    keeper.changes.commit("order 1", 2)  # whoever says so has seen it written
+    assert keeper.model.weights_id == fleet.weights_id(1)
+    keeper.changes.look()
+    assert (keeper.status().reachable, keeper.model.weights_id) == (False, fleet.weights_id(1))
+    away.rename(fleet.where)
+
+
+def test_a_place_that_never_answers_is_told_of(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a file system may that is mounted over a network: the look at it hangs, and the node serves on."""
+    keeper, answers = fleet.keepers["n0"], threading.Event()
+    read = keeper._place._storage.read
+    monkeypatch.setattr(keeper._place._storage, "read", lambda check: answers.wait() and read(check))
+    thread = threading.Thread(target=keeper.changes.look)
+    thread.start()
+    fleet.now += 30.0
+    assert (keeper.status().reachable, keeper.status().error) == (True, "")
+    fleet.now += 1.0
+    status = keeper.status()
+    assert (status.reachable, status.error) == (False, f"{fleet.where}: was not read for more than 30 s")
+    assert status.weights_id == fleet.weights_id(0)
+    assert 'weightswap_fleet_unread_seconds{model="tiny"} 31.0' in keeper.metrics()
+    answers.set()
+    thread.join(60)
+    status = keeper.status()
+    assert (status.reachable, status.error) == (True, "")
+    assert 'weightswap_fleet_unread_seconds{model="tiny"} 0.0' in keeper.metrics()
+    assert 'weightswap_fleet_revision{model="tiny"} 1.0' in keeper.metrics()
+
+
+def test_a_rollback_reads_nothing_and_a_swap_reads_what_it_is_given(fleet: Fleet) -> None:
+    fleet.swap(1)
+    for number in (0, 1):
+        fleet.file(number).rename(fleet.file(number).with_suffix(".away"))
+    keeper = fleet.keepers["n0"]
+    weights = fleet.place.read().history[-1]
+    assert keeper.changes.prepare(Order("back", 2, weights.source, weights, 10.0, proven=True)).resident
+    assert keeper.changes.commit("back", 3).generation == 2
+    assert keeper.model.weights_id == weights.weights_id
