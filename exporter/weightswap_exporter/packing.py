@@ -17,7 +17,7 @@ from weightswap_runtime import Artifact
 from weightswap_runtime.errors import CheckpointError, RecordingError, WeightsMismatch, WeightswapError
 from weightswap_runtime.format.manifest import NamedTensor
 from weightswap_runtime.format.name_matching import KEYS_THEN_NAMES, NAMES, Match, by_fqn, by_key
-from weightswap_runtime.format.selection import patterns
+from weightswap_runtime.format.name_patterns import patterns
 from weightswap_runtime.format.weight_file import Stamp, canonical_order, write_weight_file
 from weightswap_runtime.format.weight_set import GOLDENS_SUFFIX
 from weightswap_runtime.sources.atomic import is_file
@@ -28,11 +28,11 @@ from weightswap_runtime.tensors.comparing import Tolerance
 from .adapter.tracing import Load
 from .capture.variants import Groups, base_alone
 from .checkpoints.casting import cast, casting, casts, requested
-from .checkpoints.kinds import check_kinds, kind_mismatch, model_problems
 from .checkpoints.level_choice import choose_level, refuse
 from .checkpoints.nested_state_dicts import Choice, NestedStateDict
 from .checkpoints.reading_checkpoints import Checkpoint, Source, open_checkpoint
 from .checkpoints.tensor import pieces
+from .checkpoints.tensor_kinds import check_kinds, kind_mismatch, model_problems
 from .checkpoints.through_model import load_into
 from .goldens.calls import Requested, wanted_goldens
 from .goldens.recording import Recording, goldens_first, record

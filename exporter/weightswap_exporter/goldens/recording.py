@@ -28,7 +28,7 @@ from weightswap_runtime.tensors.digests import digest_of
 from weightswap_runtime.tensors.dtypes import describe
 from weightswap_runtime.tensors.torch_tensors import copied_tensor
 
-from .calls import GoldenCall, Wanted, checked_inputs, with_literals
+from .calls import GoldenCall, GoldensRequest, checked_inputs, with_literals
 from .eager import Eager, Outputs, eager
 
 
@@ -58,7 +58,7 @@ def is_skeleton(model: nn.Module) -> bool:
     return any(map(is_fake, named_tensors(model).values()))
 
 
-def record_inputs(wanted: Wanted, manifest: Manifest) -> Recording:
+def record_inputs(wanted: GoldensRequest, manifest: Manifest) -> Recording:
     """Keep the inputs alone, for a model that cannot be called.
 
     A tolerance says nothing here. Raises RecordingError with every problem: inputs that a server would refuse, or that
@@ -84,7 +84,7 @@ def check_has_values(model: nn.Module) -> None:
 
 def record(
     model: nn.Module,
-    wanted: Wanted,
+    wanted: GoldensRequest,
     manifest: Manifest,
     constants: Mapping[str, TensorBytes],
     functions: Mapping[str, str],

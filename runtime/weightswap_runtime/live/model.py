@@ -18,13 +18,12 @@ from weightswap_runtime.format.artifact import Artifact
 from weightswap_runtime.format.context_file import read_context
 from weightswap_runtime.format.goldens import Mode
 from weightswap_runtime.format.name_matching import Keys
+from weightswap_runtime.format.name_patterns import patterns
 from weightswap_runtime.format.nonfinite import as_allowed
-from weightswap_runtime.format.selection import patterns
-from weightswap_runtime.live.generation.generating import Wanted, check
+from weightswap_runtime.live.generation.generating import GenerationRequest, check
 from weightswap_runtime.live.generation.sampling import Sampling
-from weightswap_runtime.live.generation.text import Tokenizer
-from weightswap_runtime.live.variants.resident import MOST, Choice, VariantReceipt, Variants
-from weightswap_runtime.live.variants.resident import Wanted as WantedVariants
+from weightswap_runtime.live.generation.tokenizer import Tokenizer
+from weightswap_runtime.live.variants.resident import MOST, Choice, VariantNames, VariantReceipt, Variants
 from weightswap_runtime.options import check_timeout
 from weightswap_runtime.sources.location import printable
 from weightswap_runtime.staging.request import LEASE_TIMEOUT, BaseFile, Busy, SwapRequest, check_busy, patience
@@ -523,7 +522,7 @@ class Model(Caller, AbstractContextManager["Model"]):
         self,
         prompt: Any,
         *,
-        variants: WantedVariants | Choice | None = None,
+        variants: VariantNames | Choice | None = None,
         max_new_tokens: int | None = None,
         temperature: float = 0.0,
         top_k: int | None = None,
@@ -558,7 +557,7 @@ class Model(Caller, AbstractContextManager["Model"]):
             raise Unsupported(f"{self.artifact.path}: does not generate; export it with export_decoder()")
         sampling = Sampling(temperature, top_k, top_p, repetition_penalty)
         prompts = Prompts(prompt, lambda: self._tokenizer(tokenizer))
-        wanted = Wanted(prompts.rows, sampling, max_new_tokens, prompts.stopped(stop), seed)
+        wanted = GenerationRequest(prompts.rows, sampling, max_new_tokens, prompts.stopped(stop), seed)
         check(wanted, generation)
         choice = self._opened_variants().choose(variants) if variants else None
         context = self.new_context(on_swap=on_swap)
@@ -678,7 +677,7 @@ class Model(Caller, AbstractContextManager["Model"]):
         )
 
 
-def choice_of(model: Model, wanted: WantedVariants) -> Choice:
+def choice_of(model: Model, wanted: VariantNames) -> Choice:
     """What calls with `variants=wanted` choose now, to be given instead: it says which weights it has, and keeps them.
 
     Raises UnknownVariant.

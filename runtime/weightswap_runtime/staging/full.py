@@ -10,7 +10,7 @@ from weightswap_runtime.errors import DigestMismatch, WeightsMismatch
 from weightswap_runtime.format.identity import Identity, identify
 from weightswap_runtime.format.manifest import Manifest
 from weightswap_runtime.format.name_matching import NAMES, Match, resolve
-from weightswap_runtime.format.selection import ignored_names, part_of
+from weightswap_runtime.format.name_patterns import ignored_names, part_of
 from weightswap_runtime.format.weight_file import Stamp
 from weightswap_runtime.format.weight_set import WeightSet
 from weightswap_runtime.memory.arena import Arena

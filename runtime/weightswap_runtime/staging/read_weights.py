@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 from weightswap_runtime.errors import DigestMismatch, MissingExtra, Unsupported
-from weightswap_runtime.format.selection import patterns, select
+from weightswap_runtime.format.name_patterns import patterns, select
 from weightswap_runtime.format.weight_set import WeightSet, open_weights
 from weightswap_runtime.memory.arena import Scratch
 from weightswap_runtime.tensors.content import TensorBytes, as_array

@@ -27,7 +27,7 @@ from weightswap_runtime.tensors.dtypes import describe
 from weightswap_runtime.threads.job import Job
 from weightswap_runtime.threads.workers import Workers
 
-from .peft_directory import CONFIG_NAME, Taken, match_peft, read_config, weights_in
+from .peft_directory import CONFIG_NAME, RowSource, match_peft, read_config, weights_in
 
 _FLOATS = ("F16", "BF16", "F32", "F64")
 
@@ -76,7 +76,7 @@ def stage_variant(
     return StagedVariant(arena, identity, where, read, time.perf_counter() - start, odd)
 
 
-def _match_names(weights: WeightSet, rows: Sequence[NamedTensor]) -> list[Taken]:
+def _match_names(weights: WeightSet, rows: Sequence[NamedTensor]) -> list[RowSource]:
     """A file's tensors by the FQNs of the graph. Raises WeightsMismatch."""
     tensors, problems = weights.tensors, []
     for row in rows:
@@ -90,7 +90,7 @@ def _match_names(weights: WeightSet, rows: Sequence[NamedTensor]) -> list[Taken]
     if problems:
         advice = f"A directory of PEFT's has {CONFIG_NAME}; any other file has the names of the graph."
         raise WeightsMismatch(weights.where, problems, advice)
-    return [Taken(row, row.name) for row in rows]
+    return [RowSource(row, row.name) for row in rows]
 
 
 def _can_be(dtype: str, wanted: str) -> bool:
@@ -98,7 +98,7 @@ def _can_be(dtype: str, wanted: str) -> bool:
 
 
 def _read(
-    weights: WeightSet, taken: Sequence[Taken], memory: Memory, workers: Workers, job: Job
+    weights: WeightSet, taken: Sequence[RowSource], memory: Memory, workers: Workers, job: Job
 ) -> tuple[Arena, Findings]:
     """Read the tensors, and lay them into an arena that has the rows."""
     if wrong := [t.key for t in taken if t.key and not _can_be(weights.tensors[t.key].dtype, t.row.dtype)]:
@@ -129,7 +129,7 @@ def _read(
     return arena, found
 
 
-def _is_as_stored(taken: Taken, weights: WeightSet) -> bool:
+def _is_as_stored(taken: RowSource, weights: WeightSet) -> bool:
     """Whether a row has the very bytes of the file."""
     if taken.key is None or taken.factor != 1.0:
         return False
@@ -137,7 +137,7 @@ def _is_as_stored(taken: Taken, weights: WeightSet) -> bool:
     return (stored.dtype, stored.shape) == (taken.row.dtype, taken.row.shape)
 
 
-def _row_bytes(taken: Taken, weights: WeightSet, raw: HostArena) -> memoryview:
+def _row_bytes(taken: RowSource, weights: WeightSet, raw: HostArena) -> memoryview:
     """The row-major bytes of a row: those that were read, multiplied, cast and padded with zeros."""
     row = taken.row
     padded = np.zeros(row.shape, numpy_dtype(row.dtype))
