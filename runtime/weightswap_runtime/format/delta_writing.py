@@ -10,22 +10,16 @@ from pathlib import Path
 import numpy as np
 
 from weightswap_runtime.errors import DigestMismatch, GraphMismatch, Unsupported, WeightFileError, WeightsMismatch
-from weightswap_runtime.format.delta_file import DATA, DELTA_KEY, RUNS, DeltaStamp
-from weightswap_runtime.format.goldens import goldens_behind
-from weightswap_runtime.format.header import FileTensor, pack_ranges
-from weightswap_runtime.format.weight_file import (
-    Stamp,
-    TensorRow,
-    WeightFile,
-    canonical_order,
-    render_stamped,
-    write_tensors,
-)
-from weightswap_runtime.format.weight_set import goldens_path
 from weightswap_runtime.sources.atomic import companion
 from weightswap_runtime.sources.location import Location, Url, as_location, check_writable
 from weightswap_runtime.tensors.digests import BLOCK, TensorHasher
 from weightswap_runtime.tensors.dtypes import TensorType
+
+from .delta_file import DATA, DELTA_KEY, RUNS, DeltaStamp
+from .goldens import goldens_behind
+from .header import FileTensor, pack_ranges
+from .weight_file import Stamp, TensorRow, WeightFile, canonical_order, render_stamped, write_tensors
+from .weight_set import goldens_path
 
 FEWEST = 256  # bytes that are compared together: each range takes 16 bytes of the file
 Runs = list[tuple[int, int]]
