@@ -135,10 +135,8 @@ def pack(
     opening = open_checkpoint(source, choice) if model is None else load_into(model, source, load, choice)
     with opening as checkpoint:
         recording = record_from()
-        with pack_checkpoint(checkpoint, opened, place, labels=labels, dtype=dtype, progress=progress) as (
-            file,
-            packed,
-        ):
+        packing = pack_checkpoint(checkpoint, opened, place, labels=labels, dtype=dtype, progress=progress)
+        with packing as (file, packed):
             goldens = recording.encode(packed.weights_id) if recording else None
             with companion(goldens_path(place), goldens):
                 file.rename(place)

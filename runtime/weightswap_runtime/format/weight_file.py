@@ -219,8 +219,7 @@ def new_weight_file(
     )
     with StampedFile(path, order, METADATA_KEY, labels) as file:
         digests = file.write_tensors(data, blank)
-        ident = weights_id((row, digests[row.name]) for row in order)
-        stamp = replace(blank, weights_id=ident, digests=digests)
+        stamp = replace(blank, weights_id=weights_id((row, digests[row.name]) for row in order), digests=digests)
         file.write_stamp(stamp)
         yield file, stamp
 
