@@ -28,6 +28,7 @@ from weightswap_runtime import (
     read_weights,
     write_delta,
 )
+from weightswap_runtime.format import delta_writing as deltas
 from weightswap_runtime.format.delta_file import DELTA_KEY, DeltaStamp, delta_stamp
 from weightswap_runtime.format.identity import identify
 from weightswap_runtime.format.manifest import NamedTensor
@@ -36,7 +37,6 @@ from weightswap_runtime.format.weight_file import TensorRow, canonical_order, wr
 from weightswap_runtime.format.weight_set import open_weights
 from weightswap_runtime.live.residency import double
 from weightswap_runtime.memory.arena import ArenaLayout, ByteRange, HostArena
-from weightswap_runtime.staging import delta_writing as deltas
 from weightswap_runtime.staging.delta import stage_delta
 from weightswap_runtime.staging.reading import write_rows
 from weightswap_runtime.staging.request import Served, SwapRequest
