@@ -22,6 +22,7 @@ from weightswap_runtime.format.manifest import NamedTensor
 from weightswap_runtime.format.nonfinite import Counts, Nonfinite, count_nonfinite, newly_nonfinite
 from weightswap_runtime.memory.arena import ArenaLayout, HostArena
 from weightswap_runtime.staging.delta_overlay import ByteRanges, overlay
+from weightswap_runtime.staging.request import Base
 from weightswap_runtime.tensors.digests import block_digests
 from weightswap_runtime.tensors.dtypes import DTYPES, has_fractions
 from weightswap_runtime.threads.job import Job
@@ -281,7 +282,7 @@ def test_a_change_of_half_a_value_is_judged_with_the_other_half(
     arena, content = HostArena(ArenaLayout([weight])), memoryview(bytes.fromhex(data))
     served = identify([weight], {"w": block_digests(arena.view("w"))}, {})
     parts = ByteRanges.of(np.array([[begin, begin + len(content)]]), content)
-    found = overlay({"w": parts}, arena, served, Workers(1), Job()).nonfinite
+    found = overlay({"w": parts}, Base(arena, served), Workers(1), Job()).nonfinite
     assert found == ({} if expected is None else {"w": Counts(*expected)})
 
 
