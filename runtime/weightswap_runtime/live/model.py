@@ -231,17 +231,17 @@ class Model(Caller, AbstractContextManager["Model"]):
         request = SwapRequest(
             path,
             keys,
-            patterns(only) if only is not None else (),
-            expect,
-            allow_other_graph,
-            verify,
-            as_allowed(allow_nonfinite, self.artifact.manifest),
-            by,
-            rate_limit,
-            busy,
-            timeout,
-            patterns(ignore, "ignore") if ignore else (),
-            tuple(starmap(BaseFile, onto)),
+            only=patterns(only) if only is not None else (),
+            expect=expect,
+            allow_other_graph=allow_other_graph,
+            verify=verify,
+            allow_nonfinite=as_allowed(allow_nonfinite, self.artifact.manifest),
+            by=by,
+            rate_limit=rate_limit,
+            busy=busy,
+            timeout=timeout,
+            ignore=patterns(ignore, "ignore") if ignore else (),
+            onto=tuple(starmap(BaseFile, onto)),
         )
         request.check()
         task = StagingTask(self._store, self._member, request, Job(rate_limit))
@@ -396,20 +396,18 @@ class Model(Caller, AbstractContextManager["Model"]):
         Raises Unsupported and MissingExtra; nothing afterwards.
         """
         self._check_open()
-        allowed = as_allowed(allow_nonfinite, self.artifact.manifest)
         request = SwapRequest(
             "",
             keys,
-            patterns(only) if only is not None else (),
-            None,
-            allow_other_graph,
-            verify,
-            allowed,
-            by,
-            rate_limit,
-            "wait",
-            timeout,
-            patterns(ignore, "ignore") if ignore else (),
+            only=patterns(only) if only is not None else (),
+            allow_other_graph=allow_other_graph,
+            verify=verify,
+            allow_nonfinite=as_allowed(allow_nonfinite, self.artifact.manifest),
+            by=by,
+            rate_limit=rate_limit,
+            busy="wait",
+            timeout=timeout,
+            ignore=patterns(ignore, "ignore") if ignore else (),
         )
         check_promotion_policy(policy)
         promotion = None if promote is None else Promotion(DesiredPlace(promote), policy, by)

@@ -17,12 +17,11 @@ from weightswap_runtime.format.weight_set import WeightSet, open_weights
 from weightswap_runtime.memory.arena import Arena, ArenaLayout, HostArena
 from weightswap_runtime.memory.host import Memory
 from weightswap_runtime.sources.location import as_location, printable
-from weightswap_runtime.staging.checks import check_expected
-from weightswap_runtime.staging.full import DAMAGED, digest_problems
+from weightswap_runtime.staging.checks import DAMAGED, check_expected, digest_problems
 from weightswap_runtime.staging.reading import Findings, lay, read_tensors
 from weightswap_runtime.staging.request import Admit, SwapRequest
 from weightswap_runtime.tensors.content import TensorBytes, array_content, as_array, numpy_dtype
-from weightswap_runtime.tensors.digests import block_digests, tensor_digest
+from weightswap_runtime.tensors.digests import block_digests
 from weightswap_runtime.tensors.dtypes import describe
 from weightswap_runtime.threads.job import Job
 from weightswap_runtime.threads.workers import Workers
@@ -122,8 +121,7 @@ def _read(
             counts = count_nonfinite(each.row.dtype, rows)
             found.add(Findings({each.row.name: block_digests(rows)}, {each.row.name: counts} if counts else {}))
             lay(arena, each.row, rows, job)
-    stamp = weights.stamp
-    if stamp and (corrupt := digest_problems(stamp, {key: tensor_digest(b) for key, b in read.digests.items()})):
+    if corrupt := digest_problems(weights.stamp, read.digests):
         raise DigestMismatch(weights.where, corrupt, DAMAGED)
     arena.synchronize()
     return arena, found
