@@ -25,7 +25,13 @@ def stage_delta(weights: WeightSet, stamp: DeltaStamp, base: Base, staging: Stag
     Raises BaseMismatch, GraphMismatch, WeightsMismatch, WeightFileError, DigestMismatch, UnexpectedWeights, MemoryError
     and StageCancelled. Nothing that is served, and no arena, is written to.
     """
-    _check(stamp, base.identity.weights_id, weights.where, staging)
+    check_header(stamp, weights.where, staging)
+    served = base.identity.weights_id
+    if stamp.base != served:
+        raise BaseMismatch(
+            f"{weights.where}: a delta from the weights {stamp.base[:12]}, but {served[:12]} are served. Apply the "
+            "deltas of a chain in order, each to the weights that it starts from, or swap a full weight file."
+        )
     start = time.perf_counter()
     parts = _read_parts(weights, stamp, staging)
     weights.check_unchanged(proven=True)
@@ -51,16 +57,14 @@ def stage_delta(weights: WeightSet, stamp: DeltaStamp, base: Base, staging: Stag
     return StagedChange(contents, HostPatch(laid.spans))
 
 
-def _check(stamp: DeltaStamp, served: str, where: str, staging: Staging) -> None:
-    """Check everything that a delta's header can tell."""
+def check_header(stamp: DeltaStamp, where: str, staging: Staging) -> None:
+    """Check everything that a delta's header can tell, whatever it is laid over.
+
+    Raises Unsupported, GraphMismatch, UnexpectedWeights and WeightsMismatch.
+    """
     if staging.request.only:
         raise Unsupported(f"{where}: a delta is taken whole; `only` is for files that hold full tensors")
     check_graph(stamp.graph_id, staging.manifest, where, staging.request)
-    if stamp.base != served:
-        raise BaseMismatch(
-            f"{where}: a delta from the weights {stamp.base[:12]}, but {served[:12]} are served. Apply the "
-            "deltas of a chain in order, each to the weights that it starts from, or swap a full weight file."
-        )
     check_expected(stamp.weights_id, where, staging.request)
     rows = {weight.name: weight for weight in staging.manifest.weights}
     problems = []

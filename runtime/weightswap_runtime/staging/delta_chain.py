@@ -7,7 +7,7 @@ from weightswap_runtime.format.delta_file import DeltaStamp, delta_stamp
 from weightswap_runtime.format.weight_set import WeightSet, open_weights
 from weightswap_runtime.memory.arena import Arena
 
-from .delta import stage_delta
+from .delta import check_header, stage_delta
 from .full import plan, stage_full
 from .request import Base, BaseFile, Contents, Staging
 
@@ -17,6 +17,7 @@ def stage_chain(weights: WeightSet, stamp: DeltaStamp, arena: Arena, staging: St
 
     Raises what `stage_full` and `stage_delta` raise; the arena's content is then undefined.
     """
+    check_header(stamp, weights.where, staging)  # before much is read
     full, *deltas = staging.request.onto
     between = _leading_to(full, staging)
     with open_weights(full.path, staging.job.check) as opened:
