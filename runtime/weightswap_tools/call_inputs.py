@@ -34,7 +34,7 @@ def named_inputs(method: str, signature: Signature, tensors: Mapping[str, Tensor
 
 def _integer_problems(name: str, content: TensorBytes) -> Iterator[str]:
     if math.prod(content.shape) != 1 or has_fractions(content.dtype):
-        yield f"{name}: expected one integer, got {describe(content.dtype, content.shape)}"
+        yield f"{name}: expected one integer, got {describe(content)}"
 
 
 def engine_inputs(flat: Iterable[Any], engine: Engine) -> list[Any]:

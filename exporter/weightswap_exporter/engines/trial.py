@@ -24,7 +24,7 @@ from weightswap_runtime.errors import CaptureError, WeightswapError
 from weightswap_runtime.format.signature import Signature, leaves
 from weightswap_runtime.memory.device_choice import HOST
 from weightswap_runtime.tensors.content import TensorBytes, as_float64
-from weightswap_runtime.tensors.dtypes import has_fractions
+from weightswap_runtime.tensors.dtypes import describe, has_fractions, same_type
 from weightswap_tools.call_inputs import call_flat
 from weightswap_tools.random_inputs import Sizes, common_sizes, random_values, write_random_weights
 
@@ -132,8 +132,8 @@ def _differ(one: Any, other: Any) -> bool:
 def _problem(wanted: Any, got: Any) -> str | None:
     if not isinstance(wanted, TensorBytes):
         return None if wanted == got else f"{got}, expected {wanted}"
-    if (wanted.dtype, wanted.shape) != (got.dtype, got.shape):
-        return f"{got.dtype}{list(got.shape)}, expected {wanted.dtype}{list(wanted.shape)}"
+    if not same_type(wanted, got):
+        return f"{describe(got)}, expected {describe(wanted)}"
     if not has_fractions(wanted.dtype):
         return None if wanted.data == got.data else "other integers"
     expected, found = as_float64(wanted), as_float64(got)

@@ -62,7 +62,7 @@ def _problems(stamp: DeltaStamp, weights: WeightSet) -> Iterator[str]:
     for name, changed in stamp.changes.items():
         data, runs = weights.tensors[DATA + name], weights.tensors[RUNS + name]
         if (data.dtype, len(data.shape), runs.dtype, runs.shape[1:]) != ("U8", 1, "I64", (2,)):
-            yield f"the tensors of {name} are {describe(data.dtype, data.shape)} and {describe(runs.dtype, runs.shape)}"
+            yield f"the tensors of {name} are {describe(data)} and {describe(runs)}"
         known = changed.dtype in DTYPES and min(changed.shape, default=0) >= 0
         if not known or size_of(changed.dtype, changed.shape) is None:
-            yield f"{name} has the type {describe(changed.dtype, changed.shape)}"
+            yield f"{name} has the type {describe(changed)}"

@@ -13,7 +13,7 @@ import msgspec
 from blake3 import blake3
 
 from weightswap_runtime.errors import ArtifactError, FormatVersionError
-from weightswap_runtime.tensors.dtypes import DTYPES, nbytes
+from weightswap_runtime.tensors.dtypes import DTYPES, describe, nbytes
 
 from .conditions import condition_dims, parse_condition
 from .signature import Leaf, Node, Signature, Size, SizeExpression, Tensor, input_leaves, leaves, parse_size, sizes_of
@@ -260,7 +260,7 @@ def _tensor_problems(manifest: Manifest) -> Iterator[str]:
     )
     for tensor in tensors:
         if tensor.dtype not in DTYPES or min(tensor.shape, default=0) < 0 or nbytes(tensor.dtype, tensor.shape) is None:
-            yield f"{tensor.name!r} has the type {tensor.dtype}{list(tensor.shape)}"
+            yield f"{tensor.name!r} has the type {describe(tensor)}"
         elif math.prod(max(1, size) for size in tensor.shape) >= MOST_ELEMENTS:
             yield f"{tensor.name!r} has the shape {list(tensor.shape)}"
         elif tensor.stride is not None and not is_dense(tensor.shape, tensor.stride):
@@ -398,7 +398,7 @@ def _transform_problems(manifest: Manifest) -> Iterator[str]:
             yield f"its adapter computes {source.weight!r} from {unknown[0]!r}, which is not among its inputs"
     for item in adapter.inputs:
         if item.dtype not in DTYPES or min(item.shape, default=0) < 0 or nbytes(item.dtype, item.shape) is None:
-            yield f"its adapter takes {item.name!r} with the type {item.dtype}{list(item.shape)}"
+            yield f"its adapter takes {item.name!r} with the type {describe(item)}"
     wanted = [ADAPTER_NAME] if computed else []
     wanted += [ADAPTER_CONSTANTS_NAME] if any(item.kind == "constant" for item in adapter.inputs) else []
     yield from (f"{name!r} is not among its files" for name in wanted if name not in manifest.files)

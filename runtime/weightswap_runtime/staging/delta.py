@@ -11,7 +11,7 @@ from weightswap_runtime.format.delta_file import DATA, RUNS, DeltaStamp
 from weightswap_runtime.format.identity import identify
 from weightswap_runtime.format.weight_set import WeightSet
 from weightswap_runtime.memory.patch import HostPatch
-from weightswap_runtime.tensors.dtypes import describe, nbytes
+from weightswap_runtime.tensors.dtypes import describe, nbytes, same_type
 
 from .checks import check_expected, check_finite, check_graph, digest_problems
 from .delta_overlay import ByteRanges, overlay
@@ -65,11 +65,11 @@ def _check(stamp: DeltaStamp, served: str, where: str, staging: Staging) -> None
     rows = {weight.name: weight for weight in staging.manifest.weights}
     problems = []
     for name, changed in stamp.changes.items():
-        row, found = rows.get(name), describe(changed.dtype, changed.shape)
+        row = rows.get(name)
         if row is None:
             problems.append(f"{name}: unexpected")
-        elif (row.dtype, row.shape) != (changed.dtype, changed.shape):
-            problems.append(f"{name}: expected {describe(row.dtype, row.shape)}, found {found}")
+        elif not same_type(row, changed):
+            problems.append(f"{name}: expected {describe(row)}, found {changed}")
     if problems:
         raise WeightsMismatch(where, problems, "Write the delta between two weight files of this artifact.")
 

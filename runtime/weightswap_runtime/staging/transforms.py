@@ -87,8 +87,8 @@ class Transforms:
         found = DTYPE_NAMES.get(value.dtype), tuple(value.shape)
         if found != (row.dtype, row.shape):
             raise ArtifactError(
-                f"{self._where}: computes {found[0]}{list(found[1])} for {row.name}, expected "
-                f"{describe(row.dtype, row.shape)}. Export again."
+                f"{self._where}: computes {found[0]}{list(found[1])} for {row.name}, expected {describe(row)}. Export "
+                "again."
             )
 
 

@@ -84,9 +84,14 @@ class TensorType(msgspec.Struct, frozen=True):
         return cls(tensor.dtype, tuple(tensor.shape))
 
     def __str__(self) -> str:
-        return describe(self.dtype, self.shape)
+        return describe(self)
 
 
-def describe(dtype: str, shape: Sequence[int]) -> str:
+def describe(tensor: Typed) -> str:
     """`F32[2, 3]`: how messages and tables write a tensor's type."""
-    return f"{dtype}{list(shape)}"
+    return f"{tensor.dtype}{list(tensor.shape)}"
+
+
+def same_type(one: Typed, other: Typed) -> bool:
+    """Whether two tensors have one dtype and one shape."""
+    return one.dtype == other.dtype and tuple(one.shape) == tuple(other.shape)

@@ -141,8 +141,8 @@ def _mismatch(manifest: Manifest, method: str, bound: NotedTensor) -> str | None
     if row is None or (bound.kind, bound.name) not in known:
         return f"it takes the {bound.kind} {bound.name!r}, which the method does not"
     if (bound.dtype, bound.shape, bound.stride) != (row.dtype, row.shape, stride_of(row)):
-        found = f"{describe(bound.dtype, bound.shape)} in the strides {list(bound.stride)}"
-        wanted = f"{describe(row.dtype, row.shape)} in {list(stride_of(row))}"
+        found = f"{describe(bound)} in the strides {list(bound.stride)}"
+        wanted = f"{describe(row)} in {list(stride_of(row))}"
         return f"it takes {bound.name!r} as {found}, expected {wanted}"
     return None
 
