@@ -64,6 +64,15 @@ def nbytes(dtype: str, shape: Sequence[int]) -> int | None:
     return bits // 8 if bits % 8 == 0 else None
 
 
+def row_major(shape: Sequence[int]) -> tuple[int, ...]:
+    """The strides of a dense tensor in row-major order, in elements."""
+    strides, step = [], 1
+    for size in reversed(shape):
+        strides.append(step)
+        step *= max(1, size)
+    return tuple(reversed(strides))
+
+
 class Typed(Protocol):
     """Anything with a safetensors dtype, and a shape in elements."""
 

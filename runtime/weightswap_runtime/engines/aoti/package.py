@@ -12,8 +12,8 @@ import msgspec
 
 from weightswap_runtime.errors import ArtifactError, Unsupported
 from weightswap_runtime.format.artifact import Artifact
-from weightswap_runtime.format.manifest import Manifest, NamedTensor
-from weightswap_runtime.tensors.dtypes import describe
+from weightswap_runtime.format.manifest import Manifest
+from weightswap_runtime.tensors.dtypes import describe, row_major, same_type
 
 from .targets import (
     LIBRARY_SUFFIX,
@@ -140,18 +140,9 @@ def _mismatch(manifest: Manifest, method: str, bound: NotedTensor) -> str | None
     row = next((row for row in tables[bound.kind] if bound.name in row.names), None)
     if row is None or (bound.kind, bound.name) not in known:
         return f"it takes the {bound.kind} {bound.name!r}, which the method does not"
-    if (bound.dtype, bound.shape, bound.stride) != (row.dtype, row.shape, stride_of(row)):
+    stride = row_major(row.shape) if row.stride is None else row.stride
+    if not same_type(bound, row) or bound.stride != stride:
         found = f"{describe(bound)} in the strides {list(bound.stride)}"
-        wanted = f"{describe(row)} in {list(stride_of(row))}"
+        wanted = f"{describe(row)} in {list(stride)}"
         return f"it takes {bound.name!r} as {found}, expected {wanted}"
     return None
-
-
-def stride_of(row: NamedTensor) -> tuple[int, ...]:
-    """The strides of a tensor, in elements."""
-    if row.stride is not None:
-        return row.stride
-    steps = [1]
-    for size in reversed(row.shape[1:]):
-        steps.append(steps[-1] * max(size, 1))
-    return tuple(reversed(steps)) if row.shape else ()
