@@ -6,12 +6,12 @@ of the row-major weight that are replaced, rising and apart; and `data:<FQN>`, u
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 
 import msgspec
 
 from weightswap_runtime.errors import DamagedFile
+from weightswap_runtime.tensors.digests import DIGEST
 from weightswap_runtime.tensors.dtypes import DTYPES, TensorType, describe
 from weightswap_runtime.tensors.dtypes import nbytes as size_of
 
@@ -19,7 +19,6 @@ from .weight_set import WeightSet
 
 DELTA_KEY = "weightswap_delta"
 DATA, RUNS = "data:", "runs:"
-_HEX = re.compile(r"[0-9a-f]{64}")
 _AGAIN = "Write the delta again, or copy it again."
 
 
@@ -53,7 +52,7 @@ def delta_stamp(weights: WeightSet) -> DeltaStamp | None:
 
 def _problems(stamp: DeltaStamp, weights: WeightSet) -> Iterator[str]:
     texts = (stamp.graph_id, stamp.base, stamp.weights_id, *stamp.digests.values())
-    if not all(_HEX.fullmatch(text) for text in texts):
+    if not all(DIGEST.fullmatch(text) for text in texts):
         yield "an id or a digest has not 64 hexadecimal digits"
     wanted = {prefix + name for name in stamp.changes for prefix in (DATA, RUNS)}
     if wanted != weights.tensors.keys() or wanted != stamp.digests.keys():

@@ -13,6 +13,7 @@ import msgspec
 from blake3 import blake3
 
 from weightswap_runtime.errors import ArtifactError, FormatVersionError
+from weightswap_runtime.tensors.digests import DIGEST
 from weightswap_runtime.tensors.dtypes import DTYPES, describe, nbytes
 
 from .conditions import condition_dims, parse_condition
@@ -29,7 +30,6 @@ ADAPTER_NAME = "adapter.pt2"
 ADAPTER_CONSTANTS_NAME = "adapter.safetensors"
 MOST_ELEMENTS = 1 << 63  # strides of more have no place in 64 bits
 METHOD_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
-_HEX = re.compile(r"[0-9a-f]{64}")
 
 
 class _ManifestPart(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -241,7 +241,7 @@ def _file_problems(manifest: Manifest) -> Iterator[str]:
         parts = name.split("/")
         if not name or any(part in ("", ".", "..") for part in parts) or "\\" in name or "\0" in name:
             yield f"the file {name!r} would be outside the artifact"
-        if not _HEX.fullmatch(digest):
+        if not DIGEST.fullmatch(digest):
             yield f"the file {name!r} has no BLAKE3 digest"
     for name in [CONSTANTS_NAME, *(method.graph for method in manifest.methods.values())]:
         if name not in manifest.files:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
@@ -21,7 +20,7 @@ from weightswap_runtime.sources.byte_source import ByteSource, Check
 from weightswap_runtime.sources.location import Url, as_location
 from weightswap_runtime.sources.opening import open_source
 from weightswap_runtime.tensors.content import TensorBytes
-from weightswap_runtime.tensors.digests import TensorHasher
+from weightswap_runtime.tensors.digests import DIGEST, TensorHasher
 from weightswap_runtime.tensors.dtypes import nbytes
 
 from .header import FileTensor, Header, header_length, pack_ranges, parse_header, render_header
@@ -30,7 +29,6 @@ ALIGNMENT = 256
 LABEL_ROOM = 1024
 METADATA_KEY = "weightswap"
 TensorData = Mapping[str, Iterable[memoryview]] | Iterator[tuple[str, Iterable[memoryview]]]
-_DIGEST = re.compile(r"[0-9a-f]{64}")
 _UNKNOWN = "0" * 64  # an id or a digest, before the bytes are there
 
 
@@ -162,7 +160,7 @@ def _read_stamp(header: Header, where: str) -> Stamp | None:
         if holds_goldens(header):  # of no weights
             return None
         raise DamagedFile(f"{where}: its `{METADATA_KEY}` metadata are not those of a weight file ({error})") from error
-    bad = [name for name, digest in stamp.digests.items() if not _DIGEST.fullmatch(digest)]
+    bad = [name for name, digest in stamp.digests.items() if not DIGEST.fullmatch(digest)]
     if bad or stamp.digests.keys() != header.tensors.keys():
         odd = sorted(bad or stamp.digests.keys() ^ header.tensors.keys())[:5]
         raise DamagedFile(
