@@ -23,6 +23,7 @@ from weightswap_runtime import Artifact, Model, load
 from weightswap_runtime.errors import CaptureError, WeightswapError
 from weightswap_runtime.format.signature import Signature, Sizes, leaves
 from weightswap_runtime.memory.device_choice import HOST
+from weightswap_runtime.messages import listed
 from weightswap_runtime.tensors.content import TensorBytes, as_float64
 from weightswap_runtime.tensors.dtypes import describe, has_fractions, same_type
 from weightswap_tools.call_inputs import call_flat
@@ -60,7 +61,8 @@ def try_engine(artifact: Artifact, engine: str, device: str) -> None:
     elif problems:
         raise CaptureError(
             f"what was compiled for the engine {engine!r} is not the graph; on random weights and inputs: "
-            f"{'; '.join(problems[:5])}. Use the engine 'torch', or compile with trial=False if that is to be expected"
+            f"{listed(problems, between='; ')}. Use the engine 'torch', or compile with trial=False if that is to be "
+            "expected"
         )
 
 

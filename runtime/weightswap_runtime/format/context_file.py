@@ -13,6 +13,7 @@ import msgspec
 from msgspec.structs import replace
 
 from weightswap_runtime.errors import ContextFileError, ContextMismatch, OutOfMemory, Unsupported, WeightFileError
+from weightswap_runtime.messages import listed
 from weightswap_runtime.sources.byte_source import ByteSource
 from weightswap_runtime.sources.location import as_location, check_writable
 from weightswap_runtime.sources.opening import find_source
@@ -164,7 +165,7 @@ def _stamp(metadata: Mapping[str, str], where: str) -> ContextStamp:
 
 def _refuse(where: str, found: Iterable[str]) -> None:
     if problems := list(found):
-        raise ContextFileError(f"{where}: is not the state of this model: {'; '.join(problems[:5])}")
+        raise ContextFileError(f"{where}: is not the state of this model: {listed(problems, between='; ')}")
 
 
 def _row_problems(found: Mapping[str, FileTensor], rows: Sequence[NamedTensor]) -> Iterator[str]:

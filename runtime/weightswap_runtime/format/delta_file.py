@@ -11,6 +11,7 @@ from collections.abc import Iterator
 import msgspec
 
 from weightswap_runtime.errors import DamagedFile
+from weightswap_runtime.messages import listed
 from weightswap_runtime.tensors.digests import DIGEST
 from weightswap_runtime.tensors.dtypes import DTYPES, TensorType, describe
 from weightswap_runtime.tensors.dtypes import nbytes as size_of
@@ -46,7 +47,7 @@ def delta_stamp(weights: WeightSet) -> DeltaStamp | None:
     except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
         raise DamagedFile(f"{weights.where}: its `{DELTA_KEY}` metadata cannot be read ({error}). {_AGAIN}") from error
     if problems := list(_problems(stamp, weights)):
-        raise DamagedFile(f"{weights.where}: contradicts itself: {'; '.join(problems[:5])}. {_AGAIN}")
+        raise DamagedFile(f"{weights.where}: contradicts itself: {listed(problems, between='; ')}. {_AGAIN}")
     return stamp
 
 

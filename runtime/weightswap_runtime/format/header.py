@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn
 
 from weightswap_runtime.errors import DamagedFile, TruncatedFile, WeightFileError
+from weightswap_runtime.messages import listed
 from weightswap_runtime.tensors.content import TensorBytes
 from weightswap_runtime.tensors.dtypes import DTYPES, nbytes
 
@@ -128,8 +129,8 @@ def _load_json(raw: bytes, where: str) -> dict[str, Any]:
         document = dict(pairs)
         if len(document) != len(pairs):
             counts = Counter(name for name, _ in pairs)
-            twice = sorted(name for name, count in counts.items() if count > 1)[:5]
-            _refuse(where, f"the header has duplicate keys: {', '.join(twice)}")
+            twice = sorted(name for name, count in counts.items() if count > 1)
+            _refuse(where, f"the header has duplicate keys: {listed(twice)}")
         return document
 
     if not raw.startswith(b"{"):

@@ -13,6 +13,7 @@ import msgspec
 from blake3 import blake3
 
 from weightswap_runtime.errors import ArtifactError, FormatVersionError
+from weightswap_runtime.messages import listed
 from weightswap_runtime.tensors.digests import DIGEST
 from weightswap_runtime.tensors.dtypes import DTYPES, describe, nbytes
 
@@ -210,7 +211,7 @@ def decode_manifest(raw: bytes, where: str) -> Manifest:
         raise ArtifactError(f"{where}: not a weightswap manifest ({error}). {advice}") from error
     problems = list(_problems(manifest))
     if problems:
-        raise ArtifactError(f"{where}: the manifest contradicts itself: {'; '.join(problems[:10])}. {advice}")
+        raise ArtifactError(f"{where}: the manifest contradicts itself: {listed(problems, 10, '; ')}. {advice}")
     return manifest
 
 

@@ -9,6 +9,7 @@ from itertools import chain
 from typing import Literal, NamedTuple
 
 from weightswap_runtime.errors import MOST_PRINTED, WeightsMismatch
+from weightswap_runtime.messages import listed
 from weightswap_runtime.tensors.dtypes import Typed, describe, same_type
 
 from .manifest import Manifest, NamedTensor
@@ -220,7 +221,7 @@ def _advice(match: Match) -> str:
         )
     if match.unknown:
         return (
-            f"No key of a checkpoint gives {', '.join(match.unknown[:5])}: on the build side, load the checkpoint into "
+            f"No key of a checkpoint gives {listed(match.unknown)}: on the build side, load the checkpoint into "
             "the model and pack the model (weightswap pack --recipe, pack(model=...))."
         )
     return (

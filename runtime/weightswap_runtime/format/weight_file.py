@@ -15,6 +15,7 @@ from blake3 import blake3
 from msgspec.structs import replace
 
 from weightswap_runtime.errors import DamagedFile, WeightFileError
+from weightswap_runtime.messages import listed
 from weightswap_runtime.sources.atomic import UnnamedFile
 from weightswap_runtime.sources.byte_source import ByteSource, Check
 from weightswap_runtime.sources.location import Url, as_location
@@ -162,14 +163,14 @@ def _read_stamp(header: Header, where: str) -> Stamp | None:
         raise DamagedFile(f"{where}: its `{METADATA_KEY}` metadata are not those of a weight file ({error})") from error
     bad = [name for name, digest in stamp.digests.items() if not DIGEST.fullmatch(digest)]
     if bad or stamp.digests.keys() != header.tensors.keys():
-        odd = sorted(bad or stamp.digests.keys() ^ header.tensors.keys())[:5]
+        odd = sorted(bad or stamp.digests.keys() ^ header.tensors.keys())
         raise DamagedFile(
-            f"{where}: its `{METADATA_KEY}` metadata lacks one BLAKE3 digest for each tensor ({', '.join(odd)}). "
+            f"{where}: its `{METADATA_KEY}` metadata lacks one BLAKE3 digest for each tensor ({listed(odd)}). "
             "Pack the file again, or remove the metadata."
         )
     if strange := {name for names in (stamp.cast or {}).values() for name in names} - header.tensors.keys():
         raise DamagedFile(
-            f"{where}: its `{METADATA_KEY}` metadata says that {', '.join(sorted(strange)[:5])} were cast, which it "
+            f"{where}: its `{METADATA_KEY}` metadata says that {listed(sorted(strange))} were cast, which it "
             "does not hold. Pack the file again, or remove the metadata."
         )
     return stamp

@@ -154,7 +154,7 @@ def _meant(path: Location, names: Sequence[str]) -> str:
     several = indices or singles
     if several:
         raise WeightFileError(
-            f"{path}: holds {len(several)} candidates ({', '.join(several[:5])}) and no {SINGLE_NAME}; name the one "
+            f"{path}: holds {len(several)} candidates ({listed(several)}) and no {SINGLE_NAME}; name the one "
             "that is meant"
         )
     raise WeightFileError(f"{path}: {_nothing(names)}")

@@ -11,6 +11,7 @@ from weightswap_runtime.format.delta_file import DATA, RUNS, DeltaStamp
 from weightswap_runtime.format.identity import identify
 from weightswap_runtime.format.weight_set import WeightSet
 from weightswap_runtime.memory.patch import HostPatch
+from weightswap_runtime.messages import listed
 from weightswap_runtime.tensors.dtypes import describe, nbytes, same_type
 
 from .checks import check_expected, check_finite, check_graph, digest_problems
@@ -89,5 +90,5 @@ def _read_parts(weights: WeightSet, stamp: DeltaStamp, staging: Staging) -> dict
         if not parts[name].fit(nbytes(changed.dtype, changed.shape) or 0):
             problems.append(name)
     if problems:
-        raise DamagedFile(f"{weights.where}: the ranges of {', '.join(problems[:5])} do not fit its data")
+        raise DamagedFile(f"{weights.where}: the ranges of {listed(problems)} do not fit its data")
     return parts

@@ -13,6 +13,7 @@ import msgspec
 from weightswap_runtime.errors import ArtifactError, Unsupported
 from weightswap_runtime.format.artifact import Artifact
 from weightswap_runtime.format.manifest import Manifest
+from weightswap_runtime.messages import listed
 from weightswap_runtime.tensors.dtypes import describe, row_major, same_type
 
 from .targets import (
@@ -90,7 +91,7 @@ def read_package(artifact: Artifact, target: str, method: str) -> Package:
     except (zipfile.BadZipFile, ValueError, NotImplementedError, RuntimeError, EOFError, OSError) as error:
         raise ArtifactError(f"{where}: is not a package ({error}). {advice}") from error
     if problems := list(_problems(artifact, target, method, note)):
-        raise ArtifactError(f"{where}: is not the package of {method!r}: {'; '.join(problems[:5])}")
+        raise ArtifactError(f"{where}: is not the package of {method!r}: {listed(problems, between='; ')}")
     if (here := _minor(_installed())) != (there := _minor(note.torch)):
         raise Unsupported(f"{where}: was compiled with torch {there}, and this is torch {here or 'none'}. {advice}")
     return package
