@@ -1,4 +1,4 @@
-"""A call's arguments from tensors by name, as files of inputs have them."""
+"""A call's arguments from tensors by name, as files of inputs have them, and its outputs as contents."""
 
 from __future__ import annotations
 
@@ -42,11 +42,15 @@ def engine_inputs(flat: Iterable[Any], engine: Engine) -> list[Any]:
     return [engine.tensor(value) if isinstance(value, TensorBytes) else value for value in flat]
 
 
+def output_contents(flat: Iterable[Any], engine: Engine) -> list[Any]:
+    """Flat outputs, the engine's tensors as contents."""
+    return [engine.content(value) if isinstance(value, engine.tensor_type) else value for value in flat]
+
+
 def call_flat(model: Model, method: str, flat: Iterable[Any], variants: Mapping[str, str] | None = None) -> list[Any]:
     """The flat outputs of a call with flat inputs, tensors as contents on both sides. variants: as in a call."""
     engine, signature = engine_of(model), model.signatures[method]
     args, kwargs = call_arguments(signature, engine_inputs(flat, engine))
     if variants:
         kwargs["variants"] = variants
-    values = flatten(signature.output, model.method(method)(*args, **kwargs))
-    return [engine.content(value) if isinstance(value, engine.tensor_type) else value for value in values]
+    return output_contents(flatten(signature.output, model.method(method)(*args, **kwargs)), engine)
