@@ -2,7 +2,7 @@
 
 Where there were no weights to call the model with, an artifact has inputs alone, in the same format.
 
-Reading and checking the file needs no torch; `verifying` runs it.
+Reading and checking the file needs no torch; `staging.golden_check` runs it.
 """
 
 from __future__ import annotations
