@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from weightswap_runtime.errors import InputMismatch, Unsupported
 from weightswap_runtime.format.call_check import CallCheck
-from weightswap_runtime.format.conditions import condition_dims, evaluate, parse_condition
+from weightswap_runtime.format.conditions import all_hold, condition_dims, parse_condition
 from weightswap_runtime.format.signature import (
     Integer,
     Leaf,
@@ -95,8 +95,7 @@ class Method:
     def sample(self) -> list[Any] | None:
         """Flat inputs of zeros, of the least sizes from 1 that the signature allows; None where those break it."""
         sizes = {name: max(1, limits.min) for name, limits in self.signature.dims.items()}
-        conditions = [parse_condition(text) for text in self.signature.conditions]
-        if not all(evaluate(condition, sizes) for condition in conditions):
+        if not all_hold(self.signature.conditions, sizes):
             return None
         return [_zeros(leaf, sizes) for leaf in self._inputs]
 

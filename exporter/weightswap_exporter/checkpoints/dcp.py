@@ -12,10 +12,11 @@ from typing import Any, NamedTuple
 import torch
 
 from weightswap_runtime.errors import CheckpointError
+from weightswap_runtime.tensors.dtypes import row_major
 from weightswap_runtime.tensors.torch_tensors import tensor_bytes
 
 from .dcp_metadata import METADATA_NAME, Chunk, ChunkedTensor, read_metadata
-from .stored import Files, Stored, Window, read_into, row_major, span
+from .stored import Files, Stored, Window, read_into, span
 from .tensor import PIECE, CheckpointTensor, Read, dtype_of
 from .zip_records import Record, damaged_pickle, is_damaged, read_records
 

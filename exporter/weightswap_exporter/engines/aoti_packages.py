@@ -24,7 +24,7 @@ from weightswap_runtime.engines.aoti.targets import (
 from weightswap_runtime.errors import CaptureError, Unsupported
 from weightswap_runtime.format.manifest import GraphInput
 from weightswap_runtime.memory.device_choice import device_name
-from weightswap_runtime.tensors.dtypes import TORCH_NAMES
+from weightswap_runtime.tensors.torch_tensors import DTYPE_NAMES
 
 from .aoti_compiler import compile_library
 from .aoti_graphs import flat_graph
@@ -84,7 +84,7 @@ def _rows(program: ExportedProgram, inputs: tuple[GraphInput, ...]) -> dict[str,
     for item, spec in zip(inputs, program.graph_signature.input_specs, strict=True):
         tensor = next((table[spec.target] for table in tables if spec.target in table), None)
         if item.kind != "input" and spec.target is not None and isinstance(tensor, torch.Tensor):
-            dtype = TORCH_NAMES[str(tensor.dtype).removeprefix("torch.")]
+            dtype = DTYPE_NAMES[tensor.dtype]
             shape, stride = tuple(tensor.shape), tuple(tensor.stride())
             rows[spec.target] = NotedTensor(spec.target, item.kind, item.name, dtype, shape, stride)
     return rows

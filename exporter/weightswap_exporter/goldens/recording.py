@@ -21,7 +21,7 @@ from weightswap_runtime.format.weight_file import weights_id
 from weightswap_runtime.tensors.comparing import Tolerance, difference
 from weightswap_runtime.tensors.content import TensorBytes
 from weightswap_runtime.tensors.digests import digest_of
-from weightswap_runtime.tensors.dtypes import describe
+from weightswap_runtime.tensors.dtypes import TensorType, describe, same_type
 from weightswap_runtime.tensors.torch_tensors import copied_tensor
 
 from .calls import GoldenCall, GoldensRequest, checked_inputs, with_literals
@@ -177,11 +177,11 @@ def type_problems(model: nn.Module, manifest: Manifest) -> Iterator[str]:
 
 
 def _tensor_problem(row: NamedTensor, tensor: torch.Tensor | None) -> str | None:
-    expected = f"{row.name}: the artifact has {describe(row.dtype, row.shape)}"
+    expected = f"{row.name}: the artifact has {describe(row)}"
     if tensor is None:
         return f"{expected}, the model no such tensor"
-    found = describe(dtype_of(tensor.dtype), tuple(tensor.shape))
-    if found != describe(row.dtype, row.shape) or tensor.device.type != "cpu":
+    found = TensorType(dtype_of(tensor.dtype), tuple(tensor.shape))
+    if not same_type(found, row) or tensor.device.type != "cpu":
         return f"{expected} on the CPU, the model {found} on {tensor.device}"
     return None
 
@@ -215,7 +215,7 @@ def _value_problem(leaf: Leaf, value: Any) -> str | None:
         return None if type(value) is int else f": expected an integer, the model gives {value!r:.80}"
     if not isinstance(value, torch.Tensor):
         return f": expected a tensor, the model gives {value!r:.80}"
-    return type_problem(leaf, dtype_of(value.dtype), tuple(value.shape))
+    return type_problem(leaf, TensorType(dtype_of(value.dtype), tuple(value.shape)))
 
 
 def _kept(value: Any) -> Any:

@@ -16,13 +16,14 @@ from weightswap_runtime.engines.aten.cpu import environment_here
 from weightswap_runtime.errors import ParityError
 from weightswap_runtime.format.goldens import Goldens, open_goldens
 from weightswap_runtime.format.signature import leaves
+from weightswap_runtime.memory.device_choice import HOST
 from weightswap_runtime.sources.atomic import new_file
 from weightswap_runtime.staging.golden_check import OTHER_KERNELS, default_tolerance
 from weightswap_runtime.tensors.comparing import Tolerance
 from weightswap_runtime.tensors.content import TensorBytes
 
 from .compared_calls import Cases, PathLike, calls_to_compare, recorded_calls
-from .executions import HOST, eager_side, taken
+from .executions import eager_side, taken
 from .measuring import measure
 from .preconditions import check_request, checked_model
 

@@ -13,12 +13,13 @@ import msgspec
 from msgspec.structs import replace
 
 from weightswap_runtime.errors import ContextFileError, ContextMismatch, OutOfMemory, Unsupported, WeightFileError
+from weightswap_runtime.messages import listed
 from weightswap_runtime.sources.byte_source import ByteSource
 from weightswap_runtime.sources.location import as_location, check_writable
 from weightswap_runtime.sources.opening import find_source
 from weightswap_runtime.tensors.content import TensorBytes
 from weightswap_runtime.tensors.digests import digest_of
-from weightswap_runtime.tensors.dtypes import describe
+from weightswap_runtime.tensors.dtypes import describe, same_type
 
 from .header import FileTensor
 from .manifest import NamedTensor
@@ -107,8 +108,8 @@ def write_context(
 def _pieces(row: NamedTensor, content: TensorBytes) -> Iterable[memoryview]:
     if content.shape != row.shape:
         raise Unsupported(
-            f"the state {row.name!r} was resized by a call: {describe(content.dtype, content.shape)}, at first "
-            f"{describe(row.dtype, row.shape)}. Such a context cannot be saved"
+            f"the state {row.name!r} was resized by a call: {describe(content)}, at first {describe(row)}. Such a "
+            "context cannot be saved"
         )
     return [content.data]
 
@@ -164,7 +165,7 @@ def _stamp(metadata: Mapping[str, str], where: str) -> ContextStamp:
 
 def _refuse(where: str, found: Iterable[str]) -> None:
     if problems := list(found):
-        raise ContextFileError(f"{where}: is not the state of this model: {'; '.join(problems[:5])}")
+        raise ContextFileError(f"{where}: is not the state of this model: {listed(problems, between='; ')}")
 
 
 def _row_problems(found: Mapping[str, FileTensor], rows: Sequence[NamedTensor]) -> Iterator[str]:
@@ -173,8 +174,8 @@ def _row_problems(found: Mapping[str, FileTensor], rows: Sequence[NamedTensor]) 
     yield from (f"it has {name!r}, which the model has not" for name in found if name not in wanted)
     for name in wanted.keys() & found.keys():
         there, row = found[name], wanted[name]
-        if (there.dtype, there.shape) != (row.dtype, row.shape):
-            yield f"{name!r}: expected {describe(row.dtype, row.shape)}, got {describe(there.dtype, there.shape)}"
+        if not same_type(there, row):
+            yield f"{name!r}: expected {describe(row)}, got {describe(there)}"
 
 
 def _digest_problems(stamp: ContextStamp, state: Mapping[str, TensorBytes]) -> Iterator[str]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
@@ -16,12 +15,13 @@ from blake3 import blake3
 from msgspec.structs import replace
 
 from weightswap_runtime.errors import DamagedFile, WeightFileError
+from weightswap_runtime.messages import listed
 from weightswap_runtime.sources.atomic import UnnamedFile
 from weightswap_runtime.sources.byte_source import ByteSource, Check
 from weightswap_runtime.sources.location import Url, as_location
 from weightswap_runtime.sources.opening import open_source
 from weightswap_runtime.tensors.content import TensorBytes
-from weightswap_runtime.tensors.digests import TensorHasher
+from weightswap_runtime.tensors.digests import DIGEST, TensorHasher
 from weightswap_runtime.tensors.dtypes import nbytes
 
 from .header import FileTensor, Header, header_length, pack_ranges, parse_header, render_header
@@ -30,7 +30,6 @@ ALIGNMENT = 256
 LABEL_ROOM = 1024
 METADATA_KEY = "weightswap"
 TensorData = Mapping[str, Iterable[memoryview]] | Iterator[tuple[str, Iterable[memoryview]]]
-_DIGEST = re.compile(r"[0-9a-f]{64}")
 _UNKNOWN = "0" * 64  # an id or a digest, before the bytes are there
 
 
@@ -162,16 +161,16 @@ def _read_stamp(header: Header, where: str) -> Stamp | None:
         if holds_goldens(header):  # of no weights
             return None
         raise DamagedFile(f"{where}: its `{METADATA_KEY}` metadata are not those of a weight file ({error})") from error
-    bad = [name for name, digest in stamp.digests.items() if not _DIGEST.fullmatch(digest)]
+    bad = [name for name, digest in stamp.digests.items() if not DIGEST.fullmatch(digest)]
     if bad or stamp.digests.keys() != header.tensors.keys():
-        odd = sorted(bad or stamp.digests.keys() ^ header.tensors.keys())[:5]
+        odd = sorted(bad or stamp.digests.keys() ^ header.tensors.keys())
         raise DamagedFile(
-            f"{where}: its `{METADATA_KEY}` metadata lacks one BLAKE3 digest for each tensor ({', '.join(odd)}). "
+            f"{where}: its `{METADATA_KEY}` metadata lacks one BLAKE3 digest for each tensor ({listed(odd)}). "
             "Pack the file again, or remove the metadata."
         )
     if strange := {name for names in (stamp.cast or {}).values() for name in names} - header.tensors.keys():
         raise DamagedFile(
-            f"{where}: its `{METADATA_KEY}` metadata says that {', '.join(sorted(strange)[:5])} were cast, which it "
+            f"{where}: its `{METADATA_KEY}` metadata says that {listed(sorted(strange))} were cast, which it "
             "does not hold. Pack the file again, or remove the metadata."
         )
     return stamp

@@ -79,7 +79,7 @@ def _said(weight: NamedTensor | None) -> str:
     if weight is None:
         return "none"
     ties = f", tied to {listed(weight.aliases)}" if weight.aliases else ""
-    return describe(weight.dtype, weight.shape) + ties + (f", in strides of {weight.stride}" if weight.stride else "")
+    return describe(weight) + ties + (f", in strides of {weight.stride}" if weight.stride else "")
 
 
 def _ready(candidate: StagedSet) -> StagedSet:

@@ -11,7 +11,8 @@ from weightswap_runtime.format.delta_file import DATA, RUNS, DeltaStamp
 from weightswap_runtime.format.identity import identify
 from weightswap_runtime.format.weight_set import WeightSet
 from weightswap_runtime.memory.patch import HostPatch
-from weightswap_runtime.tensors.dtypes import describe, nbytes
+from weightswap_runtime.messages import listed
+from weightswap_runtime.tensors.dtypes import describe, nbytes, same_type
 
 from .checks import check_expected, check_finite, check_graph, digest_problems
 from .delta_overlay import ByteRanges, overlay
@@ -69,11 +70,11 @@ def check_header(stamp: DeltaStamp, where: str, staging: Staging) -> None:
     rows = {weight.name: weight for weight in staging.manifest.weights}
     problems = []
     for name, changed in stamp.changes.items():
-        row, found = rows.get(name), describe(changed.dtype, changed.shape)
+        row = rows.get(name)
         if row is None:
             problems.append(f"{name}: unexpected")
-        elif (row.dtype, row.shape) != (changed.dtype, changed.shape):
-            problems.append(f"{name}: expected {describe(row.dtype, row.shape)}, found {found}")
+        elif not same_type(row, changed):
+            problems.append(f"{name}: expected {describe(row)}, found {changed}")
     if problems:
         raise WeightsMismatch(where, problems, "Write the delta between two weight files of this artifact.")
 
@@ -93,5 +94,5 @@ def _read_parts(weights: WeightSet, stamp: DeltaStamp, staging: Staging) -> dict
         if not parts[name].fit(nbytes(changed.dtype, changed.shape) or 0):
             problems.append(name)
     if problems:
-        raise DamagedFile(f"{weights.where}: the ranges of {', '.join(problems[:5])} do not fit its data")
+        raise DamagedFile(f"{weights.where}: the ranges of {listed(problems)} do not fit its data")
     return parts

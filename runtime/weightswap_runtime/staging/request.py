@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-import re
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Literal, NamedTuple
@@ -20,6 +19,7 @@ from weightswap_runtime.memory.host import IN_PLACE, StagedIn
 from weightswap_runtime.memory.patch import HostPatch
 from weightswap_runtime.options import check_timeout
 from weightswap_runtime.sources.location import Location
+from weightswap_runtime.tensors.digests import DIGEST
 from weightswap_runtime.threads.job import Job
 from weightswap_runtime.threads.workers import Workers
 
@@ -32,7 +32,6 @@ Kind = Literal["full", "partial", "delta", "rollback"]
 Admit = Callable[[Location, str], None]
 """Given a path or URL, and the weights id that the file claims; raises a SwapError to refuse it."""
 READINGS: dict[str | None, Readings] = {None: UNAMBIGUOUS, "checkpoint": KEYS, "fqn": NAMES}
-_WEIGHTS_ID = re.compile(r"[0-9a-f]{64}")
 
 
 class BaseFile(NamedTuple):
@@ -75,7 +74,7 @@ class SwapRequest(NamedTuple):
         """Raise Unsupported for what cannot be meant."""
         if not isinstance(self.keys, str | None) or self.keys not in READINGS:
             raise Unsupported(f"keys={self.keys!r}: the names of a file are read as {', '.join(map(repr, READINGS))}")
-        if self.expect is not None and not (isinstance(self.expect, str) and _WEIGHTS_ID.fullmatch(self.expect)):
+        if self.expect is not None and not (isinstance(self.expect, str) and DIGEST.fullmatch(self.expect)):
             raise Unsupported(f"expect={self.expect!r}: a weights id has 64 hexadecimal digits")
         check_mode(self.verify)
         check_busy(self.busy)

@@ -12,8 +12,9 @@ import msgspec
 
 from weightswap_runtime.errors import ArtifactError, Unsupported
 from weightswap_runtime.format.artifact import Artifact
-from weightswap_runtime.format.manifest import Manifest, NamedTensor
-from weightswap_runtime.tensors.dtypes import describe
+from weightswap_runtime.format.manifest import Manifest
+from weightswap_runtime.messages import listed
+from weightswap_runtime.tensors.dtypes import describe, row_major, same_type
 
 from .targets import (
     LIBRARY_SUFFIX,
@@ -90,7 +91,7 @@ def read_package(artifact: Artifact, target: str, method: str) -> Package:
     except (zipfile.BadZipFile, ValueError, NotImplementedError, RuntimeError, EOFError, OSError) as error:
         raise ArtifactError(f"{where}: is not a package ({error}). {advice}") from error
     if problems := list(_problems(artifact, target, method, note)):
-        raise ArtifactError(f"{where}: is not the package of {method!r}: {'; '.join(problems[:5])}")
+        raise ArtifactError(f"{where}: is not the package of {method!r}: {listed(problems, between='; ')}")
     if (here := _minor(_installed())) != (there := _minor(note.torch)):
         raise Unsupported(f"{where}: was compiled with torch {there}, and this is torch {here or 'none'}. {advice}")
     return package
@@ -140,18 +141,9 @@ def _mismatch(manifest: Manifest, method: str, bound: NotedTensor) -> str | None
     row = next((row for row in tables[bound.kind] if bound.name in row.names), None)
     if row is None or (bound.kind, bound.name) not in known:
         return f"it takes the {bound.kind} {bound.name!r}, which the method does not"
-    if (bound.dtype, bound.shape, bound.stride) != (row.dtype, row.shape, stride_of(row)):
-        found = f"{describe(bound.dtype, bound.shape)} in the strides {list(bound.stride)}"
-        wanted = f"{describe(row.dtype, row.shape)} in {list(stride_of(row))}"
+    stride = row_major(row.shape) if row.stride is None else row.stride
+    if not same_type(bound, row) or bound.stride != stride:
+        found = f"{describe(bound)} in the strides {list(bound.stride)}"
+        wanted = f"{describe(row)} in {list(stride)}"
         return f"it takes {bound.name!r} as {found}, expected {wanted}"
     return None
-
-
-def stride_of(row: NamedTensor) -> tuple[int, ...]:
-    """The strides of a tensor, in elements."""
-    if row.stride is not None:
-        return row.stride
-    steps = [1]
-    for size in reversed(row.shape[1:]):
-        steps.append(steps[-1] * max(size, 1))
-    return tuple(reversed(steps)) if row.shape else ()

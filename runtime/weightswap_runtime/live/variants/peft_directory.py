@@ -177,7 +177,7 @@ def _halves(taken: Iterable[RowSource]) -> Iterator[str]:
 
 
 def _problems(row: NamedTensor, stored: StoredTensor, rank: int, rank_axis: int) -> Iterator[str]:
-    wanted, has = describe(row.dtype, row.shape), describe(stored.dtype, stored.shape)
+    wanted, has = describe(row), describe(stored)
     rest = [size for axis, size in enumerate(row.shape) if axis != rank_axis]
     if len(stored.shape) != len(row.shape) or [s for a, s in enumerate(stored.shape) if a != rank_axis] != rest:
         yield f"{row.name}: the graph wants {wanted}, the file has {has}"

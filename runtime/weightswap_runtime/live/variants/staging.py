@@ -22,7 +22,7 @@ from weightswap_runtime.staging.reading import Findings, lay, read_tensors
 from weightswap_runtime.staging.request import Admit, SwapRequest
 from weightswap_runtime.tensors.content import TensorBytes, array_content, as_array, numpy_dtype
 from weightswap_runtime.tensors.digests import block_digests
-from weightswap_runtime.tensors.dtypes import describe
+from weightswap_runtime.tensors.dtypes import describe, same_type
 from weightswap_runtime.threads.job import Job
 from weightswap_runtime.threads.workers import Workers
 
@@ -81,10 +81,9 @@ def _match_names(weights: WeightSet, rows: Sequence[NamedTensor]) -> list[RowSou
     for row in rows:
         stored = tensors.get(row.name)
         if stored is None:
-            problems.append(f"{row.name}: missing, the graph wants {describe(row.dtype, row.shape)}")
+            problems.append(f"{row.name}: missing, the graph wants {describe(row)}")
         elif stored.shape != row.shape or not _can_be(stored.dtype, row.dtype):
-            has = describe(stored.dtype, stored.shape)
-            problems.append(f"{row.name}: the graph wants {describe(row.dtype, row.shape)}, the file has {has}")
+            problems.append(f"{row.name}: the graph wants {describe(row)}, the file has {describe(stored)}")
     problems += [f"{name}: the graph has no place for it" for name in sorted(tensors.keys() - {r.name for r in rows})]
     if problems:
         advice = f"A directory of PEFT's has {CONFIG_NAME}; any other file has the names of the graph."
@@ -132,7 +131,7 @@ def _is_as_stored(taken: RowSource, weights: WeightSet) -> bool:
     if taken.key is None or taken.factor != 1.0:
         return False
     stored = weights.tensors[taken.key]
-    return (stored.dtype, stored.shape) == (taken.row.dtype, taken.row.shape)
+    return same_type(stored, taken.row)
 
 
 def _row_bytes(taken: RowSource, weights: WeightSet, raw: HostArena) -> memoryview:
