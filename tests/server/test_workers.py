@@ -25,7 +25,7 @@ from tests.support.administered import TOKEN
 from tests.support.tiny import TinyArtifact
 from weightswap_runtime import Unsupported
 from weightswap_server import Settings, Source
-from weightswap_server.workers.child import Line, Task
+from weightswap_server.workers.child_main import Line, Task
 from weightswap_server.workers.manager import Workers
 from weightswap_server.workers.totals import Totals
 from weightswap_tools.admin_client import AdminClient, AdminRefused

@@ -23,7 +23,7 @@ from weightswap_server.service.processes import Process
 from weightswap_server.serving import Source, signals
 from weightswap_server.settings import Settings
 
-from .child import Task
+from .child_main import Task
 from .tended import Child
 from .totals import Role, Totals
 

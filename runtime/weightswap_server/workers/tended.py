@@ -22,7 +22,7 @@ from weightswap_server.errors import log
 from weightswap_server.service.processes import Process
 from weightswap_server.serving import Source
 
-from .child import Task, Word
+from .child_main import Task, Word
 from .totals import Totals
 
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.05, 10.0  # seconds before a child that has ended is started again
@@ -102,7 +102,7 @@ class Child:
         ours, theirs = socket.socketpair()
         shared = [each for segment in self._task.segments.values() for each in segment.descriptors]
         passed = [theirs.fileno(), *shared, *([self._task.listener] if self._task.listener >= 0 else [])]
-        command = [sys.executable, "-P", "-m", "weightswap_server.workers.child", str(theirs.fileno())]
+        command = [sys.executable, "-P", "-m", "weightswap_server.workers.child_main", str(theirs.fileno())]
         self._failure, self._spoken = "", None
         with theirs:
             self._process = process = subprocess.Popen(

@@ -1,4 +1,4 @@
-"""A keeper's and a worker's process: `python -m weightswap_server.workers.child DESCRIPTOR`.
+"""A keeper's and a worker's process: `python -m weightswap_server.workers.child_main DESCRIPTOR`.
 
 The descriptor is one end of a socket, the other is the manager's (`manager`). Over it come what to do, and answers;
 when it closes, the manager has gone, and so does the child.
