@@ -23,8 +23,8 @@ from weightswap_server.service.processes import Process
 from weightswap_server.serving import Source, signals
 from weightswap_server.settings import Settings
 
+from .child import Child
 from .child_main import Task
-from .tended import Child
 from .totals import Role, Totals
 
 _Segments = Mapping[str, Segment]
