@@ -19,7 +19,7 @@ from weightswap_server.errors import BadRequest
 from weightswap_server.protocol.documents import DATATYPE_OF, GenerateParameters, GenerateRequest
 from weightswap_server.protocol.tensors_on_the_wire import Answer, chosen, dtype_of, from_bytes, from_values, version_of
 from weightswap_server.protocol.variant_text import PARAMETER, read_variants
-from weightswap_server.service.generating import END, Generation
+from weightswap_server.service.generations import END, Generation
 from weightswap_server.service.service import Service
 from weightswap_server.settings import Settings
 

@@ -19,7 +19,7 @@ from starlette.types import ASGIApp
 from weightswap_server.errors import Failure
 from weightswap_server.protocol.documents import GenerateRequest
 from weightswap_server.protocol.tensors_on_the_wire import decoded
-from weightswap_server.service.generating import Generation, event_stream, whole
+from weightswap_server.service.generations import Generation, event_stream, whole
 from weightswap_server.service.service import Service
 
 from .bodies import Bodies, Headers, body_of
