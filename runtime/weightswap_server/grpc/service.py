@@ -23,8 +23,8 @@ from weightswap_server.service.generations import END, Generation
 from weightswap_server.service.service import Service
 from weightswap_server.settings import Settings
 
-from .messages import SERVICE, message_class
 from .patience import Patience
+from .protobuf import SERVICE, message_class
 
 _MOST_DETAIL = 800
 _CONTENTS = {
