@@ -39,7 +39,7 @@ from .documents import (
 from .errors import Conflict
 from .followed import Followed
 from .journal import Journal
-from .telling import Entry, aborted, following, served_weights, staged_weights, watched
+from .model_documents import Entry, aborted, following, served_weights, staged_weights, watched
 
 _TURN = 1.0  # seconds for the swap of another thread
 

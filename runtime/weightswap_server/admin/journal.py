@@ -18,7 +18,7 @@ from weightswap_runtime.live.receipt import SwapReceipt
 from .documents import Refusal
 from .errors import Conflict
 from .followed import Followed
-from .telling import refusal_of
+from .model_documents import refusal_of
 
 _REFUSALS = 100
 _EVENTS = 200
