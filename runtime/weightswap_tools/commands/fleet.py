@@ -108,7 +108,7 @@ def page(
 ) -> None:
     """Serve a page that shows which weights each replica serves, until it is interrupted."""
     with errors_as_exit(False), connected(name, address) as fleet:
-        from weightswap_fleet.operator_page import serve_page
+        from weightswap_fleet.fleet_page import serve_page
 
         def ready(where: str) -> None:
             say(f"page        {where}")
@@ -219,7 +219,7 @@ def _show(fleet: Fleet, as_json: bool) -> bool:
     wanted = state.weights.weights_id if state.weights else None
     agree = all(each.weights_id == wanted for each in nodes.values())
     if as_json:
-        from weightswap_fleet.operator_page import standing
+        from weightswap_fleet.fleet_page import standing
 
         print_json(standing(fleet.name, state, nodes, trial))
         return agree
