@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 
 from tests import ROOT
-from tests.server.fleet import Fleet, eventually, serving
 from tests.server.load import CLIENTS
+from tests.server.worker_processes import Fleet, eventually, serving
 from weightswap_runtime import Unsupported
 from weightswap_server import Settings, Source
 from weightswap_server.workers.manager import Workers

@@ -23,7 +23,7 @@ import pytest
 import tritonclient.grpc as triton
 from typer.testing import CliRunner
 
-from tests.server.fleet import serving as serving_fleet
+from tests.server.worker_processes import serving as serving_fleet
 from tests.support import warm
 from tests.support.served import as_json, ask, occupied, serving
 from tests.support.tiny import TinyArtifact, WriteWeights

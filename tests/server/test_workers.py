@@ -19,7 +19,7 @@ import pytest
 from typer.testing import CliRunner
 
 from tests import ROOT
-from tests.server.fleet import Fleet, eventually, serving
+from tests.server.worker_processes import Fleet, eventually, serving
 from tests.support import warm
 from tests.support.administered import TOKEN
 from tests.support.tiny import TinyArtifact
