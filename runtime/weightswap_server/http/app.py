@@ -19,7 +19,7 @@ from starlette.types import ASGIApp
 from weightswap_server.errors import Failure
 from weightswap_server.protocol.documents import GenerateRequest
 from weightswap_server.protocol.tensors_on_the_wire import decoded
-from weightswap_server.service.generations import Generation, event_stream, whole
+from weightswap_server.service.generations import OpenGeneration, event_stream, whole
 from weightswap_server.service.service import Service
 
 from .bodies import Bodies, Headers, body_of
@@ -127,13 +127,13 @@ class _Pages:
     async def generate_stream(self, request: Request) -> Response:
         return await event_stream(self._service, await self._generation(request))
 
-    async def _generation(self, request: Request) -> Generation:
+    async def _generation(self, request: Request) -> OpenGeneration:
         name = request.path_params["name"]
         self._service.find(name)
         headers = Headers(request.scope["headers"])
         body = await self._bodies.whole(request.scope, request.receive, headers)
         asked = await self._bodies.read(body, partial(decoded, kind=GenerateRequest))
-        return Generation(self._service, name, "", asked, headers.text("traceparent"))
+        return OpenGeneration(self._service, name, "", asked, headers.text("traceparent"))
 
 
 def _document(document: Any) -> Response:
