@@ -27,7 +27,7 @@ from weightswap_runtime import DesiredPlace, StageClosed, Unsupported, load
 from weightswap_runtime.live.staged import Staged
 from weightswap_runtime.tensors.content import array_content
 from weightswap_server import Server
-from weightswap_server.canary.judging import Plan, check_plan
+from weightswap_server.canary.judging import CanaryPlan, check_plan
 from weightswap_server.canary.measuring import Differences, Side, has_nonfinite
 from weightswap_server.canary.rule import Rule
 from weightswap_server.methods import Method
@@ -366,7 +366,7 @@ def test_how_long_a_rule_has_to_hold(text: str, seconds: float) -> None:
     assert Rule(text, frozenset({"errors"})).seconds == seconds
     for wrong in (f"{text} for ever", f"{text} for 5 minutes", "for 5 min", "errors < 1 for 5 min for 5 min"):
         with pytest.raises(Unsupported):
-            check_plan(Plan(promote_if=wrong))
+            check_plan(CanaryPlan(promote_if=wrong))
 
 
 @given(st.lists(st.floats(0, 100) | st.none(), min_size=1, max_size=200))

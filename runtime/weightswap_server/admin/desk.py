@@ -17,7 +17,7 @@ from weightswap_runtime.errors import StageClosed, StagingBusy, Unsupported
 from weightswap_runtime.live.receipt import SwapReceipt
 from weightswap_runtime.live.variants.resident import VariantReceipt
 from weightswap_server.canary.canary import Canary
-from weightswap_server.canary.judging import Plan, check_plan
+from weightswap_server.canary.judging import CanaryPlan, check_plan
 from weightswap_server.service.served import Served
 
 from .allowing import Allowed
@@ -137,7 +137,7 @@ class Desk:
 
         Raises StageClosed, what `stage` raises, and Unsupported where staged weights cannot be called.
         """
-        plan = Plan(request.share, request.shadow, request.tolerance, request.promote_if, request.abort_if)
+        plan = CanaryPlan(request.share, request.shadow, request.tolerance, request.promote_if, request.abort_if)
         check_plan(plan)
         if request.source is None:
             self._try_out(self._committable(), plan)
@@ -298,7 +298,7 @@ class Desk:
             raise StagingBusy(f"{self.name}: still {entry.staged.progress.phase}; wait until it is staged")
         return entry
 
-    def _try_out(self, entry: Entry, plan: Plan) -> None:
+    def _try_out(self, entry: Entry, plan: CanaryPlan) -> None:
         with self._lock:
             if self._entry is not entry:
                 raise StageClosed(f"{self.name}: what was staged was given up meanwhile")

@@ -14,7 +14,7 @@ from weightswap_server.errors import log
 from weightswap_server.methods import Flat, Method
 from weightswap_server.protocol.tensors_on_the_wire import Answer
 
-from .judging import Judgement, Plan
+from .judging import CanaryPlan, Judgement
 from .measuring import has_nonfinite
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ _WAITING = 8  # answers that wait to be looked through, or compared; more are le
 class Canary(Judgement):
     """Staged weights that answer some requests. Its errors are nobody else's: the served weights answer, then."""
 
-    def __init__(self, staged: Staged | Trial, plan: Plan, tell: Callable[[str, str], None]) -> None:
+    def __init__(self, staged: Staged | Trial, plan: CanaryPlan, tell: Callable[[str, str], None]) -> None:
         """staged: in a worker, the trial of what its keeper has staged.
 
         tell: called with "errors", "compared" or "differing" and the weights id, for metrics. Raises Unsupported.
