@@ -30,7 +30,7 @@ from weightswap_server import Server
 from weightswap_server.canary.judging import CanaryPlan, check_plan
 from weightswap_server.canary.measuring import Differences, Side, has_nonfinite
 from weightswap_server.canary.rule import Rule
-from weightswap_server.methods import Method
+from weightswap_server.methods import ServedMethod
 from weightswap_tools.commands.canary import canary_command
 
 X = np.arange(6, dtype=np.float32).reshape(2, 3)
@@ -171,15 +171,15 @@ def test_a_shadow_is_compared_and_answers_nobody(
 def test_a_shadow_that_is_slow_keeps_nobody_waiting(
     server: Server, weight_file: WriteWeights, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    called, method_call = [], Method.call
+    called, method_call = [], ServedMethod.call
 
-    def slow(self: Method, session: Any, flat: Any, *variants: Any) -> Any:
+    def slow(self: ServedMethod, session: Any, flat: Any, *variants: Any) -> Any:
         if isinstance(session, Staged):
             called.append(1)
             time.sleep(0.3)
         return method_call(self, session, flat, *variants)
 
-    monkeypatch.setattr(Method, "call", slow)
+    monkeypatch.setattr(ServedMethod, "call", slow)
     begin(server, weight_file(2), shadow=True)
     began = time.monotonic()
     for _ in range(20):
@@ -193,14 +193,14 @@ def test_a_shadow_that_is_slow_keeps_nobody_waiting(
 def test_a_canary_that_fails_is_nobodys_error_and_is_aborted(
     server: Server, weight_file: WriteWeights, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    method_call = Method.call
+    method_call = ServedMethod.call
 
-    def broken(self: Method, session: Any, flat: Any, *variants: Any) -> Any:
+    def broken(self: ServedMethod, session: Any, flat: Any, *variants: Any) -> Any:
         if isinstance(session, Staged):
             raise RuntimeError("broken weights")
         return method_call(self, session, flat, *variants)
 
-    monkeypatch.setattr(Method, "call", broken)
+    monkeypatch.setattr(ServedMethod, "call", broken)
     served = server.service.served[0].model.weights_id
     canary = begin(server, weight_file(2), share=0.5)
     assert {answer(server).json["parameters"]["weights_id"] for _ in range(6)} == {served}
@@ -232,7 +232,7 @@ def test_a_canary_with_nan_is_aborted(server: Server, tiny: TinyArtifact, tmp_pa
 def test_what_the_requests_break_is_not_the_canarys_fault(
     server: Server, weight_file: WriteWeights, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Method, "call", lambda *_: 1 / 0)
+    monkeypatch.setattr(ServedMethod, "call", lambda *_: 1 / 0)
     begin(server, weight_file(2), share=0.5)
     assert [ask(server, INFER, as_json(x=X)).status for _ in range(10)] == [500] * 10
     values = status(server)["canary"]["values"]

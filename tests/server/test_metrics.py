@@ -18,7 +18,7 @@ from tests.support.tiny import TinyArtifact, WriteWeights
 from weightswap_runtime import load
 from weightswap_runtime.tensors.content import array_content
 from weightswap_server import Server
-from weightswap_server.methods import Method
+from weightswap_server.methods import ServedMethod
 from weightswap_server.service.metrics import MOST_WEIGHTS
 
 X = np.arange(6, dtype=np.float32).reshape(2, 3)
@@ -79,8 +79,8 @@ def test_each_request_is_counted_once(
     with serving({"tiny": model}, timeout=0.2) as server:
         huge = np.full((2, 3), np.finfo(np.float32).max, np.float32)
         assert ask(server, INFER, as_json(x=huge)).status == 400
-        called, goes_on = Method.call, Event()
-        monkeypatch.setattr(Method, "call", lambda *given: (goes_on.wait(20), called(*given))[1])
+        called, goes_on = ServedMethod.call, Event()
+        monkeypatch.setattr(ServedMethod, "call", lambda *given: (goes_on.wait(20), called(*given))[1])
         monkeypatch.setattr(server.service.served[0].thread, "_inline", False)
         assert ask(server, INFER, as_json(x=X)).status == 504
         goes_on.set()
