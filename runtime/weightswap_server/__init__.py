@@ -2,7 +2,7 @@
 
 from .admin.settings import AdminSettings
 from .methods import ServedMethod
-from .serving import Server, Source
+from .serving import ModelSource, Server
 from .settings import Settings
 
-__all__ = ["AdminSettings", "ServedMethod", "Server", "Settings", "Source"]
+__all__ = ["AdminSettings", "ModelSource", "ServedMethod", "Server", "Settings"]

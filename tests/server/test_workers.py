@@ -24,7 +24,7 @@ from tests.support import warm
 from tests.support.administered import TOKEN
 from tests.support.tiny import TinyArtifact
 from weightswap_runtime import Unsupported
-from weightswap_server import Settings, Source
+from weightswap_server import ModelSource, Settings
 from weightswap_server.workers.child_main import Line, Task
 from weightswap_server.workers.manager import Workers
 from weightswap_server.workers.totals import Totals
@@ -241,12 +241,12 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 def test_what_workers_cannot_share_is_refused(what: str) -> None:
     fields, says = REFUSED[what]
     with pytest.raises(Unsupported, match=says):
-        Workers({"m": Source(artifact="a", **fields)}, Settings(), 2)
+        Workers({"m": ModelSource(artifact="a", **fields)}, Settings(), 2)
 
 
 def test_no_workers_are_refused() -> None:
     with pytest.raises(Unsupported, match="workers=0: expected 1 or more"):
-        Workers({"m": Source(artifact="a", weights="w")}, Settings(), 0)
+        Workers({"m": ModelSource(artifact="a", weights="w")}, Settings(), 0)
 
 
 @pytest.mark.slow

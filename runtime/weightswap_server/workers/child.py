@@ -20,7 +20,7 @@ from weightswap_runtime.shared.control import Control
 from weightswap_server.admin.journal import Told
 from weightswap_server.errors import log
 from weightswap_server.service.processes import Process
-from weightswap_server.serving import Source
+from weightswap_server.serving import ModelSource
 
 from .child_main import Task, Word
 from .totals import Totals
@@ -175,7 +175,7 @@ class Child:
     def _keep_for_next(self, word: Word) -> None:
         """What the process that takes this one's place begins with."""
         if word.kind == "sources":
-            sources = msgspec.json.decode(word.text, type=dict[str, Source])
+            sources = msgspec.json.decode(word.text, type=dict[str, ModelSource])
             self._task = msgspec.structs.replace(self._task, sources={**self._task.sources, **sources})
         else:
             told = msgspec.json.decode(word.text, type=dict[str, Told])

@@ -36,7 +36,7 @@ from weightswap_server.admin.settings import AdminSettings
 from weightswap_server.errors import log
 from weightswap_server.service.processes import Process
 from weightswap_server.service.service import Service
-from weightswap_server.serving import Server, Source
+from weightswap_server.serving import ModelSource, Server
 from weightswap_server.settings import Settings
 from weightswap_server.signed_weights import requires
 
@@ -53,7 +53,7 @@ class Task(msgspec.Struct, frozen=True, kw_only=True):
 
     role: Role
     name: str
-    sources: Mapping[str, Source]
+    sources: Mapping[str, ModelSource]
     segments: Mapping[str, Segment]
     settings: Settings
     admin: AdminSettings | None = None

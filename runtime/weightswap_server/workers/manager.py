@@ -20,7 +20,7 @@ from weightswap_runtime.shared.segment import Segment
 from weightswap_server.admin.settings import AdminSettings
 from weightswap_server.http.listening import accept_no_more, listening
 from weightswap_server.service.processes import Process
-from weightswap_server.serving import Source, signals
+from weightswap_server.serving import ModelSource, signals
 from weightswap_server.settings import Settings
 
 from .child import Child
@@ -31,7 +31,7 @@ _Segments = Mapping[str, Segment]
 _WORKER_TIMEOUT, _LEAST_TIMEOUT = 30.0, 3.0  # seconds; they speak each second
 
 
-def check_shareable(source: Source) -> None:
+def check_shareable(source: ModelSource) -> None:
     """Raise Unsupported for what workers cannot share."""
     wanted = {"engine": "torch", "device": HOST, "residency": "double"}
     for name, only in wanted.items():
@@ -52,7 +52,7 @@ class Workers:
 
     def __init__(
         self,
-        sources: Mapping[str, Source],
+        sources: Mapping[str, ModelSource],
         settings: Settings,
         workers: int,
         admin: AdminSettings | None = None,
