@@ -106,7 +106,7 @@ def test_weights_that_are_long_gone_have_no_series(tiny: TinyArtifact, weight_fi
 @pytest.mark.slow
 def test_the_server_knows_neither_tools_nor_exporter(tiny: TinyArtifact, weight_file: WriteWeights) -> None:
     serve = (
-        "import sys; from weightswap_server import Server, Settings, ModelSource\n"
+        "import sys; from weightswap_server import ModelSource, Server, Settings\n"
         "assert not {'torch', 'grpc', 'google.protobuf'} & set(sys.modules)\n"
         "model = ModelSource(artifact=sys.argv[1], weights=sys.argv[2]).open()\n"
         "with Server({'tiny': model}, Settings(http_port=0, grpc_port=0)).running(): pass\n"

@@ -19,7 +19,7 @@ for name in ("torch", "onnxscript", "safetensors"):
     sys.modules[name] = None
 import numpy as np
 import tritonclient.http as triton
-from weightswap_server import Server, Settings, ModelSource
+from weightswap_server import ModelSource, Server, Settings
 
 artifact, first, second, out = sys.argv[1:]
 model = ModelSource(artifact=artifact, weights=first, options={"engine": "onnx"}).open()
