@@ -25,7 +25,7 @@ from tests.support.administered import TOKEN
 from tests.support.tiny import TinyArtifact
 from weightswap_runtime import Unsupported
 from weightswap_server import ModelSource, Settings
-from weightswap_server.workers.child_main import Line, Task
+from weightswap_server.workers.child_main import ChildTask, Line
 from weightswap_server.workers.manager import Workers
 from weightswap_server.workers.totals import Totals
 from weightswap_tools.admin_client import AdminClient, AdminRefused
@@ -207,7 +207,7 @@ def test_nobody_outlives_the_manager(tmp_path: Path) -> None:
 def test_who_asks_the_manager_for_something_does_not_outlive_it() -> None:
     """Whatever is asked for a page of metrics, however often."""
     manager, child = socket.socketpair()
-    task = Task(role="worker", name="worker 0", sources={}, segments={}, settings=Settings())
+    task = ChildTask(role="worker", name="worker 0", sources={}, segments={}, settings=Settings())
     manager.sendall(msgspec.json.encode(task) + b"\n")
     line = Line(child.detach())
     line.listen()

@@ -22,7 +22,7 @@ from weightswap_server.errors import log
 from weightswap_server.service.processes import Process
 from weightswap_server.serving import ModelSource
 
-from .child_main import Task, Word
+from .child_main import ChildTask, Word
 from .totals import Totals
 
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.05, 10.0  # seconds before a child that has ended is started again
@@ -41,7 +41,7 @@ class Child:
 
     def __init__(
         self,
-        task: Task,
+        task: ChildTask,
         totals: Totals,
         processes: Callable[[], list[Process]],
         timeout: float,

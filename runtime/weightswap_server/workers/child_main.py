@@ -47,7 +47,7 @@ TELLS = 1.0  # seconds between two times that a child tells its metrics
 _WARM = 60.0  # seconds for which a worker that joins waits until it is warm
 
 
-class Task(msgspec.Struct, frozen=True, kw_only=True):
+class ChildTask(msgspec.Struct, frozen=True, kw_only=True):
     """What a child is to do. `segments` are those of `sources`, by the models' names, and `told` is what their journals
     had when an earlier keeper ended."""
 
@@ -81,7 +81,7 @@ class Line:
     def __init__(self, descriptor: int) -> None:
         with socket.socket(fileno=descriptor) as connection:
             self._stream = connection.makefile("rwb")  # keeps it open
-        self.task = msgspec.json.decode(self._stream.readline(), type=Task)
+        self.task = msgspec.json.decode(self._stream.readline(), type=ChildTask)
         self.closed = Event()
         self.on_tried: Callable[[str], object] = lambda _: None
         self._sending = Lock()

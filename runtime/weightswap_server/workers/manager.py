@@ -24,7 +24,7 @@ from weightswap_server.serving import ModelSource, signals
 from weightswap_server.settings import Settings
 
 from .child import Child
-from .child_main import Task
+from .child_main import ChildTask
 from .totals import Role, Totals
 
 _Segments = Mapping[str, Segment]
@@ -136,10 +136,10 @@ class Workers:
             tell()
         await asyncio.get_running_loop().create_future()  # until it is cancelled
 
-    def _task(self, role: Role, segments: _Segments, slot: int = 0, listener: int = -1) -> Task:
+    def _task(self, role: Role, segments: _Segments, slot: int = 0, listener: int = -1) -> ChildTask:
         shared = msgspec.structs.replace(self.settings, grpc_port=self.grpc_port or None)
         libraries = {each for source in self._sources.values() for each in source.options.get("op_libraries", ())}
-        return Task(
+        return ChildTask(
             role=role,
             name="keeper" if role == "keeper" else f"worker {slot}",
             sources={name: msgspec.structs.replace(each, options={}) for name, each in self._sources.items()},
