@@ -17,7 +17,7 @@ import msgspec
 
 from weightswap_runtime.errors import WeightswapError
 from weightswap_runtime.shared.control import Control
-from weightswap_server.admin.journal import Told
+from weightswap_server.admin.journal import JournalState
 from weightswap_server.errors import log
 from weightswap_server.service.processes import Process
 from weightswap_server.serving import ModelSource
@@ -164,7 +164,7 @@ class Child:
                     )
                 elif word.kind == "tried":
                     self._pass_on(raw)
-                elif word.kind in ("sources", "told"):
+                elif word.kind in ("sources", "journals"):
                     self._keep_for_next(word)
                 elif word.kind == "processes":
                     found = msgspec.json.encode([each for each in self._processes() if each.pid]).decode()
@@ -178,8 +178,8 @@ class Child:
             sources = msgspec.json.decode(word.text, type=dict[str, ModelSource])
             self._task = msgspec.structs.replace(self._task, sources={**self._task.sources, **sources})
         else:
-            told = msgspec.json.decode(word.text, type=dict[str, Told])
-            self._task = msgspec.structs.replace(self._task, told={**self._task.told, **told})
+            journals = msgspec.json.decode(word.text, type=dict[str, JournalState])
+            self._task = msgspec.structs.replace(self._task, journals={**self._task.journals, **journals})
 
     def _count(self, pid: int, word: Word, writer: asyncio.StreamWriter) -> None:
         self._totals.tell(pid, self._task.role, word.text)

@@ -30,7 +30,7 @@ from weightswap_runtime.shared.keeper import keep
 from weightswap_runtime.shared.segment import Segment
 from weightswap_runtime.shared.worker import join
 from weightswap_server.admin.desk import Taking
-from weightswap_server.admin.journal import Told
+from weightswap_server.admin.journal import JournalState
 from weightswap_server.admin.plane import AdminPlane
 from weightswap_server.admin.settings import AdminSettings
 from weightswap_server.errors import log
@@ -48,8 +48,8 @@ _WARM = 60.0  # seconds for which a worker that joins waits until it is warm
 
 
 class ChildTask(msgspec.Struct, frozen=True, kw_only=True):
-    """What a child is to do. `segments` are those of `sources`, by the models' names, and `told` is what their journals
-    had when an earlier keeper ended."""
+    """What a child is to do. `segments` are those of `sources`, by the models' names, and `journals` what an earlier
+    keeper's had when it ended."""
 
     role: Role
     name: str
@@ -61,17 +61,17 @@ class ChildTask(msgspec.Struct, frozen=True, kw_only=True):
     op_libraries: tuple[str, ...] = ()
     slot: int = 0
     listener: int = -1
-    told: Mapping[str, Told] = {}
+    journals: Mapping[str, JournalState] = {}
 
 
 class Word(msgspec.Struct, frozen=True):
     """What a child says to its manager, and, as "total" and "processes", asks. One that is not "alive" for long hangs.
 
     text: as "alive" a `Process`; "metrics" and "total" are as Prometheus reads them; "processes" are those of all;
-    "tried" is a `Tried`, which the manager passes on to the keeper. "sources" and "told" are what the next keeper has.
+    "tried" is a `Tried`, which the manager passes on to the keeper. "sources" and "journals" are the next keeper's.
     """
 
-    kind: Literal["ready", "failed", "alive", "metrics", "total", "processes", "tried", "sources", "told"]
+    kind: Literal["ready", "failed", "alive", "metrics", "total", "processes", "tried", "sources", "journals"]
     text: str = ""
 
 
@@ -118,9 +118,9 @@ class Line:
         source = msgspec.structs.replace(self.task.sources[name], **taking._asdict())
         self.say(Word("sources", msgspec.json.encode({name: source}).decode()))
 
-    def tell_told(self, name: str, told: Told) -> None:
+    def tell_journal(self, name: str, journal: JournalState) -> None:
         """What the journal of a model has: it goes on in whoever takes this process's place."""
-        self.say(Word("told", msgspec.json.encode({name: told}).decode()))
+        self.say(Word("journals", msgspec.json.encode({name: journal}).decode()))
 
     def _ask(self, word: Word) -> str:
         """What the manager answers; nothing where it has gone."""
@@ -148,8 +148,8 @@ def _keep(line: Line) -> None:
     plane = AdminPlane(service, task.admin) if task.admin is not None else None
     for name, desk in plane.desks.items() if plane is not None else ():
         desk.on_source = partial(line.tell_source, name)
-        desk.journal.on_told = partial(line.tell_told, name)
-        desk.journal.inherit(task.told.get(name, Told()))
+        desk.journal.on_change = partial(line.tell_journal, name)
+        desk.journal.inherit(task.journals.get(name, JournalState()))
     try:
         for name, source in task.sources.items():
             if source.weights is not None and models[name].weights_id is None:
