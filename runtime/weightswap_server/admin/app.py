@@ -27,7 +27,6 @@ from weightswap_server.service.service import Service
 
 from . import triton
 from .audit import AuditLog, audited, peer, who
-from .desk import Desk
 from .documents import (
     AddVariantRequest,
     AdminError,
@@ -48,6 +47,7 @@ from .errors import Forbidden, Refused, Unauthorised, refused
 from .event_stream import EventStream
 from .load_series import LoadSeries
 from .openapi import description
+from .operations import Desk
 from .operator_page import page_routes
 from .settings import AdminSettings
 from .tokens import Scope

@@ -20,8 +20,8 @@ from weightswap_runtime.sources.location import redact
 from weightswap_runtime.threads.awaiting import in_thread
 from weightswap_server.errors import NotReady, log
 
-from .desk import Desk
 from .errors import refused
+from .operations import Desk
 from .tokens import Scope
 
 _DENIALS_EACH = 1.0  # seconds: denied calls in between are counted

@@ -10,9 +10,9 @@ from typing import Any
 from weightswap_runtime.messages import encode_json
 from weightswap_runtime.threads.awaiting import in_thread
 
-from .desk import Desk
 from .documents import ServerStatus
 from .load_series import LoadSeries
+from .operations import Desk
 
 _LOOK, _QUIET = 0.25, 15.0  # seconds between two looks, and until a line that says that the stream is alive
 

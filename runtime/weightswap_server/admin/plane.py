@@ -20,8 +20,8 @@ from weightswap_server.service.service import Service
 from .allowing import Allowed
 from .app import AdminPages
 from .audit import AuditLog, obey
-from .desk import Desk
 from .load_series import EVERY, LoadSeries
+from .operations import Desk
 from .operator_page import OPEN_PATHS
 from .settings import AdminSettings
 from .tokens import TokenGuard, read_tokens

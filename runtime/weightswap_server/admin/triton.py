@@ -7,8 +7,8 @@ import msgspec
 from weightswap_runtime.live.receipt import SwapReceipt
 from weightswap_server.errors import BadRequest
 
-from .desk import Desk
 from .documents import LoadRequest, StageRequest
+from .operations import Desk
 
 
 class _Config(msgspec.Struct):

@@ -29,8 +29,8 @@ from weightswap_runtime.shared.control import Control
 from weightswap_runtime.shared.keeper import keep
 from weightswap_runtime.shared.segment import Segment
 from weightswap_runtime.shared.worker import join
-from weightswap_server.admin.desk import Taking
 from weightswap_server.admin.journal import JournalState
+from weightswap_server.admin.operations import Taking
 from weightswap_server.admin.plane import AdminPlane
 from weightswap_server.admin.settings import AdminSettings
 from weightswap_server.errors import log

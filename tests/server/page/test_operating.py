@@ -15,7 +15,7 @@ from tests.support.served import as_json, ask
 from tests.support.tiny import SLOW, TinyArtifact, WriteWeights, serves
 from weightswap_runtime import DesiredPlace, load
 from weightswap_server import Server
-from weightswap_server.admin.desk import Desk
+from weightswap_server.admin.operations import Desk
 
 HOSTILE = "<img src=x onerror=alert(1)><script>alert(1)</script>"
 
