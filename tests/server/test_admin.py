@@ -209,8 +209,8 @@ def test_a_reason_is_told_before_its_commit(
 ) -> None:
     """To whoever takes the place of a process that dies just after it; what was never committed has none."""
     assert server.admin is not None
-    desk, told, before = server.admin.desks["tiny"], list[JournalState](), list[dict[int, str]]()
-    desk.journal.on_change = told.append
+    operations, told, before = server.admin.models["tiny"], list[JournalState](), list[dict[int, str]]()
+    operations.journal.on_change = told.append
     commit, fails = Staged.commit, False
 
     def die(staged: Staged, **options: Any) -> Any:
@@ -224,7 +224,7 @@ def test_a_reason_is_told_before_its_commit(
     fails = True
     assert change(server, "swap", source=str(weight_file(3)), why="better").status == 503
     assert [before, told[-1].whys] == [[{1: "faster"}, {1: "faster", 2: "better"}], {1: "faster"}]
-    desk.journal.inherit(JournalState(before[-1]))
+    operations.journal.inherit(JournalState(before[-1]))
     assert told[-1].whys == {1: "faster"}
 
 

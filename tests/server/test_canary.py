@@ -263,12 +263,12 @@ def test_a_rule_promotes_and_has_it_desired(server: Server, weight_file: WriteWe
 def test_a_verdict_is_about_the_canary_that_it_was_told_of(server: Server, weight_file: WriteWeights) -> None:
     """Who puts another in its place, before it is obeyed, has that one promoted by its own rule alone."""
     assert server.admin is not None
-    desk, rule = server.admin.desks["tiny"], "requests >= 5"
+    operations, rule = server.admin.models["tiny"], "requests >= 5"
     begin(server, weight_file(2), share=1, promote_if="requests >= 1000")
     with pytest.raises(StageClosed, match="has ended"):
-        desk.obey("promote", rule)
+        operations.obey("promote", rule)
     assert status(server)["canary"]["promote_if"] == "requests >= 1000"
-    assert serves(desk.model, 1)
+    assert serves(operations.model, 1)
 
 
 def test_a_canary_gives_way_to_what_others_desire(server: Server, weight_file: WriteWeights, tmp_path: Path) -> None:

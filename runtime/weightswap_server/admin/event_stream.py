@@ -12,7 +12,7 @@ from weightswap_runtime.threads.awaiting import in_thread
 
 from .documents import ServerStatus
 from .load_series import LoadSeries
-from .operations import Desk
+from .operations import ModelOperations
 
 _LOOK, _QUIET = 0.25, 15.0  # seconds between two looks, and until a line that says that the stream is alive
 
@@ -22,20 +22,20 @@ class EventStream:
 
     def __init__(
         self,
-        desks: Mapping[str, Desk],
+        models: Mapping[str, ModelOperations],
         load: LoadSeries,
         server_status: Callable[[], ServerStatus],
         ended: Callable[[], bool],
     ) -> None:
-        self._desks, self._load, self._server_status, self._ended = desks, load, server_status, ended
+        self._models, self._load, self._server_status, self._ended = models, load, server_status, ended
 
     async def lines(self, with_load: bool) -> AsyncIterator[bytes]:
         """`status` at first and after each event, `event` for what happens, `staging` while something is staged.
 
         with_load: and `load`, with the points of the last minutes at first, then each as it comes, with a `status`.
         """
-        seen = {name: desk.journal.last_event for name, desk in self._desks.items()}
-        counted = dict.fromkeys(self._desks, 0.0) if with_load else {}
+        seen = {name: each.journal.last_event for name, each in self._models.items()}
+        counted = dict.fromkeys(self._models, 0.0) if with_load else {}
         told = time.monotonic()
         yield _event("status", await in_thread(self._server_status))
         while not self._ended():
@@ -52,14 +52,14 @@ class EventStream:
 
     def _news(self, seen: dict[str, int]) -> list[bytes]:
         found = []
-        for name, desk in self._desks.items():
-            for number, event in desk.journal.events(seen[name]):
+        for name, operations in self._models.items():
+            for number, event in operations.journal.events(seen[name]):
                 seen[name] = number
                 found.append(_event("event", {"model": name, **event}))
         return found
 
     def _stagings(self) -> list[bytes]:
-        progresses = {name: desk.model.progress for name, desk in self._desks.items()}
+        progresses = {name: each.model.progress for name, each in self._models.items()}
         return [
             _event("staging", {"model": name, **progress._asdict()})
             for name, progress in progresses.items()

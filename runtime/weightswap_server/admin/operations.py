@@ -1,4 +1,4 @@
-"""A model's desk: what operators do to it, and what is to be known of it. Every method may be called from any thread.
+"""What operators do to a model, and what is to be known of it. Every method may be called from any thread.
 
 Where the model follows a desired state, a change is written there first: a change of this process alone would be
 undone by its next look.
@@ -52,8 +52,8 @@ class Taking(NamedTuple):
     interval: float = 5.0
 
 
-class Desk:
-    """One model's operators."""
+class ModelOperations:
+    """Those on one model."""
 
     def __init__(self, served: Served, allowed: Allowed, staged_timeout: float) -> None:
         self.served, self.model, self.name = served, served.model, served.name

@@ -146,10 +146,10 @@ def _keep(line: Line) -> None:
     service.load_metrics = lambda: text_string_to_metric_families(service.all_metrics().decode())
     service.processes = line.processes
     plane = AdminPlane(service, task.admin) if task.admin is not None else None
-    for name, desk in plane.desks.items() if plane is not None else ():
-        desk.on_source = partial(line.tell_source, name)
-        desk.journal.on_change = partial(line.tell_journal, name)
-        desk.journal.inherit(task.journals.get(name, JournalState()))
+    for name, operations in plane.models.items() if plane is not None else ():
+        operations.on_source = partial(line.tell_source, name)
+        operations.journal.on_change = partial(line.tell_journal, name)
+        operations.journal.inherit(task.journals.get(name, JournalState()))
     try:
         for name, source in task.sources.items():
             if source.weights is not None and models[name].weights_id is None:
