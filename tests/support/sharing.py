@@ -26,7 +26,7 @@ from weightswap_runtime.live.residency.double import Double
 from weightswap_runtime.live.session import Session
 from weightswap_runtime.memory.arena import Arena, ArenaLayout, HostArena
 from weightswap_runtime.shared.control import Control
-from weightswap_runtime.shared.described import Named, described, on_trial
+from weightswap_runtime.shared.descriptions import Named, described, on_trial
 from weightswap_runtime.shared.keeper import KeeperGate, KeptMemory
 from weightswap_runtime.shared.segment import Segment
 from weightswap_runtime.shared.trial import announce

@@ -26,7 +26,7 @@ from weightswap_runtime.staging.request import Admit
 
 from .allocation import allocate_shared
 from .control import Control
-from .described import describe, described, read_history, write_history
+from .descriptions import describe, described, read_history, write_history
 from .segment import Segment, map_writable
 
 _POLL = 0.002  # seconds between two looks at what workers hold

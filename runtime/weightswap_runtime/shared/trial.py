@@ -13,7 +13,7 @@ from weightswap_runtime.live.variants.resident import Choice
 from weightswap_runtime.threads.claims import Claim
 
 from .control import Control
-from .described import Named, describe
+from .descriptions import Named, describe
 
 
 def begin_trial(control: Control, staged: Staged, terms: bytes = b"") -> int:

@@ -25,7 +25,7 @@ from weightswap_runtime.threads.claims import POLL_SECONDS, Claim
 from weightswap_runtime.threads.ending import Background
 
 from .control import Control
-from .described import named, on_trial, read_history
+from .descriptions import named, on_trial, read_history
 from .keeper import OPTIONS
 from .segment import Segment, map_read_only
 from .trial import Trial

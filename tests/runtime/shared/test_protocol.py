@@ -10,7 +10,7 @@ from tests.support.sharing import BareKeeper, BareWorker, is_whole, segment
 from weightswap_runtime.errors import LeaseTimeout, NoWeights, StageClosed
 from weightswap_runtime.shared import worker as worker_module
 from weightswap_runtime.shared.control import Control
-from weightswap_runtime.shared.described import Named
+from weightswap_runtime.shared.descriptions import Named
 from weightswap_runtime.shared.keeper import KeeperGate
 from weightswap_runtime.shared.worker import WorkerGate
 from weightswap_runtime.threads.claims import Claim
