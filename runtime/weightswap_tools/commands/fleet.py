@@ -25,7 +25,7 @@ from .fleet_cluster import (
     connected,
     deadlines,
     run_application,
-    say_receipt,
+    say_fleet_receipt,
 )
 
 if TYPE_CHECKING:
@@ -128,7 +128,7 @@ def swap(
 ) -> None:
     """Let all nodes serve other weights together: all stage and verify them first, and if one cannot, none does."""
     with errors_as_exit(as_json), connected(name, address) as fleet:
-        say_receipt(fleet.swap(weights, by=by, why=why, deadlines=deadlines(prepare_seconds)), as_json)
+        say_fleet_receipt(fleet.swap(weights, by=by, why=why, deadlines=deadlines(prepare_seconds)), as_json)
 
 
 @fleet_command.command()
@@ -147,7 +147,7 @@ def rollback(
     """Let all nodes serve earlier weights again, and take nothing new until `release`."""
     with errors_as_exit(as_json), connected(name, address) as fleet:
         given = deadlines(prepare_seconds)
-        say_receipt(fleet.rollback(to, by=by, why=why, hold=not no_hold, deadlines=given), as_json)
+        say_fleet_receipt(fleet.rollback(to, by=by, why=why, hold=not no_hold, deadlines=given), as_json)
 
 
 @fleet_command.command()
