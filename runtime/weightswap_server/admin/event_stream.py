@@ -37,11 +37,11 @@ class EventStream:
         seen = {name: each.journal.last_event for name, each in self._models.items()}
         counted = dict.fromkeys(self._models, 0.0) if with_load else {}
         told = time.monotonic()
-        yield _event("status", await in_thread(self._server_status))
+        yield event_line("status", await in_thread(self._server_status))
         while not self._ended():
             lines = [*self._news(seen), *self._loads(counted)]
             if lines:
-                lines.append(_event("status", await in_thread(self._server_status)))
+                lines.append(event_line("status", await in_thread(self._server_status)))
             lines += self._stagings()
             if not lines and time.monotonic() > told + _QUIET:
                 lines = [b": \n\n"]
@@ -55,13 +55,13 @@ class EventStream:
         for name, operations in self._models.items():
             for number, event in operations.journal.events(seen[name]):
                 seen[name] = number
-                found.append(_event("event", {"model": name, **event}))
+                found.append(event_line("event", {"model": name, **event}))
         return found
 
     def _stagings(self) -> list[bytes]:
         progresses = {name: each.model.progress for name, each in self._models.items()}
         return [
-            _event("staging", {"model": name, **progress._asdict()})
+            event_line("staging", {"model": name, **progress._asdict()})
             for name, progress in progresses.items()
             if progress is not None
         ]
@@ -71,9 +71,10 @@ class EventStream:
         for name, moment in counted.items():
             if points := self._load.after(name, moment):
                 counted[name] = points[-1].time
-                found.append(_event("load", {"model": name, "points": points}))
+                found.append(event_line("load", {"model": name, "points": points}))
         return found
 
 
-def _event(kind: str, data: Any) -> bytes:
+def event_line(kind: str, data: Any) -> bytes:
+    """One event, as a browser's EventSource reads it."""
     return b"event: %s\ndata: %s\n\n" % (kind.encode(), encode_json(data))
