@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
@@ -21,6 +20,7 @@ from weightswap_runtime.live.variants.resident import VariantReceipt
 from weightswap_runtime.messages import encode_json
 from weightswap_runtime.threads.awaiting import in_thread
 from weightswap_server.errors import BadRequest, UnknownModel, log
+from weightswap_server.http.app import metrics_page
 from weightswap_server.http.bodies import body_of
 from weightswap_server.protocol.tensors_on_the_wire import decoded
 from weightswap_server.service.service import Service
@@ -172,9 +172,7 @@ class AdminPages:
         return document(await in_thread(self._operations(request).history))
 
     async def _metrics(self, request: Request) -> Response:
-        return Response(
-            await asyncio.to_thread(self._service.all_metrics), media_type="text/plain; version=0.0.4; charset=utf-8"
-        )
+        return await metrics_page(self._service)
 
     async def _openapi(self, request: Request) -> Response:
         return document(description(list(self._models), {name: kind for name, (kind, _) in CHANGES.items()}))

@@ -114,9 +114,7 @@ class _Pages:
         return _document(self._service.index())
 
     async def metrics(self, request: Request) -> Response:
-        return Response(
-            await asyncio.to_thread(self._service.all_metrics), media_type="text/plain; version=0.0.4; charset=utf-8"
-        )
+        return await metrics_page(self._service)
 
     async def openapi(self, request: Request) -> Response:
         return Response(self._description, media_type=JSON)
@@ -134,6 +132,11 @@ class _Pages:
         body = await self._bodies.whole(request.scope, request.receive, headers)
         asked = await self._bodies.read(body, partial(decoded, kind=GenerateRequest))
         return OpenGeneration(self._service, name, "", asked, headers.text("traceparent"))
+
+
+async def metrics_page(service: Service) -> Response:
+    """What is counted, as Prometheus reads it."""
+    return Response(await asyncio.to_thread(service.all_metrics), media_type="text/plain; version=0.0.4; charset=utf-8")
 
 
 def _document(document: Any) -> Response:
