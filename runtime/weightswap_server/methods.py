@@ -27,7 +27,7 @@ from weightswap_runtime.format.signature import (
 from weightswap_runtime.live.calling import Caller
 from weightswap_runtime.live.model import Model, engine_of
 from weightswap_runtime.live.pinned import Pinned
-from weightswap_runtime.live.variants.resident import Choice, Wanted
+from weightswap_runtime.live.variants.resident import Choice, VariantNames
 from weightswap_runtime.messages import brief
 from weightswap_runtime.tensors.content import TensorBytes, array_content, as_array, numpy_dtype
 from weightswap_runtime.tensors.dtypes import DTYPES
@@ -76,7 +76,7 @@ class ServedMethod:
         if len(set(names)) < len(names):
             raise BadRequest("an output is asked for twice")
 
-    def call(self, session: Caller, flat: Flat, variants: Wanted | Choice | None = None) -> Outputs:
+    def call(self, session: Caller, flat: Flat, variants: VariantNames | Choice | None = None) -> Outputs:
         """Run it on one version of the weights, and name its outputs. The inputs are copied first. variants: as in
         calls."""
         tensors = [self._engine.tensor(value) if isinstance(value, TensorBytes) else value for value in flat]

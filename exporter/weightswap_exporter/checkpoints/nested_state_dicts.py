@@ -14,7 +14,7 @@ from weightswap_exporter.models.parts import is_composed, is_sharded, kind_of, p
 from weightswap_exporter.models.tensors import is_fake
 from weightswap_exporter.models.user_errors import first_line
 from weightswap_runtime.errors import CheckpointError
-from weightswap_runtime.format.selection import ignored_names
+from weightswap_runtime.format.name_patterns import ignored_names
 from weightswap_runtime.messages import listed, plural
 from weightswap_runtime.tensors.dtypes import TORCH_NAMES
 

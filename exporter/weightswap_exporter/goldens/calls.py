@@ -29,17 +29,19 @@ class GoldenCall(NamedTuple):
     kwargs: dict[str, Any]
 
 
-class Wanted(NamedTuple):
+class GoldensRequest(NamedTuple):
     """The calls to record, and the tolerance (rtol, atol) within which a server is to reproduce them; None: exactly."""
 
     calls: list[GoldenCall]
     tolerance: Tolerance | None
 
 
-def wanted_goldens(goldens: Requested | None, tolerance: Tolerance | None, methods: Sequence[str]) -> Wanted | None:
+def wanted_goldens(
+    goldens: Requested | None, tolerance: Tolerance | None, methods: Sequence[str]
+) -> GoldensRequest | None:
     """What `goldens=` and `tolerance=` of `export()` and `pack()` stand for. Raises RecordingError."""
     if goldens is not None:
-        return Wanted(_calls(goldens, methods), None if tolerance is None else _limits(tolerance))
+        return GoldensRequest(_calls(goldens, methods), None if tolerance is None else _limits(tolerance))
     if tolerance is not None:
         raise RecordingError(["tolerance: says how goldens are compared, and there are none"], "Give `goldens`, too.")
     return None

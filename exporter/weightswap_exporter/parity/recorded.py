@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from weightswap_exporter.goldens.calls import Wanted
+from weightswap_exporter.goldens.calls import GoldensRequest
 from weightswap_exporter.goldens.recording import record, weights_identity
 from weightswap_exporter.models.tensors import unwrapped
 from weightswap_runtime import Artifact
@@ -50,7 +50,7 @@ def record_outputs(
     with eager_side(plain, artifact, functions, HOST) as side:
         outputs = {name: leaves(method.signature.output) for name, method in artifact.manifest.methods.items()}
         kept = [each.call for each in given if not isinstance(taken(side, each, outputs[each.call.method]), str)]
-    wanted = Wanted(kept, tolerance)
+    wanted = GoldensRequest(kept, tolerance)
     recording = record(plain, wanted, artifact.manifest, artifact.constants(), names)
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     with new_file(Path(path)) as file:

@@ -10,6 +10,7 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 import msgspec
+from msgspec.structs import replace
 
 from weightswap_runtime.errors import ContextFileError, ContextMismatch, OutOfMemory, Unsupported, WeightFileError
 from weightswap_runtime.sources.byte_source import ByteSource
@@ -19,9 +20,9 @@ from weightswap_runtime.tensors.content import TensorBytes
 from weightswap_runtime.tensors.digests import digest_of
 from weightswap_runtime.tensors.dtypes import describe
 
-from .header import FileTensor, pack_ranges
+from .header import FileTensor
 from .manifest import NamedTensor
-from .weight_file import METADATA_KEY, canonical_order, read_header, render_stamped, write_tensors
+from .weight_file import METADATA_KEY, StampedFile, canonical_order, read_header
 
 FORMAT_VERSION = 1
 
@@ -90,20 +91,17 @@ def write_context(
     check_writable(path)
     order = canonical_order(row.row for row in rows)
     by_name = {row.name: row for row in rows}
-    ranges = pack_ranges(order)
-
-    def header(digests: Mapping[str, str]) -> bytes:
-        stamp = ContextStamp(
-            context_version=FORMAT_VERSION,
-            graph_id=graph_id,
-            weights_id=made_with.weights_id,
-            digests=dict(digests),
-            variants=dict(made_with.variants) or msgspec.UNSET,
-        )
-        return render_stamped(ranges, METADATA_KEY, stamp, {})
-
-    data = ((row.name, _pieces(by_name[row.name], content(row.name))) for row in order)
-    write_tensors(Path(path), order, data, header)
+    blank = ContextStamp(
+        context_version=FORMAT_VERSION,
+        graph_id=graph_id,
+        weights_id=made_with.weights_id,
+        digests={},
+        variants=dict(made_with.variants) or msgspec.UNSET,
+    )
+    with StampedFile(Path(path), order, METADATA_KEY, {}) as file:
+        data = ((row.name, _pieces(by_name[row.name], content(row.name))) for row in order)
+        file.write_stamp(replace(blank, digests=file.write_tensors(data, blank)))
+        file.rename(Path(path))
 
 
 def _pieces(row: NamedTensor, content: TensorBytes) -> Iterable[memoryview]:

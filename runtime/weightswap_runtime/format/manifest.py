@@ -86,7 +86,7 @@ class NamedTensor(_ManifestPart, frozen=True):
         return nbytes(self.dtype, self.shape) or 0
 
 
-class Source(_ManifestPart, frozen=True):
+class WeightSource(_ManifestPart, frozen=True):
     """Where a weight comes from in a checkpoint.
 
     `transform` None: any of `keys` holds it as it is (several where tied tensors are saved under each name). Else it is
@@ -115,7 +115,7 @@ class Adapter(_ManifestPart, frozen=True):
     loading code could not be recorded: a server then takes weight files only.
     """
 
-    sources: tuple[Source, ...]
+    sources: tuple[WeightSource, ...]
     ignored: tuple[str, ...] = ()
     needed: tuple[str, ...] = ()
     inputs: tuple[AdapterInput, ...] = ()
@@ -127,7 +127,7 @@ class Producer(_ManifestPart, frozen=True):
     torch: str
 
 
-class Generation(_ManifestPart, frozen=True):
+class TextGeneration(_ManifestPart, frozen=True):
     """That the methods `prefill` and `decode` generate tokens: `length` of them fit into a context, of `batch` rows.
 
     Tokens are numbers below `vocabulary`. `ends` are those after which a row has ended; `pad` stands where a row has
@@ -157,7 +157,7 @@ class Manifest(_ManifestPart, frozen=True, omit_defaults=True):
     constants: tuple[NamedTensor, ...]
     adapter: Adapter
     files: dict[str, str]
-    generation: Generation | None = None
+    generation: TextGeneration | None = None
     variants: dict[str, tuple[NamedTensor, ...]] = {}
 
     @property
@@ -344,7 +344,7 @@ def _size_problems(name: str, size: str, signature: Signature) -> Iterator[str]:
         yield f"{name}: the size {size!r} names no dimension of the signature"
 
 
-def _generation_problems(found: Generation, methods: dict[str, Method]) -> Iterator[str]:
+def _generation_problems(found: TextGeneration, methods: dict[str, Method]) -> Iterator[str]:
     if not (found.length > 0 < found.batch and 0 <= found.pad < found.vocabulary):
         yield f"it generates {found.batch} rows of {found.length} of {found.vocabulary} tokens, padded with {found.pad}"
     for name in STEPS:

@@ -15,7 +15,16 @@ from weightswap_runtime.format.artifact import Artifact
 from weightswap_runtime.format.manifest import Manifest, NamedTensor
 from weightswap_runtime.tensors.dtypes import describe
 
-from .names import LIBRARY_SUFFIX, NOTE_NAME, Note, Taken, is_gpu_target, machine_name, machine_targets, package_file
+from .targets import (
+    LIBRARY_SUFFIX,
+    NOTE_NAME,
+    Note,
+    NotedTensor,
+    is_gpu_target,
+    machine_name,
+    machine_targets,
+    package_file,
+)
 
 
 class Package(NamedTuple):
@@ -119,7 +128,7 @@ def _problems(artifact: Artifact, target: str, method: str, note: Note) -> Itera
     yield from (f"it lists {name!r} twice" for name in sorted(set(names)) if names.count(name) > 1)
 
 
-def _mismatch(manifest: Manifest, method: str, bound: Taken) -> str | None:
+def _mismatch(manifest: Manifest, method: str, bound: NotedTensor) -> str | None:
     """Why a tensor that the package takes is not the manifest's; None if it is."""
     known = {(item.kind, item.name) for item in manifest.methods[method].inputs}
     tables = {

@@ -17,17 +17,16 @@ from weightswap_runtime.format.weight_set import WeightSet, open_weights
 from weightswap_runtime.memory.arena import Arena, ArenaLayout, HostArena
 from weightswap_runtime.memory.host import Memory
 from weightswap_runtime.sources.location import as_location, printable
-from weightswap_runtime.staging.checks import check_expected
-from weightswap_runtime.staging.full import DAMAGED, digest_problems
+from weightswap_runtime.staging.checks import DAMAGED, check_expected, digest_problems
 from weightswap_runtime.staging.reading import Findings, lay, read_tensors
 from weightswap_runtime.staging.request import Admit, SwapRequest
 from weightswap_runtime.tensors.content import TensorBytes, array_content, as_array, numpy_dtype
-from weightswap_runtime.tensors.digests import block_digests, tensor_digest
+from weightswap_runtime.tensors.digests import block_digests
 from weightswap_runtime.tensors.dtypes import describe
 from weightswap_runtime.threads.job import Job
 from weightswap_runtime.threads.workers import Workers
 
-from .peft_directory import CONFIG_NAME, Taken, match_peft, read_config, weights_in
+from .peft_directory import CONFIG_NAME, RowSource, match_peft, read_config, weights_in
 
 _FLOATS = ("F16", "BF16", "F32", "F64")
 
@@ -76,7 +75,7 @@ def stage_variant(
     return StagedVariant(arena, identity, where, read, time.perf_counter() - start, odd)
 
 
-def _match_names(weights: WeightSet, rows: Sequence[NamedTensor]) -> list[Taken]:
+def _match_names(weights: WeightSet, rows: Sequence[NamedTensor]) -> list[RowSource]:
     """A file's tensors by the FQNs of the graph. Raises WeightsMismatch."""
     tensors, problems = weights.tensors, []
     for row in rows:
@@ -90,7 +89,7 @@ def _match_names(weights: WeightSet, rows: Sequence[NamedTensor]) -> list[Taken]
     if problems:
         advice = f"A directory of PEFT's has {CONFIG_NAME}; any other file has the names of the graph."
         raise WeightsMismatch(weights.where, problems, advice)
-    return [Taken(row, row.name) for row in rows]
+    return [RowSource(row, row.name) for row in rows]
 
 
 def _can_be(dtype: str, wanted: str) -> bool:
@@ -98,7 +97,7 @@ def _can_be(dtype: str, wanted: str) -> bool:
 
 
 def _read(
-    weights: WeightSet, taken: Sequence[Taken], memory: Memory, workers: Workers, job: Job
+    weights: WeightSet, taken: Sequence[RowSource], memory: Memory, workers: Workers, job: Job
 ) -> tuple[Arena, Findings]:
     """Read the tensors, and lay them into an arena that has the rows."""
     if wrong := [t.key for t in taken if t.key and not _can_be(weights.tensors[t.key].dtype, t.row.dtype)]:
@@ -122,14 +121,13 @@ def _read(
             counts = count_nonfinite(each.row.dtype, rows)
             found.add(Findings({each.row.name: block_digests(rows)}, {each.row.name: counts} if counts else {}))
             lay(arena, each.row, rows, job)
-    stamp = weights.stamp
-    if stamp and (corrupt := digest_problems(stamp, {key: tensor_digest(b) for key, b in read.digests.items()})):
+    if corrupt := digest_problems(weights.stamp, read.digests):
         raise DigestMismatch(weights.where, corrupt, DAMAGED)
     arena.synchronize()
     return arena, found
 
 
-def _is_as_stored(taken: Taken, weights: WeightSet) -> bool:
+def _is_as_stored(taken: RowSource, weights: WeightSet) -> bool:
     """Whether a row has the very bytes of the file."""
     if taken.key is None or taken.factor != 1.0:
         return False
@@ -137,7 +135,7 @@ def _is_as_stored(taken: Taken, weights: WeightSet) -> bool:
     return (stored.dtype, stored.shape) == (taken.row.dtype, taken.row.shape)
 
 
-def _row_bytes(taken: Taken, weights: WeightSet, raw: HostArena) -> memoryview:
+def _row_bytes(taken: RowSource, weights: WeightSet, raw: HostArena) -> memoryview:
     """The row-major bytes of a row: those that were read, multiplied, cast and padded with zeros."""
     row = taken.row
     padded = np.zeros(row.shape, numpy_dtype(row.dtype))
