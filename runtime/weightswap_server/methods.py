@@ -38,7 +38,7 @@ Flat = Sequence[Any]  # of a method: TensorBytes, ints and literals, in the grap
 Outputs = Sequence[tuple[str, TensorBytes]]
 
 
-class Method:
+class ServedMethod:
     """One method of a model, called with and giving bytes. `inputs` and `outputs` are what the protocol says of them,
     `dtypes` numpy's type of each input."""
 

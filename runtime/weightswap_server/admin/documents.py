@@ -48,7 +48,7 @@ class CommitRequest(Change, forbid_unknown_fields=True, kw_only=True):
 
 
 class CanaryRequest(Change, forbid_unknown_fields=True, kw_only=True):
-    """As `canary.Plan`. source: what is staged first; None: what is staged already."""
+    """As `CanaryPlan`. source: what is staged first; None: what is staged already."""
 
     share: Annotated[float, Meta(ge=0, le=1)] = 0.0
     shadow: bool = False
