@@ -60,16 +60,10 @@ class GenericObject:
             raise WeightFileError(f"{self._where}: its file system does not say how large it is")
         return ObjectPin(size, *_identity(info))
 
-    async def names(self) -> list[str] | None:
-        """The files of a folder; None if it is none."""
+    async def entries(self) -> list[Mapping[str, Any]]:
+        """What the store says of each entry of a folder. Raises FileNotFoundError if there is none."""
         self._fs.invalidate_cache()
-        try:
-            entries = await self.call("ls", self._path, detail=True)
-        except (FileNotFoundError, NotADirectoryError):
-            return None
-        folder = self._path.strip("/") + "/"
-        files = [entry["name"].strip("/") for entry in entries if entry.get("type") == "file"]
-        return sorted(name.removeprefix(folder) for name in files if name.startswith(folder))
+        return list(await self.call("ls", self._path, detail=True))
 
     async def call(self, name: str, *arguments: Any, **options: Any) -> Any:
         """Call a method of the file system. Raises FileNotFoundError, WeightFileError and Transient."""
@@ -78,6 +72,7 @@ class GenericObject:
                 async with self._alone:  # without a limit of time: a thread cannot be stopped
                     return await asyncio.to_thread(getattr(self._fs, name), *arguments, **options)
             async with asyncio.timeout(PATIENCE):
+                # fsspec's names for its coroutines
                 return await getattr(self._fs, f"_{name}")(*arguments, **options)
         except (FileNotFoundError, MemoryError):
             raise

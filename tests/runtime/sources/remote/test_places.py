@@ -50,7 +50,7 @@ UNSUPPORTED = {
 @pytest.mark.parametrize(("url", "says"), UNSUPPORTED.items(), ids=UNSUPPORTED)
 def test_an_unsupported_url_is_refused(url: str, says: str, model: Model) -> None:
     for road in (model.swap, model.watch, load, read_weights):
-        if road != model.watch or url.startswith(("nothing", "models", "runs", "mlflow")):
+        if road != model.watch or url.startswith(("nothing", "abfs", "models", "runs", "mlflow")):
             with pytest.raises(Unsupported, match=says):
                 road(url)  # type: ignore[operator]
 
