@@ -84,7 +84,9 @@ def _listed(info: Mapping[str, Any], url: str) -> ListedFile:
 
 
 def _seconds(modified: Any) -> float:
-    """Stores give times as numbers, as datetimes, or as texts."""
+    """Stores give times as numbers, as datetimes, or as texts; the Hub gives the commit."""
+    if isinstance(modified, Mapping):
+        modified = modified["date"]
     if isinstance(modified, str):
         with suppress(ValueError):
             return datetime.fromisoformat(modified).timestamp()

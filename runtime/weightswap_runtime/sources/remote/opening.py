@@ -13,7 +13,7 @@ from .objects import Loop, RemoteObject, wait_for
 from .retries import persist
 from .transport import Replaceable, Transport
 
-_OURS = ("aiohttp", "fsspec", "gcsfs", "s3fs")  # what the extra installs
+_OURS = ("aiohttp", "fsspec", "gcsfs", "huggingface_hub", "s3fs")  # what the extra installs
 
 
 def find_object(url: Url, check: Check | None = None) -> RemoteObject | None:

@@ -195,7 +195,13 @@ def test_local_paths_need_no_fsspec(weight_file: WriteWeights) -> None:
     assert not {"fsspec", "aiohttp", "weightswap_runtime.sources.remote"} & imported_by(code)
 
 
-EXTRA = {"fsspec": "memory://v", "aiohttp": "https://h/v", "s3fs": "s3://b/v", "gcsfs": "gs://b/v"}
+EXTRA = {
+    "fsspec": "memory://v",
+    "aiohttp": "https://h/v",
+    "s3fs": "s3://b/v",
+    "gcsfs": "gs://b/v",
+    "huggingface_hub": "hf://o/r/v",
+}
 
 
 @pytest.mark.parametrize(("module", "url"), EXTRA.items(), ids=EXTRA)
