@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from weightswap_runtime.engines.choosing import ENGINES
+from weightswap_runtime.engines.engine import AUTO
 from weightswap_runtime.memory.device_choice import HOST
 from weightswap_tools.terminal import DeviceOption, EngineOption, OpLibraryOption, errors_as_exit, say
 
@@ -183,7 +185,9 @@ def serve(
             "op_libraries": op_library or (),
             "max_variants": max_variants,
             "admit": requires(*require_signature) if require_signature else None,
-            "threads": threads if engine == "onnx" else None,  # else it is OpenMP's business
+            "threads": threads
+            if engine != AUTO and ENGINES[engine].takes_threads
+            else None,  # else it is OpenMP's business
         }
         sources: dict[str, Source] = {
             name: Source(
