@@ -8,8 +8,10 @@ import fsspec.config
 import pytest
 
 from tests.runtime.sources.remote.answers import status
+from tests.runtime.sources.remote.contents import until
 from tests.support.servers import Bucket, HubBucket
-from weightswap_runtime import AccessDenied, WeightFileError
+from tests.support.tiny import WriteWeights, serves
+from weightswap_runtime import AccessDenied, Model, WeightFileError
 from weightswap_runtime.sources.location import Url
 from weightswap_runtime.sources.remote.listing import list_files
 
@@ -57,3 +59,10 @@ def test_a_listing_that_is_denied_is_not_tried_again(hf_bucket: HubBucket) -> No
     with pytest.raises(AccessDenied, match=r"the server refuses \(403"):
         list_files(Url(hf_bucket.url("run")))
     assert len([asked for asked in hf_bucket.server.asked if "/tree/" in asked.path]) == 1
+
+
+def test_a_folder_of_the_hub_is_watched(hf_bucket: HubBucket, model: Model, weight_file: WriteWeights) -> None:
+    with model.watch(hf_bucket.url(""), interval=0.02):
+        for seed in (2, 3):
+            hf_bucket.put(f"v{seed}.safetensors", weight_file(seed).read_bytes())
+            until(lambda seed=seed: serves(model, seed))  # type: ignore[misc]
