@@ -285,3 +285,55 @@ class CloudBucket:
 
     def url(self, name: str) -> str:
         return f"gs://weights/{name}"
+
+
+class Hub(Handler):
+    """What huggingface_hub's file system asks of the Hub to read a model's files, for a repository `org/weights`.
+
+    https://huggingface.co/docs/hub/api
+    """
+
+    def serve(self, asked: Asked) -> None:
+        query = dict(parse_qsl(urlsplit(self.path).query))
+        path = unquote(asked.path)
+        if path == "/api/models/org/weights":
+            self.reply(200, json.dumps({"id": "org/weights"}).encode())
+        elif path.startswith("/api/models/org/weights/tree/main"):
+            self.list(path.removeprefix("/api/models/org/weights/tree/main").strip("/"), query["expand"] == "true")
+        elif path.startswith("/org/weights/resolve/main/"):
+            super().serve(asked._replace(path=path.removeprefix("/org/weights/resolve/main")))
+        else:
+            self.reply(404, headers={"X-Error-Code": "RepoNotFound"})
+
+    def list(self, folder: str, expand: bool) -> None:
+        inside = f"/{folder}/" if folder else "/"
+        found = {key: content for key, content in self.web.contents.items() if key.startswith(inside)}
+        if not found and folder:
+            self.reply(404, headers={"X-Error-Code": "EntryNotFound"})
+            return
+        files = [self.described(key, expand) for key in found if "/" not in key[len(inside) :]]
+        folders = sorted({inside + key[len(inside) :].partition("/")[0] for key in found} - found.keys())
+        rows = [*files, *({"type": "directory", "path": key[1:], "oid": "0"} for key in folders)]
+        self.reply(200, json.dumps(rows).encode())
+
+    def described(self, key: str, expand: bool) -> dict[str, Any]:
+        content = self.web.contents[key]
+        row = {"type": "file", "path": key[1:], "size": len(content.data), "oid": content.etag}
+        commit = {"id": "0", "title": "a commit", "date": "2026-01-01T00:00:00.000Z"}
+        return row | {"lastCommit": commit} if expand else row
+
+
+class HubBucket:
+    """The repository of a server with `Hub` for its handler."""
+
+    def __init__(self, server: WebServer) -> None:
+        self.server = server
+
+    def put(self, name: str, data: bytes) -> None:
+        self.server.put(name, data)
+
+    def remove(self, name: str) -> None:
+        del self.server.contents[f"/{name}"]
+
+    def url(self, name: str) -> str:
+        return f"hf://org/weights/{name}"

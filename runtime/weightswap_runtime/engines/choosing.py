@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from importlib import import_module
 from importlib.util import find_spec
-from pathlib import PurePosixPath
 from typing import Literal, NamedTuple
 
 from weightswap_runtime.errors import Unsupported
@@ -81,9 +80,7 @@ def _has_torch() -> bool:
 
 def compiled_methods(name: str, artifact: Artifact) -> list[str]:
     """The methods that an artifact has files of an engine for; all of them for an engine that takes none."""
-    files = [PurePosixPath(file) for file in artifact.manifest.files if file.startswith(f"engines/{name}/")]
-    found = {file.stem for file in files}
-    return [method for method in artifact.methods if method in found or not ENGINES[name].compiled]
+    return artifact.compiled_methods(name) if ENGINES[name].compiled else list(artifact.methods)
 
 
 def _has_onnx(artifact: Artifact) -> bool:

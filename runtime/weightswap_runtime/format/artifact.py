@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterable, Sequence
 from functools import cached_property
 from mmap import MAP_ANONYMOUS, MAP_PRIVATE, mmap
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 import msgspec
 from blake3 import blake3
@@ -88,6 +88,11 @@ class Artifact:
     def methods_with_state(self) -> frozenset[str]:
         """Those whose graphs take any."""
         return frozenset(name for name, method in self.manifest.methods.items() if method.has_state)
+
+    def compiled_methods(self, engine: str) -> list[str]:
+        """Those that it has files of an engine for."""
+        found = {PurePosixPath(file).stem for file in self.manifest.files if file.startswith(f"engines/{engine}/")}
+        return [name for name in self.methods if name in found]
 
     def read(self, name: str) -> bytes:
         """The bytes of one file of the manifest, checked against its digest. Raises ArtifactError."""

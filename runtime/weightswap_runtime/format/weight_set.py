@@ -131,7 +131,7 @@ def local_names(path: Path) -> list[str] | None:
 def _remote_names(url: Url, check: Check | None) -> list[str] | None:
     if url.name.endswith((SUFFIX, INDEX_SUFFIX)):
         return None
-    from weightswap_runtime.sources.remote.opening import list_names  # needs fsspec
+    from weightswap_runtime.sources.remote.listing import list_names  # needs fsspec
 
     return list_names(url, (SINGLE_NAME, INDEX_NAME), check)
 

@@ -13,9 +13,14 @@ from weightswap_runtime.errors import Unsupported
 from weightswap_tools.admin_client import AdminClient, read_token
 from weightswap_tools.terminal import JsonOption, errors_as_exit, print_json, print_table, say, status_line
 
-from .push import TokenOption, UrlArgument, only_model, pointed, uploaded
+from .push import ModelOption, TokenOption, UrlArgument, WhyOption, only_model, pointed, uploaded
 
 canary_command = typer.Typer(add_completion=False)
+ShareOption = Annotated[float | None, typer.Option(help="The share of requests that it answers, 0 to 1.")]
+ShadowOption = Annotated[bool, typer.Option("--shadow", help="Call it beside the served weights, and compare.")]
+PromoteIfOption = Annotated[str, typer.Option(help="A rule, as `errors < 0.001 and p99_ratio < 1.1 for 5 min`.")]
+AbortIfOption = Annotated[str | None, typer.Option(help="A rule; without it, errors and NaN abort.")]
+WaitOption = Annotated[bool, typer.Option("--wait", help="Wait for its end; status 1 where it was not promoted.")]
 _LOOK = 0.3  # seconds between two looks
 _SHOWN = (
     ("requests", "requests", "served_requests"),
@@ -36,18 +41,18 @@ def canary(
     weights: Annotated[
         str | None, typer.Argument(help="What is uploaded and staged first, as for push; else what is staged.")
     ] = None,
-    model: Annotated[str | None, typer.Option(help="Of several models, which one.")] = None,
+    model: ModelOption = None,
     token_file: TokenOption = None,
-    share: Annotated[float | None, typer.Option(help="The share of requests that it answers, 0 to 1.")] = None,
-    shadow: Annotated[bool, typer.Option("--shadow", help="Call it beside the served weights, and compare.")] = False,
+    share: ShareOption = None,
+    shadow: ShadowOption = False,
     tolerance: Annotated[float, typer.Option(help="The relative difference that makes answers differ.")] = 0.01,
-    promote_if: Annotated[str, typer.Option(help="A rule, as `errors < 0.001 and p99_ratio < 1.1 for 5 min`.")] = "",
-    abort_if: Annotated[str | None, typer.Option(help="A rule; without it, errors and NaN abort.")] = None,
+    promote_if: PromoteIfOption = "",
+    abort_if: AbortIfOption = None,
     promote: Annotated[bool, typer.Option("--promote", help="Commit it.")] = False,
     abort: Annotated[bool, typer.Option("--abort", help="Give it up.")] = False,
-    wait: Annotated[bool, typer.Option("--wait", help="Wait for its end; status 1 where it was not promoted.")] = False,
+    wait: WaitOption = False,
     point: Annotated[bool, typer.Option("--point", help="Send the path or URL of WEIGHTS alone.")] = False,
-    why: Annotated[str, typer.Option(help="For the history and the audit log.")] = "",
+    why: WhyOption = "",
     as_json: JsonOption = False,
 ) -> None:
     """Show the canary of a server, begin one (--share, --shadow), promote or abort it.

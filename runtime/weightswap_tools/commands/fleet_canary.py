@@ -10,7 +10,7 @@ import typer
 from weightswap_runtime.errors import StageClosed
 from weightswap_tools.terminal import JsonOption, errors_as_exit, print_json, say, status_line
 
-from .canary import print_measured
+from .canary import AbortIfOption, PromoteIfOption, ShadowOption, ShareOption, WaitOption, print_measured
 from .fleet_cluster import (
     NAME,
     PREPARE,
@@ -35,15 +35,15 @@ def canary(
         str | None, typer.Argument(help="A packed weight file, as for swap; without it, what is on trial is shown.")
     ] = None,
     name: NameOption = NAME,
-    share: Annotated[float | None, typer.Option(help="The share of requests that it answers, 0 to 1.")] = None,
+    share: ShareOption = None,
     of: Annotated[str, typer.Option(help="`requests`: of each node; `nodes`: of the nodes, for all of theirs.")] = "",
     steps: Annotated[str | None, typer.Option(help="Shares one after another, as `0.01,0.1,0.5,1`.")] = None,
     step_seconds: Annotated[float | None, typer.Option(help="How long each step lasts.")] = None,
-    shadow: Annotated[bool, typer.Option("--shadow", help="Call it beside the served weights, and compare.")] = False,
+    shadow: ShadowOption = False,
     tolerance: Annotated[float | None, typer.Option(help="The relative difference that makes answers differ.")] = None,
-    promote_if: Annotated[str, typer.Option(help="A rule, as `errors < 0.001 and p99_ratio < 1.1 for 5 min`.")] = "",
-    abort_if: Annotated[str | None, typer.Option(help="A rule; without it, errors and NaN abort.")] = None,
-    wait: Annotated[bool, typer.Option("--wait", help="Wait for its end; status 1 where it was not promoted.")] = False,
+    promote_if: PromoteIfOption = "",
+    abort_if: AbortIfOption = None,
+    wait: WaitOption = False,
     by: ByOption = "",
     why: WhyOption = "",
     prepare_seconds: PrepareOption = PREPARE,

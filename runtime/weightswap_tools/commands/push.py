@@ -40,6 +40,8 @@ TokenOption = Annotated[
 UrlArgument = Annotated[
     str, typer.Argument(metavar="URL", help="The server's admin plane: http://HOST:PORT or unix:///PATH.")
 ]
+ModelOption = Annotated[str | None, typer.Option(help="Of several models, which one.")]
+WhyOption = Annotated[str, typer.Option(help="For the history and the audit log.")]
 _LOOK = 0.3  # seconds between two looks at how far the server is
 
 
@@ -47,13 +49,13 @@ _LOOK = 0.3  # seconds between two looks at how far the server is
 def push(
     url: UrlArgument,
     weights: Annotated[str, typer.Argument(help="A weight file or a delta; with --point what the server can read.")],
-    model: Annotated[str | None, typer.Option(help="Of several models, which one.")] = None,
+    model: ModelOption = None,
     token_file: TokenOption = None,
     point: Annotated[
         bool, typer.Option("--point", help="Send the path or URL alone; the server has to allow it.")
     ] = False,
     stage: Annotated[bool, typer.Option("--stage", help="Stage it, and let somebody commit or discard it.")] = False,
-    why: Annotated[str, typer.Option(help="For the history and the audit log.")] = "",
+    why: WhyOption = "",
     revision: Annotated[
         int | None, typer.Option(help="The revision of the desired state that was seen; another one is refused.")
     ] = None,

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from weightswap_runtime.engines.choosing import ENGINES
+from weightswap_runtime.engines.engine import AUTO
 from weightswap_runtime.memory.device_choice import HOST
 from weightswap_tools.terminal import DeviceOption, EngineOption, OpLibraryOption, errors_as_exit, say
 
@@ -114,8 +116,7 @@ def serve(
     """Serve models by the Open Inference Protocol, until SIGTERM or Ctrl-C, which finish what was accepted.
 
     A model has the name of its artifact's folder, or the one before `=`; a method that is not the default one is
-    NAME.METHOD. Without --weights it is not ready until --watch or
-    --follow has found some.
+    NAME.METHOD. Without --weights it is not ready until --watch or --follow has found some.
     """
     with errors_as_exit(as_json=False):
         _limit_threads(threads, workers)
@@ -176,6 +177,7 @@ def serve(
         followed, chosen = _by_name("--follow", follow, places), _all_by_name("--variant", variant, places)
         if idle := sorted(places.keys() - {*first, *watched, *followed}):
             raise typer.BadParameter(f"{', '.join(idle)}: where are the weights? Say --weights, --watch or --follow")
+        takes_threads = engine != AUTO and ENGINES[engine].takes_threads  # else they are OpenMP's business
         options: Mapping[str, Any] = {
             "engine": engine,
             "device": device,
@@ -183,7 +185,7 @@ def serve(
             "op_libraries": op_library or (),
             "max_variants": max_variants,
             "admit": requires(*require_signature) if require_signature else None,
-            "threads": threads if engine == "onnx" else None,  # else it is OpenMP's business
+            "threads": threads if takes_threads else None,
         }
         sources: dict[str, ModelSource] = {
             name: ModelSource(

@@ -23,7 +23,7 @@ from weightswap_runtime.tensors.torch_tensors import torch_dtype
 
 from .elements import ELEMENTS
 from .graph import OnnxGraph, Provider
-from .names import dtype_of, graph_methods
+from .names import dtype_of
 from .values import as_value, value_of
 
 
@@ -66,7 +66,7 @@ class OnnxAcceleratedEngine(AcceleratedEngine):
             raise Unsupported(f"engine 'onnx' on the device {str(self.device)!r}: it serves on {listed(COUNTERPARTS)}")
         self._counterpart = found
         provider = provider_of(found, self.device.index)
-        compiled = graph_methods(artifact.manifest)
+        compiled = artifact.compiled_methods("onnx")
         beside = {
             name: load_graph(artifact, name, method, prologue, self.device)
             for name, method in artifact.manifest.methods.items()

@@ -17,7 +17,7 @@ from weightswap_runtime.tensors.content import TensorBytes
 from weightswap_runtime.threads.forks import renew_in_children
 
 from .graph import OnnxGraph
-from .names import dtype_of, graph_methods
+from .names import dtype_of
 from .values import DTYPE_NAMES, as_array, as_value, content_array, content_of, value_of
 
 
@@ -31,7 +31,7 @@ class OnnxEngine:
         """Open the graphs. threads: that one call uses; None: one for each core. Raises ArtifactError, Unsupported."""
         self._manifest = artifact.manifest
         self.dtypes = DTYPE_NAMES
-        self._graphs = {name: OnnxGraph(artifact, name, threads) for name in graph_methods(artifact.manifest)}
+        self._graphs = {name: OnnxGraph(artifact, name, threads) for name in artifact.compiled_methods("onnx")}
         found = artifact.constants()
         self._initial = {row.name: value_of(found[row.name].data, row.dtype, row.shape) for row in self._manifest.state}
         self._absent = {row.name: value_of(bytes(row.nbytes), row.dtype, row.shape) for row in self._manifest.variable}

@@ -27,11 +27,6 @@ def graph_file(method: str) -> str:
     return f"engines/onnx/{method}.onnx"
 
 
-def graph_methods(manifest: Manifest) -> list[str]:
-    """The methods that an artifact has ONNX graphs of."""
-    return [name for name in manifest.methods if graph_file(name) in manifest.files]
-
-
 def onnx_names(manifest: Manifest, method: Method) -> Names:
     """All tensors of the manifest have their FQNs, inputs and outputs the signature's names where those are free."""
     tables = (*manifest.weights, *manifest.state, *manifest.constants, *manifest.variable)

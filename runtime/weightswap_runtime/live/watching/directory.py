@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Hashable, Iterable, Mapping
-from contextlib import suppress
-from datetime import datetime
+from collections.abc import Callable, Hashable, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from weightswap_runtime.errors import MissingExtra, Unsupported, WeightFileError
+from weightswap_runtime.errors import Unsupported, WeightFileError
 from weightswap_runtime.format.weight_set import GOLDENS_SUFFIX, SUFFIX
-from weightswap_runtime.sources.location import Url, as_location, fixed, redact
+from weightswap_runtime.sources.location import Url, as_location, fixed
 
 _PUBLISHED = re.compile(r"(step-[0-9]+)-[0-9a-f]{12}\.safetensors")
 _DIGITS = re.compile(r"([0-9]+)")
@@ -47,7 +45,9 @@ def open_directory(directory: str | os.PathLike[str]) -> Listing:
         raise Unsupported(f"expected a directory's path or URL, got a {type(directory).__qualname__}")
     location = as_location(directory)
     if isinstance(location, Url):
-        _check_protocol(location)
+        from weightswap_runtime.sources.remote.listing import check_listable  # needs fsspec
+
+        check_listable(location)
         return lambda: _list_url(location)
     path = fixed(location)
     return lambda: _list_local(path)
@@ -111,51 +111,7 @@ def _local(directory: Path, file: os.DirEntry[str]) -> Entry | None:
     return Entry(file.name, path, fingerprint, status.st_mtime, status.st_ctime_ns) if regular else None
 
 
-def _check_protocol(url: Url) -> None:
-    if url.is_web:
-        raise Unsupported(f"{url}: a web server lists no files; watch a folder of a bucket, or a local one")
-    try:
-        import fsspec
-
-        fsspec.get_filesystem_class(url.protocol)
-    except ImportError as error:
-        raise MissingExtra(f"watching {url.protocol}:// URLs ({error})", "remote") from error
-    except ValueError as error:
-        from weightswap_runtime.sources.remote.opening import unknown
-
-        raise unknown(url, error) from error
-
-
 def _list_url(url: Url) -> list[Entry]:
-    import fsspec.core
+    from weightswap_runtime.sources.remote.listing import list_files  # needs fsspec
 
-    try:
-        system, root = fsspec.core.url_to_fs(url.raw)
-        system.invalidate_cache(root)
-        return with_goldens(_remote(system.ls(root, detail=True), system.unstrip_protocol))
-    except Exception as error:  # each kind of store has its own
-        found = f"{type(error).__name__}: {redact(str(error), url.raw)}"
-        raise WeightFileError(f"{url}: cannot be listed ({found})") from None
-
-
-def _remote(found: Iterable[Mapping[str, Any]], url_of: Callable[[str], str]) -> Iterable[Entry]:
-    for info in found:
-        name = info["name"].rpartition("/")[2]
-        if info.get("type") == "file" and is_looked_at(name):
-            yield _entry(name, url_of(info["name"]), info)
-
-
-def _entry(name: str, url: str, info: Mapping[str, Any]) -> Entry:
-    from weightswap_runtime.sources.remote.generic import CONTENT_KEYS, TIME_KEYS  # only for a URL
-
-    tags, times = ([info[key] for key in keys if info.get(key)] for keys in (CONTENT_KEYS, TIME_KEYS))
-    return Entry(name, url, (info.get("size"), *map(str, tags + times)), _seconds(times[0] if times else None))
-
-
-def _seconds(modified: Any) -> float:
-    """Stores give times as numbers, as datetimes, or as texts."""
-    if isinstance(modified, str):
-        with suppress(ValueError):
-            return datetime.fromisoformat(modified).timestamp()
-        return 0.0
-    return modified.timestamp() if isinstance(modified, datetime) else float(modified or 0.0)
+    return with_goldens(Entry(*file) for file in list_files(url) if is_looked_at(file.name))

@@ -9,11 +9,21 @@ from typing import Any
 from weightswap_runtime.errors import AccessDenied, WeightFileError
 from weightswap_runtime.sources.location import Url
 
-from .transport import HEAD_BYTES, STALL, ObjectPin, Opened, Write, changed, failed, lost
+from .transport import HEAD_BYTES, STALL, ObjectPin, Opened, Write, changed, failed, lost, refused
 
 PATIENCE = 3 * STALL  # seconds for one call: there is no telling whether it makes progress
-CONTENT_KEYS = ("generation", "VersionId", "version_id", "ETag", "etag", "md5Hash", "content_md5", "blob_id")
-TIME_KEYS = ("LastModified", "last_modified", "modified", "mtime", "updated", "created")
+CONTENT_KEYS = (
+    "generation",
+    "VersionId",
+    "version_id",
+    "ETag",
+    "etag",
+    "md5Hash",
+    "content_md5",
+    "blob_id",
+    "xet_hash",
+)
+TIME_KEYS = ("LastModified", "last_modified", "modified", "mtime", "updated", "created", "last_commit")
 
 
 class GenericObject:
@@ -40,9 +50,11 @@ class GenericObject:
 
     async def fetch(self, pin: ObjectPin, start: int, stop: int, write: Write) -> None:
         kind, _, version = pin.tag.partition("=")
-        exactly = {"generation": version} if kind == "generation" else {}
+        options = {"generation": version} if kind == "generation" else {}
+        if self._url.protocol == "hf":
+            options["cache_type"] = "none"  # it would read 5 MB ahead of each range
         try:
-            data = await self.call("cat_file", self._path, start=start, end=stop, **exactly)
+            data = await self.call("cat_file", self._path, start=start, end=stop, **options)
         except FileNotFoundError:
             raise changed(self._where) from None
         write(data)
@@ -60,16 +72,10 @@ class GenericObject:
             raise WeightFileError(f"{self._where}: its file system does not say how large it is")
         return ObjectPin(size, *_identity(info))
 
-    async def names(self) -> list[str] | None:
-        """The files of a folder; None if it is none."""
+    async def entries(self) -> list[Mapping[str, Any]]:
+        """What the store says of each entry of a folder. Raises FileNotFoundError if there is none."""
         self._fs.invalidate_cache()
-        try:
-            entries = await self.call("ls", self._path, detail=True)
-        except (FileNotFoundError, NotADirectoryError):
-            return None
-        folder = self._path.strip("/") + "/"
-        files = [entry["name"].strip("/") for entry in entries if entry.get("type") == "file"]
-        return sorted(name.removeprefix(folder) for name in files if name.startswith(folder))
+        return list(await self.call("ls", self._path, detail=True))
 
     async def call(self, name: str, *arguments: Any, **options: Any) -> Any:
         """Call a method of the file system. Raises FileNotFoundError, WeightFileError and Transient."""
@@ -78,6 +84,7 @@ class GenericObject:
                 async with self._alone:  # without a limit of time: a thread cannot be stopped
                     return await asyncio.to_thread(getattr(self._fs, name), *arguments, **options)
             async with asyncio.timeout(PATIENCE):
+                # fsspec's names for its coroutines
                 return await getattr(self._fs, f"_{name}")(*arguments, **options)
         except (FileNotFoundError, MemoryError):
             raise
@@ -86,9 +93,19 @@ class GenericObject:
         except (IsADirectoryError, NotADirectoryError) as error:
             raise failed(self._url, error) from None
         except OSError as error:
-            raise lost(self._url, error) from None
+            raise self._meaning(error) from None
         except Exception as error:
             raise failed(self._url, error) from None
+
+    def _meaning(self, error: OSError) -> Exception:
+        """Some are answers over HTTP, and carry them as those of requests and httpx do."""
+        response: Any = getattr(error, "response", None)
+        if response is None:
+            return lost(self._url, error)
+        if response.status_code in (404, 410):
+            return FileNotFoundError(self._where)
+        reason, retry_after = type(error).__name__, response.headers.get("Retry-After")
+        return refused(self._where, response.status_code, reason, retry_after)
 
 
 def _identity(info: Mapping[str, Any]) -> tuple[str, str]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
 from typing import Any
 
 from weightswap_runtime.errors import MissingExtra, Unsupported, WeightFileError
@@ -14,7 +13,7 @@ from .objects import Loop, RemoteObject, wait_for
 from .retries import persist
 from .transport import Replaceable, Transport
 
-_OURS = ("aiohttp", "fsspec", "gcsfs", "s3fs")  # what the extra installs
+_OURS = ("aiohttp", "fsspec", "gcsfs", "huggingface_hub", "s3fs")  # what the extra installs
 
 
 def find_object(url: Url, check: Check | None = None) -> RemoteObject | None:
@@ -22,8 +21,8 @@ def find_object(url: Url, check: Check | None = None) -> RemoteObject | None:
 
     Raises WeightFileError, Unsupported, MissingExtra and what `check` raises.
     """
-    fs, path = _file_system(url)
-    loop, check = _loop_of(fs, url), check or _go_on
+    fs, path = file_system(url)
+    loop, check = loop_of(fs, url), check or go_on
     transport = _transport(fs, path, url)
     opened = wait_for(loop(), persist(transport.open, lambda: f"{url}: cannot be opened"), check)
     return RemoteObject(str(url), transport, opened, loop, check) if opened else None
@@ -35,7 +34,7 @@ def replace_object(url: Url, content: bytes, tag: str | None, check: Check | Non
     False where something else is there. Raises Unsupported for a store that cannot promise that, or whose way of doing
     so is not known here, and what `find_object` raises.
     """
-    fs, path = _file_system(url)
+    fs, path = file_system(url)
     transport = _transport(fs, path, url)
     if not isinstance(transport, Replaceable):
         raise Unsupported(
@@ -43,25 +42,10 @@ def replace_object(url: Url, content: bytes, tag: str | None, check: Check | Non
             "local directory, or to s3://"
         )
     work = persist(lambda: transport.replace(content, tag), lambda: f"{url}: cannot be written")
-    return wait_for(_loop_of(fs, url)(), work, check or _go_on)
+    return wait_for(loop_of(fs, url)(), work, check or go_on)
 
 
-def list_names(url: Url, likely: Sequence[str], check: Check | None = None) -> list[str] | None:
-    """The files of a folder; None if the URL is not one's.
-
-    A web server cannot be asked for them: of `likely`, those that exist, where the URL ends with a slash.
-    """
-    if url.is_web:
-        return None if url.name else [name for name in likely if find_object(url / name, check)]
-    from .generic import GenericObject
-
-    fs, path = _file_system(url)
-    folder = GenericObject(fs, path, url)
-    work = persist(folder.names, lambda: f"{url}: cannot be listed")
-    return wait_for(_loop_of(fs, url)(), work, check or _go_on) or None
-
-
-def _go_on() -> None:
+def go_on() -> None:
     """The check of those who do not cancel."""
 
 
@@ -79,7 +63,7 @@ def _transport(fs: Any, path: str, url: Url) -> Transport:
     return GenericObject(fs, path, url)
 
 
-def _file_system(url: Url) -> tuple[Any, str]:
+def file_system(url: Url) -> tuple[Any, str]:
     """The file system of a URL, with the options that fsspec's configuration has for it, and the path in that."""
     try:
         from fsspec import get_filesystem_class
@@ -98,10 +82,10 @@ def _file_system(url: Url) -> tuple[Any, str]:
     return fs, path
 
 
-def missing(url: Url, error: ImportError) -> Exception:
-    """What to say of a protocol whose package is not there."""
+def missing(url: Url, error: ImportError, wanted: str = "") -> Exception:
+    """What to say of a protocol whose package is not there. `wanted`: what needs it, if that is not reading."""
     if error.name in _OURS or any(name in str(error) for name in _OURS):
-        return MissingExtra(f"reading {url.protocol}://", "remote")
+        return MissingExtra(wanted or f"reading {url.protocol}://", "remote")
     return Unsupported(f"{url}: reading {url.protocol}:// needs another package ({redact(str(error), url.raw)})")
 
 
@@ -115,7 +99,7 @@ def unknown(url: Url, error: ValueError) -> Exception:
     return Unsupported(f"{url}: {url.protocol}:// is not known to fsspec. Known are {known}.")
 
 
-def _loop_of(fs: Any, url: Url) -> Loop:
+def loop_of(fs: Any, url: Url) -> Loop:
     """What gives the event loop on which a file system works; it is asked for each time, as it may be gone."""
     from fsspec.asyn import get_loop
 

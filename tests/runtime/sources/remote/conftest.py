@@ -9,7 +9,17 @@ import pytest
 from fsspec.registry import _registry
 
 from tests.runtime.sources.remote.answers import DATA_START
-from tests.support.servers import Bucket, CloudBucket, CloudStorage, MemoryBucket, S3Bucket, S3Server, WebServer
+from tests.support.servers import (
+    Bucket,
+    CloudBucket,
+    CloudStorage,
+    Hub,
+    HubBucket,
+    MemoryBucket,
+    S3Bucket,
+    S3Server,
+    WebServer,
+)
 from tests.support.tiny import TinyArtifact, WriteWeights
 from weightswap_runtime import Model, load
 from weightswap_runtime.sources.remote import generic, objects, retries, s3, web
@@ -71,7 +81,14 @@ def gs_bucket(monkeypatch: pytest.MonkeyPatch) -> Iterator[CloudBucket]:
         yield CloudBucket(started)
 
 
-@pytest.fixture(params=["memory", "s3", "gs"])
+@pytest.fixture
+def hf_bucket(monkeypatch: pytest.MonkeyPatch) -> Iterator[HubBucket]:
+    with WebServer(Hub) as started:
+        monkeypatch.setitem(fsspec.config.conf, "hf", {"endpoint": started.url, "token": False})
+        yield HubBucket(started)
+
+
+@pytest.fixture(params=["memory", "s3", "gs", "hf"])
 def bucket(request: pytest.FixtureRequest) -> Bucket:
     """Where objects can be put under a URL of some protocol."""
     if request.param == "memory":

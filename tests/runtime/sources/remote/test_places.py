@@ -50,7 +50,7 @@ UNSUPPORTED = {
 @pytest.mark.parametrize(("url", "says"), UNSUPPORTED.items(), ids=UNSUPPORTED)
 def test_an_unsupported_url_is_refused(url: str, says: str, model: Model) -> None:
     for road in (model.swap, model.watch, load, read_weights):
-        if road != model.watch or url.startswith(("nothing", "models", "runs", "mlflow")):
+        if road != model.watch or url.startswith(("nothing", "abfs", "models", "runs", "mlflow")):
             with pytest.raises(Unsupported, match=says):
                 road(url)  # type: ignore[operator]
 
@@ -195,7 +195,13 @@ def test_local_paths_need_no_fsspec(weight_file: WriteWeights) -> None:
     assert not {"fsspec", "aiohttp", "weightswap_runtime.sources.remote"} & imported_by(code)
 
 
-EXTRA = {"fsspec": "memory://v", "aiohttp": "https://h/v", "s3fs": "s3://b/v", "gcsfs": "gs://b/v"}
+EXTRA = {
+    "fsspec": "memory://v",
+    "aiohttp": "https://h/v",
+    "s3fs": "s3://b/v",
+    "gcsfs": "gs://b/v",
+    "huggingface_hub": "hf://o/r/v",
+}
 
 
 @pytest.mark.parametrize(("module", "url"), EXTRA.items(), ids=EXTRA)

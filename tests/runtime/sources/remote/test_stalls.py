@@ -50,13 +50,14 @@ def test_an_answer_that_comes_too_late_is_written_nowhere(server: WebServer) -> 
     class Enough(Exception):
         """Somebody has given up."""
 
+    target = bytearray(4000)
+
     def check() -> None:
         if target[0]:  # the first byte has come
             raise Enough
 
     server.fault = lambda handler, asked: is_data(asked) and stalled(handler, asked) is None
     source = open_source(server.put("v", b"x" * 9000), check)
-    target = bytearray(4000)
     with pytest.raises(Enough):
         source.read_into([memoryview(target)], 5000)
     before = bytes(target)

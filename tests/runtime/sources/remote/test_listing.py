@@ -1,0 +1,68 @@
+"""Listings of folders behind URLs: what they say of a file, and that a failure is not their end."""
+
+from __future__ import annotations
+
+from datetime import datetime
+
+import fsspec.config
+import pytest
+
+from tests.runtime.sources.remote.answers import status
+from tests.runtime.sources.remote.contents import until
+from tests.support.servers import Bucket, HubBucket
+from tests.support.tiny import WriteWeights, serves
+from weightswap_runtime import AccessDenied, Model, WeightFileError
+from weightswap_runtime.sources.location import Url
+from weightswap_runtime.sources.remote.listing import list_files
+
+
+def test_files_are_listed_with_what_shows_a_change(bucket: Bucket) -> None:
+    for name in ("run/a.safetensors", "run/b.json", "run/deeper/c.safetensors"):
+        bucket.put(name, b"1")
+    folder = Url(bucket.url("run"))
+    first = {file.name: file for file in list_files(folder)}
+    assert first.keys() == {"a.safetensors", "b.json"}
+    bucket.put("run/a.safetensors", b"2")
+    second = {file.name: file for file in list_files(folder)}
+    assert second["b.json"] == first["b.json"]
+    assert second["a.safetensors"].fingerprint != first["a.safetensors"].fingerprint
+    with fsspec.open(second["a.safetensors"].url) as file:
+        assert file.read() == b"2"
+
+
+def test_what_is_no_folder_cannot_be_listed(bucket: Bucket) -> None:
+    bucket.put("v.safetensors", b"1")
+    with pytest.raises(WeightFileError, match=r"nowhere: cannot be listed \(FileNotFoundError"):
+        list_files(Url(bucket.url("nowhere")))
+
+
+def test_a_file_of_the_hub_is_as_old_as_its_last_commit(hf_bucket: HubBucket, monkeypatch: pytest.MonkeyPatch) -> None:
+    hf_bucket.put("run/a.safetensors", b"1")
+    (plain,) = list_files(Url(hf_bucket.url("run")))
+    monkeypatch.setitem(fsspec.config.conf, "hf", {**fsspec.config.conf["hf"], "expand_info": True})
+    (expanded,) = list_files(Url(hf_bucket.url("run")))
+    assert plain.modified == 0
+    assert expanded.modified == datetime.fromisoformat("2026-01-01T00:00:00Z").timestamp()
+
+
+def test_a_listing_that_fails_is_tried_again(hf_bucket: HubBucket) -> None:
+    hf_bucket.put("run/a.safetensors", b"1")
+    failures = [503, 429]
+    hf_bucket.server.fault = lambda handler, asked: bool(failures) and status(failures.pop())(handler, asked) is None
+    assert [file.name for file in list_files(Url(hf_bucket.url("run")))] == ["a.safetensors"]
+    assert not failures
+
+
+def test_a_listing_that_is_denied_is_not_tried_again(hf_bucket: HubBucket) -> None:
+    hf_bucket.put("run/a.safetensors", b"1")
+    hf_bucket.server.fault = lambda handler, asked: "/tree/" in asked.path and status(403)(handler, asked) is None
+    with pytest.raises(AccessDenied, match=r"the server refuses \(403"):
+        list_files(Url(hf_bucket.url("run")))
+    assert len([asked for asked in hf_bucket.server.asked if "/tree/" in asked.path]) == 1
+
+
+def test_a_folder_of_the_hub_is_watched(hf_bucket: HubBucket, model: Model, weight_file: WriteWeights) -> None:
+    with model.watch(hf_bucket.url(""), interval=0.02):
+        for seed in (2, 3):
+            hf_bucket.put(f"v{seed}.safetensors", weight_file(seed).read_bytes())
+            until(lambda seed=seed: serves(model, seed))  # type: ignore[misc]
