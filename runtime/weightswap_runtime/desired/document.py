@@ -199,10 +199,10 @@ def rolled_back(state: DesiredState, target: DesiredWeights, hold: Hold | None) 
     hold: a new one, or None to leave the hold as it is.
     """
     hold = hold or state.hold
-    place = next((place for place, each in enumerate(state.history) if each.weights_id == target.weights_id), None)
-    if place is None:  # forward, to what was withdrawn
+    index = next((index for index, each in enumerate(state.history) if each.weights_id == target.weights_id), None)
+    if index is None:  # forward, to what was withdrawn
         return replace(changed(state, target), hold=hold)
-    later = (*state.history[place + 1 :], *((state.weights,) if state.weights else ()))
+    later = (*state.history[index + 1 :], *((state.weights,) if state.weights else ()))
     again = {each.weights_id for each in later}
     withdrawn = (*(each for each in state.withdrawn if each.weights_id not in again), *later)[-MOST_WITHDRAWN:]
-    return replace(state, weights=target, history=state.history[:place], withdrawn=withdrawn, hold=hold)
+    return replace(state, weights=target, history=state.history[:index], withdrawn=withdrawn, hold=hold)

@@ -29,7 +29,7 @@ class Patch(ABC):
 
     @abstractmethod
     def write_to(self, arena: Arena, workers: Workers) -> None:
-        """Copy every span to its place; addresses stay."""
+        """Copy every span to its offset; addresses stay."""
 
     @abstractmethod
     def lay_over(self, arena: Arena, workers: Workers, job: Job) -> None:
@@ -55,7 +55,7 @@ class HostPatch(Patch):
         return sum(len(span.data) for span in self.spans)
 
     def write_to(self, arena: Arena, workers: Workers) -> None:
-        """Copy every span to its place; addresses stay."""
+        """Copy every span to its offset; addresses stay."""
         workers.run_all(lambda span: arena.write(span.offset, span.data), in_chunks(self.spans, COPY_CHUNK))
 
     def lay_over(self, arena: Arena, workers: Workers, job: Job) -> None:
@@ -104,7 +104,7 @@ def differing(arena: Arena, one: Mapping[str, Blocks], other: Mapping[str, Block
 
 
 def copy_ranges(target: Arena, source: Arena, ranges: Sequence[ByteRange], workers: Workers, job: Job) -> None:
-    """Copy parts of an arena to the same places of another. Raises StageCancelled, with the copy half done."""
+    """Copy parts of an arena to the same ranges of another. Raises StageCancelled, with the copy half done."""
     job.begin("copying", sum(part.nbytes for part in ranges))
 
     def copy(part: ByteRange) -> None:

@@ -68,5 +68,5 @@ def tensor_content(tensor: torch.Tensor) -> TensorBytes:
     """
     name = TORCH_NAMES.get(str(tensor.dtype).removeprefix("torch."))
     if name is None:
-        raise Unsupported(f"{tensor.dtype} has no place in the safetensors format")
+        raise Unsupported(f"{tensor.dtype} is no dtype of the safetensors format")
     return TensorBytes(name, tuple(tensor.shape), tensor_bytes(tensor))

@@ -191,7 +191,7 @@ class _CurrentStream:
 
 
 def _load(raw: bytes) -> ctypes.CDLL:
-    """A library from memory, which needs no place that can be written to; else from a file that goes at once."""
+    """A library from memory, which needs no directory that can be written to; else from a file that goes at once."""
     try:
         return _from_memory(raw)
     except OSError:  # where a system executes no such files

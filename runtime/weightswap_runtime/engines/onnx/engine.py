@@ -114,7 +114,7 @@ class OnnxChosen(NamedTuple):
 
 
 class OnnxState:
-    """One copy of an artifact's state: a call takes its values, and leaves others in their place.
+    """One copy of an artifact's state: a call takes its values, and leaves new ones.
 
     ONNX Runtime never writes to inputs, so that all copies share the initial values.
     """

@@ -56,8 +56,8 @@ class OnnxGraph:
         self.outputs = leaves(signature.output)
         self._method = method
         self._dynamic = [
-            (place, leaf.name)
-            for place, leaf in enumerate(self.inputs)
+            (index, leaf.name)
+            for index, leaf in enumerate(self.inputs)
             if isinstance(leaf, Tensor) and any(isinstance(size, str) for size in leaf.shape)
         ]
         found = {item.name: item for item in self.session.get_inputs()}
@@ -79,7 +79,7 @@ class OnnxGraph:
 
         Some of ONNX Runtime's operators (LSTM, rotary embeddings) end the process there.
         """
-        empty = [name for place, name in self._dynamic if 0 in inputs[place].shape]
+        empty = [name for index, name in self._dynamic if 0 in inputs[index].shape]
         if empty:
             raise InputMismatch(
                 self._method,

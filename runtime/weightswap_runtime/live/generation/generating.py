@@ -66,7 +66,7 @@ def _problems(wanted: Wanted, generation: Generation) -> Iterator[str]:
         )
 
 
-def check_place(method: str, flat: Sequence[Any], generation: Generation) -> None:
+def check_position(method: str, flat: Sequence[Any], generation: Generation) -> None:
     """Raise InputMismatch for a call of `prefill` or `decode` whose tokens would lie outside of the cache.
 
     A position on a device is not looked at: the call would wait for it.

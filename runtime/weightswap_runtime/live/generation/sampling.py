@@ -53,10 +53,10 @@ def choose(logits: Scores, seen: Sequence[int], how: Sampling, random: np.random
 def _penalised(logits: Scores, seen: Sequence[int], penalty: float) -> Scores:
     if penalty == 1.0 or not seen:
         return logits
-    places = np.unique(np.asarray(seen))
+    tokens = np.unique(np.asarray(seen))
     scores = logits.copy()
     with np.errstate(over="ignore", divide="ignore", invalid="ignore"):
-        scores[places] = np.where(scores[places] < 0, scores[places] * penalty, scores[places] / penalty)
+        scores[tokens] = np.where(scores[tokens] < 0, scores[tokens] * penalty, scores[tokens] / penalty)
     return scores
 
 

@@ -26,7 +26,7 @@ CONFIG_NAME, WEIGHTS_NAME = "adapter_config.json", "adapter_model.safetensors"
 _MOST_CONFIG = 16 << 20
 _PREFIX = "base_model.model."
 _FQN = re.compile(r"(?P<module>.*)\.(?P<part>lora_(?:embedding_)?[AB])\.[^.]+(?P<weight>\.weight)?")
-_NO_PLACE = "the graph has no place for it"
+_NOT_TAKEN = "the graph does not take it"
 _OF_THE_BASE = "is of the base, whose weights are not a variant's: save_pretrained(..., save_embedding_layers=False)"
 _MOST_CHOICES = 3  # repetitions and groups in a pattern of a configuration: more may take for ever
 _MOST_ALTERNATIVES = 16
@@ -155,7 +155,7 @@ def match_peft(
             problems += _problems(row, tensors[key], config.rank(module), rank_axis=int(is_b))
         taken.append(Taken(row, key, config.factor(module) if is_b else 1.0))
     problems += _halves(taken)
-    problems += [f"{found[key]}: {_OF_THE_BASE if 'lora_' not in key else _NO_PLACE}" for key in sorted(found)]
+    problems += [f"{found[key]}: {_OF_THE_BASE if 'lora_' not in key else _NOT_TAKEN}" for key in sorted(found)]
     if len(found) == len(tensors):
         problems.append(f"the graph wants tensors such as {listed([each.row.name for each in taken][:2])}")
     if problems:

@@ -86,7 +86,7 @@ def _match_names(weights: WeightSet, rows: Sequence[NamedTensor]) -> list[Taken]
         elif stored.shape != row.shape or not _can_be(stored.dtype, row.dtype):
             has = describe(stored.dtype, stored.shape)
             problems.append(f"{row.name}: the graph wants {describe(row.dtype, row.shape)}, the file has {has}")
-    problems += [f"{name}: the graph has no place for it" for name in sorted(tensors.keys() - {r.name for r in rows})]
+    problems += [f"{name}: the graph does not take it" for name in sorted(tensors.keys() - {r.name for r in rows})]
     if problems:
         advice = f"A directory of PEFT's has {CONFIG_NAME}; any other file has the names of the graph."
         raise WeightsMismatch(weights.where, problems, advice)

@@ -68,7 +68,7 @@ class Replaceable(Protocol):
     """An object of a store that replaces one only if it is still the one that was read."""
 
     async def replace(self, content: bytes, tag: str | None) -> bool:
-        """Put bytes in the place of the content with a tag, or where nothing is. False where something else is there.
+        """Replace the content with a tag, or put bytes where nothing is. False where something else is there.
 
         Raises as a Transport does; after Transient it may have been done all the same.
         """
