@@ -42,7 +42,7 @@ class Journal:
         self._numbers = count(1)
         self._said = "", ""  # by whom and why the commit that is under way
         self._whys: dict[int, str] = {}  # by generation
-        self.on_told: Callable[[Told], object] = lambda _: None  # whoever takes this process's place knows it, too
+        self.on_told: Callable[[Told], object] = lambda _: None  # whoever replaces this process knows it, too
         self.close = model.listen(self._on_event)
 
     def inherit(self, told: Told) -> None:
