@@ -128,4 +128,4 @@ def shares(names: Sequence[str], share: float, *, by_nodes: bool) -> dict[str, f
     if not by_nodes:
         return dict.fromkeys(names, share)
     first = math.ceil(share * len(names) - 1e-9)
-    return {name: float(place < first) for place, name in enumerate(names)}
+    return {name: float(index < first) for index, name in enumerate(names)}
