@@ -147,7 +147,7 @@ def _largest(columns: Any, shape: tuple[int, ...], step: int) -> Largest | None:
     block = int(columns.largest.argmax()) if len(columns.largest) else 0
     if not len(columns.largest) or not columns.largest[block]:
         return None
-    index = np.unravel_index(block * step + int(columns.place[block]), shape) if shape else ()
+    index = np.unravel_index(block * step + int(columns.largest_at[block]), shape) if shape else ()
     return Largest(
         change=float(columns.largest[block]),
         index=tuple(map(int, index)),

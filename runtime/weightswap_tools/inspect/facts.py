@@ -79,7 +79,7 @@ def machine(record: GoldensRecord) -> str:
 
 
 def weights_facts(subject: WeightsSubject) -> Iterator[Fact]:
-    """Its place, its ids, its labels, and what was done to it."""
+    """Its file, its ids, its labels, and what was done to it."""
     yield "file", subject.weights.where
     if len(subject.weights.files) > 1:
         yield "shards", ", ".join(subject.weights.files.values())

@@ -23,7 +23,7 @@ def percent(share: float) -> str:
     return f"{100 * share:.3g} %"
 
 
-def place(diff: TensorDiff) -> str:
+def largest_change(diff: TensorDiff) -> str:
     """`0.5 at [3, 128]`: the largest change of one element."""
     if diff.change is None or diff.change.largest is None:
         return ""
