@@ -73,11 +73,11 @@ class Publication:
 
     @property
     def done(self) -> bool:
-        """Whether the file is in its place, or the writing has failed."""
+        """Whether the file is there, or the writing has failed."""
         return self._outcome.finished.is_set()
 
     def wait(self, timeout: float | None = None) -> Packed:
-        """Wait, for at most `timeout` seconds, until the file is in its place.
+        """Wait, for at most `timeout` seconds, until the file is there.
 
         Raises PublishTimeout, and what the writing raised: CheckpointError, or WeightsMismatch with every problem.
         """
@@ -239,7 +239,7 @@ def _write(
     dtype: torch.dtype | str | None,
     promotion: _Promotion | None,
 ) -> Packed:
-    def place(stamp: Stamp) -> Path:
+    def path_of(stamp: Stamp) -> Path:
         return directory / f"{stem}-{stamp.weights_id[:ID_LETTERS]}.safetensors"
 
     stem = f"{_PREFIX}{step:0{STEP_DIGITS}d}"
@@ -248,7 +248,7 @@ def _write(
     out = directory / f"{stem}.safetensors"
     checkpoint, recording = snapshot
     # goldens of the same weights, which the name tells, stay
-    with goldens_first(place, recording) if recording else nullcontext(place) as rename:
+    with goldens_first(path_of, recording) if recording else nullcontext(path_of) as rename:
         packed = pack_checkpoint(checkpoint, artifact, out, labels=labels, dtype=dtype, rename=rename)
     if promotion is not None:
         packed = promotion.of(packed, artifact)

@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from weightswap_exporter.models.parts import Kind, describe_kind, kinds_of, parts_of, put_together
 from weightswap_exporter.models.stand_ins import install, restored, stand_in, without_values
 from weightswap_exporter.models.tensors import named_tensors
-from weightswap_exporter.models.user_errors import Unrecordable, first_line, place_of, reason, wants_values
+from weightswap_exporter.models.user_errors import Unrecordable, first_line, frame_of, reason, wants_values
 from weightswap_runtime.errors import CaptureError
 
 Load = Callable[[nn.Module, dict[str, Any]], object]
@@ -39,7 +39,7 @@ class Untraceable(Exception):
 
     def __init__(self, text: str, error: Exception) -> None:
         self.wants_values = wants_values(error)
-        super().__init__(f"{text}{place_of(error)}{first_line(error) if self.wants_values else reason(error)}")
+        super().__init__(f"{text}{frame_of(error)}{first_line(error) if self.wants_values else reason(error)}")
 
 
 class Traced(NamedTuple):

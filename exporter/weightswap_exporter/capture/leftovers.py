@@ -213,9 +213,9 @@ def _assigned_again(model: nn.Module) -> re.Pattern[str]:
 
 def _dynamic(program: ExportedProgram, count: int) -> list[Any]:
     """Which dimensions of the flat inputs vary. Both calls may have other sizes."""
-    places = {node.name: node.meta.get("val") for node in program.graph.find_nodes(op="placeholder")}
+    examples = {node.name: node.meta.get("val") for node in program.graph.find_nodes(op="placeholder")}
     names = [s.arg.name for s in program.graph_signature.input_specs if s.kind is InputKind.USER_INPUT]
-    values = [places.get(name) for name in names] + [None] * (count - len(names))
+    values = [examples.get(name) for name in names] + [None] * (count - len(names))
     return [
         {axis: Dim.AUTO for axis, size in enumerate(value.shape) if not isinstance(size, int)}
         if isinstance(value, torch.Tensor)
@@ -232,8 +232,8 @@ def _halves(program: ExportedProgram, shapes: list[dict[int, Any]], mutated: Col
         node for node, spec in zip(returned, signature.output_specs, strict=True) if spec.kind is OutputKind.USER_OUTPUT
     ]
     one, two = outputs[: len(outputs) // 2], outputs[len(outputs) // 2 :]
-    places = [node for node in program.graph.nodes if node.op == "placeholder"]
-    inputs = [p for p, s in zip(places, signature.input_specs, strict=True) if s.kind is InputKind.USER_INPUT]
+    placeholders = [node for node in program.graph.nodes if node.op == "placeholder"]
+    inputs = [p for p, s in zip(placeholders, signature.input_specs, strict=True) if s.kind is InputKind.USER_INPUT]
     first, second = inputs[: len(shapes)], inputs[len(shapes) :]
     if {spec.kind for spec in signature.output_specs} - {OutputKind.USER_OUTPUT, OutputKind.BUFFER_MUTATION}:
         return None
@@ -278,8 +278,8 @@ def _random(outputs: list[Any]) -> set[Node]:
 def _labelled(program: ExportedProgram, labels: Labels, inputs: list[Node], outputs: list[Any]) -> list[Any]:
     """A label for each output, the same for the same computation from `inputs`, weights and constants."""
     given: dict[Node, Any] = {}
-    places = (node for node in program.graph.nodes if node.op == "placeholder")
-    for node, spec in zip(places, program.graph_signature.input_specs, strict=True):
+    placeholders = (node for node in program.graph.nodes if node.op == "placeholder")
+    for node, spec in zip(placeholders, program.graph_signature.input_specs, strict=True):
         constant = program.constants.get(str(spec.target))
         given[node] = (spec.kind.name, str(spec.target or spec.arg.name))
         if isinstance(constant, torch.Tensor) and not is_fake(constant):
@@ -313,8 +313,8 @@ def _meaning(
     if node.op == "get_attr":
         region = getattr(module, str(node.target))
         assert isinstance(region, GraphModule)
-        places = region.graph.find_nodes(op="placeholder")
-        inner = _labels(region, labels, {place: ("place", index) for index, place in enumerate(places)})
+        placeholders = region.graph.find_nodes(op="placeholder")
+        inner = _labels(region, labels, {each: ("placeholder", index) for index, each in enumerate(placeholders)})
         return ("region", inner[region.graph.output_node()])
     args = map_arg((node.args, node.kwargs), lambda item: f"%{found[item]}")
     target = node.target if isinstance(node.target, str) else f"{node.target!s} {getattr(node.target, '__name__', '')}"

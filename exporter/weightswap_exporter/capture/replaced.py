@@ -1,6 +1,6 @@
-"""Buffers in whose place a call puts other tensors, as by `self.mean = self.mean + x`.
+"""Buffers that a call replaces by other tensors, as by `self.mean = self.mean + x`.
 
-A graph has one place for a buffer, with one type, and copies the new values there when the call ends. torch sees what
+A graph has one tensor for a buffer, with one type, and copies the new values there when the call ends. torch sees what
 the model's own attributes are given, and not those of submodules, nor what bypasses attributes.
 """
 
@@ -69,7 +69,7 @@ def _copied_back(root: nn.Module, was: _Held, output: Any, found: set[str]) -> A
     """The call's output, apart from buffers that are overwritten here or at the end of the graph."""
     now = _held(root)
     same = {name: now[name] for name in was.keys() & now.keys()}
-    found |= {name for name, (tensor, places) in same.items() if tensor is not was[name][0] or places != was[name][1]}
+    found |= {name for name, held in same.items() if held[0] is not was[name][0] or held[1] != was[name][1]}
     assigned = sorted(name for name in found & same.keys() if same[name][0] is not was[name][0])
     if not assigned:
         return None
@@ -87,14 +87,14 @@ def _copied_back(root: nn.Module, was: _Held, output: Any, found: set[str]) -> A
     return output
 
 
-def _apart(tensor: torch.Tensor, places: set[int], old: set[int]) -> torch.Tensor:
-    return tensor.detach().clone() if places & old else tensor.detach()
+def _apart(tensor: torch.Tensor, storages: set[int], old: set[int]) -> torch.Tensor:
+    return tensor.detach().clone() if storages & old else tensor.detach()
 
 
 def _check(assigned: list[str], was: _Held, now: _Held) -> None:
     if other := [name for name in assigned if _type(was[name][0]) != _type(now[name][0])]:
         raise CaptureError(
-            f"a call puts a tensor of another type or shape in the place of {listed(other)}; a graph's state stays of "
+            f"a call replaces {listed(other)} by a tensor of another type or shape; a graph's state stays of "
             "one type: give it the same one, or write to a part of it"
         )
     names = [name for name in was if name in now]

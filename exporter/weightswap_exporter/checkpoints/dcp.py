@@ -39,7 +39,7 @@ def _values(tensor: _Stitched) -> CheckpointTensor:
     return CheckpointTensor(
         dtype=dtype_of(found.dtype),
         shape=found.shape,
-        place=(tensor.folder, tensor.name),
+        tie_key=(tensor.folder, tensor.name),
         load=tensor.load,
         problems=tensor.problems,
         lacking=tensor.lacking,
@@ -77,7 +77,7 @@ class _Stitched:
         if not path.exists():
             yield f"{path}: missing, and the metadata name it. {_AGAIN}"
         elif (size := path.stat().st_size) < chunk.begin + chunk.length:
-            yield f"{path}: cut off: it has {size} bytes, and the metadata place tensors behind them. {_AGAIN}"
+            yield f"{path}: cut off: it has {size} bytes, and the metadata put tensors behind them. {_AGAIN}"
 
     def _damage(self, chunk: Chunk) -> Iterator[str]:
         with self._files.open(self.folder / chunk.file) as fd:
@@ -168,7 +168,7 @@ def _runs(found: Described) -> Iterator[_Run]:
     """The chunks that are runs: they are cut along one dimension, and those before it have one index in them."""
     steps = row_major(found.shape)
     for chunk in () if found.problems else found.chunks:
-        cut = next((place for place, size in enumerate(chunk.sizes) if size > 1), len(chunk.sizes))
+        cut = next((index for index, size in enumerate(chunk.sizes) if size > 1), len(chunk.sizes))
         if chunk.sizes[cut + 1 :] == found.shape[cut + 1 :]:
             begin = sum(offset * step for offset, step in zip(chunk.offsets, steps, strict=True))
             size = found.dtype.itemsize
@@ -176,7 +176,7 @@ def _runs(found: Described) -> Iterator[_Run]:
 
 
 def _read_chunk(stored: Stored, region: torch.Tensor) -> None:
-    """Read a chunk into its place in the tensor; a few rows at a time where it is not one run of memory."""
+    """Read a chunk into its part of the tensor; a few rows at a time where it is not one run of memory."""
     if stored.stride != row_major(stored.shape):
         region.copy_(stored.load())
     elif region.is_contiguous():

@@ -36,7 +36,7 @@ def choose_level(checkpoint: Checkpoint, manifest: Manifest, readings: Readings)
             problems = getattr(error, "problems", level.problems)
             hopeless = 2 * (len(level.tensors) + len(level.problems)) < len(manifest.weights)
             refused.append(((hopeless, len(problems), -level.path.count(".") - bool(level.path)), level, error))
-    if len({_places(level, match) for level, match in fitting}) > 1:
+    if len({_tie_keys(level, match) for level, match in fitting}) > 1:
         raise _several([level for level, _ in fitting], where)
     if not fitting:
         _, nearest, refusal = min(refused, key=lambda item: item[0])
@@ -52,7 +52,7 @@ def _match(level: NestedStateDict, manifest: Manifest, where: str, readings: Rea
 
 
 def check_tensors(level: NestedStateDict, where: str) -> None:
-    """Raise CheckpointError for tensors in a level that have no values, or no place in a weight file."""
+    """Raise CheckpointError for tensors in a level that have no values, or cannot be in a weight file."""
     if level.problems:
         hollow = any(NO_VALUES in text for text in level.problems)
         advice = ". Build the model outside skeleton(), load its weights, and pack it then" if hollow else ""
@@ -69,7 +69,7 @@ def fullest_level(checkpoint: Checkpoint, chosen: str | None) -> NestedStateDict
     if not max(counts):
         raise no_tensors(checkpoint) if chosen is None else _empty(checkpoint.where, chosen)
     found = [level for level, count in zip(levels, counts, strict=True) if count == max(counts)]
-    if len({_all_places(level) for level in found}) > 1:
+    if len({_all_tie_keys(level) for level in found}) > 1:
         names = " and ".join(repr(level.path) if level.path else "its top level" for level in found)
         text = f"{names} have {plural(max(counts), 'tensor')} each, with different values. Say which is meant {_LEVEL}."
         raise CheckpointError(f"{checkpoint.where}: {text}")
@@ -81,18 +81,18 @@ def _empty(where: str, chosen: str) -> CheckpointError:
     return CheckpointError(f"{where}: {named} holds no tensors of its own; without --level you are told what does")
 
 
-def _all_places(level: NestedStateDict) -> frozenset[object]:
-    return frozenset((name, values.place) for name, values in level.tensors.items())
+def _all_tie_keys(level: NestedStateDict) -> frozenset[object]:
+    return frozenset((name, values.tie_key) for name, values in level.tensors.items())
 
 
 def _where(where: str, level: NestedStateDict) -> str:
     return f"{where}{f', {level.path}' if level.path else ''}{f', prefix {level.prefix!r}' if level.prefix else ''}"
 
 
-def _places(level: NestedStateDict, match: Match) -> frozenset[object]:
+def _tie_keys(level: NestedStateDict, match: Match) -> frozenset[object]:
     """What the weights would be read from."""
-    found = {(weight, level.tensors[names[0]].place) for weight, names in match.found.items()}
-    computed = {(key, level.tensors[name].place) for keys in match.computed.values() for key, name in keys.items()}
+    found = {(weight, level.tensors[names[0]].tie_key) for weight, names in match.found.items()}
+    computed = {(key, level.tensors[name].tie_key) for keys in match.computed.values() for key, name in keys.items()}
     return frozenset(found | computed)
 
 

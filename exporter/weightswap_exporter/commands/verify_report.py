@@ -92,7 +92,7 @@ def _parity(report: ParityReport) -> Section:
 
 
 def _divergences(report: ParityReport) -> Iterator[Section]:
-    """Each place once, with the engines that part there."""
+    """Each point once, with the engines that part there."""
     names: dict[tuple[str, str, str], list[str]] = {}
     first: dict[tuple[str, str, str], Divergence] = {}
     for engine in report.engines:
@@ -148,7 +148,7 @@ def _divergence(found: Divergence) -> Iterator[Block]:
             ("between", f"{found.expected} and {found.found}, in {found.case}"),
         )
     )
-    wrong = next((place for place, error in enumerate(found.modules) if error.module == found.module), 0)
+    wrong = next((index for index, error in enumerate(found.modules) if error.module == found.module), 0)
     shown = found.modules[max(0, wrong - _BEFORE) : wrong + _AFTER]
     rows = tuple(error.module or "the model" for error in shown)
     values = tuple((error.scaled,) for error in shown)

@@ -94,7 +94,7 @@ def _pointer(name: str, stored: StoredTensor, path: Path) -> onnx.TensorProto:
     if not isinstance(file, Path):
         raise Unsupported(f"{stored.file.where}: an ONNX model cannot point to a URL; copy the file beside it")
     try:
-        place = file.resolve().relative_to(path.parent.resolve())
+        location = file.resolve().relative_to(path.parent.resolve())
     except ValueError:
         raise ExportError(
             f"{path}: must lie in a folder that holds {file}, as ONNX knows only paths from there down"
@@ -103,7 +103,7 @@ def _pointer(name: str, stored: StoredTensor, path: Path) -> onnx.TensorProto:
     if not stored.nbytes:
         return onnx.TensorProto(name=name, data_type=code, dims=stored.shape, raw_data=b"")
     tensor = onnx.TensorProto(name=name, data_type=code, dims=stored.shape, data_location=onnx.TensorProto.EXTERNAL)
-    for key, value in (("location", place.as_posix()), ("offset", stored.offset), ("length", stored.nbytes)):
+    for key, value in (("location", location.as_posix()), ("offset", stored.offset), ("length", stored.nbytes)):
         tensor.external_data.add(key=key, value=str(value))
     return tensor
 

@@ -12,7 +12,7 @@ from torch import nn
 
 from weightswap_exporter.checkpoints.tensor import content_of, dtype_of, pieces
 from weightswap_exporter.models.tensors import is_fake, named_tensors
-from weightswap_exporter.models.user_errors import first_line, place_of
+from weightswap_exporter.models.user_errors import first_line, frame_of
 from weightswap_runtime.engines.aten.cpu import environment_here
 from weightswap_runtime.errors import RecordingError
 from weightswap_runtime.format.goldens import Environment, encode_goldens
@@ -130,7 +130,7 @@ class _CaseRecorder:
         try:
             first, second = (runner.run(call.method, call.args, kwargs) for _ in range(2))
         except Exception as error:
-            found = [f": the model raised {place_of(error)}{first_line(error)}"]
+            found = [f": the model raised {frame_of(error)}{first_line(error)}"]
             outputs: list[Any] = []
         else:
             found, outputs = list(_output_problems(wanted, first, second)), first.values
@@ -246,10 +246,10 @@ def weights_identity(model: nn.Module, manifest: Manifest) -> str:
 
 
 @contextmanager
-def goldens_first(place: Callable[[Stamp], Path], recording: Recording | None) -> Iterator[Callable[[Stamp], Path]]:
+def goldens_first(path_of: Callable[[Stamp], Path], recording: Recording | None) -> Iterator[Callable[[Stamp], Path]]:
     """What `write_weight_file` is to call as `rename`: the goldens beside the file are replaced just before it is.
 
-    place: the file's path, from its stamp. Whoever watches the folder may take the weight file as soon as it is there,
+    path_of: gives the path from the stamp. Whoever watches the folder may take the weight file as soon as it is there,
     and must not find other goldens. Without a recording, goldens that are there are removed. If the weight file does
     not follow, the old ones are put back; a process that is killed in between leaves new goldens beside old weights,
     which are refused by name.
@@ -257,7 +257,7 @@ def goldens_first(place: Callable[[Stamp], Path], recording: Recording | None) -
     with ExitStack() as stack:
 
         def rename(stamp: Stamp) -> Path:
-            path = place(stamp)
+            path = path_of(stamp)
             put = stack.enter_context(companion(goldens_path(path)))
             put(recording.encode(stamp.weights_id) if recording else None)
             return path
