@@ -184,13 +184,13 @@ def find_good(state: DesiredState, weights_id: str | None, where: str) -> Desire
     Raises NothingToRollBack.
     """
     candidates = (*state.withdrawn, *state.history) if weights_id else state.history[-1:]
-    found = [each for each in candidates if each.weights_id.startswith(weights_id or "")]
-    if len(found) != 1:
+    matches = [each for each in candidates if each.weights_id.startswith(weights_id or "")]
+    if len(matches) != 1:
         ids = listed([each.weights_id[:SHOWN] for each in reversed(state.history)]) or "nothing"
         meant = f"weights {weights_id[:64]}" if weights_id else "weights that were desired before"
         how = "are not in the history, or are several" if weights_id else "are none"
         raise NothingToRollBack(f"{where}: {meant}: {how}. The history has {ids}")
-    return found[0]
+    return matches[0]
 
 
 def rolled_back(state: DesiredState, target: DesiredWeights, hold: Hold | None) -> DesiredState:

@@ -51,13 +51,13 @@ def find_trials(
     """
     if request.verify == "off":
         return []
-    found = [Trial(member, member.goldens) for member in members if member.goldens is not None]
+    trials = [Trial(member, member.goldens) for member in members if member.goldens is not None]
     manifest = owner.artifact.manifest
     beside = goldens_beside(location, manifest, allow_other_graph=request.allow_other_graph, check=check)
     if beside is not None:
         # a part of a file gives other weights than those that were recorded
-        found.append(Trial(owner, beside._replace(bundled=bool(request.only))))
-    return found
+        trials.append(Trial(owner, beside._replace(bundled=bool(request.only))))
+    return trials
 
 
 def try_out(candidate: Candidate, trials: Sequence[Trial], request: SwapRequest, job: Job) -> tuple[Verified, float]:

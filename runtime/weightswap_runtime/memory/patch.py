@@ -90,17 +90,17 @@ def in_chunks(spans: Iterable[Span], most: int) -> Iterable[Span]:
 
 def differing(arena: Arena, one: Mapping[str, Blocks], other: Mapping[str, Blocks]) -> list[ByteRange]:
     """Where two arenas of this layout differ that hold weights with these digests of blocks."""
-    found: list[ByteRange] = []
+    ranges: list[ByteRange] = []
     for name, weight in arena.layout.weights.items():
         slot = arena.layout.slots[name]
         if one[name] == other[name]:
             continue
         if weight.stride is not None:  # its blocks are scattered over the arena's memory
-            found.append(slot)
+            ranges.append(slot)
             continue
         blocks = zip(slot.split(BLOCK), one[name], other[name], strict=True)
-        found += [block for block, mine, theirs in blocks if mine != theirs]
-    return found
+        ranges += [block for block, mine, theirs in blocks if mine != theirs]
+    return ranges
 
 
 def copy_ranges(target: Arena, source: Arena, ranges: Sequence[ByteRange], workers: Workers, job: Job) -> None:

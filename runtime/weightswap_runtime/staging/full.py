@@ -89,12 +89,12 @@ def fill(plan: Plan, arena: Arena, workers: Workers, job: Job, open_transforms: 
     start = time.perf_counter()
     job.begin("reading", plan.nbytes)
     read = read_tensors(weights, match.found, arena, workers, job)
-    found = _compute(plan, arena, workers, job, open_transforms()) if match.computed else Findings({}, {})
+    findings = _compute(plan, arena, workers, job, open_transforms()) if match.computed else Findings({}, {})
     done = time.perf_counter()
     job.begin("verifying")
     _verify(weights, match, read.digests)
-    found.add(_by_weight(read, match))
-    return Filled(found, done - start, time.perf_counter() - done)
+    findings.add(_by_weight(read, match))
+    return Filled(findings, done - start, time.perf_counter() - done)
 
 
 def _by_weight(read: Findings, match: Match) -> Findings:

@@ -107,7 +107,7 @@ def _parts(graph: Graph) -> list[tuple[Callable[..., Any], tuple[int, ...], tupl
         for name in argument_names(item)
     }
     uses = {position: _uses(node, made) for position, node in enumerate(graph.nodes, count)}
-    found = []
+    parts = []
     for output in graph.outputs:
         needs = _needed([made[name] for name in argument_names(output) if name in made], uses)
         inputs = tuple(position for position in needs if position < count)
@@ -116,8 +116,8 @@ def _parts(graph: Graph) -> list[tuple[Callable[..., Any], tuple[int, ...], tupl
             outputs=(output,),
             nodes=tuple(graph.nodes[position - count] for position in needs[len(inputs) :]),
         )
-        found.append((compile_graph(part, CPU).call, inputs, needs))
-    return found
+        parts.append((compile_graph(part, CPU).call, inputs, needs))
+    return parts
 
 
 def _uses(node: Node, made: Mapping[str, int]) -> set[int]:
@@ -126,12 +126,12 @@ def _uses(node: Node, made: Mapping[str, int]) -> set[int]:
 
 def _needed(positions: Sequence[int], uses: Mapping[int, set[int]]) -> tuple[int, ...]:
     """The positions and all that they are computed from, in order."""
-    found, waiting = set(positions), list(positions)
+    needed, waiting = set(positions), list(positions)
     while waiting:
-        new = uses.get(waiting.pop(), set()) - found
-        found |= new
+        new = uses.get(waiting.pop(), set()) - needed
+        needed |= new
         waiting += new
-    return tuple(sorted(found))
+    return tuple(sorted(needed))
 
 
 def _constants(artifact: Artifact) -> Mapping[str, torch.Tensor]:

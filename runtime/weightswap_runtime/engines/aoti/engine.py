@@ -177,12 +177,12 @@ class AotiCall:
         return values
 
     def _container_of(self, state: TorchState, choice: ChosenTensors) -> Container:
-        if (found := self._of_states.get(state)) is None:  # two calls at once with one state are refused
-            found = self._of_states[state] = WeakKeyDictionary()
-        container = found.get(choice)
+        if (containers := self._of_states.get(state)) is None:  # two calls at once with one state are refused
+            containers = self._of_states[state] = WeakKeyDictionary()
+        container = containers.get(choice)
         if container is None:
             own = {fqn: state.tensors[name] for fqn, name in self._states.items()}
-            found[choice] = container = self._container(choice, own)
+            containers[choice] = container = self._container(choice, own)
         return container
 
     def _container(self, choice: ChosenTensors, own: Mapping[str, torch.Tensor]) -> Container:

@@ -128,12 +128,12 @@ class GraphCall:
 
     def _chosen(self, chosen: ChosenTensors) -> list[Any]:
         """The slots with the tensors of variants in theirs."""
-        if (found := self._with_variants.get(chosen)) is None:
-            found = self._slots.copy()
+        if (slots := self._with_variants.get(chosen)) is None:
+            slots = self._slots.copy()
             for index, name in self._variable:
-                found[index] = chosen.tensors.get(name, found[index])
-            self._with_variants[chosen] = found
-        return found
+                slots[index] = chosen.tensors.get(name, slots[index])
+            self._with_variants[chosen] = slots
+        return slots
 
 
 def overwrite(old: torch.Tensor, new: torch.Tensor) -> None:

@@ -244,13 +244,13 @@ class DeviceArena(Region):
         with self.stream():
             self.use()
             try:
-                found = hasher.digests(self.buffer, parts)
+                digests = hasher.digests(self.buffer, parts)
             except Exception as error:
                 if not lacks_memory(error):  # there may be some the next time
                     self.device.distrust_hasher(f"{type(error).__name__}: {error}")
                 return None
         index, part = max(enumerate(parts), key=lambda each: each[1].nbytes)
-        if found[index] == blake3(self.fetch(*part)).digest():
-            return found
+        if digests[index] == blake3(self.fetch(*part)).digest():
+            return digests
         self.device.distrust_hasher("the device has computed another for a block of weights")
         return None

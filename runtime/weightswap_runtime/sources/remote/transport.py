@@ -167,10 +167,10 @@ def total_of(found: ContentRange, where: str) -> int:
     return found.total
 
 
-def check_range(found: ContentRange, start: int, stop: int, where: str) -> None:
+def check_range(answered: ContentRange, start: int, stop: int, where: str) -> None:
     """Raise WeightFileError unless an answer has the bytes that were asked for."""
-    if (found.start, found.stop) != (start, stop):
+    if (answered.start, answered.stop) != (start, stop):
         raise WeightFileError(
-            f"{where}: the server was asked for the bytes {start} to {stop} and answers with {found.start} to "
-            f"{found.stop}. Another server, or a proxy between, may do better."
+            f"{where}: the server was asked for the bytes {start} to {stop} and answers with {answered.start} to "
+            f"{answered.stop}. Another server, or a proxy between, may do better."
         )
