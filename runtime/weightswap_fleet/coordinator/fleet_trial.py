@@ -106,7 +106,7 @@ class FleetTrial:
     def report(self, outcome: str = "", reason: str = "") -> TrialReport:
         """How it stands, or has ended."""
         weights = self.order.weights
-        found = self._judged.report()
+        judged = self._judged.report()
         return TrialReport(
             weights_id=weights.weights_id,
             source=weights.source,
@@ -115,9 +115,9 @@ class FleetTrial:
             since=weights.since,
             plan=self.order.plan,
             shares=dict(self.shares),
-            values=found["values"],
-            promote_held=found["promote_held"],
-            skipped=found["skipped"],
+            values=judged["values"],
+            promote_held=judged["promote_held"],
+            skipped=judged["skipped"],
             outcome=outcome,
             reason=reason,
         )

@@ -77,12 +77,12 @@ class NodeMemory:
 
 def _descriptors(process: Path, name: str) -> tuple[int, ...] | None:
     wanted = {f"/memfd:{name}.{part} (deleted)": index for index, part in enumerate((*PARTS, _BOARD))}
-    found: dict[int, int] = {}
+    descriptors: dict[int, int] = {}
     for descriptor in (process / "fd").iterdir():
         with suppress(OSError):
             if (index := wanted.get(str(descriptor.readlink()))) is not None:
-                found[index] = int(descriptor.name)
-    return tuple(found[index] for index in range(len(wanted))) if len(found) == len(wanted) else None
+                descriptors[index] = int(descriptor.name)
+    return tuple(descriptors[index] for index in range(len(wanted))) if len(descriptors) == len(wanted) else None
 
 
 class Board:

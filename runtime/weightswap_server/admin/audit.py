@@ -101,7 +101,7 @@ async def audited(
     number = audit.begin(**fields, weights_before=before)
     outcome: dict[str, Any] = {"outcome": "broken off"}
     try:
-        found = await (in_thread(work) if callable(work) else work)
+        answer = await (in_thread(work) if callable(work) else work)
         outcome = {"outcome": "done"}
     except Exception as error:
         told = refused(error)
@@ -110,7 +110,7 @@ async def audited(
     finally:
         after = desk.model.weights_id if desk else None
         audit.end(number, **fields, weights_before=before, weights_after=after, **outcome)
-    return found
+    return answer
 
 
 def obey(audit: AuditLog, desk: Desk, verdict: str, rule: str) -> None:

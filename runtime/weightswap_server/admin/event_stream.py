@@ -51,12 +51,12 @@ class EventStream:
             await asyncio.sleep(_LOOK)
 
     def _news(self, seen: dict[str, int]) -> list[bytes]:
-        found = []
+        news = []
         for name, desk in self._desks.items():
             for number, event in desk.journal.events(seen[name]):
                 seen[name] = number
-                found.append(_event("event", {"model": name, **event}))
-        return found
+                news.append(_event("event", {"model": name, **event}))
+        return news
 
     def _stagings(self) -> list[bytes]:
         progresses = {name: desk.model.progress for name, desk in self._desks.items()}
@@ -67,12 +67,12 @@ class EventStream:
         ]
 
     def _loads(self, counted: dict[str, float]) -> list[bytes]:
-        found = []
+        loads = []
         for name, moment in counted.items():
             if points := self._load.after(name, moment):
                 counted[name] = points[-1].time
-                found.append(_event("load", {"model": name, "points": points}))
-        return found
+                loads.append(_event("load", {"model": name, "points": points}))
+        return loads
 
 
 def _event(kind: str, data: Any) -> bytes:
