@@ -237,13 +237,13 @@ def _by_name(option: str, given: list[str] | None, paths: Mapping[str, str]) -> 
 def _all_by_name(option: str, given: list[str] | None, paths: Mapping[str, str]) -> dict[str, list[str]]:
     if len(paths) == 1:
         return {name: given for name in paths if given}
-    found: dict[str, list[str]] = {}
+    values: dict[str, list[str]] = {}
     for each in given or ():
         match = _NAMED.fullmatch(each)
         if match is None or match[1] not in paths:
             raise typer.BadParameter(f"{option}: expected NAME=... with one of {', '.join(paths)}, got {each!r}")
-        found.setdefault(match[1], []).append(match[2])
-    return found
+        values.setdefault(match[1], []).append(match[2])
+    return values
 
 
 def _say_where(server: Server | Workers, names: Iterable[str], admin: str) -> None:

@@ -59,7 +59,7 @@ def differences(
     differ = _differ(contents, sides)
     pair = _pair(contents, sides)
     changed = int(np.count_nonzero(differ))
-    found = Differences(
+    changes = Differences(
         changed,
         dot(pair.sizes, pair.sizes),
         dot(pair.before, pair.before),
@@ -70,7 +70,7 @@ def differences(
         _sign_flips(pair),
         *_new(*sides),
     )
-    return found, _histogram(pair, changed if pair.chosen is None else int(np.count_nonzero(differ[pair.chosen])))
+    return changes, _histogram(pair, changed if pair.chosen is None else int(np.count_nonzero(differ[pair.chosen])))
 
 
 def _differ(contents: tuple[TensorBytes, TensorBytes], sides: tuple[Numbers, Numbers]) -> NDArray[np.bool_]:

@@ -37,14 +37,14 @@ def tally(contents: Sequence[TensorBytes], tensor_shape: tuple[int, ...], begin:
     """The statistics of a stretch of one tensor, or of the same of two: from element `begin` on."""
     count = math.prod(contents[0].shape)
     moments: list[list[Moments]] = [[] for _ in contents]
-    found: list[Differences] = []
+    rows: list[Differences] = []
     histogram = np.zeros(BINS, np.int64)
     for start in range(0, count, BLOCK):
         block = [cut(content, start, min(start + BLOCK, count)) for content in contents]
         one = _block(block, parts, moments, histogram)
-        found += [one] if one else []
+        rows += [one] if one else []
     sides = tuple(np.array(side, np.float64).reshape(-1, len(Moments._fields)) for side in moments)
-    table = np.array(found, np.float64).reshape(-1, len(Differences._fields)) if len(contents) > 1 else None
+    table = np.array(rows, np.float64).reshape(-1, len(Differences._fields)) if len(contents) > 1 else None
     return Tally(sides, table, histogram, dead_rows(contents, tensor_shape, begin))
 
 

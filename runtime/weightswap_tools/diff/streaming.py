@@ -175,18 +175,18 @@ class Reader:
 
 def digests_of(tensors: Mapping[str, Tensor]) -> dict[str, str]:
     """The digest of each tensor, by name. Raises WeightswapError."""
-    found: dict[str, str] = {}
+    digests: dict[str, str] = {}
     readable = {name: tensor for name, tensor in tensors.items() if not isinstance(tensor, Computed)}
     buffers = ReadBuffers()
 
     def work(name: str) -> None:
-        found[name] = digest_of(_pieces(readable[name], buffers))
+        digests[name] = digest_of(_pieces(readable[name], buffers))
 
     Workers().run_all(work, readable)
     for name, tensor in tensors.items():
         if isinstance(tensor, Computed):  # one after another: each is in memory
-            found[name] = digest_of([tensor.compute().data])
-    return found
+            digests[name] = digest_of([tensor.compute().data])
+    return digests
 
 
 def _pieces(tensor: Readable, buffers: ReadBuffers) -> Iterator[memoryview]:
