@@ -153,12 +153,12 @@ def _check_recorded(module: GraphModule) -> None:
 
 def _others(model: nn.Module, weights: Collection[str]) -> dict[str, Any]:
     """What the graph may depend on beside weights and state: buffers, plain attributes that are tensors or values."""
-    found: dict[str, Any] = {name: value for name, value in model.named_buffers() if name not in weights}
+    others: dict[str, Any] = {name: value for name, value in model.named_buffers() if name not in weights}
     for path, module in model.named_modules():
         for name, value in vars(module).items():
             if isinstance(value, torch.Tensor | bool | int | float | str):
-                found[f"{path}.{name}" if path else name] = value
-    return found
+                others[f"{path}.{name}" if path else name] = value
+    return others
 
 
 def _changed(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:

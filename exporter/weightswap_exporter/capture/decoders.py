@@ -119,7 +119,7 @@ class _Methods:
     def prefill(self, input_ids: Any, attention_mask: Any, position_ids: Any, position: Any) -> torch.Tensor:
         """The logits after some tokens."""
         owner: Any = self
-        found = owner(
+        output = owner(
             input_ids=input_ids,
             attention_mask=attention_mask,
             position_ids=position_ids,
@@ -128,7 +128,7 @@ class _Methods:
             logits_to_keep=1,
             return_dict=True,
         )
-        logits: torch.Tensor = found.logits[:, -1]
+        logits: torch.Tensor = output.logits[:, -1]
         return logits
 
     decode = prefill

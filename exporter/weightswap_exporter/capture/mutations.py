@@ -146,14 +146,14 @@ class _Origins:
         return bool(path & self._kept)
 
     def _path(self, node: Node) -> set[Node]:
-        found, unseen = set[Node](), {node}
+        path, unseen = set[Node](), {node}
         while unseen:
             item = unseen.pop()
-            found.add(item)
+            path.add(item)
             if item not in self._viewed:
                 self._viewed[item] = viewed(item)
-            unseen |= {other for other in self._viewed[item] if other not in found}
-        return found
+            unseen |= {other for other in self._viewed[item] if other not in path}
+        return path
 
 
 def _region_writes(module: GraphModule, node: Node, origins: _Origins) -> bool:

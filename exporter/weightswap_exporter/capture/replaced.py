@@ -31,7 +31,7 @@ def replaced_tensors(root: nn.Module) -> Iterator[set[str]]:
     The call itself copies those of submodules back. Raises CaptureError, in the call, for a tensor of another type, and
     where it changes which of them share memory.
     """
-    found: set[str] = set()
+    names: set[str] = set()
     before: list[_Held] = []  # a method may call its own module
 
     def begin(module: nn.Module, _: Any) -> None:
@@ -42,11 +42,11 @@ def replaced_tensors(root: nn.Module) -> Iterator[set[str]]:
         if vars(module) is not vars(root):
             return None
         was = before.pop()
-        return None if before else _copied_back(root, was, output, found)
+        return None if before else _copied_back(root, was, output, names)
 
     hooks = register_module_forward_pre_hook(begin), register_module_forward_hook(end)
     try:
-        yield found
+        yield names
     finally:
         for hook in hooks:
             hook.remove()
@@ -65,12 +65,12 @@ def _held(root: nn.Module) -> _Held:
     return {name: (tensor, memory(tensor)) for name, tensor in whole_tensors(root).items()}
 
 
-def _copied_back(root: nn.Module, was: _Held, output: Any, found: set[str]) -> Any:
+def _copied_back(root: nn.Module, was: _Held, output: Any, names: set[str]) -> Any:
     """The call's output, apart from buffers that are overwritten here or at the end of the graph."""
     now = _held(root)
     same = {name: now[name] for name in was.keys() & now.keys()}
-    found |= {name for name, held in same.items() if held[0] is not was[name][0] or held[1] != was[name][1]}
-    assigned = sorted(name for name in found & same.keys() if same[name][0] is not was[name][0])
+    names |= {name for name, held in same.items() if held[0] is not was[name][0] or held[1] != was[name][1]}
+    assigned = sorted(name for name in names & same.keys() if same[name][0] is not was[name][0])
     if not assigned:
         return None
     _check(assigned, was, same)

@@ -68,12 +68,12 @@ def fullest_level(checkpoint: Checkpoint, chosen: str | None) -> NestedStateDict
     counts = [level.own if chosen is None else len(level.tensors) + len(level.problems) for level in levels]
     if not max(counts):
         raise no_tensors(checkpoint) if chosen is None else _empty(checkpoint.where, chosen)
-    found = [level for level, count in zip(levels, counts, strict=True) if count == max(counts)]
-    if len({_all_tie_keys(level) for level in found}) > 1:
-        names = " and ".join(repr(level.path) if level.path else "its top level" for level in found)
+    fullest = [level for level, count in zip(levels, counts, strict=True) if count == max(counts)]
+    if len({_all_tie_keys(level) for level in fullest}) > 1:
+        names = " and ".join(repr(level.path) if level.path else "its top level" for level in fullest)
         text = f"{names} have {plural(max(counts), 'tensor')} each, with different values. Say which is meant {_LEVEL}."
         raise CheckpointError(f"{checkpoint.where}: {text}")
-    return found[0]
+    return fullest[0]
 
 
 def _empty(where: str, chosen: str) -> CheckpointError:
@@ -106,14 +106,14 @@ def _several(levels: list[NestedStateDict], where: str) -> WeightsMismatch:
 def no_tensors(checkpoint: Checkpoint) -> CheckpointError:
     """What to say of a checkpoint in which nothing is where it is looked for."""
     where = _where(checkpoint.where, checkpoint.levels[0])
-    found = {path: names for path, names in checkpoint.mappings().items() if names}
-    if not found:
+    deeper = {path: names for path, names in checkpoint.mappings().items() if names}
+    if not deeper:
         return CheckpointError(f"{where}: holds no tensors; give a state dict")
-    if all(_OPTIMIZER_STATE in path.split(".") for path in found):
+    if all(_OPTIMIZER_STATE in path.split(".") for path in deeper):
         return CheckpointError(f"{where}: holds the state of an optimizer, and no weights; give the model's state dict")
-    option = f"level={next(iter(found))!r}" if len(found) == 1 else "the one that is meant as level=..."
+    option = f"level={next(iter(deeper))!r}" if len(deeper) == 1 else "the one that is meant as level=..."
     return CheckpointError(
-        f"{where}: holds no tensors where a state dict is looked for. It has {listing(found)}: pass {option} {_LEVEL}"
+        f"{where}: holds no tensors where a state dict is looked for. It has {listing(deeper)}: pass {option} {_LEVEL}"
     )
 
 

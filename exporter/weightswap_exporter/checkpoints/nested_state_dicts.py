@@ -98,13 +98,13 @@ def nested_levels(
         return {path: list(map(str, _tensors(below))) for path, below in _mappings("", tree, MOST_DEPTH)}
 
     if choice.level is None:
-        found = list(_below("", tree, DEPTH if deep else 0))
+        trees = list(_below("", tree, DEPTH if deep else 0))
     else:
         chosen = _walk(tree, choice.level)
         if chosen is None:
             raise _unknown(where, choice.level, mappings())
-        found = [(choice.level, chosen)]
-    levels = _as_chosen([_nested(path, below, values_of, choice) for path, below in found], choice, where)
+        trees = [(choice.level, chosen)]
+    levels = _as_chosen([_nested(path, below, values_of, choice) for path, below in trees], choice, where)
     return Levels(levels, mappings if choice.level is None else dict)
 
 

@@ -108,12 +108,12 @@ def given_inputs(model: Any, function: Given) -> Inputs:
         named = inspect.signature(model.forward).bind(*args, **kwargs)
     except TypeError as error:
         raise RecipeError(f"--inputs: not what the forward of {who} takes: {error}") from error
-    found = {name: value for name, value in named.arguments.items() if name != "kwargs"} | dict(kwargs)
-    refused = _try(model, found)
+    inputs = {name: value for name, value in named.arguments.items() if name != "kwargs"} | dict(kwargs)
+    refused = _try(model, inputs)
     if refused is not None and not wants_values(refused):
         why = f"{frame_of(refused)}{first_line(refused)}"
-        raise RecipeError(f"--inputs: the eager {who} refuses {describe(found)}: {why}") from refused
-    return _batched(found)
+        raise RecipeError(f"--inputs: the eager {who} refuses {describe(inputs)}: {why}") from refused
+    return _batched(inputs)
 
 
 def _batched(kwargs: dict[str, Any]) -> Inputs:

@@ -47,16 +47,16 @@ def export_onnx(
     path, name = Path(out), _method(opened, method)
     model = onnx.load_from_string(_graph(opened, name))
     with open_weights(weights) as files:
-        found = plan(files, opened.manifest, SwapRequest(weights))
-        if found.match.computed:
+        planned = plan(files, opened.manifest, SwapRequest(weights))
+        if planned.match.computed:
             raise WeightsMismatch(
                 files.where,
-                [f"{weight}: has to be computed by the adapter" for weight in found.match.computed],
+                [f"{weight}: has to be computed by the adapter" for weight in planned.match.computed],
                 "Pack the checkpoint first: weightswap pack.",
             )
         if any(isinstance(file.path, Path) and path.resolve() == file.path.resolve() for file in files.files):
             raise ExportError(f"{path}: is the weight file itself; give the name of an .onnx file beside it")
-        _point(model, opened.manifest.weights, found, path)
+        _point(model, opened.manifest.weights, planned, path)
     _write(model, path)
     return path
 
@@ -76,7 +76,7 @@ def _graph(artifact: Artifact, method: str) -> bytes:
     return onnx_graph(artifact, method)
 
 
-def _point(model: onnx.ModelProto, rows: tuple[NamedTensor, ...], found: Plan, path: Path) -> None:
+def _point(model: onnx.ModelProto, rows: tuple[NamedTensor, ...], planned: Plan, path: Path) -> None:
     """Make initialisers of the inputs that are weights."""
     weights = {name: row for row in rows for name in row.names}
     inputs = list(model.graph.input)
@@ -85,7 +85,7 @@ def _point(model: onnx.ModelProto, rows: tuple[NamedTensor, ...], found: Plan, p
         if (row := weights.get(item.name)) is None:
             model.graph.input.append(item)
             continue
-        stored = found.weights.tensors[found.match.found[row.name][0]]
+        stored = planned.weights.tensors[planned.match.found[row.name][0]]
         model.graph.initializer.append(_pointer(item.name, stored, path))
 
 

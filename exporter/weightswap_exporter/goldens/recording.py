@@ -130,12 +130,12 @@ class _CaseRecorder:
         try:
             first, second = (runner.run(call.method, call.args, kwargs) for _ in range(2))
         except Exception as error:
-            found = [f": the model raised {frame_of(error)}{first_line(error)}"]
+            problems = [f": the model raised {frame_of(error)}{first_line(error)}"]
             outputs: list[Any] = []
         else:
-            found, outputs = list(_output_problems(wanted, first, second)), first.values
-        self.problems += [f"case {number}, {call.method}{text}" for text in found]
-        self.keep(call, flat, () if found else self._values(f"{number}.output", outputs, wanted))
+            problems, outputs = list(_output_problems(wanted, first, second)), first.values
+        self.problems += [f"case {number}, {call.method}{text}" for text in problems]
+        self.keep(call, flat, () if problems else self._values(f"{number}.output", outputs, wanted))
 
     def keep(self, call: GoldenCall, flat: list[Any], outputs: tuple[Value, ...]) -> None:
         """Keep a call as the next case."""

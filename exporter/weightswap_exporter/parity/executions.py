@@ -116,14 +116,14 @@ class EagerSide:
         """within: a block for the model's call. Raises ParityError, too, for other outputs than the graph's."""
         method, args, kwargs = given.call
         args, kwargs = pytree.tree_map_only(torch.Tensor, self._moved, (args, kwargs))
-        found = self._runner.run(method, args, kwargs, within or nullcontext())
+        outputs = self._runner.run(method, args, kwargs, within or nullcontext())
         names = [leaf.name for leaf in leaves(self._artifact.manifest.methods[method].signature.output)]
-        if found.names != names:
+        if outputs.names != names:
             raise ParityError(
-                [f"{method}: the graph gives {', '.join(names)}, the model {', '.join(found.names)}"],
+                [f"{method}: the graph gives {', '.join(names)}, the model {', '.join(outputs.names)}"],
                 "Compare with the model that was exported, or export it again.",
             )
-        return [content_of(value) if isinstance(value, torch.Tensor) else value for value in found.values]
+        return [content_of(value) if isinstance(value, torch.Tensor) else value for value in outputs.values]
 
     def _moved(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to(self._device)
