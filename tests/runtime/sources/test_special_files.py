@@ -174,7 +174,7 @@ def test_html_says_at_once_where_it_cannot_go(rich: RichFiles, tmp_path: Path) -
     with bound_socket(tmp_path / "socket"):
         done = CliRunner().invoke(inspect_command, [*asked, str(tmp_path / "socket")])
     assert done.exit_code == 2
-    assert "no file takes its" in " ".join(done.output.replace("│", " ").split())
+    assert "no file replaces" in " ".join(done.output.replace("│", " ").split())
     with device(tmp_path / "null"):
         done = CliRunner().invoke(inspect_command, [*asked, str(tmp_path / "null")])
         assert done.exit_code == 0
