@@ -15,14 +15,14 @@ from kserve.errors import InvalidInput, ModelNotReady
 from kserve.utils.utils import generate_uuid
 
 from weightswap_runtime import CallError, NoWeights, load
-from weightswap_server import Method
+from weightswap_server import ServedMethod
 
 
 class Tagger(kserve.Model):
     def __init__(self, name: str, artifact: str, place: str) -> None:
         super().__init__(name)
         self.model = load(artifact)
-        self.method = Method(self.model, self.model.default_method)
+        self.method = ServedMethod(self.model, self.model.default_method)
         self.follower = self.model.follow(place, interval=1)
         self.ready = True  # asked by KServe at its start alone; from then on `healthy` tells
 

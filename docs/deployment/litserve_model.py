@@ -11,7 +11,7 @@ from fastapi import HTTPException
 from litserve import LitAPI, LitServer
 
 from weightswap_runtime import CallError, load
-from weightswap_server import Method
+from weightswap_server import ServedMethod
 
 
 class Tagger(LitAPI):
@@ -21,7 +21,7 @@ class Tagger(LitAPI):
 
     def setup(self, device: str) -> None:
         self.model = load(self.artifact)
-        self.method = Method(self.model, self.model.default_method)
+        self.method = ServedMethod(self.model, self.model.default_method)
         self.follower = self.model.follow(self.place, interval=1)
         self.follower.wait(timeout=300)  # a worker is ready once it serves what is desired
 

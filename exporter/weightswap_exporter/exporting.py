@@ -25,10 +25,10 @@ from weightswap_runtime.format.manifest import (
     MANIFEST_NAME,
     METHOD_NAME,
     VARIANTS_VERSION,
-    Generation,
     Manifest,
     Method,
     Producer,
+    TextGeneration,
     decode_manifest,
     encode_manifest,
     graph_identity,
@@ -43,7 +43,7 @@ from weightswap_runtime.tensors.torch_tensors import tensor_bytes
 from weightswap_runtime.threads.garbage import without_garbage_collection
 
 from .adapter.adapter_recording import Recorded, record_adapter
-from .adapter.tracing import Checkpoint, Load
+from .adapter.tracing import CheckpointTensors, Load
 from .capture.archive import graph_archive
 from .capture.capture import Captured, MethodSpec, capture, training_operators
 from .capture.classify import Tables, classify, overlapping, renamed
@@ -51,9 +51,9 @@ from .capture.decoders import decoder
 from .capture.describe import describe_method
 from .capture.variants import Declared, Groups, base_alone, find_groups
 from .checkpoints.example import example_checkpoint
-from .checkpoints.kinds import kinds_file
+from .checkpoints.tensor_kinds import kinds_file
 from .engines.compiling import Tell, check_engines, engine_files, tell_nobody, try_engines, with_files, write_files
-from .goldens.calls import Requested, Wanted, wanted_goldens
+from .goldens.calls import GoldensRequest, Requested, wanted_goldens
 from .goldens.recording import is_skeleton, record, record_inputs, weights_identity
 from .models import huggingface
 from .models.parts import kinds_of
@@ -73,7 +73,7 @@ def export(
     methods: Mapping[str, MethodSpec] | None = None,
     engines: Sequence[str] = ("torch",),
     load: Load | None = None,
-    checkpoint: Checkpoint | str | os.PathLike[str] | None = None,
+    checkpoint: CheckpointTensors | str | os.PathLike[str] | None = None,
     goldens: Requested | None = None,
     tolerance: Tolerance | None = None,
     variants: Declared | None = None,
@@ -130,7 +130,7 @@ def export_decoder(
     out: str | os.PathLike[str],
     length: int,
     batch: int = 1,
-    checkpoint: Checkpoint | str | os.PathLike[str] | None = None,
+    checkpoint: CheckpointTensors | str | os.PathLike[str] | None = None,
     engines: Sequence[str] = ("torch",),
     variants: Declared | None = None,
     tell: Tell = tell_nobody,
@@ -161,9 +161,9 @@ def _export(
     out: str | os.PathLike[str],
     engines: Sequence[str],
     load: Load | None = None,
-    checkpoint: Checkpoint | str | os.PathLike[str] | None = None,
-    wanted: Wanted | None = None,
-    generation: Generation | None = None,
+    checkpoint: CheckpointTensors | str | os.PathLike[str] | None = None,
+    wanted: GoldensRequest | None = None,
+    generation: TextGeneration | None = None,
     variants: Declared | None = None,
     tell: Tell = tell_nobody,
 ) -> Artifact:
@@ -208,7 +208,7 @@ def _artifact(
     model: nn.Module,
     specs: Mapping[str, MethodSpec],
     load: Load | None,
-    checkpoint: Checkpoint | None,
+    checkpoint: CheckpointTensors | None,
     groups: Groups,
 ) -> tuple[Manifest, dict[str, bytes]]:
     """The manifest, and the other files by name."""
@@ -312,7 +312,7 @@ def _engines_of(specs: Mapping[str, MethodSpec], engines: Sequence[str]) -> dict
     return found
 
 
-def _record(model: nn.Module, tables: Tables, load: Load | None, checkpoint: Checkpoint | None) -> Recorded:
+def _record(model: nn.Module, tables: Tables, load: Load | None, checkpoint: CheckpointTensors | None) -> Recorded:
     # a checkpoint is the base's, which knows nothing of PEFT's layers
     with unwrapped_layers(model if tables.variants else nn.Identity()) as prefixes:
         if huggingface.is_pretrained(model) and not kinds_of(model):
@@ -336,7 +336,7 @@ def _constants(tables: Tables) -> bytes:
 
 
 def _recorded(
-    model: nn.Module, wanted: Wanted, specs: Mapping[str, MethodSpec], manifest: Manifest, constants: bytes
+    model: nn.Module, wanted: GoldensRequest, specs: Mapping[str, MethodSpec], manifest: Manifest, constants: bytes
 ) -> dict[str, bytes]:
     """The file with what was recorded: goldens, or of a skeleton the inputs alone."""
     if is_skeleton(model):

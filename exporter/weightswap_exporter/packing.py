@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -17,10 +18,10 @@ from weightswap_runtime import Artifact
 from weightswap_runtime.errors import CheckpointError, RecordingError, WeightsMismatch, WeightswapError
 from weightswap_runtime.format.manifest import NamedTensor
 from weightswap_runtime.format.name_matching import KEYS_THEN_NAMES, NAMES, Match, by_fqn, by_key
-from weightswap_runtime.format.selection import patterns
-from weightswap_runtime.format.weight_file import Stamp, canonical_order, write_weight_file
-from weightswap_runtime.format.weight_set import GOLDENS_SUFFIX
-from weightswap_runtime.sources.atomic import is_file
+from weightswap_runtime.format.name_patterns import patterns
+from weightswap_runtime.format.weight_file import canonical_order, new_weight_file
+from weightswap_runtime.format.weight_set import GOLDENS_SUFFIX, goldens_path
+from weightswap_runtime.sources.atomic import UnnamedFile, companion, is_file
 from weightswap_runtime.sources.location import check_writable
 from weightswap_runtime.staging.transforms import Transforms
 from weightswap_runtime.tensors.comparing import Tolerance
@@ -28,14 +29,14 @@ from weightswap_runtime.tensors.comparing import Tolerance
 from .adapter.tracing import Load
 from .capture.variants import Groups, base_alone
 from .checkpoints.casting import cast, casting, casts, requested
-from .checkpoints.kinds import check_kinds, kind_mismatch, model_problems
 from .checkpoints.level_choice import choose_level, refuse
 from .checkpoints.nested_state_dicts import Choice, NestedStateDict
 from .checkpoints.reading_checkpoints import Checkpoint, Source, open_checkpoint
 from .checkpoints.tensor import pieces
+from .checkpoints.tensor_kinds import check_kinds, kind_mismatch, model_problems
 from .checkpoints.through_model import load_into
 from .goldens.calls import Requested, wanted_goldens
-from .goldens.recording import Recording, goldens_first, record
+from .goldens.recording import Recording, record
 from .models.peft_layers import peft_base
 from .models.tensors import unwrapped
 
@@ -134,10 +135,11 @@ def pack(
     opening = open_checkpoint(source, choice) if model is None else load_into(model, source, load, choice)
     with opening as checkpoint:
         recording = record_from()
-        with goldens_first(lambda _: path, recording) as rename:
-            packed = pack_checkpoint(
-                checkpoint, opened, path, labels=labels, dtype=dtype, progress=progress, rename=rename
-            )
+        packing = pack_checkpoint(checkpoint, opened, path, labels=labels, dtype=dtype, progress=progress)
+        with packing as (file, packed):
+            goldens = recording.encode(packed.weights_id) if recording else None
+            with companion(goldens_path(path), goldens):
+                file.rename(path)
     return replace(packed, goldens=len(recording.cases) if recording else 0)
 
 
@@ -179,6 +181,7 @@ def _record_base(model: nn.Module, groups: Groups, *given: Any) -> Recording:
         return record(model, *given)
 
 
+@contextmanager
 def pack_checkpoint(
     checkpoint: Checkpoint,
     artifact: Artifact,
@@ -187,12 +190,8 @@ def pack_checkpoint(
     labels: Mapping[str, str] | None = None,
     dtype: torch.dtype | str | None = None,
     progress: Progress | None = None,
-    rename: Callable[[Stamp], Path] | None = None,
-) -> Packed:
-    """`pack()` of a checkpoint that is open. `rename` gives another path in `out`'s folder, when the ids are known.
-
-    It is called once, when nothing but the renaming is left to do.
-    """
+) -> Iterator[tuple[UnnamedFile, Packed]]:
+    """`pack()` of a checkpoint that is open, into a file that the block is to rename; nothing else is left to do."""
     manifest = artifact.manifest
     wanted = requested(dtype, manifest)
     names = (by_fqn, by_key) if manifest.variants else NAMES  # a module may be the base without PEFT's layers
@@ -208,34 +207,29 @@ def pack_checkpoint(
     weights = _Weights(artifact, checkpoint, level, match)
     weights.check()
     changed = casts(match, manifest, level.tensors)
-    paths = [out]
-    try:
-        stamp = write_weight_file(
-            out,
-            [weight.row for weight in manifest.weights],
-            _counted(weights.data(), manifest.total_bytes, progress),
-            graph_id=manifest.graph_id,
-            labels=_labels(labels or {}),
-            cast=changed,
-            rename=partial(_noted, paths, rename) if rename else None,
-        )
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{out}: cannot be written ({error})") from error
-    return Packed(
-        path=paths[-1],
+    writing = new_weight_file(
+        out,
+        [weight.row for weight in manifest.weights],
+        _counted(weights.data(), manifest.total_bytes, progress),
         graph_id=manifest.graph_id,
-        weights_id=stamp.weights_id,
-        nbytes=manifest.total_bytes,
-        labels=stamp.labels,
-        ignored=(*(f"{level.prefix}{name}" for name in match.ignored), *level.left_out),
-        level=level.path,
+        labels=_labels(labels or {}),
         cast=changed,
     )
-
-
-def _noted(paths: list[Path], rename: Callable[[Stamp], Path], stamp: Stamp) -> Path:
-    paths.append(rename(stamp))
-    return paths[-1]
+    try:
+        with writing as (file, stamp):
+            packed = Packed(
+                path=out,
+                graph_id=manifest.graph_id,
+                weights_id=stamp.weights_id,
+                nbytes=manifest.total_bytes,
+                labels=stamp.labels,
+                ignored=(*(f"{level.prefix}{name}" for name in match.ignored), *level.left_out),
+                level=level.path,
+                cast=changed,
+            )
+            yield file, packed
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{out}: cannot be written ({error})") from error
 
 
 class _Weights:

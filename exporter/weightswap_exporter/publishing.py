@@ -19,10 +19,10 @@ from torch import nn
 from weightswap_runtime import Artifact, DesiredPlace, load
 from weightswap_runtime.desired.place import Known
 from weightswap_runtime.errors import CheckpointError, PublishTimeout, WeightswapError, text_of
-from weightswap_runtime.format.weight_file import Stamp
+from weightswap_runtime.format.weight_set import goldens_path
 from weightswap_runtime.live.watching.promotion import Policy, check_promotion_policy, check_proven
 from weightswap_runtime.options import join_seconds
-from weightswap_runtime.sources.atomic import remove_abandoned
+from weightswap_runtime.sources.atomic import companion, remove_abandoned
 from weightswap_runtime.sources.location import check_writable, fixed
 from weightswap_runtime.tensors.comparing import Tolerance
 from weightswap_runtime.threads.workers import forget_frames
@@ -32,7 +32,7 @@ from .checkpoints.nested_state_dicts import nested_levels
 from .checkpoints.reading_checkpoints import Checkpoint, from_module
 from .checkpoints.tensor import values_of
 from .goldens.calls import Requested
-from .goldens.recording import Recording, goldens_first
+from .goldens.recording import Recording
 from .models.tensors import TieKey, tie_key
 from .packing import Packed, pack_checkpoint, recorder
 
@@ -239,17 +239,17 @@ def _write(
     dtype: torch.dtype | str | None,
     promotion: _Promotion | None,
 ) -> Packed:
-    def path_of(stamp: Stamp) -> Path:
-        return directory / f"{stem}-{stamp.weights_id[:ID_LETTERS]}.safetensors"
-
     stem = f"{_PREFIX}{step:0{STEP_DIGITS}d}"
     remove_abandoned(directory, _PREFIX)
     labels = {**labels, "step": str(step)}
     out = directory / f"{stem}.safetensors"
     checkpoint, recording = snapshot
-    # goldens of the same weights, which the name tells, stay
-    with goldens_first(path_of, recording) if recording else nullcontext(path_of) as rename:
-        packed = pack_checkpoint(checkpoint, artifact, out, labels=labels, dtype=dtype, rename=rename)
+    with pack_checkpoint(checkpoint, artifact, out, labels=labels, dtype=dtype) as (file, packed):
+        path = directory / f"{stem}-{packed.weights_id[:ID_LETTERS]}.safetensors"
+        # goldens of the same weights, which the name tells, stay
+        with companion(goldens_path(path), recording.encode(packed.weights_id)) if recording else nullcontext():
+            file.rename(path)
+    packed = replace(packed, path=path)
     if promotion is not None:
         packed = promotion.of(packed, artifact)
     return replace(packed, path=given / packed.path.name, goldens=len(recording.cases) if recording else 0)

@@ -16,7 +16,7 @@ from ray.serve.handle import DeploymentHandle
 
 from weightswap_runtime.desired.document import DesiredState
 from weightswap_runtime.errors import DesiredError, Unsupported
-from weightswap_runtime.sources.location import Url, as_location, fixed
+from weightswap_runtime.sources.location import as_location, fixed_text
 
 from .coordinator.actors import end_actors, find_spec, metrics, statuses
 from .coordinator.agreement import DEADLINES, Deadlines
@@ -54,14 +54,16 @@ class Fleet:
         decided something meanwhile, FleetUndecided where the place did not say whether it was written, DesiredError,
         WeightFileError, and UnknownFleet.
         """
-        return cast("FleetReceipt", self._ask("swap", _source(weights), by, why, deadlines, timeout=sum(deadlines)))
+        source = fixed_text(as_location(weights))
+        return cast("FleetReceipt", self._ask("swap", source, by, why, deadlines, timeout=sum(deadlines)))
 
     def publish(self, weights: _Path, *, by: str = "", why: str = "", deadlines: Deadlines = DEADLINES) -> FleetReceipt:
         """Let all nodes serve new weights, unless that would undo what an operator has done: for trainers.
 
         Raises Held, Superseded for weights that were desired or withdrawn before, and what `swap` raises.
         """
-        return cast("FleetReceipt", self._ask("publish", _source(weights), by, why, deadlines, timeout=sum(deadlines)))
+        source = fixed_text(as_location(weights))
+        return cast("FleetReceipt", self._ask("publish", source, by, why, deadlines, timeout=sum(deadlines)))
 
     def rollback(
         self,
@@ -101,10 +103,8 @@ class Fleet:
         if plan is not None and fields:
             raise Unsupported(f"a plan beside {', '.join(fields)}: expected one of them")
         wanted = FleetPlan(**fields) if plan is None else plan
-        timeout = deadlines.prepare
-        return cast(
-            "TrialReport", self._ask("begin_trial", _source(weights), wanted, by, why, deadlines, timeout=timeout)
-        )
+        source, timeout = fixed_text(as_location(weights)), deadlines.prepare
+        return cast("TrialReport", self._ask("begin_trial", source, wanted, by, why, deadlines, timeout=timeout))
 
     def promote(self, *, by: str = "", why: str = "", deadlines: Deadlines = DEADLINES) -> FleetReceipt:
         """Let all nodes serve what is on trial, at one revision: all of them, or none, and then the trial goes on.
@@ -199,11 +199,6 @@ class Fleet:
                 f"{self.name}: the controller ended, or did not answer, while it was asked to {method} "
                 f"({type(error).__name__}). What is desired now is what was decided, and all nodes do that: look there"
             ) from error
-
-
-def _source(weights: _Path) -> str:
-    location = as_location(weights)
-    return location.raw if isinstance(location, Url) else str(fixed(location))
 
 
 def _application(fleet: str) -> str:

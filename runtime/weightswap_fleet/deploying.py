@@ -22,7 +22,7 @@ from weightswap_runtime.format.goldens import check_mode
 from weightswap_runtime.format.manifest import Manifest
 from weightswap_runtime.format.nonfinite import as_allowed
 from weightswap_runtime.live.watching.loop import check_interval
-from weightswap_runtime.sources.location import Url, as_location, fixed, printable
+from weightswap_runtime.sources.location import Url, as_location, fixed, fixed_text, printable
 from weightswap_server.serving import default_name
 from weightswap_server.settings import Settings
 from weightswap_server.signed_weights import requires
@@ -95,17 +95,18 @@ def deployment(
         raise Unsupported(f"op_libraries={op_libraries!r}: expected names of packages, or paths of shared libraries")
     check_mode(verify)
     check_interval(interval)
-    opened = Artifact.open(_shared(artifact))
-    place = _shared(follow) if follow is not None else _folder(weights)
+    path = fixed_text(as_location(artifact))
+    opened = Artifact.open(path)
+    place = fixed_text(as_location(follow)) if follow is not None else _folder(weights)
     keys = _keys(require_signature)
     limits = settings or Settings(max_batch=batch)
     limits.check()
     spec = Spec(
         fleet=name,
-        artifact=_shared(artifact),
+        artifact=path,
         graph_id=opened.graph_id,
         place=place,
-        model=model or default_name(_shared(artifact)),
+        model=model or default_name(path),
         since=_since(name),
         verify=verify,
         allow_nonfinite=_allowed(allow_nonfinite, opened.manifest),
@@ -152,9 +153,10 @@ def _desire(place: DesiredPlace, weights: _Path | None, graph_id: str) -> None:
             f"{place.where}: {printable(state.weights.source)}, which is desired", state.weights.graph_id, graph_id
         )
     elif weights is not None:
-        known = known_weights(_shared(weights))
-        _check_graph(printable(_shared(weights)), known.graph_id, graph_id)
-        place.set(_shared(weights), revision=state.revision, why="the fleet's first weights", known=known)
+        source = fixed_text(as_location(weights))
+        known = known_weights(source)
+        _check_graph(printable(source), known.graph_id, graph_id)
+        place.set(source, revision=state.revision, why="the fleet's first weights", known=known)
     else:
         raise NoWeights(f"{place.where}: nothing is desired there yet, with which replicas could begin; give weights")
 
@@ -175,16 +177,11 @@ def _allowed(given: bool | str | Sequence[str], manifest: Manifest) -> bool | tu
 
 def _keys(given: _Path | Sequence[_Path] | None) -> tuple[str, ...]:
     """Tried before there are replicas."""
-    keys = tuple(_shared(key) for key in ([given] if isinstance(given, str | os.PathLike) else given or ()))
+    paths = [given] if isinstance(given, str | os.PathLike) else given or ()
+    keys = tuple(fixed_text(as_location(path)) for path in paths)
     if keys:
         requires(*keys)
     return keys
-
-
-def _shared(path: _Path) -> str:
-    """A path that means the same in every process of a node; URLs as they are."""
-    location = as_location(path)
-    return location.raw if isinstance(location, Url) else str(fixed(location))
 
 
 def _folder(weights: _Path | None) -> str:

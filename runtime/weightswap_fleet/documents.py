@@ -9,7 +9,7 @@ from blake3 import blake3
 
 from weightswap_runtime.desired.document import DesiredWeights
 from weightswap_runtime.errors import Unsupported
-from weightswap_server.canary.judging import DEFAULT_ABORT, Plan, check_plan
+from weightswap_server.canary.judging import DEFAULT_ABORT, CanaryPlan, check_plan
 from weightswap_server.settings import Settings
 
 TRIAL_LEASE = 30.0  # seconds
@@ -79,9 +79,9 @@ class FleetPlan(NamedTuple):
     step_seconds: float = 60.0
 
     @property
-    def judged(self) -> Plan:
+    def judged(self) -> CanaryPlan:
         """What is measured and judged, of all shares."""
-        return Plan(self.share, self.shadow, self.tolerance, self.promote_if, self.abort_if)
+        return CanaryPlan(self.share, self.shadow, self.tolerance, self.promote_if, self.abort_if)
 
     def check(self) -> None:
         """Raise Unsupported for what cannot be meant."""

@@ -61,6 +61,7 @@ from .errors import (
     WeightswapError,
 )
 from .format.artifact import Artifact
+from .format.delta_writing import Delta, write_delta
 from .format.weight_file import WeightFile
 from .live.context import Context
 from .live.events import Event
@@ -73,7 +74,6 @@ from .live.token_stream import TokenStream
 from .live.variants.resident import VariantReceipt
 from .live.watching.follower import Follower, FollowStatus
 from .live.watching.watcher import Watcher
-from .staging.delta_writing import Delta, write_delta
 from .staging.read_weights import read_weights
 from .threads.job import Progress
 

@@ -48,7 +48,7 @@ try:
     )
     from prometheus_client.registry import Collector
 except ImportError as error:
-    raise MissingExtra("weightswap_runtime.metrics", "serve") from error
+    raise MissingExtra("weightswap_runtime.metrics", "metrics") from error
 
 if TYPE_CHECKING:
     from .live.model import Model

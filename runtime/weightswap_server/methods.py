@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from weightswap_runtime.errors import InputMismatch, Unsupported
 from weightswap_runtime.format.call_check import CallCheck
-from weightswap_runtime.format.conditions import condition_dims, evaluate, parse_condition
+from weightswap_runtime.format.conditions import all_hold, condition_dims, parse_condition
 from weightswap_runtime.format.signature import (
     Integer,
     Leaf,
@@ -27,7 +27,7 @@ from weightswap_runtime.format.signature import (
 from weightswap_runtime.live.calling import Caller
 from weightswap_runtime.live.model import Model, engine_of
 from weightswap_runtime.live.pinned import Pinned
-from weightswap_runtime.live.variants.resident import Choice, Wanted
+from weightswap_runtime.live.variants.resident import Choice, VariantNames
 from weightswap_runtime.messages import brief
 from weightswap_runtime.tensors.content import TensorBytes, array_content, as_array, numpy_dtype
 from weightswap_runtime.tensors.dtypes import DTYPES
@@ -38,7 +38,7 @@ Flat = Sequence[Any]  # of a method: TensorBytes, ints and literals, in the grap
 Outputs = Sequence[tuple[str, TensorBytes]]
 
 
-class Method:
+class ServedMethod:
     """One method of a model, called with and giving bytes. `inputs` and `outputs` are what the protocol says of them,
     `dtypes` numpy's type of each input."""
 
@@ -76,7 +76,7 @@ class Method:
         if len(set(names)) < len(names):
             raise BadRequest("an output is asked for twice")
 
-    def call(self, session: Caller, flat: Flat, variants: Wanted | Choice | None = None) -> Outputs:
+    def call(self, session: Caller, flat: Flat, variants: VariantNames | Choice | None = None) -> Outputs:
         """Run it on one version of the weights, and name its outputs. The inputs are copied first. variants: as in
         calls."""
         tensors = [self._engine.tensor(value) if isinstance(value, TensorBytes) else value for value in flat]
@@ -95,8 +95,7 @@ class Method:
     def sample(self) -> list[Any] | None:
         """Flat inputs of zeros, of the least sizes from 1 that the signature allows; None where those break it."""
         sizes = {name: max(1, limits.min) for name, limits in self.signature.dims.items()}
-        conditions = [parse_condition(text) for text in self.signature.conditions]
-        if not all(evaluate(condition, sizes) for condition in conditions):
+        if not all_hold(self.signature.conditions, sizes):
             return None
         return [_zeros(leaf, sizes) for leaf in self._inputs]
 

@@ -42,7 +42,7 @@ class Variant(msgspec.Struct, frozen=True):
     path: str
 
 
-class Source(msgspec.Struct, frozen=True, kw_only=True):
+class ModelSource(msgspec.Struct, frozen=True, kw_only=True):
     """An artifact, and where its weights come from: a weight file, a directory that is watched, the place of a desired
     state, or the first and then one of the others. `options` are more of `load`, such as the engine."""
 

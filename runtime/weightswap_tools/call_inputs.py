@@ -1,4 +1,4 @@
-"""A call's arguments from tensors by name, as files of inputs have them."""
+"""A call's arguments from tensors by name, as files of inputs have them, and its outputs as contents."""
 
 from __future__ import annotations
 
@@ -34,12 +34,17 @@ def named_inputs(method: str, signature: Signature, tensors: Mapping[str, Tensor
 
 def _integer_problems(name: str, content: TensorBytes) -> Iterator[str]:
     if math.prod(content.shape) != 1 or has_fractions(content.dtype):
-        yield f"{name}: expected one integer, got {describe(content.dtype, content.shape)}"
+        yield f"{name}: expected one integer, got {describe(content)}"
 
 
 def engine_inputs(flat: Iterable[Any], engine: Engine) -> list[Any]:
     """Flat inputs, contents as the engine's tensors."""
     return [engine.tensor(value) if isinstance(value, TensorBytes) else value for value in flat]
+
+
+def output_contents(flat: Iterable[Any], engine: Engine) -> list[Any]:
+    """Flat outputs, the engine's tensors as contents."""
+    return [engine.content(value) if isinstance(value, engine.tensor_type) else value for value in flat]
 
 
 def call_flat(model: Model, method: str, flat: Iterable[Any], variants: Mapping[str, str] | None = None) -> list[Any]:
@@ -48,5 +53,4 @@ def call_flat(model: Model, method: str, flat: Iterable[Any], variants: Mapping[
     args, kwargs = call_arguments(signature, engine_inputs(flat, engine))
     if variants:
         kwargs["variants"] = variants
-    values = flatten(signature.output, model.method(method)(*args, **kwargs))
-    return [engine.content(value) if isinstance(value, engine.tensor_type) else value for value in values]
+    return output_contents(flatten(signature.output, model.method(method)(*args, **kwargs)), engine)

@@ -11,13 +11,14 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
-from weightswap_runtime.format.conditions import evaluate, parse_condition
+from weightswap_runtime.format.conditions import all_hold
 from weightswap_runtime.format.manifest import Manifest
 from weightswap_runtime.format.signature import (
     Integer,
     Leaf,
     Literal,
     Signature,
+    Sizes,
     Tensor,
     input_leaves,
     size_at,
@@ -26,7 +27,6 @@ from weightswap_runtime.format.weight_file import canonical_order, write_weight_
 from weightswap_runtime.tensors.content import TensorBytes, array_content, is_numpys, numpy_dtype
 from weightswap_runtime.tensors.dtypes import has_fractions
 
-Sizes = Mapping[str, int]
 COMMON = (2, 3, 5)  # sizes that dynamic dimensions have, one after another
 MOST_ELEMENTS = 1 << 18  # of all inputs together, where a range has no end or one that is far away
 MOST_INTEGERS = 1 << 11  # the same: tokens give outputs, and each has a row of them
@@ -85,9 +85,8 @@ def _turned(signature: Signature, start: int) -> Sizes:
 
 def _allowed(signature: Signature, candidates: Iterator[Sizes] | Sequence[Sizes]) -> list[Sizes]:
     """Those that meet the conditions, each once."""
-    conditions = [parse_condition(text) for text in signature.conditions]
     unique = {tuple(sizes.items()): sizes for sizes in candidates}
-    return [sizes for sizes in unique.values() if all(evaluate(condition, sizes) for condition in conditions)]
+    return [sizes for sizes in unique.values() if all_hold(signature.conditions, sizes)]
 
 
 def _largest(signature: Signature, least: Sizes, name: str, most: int) -> int:

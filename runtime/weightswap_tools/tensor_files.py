@@ -44,7 +44,7 @@ def write_tensors(path: Path, tensors: Mapping[str, TensorBytes]) -> None:
 
 def describe_value(value: Any) -> Any:
     """`F32[2, 10]` for a tensor; another value as it is."""
-    return describe(value.dtype, value.shape) if isinstance(value, TensorBytes) else value
+    return describe(value) if isinstance(value, TensorBytes) else value
 
 
 def _check_suffix(path: Path) -> None:

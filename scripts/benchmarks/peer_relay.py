@@ -13,7 +13,7 @@ import ray
 from ray.actor import ActorHandle
 
 from weightswap_fleet.coordinator.actors import _Transfer
-from weightswap_fleet.node.relay import CHUNK, Described, Relay, RelayedObject, _Reading
+from weightswap_fleet.node.relay import CHUNK, ObjectDescription, Relay, RelayedObject, _Reading
 
 NBYTES = 8 * CHUNK
 READERS = 2  # threads of a staging that read at once
@@ -90,7 +90,7 @@ class Taker:
 
     def take(self, url: str) -> float:
         """Seconds for all of them, chunk by chunk."""
-        source = RelayedObject(self._relay, "giver", url, Described(NBYTES, ""), None)
+        source = RelayedObject(self._relay, "giver", url, ObjectDescription(NBYTES, ""), None)
 
         def read(offset: int) -> None:
             source.read_into([self._content[offset : offset + CHUNK]], offset)

@@ -19,8 +19,8 @@ from tests.support.compiled import SIZES, WIDTH, Mixtures, needs_compiler, sampl
 from weightswap_exporter import compile_engines, export, pack
 from weightswap_runtime import Artifact, Unsupported, load
 from weightswap_runtime.engines.aoti.device import target_of
-from weightswap_runtime.engines.aoti.names import gpu_target, package_file
 from weightswap_runtime.engines.aoti.package import find_targets
+from weightswap_runtime.engines.aoti.targets import gpu_target, package_file
 from weightswap_runtime.engines.choosing import choose_engine
 
 on_gpu = pytest.mark.skipif(torch.version.cuda is None, reason="AOTInductor compiles for CUDA alone here")

@@ -42,7 +42,7 @@ def test_the_reasons_of_all_come_back_together(fleet: Fleet) -> None:
     served = fleet.served()
     for number in (0, 1):  # 0 says that it is what is served
         with pytest.raises(FleetRefused) as refused:
-            fleet.swap(number, fleet.damaged(number))
+            fleet.swap(fleet.damaged(number))
         assert {name: type(error) for name, error in refused.value.reasons.items()} == dict.fromkeys(
             ("n0", "n1"), DigestMismatch
         )

@@ -86,7 +86,7 @@ def test_how_long_a_change_is_prepared_can_be_said(
     fleet = MagicMock(trial=None)
     for module in (commands, canary_commands):
         monkeypatch.setattr(module, "connected", lambda name, address: nullcontext(fleet))
-        monkeypatch.setattr(module, "say_receipt", lambda receipt, as_json: None)
+        monkeypatch.setattr(module, "say_fleet_receipt", lambda receipt, as_json: None)
     run(*command, *arguments, status=0)
     (called,) = fleet.method_calls
     assert called.kwargs["deadlines"] == given

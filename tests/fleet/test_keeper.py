@@ -16,7 +16,7 @@ from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption,
 
 from weightswap_fleet.documents import Spec
 from weightswap_fleet.errors import FleetError, FleetRefused, FleetUndecided, StaleReplica, UnknownFleet
-from weightswap_fleet.node.keeper import NodeKeeper
+from weightswap_fleet.node.node_keeper import NodeKeeper
 from weightswap_runtime import (
     DigestMismatch,
 )

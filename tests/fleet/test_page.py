@@ -17,7 +17,7 @@ from tests.support.browser import FAINT, NAMELESS, browser
 from weightswap_fleet.coordinator.fleet_trial import FleetTrial
 from weightswap_fleet.documents import FleetPlan, NodeStatus, TrialOrder, TrialReport
 from weightswap_fleet.errors import UnknownFleet
-from weightswap_fleet.operator_page import page_app
+from weightswap_fleet.fleet_page import page_app
 from weightswap_runtime.desired.document import DesiredState, DesiredWeights
 from weightswap_server.http.listening import listening
 

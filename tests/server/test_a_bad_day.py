@@ -21,8 +21,8 @@ import numpy as np
 import pytest
 import torch
 
-from tests.server.fleet import children_of, eager, eventually, started
 from tests.server.load import INPUT
+from tests.server.worker_processes import children_of, eager, eventually, started
 from tests.support.administered import TOKEN
 from tests.support.served import as_json
 from tests.support.services import Service, weights_id_of

@@ -21,7 +21,7 @@ from tests.support.tiny import SLOW, TinyArtifact, WriteDelta, WriteWeights, ser
 from weightswap_runtime import DesiredPlace, LeaseTimeout, load
 from weightswap_runtime.live.staged import Staged
 from weightswap_server import Server
-from weightswap_server.admin.journal import Told
+from weightswap_server.admin.journal import JournalState
 
 X = np.arange(6, dtype=np.float32).reshape(2, 3)
 INFER = "/v2/models/tiny/infer"
@@ -209,8 +209,8 @@ def test_a_reason_is_told_before_its_commit(
 ) -> None:
     """To whoever takes the place of a process that dies just after it; what was never committed has none."""
     assert server.admin is not None
-    desk, told, before = server.admin.desks["tiny"], list[Told](), list[dict[int, str]]()
-    desk.journal.on_told = told.append
+    operations, told, before = server.admin.models["tiny"], list[JournalState](), list[dict[int, str]]()
+    operations.journal.on_change = told.append
     commit, fails = Staged.commit, False
 
     def die(staged: Staged, **options: Any) -> Any:
@@ -224,7 +224,7 @@ def test_a_reason_is_told_before_its_commit(
     fails = True
     assert change(server, "swap", source=str(weight_file(3)), why="better").status == 503
     assert [before, told[-1].whys] == [[{1: "faster"}, {1: "faster", 2: "better"}], {1: "faster"}]
-    desk.journal.inherit(Told(before[-1]))
+    operations.journal.inherit(JournalState(before[-1]))
     assert told[-1].whys == {1: "faster"}
 
 

@@ -23,7 +23,7 @@ from weightswap_runtime import Model, Unsupported, load
 from weightswap_runtime.tensors.content import TensorBytes, array_content, as_array
 from weightswap_server import Server
 from weightswap_server.errors import Overloaded
-from weightswap_server.methods import Method
+from weightswap_server.methods import ServedMethod
 from weightswap_server.protocol.tensors_on_the_wire import Answer
 from weightswap_server.service import batching
 from weightswap_server.service.batching import Call
@@ -51,13 +51,13 @@ def output(answer: Future[Answer]) -> np.ndarray[Any, Any]:
 def sizes_of_calls(model: Model, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The rows of each call of the model from now on."""
     seen: list[int] = []
-    called = Method.call
+    called = ServedMethod.call
 
-    def call(self: Method, session: Any, flat: Any, *variants: Any) -> Any:
+    def call(self: ServedMethod, session: Any, flat: Any, *variants: Any) -> Any:
         seen.append(batching.rows_of(flat))
         return called(self, session, flat, *variants)
 
-    monkeypatch.setattr(Method, "call", call)
+    monkeypatch.setattr(ServedMethod, "call", call)
     return seen
 
 
@@ -128,15 +128,15 @@ def test_a_batch_never_spans_two_generations(
     swapped = Event()
     first = model.weights_id
     with serving({"tiny": model}, max_batch=max_batch) as server:
-        called = Method.call
+        called = ServedMethod.call
 
-        def call(self: Method, session: Any, flat: Any, *variants: Any) -> Any:
+        def call(self: ServedMethod, session: Any, flat: Any, *variants: Any) -> Any:
             if not swapped.is_set():
                 model.swap(weight_file(2))
                 swapped.set()
             return called(self, session, flat, *variants)
 
-        monkeypatch.setattr(Method, "call", call)
+        monkeypatch.setattr(ServedMethod, "call", call)
         values = [rows(2) for _ in range(count)]
         for value, answer in zip(values, submit(server, values), strict=True):
             np.testing.assert_allclose(
@@ -214,7 +214,7 @@ def test_what_cannot_be_put_together_is_served_alone(model: Model, caplog: pytes
         assert "tiny: not batched" in caplog.text
         assert ask(server, "/v2/models/tiny/infer", as_json(x=rows(2))).status == 200
         with pytest.raises(Unsupported, match="must begin with it"):
-            Method(model, "forward").batch_limit("rows")
+            ServedMethod(model, "forward").batch_limit("rows")
 
 
 def test_the_graphs_own_limit_holds(model: Model) -> None:
@@ -234,13 +234,13 @@ def test_what_one_round_of_a_loop_brings_goes_as_one_where_it_came_in(
     monkeypatch.setattr(batching, "QUICK", 60.0)
     with serving({"tiny": model}, max_batch=8) as server:
         seen = sizes_of_calls(model, monkeypatch)
-        called, threads = Method.call, set()
+        called, threads = ServedMethod.call, set()
 
-        def call(self: Method, *arguments: Any) -> Any:
+        def call(self: ServedMethod, *arguments: Any) -> Any:
             threads.add(current_thread())
             return called(self, *arguments)
 
-        monkeypatch.setattr(Method, "call", call)
+        monkeypatch.setattr(ServedMethod, "call", call)
 
         answers = asyncio.run(answer_all(server, [rows(count) for count in (1, 2, 3, 4, 1)]))
         assert [dict(answer.outputs)["output"].shape for answer in answers] == [(n, 5) for n in (1, 2, 3, 4, 1)]
@@ -273,15 +273,15 @@ def test_calls_that_are_slow_for_their_values_keep_no_loop_busy(
     """Each is followed by a quick one, after which its size could be taken for a quick one's again."""
     monkeypatch.setattr(batching, "QUICK", 0.02)
     with serving({"tiny": model}, max_batch=max_batch) as server:
-        called, threads = Method.call, []
+        called, threads = ServedMethod.call, []
 
-        def call(self: Method, session: Any, flat: Any, *variants: Any) -> Any:
+        def call(self: ServedMethod, session: Any, flat: Any, *variants: Any) -> Any:
             if as_array(flat[0])[0, 0] == 9:
                 threads.append(current_thread())
                 time.sleep(0.15)
             return called(self, session, flat, *variants)
 
-        monkeypatch.setattr(Method, "call", call)
+        monkeypatch.setattr(ServedMethod, "call", call)
         for _ in range(6):
             for value in (9, 1):
                 asyncio.run(answer_all(server, [np.full((1, 3), value, np.float32)]))

@@ -27,10 +27,10 @@ from weightswap_runtime import DesiredPlace, StageClosed, Unsupported, load
 from weightswap_runtime.live.staged import Staged
 from weightswap_runtime.tensors.content import array_content
 from weightswap_server import Server
-from weightswap_server.canary.judging import Plan, check_plan
+from weightswap_server.canary.judging import CanaryPlan, check_plan
 from weightswap_server.canary.measuring import Differences, Side, has_nonfinite
 from weightswap_server.canary.rule import Rule
-from weightswap_server.methods import Method
+from weightswap_server.methods import ServedMethod
 from weightswap_tools.commands.canary import canary_command
 
 X = np.arange(6, dtype=np.float32).reshape(2, 3)
@@ -171,15 +171,15 @@ def test_a_shadow_is_compared_and_answers_nobody(
 def test_a_shadow_that_is_slow_keeps_nobody_waiting(
     server: Server, weight_file: WriteWeights, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    called, method_call = [], Method.call
+    called, method_call = [], ServedMethod.call
 
-    def slow(self: Method, session: Any, flat: Any, *variants: Any) -> Any:
+    def slow(self: ServedMethod, session: Any, flat: Any, *variants: Any) -> Any:
         if isinstance(session, Staged):
             called.append(1)
             time.sleep(0.3)
         return method_call(self, session, flat, *variants)
 
-    monkeypatch.setattr(Method, "call", slow)
+    monkeypatch.setattr(ServedMethod, "call", slow)
     begin(server, weight_file(2), shadow=True)
     began = time.monotonic()
     for _ in range(20):
@@ -193,14 +193,14 @@ def test_a_shadow_that_is_slow_keeps_nobody_waiting(
 def test_a_canary_that_fails_is_nobodys_error_and_is_aborted(
     server: Server, weight_file: WriteWeights, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    method_call = Method.call
+    method_call = ServedMethod.call
 
-    def broken(self: Method, session: Any, flat: Any, *variants: Any) -> Any:
+    def broken(self: ServedMethod, session: Any, flat: Any, *variants: Any) -> Any:
         if isinstance(session, Staged):
             raise RuntimeError("broken weights")
         return method_call(self, session, flat, *variants)
 
-    monkeypatch.setattr(Method, "call", broken)
+    monkeypatch.setattr(ServedMethod, "call", broken)
     served = server.service.served[0].model.weights_id
     canary = begin(server, weight_file(2), share=0.5)
     assert {answer(server).json["parameters"]["weights_id"] for _ in range(6)} == {served}
@@ -232,7 +232,7 @@ def test_a_canary_with_nan_is_aborted(server: Server, tiny: TinyArtifact, tmp_pa
 def test_what_the_requests_break_is_not_the_canarys_fault(
     server: Server, weight_file: WriteWeights, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Method, "call", lambda *_: 1 / 0)
+    monkeypatch.setattr(ServedMethod, "call", lambda *_: 1 / 0)
     begin(server, weight_file(2), share=0.5)
     assert [ask(server, INFER, as_json(x=X)).status for _ in range(10)] == [500] * 10
     values = status(server)["canary"]["values"]
@@ -263,12 +263,12 @@ def test_a_rule_promotes_and_has_it_desired(server: Server, weight_file: WriteWe
 def test_a_verdict_is_about_the_canary_that_it_was_told_of(server: Server, weight_file: WriteWeights) -> None:
     """Who puts another in its place, before it is obeyed, has that one promoted by its own rule alone."""
     assert server.admin is not None
-    desk, rule = server.admin.desks["tiny"], "requests >= 5"
+    operations, rule = server.admin.models["tiny"], "requests >= 5"
     begin(server, weight_file(2), share=1, promote_if="requests >= 1000")
     with pytest.raises(StageClosed, match="has ended"):
-        desk.obey("promote", rule)
+        operations.obey("promote", rule)
     assert status(server)["canary"]["promote_if"] == "requests >= 1000"
-    assert serves(desk.model, 1)
+    assert serves(operations.model, 1)
 
 
 def test_a_canary_gives_way_to_what_others_desire(server: Server, weight_file: WriteWeights, tmp_path: Path) -> None:
@@ -366,7 +366,7 @@ def test_how_long_a_rule_has_to_hold(text: str, seconds: float) -> None:
     assert Rule(text, frozenset({"errors"})).seconds == seconds
     for wrong in (f"{text} for ever", f"{text} for 5 minutes", "for 5 min", "errors < 1 for 5 min for 5 min"):
         with pytest.raises(Unsupported):
-            check_plan(Plan(promote_if=wrong))
+            check_plan(CanaryPlan(promote_if=wrong))
 
 
 @given(st.lists(st.floats(0, 100) | st.none(), min_size=1, max_size=200))

@@ -18,8 +18,8 @@ import numpy as np
 import pytest
 import tritonclient.grpc
 
-from tests.server.fleet import Fleet, eventually, serving
 from tests.server.load import INPUT
+from tests.server.worker_processes import Fleet, eventually, serving
 from tests.support.administered import TOKEN
 from tests.support.served import as_json
 from weightswap_runtime.tensors.content import array_content

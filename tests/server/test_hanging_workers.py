@@ -15,10 +15,10 @@ import numpy as np
 import pytest
 
 from tests import ROOT
-from tests.server.fleet import Fleet, eventually, serving
 from tests.server.load import CLIENTS
+from tests.server.worker_processes import Fleet, eventually, serving
 from weightswap_runtime import Unsupported
-from weightswap_server import Settings, Source
+from weightswap_server import ModelSource, Settings
 from weightswap_server.workers.manager import Workers
 
 HANGING = '''
@@ -110,4 +110,4 @@ def test_what_takes_long_is_not_replaced(fleet: Fleet) -> None:
 @pytest.mark.parametrize("timeout", [-1.0, 2.9, float("nan"), "3"])
 def test_a_limit_that_cannot_be_meant_is_refused(timeout: float) -> None:
     with pytest.raises(Unsupported, match="expected 0, or 3 seconds and more"):
-        Workers({"m": Source(artifact="a", weights="w")}, Settings(), 1, worker_timeout=timeout)
+        Workers({"m": ModelSource(artifact="a", weights="w")}, Settings(), 1, worker_timeout=timeout)

@@ -24,7 +24,7 @@ from tests.support.tiny import TinyArtifact, WriteWeights
 from weightswap_runtime import load
 from weightswap_server import Server
 from weightswap_server.http import bodies, infer
-from weightswap_server.methods import Method
+from weightswap_server.methods import ServedMethod
 
 X = np.arange(6, dtype=np.float32).reshape(2, 3)
 INFER = "/v2/models/tiny/infer"
@@ -476,8 +476,8 @@ def test_numbers_are_counted_before_they_are_read(server: Server) -> None:
 def test_who_goes_while_it_waits_is_not_answered(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nor keeps it a place in the queue: two may wait."""
     called: list[Any] = []
-    call = Method.call
-    monkeypatch.setattr(Method, "call", lambda *arguments: called.append(1) or call(*arguments))
+    call = ServedMethod.call
+    monkeypatch.setattr(ServedMethod, "call", lambda *arguments: called.append(1) or call(*arguments))
     body = json.dumps(tensor()).encode()
     head = b"POST /v2/models/tiny/infer HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body)
     thread = server.service.served[0].thread

@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 import pytest
 import tritonclient.grpc as triton
 
-from tests.server.fleet import Fleet, eventually
-from tests.server.fleet import serving as serving_fleet
 from tests.server.load import INPUT
+from tests.server.worker_processes import Fleet, eventually
+from tests.server.worker_processes import serving as serving_fleet
 from tests.support.administered import TOKEN, administered, call, change
 from tests.support.tiny import TinyArtifact
 from weightswap_runtime import load

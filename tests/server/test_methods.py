@@ -19,7 +19,7 @@ from tests.support.tiny import TinyArtifact, WriteWeights
 from weightswap_exporter import MethodSpec, export, pack
 from weightswap_runtime import Unsupported, load
 from weightswap_server import Server, Settings
-from weightswap_server.methods import Method
+from weightswap_server.methods import ServedMethod
 
 
 class Coder(nn.Module):
@@ -147,10 +147,10 @@ def test_settings_that_cannot_be_meant_are_refused(settings: dict[str, Any]) -> 
 def test_a_warm_up_that_fails_is_logged(
     tiny: TinyArtifact, weight_file: WriteWeights, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def broken(self: Method) -> Any:
+    def broken(self: ServedMethod) -> Any:
         raise ValueError("no sample")
 
-    monkeypatch.setattr(Method, "sample", broken)
+    monkeypatch.setattr(ServedMethod, "sample", broken)
     with serving({"tiny": load(tiny.path, weight_file(1))}) as running:
         assert "the warm-up failed, and the model is served all the same: no sample" in caplog.text
         assert ask(running, "/v2/health/ready").status == 200

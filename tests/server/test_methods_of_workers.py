@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.export import Dim
 
-from tests.server.fleet import children_of, eventually, started
+from tests.server.worker_processes import children_of, eventually, started
 from tests.support.administered import TOKEN
 from tests.support.served import as_json
 from weightswap_exporter import MethodSpec, export, pack

@@ -18,7 +18,7 @@ from tests.support.tiny import TinyArtifact, WriteWeights
 from weightswap_runtime import load
 from weightswap_runtime.tensors.content import array_content
 from weightswap_server import Server
-from weightswap_server.methods import Method
+from weightswap_server.methods import ServedMethod
 from weightswap_server.service.metrics import MOST_WEIGHTS
 
 X = np.arange(6, dtype=np.float32).reshape(2, 3)
@@ -79,8 +79,8 @@ def test_each_request_is_counted_once(
     with serving({"tiny": model}, timeout=0.2) as server:
         huge = np.full((2, 3), np.finfo(np.float32).max, np.float32)
         assert ask(server, INFER, as_json(x=huge)).status == 400
-        called, goes_on = Method.call, Event()
-        monkeypatch.setattr(Method, "call", lambda *given: (goes_on.wait(20), called(*given))[1])
+        called, goes_on = ServedMethod.call, Event()
+        monkeypatch.setattr(ServedMethod, "call", lambda *given: (goes_on.wait(20), called(*given))[1])
         monkeypatch.setattr(server.service.served[0].thread, "_inline", False)
         assert ask(server, INFER, as_json(x=X)).status == 504
         goes_on.set()
@@ -106,9 +106,9 @@ def test_weights_that_are_long_gone_have_no_series(tiny: TinyArtifact, weight_fi
 @pytest.mark.slow
 def test_the_server_knows_neither_tools_nor_exporter(tiny: TinyArtifact, weight_file: WriteWeights) -> None:
     serve = (
-        "import sys; from weightswap_server import Server, Settings, Source\n"
+        "import sys; from weightswap_server import ModelSource, Server, Settings\n"
         "assert not {'torch', 'grpc', 'google.protobuf'} & set(sys.modules)\n"
-        "model = Source(artifact=sys.argv[1], weights=sys.argv[2]).open()\n"
+        "model = ModelSource(artifact=sys.argv[1], weights=sys.argv[2]).open()\n"
         "with Server({'tiny': model}, Settings(http_port=0, grpc_port=0)).running(): pass\n"
         "print(sorted({name.partition('.')[0] for name in sys.modules if name.startswith('weightswap')}))"
     )

@@ -13,8 +13,8 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 
-from tests.server.fleet import children_of, eager, eventually, started
 from tests.server.load import INPUT
+from tests.server.worker_processes import children_of, eager, eventually, started
 from tests.support.administered import TOKEN
 from tests.support.collector import Collected, collecting
 from tests.support.served import as_json

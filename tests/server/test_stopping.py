@@ -23,12 +23,12 @@ import pytest
 import tritonclient.grpc as triton
 from typer.testing import CliRunner
 
-from tests.server.fleet import serving as serving_fleet
+from tests.server.worker_processes import serving as serving_fleet
 from tests.support import warm
 from tests.support.served import as_json, ask, occupied, serving
 from tests.support.tiny import TinyArtifact, WriteWeights
 from weightswap_runtime import DesiredPlace, Unsupported, load
-from weightswap_server import Server, Settings, Source
+from weightswap_server import ModelSource, Server, Settings
 from weightswap_server.http.listening import HttpServer
 from weightswap_tools.commands.serve import serve_command
 
@@ -250,7 +250,7 @@ def test_what_is_desired_is_served(tiny: TinyArtifact, weight_file: WriteWeights
     place = DesiredPlace(tmp_path / "service")
     (tmp_path / "service").mkdir()
     state = place.set(weight_file(1), revision=0, by="ana")
-    model = Source(artifact=str(tiny.path), follow=str(tmp_path / "service"), interval=0.05).open()
+    model = ModelSource(artifact=str(tiny.path), follow=str(tmp_path / "service"), interval=0.05).open()
     with serving({"tiny": model}) as server:
         first = ask(server, INFER, as_json(x=X)).json["parameters"]["weights_id"]
         state = place.set(weight_file(2), revision=state.revision, by="ana")
@@ -258,7 +258,7 @@ def test_what_is_desired_is_served(tiny: TinyArtifact, weight_file: WriteWeights
         place.rollback(revision=state.revision, by="ana")
         assert until_answered_by_others(server, second) == first
     with pytest.raises(Unsupported, match="takes nothing else"):
-        Source(artifact=str(tiny.path), follow="service", watch="outbox").open()
+        ModelSource(artifact=str(tiny.path), follow="service", watch="outbox").open()
 
 
 def until_answered_by_others(server: Server, weights_id: str) -> str:

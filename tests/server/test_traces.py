@@ -22,7 +22,7 @@ from tests.support.collector import collecting
 from tests.support.served import as_json, ask, occupied, serving
 from tests.support.tiny import TinyArtifact, WriteWeights
 from weightswap_runtime import DigestMismatch, load
-from weightswap_server import Method
+from weightswap_server import ServedMethod
 from weightswap_server.protocol.tensors_on_the_wire import Answer
 from weightswap_server.service.batching import Call
 from weightswap_server.service.traces import Traces
@@ -80,7 +80,7 @@ def test_requests(spans: InMemorySpanExporter, tiny: TinyArtifact, weight_file: 
 
 def test_a_canary_has_no_generation(spans: InMemorySpanExporter, tiny: TinyArtifact, weight_file: WriteWeights) -> None:
     with load(tiny.path, weight_file(1)) as model:
-        call = Call(Method(model, "forward"), [])
+        call = Call(ServedMethod(model, "forward"), [])
         Traces().answered("tiny", call, Answer([], None, "abc"), call.arrived, 1)
     (span,) = spans.get_finished_spans()
     assert span.attributes == {"weightswap.weights_id": "abc", "weightswap.canary": True, "weightswap.batch_calls": 1}

@@ -31,7 +31,7 @@ from tests.support.watched import eventually
 from weightswap_exporter import export, export_decoder, pack
 from weightswap_runtime import Model, SwapError, UnknownVariant, load
 from weightswap_server import Server
-from weightswap_server.serving import Source, Unsupported, variants_of
+from weightswap_server.serving import ModelSource, Unsupported, variants_of
 from weightswap_server.signed_weights import SignatureRefused, requires, sign
 from weightswap_server.workers.manager import check_shareable
 
@@ -380,7 +380,7 @@ def test_the_command_has_variants_from_the_start(folder: Path) -> None:
     )
     found = serve(folder, *options, "--workers", "2")
     assert (found.returncode, "--workers with --variant" in found.stderr) == (2, True)
-    source = Source(
+    source = ModelSource(
         artifact=str(folder / "tuned.artifact"),
         weights=str(folder / "0.safetensors"),
         variants=variants_of(options[1::2]),
@@ -411,4 +411,4 @@ def test_two_of_one_name() -> None:
 
 def test_workers_have_none() -> None:
     with pytest.raises(Unsupported, match=r"--workers with --variant.*Leave --workers out, or start several servers"):
-        check_shareable(Source(artifact="a", weights="w", variants=variants_of(["low=a"])))
+        check_shareable(ModelSource(artifact="a", weights="w", variants=variants_of(["low=a"])))

@@ -19,10 +19,10 @@ for name in ("torch", "onnxscript", "safetensors"):
     sys.modules[name] = None
 import numpy as np
 import tritonclient.http as triton
-from weightswap_server import Server, Settings, Source
+from weightswap_server import ModelSource, Server, Settings
 
 artifact, first, second, out = sys.argv[1:]
-model = Source(artifact=artifact, weights=first, options={"engine": "onnx"}).open()
+model = ModelSource(artifact=artifact, weights=first, options={"engine": "onnx"}).open()
 x = np.arange(8, dtype=np.float32).reshape(2, 4)
 with Server({"net": model}, Settings(http_port=0, max_batch=8)).running() as server:
     client = triton.InferenceServerClient(f"127.0.0.1:{server.http_port}")

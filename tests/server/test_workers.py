@@ -11,23 +11,26 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from threading import Thread
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
 import numpy as np
 import pytest
+from prometheus_client import generate_latest
 from typer.testing import CliRunner
 
 from tests import ROOT
-from tests.server.fleet import Fleet, eventually, serving
+from tests.server.worker_processes import Fleet, eventually, serving
 from tests.support import warm
 from tests.support.administered import TOKEN
 from tests.support.tiny import TinyArtifact
 from weightswap_runtime import Unsupported
-from weightswap_server import Settings, Source
-from weightswap_server.workers.child import Line, Task
+from weightswap_runtime.metrics import Families
+from weightswap_server import ModelSource, Settings
+from weightswap_server.workers.child_main import ChildTask, Line
 from weightswap_server.workers.manager import Workers
-from weightswap_server.workers.totals import Totals
+from weightswap_server.workers.totals import Role, Totals
 from weightswap_tools.admin_client import AdminClient, AdminRefused
 from weightswap_tools.commands.serve import serve_command
 from weightswap_tools.commands.status import status_command
@@ -207,7 +210,7 @@ def test_nobody_outlives_the_manager(tmp_path: Path) -> None:
 def test_who_asks_the_manager_for_something_does_not_outlive_it() -> None:
     """Whatever is asked for a page of metrics, however often."""
     manager, child = socket.socketpair()
-    task = Task(role="worker", name="worker 0", sources={}, segments={}, settings=Settings())
+    task = ChildTask(role="worker", name="worker 0", sources={}, segments={}, settings=Settings())
     manager.sendall(msgspec.json.encode(task) + b"\n")
     line = Line(child.detach())
     line.listen()
@@ -241,12 +244,12 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 def test_what_workers_cannot_share_is_refused(what: str) -> None:
     fields, says = REFUSED[what]
     with pytest.raises(Unsupported, match=says):
-        Workers({"m": Source(artifact="a", **fields)}, Settings(), 2)
+        Workers({"m": ModelSource(artifact="a", **fields)}, Settings(), 2)
 
 
 def test_no_workers_are_refused() -> None:
     with pytest.raises(Unsupported, match="workers=0: expected 1 or more"):
-        Workers({"m": Source(artifact="a", weights="w")}, Settings(), 0)
+        Workers({"m": ModelSource(artifact="a", weights="w")}, Settings(), 0)
 
 
 @pytest.mark.slow
@@ -259,6 +262,21 @@ def test_weights_that_cannot_be_served_end_it(
     result = CliRunner().invoke(serve_command, [str(tiny.path), "--weights", str(bad), "--port", "0", "--workers", "1"])
     assert result.exit_code == 1
     assert "bad.safetensors" in result.stderr
+
+
+OF_KEEPERS = (
+    *("generation", "committed_timestamp_seconds", "failed", "model_info", "staging", "staging_done_bytes"),
+    *("staging_expected_bytes", "swaps", "failures", "skipped", "staged_bytes", "phase_seconds", "pause_seconds"),
+)
+OF_WORKERS = ("leases", "calls", "call_seconds")
+
+
+@pytest.mark.parametrize(("role", "names"), [("keeper", OF_KEEPERS), ("worker", OF_WORKERS)])
+def test_each_metric_is_the_keepers_or_the_workers(role: Role, names: tuple[str, ...]) -> None:
+    """A new one of calls that `totals` does not know would be lost of workers: say here whose it is."""
+    totals, families = Totals(), SimpleNamespace(collect=vars(Families()).values)
+    totals.tell(1, role, generate_latest(families).decode())
+    assert {family.name for family in totals.collect()} == {f"weightswap_{name}" for name in names}
 
 
 def _told(value: float, kind: str = "counter") -> str:

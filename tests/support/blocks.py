@@ -7,11 +7,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from weightswap_runtime.format import delta_writing as deltas
 from weightswap_runtime.format.weight_file import TensorRow, canonical_order, write_weight_file
 from weightswap_runtime.memory import patch as patches
 from weightswap_runtime.sources import local
 from weightswap_runtime.staging import delta_overlay as overlay
-from weightswap_runtime.staging import delta_writing as deltas
 from weightswap_runtime.staging import reading
 from weightswap_runtime.tensors import digests
 

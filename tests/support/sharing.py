@@ -26,7 +26,7 @@ from weightswap_runtime.live.residency.double import Double
 from weightswap_runtime.live.session import Session
 from weightswap_runtime.memory.arena import Arena, ArenaLayout, HostArena
 from weightswap_runtime.shared.control import Control
-from weightswap_runtime.shared.described import Named, described, on_trial
+from weightswap_runtime.shared.descriptions import Description, Summary, read_description, read_trial
 from weightswap_runtime.shared.keeper import KeeperGate, KeptMemory
 from weightswap_runtime.shared.segment import Segment
 from weightswap_runtime.shared.trial import announce
@@ -72,7 +72,7 @@ class BareKeeper:
         )
         generation = self.control.generation
         if generation is not None:
-            found = described(self.control, generation)
+            found = read_description(self.control, generation, Description)
             assert found is not None
             self.gate.adopt(self.residency.adopt(generation, found.identity, None))
 
@@ -131,7 +131,7 @@ class BareWorker:
             self.gate.release(version.session, lease)
 
     @contextmanager
-    def trial(self, found: tuple[int, Named] | None = None) -> Iterator[Version[Session]]:
+    def trial(self, found: tuple[int, Summary] | None = None) -> Iterator[Version[Session]]:
         """A block with a lease of what is on trial, or was when it was found. Raises StageClosed."""
         word, known = found or self.find_trial()
         lease = Claim()
@@ -141,10 +141,10 @@ class BareWorker:
         finally:
             self.gate.release(leased, lease)
 
-    def find_trial(self) -> tuple[int, Named]:
+    def find_trial(self) -> tuple[int, Summary]:
         """What is on trial. Raises StageClosed."""
         word = self.control.trial
-        known = on_trial(self.control, word)
+        known = read_trial(self.control, word)
         if known is None:
             raise StageClosed("nothing is on trial")
         return word, known

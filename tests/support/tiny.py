@@ -22,7 +22,7 @@ from weightswap_runtime.format.manifest import (
     Method,
     NamedTensor,
     Producer,
-    Source,
+    WeightSource,
     encode_manifest,
     graph_identity,
 )
@@ -53,10 +53,10 @@ WEIGHTS = (
     NamedTensor(name="steps", dtype="I64", shape=()),
 )
 SOURCES = (
-    Source(weight="weight", keys=("w",)),
-    Source(weight="bias", keys=("bias",)),
-    Source(weight="tied", keys=("tied", "again")),
-    Source(weight="steps", keys=("steps",)),
+    WeightSource(weight="weight", keys=("w",)),
+    WeightSource(weight="bias", keys=("bias",)),
+    WeightSource(weight="tied", keys=("tied", "again")),
+    WeightSource(weight="steps", keys=("steps",)),
 )
 Values = dict[str, torch.Tensor]
 

@@ -16,10 +16,10 @@ from weightswap_exporter.models.stand_ins import install, restored, tied, withou
 from weightswap_exporter.models.tensors import TieKey, named_tensors, tie_key
 from weightswap_exporter.models.user_errors import Unrecordable
 from weightswap_runtime.errors import CaptureError
-from weightswap_runtime.format.manifest import Adapter, Source
+from weightswap_runtime.format.manifest import Adapter, WeightSource
 from weightswap_runtime.messages import listed
 
-from .tracing import Checkpoint, Load, Untraceable, flattened, load_state_dict, load_what_fits, trace_loading
+from .tracing import CheckpointTensors, Load, Untraceable, flattened, load_state_dict, load_what_fits, trace_loading
 from .transforming import Loaded, Transforming
 
 _PACK = (
@@ -44,7 +44,7 @@ class Recorded(NamedTuple):
 
 
 def record_adapter(
-    model: nn.Module, tables: Tables, *, load: Load | None = None, checkpoint: Checkpoint | None = None
+    model: nn.Module, tables: Tables, *, load: Load | None = None, checkpoint: CheckpointTensors | None = None
 ) -> Recorded:
     """Record how `load(model, checkpoint)` makes weights of a checkpoint like `checkpoint`.
 
@@ -71,7 +71,7 @@ def record_adapter(
                 *f"a checkpoint like the given one does not load into the model: {error}".splitlines(),
                 "export(checkpoint=...) says what checkpoints look like; without it they are like model.state_dict()",
             ) from error
-        sources = tuple(Source(weight=weight.name, keys=()) for weight in tables.weights)
+        sources = tuple(WeightSource(weight=weight.name, keys=()) for weight in tables.weights)
         reason = f"how a checkpoint becomes weights cannot be recorded: {error}"
         return Recorded(Adapter(sources=sources, untraceable=str(error)), {}, (f"{reason}. {_PACK}",))
     optional = [key for key in _unused(recorded, checkpoint) if key not in known]
@@ -91,7 +91,7 @@ class _AdapterRecording:
     ) -> None:
         self._model, self._tables, self._known, self._identities = model, tables, known, identities
 
-    def record(self, checkpoint: Checkpoint, load: Load | None) -> Recorded:
+    def record(self, checkpoint: CheckpointTensors, load: Load | None) -> Recorded:
         """Without `load` by `load_state_dict`, or where that refuses the checkpoint by what of it fits.
 
         That happens after hooks that only rename on saving; what is not touched is then found by its identity.
@@ -105,7 +105,7 @@ class _AdapterRecording:
         self._identities = {}
         return recorded
 
-    def _record(self, checkpoint: Checkpoint, load: Load, identities: Mapping[str, Loaded]) -> Recorded:
+    def _record(self, checkpoint: CheckpointTensors, load: Load, identities: Mapping[str, Loaded]) -> Recorded:
         transforming = Transforming(
             trace_loading(self._model, self._known.__contains__, checkpoint, load), named_tensors(self._model)
         )
@@ -115,7 +115,7 @@ class _AdapterRecording:
         return _recorded(loaded, checkpoint, transforming)
 
     def with_needed(
-        self, recorded: Recorded, checkpoint: Checkpoint, optional: Sequence[str], load: Load | None
+        self, recorded: Recorded, checkpoint: CheckpointTensors, optional: Sequence[str], load: Load | None
     ) -> Recorded:
         """Loading code may ask whether a key is there: if it does something else without them, they are needed."""
         fewer = OrderedDict((key, value) for key, value in checkpoint.items() if _is_needed(key, value, optional))
@@ -132,7 +132,7 @@ class _AdapterRecording:
         return recorded._replace(adapter=structs.replace(recorded.adapter, needed=tuple(optional)))
 
 
-def _check_whole(loaded: Mapping[str, Loaded], checkpoint: Checkpoint) -> None:
+def _check_whole(loaded: Mapping[str, Loaded], checkpoint: CheckpointTensors) -> None:
     """Raise Untraceable where a weight is computed from parts: nothing would tell whether they are of the same kind."""
     parts = flattened(checkpoint).keys() - checkpoint.keys()
     for found in loaded.values():
@@ -140,7 +140,7 @@ def _check_whole(loaded: Mapping[str, Loaded], checkpoint: Checkpoint) -> None:
             raise Untraceable("", Unrecordable(f"loading a checkpoint computes with {key}, a part of a tensor"))
 
 
-def _unused(recorded: Recorded, checkpoint: Checkpoint) -> list[str]:
+def _unused(recorded: Recorded, checkpoint: CheckpointTensors) -> list[str]:
     values = flattened(checkpoint)
     return [key for key in recorded.adapter.ignored if isinstance(values[key], torch.Tensor)]
 
@@ -150,13 +150,13 @@ def _is_needed(key: str, value: Any, optional: Sequence[str]) -> bool:
 
 
 def _recorded(
-    loaded: Mapping[str, Loaded], checkpoint: Checkpoint, transforming: Transforming | None = None
+    loaded: Mapping[str, Loaded], checkpoint: CheckpointTensors, transforming: Transforming | None = None
 ) -> Recorded:
     used = {key for found in loaded.values() for key in found.keys}
     inputs, files = transforming.adapter() if transforming else ((), {})
     adapter = Adapter(
         sources=tuple(
-            Source(weight=name, keys=found.keys, transform=found.transform) for name, found in loaded.items()
+            WeightSource(weight=name, keys=found.keys, transform=found.transform) for name, found in loaded.items()
         ),
         ignored=tuple(key for key in flattened(checkpoint) if key not in used),
         inputs=inputs,

@@ -27,7 +27,7 @@ from weightswap_exporter.models.user_errors import Unrecordable, first_line, fra
 from weightswap_runtime.errors import CaptureError
 
 Load = Callable[[nn.Module, dict[str, Any]], object]
-Checkpoint = Mapping[str, Any]
+CheckpointTensors = Mapping[str, Any]
 _data: Any = torch._C.TensorBase.data
 
 
@@ -84,7 +84,7 @@ def load_what_fits(model: nn.Module, checkpoint: dict[str, Any]) -> None:
     model.load_state_dict(checkpoint, strict=False)
 
 
-def trace_loading(model: nn.Module, names: Callable[[str], bool], checkpoint: Checkpoint, load: Load) -> Traced:
+def trace_loading(model: nn.Module, names: Callable[[str], bool], checkpoint: CheckpointTensors, load: Load) -> Traced:
     """Record what `load(model, checkpoint)` makes of the tensors whose FQNs `names` accepts.
 
     `checkpoint` needs no values; entries that are no tensors are given to `load` as they are, and so are the versions
@@ -127,7 +127,7 @@ def trace_loading(model: nn.Module, names: Callable[[str], bool], checkpoint: Ch
     return Traced(module, tuple(tensors), tuple(initial), tuple(changed))
 
 
-def flattened(checkpoint: Checkpoint) -> dict[str, Any]:
+def flattened(checkpoint: CheckpointTensors) -> dict[str, Any]:
     """A checkpoint with the parts of tensors that are made of others, as `KEY.PART`."""
     return {
         name: part
@@ -176,7 +176,7 @@ def _differ(one: object, other: object) -> bool:
     return one is not other if isinstance(one, torch.Tensor) else type(one) is not type(other) or one != other
 
 
-def _like(checkpoint: Checkpoint, tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+def _like(checkpoint: CheckpointTensors, tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
     filled = OrderedDict(
         (key, put_together(key, value, tensors) if isinstance(value, torch.Tensor) else value)
         for key, value in checkpoint.items()

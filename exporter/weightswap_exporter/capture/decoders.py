@@ -20,7 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.export import Dim
 
 from weightswap_runtime.errors import Unsupported
-from weightswap_runtime.format.manifest import Generation
+from weightswap_runtime.format.manifest import TextGeneration
 
 from .capture import MethodSpec
 
@@ -33,7 +33,7 @@ class Decoder(NamedTuple):
 
     model: nn.Module
     methods: Mapping[str, MethodSpec]
-    generation: Generation
+    generation: TextGeneration
 
 
 def decoder(model: nn.Module, length: int, batch: int) -> Decoder:
@@ -102,13 +102,13 @@ def _cache_shapes(owner: Any, batch: int) -> Iterator[tuple[tuple[torch.Size, to
         yield tuple((each.shape, each.dtype) for each in pair if each is not None)
 
 
-def _generation(owner: Any, length: int, batch: int) -> Generation:
+def _generation(owner: Any, length: int, batch: int) -> TextGeneration:
     settings = owner.generation_config
     ends = settings.eos_token_id
     ends = [] if ends is None else [ends] if isinstance(ends, int) else list(ends)
     vocabulary = owner.get_input_embeddings().weight.shape[0]
     pad = next((token for token in (settings.pad_token_id, *ends) if token in range(vocabulary)), 0)
-    return Generation(length=length, batch=batch, vocabulary=vocabulary, ends=tuple(ends), pad=pad)
+    return TextGeneration(length=length, batch=batch, vocabulary=vocabulary, ends=tuple(ends), pad=pad)
 
 
 class _Methods:

@@ -12,10 +12,11 @@ from typing import Any, NamedTuple
 import torch
 
 from weightswap_runtime.errors import CheckpointError
+from weightswap_runtime.tensors.dtypes import row_major
 from weightswap_runtime.tensors.torch_tensors import tensor_bytes
 
-from .dcp_metadata import METADATA_NAME, Chunk, Described, read_metadata
-from .stored import Files, Stored, Window, read_into, row_major, span
+from .dcp_metadata import METADATA_NAME, Chunk, ChunkedTensor, read_metadata
+from .stored import Files, Stored, Window, read_into, span
 from .tensor import PIECE, CheckpointTensor, Read, dtype_of
 from .zip_records import Record, damaged_pickle, is_damaged, read_records
 
@@ -51,7 +52,7 @@ def _values(tensor: _Stitched) -> CheckpointTensor:
 class _Stitched:
     """A tensor in the chunks that its metadata describe."""
 
-    def __init__(self, folder: Path, files: Files, name: str, described: Described) -> None:
+    def __init__(self, folder: Path, files: Files, name: str, described: ChunkedTensor) -> None:
         self.folder, self.name, self.described = folder, name, described
         self._files = files
         self._runs = sorted(_runs(described), key=attrgetter("begin"))
@@ -164,7 +165,7 @@ class _Run(NamedTuple):
     chunk: Chunk
 
 
-def _runs(described: Described) -> Iterator[_Run]:
+def _runs(described: ChunkedTensor) -> Iterator[_Run]:
     """The chunks that are runs: they are cut along one dimension, and those before it have one index in them."""
     steps = row_major(described.shape)
     for chunk in () if described.problems else described.chunks:

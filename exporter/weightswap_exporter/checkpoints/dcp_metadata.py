@@ -49,7 +49,7 @@ class Chunk(NamedTuple):
     length: int
 
 
-class Described(NamedTuple):
+class ChunkedTensor(NamedTuple):
     """A tensor as the metadata describe it.
 
     problems: what keeps its chunks from making up the tensor. holder: the path of the mapping that it was saved in,
@@ -63,7 +63,7 @@ class Described(NamedTuple):
     holder: str = ""
 
 
-def read_metadata(path: Path) -> dict[str, Described]:
+def read_metadata(path: Path) -> dict[str, ChunkedTensor]:
     """The tensors of a checkpoint by their names. Entries of other kinds are left out. Raises CheckpointError."""
     if not path.is_file():  # a pipe would be waited for
         raise CheckpointError(f"{path}: cannot be opened (not a regular file)")
@@ -155,7 +155,7 @@ def _holder(document: Any, name: str) -> str:
     return ".".join(map(str, keys[:-1]))
 
 
-def _described(name: str, entry: Any, stored: Mapping[tuple[int, ...] | None, Any]) -> Described:
+def _described(name: str, entry: Any, stored: Mapping[tuple[int, ...] | None, Any]) -> ChunkedTensor:
     properties = entry.properties
     dtype = properties.args[0] if properties.args else properties.dtype
     if not isinstance(name, str) or not isinstance(dtype, torch.dtype):
@@ -168,7 +168,7 @@ def _described(name: str, entry: Any, stored: Mapping[tuple[int, ...] | None, An
     chunks = [_chunk(*block, stored[block[0]]) for block in blocks if block[0] in stored]
     problems += [f"{name}: {text}" for text in _gaps(shape, blocks)]
     problems += [f"{name}: {text}" for chunk in chunks for text in _misplaced(chunk, stored[chunk.offsets])]
-    return Described(dtype, shape, tuple(chunks), tuple(problems))
+    return ChunkedTensor(dtype, shape, tuple(chunks), tuple(problems))
 
 
 def _chunk(offsets: tuple[int, ...], sizes: tuple[int, ...], info: Any) -> Chunk:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from weightswap_exporter.adapter.tracing import Checkpoint
+from weightswap_exporter.adapter.tracing import CheckpointTensors
 from weightswap_runtime.errors import CheckpointError
 from weightswap_runtime.tensors.torch_tensors import torch_dtype
 
@@ -17,7 +17,7 @@ from .reading_checkpoints import open_checkpoint
 from .tensor import CheckpointTensor
 
 
-def example_checkpoint(given: Checkpoint | str | os.PathLike[str]) -> Checkpoint:
+def example_checkpoint(given: CheckpointTensors | str | os.PathLike[str]) -> CheckpointTensors:
     """The given tensors by key, or those of a path, as tensors without values. Raises CheckpointError."""
     if isinstance(given, str | os.PathLike):
         return _from_path(Path(given))
@@ -33,7 +33,7 @@ def _has_tensors(tree: Mapping[Any, Any]) -> bool:
     return any(isinstance(value, torch.Tensor) for value in tree.values())
 
 
-def _from_path(path: Path) -> Checkpoint:
+def _from_path(path: Path) -> CheckpointTensors:
     with open_checkpoint(path) as opened:
         filled = [level for level in opened.levels if level.tensors]
         levels = [level for level in filled if not level.path] or filled

@@ -14,9 +14,9 @@ from weightswap_exporter.models.parts import is_composed, is_sharded, kind_of, p
 from weightswap_exporter.models.tensors import is_fake
 from weightswap_exporter.models.user_errors import first_line
 from weightswap_runtime.errors import CheckpointError
-from weightswap_runtime.format.selection import ignored_names
+from weightswap_runtime.format.name_patterns import ignored_names
 from weightswap_runtime.messages import listed, plural
-from weightswap_runtime.tensors.dtypes import TORCH_NAMES
+from weightswap_runtime.tensors.torch_tensors import DTYPE_NAMES
 
 from .tensor import CheckpointTensor, PartOf
 
@@ -317,7 +317,7 @@ def _problems(key: object, tensor: Any) -> Iterator[str]:
         kind = type(tensor).__qualname__
         advice = "gather it (full_tensor()), or save it with torch.distributed.checkpoint"
         yield f"{key}: is a {kind}, not a plain tensor; {advice}"
-    elif tensor.layout is not torch.strided or str(tensor.dtype).removeprefix("torch.") not in TORCH_NAMES:
+    elif tensor.layout is not torch.strided or tensor.dtype not in DTYPE_NAMES:
         yield f"{key}: {tensor.dtype} {tensor.layout} cannot be written as safetensors"
 
 

@@ -189,7 +189,7 @@ def _check_kind(path: Path, names: Sequence[str]) -> None:
             "torch.save(model.state_dict(), ...)"
         )
     if PICKLE_NAME not in names:
-        found = ", ".join(names[:5]) or "nothing"
+        found = listed(names) or "nothing"
         raise CheckpointError(
             f"{path}: a zip file without the data.pkl that torch.save writes (it holds {found}). Give the file of a "
             "checkpoint."

@@ -15,6 +15,7 @@ from torch import nn
 from weightswap_exporter.models.tensors import persistent_buffers, whole_tensors
 from weightswap_runtime.errors import CheckpointError, Unsupported
 from weightswap_runtime.format.weight_set import INDEX_SUFFIX, SUFFIX, StoredTensor, lost_index, open_weights
+from weightswap_runtime.messages import listed
 from weightswap_runtime.sources.location import check_scheme, is_url, printable
 from weightswap_runtime.tensors.torch_tensors import torch_dtype
 
@@ -118,7 +119,7 @@ def _folder_opener(path: Path) -> Opener:
             return lambda folder, choice: _opener(folder / name)(folder / name, choice)
     if lost := lost_index([name for name in names if name.endswith(".bin")]):
         raise CheckpointError(f"{path}: {lost}")
-    found = f"it holds {', '.join(names[:5])}{' and more' if len(names) > 5 else ''}" if names else "it is empty"
+    found = f"it holds {listed(names)}" if names else "it is empty"
     raise CheckpointError(f"{path}: no checkpoint in this folder ({found}); known are folders with {_FOLDERS}")
 
 

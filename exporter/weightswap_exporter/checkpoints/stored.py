@@ -18,6 +18,7 @@ import torch
 
 from weightswap_runtime.errors import CheckpointError
 from weightswap_runtime.sources.local import has_writer, open_at_once, outwait_clock
+from weightswap_runtime.tensors.dtypes import row_major
 
 
 class Stored(NamedTuple):
@@ -61,15 +62,6 @@ def span(shape: Sequence[int], stride: Sequence[int]) -> int:
     if 0 in shape:
         return 0
     return 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
-
-
-def row_major(shape: Sequence[int]) -> tuple[int, ...]:
-    """The stride of a contiguous tensor."""
-    strides, step = [], 1
-    for size in reversed(shape):
-        strides.append(step)
-        step *= max(1, size)
-    return tuple(reversed(strides))
 
 
 def read_into(fd: int, target: memoryview, offset: int, where: str) -> None:

@@ -12,8 +12,7 @@ import torch
 from weightswap_exporter.models.parts import Kind
 from weightswap_exporter.models.tensors import tie_key
 from weightswap_runtime.tensors.content import TensorBytes
-from weightswap_runtime.tensors.dtypes import TORCH_NAMES
-from weightswap_runtime.tensors.torch_tensors import tensor_bytes
+from weightswap_runtime.tensors.torch_tensors import DTYPE_NAMES, tensor_bytes
 
 PIECE = 16 << 20
 
@@ -67,7 +66,7 @@ def values_of(tensor: torch.Tensor) -> CheckpointTensor:
 
 def dtype_of(dtype: torch.dtype) -> str:
     """The safetensors name of a dtype; `torch.x` where there is none."""
-    return TORCH_NAMES.get(str(dtype).removeprefix("torch."), str(dtype))
+    return DTYPE_NAMES.get(dtype, str(dtype))
 
 
 def content_of(tensor: torch.Tensor) -> TensorBytes:

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from weightswap_exporter.adapter.tracing import Checkpoint
+from weightswap_exporter.adapter.tracing import CheckpointTensors
 from weightswap_exporter.checkpoints.tensor import dtype_of
 from weightswap_exporter.engines.compiling import Tell, tell_nobody
 from weightswap_exporter.exporting import export, export_decoder
@@ -141,7 +141,7 @@ def _export_first(
     return _export_first(arguments, rest, out)
 
 
-def _older_form(directory: Path, model: nn.Module) -> Checkpoint | None:
+def _older_form(directory: Path, model: nn.Module) -> CheckpointTensors | None:
     """What the weights in the directory look like, if they load, and are not what `save_pretrained` writes today."""
     try:
         with open_weights(directory) as weights:

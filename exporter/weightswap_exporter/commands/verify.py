@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from weightswap_runtime.messages import plural
+from weightswap_runtime.messages import listed, plural
 from weightswap_tools.terminal import (
     HtmlOption,
     JsonOption,
@@ -157,7 +157,7 @@ def _print_parity(report: ParityReport) -> None:
         if engine.note:
             say(f"{engine.engine}: {engine.note}")
     if report.other_values:
-        say(f"the model has other values for {', '.join(report.other_values[:_MOST_SHOWN])}")
+        say(f"the model has other values for {listed(report.other_values, _MOST_SHOWN)}")
 
 
 def _parity_row(engine: EngineParity) -> list[str]:

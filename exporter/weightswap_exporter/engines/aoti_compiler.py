@@ -25,7 +25,7 @@ from torch._inductor.codecache import AotCodeCompiler
 from torch._inductor.utils import fresh_inductor_cache
 from torch.fx import GraphModule
 
-from weightswap_runtime.engines.aoti.names import BESIDE_GPUS, TARGETS, Target, is_gpu_target
+from weightswap_runtime.engines.aoti.targets import BESIDE_GPUS, TARGETS, Target, is_gpu_target
 from weightswap_runtime.errors import CaptureError, ExportError, Unsupported
 
 from .aoti_lowerings import cpu_lowerings

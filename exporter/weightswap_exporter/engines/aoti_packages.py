@@ -13,11 +13,18 @@ from weightswap_exporter.capture.reopening import method_program
 from weightswap_runtime import Artifact
 from weightswap_runtime.engines.aoti.device import target_of
 from weightswap_runtime.engines.aoti.library import Library
-from weightswap_runtime.engines.aoti.names import LIBRARY_SUFFIX, NOTE_NAME, Note, Taken, machine_name, machine_targets
+from weightswap_runtime.engines.aoti.targets import (
+    LIBRARY_SUFFIX,
+    NOTE_NAME,
+    Note,
+    NotedTensor,
+    machine_name,
+    machine_targets,
+)
 from weightswap_runtime.errors import CaptureError, Unsupported
 from weightswap_runtime.format.manifest import GraphInput
 from weightswap_runtime.memory.device_choice import device_name
-from weightswap_runtime.tensors.dtypes import TORCH_NAMES
+from weightswap_runtime.tensors.torch_tensors import DTYPE_NAMES
 
 from .aoti_compiler import compile_library
 from .aoti_graphs import flat_graph
@@ -70,16 +77,16 @@ def package(artifact: Artifact, name: str, target: str, device: torch.device) ->
     return _archive(name, note, raw, device)
 
 
-def _rows(program: ExportedProgram, inputs: tuple[GraphInput, ...]) -> dict[str, Taken]:
+def _rows(program: ExportedProgram, inputs: tuple[GraphInput, ...]) -> dict[str, NotedTensor]:
     """What the program calls its tensors, and what the manifest does."""
     tables = (program.state_dict, program.constants)
     rows = {}
     for item, spec in zip(inputs, program.graph_signature.input_specs, strict=True):
         tensor = next((table[spec.target] for table in tables if spec.target in table), None)
         if item.kind != "input" and spec.target is not None and isinstance(tensor, torch.Tensor):
-            dtype = TORCH_NAMES[str(tensor.dtype).removeprefix("torch.")]
+            dtype = DTYPE_NAMES[tensor.dtype]
             shape, stride = tuple(tensor.shape), tuple(tensor.stride())
-            rows[spec.target] = Taken(spec.target, item.kind, item.name, dtype, shape, stride)
+            rows[spec.target] = NotedTensor(spec.target, item.kind, item.name, dtype, shape, stride)
     return rows
 
 

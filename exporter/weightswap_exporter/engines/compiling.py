@@ -12,7 +12,7 @@ import msgspec
 from blake3 import blake3
 
 from weightswap_runtime import Artifact
-from weightswap_runtime.engines.aoti import names as aoti_names
+from weightswap_runtime.engines.aoti import targets as aoti_targets
 from weightswap_runtime.engines.choosing import ENGINES
 from weightswap_runtime.engines.onnx import names as onnx_names
 from weightswap_runtime.errors import ExportError, UnknownMethod, Unsupported
@@ -148,7 +148,7 @@ def _aoti(artifact: Artifact, method: str, device: str) -> tuple[str, bytes]:
 
     torch_device = build_device(device)
     target = build_target(torch_device)
-    return aoti_names.package_file(target, method), package(artifact, method, target, torch_device)
+    return aoti_targets.package_file(target, method), package(artifact, method, target, torch_device)
 
 
 # what makes a method's file, for a device: its name and content

@@ -21,12 +21,13 @@ import numpy as np
 
 from weightswap_runtime import Artifact, Model, load
 from weightswap_runtime.errors import CaptureError, WeightswapError
-from weightswap_runtime.format.signature import Signature, leaves
+from weightswap_runtime.format.signature import Signature, Sizes, leaves
 from weightswap_runtime.memory.device_choice import HOST
+from weightswap_runtime.messages import listed
 from weightswap_runtime.tensors.content import TensorBytes, as_float64
-from weightswap_runtime.tensors.dtypes import has_fractions
+from weightswap_runtime.tensors.dtypes import describe, has_fractions, same_type
 from weightswap_tools.call_inputs import call_flat
-from weightswap_tools.random_inputs import Sizes, common_sizes, random_values, write_random_weights
+from weightswap_tools.random_inputs import common_sizes, random_values, write_random_weights
 
 MOST_BYTES = 2 << 30  # of random weights
 # of an output's largest value; wrong translations are off by more, and rounding by less
@@ -60,7 +61,8 @@ def try_engine(artifact: Artifact, engine: str, device: str) -> None:
     elif problems:
         raise CaptureError(
             f"what was compiled for the engine {engine!r} is not the graph; on random weights and inputs: "
-            f"{'; '.join(problems[:5])}. Use the engine 'torch', or compile with trial=False if that is to be expected"
+            f"{listed(problems, between='; ')}. Use the engine 'torch', or compile with trial=False if that is to be "
+            "expected"
         )
 
 
@@ -132,8 +134,8 @@ def _differ(one: Any, other: Any) -> bool:
 def _problem(wanted: Any, got: Any) -> str | None:
     if not isinstance(wanted, TensorBytes):
         return None if wanted == got else f"{got}, expected {wanted}"
-    if (wanted.dtype, wanted.shape) != (got.dtype, got.shape):
-        return f"{got.dtype}{list(got.shape)}, expected {wanted.dtype}{list(wanted.shape)}"
+    if not same_type(wanted, got):
+        return f"{describe(got)}, expected {describe(wanted)}"
     if not has_fractions(wanted.dtype):
         return None if wanted.data == got.data else "other integers"
     expected, found = as_float64(wanted), as_float64(got)

@@ -15,7 +15,7 @@ from weightswap_runtime.format.call_check import CallCheck
 from weightswap_runtime.format.manifest import Manifest
 from weightswap_runtime.format.signature import Signature, leaves, unflatten
 from weightswap_runtime.tensors.comparing import Tolerance
-from weightswap_runtime.tensors.dtypes import TORCH_NAMES
+from weightswap_runtime.tensors.torch_tensors import DTYPE_NAMES
 
 Requested = Sequence[Any] | Mapping[str, Sequence[Any]]
 _FORM = "Give a list of (args, kwargs) or of tuples of args, or a dict from methods to such lists."
@@ -29,17 +29,19 @@ class GoldenCall(NamedTuple):
     kwargs: dict[str, Any]
 
 
-class Wanted(NamedTuple):
+class GoldensRequest(NamedTuple):
     """The calls to record, and the tolerance (rtol, atol) within which a server is to reproduce them; None: exactly."""
 
     calls: list[GoldenCall]
     tolerance: Tolerance | None
 
 
-def wanted_goldens(goldens: Requested | None, tolerance: Tolerance | None, methods: Sequence[str]) -> Wanted | None:
+def wanted_goldens(
+    goldens: Requested | None, tolerance: Tolerance | None, methods: Sequence[str]
+) -> GoldensRequest | None:
     """What `goldens=` and `tolerance=` of `export()` and `pack()` stand for. Raises RecordingError."""
     if goldens is not None:
-        return Wanted(_calls(goldens, methods), None if tolerance is None else _limits(tolerance))
+        return GoldensRequest(_calls(goldens, methods), None if tolerance is None else _limits(tolerance))
     if tolerance is not None:
         raise RecordingError(["tolerance: says how goldens are compared, and there are none"], "Give `goldens`, too.")
     return None
@@ -95,10 +97,9 @@ def checked_inputs(calls: Sequence[GoldenCall], manifest: Manifest) -> list[list
     """The flat inputs of each call, as a server takes them."""
     flat: list[list[Any]] = []
     problems: list[str] = []
-    dtypes = {getattr(torch, attribute): name for attribute, name in TORCH_NAMES.items() if hasattr(torch, attribute)}
     for number, call in enumerate(calls):
         signature = manifest.methods[call.method].signature
-        check = CallCheck(call.method, signature, torch.Tensor, dtypes, TorchEngine.misplaced, TorchEngine.kind)
+        check = CallCheck(call.method, signature, torch.Tensor, DTYPE_NAMES, TorchEngine.misplaced, TorchEngine.kind)
         try:
             args, kwargs = (unflatten(*plain_tree(given)) for given in (call.args, call.kwargs))
             flat.append([_copied(value) for value in check.flatten(args, kwargs)])

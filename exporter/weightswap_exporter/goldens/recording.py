@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from pathlib import Path
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -19,16 +17,14 @@ from weightswap_runtime.format.goldens import Environment, encode_goldens
 from weightswap_runtime.format.manifest import Manifest, NamedTensor
 from weightswap_runtime.format.recorded_call import Case, Value, type_problem
 from weightswap_runtime.format.signature import Integer, Leaf, Literal, Tensor, input_leaves, leaves
-from weightswap_runtime.format.weight_file import Stamp, weights_id
-from weightswap_runtime.format.weight_set import goldens_path
-from weightswap_runtime.sources.atomic import companion
+from weightswap_runtime.format.weight_file import weights_id
 from weightswap_runtime.tensors.comparing import Tolerance, difference
 from weightswap_runtime.tensors.content import TensorBytes
 from weightswap_runtime.tensors.digests import digest_of
-from weightswap_runtime.tensors.dtypes import describe
+from weightswap_runtime.tensors.dtypes import TensorType, describe, same_type
 from weightswap_runtime.tensors.torch_tensors import copied_tensor
 
-from .calls import GoldenCall, Wanted, checked_inputs, with_literals
+from .calls import GoldenCall, GoldensRequest, checked_inputs, with_literals
 from .eager import Eager, Outputs, eager
 
 
@@ -58,7 +54,7 @@ def is_skeleton(model: nn.Module) -> bool:
     return any(map(is_fake, named_tensors(model).values()))
 
 
-def record_inputs(wanted: Wanted, manifest: Manifest) -> Recording:
+def record_inputs(wanted: GoldensRequest, manifest: Manifest) -> Recording:
     """Keep the inputs alone, for a model that cannot be called.
 
     A tolerance says nothing here. Raises RecordingError with every problem: inputs that a server would refuse, or that
@@ -84,7 +80,7 @@ def check_has_values(model: nn.Module) -> None:
 
 def record(
     model: nn.Module,
-    wanted: Wanted,
+    wanted: GoldensRequest,
     manifest: Manifest,
     constants: Mapping[str, TensorBytes],
     functions: Mapping[str, str],
@@ -181,11 +177,11 @@ def type_problems(model: nn.Module, manifest: Manifest) -> Iterator[str]:
 
 
 def _tensor_problem(row: NamedTensor, tensor: torch.Tensor | None) -> str | None:
-    expected = f"{row.name}: the artifact has {describe(row.dtype, row.shape)}"
+    expected = f"{row.name}: the artifact has {describe(row)}"
     if tensor is None:
         return f"{expected}, the model no such tensor"
-    found = describe(dtype_of(tensor.dtype), tuple(tensor.shape))
-    if found != describe(row.dtype, row.shape) or tensor.device.type != "cpu":
+    found = TensorType(dtype_of(tensor.dtype), tuple(tensor.shape))
+    if not same_type(found, row) or tensor.device.type != "cpu":
         return f"{expected} on the CPU, the model {found} on {tensor.device}"
     return None
 
@@ -219,7 +215,7 @@ def _value_problem(leaf: Leaf, value: Any) -> str | None:
         return None if type(value) is int else f": expected an integer, the model gives {value!r:.80}"
     if not isinstance(value, torch.Tensor):
         return f": expected a tensor, the model gives {value!r:.80}"
-    return type_problem(leaf, dtype_of(value.dtype), tuple(value.shape))
+    return type_problem(leaf, TensorType(dtype_of(value.dtype), tuple(value.shape)))
 
 
 def _kept(value: Any) -> Any:
@@ -243,23 +239,3 @@ def weights_identity(model: nn.Module, manifest: Manifest) -> str:
     """The weights id that a packed file of the model would have. Nothing is copied."""
     tensors = named_tensors(model)
     return weights_id((row.row, digest_of(pieces(tensors[row.name]))) for row in manifest.weights)
-
-
-@contextmanager
-def goldens_first(path_of: Callable[[Stamp], Path], recording: Recording | None) -> Iterator[Callable[[Stamp], Path]]:
-    """What `write_weight_file` is to call as `rename`: the goldens beside the file are replaced just before it is.
-
-    path_of: gives the path from the stamp. Whoever watches the folder may take the weight file as soon as it is there,
-    and must not find other goldens. Without a recording, goldens that are there are removed. If the weight file does
-    not follow, the old ones are put back; a process that is killed in between leaves new goldens beside old weights,
-    which are refused by name.
-    """
-    with ExitStack() as stack:
-
-        def rename(stamp: Stamp) -> Path:
-            path = path_of(stamp)
-            put = stack.enter_context(companion(goldens_path(path)))
-            put(recording.encode(stamp.weights_id) if recording else None)
-            return path
-
-        yield rename

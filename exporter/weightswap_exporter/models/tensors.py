@@ -10,7 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from weightswap_runtime.errors import CaptureError, Unsupported
 from weightswap_runtime.messages import listed
-from weightswap_runtime.tensors.dtypes import TORCH_NAMES
+from weightswap_runtime.tensors.torch_tensors import DTYPE_NAMES
 
 from .parts import is_composed, is_sharded, kind_of, parts_of, unknown_in
 
@@ -89,7 +89,7 @@ def tie_key(tensor: torch.Tensor) -> TieKey:
 
 def dtype_name(dtype: torch.dtype, where: str) -> str:
     """The safetensors name of a torch dtype. Raises CaptureError where there is none."""
-    name = TORCH_NAMES.get(str(dtype).removeprefix("torch."))
+    name = DTYPE_NAMES.get(dtype)
     if name is None:
         raise CaptureError(f"{where}: {dtype} is no dtype of the safetensors format")
     return name

@@ -18,12 +18,13 @@ from weightswap_runtime import Artifact
 from weightswap_runtime.engines.choosing import available_engines
 from weightswap_runtime.errors import InputMismatch, ParityError, WeightswapError
 from weightswap_runtime.format.signature import Leaf, leaves
+from weightswap_runtime.memory.device_choice import HOST
 from weightswap_runtime.tensors.comparing import Tolerance
 from weightswap_runtime.tensors.content import TensorBytes
 
 from .compared_calls import Cases, Given, PathLike, calls_to_compare
 from .divergence import locate_divergence
-from .executions import HOST, EagerSide, EngineSide, Run, Side, eager_side, taken
+from .executions import EagerSide, EngineSide, Run, Side, eager_side, taken
 from .measuring import Tolerances, measure, tolerances
 from .preconditions import check_request, checked_model, other_values, recorded_inputs, servable
 from .report import CaseParity, Divergence, EngineParity, OutputParity, ParityReport

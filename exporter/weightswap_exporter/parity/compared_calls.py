@@ -13,10 +13,10 @@ from weightswap_exporter.goldens.calls import GoldenCall, Requested, checked_inp
 from weightswap_runtime import Artifact
 from weightswap_runtime.errors import InputMismatch, ParityError, RecordingError, WeightswapError
 from weightswap_runtime.format.goldens import Goldens
-from weightswap_runtime.format.signature import Signature, call_arguments
+from weightswap_runtime.format.signature import Signature, Sizes, call_arguments
 from weightswap_runtime.tensors.content import TensorBytes
 from weightswap_runtime.tensors.torch_tensors import copied_tensor
-from weightswap_tools.random_inputs import Sizes, common_sizes, edge_sizes, random_values
+from weightswap_tools.random_inputs import common_sizes, edge_sizes, random_values
 
 from .index_bounds import index_bounds
 from .report import Origin

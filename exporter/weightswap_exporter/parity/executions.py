@@ -19,12 +19,12 @@ from weightswap_exporter.models.user_errors import first_line, frame_of
 from weightswap_runtime import Artifact, Model, load
 from weightswap_runtime.errors import ParityError, WeightswapError
 from weightswap_runtime.format.signature import Leaf, leaves
+from weightswap_runtime.memory.device_choice import HOST
 from weightswap_runtime.tensors.torch_tensors import copied_tensor
 from weightswap_tools.call_inputs import call_flat
 
 from .compared_calls import Given, PathLike
 
-HOST = "cpu"
 GRAPH = "graph"  # the graph itself, run node by node by torch's interpreter
 
 

@@ -71,7 +71,7 @@ class Measure(msgspec.Struct, frozen=True, kw_only=True):
 
 def measure(expected: TensorBytes, found: TensorBytes, tolerance: Tolerance | None) -> Measure:
     """Compare two tensors. tolerance: as in `comparing.difference`. Memory: about 40 bytes for each element."""
-    types = describe(expected.dtype, expected.shape), describe(found.dtype, found.shape)
+    types = describe(expected), describe(found)
     if types[0] != types[1]:
         return Measure(expected=types[0], found=types[1])
     one, other = as_float64(expected), as_float64(found)

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from weightswap_exporter.adapter.tracing import Load
-from weightswap_exporter.checkpoints.kinds import model_problems
 from weightswap_exporter.checkpoints.tensor import pieces
+from weightswap_exporter.checkpoints.tensor_kinds import model_problems
 from weightswap_exporter.checkpoints.through_model import load_into
 from weightswap_exporter.goldens.calls import tolerance_problem
 from weightswap_exporter.goldens.recording import check_has_values, type_problems

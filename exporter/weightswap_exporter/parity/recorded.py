@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from weightswap_exporter.goldens.calls import Wanted
+from weightswap_exporter.goldens.calls import GoldensRequest
 from weightswap_exporter.goldens.recording import record, weights_identity
 from weightswap_exporter.models.tensors import unwrapped
 from weightswap_runtime import Artifact
@@ -16,13 +16,14 @@ from weightswap_runtime.engines.aten.cpu import environment_here
 from weightswap_runtime.errors import ParityError
 from weightswap_runtime.format.goldens import Goldens, open_goldens
 from weightswap_runtime.format.signature import leaves
+from weightswap_runtime.memory.device_choice import HOST
 from weightswap_runtime.sources.atomic import new_file
 from weightswap_runtime.staging.golden_check import OTHER_KERNELS, default_tolerance
 from weightswap_runtime.tensors.comparing import Tolerance
 from weightswap_runtime.tensors.content import TensorBytes
 
 from .compared_calls import Cases, PathLike, calls_to_compare, recorded_calls
-from .executions import HOST, eager_side, taken
+from .executions import eager_side, taken
 from .measuring import measure
 from .preconditions import check_request, checked_model
 
@@ -50,7 +51,7 @@ def record_outputs(
     with eager_side(plain, artifact, functions, HOST) as side:
         outputs = {name: leaves(method.signature.output) for name, method in artifact.manifest.methods.items()}
         kept = [each.call for each in given if not isinstance(taken(side, each, outputs[each.call.method]), str)]
-    wanted = Wanted(kept, tolerance)
+    wanted = GoldensRequest(kept, tolerance)
     recording = record(plain, wanted, artifact.manifest, artifact.constants(), names)
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     with new_file(Path(path)) as file:

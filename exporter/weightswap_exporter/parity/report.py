@@ -7,7 +7,7 @@ from typing import Literal
 
 import msgspec
 
-from weightswap_runtime.messages import listed, plural
+from weightswap_runtime.messages import lines_of, listed, plural
 from weightswap_runtime.tensors.comparing import Tolerance
 
 from .measuring import Measure
@@ -150,9 +150,7 @@ class EngineParity(msgspec.Struct, frozen=True, kw_only=True):
             return
         yield f"{name}: {len(wrong)} of {plural(len(self.cases), 'call')} differ (compared {self.compared_how})"
         problems = [problem for case in wrong for problem in case.problems]
-        yield from (f"  {problem}" for problem in problems[:_SHOWN])
-        if len(problems) > _SHOWN:
-            yield f"  and {plural(len(problems) - _SHOWN, 'more output')}"
+        yield from (f"  {line}" for line in lines_of(problems, _SHOWN))
         if self.divergence:
             first, *more = self.divergence.text.splitlines()
             yield f"  first divergence: {first}"

@@ -28,7 +28,7 @@ from weightswap_runtime.format.manifest import (
     graph_identity,
 )
 from weightswap_runtime.format.signature import Tensor, Tuple
-from weightswap_runtime.tensors.dtypes import TORCH_NAMES
+from weightswap_runtime.tensors.torch_tensors import DTYPE_NAMES
 
 from .steps import Place, computes, position_of_node
 
@@ -94,8 +94,7 @@ def _tap(program: ExportedProgram, node: Node) -> Tensor:
     program.graph_signature.output_specs.append(
         OutputSpec(OutputKind.USER_OUTPUT, TensorArgument(name=copy.name), target=None)
     )
-    dtype = TORCH_NAMES[str(value.dtype).removeprefix("torch.")]
-    return Tensor(node.name, dtype, tuple(_sizes(value)))
+    return Tensor(node.name, DTYPE_NAMES[value.dtype], tuple(_sizes(value)))
 
 
 def _sizes(value: torch.Tensor) -> Iterator[int | str]:

@@ -21,7 +21,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from weightswap_fleet.documents import NodeStatus, Spec
 from weightswap_fleet.errors import UnknownFleet
 from weightswap_fleet.metrics import joined
-from weightswap_fleet.node.keeper import NodeKeeper
+from weightswap_fleet.node.node_keeper import NodeKeeper
 from weightswap_runtime.errors import text_of
 
 NAMESPACE = "weightswap"

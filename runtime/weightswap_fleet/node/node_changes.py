@@ -12,6 +12,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 from weightswap_fleet.documents import Committed, Order, Prepared, Spec, TrialOrder
@@ -31,7 +32,7 @@ from weightswap_runtime.live.watching.reconciler import Reconciler
 from weightswap_runtime.shared.control import Control
 from weightswap_server.canary.judging import Measured
 
-from .node_trial import NodeTrial
+from .node_trial import Lease, NodeTrial
 from .node_weights import NodeWeights
 
 _POLL = 0.01  # seconds
@@ -107,16 +108,16 @@ class NodeChanges:
         try:
             opening.staged = self._weights.stage(order.source, order.weights, order.reader)
             self._weights.wait(
-                opening.staged, lambda: self._is_given_up(order) or opening.is_over or self._is_overtaken(order)
+                opening.staged, lambda: self._is_given_up(order) or opening.lease.is_over or self._is_overtaken(order)
             )
         except BaseException:
             self._drop()
             raise
-        opening.renew()  # it may have taken long
+        opening.lease.renew()  # it may have taken long
         return Prepared(time.perf_counter() - began, False, opening.staged.verified)
 
     def _open(self, order: Order) -> _OpenOrder:
-        self._order = opening = _OpenOrder(order, self._clock)
+        self._order = opening = _OpenOrder(order, Lease(order.lease, self._clock))
         try:
             self._check_meant(order)  # again: who gives it up from now on sees it
         except StageCancelled:
@@ -182,7 +183,7 @@ class NodeChanges:
         """An order, or a trial, is still meant, as others take longer. Whether it is open here."""
         opened = next((each for each in (self._order, self._trial) if each and each.order.id == change_id), None)
         if opened is not None:
-            opened.renew()
+            opened.lease.renew()
         return opened is not None
 
     def commit(self, order_id: str, revision: int) -> Committed:
@@ -247,7 +248,9 @@ class NodeChanges:
             self._trial = trial = NodeTrial(order, staged, self._control, self._clock)
             try:
                 self._check_meant(order)
-                self._weights.wait(staged, lambda: self._is_given_up(order) or trial.is_over or self._desires_others())
+                self._weights.wait(
+                    staged, lambda: self._is_given_up(order) or trial.lease.is_over or self._desires_others()
+                )
                 trial.is_ready = True
             except BaseException:
                 self._end_trial()
@@ -262,7 +265,7 @@ class NodeChanges:
         """
         trial = self._trial_of(trial_id)
         if not trial.is_ready:
-            trial.renew()
+            trial.lease.renew()
             return trial.measured()
         with self._turn:
             return self._trial_of(trial_id).go_on(share)
@@ -306,7 +309,7 @@ class NodeChanges:
         with self._turn:
             if not self.is_deployed or (self._order is not None and not self._settle(self._order)):
                 return
-            if self._trial is not None and self._trial.is_over:
+            if self._trial is not None and self._trial.lease.is_over:
                 _log.warning("%s: nothing more was heard of the trial %s", self._node, self._trial.order.id)
                 self._end_trial()
             if (spec := self._weights.spec) is not self._looked_with:
@@ -328,7 +331,7 @@ class NodeChanges:
                     self._commit(opened, state.revision)
                     return True
             self._drop()
-        elif opened.is_over:
+        elif opened.lease.is_over:
             _log.warning("%s: nothing more was heard of the order %s", self._node, opened.order.id)
             self._drop()
         return self._order is None
@@ -353,21 +356,14 @@ def _wanted(state: DesiredState) -> str | None:
     return state.weights.weights_id if state.weights is not None else None
 
 
+@dataclass(eq=False)
 class _OpenOrder:
     """An order that this node is ready for, or will be; `staged` where the weights were not in memory."""
 
-    def __init__(self, order: Order, clock: Callable[[], float]) -> None:
-        self.order, self._clock = order, clock
-        self.staged: Staged | None = None
-        self.is_on_trial = False  # what is staged, which then stays where the order is given up
-        self.renew()
-
-    def renew(self) -> None:
-        self._until = self._clock() + self.order.lease
-
-    @property
-    def is_over(self) -> bool:
-        return self._clock() >= self._until
+    order: Order
+    lease: Lease
+    staged: Staged | None = None
+    is_on_trial: bool = False  # what is staged, which then stays where the order is given up
 
 
 class _Target:

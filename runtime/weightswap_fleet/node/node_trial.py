@@ -14,6 +14,22 @@ from weightswap_server.canary.judging import Judgement, Measured
 from weightswap_server.workers.trials import read_tried
 
 
+class Lease:
+    """So many seconds from its last renewal."""
+
+    def __init__(self, seconds: float, clock: Callable[[], float]) -> None:
+        self._seconds, self._clock = seconds, clock
+        self.renew()
+
+    def renew(self) -> None:
+        self._until = self._clock() + self._seconds
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nobody has renewed it in time."""
+        return self._clock() >= self._until
+
+
 class NodeTrial:
     """Staged weights that replicas may call, once `go_on` has said how often; until `end`, or a commit of them.
 
@@ -22,27 +38,17 @@ class NodeTrial:
 
     def __init__(self, order: TrialOrder, staged: Staged, control: Control, clock: Callable[[], float]) -> None:
         self.order, self.staged = order, staged
-        self._control, self._clock = control, clock
+        self._control, self.lease = control, Lease(order.lease, clock)
         self._judged = Judgement(order.plan.judged)
         self._share: float | None = None
         self._word = 0
         self.is_ready = False
-        self.renew()
 
     def is_of(self, order: Order) -> bool:
         """Whether an order wants what is on trial: the same weights, from the same place, where all will look for them
         from then on."""
         mine = self.order
         return (mine.weights.weights_id, mine.source) == (order.weights.weights_id, order.source)
-
-    def renew(self) -> None:
-        """It is meant for the time of its lease."""
-        self._until = self._clock() + self.order.lease
-
-    @property
-    def is_over(self) -> bool:
-        """Whether nobody has renewed it in time."""
-        return self._clock() >= self._until
 
     def go_on(self, share: float) -> Measured:
         """Go on, with a share of the requests. What replicas have measured since the last time.
@@ -53,7 +59,7 @@ class NodeTrial:
             terms = self.order.plan.judged._replace(share=share, promote_if="", abort_if="")  # rules are not theirs
             self._word = begin_trial(self._control, self.staged, msgspec.msgpack.encode(terms))
             self._share = share
-        self.renew()
+        self.lease.renew()
         return self.measured()
 
     def measured(self) -> Measured:

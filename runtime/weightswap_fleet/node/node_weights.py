@@ -16,7 +16,7 @@ from weightswap_runtime.shared.keeper import keep
 from weightswap_runtime.sources.location import Url
 from weightswap_server.signed_weights import requires
 
-from .memory import NodeMemory
+from .node_memory import NodeMemory
 from .relay import Relay
 
 

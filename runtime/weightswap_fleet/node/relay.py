@@ -50,7 +50,7 @@ class Transfer(Protocol):
         ...
 
 
-class Described(NamedTuple):
+class ObjectDescription(NamedTuple):
     """What a reader has open. tag: what its content is pinned to; empty where the store has nothing like that."""
 
     size: int
@@ -76,14 +76,14 @@ class Relay:
             return source
         return RelayedUrl(location.raw, self, reader)
 
-    def describe(self, url: str) -> Described | None:
+    def describe(self, url: str) -> ObjectDescription | None:
         """Open what is behind a URL, for others; None if nothing is. What was read of an earlier content is gone."""
         reading = self._readings.get(url)
         if reading is None or not _is_unchanged(reading.source):
             reading = self._open_instead_of(reading, url)
         else:
             reading.used = time.monotonic()
-        return Described(reading.source.size, reading.tag) if reading is not None else None
+        return ObjectDescription(reading.source.size, reading.tag) if reading is not None else None
 
     def _open_instead_of(self, known: _Reading | None, url: str) -> _Reading | None:
         """Open what is there now, unless another thread has done so."""
@@ -162,7 +162,7 @@ class RelayedUrl(GivenUrl):
 class RelayedObject:
     """A ByteSource of chunks that another node reads. From the first that it does not give on, it is read here."""
 
-    def __init__(self, relay: Relay, reader: str, url: str, described: Described, check: Check | None) -> None:
+    def __init__(self, relay: Relay, reader: str, url: str, described: ObjectDescription, check: Check | None) -> None:
         self.where, self.unit, self.size = str(Url(url)), relay.chunk, described.size
         self._relay, self._reader, self._url, self._tag, self._check = relay, reader, url, described.tag, check
         self._chunks: _Chunks[memoryview] = _Chunks(lambda n: relay.take(reader, url, self._tag, n), TAKEN)

@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
 from weightswap_fleet.errors import StaleReplica
-from weightswap_fleet.node.memory import Board
+from weightswap_fleet.node.node_memory import Board
 from weightswap_runtime.live.model import Model
 from weightswap_server.errors import Failure
 from weightswap_server.http.refusals import refusal

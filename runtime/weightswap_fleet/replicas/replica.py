@@ -17,7 +17,7 @@ from weightswap_fleet.coordinator.actors import keeper_of_this_node, metrics
 from weightswap_fleet.coordinator.controller import controller_of
 from weightswap_fleet.documents import NodeStatus, Spec
 from weightswap_fleet.errors import StaleReplica
-from weightswap_fleet.node.memory import NodeMemory
+from weightswap_fleet.node.node_memory import NodeMemory
 from weightswap_runtime.errors import NoWeights, WeightswapError
 from weightswap_runtime.shared.control import Control
 from weightswap_runtime.shared.worker import join

@@ -16,13 +16,14 @@ from weightswap_runtime.errors import (
     Unsupported,
 )
 from weightswap_runtime.messages import listed
+from weightswap_runtime.tensors.digests import DIGEST
 
 FORMAT_VERSION = 1
 MOST_KEPT = 20  # weights of the history
 MOST_WITHDRAWN = 200
 MOST_BASES = 20  # files that a new process reads before a delta
 SHOWN = 12  # letters of a weights id that messages show
-_Id = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{64}$")]
+_Id = Annotated[str, msgspec.Meta(pattern=f"^{DIGEST.pattern}$")]
 _Text = Annotated[str, msgspec.Meta(min_length=1)]
 _Count = Annotated[int, msgspec.Meta(ge=0)]
 

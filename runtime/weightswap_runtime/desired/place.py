@@ -22,7 +22,7 @@ from weightswap_runtime.format.weight_file import Stamp
 from weightswap_runtime.format.weight_set import open_weights
 from weightswap_runtime.options import check_said
 from weightswap_runtime.sources.byte_source import Check
-from weightswap_runtime.sources.location import Location, Url, as_location, fixed, printable
+from weightswap_runtime.sources.location import Location, Url, as_location, fixed, fixed_text, printable
 
 from .document import (
     SHOWN,
@@ -222,7 +222,7 @@ class DesiredPlace:
         """Relative to the place where it lies below it, so that both may be mounted elsewhere."""
         folder = self._storage.folder
         if isinstance(location, Url) or isinstance(folder, Url):
-            text = location.raw if isinstance(location, Url) else str(fixed(location))
+            text = fixed_text(location)
             below = f"{folder.raw.rstrip('/')}/" if isinstance(folder, Url) else ""
             plain = below and "?" not in below
             return text.removeprefix(below) if plain and text.startswith(below) else text

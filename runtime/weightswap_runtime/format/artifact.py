@@ -17,7 +17,7 @@ from weightswap_runtime.sources.atomic import is_file
 from weightswap_runtime.sources.location import Location, Url, as_location, is_url
 from weightswap_runtime.sources.opening import read_small
 from weightswap_runtime.tensors.content import TensorBytes
-from weightswap_runtime.tensors.dtypes import describe
+from weightswap_runtime.tensors.dtypes import describe, same_type
 
 from .header import parse_file
 from .manifest import CONSTANTS_NAME, MANIFEST_NAME, AdapterInput, Manifest, NamedTensor, decode_manifest
@@ -137,8 +137,8 @@ class Artifact:
         tensors, _ = parse_file(self.read(name), where)
         for row in rows:
             stored = tensors.get(row.name)
-            if stored is None or (stored.dtype, stored.shape) != (row.dtype, row.shape):
-                raise ArtifactError(f"{where}: has no {describe(row.dtype, row.shape)} for {row.name!r}")
+            if stored is None or not same_type(stored, row):
+                raise ArtifactError(f"{where}: has no {describe(row)} for {row.name!r}")
         return tensors
 
     def __repr__(self) -> str:

@@ -6,7 +6,6 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 from weightswap_runtime.errors import InputMismatch
-from weightswap_runtime.tensors.dtypes import describe
 
 from .conditions import Condition, condition_dims, evaluate, parse_condition
 from .signature import (
@@ -168,7 +167,7 @@ class _Check:
             return
         shape = tuple(value.shape)
         if len(shape) != len(node.shape):
-            expected = describe("", node.shape).replace("'", "")  # type: ignore[arg-type]
+            expected = f"[{', '.join(map(str, node.shape))}]"
             self.problems.append(f"{node.name}: expected {len(node.shape)} dimensions {expected}, got {list(shape)}")
             return
         for axis, (wanted_size, size) in enumerate(zip(node.shape, shape, strict=True)):

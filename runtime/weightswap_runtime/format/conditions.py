@@ -8,7 +8,7 @@ from __future__ import annotations
 import ast
 import math
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 Condition = ast.expr
@@ -64,6 +64,11 @@ def evaluate(condition: Condition, sizes: Mapping[str, float]) -> bool:
         return bool(_value(condition, sizes))
     except ZeroDivisionError:
         return False
+
+
+def all_hold(conditions: Iterable[str], sizes: Mapping[str, float]) -> bool:
+    """Whether conditions hold, given as text. Raises ValueError."""
+    return all(evaluate(parse_condition(text), sizes) for text in conditions)
 
 
 def _nodes(tree: ast.expr) -> list[ast.AST]:

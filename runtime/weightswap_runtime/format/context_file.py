@@ -10,18 +10,20 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 import msgspec
+from msgspec.structs import replace
 
 from weightswap_runtime.errors import ContextFileError, ContextMismatch, OutOfMemory, Unsupported, WeightFileError
+from weightswap_runtime.messages import listed
 from weightswap_runtime.sources.byte_source import ByteSource
 from weightswap_runtime.sources.location import as_location, check_writable
 from weightswap_runtime.sources.opening import find_source
 from weightswap_runtime.tensors.content import TensorBytes
 from weightswap_runtime.tensors.digests import digest_of
-from weightswap_runtime.tensors.dtypes import describe
+from weightswap_runtime.tensors.dtypes import describe, same_type
 
-from .header import FileTensor, pack_ranges
+from .header import FileTensor
 from .manifest import NamedTensor
-from .weight_file import METADATA_KEY, canonical_order, read_header, render_stamped, write_tensors
+from .weight_file import METADATA_KEY, StampedFile, canonical_order, read_header
 
 FORMAT_VERSION = 1
 
@@ -90,27 +92,24 @@ def write_context(
     check_writable(path)
     order = canonical_order(row.row for row in rows)
     by_name = {row.name: row for row in rows}
-    ranges = pack_ranges(order)
-
-    def header(digests: Mapping[str, str]) -> bytes:
-        stamp = ContextStamp(
-            context_version=FORMAT_VERSION,
-            graph_id=graph_id,
-            weights_id=made_with.weights_id,
-            digests=dict(digests),
-            variants=dict(made_with.variants) or msgspec.UNSET,
-        )
-        return render_stamped(ranges, METADATA_KEY, stamp, {})
-
-    data = ((row.name, _pieces(by_name[row.name], content(row.name))) for row in order)
-    write_tensors(Path(path), order, data, header)
+    blank = ContextStamp(
+        context_version=FORMAT_VERSION,
+        graph_id=graph_id,
+        weights_id=made_with.weights_id,
+        digests={},
+        variants=dict(made_with.variants) or msgspec.UNSET,
+    )
+    with StampedFile(Path(path), order, METADATA_KEY, {}) as file:
+        data = ((row.name, _pieces(by_name[row.name], content(row.name))) for row in order)
+        file.write_stamp(replace(blank, digests=file.write_tensors(data, blank)))
+        file.rename(Path(path))
 
 
 def _pieces(row: NamedTensor, content: TensorBytes) -> Iterable[memoryview]:
     if content.shape != row.shape:
         raise Unsupported(
-            f"the state {row.name!r} was resized by a call: {describe(content.dtype, content.shape)}, at first "
-            f"{describe(row.dtype, row.shape)}. Such a context cannot be saved"
+            f"the state {row.name!r} was resized by a call: {describe(content)}, at first {describe(row)}. Such a "
+            "context cannot be saved"
         )
     return [content.data]
 
@@ -166,7 +165,7 @@ def _stamp(metadata: Mapping[str, str], where: str) -> ContextStamp:
 
 def _refuse(where: str, found: Iterable[str]) -> None:
     if problems := list(found):
-        raise ContextFileError(f"{where}: is not the state of this model: {'; '.join(problems[:5])}")
+        raise ContextFileError(f"{where}: is not the state of this model: {listed(problems, between='; ')}")
 
 
 def _row_problems(tensors: Mapping[str, FileTensor], rows: Sequence[NamedTensor]) -> Iterator[str]:
@@ -175,8 +174,8 @@ def _row_problems(tensors: Mapping[str, FileTensor], rows: Sequence[NamedTensor]
     yield from (f"it has {name!r}, which the model has not" for name in tensors if name not in wanted)
     for name in wanted.keys() & tensors.keys():
         there, row = tensors[name], wanted[name]
-        if (there.dtype, there.shape) != (row.dtype, row.shape):
-            yield f"{name!r}: expected {describe(row.dtype, row.shape)}, got {describe(there.dtype, there.shape)}"
+        if not same_type(there, row):
+            yield f"{name!r}: expected {describe(row)}, got {describe(there)}"
 
 
 def _digest_problems(stamp: ContextStamp, state: Mapping[str, TensorBytes]) -> Iterator[str]:

@@ -6,12 +6,13 @@ of the row-major weight that are replaced, rising and apart; and `data:<FQN>`, u
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 
 import msgspec
 
 from weightswap_runtime.errors import DamagedFile
+from weightswap_runtime.messages import listed
+from weightswap_runtime.tensors.digests import DIGEST
 from weightswap_runtime.tensors.dtypes import DTYPES, TensorType, describe
 from weightswap_runtime.tensors.dtypes import nbytes as size_of
 
@@ -19,7 +20,6 @@ from .weight_set import WeightSet
 
 DELTA_KEY = "weightswap_delta"
 DATA, RUNS = "data:", "runs:"
-_HEX = re.compile(r"[0-9a-f]{64}")
 _AGAIN = "Write the delta again, or copy it again."
 
 
@@ -47,13 +47,13 @@ def delta_stamp(weights: WeightSet) -> DeltaStamp | None:
     except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
         raise DamagedFile(f"{weights.where}: its `{DELTA_KEY}` metadata cannot be read ({error}). {_AGAIN}") from error
     if problems := list(_problems(stamp, weights)):
-        raise DamagedFile(f"{weights.where}: contradicts itself: {'; '.join(problems[:5])}. {_AGAIN}")
+        raise DamagedFile(f"{weights.where}: contradicts itself: {listed(problems, between='; ')}. {_AGAIN}")
     return stamp
 
 
 def _problems(stamp: DeltaStamp, weights: WeightSet) -> Iterator[str]:
     texts = (stamp.graph_id, stamp.base, stamp.weights_id, *stamp.digests.values())
-    if not all(_HEX.fullmatch(text) for text in texts):
+    if not all(DIGEST.fullmatch(text) for text in texts):
         yield "an id or a digest has not 64 hexadecimal digits"
     wanted = {prefix + name for name in stamp.changes for prefix in (DATA, RUNS)}
     if wanted != weights.tensors.keys() or wanted != stamp.digests.keys():
@@ -62,7 +62,7 @@ def _problems(stamp: DeltaStamp, weights: WeightSet) -> Iterator[str]:
     for name, changed in stamp.changes.items():
         data, runs = weights.tensors[DATA + name], weights.tensors[RUNS + name]
         if (data.dtype, len(data.shape), runs.dtype, runs.shape[1:]) != ("U8", 1, "I64", (2,)):
-            yield f"the tensors of {name} are {describe(data.dtype, data.shape)} and {describe(runs.dtype, runs.shape)}"
+            yield f"the tensors of {name} are {describe(data)} and {describe(runs)}"
         known = changed.dtype in DTYPES and min(changed.shape, default=0) >= 0
         if not known or size_of(changed.dtype, changed.shape) is None:
-            yield f"{name} has the type {describe(changed.dtype, changed.shape)}"
+            yield f"{name} has the type {describe(changed)}"

@@ -2,14 +2,13 @@
 
 Where there were no weights to call the model with, an artifact has inputs alone, in the same format.
 
-Reading and checking the file needs no torch; `verifying` runs it.
+Reading and checking the file needs no torch; `staging.golden_check` runs it.
 """
 
 from __future__ import annotations
 
 import math
 import os
-import re
 import stat
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -25,7 +24,7 @@ from weightswap_runtime.sources.location import Location, Url, as_location
 from weightswap_runtime.sources.opening import read_small
 from weightswap_runtime.tensors.comparing import Tolerance
 from weightswap_runtime.tensors.content import TensorBytes
-from weightswap_runtime.tensors.digests import digest_of
+from weightswap_runtime.tensors.digests import DIGEST, digest_of
 
 from .artifact import Artifact
 from .header import parse_file
@@ -38,7 +37,6 @@ GOLDENS_NAME = "goldens.safetensors"
 INPUTS_NAME = "inputs.safetensors"  # runtimes that do not know it leave it alone
 FORMAT_VERSION = 1
 MOST_REMOTE_BYTES = 4 << 30
-_HEX = re.compile(r"[0-9a-f]{64}")
 _AGAIN = "Record the goldens again, copy them again, or remove the file."
 
 Mode = Literal["goldens", "finite", "off"]
@@ -250,7 +248,7 @@ def _file_problems(goldens: Goldens) -> Iterator[str]:
     for name in sorted(digests.keys() & goldens.tensors.keys()):
         found = digest_of([goldens.tensors[name].data])
         if found != digests[name]:
-            recorded = f"{digests[name][:12]!a}" if _HEX.fullmatch(digests[name]) else "no BLAKE3 digest"
+            recorded = f"{digests[name][:12]!a}" if DIGEST.fullmatch(digests[name]) else "no BLAKE3 digest"
             yield f"{name!r}: the file records {recorded}, its bytes have {found[:12]}"
     named = {value for case in goldens.cases for value in (*case.inputs, *case.outputs)}
     yield from (f"{name!r} belongs to no case" for name in sorted(goldens.tensors.keys() - named))

@@ -13,8 +13,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn
 
 from weightswap_runtime.errors import DamagedFile, TruncatedFile, WeightFileError
+from weightswap_runtime.messages import listed
 from weightswap_runtime.tensors.content import TensorBytes
-from weightswap_runtime.tensors.dtypes import DTYPES, describe, nbytes
+from weightswap_runtime.tensors.dtypes import DTYPES, nbytes
 
 MAX_HEADER = 100_000_000
 DATA_ALIGNMENT = 4096
@@ -128,8 +129,8 @@ def _load_json(raw: bytes, where: str) -> dict[str, Any]:
         document = dict(pairs)
         if len(document) != len(pairs):
             counts = Counter(name for name, _ in pairs)
-            twice = sorted(name for name, count in counts.items() if count > 1)[:5]
-            _refuse(where, f"the header has duplicate keys: {', '.join(twice)}")
+            twice = sorted(name for name, count in counts.items() if count > 1)
+            _refuse(where, f"the header has duplicate keys: {listed(twice)}")
         return document
 
     if not raw.startswith(b"{"):
@@ -171,7 +172,7 @@ def _tensor(name: str, entry: object, where: str) -> FileTensor:
     begin, end = offsets
     wanted = nbytes(dtype, shape)
     if wanted != end - begin:
-        _refuse(where, f"{name!r} is {describe(dtype, shape)}, {wanted} bytes, but its range is [{begin}, {end}]")
+        _refuse(where, f"{name!r} is {dtype}{shape}, {wanted} bytes, but its range is [{begin}, {end}]")
     return FileTensor(dtype, tuple(shape), begin, end)
 
 
@@ -213,7 +214,7 @@ def pack_ranges(tensors: Sequence[tuple[str, str, tuple[int, ...]]]) -> dict[str
     for name, dtype, shape in tensors:
         size = nbytes(dtype, shape)
         if size is None:
-            raise WeightFileError(f"{name}: {describe(dtype, shape)} does not fill whole bytes")
+            raise WeightFileError(f"{name}: {dtype}{list(shape)} does not fill whole bytes")
         placed[name] = FileTensor(dtype, shape, position, position + size)
         position += size
     return placed

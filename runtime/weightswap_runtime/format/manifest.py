@@ -13,7 +13,9 @@ import msgspec
 from blake3 import blake3
 
 from weightswap_runtime.errors import ArtifactError, FormatVersionError
-from weightswap_runtime.tensors.dtypes import DTYPES, nbytes
+from weightswap_runtime.messages import listed
+from weightswap_runtime.tensors.digests import DIGEST
+from weightswap_runtime.tensors.dtypes import DTYPES, describe, nbytes
 
 from .conditions import condition_dims, parse_condition
 from .signature import Leaf, Node, Signature, Size, SizeExpression, Tensor, input_leaves, leaves, parse_size, sizes_of
@@ -29,7 +31,6 @@ ADAPTER_NAME = "adapter.pt2"
 ADAPTER_CONSTANTS_NAME = "adapter.safetensors"
 MOST_ELEMENTS = 1 << 63  # strides of more do not fit into 64 bits
 METHOD_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
-_HEX = re.compile(r"[0-9a-f]{64}")
 
 
 class _ManifestPart(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -86,7 +87,7 @@ class NamedTensor(_ManifestPart, frozen=True):
         return nbytes(self.dtype, self.shape) or 0
 
 
-class Source(_ManifestPart, frozen=True):
+class WeightSource(_ManifestPart, frozen=True):
     """Where a weight comes from in a checkpoint.
 
     `transform` None: any of `keys` holds it as it is (several where tied tensors are saved under each name). Else it is
@@ -115,7 +116,7 @@ class Adapter(_ManifestPart, frozen=True):
     loading code could not be recorded: a server then takes weight files only.
     """
 
-    sources: tuple[Source, ...]
+    sources: tuple[WeightSource, ...]
     ignored: tuple[str, ...] = ()
     needed: tuple[str, ...] = ()
     inputs: tuple[AdapterInput, ...] = ()
@@ -127,7 +128,7 @@ class Producer(_ManifestPart, frozen=True):
     torch: str
 
 
-class Generation(_ManifestPart, frozen=True):
+class TextGeneration(_ManifestPart, frozen=True):
     """That the methods `prefill` and `decode` generate tokens: `length` of them fit into a context, of `batch` rows.
 
     Tokens are numbers below `vocabulary`. `ends` are those after which a row has ended; `pad` stands where a row has
@@ -157,7 +158,7 @@ class Manifest(_ManifestPart, frozen=True, omit_defaults=True):
     constants: tuple[NamedTensor, ...]
     adapter: Adapter
     files: dict[str, str]
-    generation: Generation | None = None
+    generation: TextGeneration | None = None
     variants: dict[str, tuple[NamedTensor, ...]] = {}
 
     @property
@@ -210,7 +211,7 @@ def decode_manifest(raw: bytes, where: str) -> Manifest:
         raise ArtifactError(f"{where}: not a weightswap manifest ({error}). {advice}") from error
     problems = list(_problems(manifest))
     if problems:
-        raise ArtifactError(f"{where}: the manifest contradicts itself: {'; '.join(problems[:10])}. {advice}")
+        raise ArtifactError(f"{where}: the manifest contradicts itself: {listed(problems, 10, '; ')}. {advice}")
     return manifest
 
 
@@ -241,7 +242,7 @@ def _file_problems(manifest: Manifest) -> Iterator[str]:
         parts = name.split("/")
         if not name or any(part in ("", ".", "..") for part in parts) or "\\" in name or "\0" in name:
             yield f"the file {name!r} would be outside the artifact"
-        if not _HEX.fullmatch(digest):
+        if not DIGEST.fullmatch(digest):
             yield f"the file {name!r} has no BLAKE3 digest"
     for name in [CONSTANTS_NAME, *(method.graph for method in manifest.methods.values())]:
         if name not in manifest.files:
@@ -260,7 +261,7 @@ def _tensor_problems(manifest: Manifest) -> Iterator[str]:
     )
     for tensor in tensors:
         if tensor.dtype not in DTYPES or min(tensor.shape, default=0) < 0 or nbytes(tensor.dtype, tensor.shape) is None:
-            yield f"{tensor.name!r} has the type {tensor.dtype}{list(tensor.shape)}"
+            yield f"{tensor.name!r} has the type {describe(tensor)}"
         elif math.prod(max(1, size) for size in tensor.shape) >= MOST_ELEMENTS:
             yield f"{tensor.name!r} has the shape {list(tensor.shape)}"
         elif tensor.stride is not None and not is_dense(tensor.shape, tensor.stride):
@@ -344,7 +345,7 @@ def _size_problems(name: str, size: str, signature: Signature) -> Iterator[str]:
         yield f"{name}: the size {size!r} names no dimension of the signature"
 
 
-def _generation_problems(found: Generation, methods: dict[str, Method]) -> Iterator[str]:
+def _generation_problems(found: TextGeneration, methods: dict[str, Method]) -> Iterator[str]:
     if not (found.length > 0 < found.batch and 0 <= found.pad < found.vocabulary):
         yield f"it generates {found.batch} rows of {found.length} of {found.vocabulary} tokens, padded with {found.pad}"
     for name in STEPS:
@@ -398,7 +399,7 @@ def _transform_problems(manifest: Manifest) -> Iterator[str]:
             yield f"its adapter computes {source.weight!r} from {unknown[0]!r}, which is not among its inputs"
     for item in adapter.inputs:
         if item.dtype not in DTYPES or min(item.shape, default=0) < 0 or nbytes(item.dtype, item.shape) is None:
-            yield f"its adapter takes {item.name!r} with the type {item.dtype}{list(item.shape)}"
+            yield f"its adapter takes {item.name!r} with the type {describe(item)}"
     wanted = [ADAPTER_NAME] if computed else []
     wanted += [ADAPTER_CONSTANTS_NAME] if any(item.kind == "constant" for item in adapter.inputs) else []
     yield from (f"{name!r} is not among its files" for name in wanted if name not in manifest.files)

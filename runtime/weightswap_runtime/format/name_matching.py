@@ -9,7 +9,8 @@ from itertools import chain
 from typing import Literal, NamedTuple
 
 from weightswap_runtime.errors import MOST_PRINTED, WeightsMismatch
-from weightswap_runtime.tensors.dtypes import Typed, describe
+from weightswap_runtime.messages import listed
+from weightswap_runtime.tensors.dtypes import Typed, describe, same_type
 
 from .manifest import Manifest, NamedTensor
 
@@ -220,7 +221,7 @@ def _advice(match: Match) -> str:
         )
     if match.unknown:
         return (
-            f"No key of a checkpoint gives {', '.join(match.unknown[:5])}: on the build side, load the checkpoint into "
+            f"No key of a checkpoint gives {listed(match.unknown)}: on the build side, load the checkpoint into "
             "the model and pack the model (weightswap pack --recipe, pack(model=...))."
         )
     return (
@@ -246,17 +247,13 @@ def _problems(demand: Demand, tensors: Mapping[str, Typed], hints: Mapping[str, 
         yield f"{demand.weight.name}: the adapter knows no checkpoint key that gives it"
     absent = _missing(demand, tensors)
     if demand.all:
-        yield from (f"{key}: missing, {_type(typed)}{hints.get(key, '')}" for key, typed in absent.items())
+        yield from (f"{key}: missing, {describe(typed)}{hints.get(key, '')}" for key, typed in absent.items())
     elif absent:
         first = next(iter(absent))
-        yield f"{' or '.join(absent)}: missing, {_type(absent[first])}{hints.get(first, '')}"
+        yield f"{' or '.join(absent)}: missing, {describe(absent[first])}{hints.get(first, '')}"
     for key, typed in demand.keys.items():
-        if key in tensors and (tensors[key].dtype, tuple(tensors[key].shape)) != (typed.dtype, typed.shape):
-            yield f"{key}: expected {_type(typed)}, found {_type(tensors[key])}"
-
-
-def _type(tensor: Typed) -> str:
-    return describe(tensor.dtype, tensor.shape)
+        if key in tensors and not same_type(tensors[key], typed):
+            yield f"{key}: expected {describe(typed)}, found {describe(tensors[key])}"
 
 
 def _suggestions(missing: Mapping[str, Typed], unexpected: Mapping[str, Typed]) -> dict[str, str]:

@@ -18,7 +18,7 @@ from weightswap_runtime.tensors.content import TensorBytes, as_float64
 from weightswap_runtime.tensors.dtypes import DTYPES
 
 from .manifest import Manifest, NamedTensor
-from .selection import part_of, patterns
+from .name_patterns import part_of, patterns
 
 STEP = 1 << 20  # bytes that are looked at together: they stay in the cache
 Allowed = bool | frozenset[str] | None  # names

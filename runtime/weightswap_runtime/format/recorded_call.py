@@ -8,7 +8,7 @@ import msgspec
 
 from weightswap_runtime.errors import InputMismatch
 from weightswap_runtime.tensors.content import TensorBytes
-from weightswap_runtime.tensors.dtypes import DTYPES, describe
+from weightswap_runtime.tensors.dtypes import DTYPES, Typed, describe
 
 from .call_check import CallCheck
 from .signature import Integer, Leaf, Signature, Tensor, call_arguments, input_leaves, leaves
@@ -46,7 +46,7 @@ def case_problems(
         problems += _input_problems(case, signature, tensors)
         for leaf, value in zip(outputs, case.outputs, strict=True):
             if isinstance(leaf, Tensor) and isinstance(value, str):
-                text = type_problem(leaf, tensors[value].dtype, tensors[value].shape)
+                text = type_problem(leaf, tensors[value])
                 problems += [f"{leaf.name}{text}"] if text else []
     return problems
 
@@ -83,12 +83,12 @@ def _nowhere(tensor: TensorBytes) -> None:
     """A tensor of a file is on no device, so on no wrong one."""
 
 
-def type_problem(leaf: Tensor, dtype: str, shape: Sequence[int]) -> str | None:
+def type_problem(leaf: Tensor, recorded: Typed) -> str | None:
     """Why a recorded tensor cannot be that output; None if it can. Sizes that vary are left to a run."""
-    fits = len(shape) == len(leaf.shape) and all(
-        wanted == size for wanted, size in zip(leaf.shape, shape, strict=True) if isinstance(wanted, int)
+    fits = len(recorded.shape) == len(leaf.shape) and all(
+        wanted == size for wanted, size in zip(leaf.shape, recorded.shape, strict=True) if isinstance(wanted, int)
     )
-    if fits and dtype == leaf.dtype:
+    if fits and recorded.dtype == leaf.dtype:
         return None
     expected = f"{leaf.dtype}[{', '.join(map(str, leaf.shape))}]"
-    return f": expected {expected}, found {describe(dtype, shape)}"
+    return f": expected {expected}, found {describe(recorded)}"

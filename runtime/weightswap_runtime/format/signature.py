@@ -15,6 +15,7 @@ import msgspec
 
 Size = int | str
 Key = str | int | tuple[str | int, ...]
+Sizes = Mapping[str, int]
 Scalar = bool | int | float | str | None
 _SIZE = re.compile(r"(?:(?P<factor>\d+)\*)?(?P<dim>[A-Za-z_]\w*)(?P<offset>[+-]\d+)?")
 
@@ -107,7 +108,14 @@ def parse_size(text: str) -> SizeExpression:
     return SizeExpression(int(match["factor"] or 1), match["dim"], int(match["offset"] or 0))
 
 
-def size_at(size: Size, sizes: Mapping[str, int]) -> int:
+def in_range(sizes: Sizes, dims: Mapping[str, Dimension]) -> bool:
+    """Whether sizes are those of all named dimensions, each within its range."""
+    return sizes.keys() == dims.keys() and all(
+        limits.min <= sizes[name] and (limits.max is None or sizes[name] <= limits.max) for name, limits in dims.items()
+    )
+
+
+def size_at(size: Size, sizes: Sizes) -> int:
     """A size of a shape, where the named dimensions have these sizes."""
     if isinstance(size, int):
         return size

@@ -4,23 +4,24 @@ from __future__ import annotations
 
 import json
 import os
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from types import MappingProxyType
 from typing import NamedTuple
 
 import msgspec
 from blake3 import blake3
+from msgspec.structs import replace
 
 from weightswap_runtime.errors import DamagedFile, WeightFileError
-from weightswap_runtime.sources.atomic import new_file
+from weightswap_runtime.messages import listed
+from weightswap_runtime.sources.atomic import UnnamedFile
 from weightswap_runtime.sources.byte_source import ByteSource, Check
 from weightswap_runtime.sources.location import Url, as_location
 from weightswap_runtime.sources.opening import open_source
 from weightswap_runtime.tensors.content import TensorBytes
-from weightswap_runtime.tensors.digests import TensorHasher
+from weightswap_runtime.tensors.digests import DIGEST, TensorHasher
 from weightswap_runtime.tensors.dtypes import nbytes
 
 from .header import FileTensor, Header, header_length, pack_ranges, parse_header, render_header
@@ -29,7 +30,7 @@ ALIGNMENT = 256
 LABEL_ROOM = 1024
 METADATA_KEY = "weightswap"
 TensorData = Mapping[str, Iterable[memoryview]] | Iterator[tuple[str, Iterable[memoryview]]]
-_DIGEST = re.compile(r"[0-9a-f]{64}")
+_UNKNOWN = "0" * 64  # an id or a digest, before the bytes are there
 
 
 class Stamp(msgspec.Struct, frozen=True, kw_only=True):
@@ -160,16 +161,16 @@ def _read_stamp(header: Header, where: str) -> Stamp | None:
         if holds_goldens(header):  # of no weights
             return None
         raise DamagedFile(f"{where}: its `{METADATA_KEY}` metadata are not those of a weight file ({error})") from error
-    bad = [name for name, digest in stamp.digests.items() if not _DIGEST.fullmatch(digest)]
+    bad = [name for name, digest in stamp.digests.items() if not DIGEST.fullmatch(digest)]
     if bad or stamp.digests.keys() != header.tensors.keys():
-        odd = sorted(bad or stamp.digests.keys() ^ header.tensors.keys())[:5]
+        odd = sorted(bad or stamp.digests.keys() ^ header.tensors.keys())
         raise DamagedFile(
-            f"{where}: its `{METADATA_KEY}` metadata lacks one BLAKE3 digest for each tensor ({', '.join(odd)}). "
+            f"{where}: its `{METADATA_KEY}` metadata lacks one BLAKE3 digest for each tensor ({listed(odd)}). "
             "Pack the file again, or remove the metadata."
         )
     if strange := {name for names in (stamp.cast or {}).values() for name in names} - header.tensors.keys():
         raise DamagedFile(
-            f"{where}: its `{METADATA_KEY}` metadata says that {', '.join(sorted(strange)[:5])} were cast, which it "
+            f"{where}: its `{METADATA_KEY}` metadata says that {listed(sorted(strange))} were cast, which it "
             "does not hold. Pack the file again, or remove the metadata."
         )
     return stamp
@@ -182,64 +183,83 @@ def write_weight_file(
     *,
     graph_id: str,
     labels: Mapping[str, str] | None = None,
-    cast: Mapping[str, list[str]] | None = None,
-    rename: Callable[[Stamp], Path] | None = None,
 ) -> Stamp:
-    """Write a weight file in canonical layout; it appears under `path` whole or not at all.
+    """Write a weight file; it appears under `path` whole or not at all. Otherwise as `new_weight_file`.
+
+    Returns the stamp that the file carries.
+    """
+    with new_weight_file(Path(path), rows, data, graph_id=graph_id, labels=labels or {}, cast={}) as (file, stamp):
+        file.rename(Path(path))
+    return stamp
+
+
+@contextmanager
+def new_weight_file(
+    path: Path,
+    rows: Sequence[TensorRow],
+    data: TensorData,
+    *,
+    graph_id: str,
+    labels: Mapping[str, str],
+    cast: Mapping[str, list[str]],
+) -> Iterator[tuple[UnnamedFile, Stamp]]:
+    """A weight file in canonical layout, on disk beside `path`, that the block is to rename; and the stamp in it.
 
     `data` gives each tensor's little-endian row-major bytes, in pieces, in the order of `canonical_order(rows)`.
-    One tensor is in memory at a time. `cast` is recorded as it is. `rename` gives another path in the same folder, when
-    the ids are known. Returns the stamp that the file carries.
+    One tensor is in memory at a time. `cast` is recorded as it is.
     """
     order = canonical_order(rows)
-    ranges = pack_ranges(order)
-
-    def stamped(digests: Mapping[str, str]) -> Stamp:
-        return Stamp(
-            graph_id=graph_id,
-            weights_id=weights_id((row, digests[row.name]) for row in order),
-            digests=dict(digests),
-            labels=dict(labels or {}),
-            cast=dict(cast) if cast else msgspec.UNSET,
-        )
-
-    digests = write_tensors(
-        Path(path),
-        order,
-        data,
-        lambda digests: render_stamped(ranges, METADATA_KEY, stamped(digests), labels or {}),
-        lambda digests: rename(stamped(digests)) if rename else Path(path),
+    blank = Stamp(
+        graph_id=graph_id,
+        weights_id=_UNKNOWN,
+        digests={},
+        labels=dict(labels),
+        cast=dict(cast) if cast else msgspec.UNSET,
     )
-    return stamped(digests)
+    with StampedFile(path, order, METADATA_KEY, labels) as file:
+        digests = file.write_tensors(data, blank)
+        stamp = replace(blank, weights_id=weights_id((row, digests[row.name]) for row in order), digests=digests)
+        file.write_stamp(stamp)
+        yield file, stamp
 
 
-def write_tensors(
-    path: Path,
-    order: Sequence[TensorRow],
-    data: TensorData,
-    header: Callable[[Mapping[str, str]], bytes],
-    rename: Callable[[Mapping[str, str]], Path] | None = None,
-) -> Mapping[str, str]:
-    """Write a safetensors file whose header holds digests; it appears whole or not at all. Returns the digests.
+class StampedFile(UnnamedFile):
+    """A safetensors file that is being written: its tensors, the stamp that has their digests, and then its name."""
 
-    `header` renders the header from digests by name, always with the same length; `rename` gives another path.
-    """
-    ranges = pack_ranges(order)
-    items = iter(data.items() if isinstance(data, Mapping) else data)
-    digests = dict.fromkeys(ranges, "0" * 64)
-    with new_file(path, lambda: rename(digests) if rename else path) as file:
-        placeholder = header(digests)
-        file.write(placeholder)
-        for row, (name, pieces) in zip(order, items, strict=True):
+    def __init__(self, path: Path, order: Sequence[TensorRow], key: str, labels: Mapping[str, str]) -> None:
+        self._order, self._ranges = order, pack_ranges(order)
+        self._key, self._labels = key, labels
+        super().__init__(path)
+
+    def write_tensors(self, data: TensorData, blank: msgspec.Struct) -> dict[str, str]:
+        """Write the tensors, behind room for the stamp. Returns their digests by name.
+
+        blank: the stamp, still without digests.
+        """
+        self._room = self.file.write(self._header(replace(blank, digests=dict.fromkeys(self._ranges, _UNKNOWN))))
+        items = iter(data.items() if isinstance(data, Mapping) else data)
+        digests = {}
+        for row, (name, pieces) in zip(self._order, items, strict=True):
             if row.name != name:
                 raise ValueError(f"tensor {name!r} came where {row.name!r} belongs")
-            digests[name] = _write_tensor(file.write, pieces, ranges[name])
-        final = header(digests)
-        if len(final) != len(placeholder):
+            digests[name] = _write_tensor(self.file.write, pieces, self._ranges[name])
+        return digests
+
+    def write_stamp(self, stamp: msgspec.Struct) -> None:
+        """Fill the room before the tensors; all bytes are on disk then."""
+        header = self._header(stamp)
+        if len(header) != self._room:
             raise ValueError("the header changed its size between two renderings")
-        file.seek(0)
-        file.write(final)
-    return digests
+        self.file.seek(0)
+        self.file.write(header)
+        self.sync()
+
+    def _header(self, stamp: msgspec.Struct) -> bytes:
+        """The bytes before the tensors, with room for longer labels."""
+        # "format": transformers and others refuse files without it
+        metadata = {"format": "pt", self._key: msgspec.json.encode(stamp).decode()}
+        text = json.dumps(msgspec.json.encode(self._labels).decode(), ensure_ascii=False)
+        return render_header(self._ranges, metadata, reserve=max(0, LABEL_ROOM - len(text.encode())))
 
 
 def _write_tensor(write: Callable[[memoryview], int], pieces: Iterable[memoryview], expected: FileTensor) -> str:
@@ -251,13 +271,3 @@ def _write_tensor(write: Callable[[memoryview], int], pieces: Iterable[memoryvie
     if written != expected.nbytes:
         raise ValueError(f"{written} bytes came for a tensor of {expected.nbytes}")
     return hasher.hexdigest()
-
-
-def render_stamped(
-    ranges: Mapping[str, FileTensor], key: str, stamp: msgspec.Struct, labels: Mapping[str, str]
-) -> bytes:
-    """The header of a file that carries a stamp under `key`, with room for longer labels."""
-    # "format": transformers and others refuse files without it
-    metadata = {"format": "pt", key: msgspec.json.encode(stamp).decode()}
-    text = json.dumps(msgspec.json.encode(labels).decode(), ensure_ascii=False)
-    return render_header(ranges, metadata, reserve=max(0, LABEL_ROOM - len(text.encode())))

@@ -154,7 +154,7 @@ def _meant(path: Location, names: Sequence[str]) -> str:
     several = indices or singles
     if several:
         raise WeightFileError(
-            f"{path}: holds {len(several)} candidates ({', '.join(several[:5])}) and no {SINGLE_NAME}; name the one "
+            f"{path}: holds {len(several)} candidates ({listed(several)}) and no {SINGLE_NAME}; name the one "
             "that is meant"
         )
     raise WeightFileError(f"{path}: {_nothing(names)}")
@@ -244,4 +244,4 @@ def _index_problems(weight_map: Mapping[str, str], files: Mapping[str, WeightFil
         for key, tensor in file.tensors.items():
             if weight_map.get(key) != name:
                 other = f"it says {weight_map[key]}" if key in weight_map else "it does not list that"
-                yield f"{name} has {key!r} ({describe(tensor.dtype, tensor.shape)}), {other}"
+                yield f"{name} has {key!r} ({describe(tensor)}), {other}"

@@ -15,7 +15,7 @@ from weightswap_runtime.format.call_check import CallCheck
 from weightswap_runtime.format.manifest import STEPS, Manifest
 from weightswap_runtime.format.signature import Signature, Tensor, unflatten
 from weightswap_runtime.live.generation.generating import check_position
-from weightswap_runtime.live.variants.resident import Choice, Variants, Wanted
+from weightswap_runtime.live.variants.resident import Choice, VariantNames, Variants
 from weightswap_runtime.threads.claims import Claim
 from weightswap_runtime.threads.listeners import Listeners
 
@@ -102,7 +102,7 @@ class Caller:
     def _call_named(self, name: str, /, *args: Any, **kwargs: Any) -> Any:
         return self._call(name, args, kwargs)
 
-    def call_flat(self, name: str, flat: list[Any], variants: Wanted | Choice | None = None) -> list[Any]:
+    def call_flat(self, name: str, flat: list[Any], variants: VariantNames | Choice | None = None) -> list[Any]:
         """A call of a method with flat inputs, which have been checked, to flat outputs. variants: as in calls."""
         choice = self._methods.variants.choose(variants) if self._methods.variants is not None else None
         return self._observed(name, lambda: self._run(name, flat, None, choice))

@@ -18,13 +18,12 @@ from weightswap_runtime.format.artifact import Artifact
 from weightswap_runtime.format.context_file import read_context
 from weightswap_runtime.format.goldens import Mode
 from weightswap_runtime.format.name_matching import Keys
+from weightswap_runtime.format.name_patterns import patterns
 from weightswap_runtime.format.nonfinite import as_allowed
-from weightswap_runtime.format.selection import patterns
-from weightswap_runtime.live.generation.generating import Wanted, check
+from weightswap_runtime.live.generation.generating import GenerationRequest, check
 from weightswap_runtime.live.generation.sampling import Sampling
-from weightswap_runtime.live.generation.text import Tokenizer
-from weightswap_runtime.live.variants.resident import MOST, Choice, VariantReceipt, Variants
-from weightswap_runtime.live.variants.resident import Wanted as WantedVariants
+from weightswap_runtime.live.generation.tokenizer import Tokenizer
+from weightswap_runtime.live.variants.resident import MOST, Choice, VariantNames, VariantReceipt, Variants
 from weightswap_runtime.options import check_timeout
 from weightswap_runtime.sources.location import printable
 from weightswap_runtime.staging.request import LEASE_TIMEOUT, BaseFile, Busy, SwapRequest, check_busy, patience
@@ -232,17 +231,17 @@ class Model(Caller, AbstractContextManager["Model"]):
         request = SwapRequest(
             path,
             keys,
-            patterns(only) if only is not None else (),
-            expect,
-            allow_other_graph,
-            verify,
-            as_allowed(allow_nonfinite, self.artifact.manifest),
-            by,
-            rate_limit,
-            busy,
-            timeout,
-            patterns(ignore, "ignore") if ignore else (),
-            tuple(starmap(BaseFile, onto)),
+            only=patterns(only) if only is not None else (),
+            expect=expect,
+            allow_other_graph=allow_other_graph,
+            verify=verify,
+            allow_nonfinite=as_allowed(allow_nonfinite, self.artifact.manifest),
+            by=by,
+            rate_limit=rate_limit,
+            busy=busy,
+            timeout=timeout,
+            ignore=patterns(ignore, "ignore") if ignore else (),
+            onto=tuple(starmap(BaseFile, onto)),
         )
         request.check()
         task = StagingTask(self._store, self._member, request, Job(rate_limit))
@@ -397,20 +396,18 @@ class Model(Caller, AbstractContextManager["Model"]):
         Raises Unsupported and MissingExtra; nothing afterwards.
         """
         self._check_open()
-        allowed = as_allowed(allow_nonfinite, self.artifact.manifest)
         request = SwapRequest(
             "",
             keys,
-            patterns(only) if only is not None else (),
-            None,
-            allow_other_graph,
-            verify,
-            allowed,
-            by,
-            rate_limit,
-            "wait",
-            timeout,
-            patterns(ignore, "ignore") if ignore else (),
+            only=patterns(only) if only is not None else (),
+            allow_other_graph=allow_other_graph,
+            verify=verify,
+            allow_nonfinite=as_allowed(allow_nonfinite, self.artifact.manifest),
+            by=by,
+            rate_limit=rate_limit,
+            busy="wait",
+            timeout=timeout,
+            ignore=patterns(ignore, "ignore") if ignore else (),
         )
         check_promotion_policy(policy)
         promotion = None if promote is None else Promotion(DesiredPlace(promote), policy, by)
@@ -523,7 +520,7 @@ class Model(Caller, AbstractContextManager["Model"]):
         self,
         prompt: Any,
         *,
-        variants: WantedVariants | Choice | None = None,
+        variants: VariantNames | Choice | None = None,
         max_new_tokens: int | None = None,
         temperature: float = 0.0,
         top_k: int | None = None,
@@ -558,7 +555,7 @@ class Model(Caller, AbstractContextManager["Model"]):
             raise Unsupported(f"{self.artifact.path}: does not generate; export it with export_decoder()")
         sampling = Sampling(temperature, top_k, top_p, repetition_penalty)
         prompts = Prompts(prompt, lambda: self._tokenizer(tokenizer))
-        wanted = Wanted(prompts.rows, sampling, max_new_tokens, prompts.stopped(stop), seed)
+        wanted = GenerationRequest(prompts.rows, sampling, max_new_tokens, prompts.stopped(stop), seed)
         check(wanted, generation)
         choice = self._opened_variants().choose(variants) if variants else None
         context = self.new_context(on_swap=on_swap)
@@ -678,7 +675,7 @@ class Model(Caller, AbstractContextManager["Model"]):
         )
 
 
-def choice_of(model: Model, wanted: WantedVariants) -> Choice:
+def choice_of(model: Model, wanted: VariantNames) -> Choice:
     """What calls with `variants=wanted` choose now, to be given instead: it says which weights it has, and keeps them.
 
     Raises UnknownVariant.

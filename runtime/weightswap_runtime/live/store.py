@@ -5,12 +5,10 @@ from __future__ import annotations
 import time
 import weakref
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from itertools import count
 from threading import RLock
-from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -38,10 +36,10 @@ from weightswap_runtime.messages import MOST_LISTED, listed
 from weightswap_runtime.sources.byte_source import Check
 from weightswap_runtime.sources.location import printable
 from weightswap_runtime.staging.delta import stage_delta
+from weightswap_runtime.staging.delta_chain import stage_chain
 from weightswap_runtime.staging.full import plan, stage_full
-from weightswap_runtime.staging.onto import stage_onto
 from weightswap_runtime.staging.part import stage_part
-from weightswap_runtime.staging.request import Admit, Contents, Kind, Served, StagedChange, SwapRequest
+from weightswap_runtime.staging.request import Admit, Base, Contents, Kind, StagedChange, Staging, SwapRequest
 from weightswap_runtime.tensors.dtypes import describe
 from weightswap_runtime.threads.forks import renew_in_children
 from weightswap_runtime.threads.job import Job
@@ -57,9 +55,6 @@ from .residency.residency import Ended, Residency, open_residency
 from .session import Session, bind, run_prologue
 from .trials import Member, find_trials, new_member, try_out
 from .turns import Turns
-
-if TYPE_CHECKING:
-    from weightswap_runtime.staging.transforms import Transforms
 
 HISTORY = 100
 
@@ -84,7 +79,7 @@ def _said(weight: NamedTensor | None) -> str:
     if weight is None:
         return "none"
     ties = f", tied to {listed(weight.aliases)}" if weight.aliases else ""
-    return describe(weight.dtype, weight.shape) + ties + (f", in strides of {weight.stride}" if weight.stride else "")
+    return describe(weight) + ties + (f", in strides of {weight.stride}" if weight.stride else "")
 
 
 def _ready(candidate: StagedSet) -> StagedSet:
@@ -130,7 +125,6 @@ class Store:
         self.admit: Admit | None = None
         self._members: dict[int, Member] = {}
         self._numbers = count()
-        self._transforms: dict[int, Transforms] = {}
         self.stages_on_host = memory.stages_on_host and residency == "single"
         layout = ArenaLayout(weights)
         self._open: set[int] = set()  # the members whose models were not closed
@@ -186,7 +180,6 @@ class Store:
         """What no model, pin or staging can call any more goes: its graphs, its state, its goldens."""
         self._open.discard(number)
         self._members.pop(number, None)
-        self._transforms.pop(number, None)
         for session in self._residency.sessions:
             session.bound.pop(number, None)
 
@@ -208,9 +201,11 @@ class Store:
         if self.admit is not None:
             request = admitted(self.admit, weights, delta, request)
         owner = self._owner(delta or weights.stamp, member)
-        trials = find_trials(weights.location, owner, list(self._members.values()), request, job.check)
-        candidate = self._candidate(owner, weights, delta, request, job)
-        verified, seconds = try_out(candidate, trials, request, job)
+        served = self.gate.current.identity if self.gate.current else None
+        staging = Staging(request, owner.artifact.manifest, served, owner.open_transforms, self.workers, job)
+        trials = find_trials(weights.location, owner, list(self._members.values()), staging)
+        candidate = self._candidate(weights, delta, staging)
+        verified, seconds = try_out(candidate, trials, staging)
         candidate.contents = candidate.contents.proven(verified, seconds)
         return candidate
 
@@ -220,58 +215,39 @@ class Store:
         packed_for = [member for member in members if stamp and member.artifact.graph_id == stamp.graph_id]
         return asked if asked in packed_for or not packed_for else packed_for[0]
 
-    def _candidate(
-        self, member: Member, weights: WeightSet, delta: DeltaStamp | None, request: SwapRequest, job: Job
-    ) -> Candidate:
+    def _candidate(self, weights: WeightSet, delta: DeltaStamp | None, staging: Staging) -> Candidate:
         """What the file leads to: a set of its own, or a patch of the weights that are served."""
-        manifest, where = member.artifact.manifest, weights.where
-        if delta and request.onto and not self._serves(delta.base):
-            return self._onto(member, weights, delta, request, job)
+        if delta and staging.request.onto and not self._serves(delta.base):
+            return self._staged_set(lambda arena: stage_chain(weights, delta, arena, staging), staging)
         if delta:
-            change = stage_delta(weights, delta, self._served(where), manifest, self.workers, job, request)
-            return self._patched(change, request, job)
-        opened, transforms = plan(weights, manifest, request), partial(self._open_transforms, member)
-        if request.only:
-            change = stage_part(opened, self._served(where), manifest, self.workers, job, transforms, request)
-            return self._patched(change, request, job)
-        served = self.gate.current.identity if self.gate.current else None
-        with self._residency.target(request.timeout, job) as (session, staged_in):
-            contents = stage_full(opened, session.arena, self.workers, job, transforms, request, served)
-        session.content = contents.identity.digests
-        return _ready(StagedSet(contents.placed(staged_in), session))
+            return self._staged_patch(stage_delta(weights, delta, self._base(weights.where), staging), staging)
+        planned = plan(weights, staging.manifest, staging.request)
+        if staging.request.only:
+            return self._staged_patch(stage_part(planned, self._base(weights.where), staging), staging)
+        return self._staged_set(lambda arena: stage_full(planned, arena, staging), staging)
 
     def _serves(self, weights_id: str) -> bool:
         return self._current_id == weights_id and self.gate.broken is None
 
-    def _onto(self, member: Member, weights: WeightSet, delta: DeltaStamp, request: SwapRequest, job: Job) -> Candidate:
-        """What a delta leads to whose base is not served."""
-        manifest, transforms = member.artifact.manifest, partial(self._open_transforms, member)
-        served = self.gate.current.identity if self.gate.current else None
-        with self._residency.target(request.timeout, job) as (session, staged_in):
-            arena = session.arena
-            contents = stage_onto(weights, delta, arena, manifest, self.workers, job, transforms, request, served)
+    def _staged_set(self, stage: Callable[[Arena], Contents], staging: Staging) -> StagedSet:
+        """What `stage` puts into memory that serves nobody."""
+        with self._residency.target(staging.request.timeout, staging.job) as (session, staged_in):
+            contents = stage(session.arena)
         session.content = contents.identity.digests
         return _ready(StagedSet(contents.placed(staged_in), session))
 
-    def _patched(self, change: StagedChange, request: SwapRequest, job: Job) -> Candidate:
-        candidate = self._residency.stage_patch(change.patch, change.contents, request.timeout, job)
+    def _staged_patch(self, change: StagedChange, staging: Staging) -> Candidate:
+        candidate = self._residency.stage_patch(change, staging.request.timeout, staging.job)
         return _ready(candidate) if isinstance(candidate, StagedSet) else candidate
 
-    def _served(self, where: str) -> Served:
+    def _base(self, where: str) -> Base:
         """The weights that are served, for a staging that builds on them. Raises BaseMismatch."""
         if self.gate.current is None or self.gate.broken is not None:
             why = "no weights are served yet" if self.gate.current is None else "the model has failed"
             raise BaseMismatch(
                 f"{where}: changes a part of the weights that are served, but {why}. Swap a full weight file first."
             )
-        return Served(self.gate.current.session.arena, self.gate.current.identity)
-
-    def _open_transforms(self, member: Member) -> Transforms:
-        if member.id not in self._transforms:
-            from weightswap_runtime.staging.transforms import Transforms  # needs torch
-
-            self._transforms[member.id] = Transforms(member.artifact)
-        return self._transforms[member.id]
+        return Base(self.gate.current.session.arena, self.gate.current.identity)
 
     def commit(self, member: Member, candidate: Candidate, by: str, timeout: float | None, check: Check) -> SwapReceipt:
         """Serve what was staged. `check` is called while calls and pins are waited for."""
@@ -317,9 +293,11 @@ class Store:
             if interrupted and self.gate.broken is None:
                 raise
             kind: EventKind = "failed" if interrupted or isinstance(error, ModelFailed) else "refused"
-            tell = partial(Event, kind, source, by, member.artifact.graph_id, operation=operation, phase="committing")
+            graph_id, seconds = member.artifact.graph_id, time.perf_counter() - start
             # no variable refers to the error, or it and this frame would keep each other, and the staging, alive
-            self.events.emit(tell(error=error, seconds=time.perf_counter() - start))
+            self.events.emit(
+                Event(kind, source, by, graph_id, error=error, operation=operation, phase="committing", seconds=seconds)
+            )
             raise
 
     def _receipt(
@@ -351,9 +329,18 @@ class Store:
             variants=self._variants_kept(version.weights_id, by),
         )
         self.history.append(receipt)
-        kind: EventKind = "rolled back" if contents.kind == "rollback" else "committed"
-        tell = partial(Event, kind, receipt.source, by, receipt.graph_id, receipt.weights_id, receipt=receipt)
-        self.events.emit(tell(operation=receipt.kind, labels=receipt.labels, nonfinite=receipt.nonfinite))
+        event = Event(
+            "rolled back" if receipt.kind == "rollback" else "committed",
+            receipt.source,
+            by,
+            receipt.graph_id,
+            receipt.weights_id,
+            receipt=receipt,
+            operation=receipt.kind,
+            labels=receipt.labels,
+            nonfinite=receipt.nonfinite,
+        )
+        self.events.emit(event)
         return receipt
 
     def _variants_kept(self, weights_id: str, by: str) -> dict[str, tuple[str, ...]]:
@@ -370,10 +357,17 @@ def open_variants(manifest: Manifest, engine: Engine, store: Store, most: int) -
         return None
 
     def tell(receipt: VariantReceipt) -> None:
-        name = f"{receipt.group}/{receipt.name}"
-        kind: EventKind = f"variant {receipt.kind}"  # type: ignore[assignment]
-        event = partial(Event, kind, receipt.source, receipt.by, receipt.graph_id, receipt.weights_id, variant=name)
-        store.events.emit(event(nbytes=receipt.bytes_read, nonfinite=receipt.nonfinite))
+        event = Event(
+            f"variant {receipt.kind}",  # type: ignore[arg-type]
+            receipt.source,
+            receipt.by,
+            receipt.graph_id,
+            receipt.weights_id,
+            nbytes=receipt.bytes_read,
+            nonfinite=receipt.nonfinite,
+            variant=f"{receipt.group}/{receipt.name}",
+        )
+        store.events.emit(event)
 
     found = Variants(manifest, engine, store.memory, store.workers, most, tell)  # type: ignore[arg-type]
     store.variants.add(found)

@@ -13,10 +13,10 @@ import numpy as np
 
 from weightswap_runtime.engines.engine import Engine
 from weightswap_runtime.errors import InputMismatch, Unsupported
-from weightswap_runtime.format.manifest import STEPS, Generation
-from weightswap_runtime.live.generation.generating import Tokens, Wanted, generate, rows_of
+from weightswap_runtime.format.manifest import STEPS, TextGeneration
+from weightswap_runtime.live.generation.generating import GenerationRequest, Tokens, generate, rows_of
 from weightswap_runtime.live.generation.sampling import Scores
-from weightswap_runtime.live.generation.text import TOKENIZER, Tokenizer
+from weightswap_runtime.live.generation.tokenizer import TOKENIZER, Tokenizer
 from weightswap_runtime.sources.location import Location
 from weightswap_runtime.tensors.content import array_content, as_array
 
@@ -124,7 +124,7 @@ class _Inputs:
 
 
 def generated(
-    find: Callable[[str], Run], engine: Engine, context: Context, wanted: Wanted, generation: Generation
+    find: Callable[[str], Run], engine: Engine, context: Context, wanted: GenerationRequest, generation: TextGeneration
 ) -> Iterator[list[int | None]]:
     """The next tokens of each row, by calls with a context, which is closed at the end. find: a method by its name."""
     inputs = _Inputs(engine)

@@ -26,7 +26,7 @@ from weightswap_runtime.staging.request import Admit
 
 from .allocation import allocate_shared
 from .control import Control
-from .described import describe, described, read_history, write_history
+from .descriptions import Description, describe, read_description, read_history, write_history
 from .segment import Segment, map_writable
 
 _POLL = 0.002  # seconds between two looks at what workers hold
@@ -64,10 +64,10 @@ def _adopt(store: Store, gate: KeeperGate, control: Control) -> None:
     control.fence()  # an earlier keeper may have ended between its word and its fence
     store.history.extend(read_history(control))
     generation = control.generation
-    if generation is None or (now := described(control, generation)) is None:
+    if generation is None or (now := read_description(control, generation, Description)) is None:
         return
     store.inherited = True
-    before = described(control, generation - 1)
+    before = read_description(control, generation - 1, Description)
     assert isinstance(store._residency, Double)
     gate.adopt(store._residency.adopt(generation, now.identity, before.identity if before else None))
 

@@ -13,7 +13,7 @@ from weightswap_runtime.live.variants.resident import Choice
 from weightswap_runtime.threads.claims import Claim
 
 from .control import Control
-from .described import Named, describe
+from .descriptions import Summary, describe
 
 
 def begin_trial(control: Control, staged: Staged, terms: bytes = b"") -> int:
@@ -51,10 +51,10 @@ class Trial(Caller):
 
     _serves = False
 
-    def __init__(self, methods: Methods, leasing: Leasing, word: int, named: Named) -> None:
+    def __init__(self, methods: Methods, leasing: Leasing, word: int, summary: Summary) -> None:
         super().__init__(methods)
         self._leasing, self.word = leasing, word
-        self.weights_id, self.terms = named.weights_id, named.terms
+        self.weights_id, self.terms = summary.weights_id, summary.terms
 
     def _run(self, name: str, flat: list[Any], context: Context | None, choice: Choice | None) -> list[Any]:
         lease = Claim()

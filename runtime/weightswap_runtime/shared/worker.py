@@ -25,7 +25,7 @@ from weightswap_runtime.threads.claims import POLL_SECONDS, Claim
 from weightswap_runtime.threads.ending import Background
 
 from .control import Control
-from .described import named, on_trial, read_history
+from .descriptions import Summary, read_description, read_history, read_trial
 from .keeper import OPTIONS
 from .segment import Segment, map_read_only
 from .trial import Trial
@@ -144,7 +144,7 @@ class WorkerGate(Gate[Session]):
         return self._control.word != word
 
     def _take(self, generation: int) -> None:
-        found = named(self._control, generation)
+        found = read_description(self._control, generation, Summary)
         if found is None:
             raise ModelFailed(f"generation {generation} is served, and the keeper has not said which weights it is")
         self._current = Version(self._sessions[generation % 2], generation, found.identity)
@@ -168,7 +168,7 @@ class WorkerModel(Model):
 
     def find_trial(self, word: int) -> Trial | None:
         """What is on trial where the control page has this word, or None."""
-        found = on_trial(self._control, word)
+        found = read_trial(self._control, word)
         return Trial(self._methods, self._leasing, word, found) if found is not None else None
 
     def close(self) -> None:

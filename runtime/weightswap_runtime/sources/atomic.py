@@ -13,10 +13,10 @@ import secrets
 import shutil
 import stat
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, Self
 
 from weightswap_runtime.errors import Unsupported
 
@@ -79,27 +79,45 @@ def _sync_names(folder: Path) -> None:
             warnings.warn(text, RuntimeWarning, stacklevel=2)
 
 
-@contextmanager
-def new_file(path: Path, rename: Callable[[], Path] | None = None) -> Iterator[BinaryIO]:
-    """Write a file that replaces `path` when the block ends without an error.
+class UnnamedFile:
+    """A file that is being written, locked, under a temporary name beside `path`.
 
-    A reader sees the old file or the new one. The bytes are on disk before the name is. `rename` is called at the end
-    of the block and gives another path in the same folder. While the block runs, the temporary file is locked.
+    It is removed when the block ends, unless `rename` was called.
     """
-    target = _followed(path)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    temporary, file = _new_temporary(target)
-    try:
-        with file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-            target = _followed(rename() if rename else path)
-            temporary.replace(target)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
-    _sync_names(target.parent)
+
+    def __init__(self, path: Path) -> None:
+        target = _followed(path)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        self._temporary, self.file = _new_temporary(target)
+
+    def sync(self) -> None:
+        """Have the bytes on disk."""
+        self.file.flush()
+        os.fsync(self.file.fileno())
+
+    def rename(self, path: Path) -> None:
+        """Replace `path`, in the same folder. A reader sees the old file or this one; `sync` comes first."""
+        target = _followed(path)
+        self._temporary.replace(target)
+        _sync_names(target.parent)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        try:
+            self.file.close()
+        finally:
+            self._temporary.unlink(missing_ok=True)
+
+
+@contextmanager
+def new_file(path: Path) -> Iterator[BinaryIO]:
+    """Write a file that replaces `path`, its bytes on disk, when the block ends without an error."""
+    with UnnamedFile(path) as new:
+        yield new.file
+        new.sync()
+        new.rename(path)
 
 
 @contextmanager
@@ -128,24 +146,19 @@ def check_reportable(path: Path) -> None:
 
 
 @contextmanager
-def companion(path: Path) -> Iterator[Callable[[bytes | None], None]]:
-    """Gives a function that replaces a small file, or removes it (None). If the block fails, the old one is put back.
+def companion(path: Path, content: bytes | None) -> Iterator[None]:
+    """Replace a small file, or remove it (None). If the block fails, the old one is put back.
 
-    For a file that must be there before the one that it belongs to. A process that is killed in between leaves it.
+    For a file that must be there before the one that it belongs to, which the block renames: whoever watches the folder
+    may take that as soon as it is there. A process that is killed in between leaves the new one beside the old.
     """
-    replaced: list[bytes | None] = []
-
-    def put(content: bytes | None) -> None:
-        check_replaceable(path)
-        old = path.read_bytes() if path.exists() else None
-        _replace(path, content)
-        replaced.append(old)
-
+    check_replaceable(path)
+    old = path.read_bytes() if path.exists() else None
+    _replace(path, content)
     try:
-        yield put
+        yield
     except BaseException:
-        for old in replaced:
-            _replace(path, old)
+        _replace(path, old)
         raise
 
 

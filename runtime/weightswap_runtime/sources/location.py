@@ -97,6 +97,11 @@ def fixed(path: Path) -> Path:
         return path
 
 
+def fixed_text(location: Location) -> str:
+    """As other processes find it: an absolute path, or the URL with its secrets."""
+    return location.raw if isinstance(location, Url) else str(fixed(location))
+
+
 def folder_behind(folder: Location) -> Location:
     """A folder without the links on the way, which may be turned meanwhile. Raises WeightFileError."""
     if isinstance(folder, Url):

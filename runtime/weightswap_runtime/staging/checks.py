@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from weightswap_runtime.errors import GraphMismatch, UnexpectedWeights
+from weightswap_runtime.format.delta_file import DeltaStamp
 from weightswap_runtime.format.identity import Identity
 from weightswap_runtime.format.manifest import Manifest
 from weightswap_runtime.format.nonfinite import Nonfinite, newly_nonfinite, refuse_nonfinite
+from weightswap_runtime.format.weight_file import Stamp
+from weightswap_runtime.tensors.digests import tensor_digest
 
-from .request import SwapRequest
+from .request import Staging, SwapRequest
+
+DAMAGED = "The file is damaged: copy it again, or pack it again."
 
 
 def check_graph(graph_id: str, manifest: Manifest, where: str, request: SwapRequest) -> None:
@@ -27,10 +32,21 @@ def check_expected(found: str, where: str, request: SwapRequest) -> None:
         raise UnexpectedWeights(f"{where}: gives the weights {found[:12]}, expected {request.expect[:12]}")
 
 
-def check_finite(
-    manifest: Manifest, identity: Identity, served: Identity | None, where: str, request: SwapRequest
-) -> Mapping[str, Nonfinite]:
+def digest_problems(stamp: Stamp | DeltaStamp | None, read: Mapping[str, Sequence[bytes]]) -> list[str]:
+    """Which tensors have other digests than the file records, by those of the blocks that were read."""
+    if stamp is None:
+        return []
+    found = {name: tensor_digest(blocks) for name, blocks in sorted(read.items())}
+    return [
+        f"{name}: the file records the digest {stamp.digests[name][:12]}, its bytes have {digest[:12]}"
+        for name, digest in found.items()
+        if digest != stamp.digests[name]
+    ]
+
+
+def check_finite(identity: Identity, where: str, staging: Staging) -> Mapping[str, Nonfinite]:
     """What is not finite, and is in the weights that are served. Raises NonFiniteWeights if it is not allowed."""
-    found = newly_nonfinite(manifest.weights, identity.nonfinite, served.nonfinite if served else None)
-    refuse_nonfinite(found, request.allow_nonfinite, where)
+    before = staging.replaces.nonfinite if staging.replaces else None
+    found = newly_nonfinite(staging.manifest.weights, identity.nonfinite, before)
+    refuse_nonfinite(found, staging.request.allow_nonfinite, where)
     return found

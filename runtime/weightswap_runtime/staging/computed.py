@@ -3,41 +3,38 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-
-import torch
+from typing import TYPE_CHECKING
 
 from weightswap_runtime.errors import OutOfMemory, WeightsMismatch, WeightswapError, lacks_memory
 from weightswap_runtime.format.nonfinite import count_nonfinite
 from weightswap_runtime.format.weight_set import WeightSet
 from weightswap_runtime.memory.arena import Arena
 from weightswap_runtime.tensors.digests import block_digests
-from weightswap_runtime.tensors.torch_tensors import as_tensor, tensor_bytes
-from weightswap_runtime.threads.job import Job
-from weightswap_runtime.threads.workers import Workers
 
 from .reading import Findings, lay, read_scratch
-from .transforms import Transforms
+from .request import Staging
+
+if TYPE_CHECKING:
+    import torch
 
 
 def compute_weights(
-    weights: WeightSet,
-    computed: Mapping[str, Mapping[str, str]],
-    arena: Arena,
-    workers: Workers,
-    transforms: Transforms,
-    job: Job,
+    weights: WeightSet, computed: Mapping[str, Mapping[str, str]], arena: Arena, staging: Staging
 ) -> Findings:
     """Compute each weight of `computed` into the arena; returns what was found, by weight.
 
     One weight and what it is computed from are held beside the arena. Raises WeightFileError, WeightsMismatch,
-    OutOfMemory, StageCancelled and ArtifactError; the arena's content is then undefined.
+    OutOfMemory, StageCancelled, and what opening the adapter's graph raises; the arena's content is then undefined.
     """
+    transforms = staging.open_transforms()
+    from weightswap_runtime.tensors.torch_tensors import as_tensor, tensor_bytes  # needs torch
+
     names = {key: name for keys in computed.values() for key, name in keys.items()}
     findings = Findings({}, {})
 
     def read(key: str) -> torch.Tensor:
         stored = weights.tensors[names[key]]
-        scratch, _ = read_scratch(weights, [names[key]], workers, job)
+        scratch, _ = read_scratch(weights, [names[key]], staging.workers, staging.job)
         return as_tensor(scratch.memory, stored.dtype, stored.shape)
 
     try:
@@ -47,7 +44,7 @@ def compute_weights(
             findings.digests[name] = block_digests(rows)
             if nonfinite := count_nonfinite(weight.dtype, rows):
                 findings.nonfinite[name] = nonfinite
-            lay(arena, weight, rows, job)
+            lay(arena, weight, rows, staging.job)
     except (WeightswapError, MemoryError):
         raise
     except Exception as error:

@@ -10,7 +10,6 @@ import numpy as np
 import numpy.typing as npt
 from blake3 import blake3
 
-from weightswap_runtime.format.identity import Identity
 from weightswap_runtime.format.manifest import NamedTensor
 from weightswap_runtime.format.nonfinite import Counts, count_nonfinite, element_bytes
 from weightswap_runtime.memory.arena import Arena, allocate
@@ -20,6 +19,7 @@ from weightswap_runtime.threads.job import Job
 from weightswap_runtime.threads.workers import Workers
 
 from .reading import read_rows, write_rows
+from .request import Base
 
 MOST_PIECES = 16  # of a block that are copied one by one; with more of them the whole block is
 Offsets = npt.NDArray[np.int64]
@@ -98,17 +98,15 @@ class _Changing(NamedTuple):
             self.changes.append(Counts(0, 0).plus(come).plus(gone, -1))
 
 
-def overlay(parts: Mapping[str, ByteRanges], arena: Arena, served: Identity, workers: Workers, job: Job) -> Laid:
-    """Lay parts over copies of what an arena has, which are the weights `served`.
-
-    The arena is only read. Raises MemoryError and StageCancelled.
-    """
+def overlay(parts: Mapping[str, ByteRanges], base: Base, workers: Workers, job: Job) -> Laid:
+    """Lay parts over copies of what an arena has, which is only read. Raises MemoryError and StageCancelled."""
+    arena, before = base
     spans: list[Span] = []
     changing: dict[str, _Changing] = {}
     tasks: list[Callable[[], None]] = []
     for name, part in parts.items():
         weight = arena.layout.weights[name]
-        changing[name] = _Changing(weight, name not in served.nonfinite, list(served.digests[name]), [])
+        changing[name] = _Changing(weight, name not in before.nonfinite, list(before.digests[name]), [])
         if weight.stride is None:
             tasks += _by_block(changing[name], part, arena, spans)
         else:
@@ -119,7 +117,7 @@ def overlay(parts: Mapping[str, ByteRanges], arena: Arena, served: Identity, wor
         job.check()
 
     workers.run_all(work, tasks)
-    nonfinite = dict(served.nonfinite)
+    nonfinite = dict(before.nonfinite)
     for name, each in changing.items():
         nonfinite[name] = reduce(Counts.plus, each.changes, nonfinite.get(name, Counts(0, 0)))
     return Laid(

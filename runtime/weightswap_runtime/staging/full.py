@@ -3,29 +3,21 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from weightswap_runtime.errors import DigestMismatch, WeightsMismatch
-from weightswap_runtime.format.identity import Identity, identify
+from weightswap_runtime.format.identity import identify
 from weightswap_runtime.format.manifest import Manifest
 from weightswap_runtime.format.name_matching import NAMES, Match, resolve
-from weightswap_runtime.format.selection import ignored_names, part_of
-from weightswap_runtime.format.weight_file import Stamp
+from weightswap_runtime.format.name_patterns import ignored_names, part_of
 from weightswap_runtime.format.weight_set import WeightSet
 from weightswap_runtime.memory.arena import Arena
-from weightswap_runtime.tensors.digests import Blocks, tensor_digest
-from weightswap_runtime.threads.job import Job
-from weightswap_runtime.threads.workers import Workers
+from weightswap_runtime.tensors.digests import Blocks
 
-from .checks import check_expected, check_finite, check_graph
+from .checks import DAMAGED, check_expected, check_finite, check_graph, digest_problems
+from .computed import compute_weights
 from .reading import Findings, read_tensors
-from .request import READINGS, Contents, SwapRequest
-
-if TYPE_CHECKING:
-    from .transforms import Transforms
-
-OpenTransforms = Callable[[], "Transforms"]
+from .request import READINGS, Contents, Staging, SwapRequest
 
 
 class Plan(NamedTuple):
@@ -71,30 +63,22 @@ def plan(weights: WeightSet, manifest: Manifest, request: SwapRequest) -> Plan:
     return Plan(weights, match, wanted, ignored)
 
 
-class Filled(NamedTuple):
-    """What was read into an arena, by weight, and how long it took in seconds."""
-
-    found: Findings
-    seconds_read: float
-    seconds_verified: float
-
-
-def fill(plan: Plan, arena: Arena, workers: Workers, job: Job, open_transforms: OpenTransforms) -> Filled:
+def fill(plan: Plan, arena: Arena, staging: Staging) -> tuple[Findings, float]:
     """Read the files into an arena that has the plan's weights, and verify digests and ties.
 
-    Raises WeightFileError, MemoryError, DigestMismatch, WeightsMismatch, StageCancelled, and ArtifactError or
-    MissingExtra where the adapter's graph cannot be opened; the arena's content is then undefined.
+    Returns what was found, by weight, and when all was read. Raises WeightFileError, MemoryError, DigestMismatch,
+    WeightsMismatch, StageCancelled, and ArtifactError or MissingExtra where the adapter's graph cannot be opened; the
+    arena's content is then undefined.
     """
     weights, match = plan.weights, plan.match
-    start = time.perf_counter()
-    job.begin("reading", plan.nbytes)
-    read = read_tensors(weights, match.found, arena, workers, job)
-    findings = _compute(plan, arena, workers, job, open_transforms()) if match.computed else Findings({}, {})
+    staging.job.begin("reading", plan.nbytes)
+    read = read_tensors(weights, match.found, arena, staging.workers, staging.job)
+    findings = compute_weights(weights, match.computed, arena, staging) if match.computed else Findings({}, {})
     done = time.perf_counter()
-    job.begin("verifying")
+    staging.job.begin("verifying")
     _verify(weights, match, read.digests)
     findings.add(_by_weight(read, match))
-    return Filled(findings, done - start, time.perf_counter() - done)
+    return findings, done
 
 
 def _by_weight(read: Findings, match: Match) -> Findings:
@@ -103,68 +87,40 @@ def _by_weight(read: Findings, match: Match) -> Findings:
     return Findings({name: read.digests[key] for name, key in first.items()}, nonfinite)
 
 
-def stage_full(
-    plan: Plan,
-    arena: Arena,
-    workers: Workers,
-    job: Job,
-    open_transforms: OpenTransforms,
-    request: SwapRequest,
-    served: Identity | None,
-) -> Contents:
+def stage_full(plan: Plan, arena: Arena, staging: Staging) -> Contents:
     """Read a full set into an arena, and verify it: digests, ties, weights id, and values that are not finite.
 
-    served: what it is to replace. Raises what `fill` does, UnexpectedWeights and NonFiniteWeights.
+    Raises what `fill` does, UnexpectedWeights and NonFiniteWeights.
     """
-    filled = fill(plan, arena, workers, job, open_transforms)
     start = time.perf_counter()
+    findings, read = fill(plan, arena, staging)
     stamp, where = plan.weights.stamp, plan.weights.where
     labels = stamp.labels if stamp else {}
-    identity = identify(plan.manifest.weights, filled.found.digests, labels, filled.found.nonfinite)
+    identity = identify(plan.manifest.weights, findings.digests, labels, findings.nonfinite)
     if stamp and stamp.graph_id == plan.manifest.graph_id and stamp.weights_id != identity.weights_id:
         text = f"the file records the weights id {stamp.weights_id[:12]}, its tensors have {identity.weights_id[:12]}"
         raise DigestMismatch(where, [text], DAMAGED)
-    check_expected(identity.weights_id, where, request)
+    check_expected(identity.weights_id, where, staging.request)
     return Contents(
         identity=identity,
         kind="full",
         source=where,
-        nonfinite=check_finite(plan.manifest, identity, served, where, request),
+        nonfinite=check_finite(identity, where, staging),
         ignored=(*plan.match.ignored, *plan.left_out),
         bytes_read=plan.nbytes,
-        seconds_staged=filled.seconds_read,
-        seconds_verified=filled.seconds_verified + time.perf_counter() - start,
+        seconds_staged=read - start,
+        seconds_verified=time.perf_counter() - read,
     )
-
-
-def _compute(plan: Plan, arena: Arena, workers: Workers, job: Job, transforms: Transforms) -> Findings:
-    from .computed import compute_weights  # needs torch
-
-    return compute_weights(plan.weights, plan.match.computed, arena, workers, transforms, job)
-
-
-DAMAGED = "The file is damaged: copy it again, or pack it again."
 
 
 def _verify(weights: WeightSet, match: Match, read: dict[str, Blocks]) -> None:
     """Raise DigestMismatch or WeightsMismatch for wrong digests and broken ties, with all of them."""
-    digests = {key: tensor_digest(blocks) for key, blocks in read.items()}
     ties = [
         f"{' and '.join(keys)} are one tensor in the graph, the file has different values for them"
         for keys in match.found.values()
-        if len({digests[key] for key in keys}) > 1
+        if len({read[key] for key in keys}) > 1
     ]
-    corrupt = digest_problems(weights.stamp, digests) if weights.stamp else []
-    if corrupt:
+    if corrupt := digest_problems(weights.stamp, read):
         raise DigestMismatch(weights.where, corrupt + ties, DAMAGED)
     if ties:
         raise WeightsMismatch(weights.where, ties, "Save the checkpoint from a model whose tied tensors are tied.")
-
-
-def digest_problems(stamp: Stamp, digests: dict[str, str]) -> list[str]:
-    """What of the digests that were found is not what the stamp says."""
-    return [
-        f"{key}: the file records the digest {stamp.digests[key][:12]}, its bytes have {digest[:12]}"
-        for key, digest in sorted(digests.items())
-        if digest != stamp.digests[key]
-    ]

@@ -139,7 +139,7 @@ def _tensor_problem(
     try:
         found = engine.content(value)
     except Unsupported as error:  # no file has such a dtype
-        return f": expected {describe(recorded.dtype, recorded.shape)}, but {error}" if recorded else None
+        return f": expected {describe(recorded)}, but {error}" if recorded else None
     return compare(recorded, found)
 
 

@@ -7,16 +7,15 @@ from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 from weightswap_runtime.errors import DigestMismatch, MissingExtra, Unsupported
-from weightswap_runtime.format.selection import patterns, select
+from weightswap_runtime.format.name_patterns import patterns, select
 from weightswap_runtime.format.weight_set import WeightSet, open_weights
 from weightswap_runtime.memory.arena import Scratch
 from weightswap_runtime.tensors.content import TensorBytes, as_array
-from weightswap_runtime.tensors.digests import tensor_digest
 from weightswap_runtime.tensors.dtypes import DTYPES
 from weightswap_runtime.threads.job import Job
 from weightswap_runtime.threads.workers import Workers
 
-from .full import DAMAGED, digest_problems
+from .checks import DAMAGED, digest_problems
 from .reading import Piece, new_piece, read_pieces
 
 Framework = Literal["numpy", "torch"]
@@ -50,8 +49,7 @@ def read_weights(
 
 
 def _check_digests(weights: WeightSet, pieces: Sequence[Piece]) -> None:
-    found = {piece.key: tensor_digest(piece.digests) for piece in pieces}
-    if weights.stamp and (problems := digest_problems(weights.stamp, found)):
+    if problems := digest_problems(weights.stamp, {piece.key: piece.digests for piece in pieces}):
         raise DigestMismatch(weights.where, problems, DAMAGED)
 
 

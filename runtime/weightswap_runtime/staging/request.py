@@ -1,17 +1,17 @@
-"""Requests for a staging, what was staged, and what is served meanwhile."""
+"""Requests for a staging, what it works with, and what was staged."""
 
 from __future__ import annotations
 
 import math
 import os
-import re
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from weightswap_runtime.errors import Unsupported
 from weightswap_runtime.format.goldens import Mode, check_mode
 from weightswap_runtime.format.identity import Identity
+from weightswap_runtime.format.manifest import Manifest
 from weightswap_runtime.format.name_matching import KEYS, NAMES, UNAMBIGUOUS, Keys, Readings
 from weightswap_runtime.format.nonfinite import Allowed, Nonfinite
 from weightswap_runtime.memory.arena import Arena
@@ -19,6 +19,12 @@ from weightswap_runtime.memory.host import IN_PLACE, StagedIn
 from weightswap_runtime.memory.patch import HostPatch
 from weightswap_runtime.options import check_timeout
 from weightswap_runtime.sources.location import Location
+from weightswap_runtime.tensors.digests import DIGEST
+from weightswap_runtime.threads.job import Job
+from weightswap_runtime.threads.workers import Workers
+
+if TYPE_CHECKING:
+    from .transforms import Transforms
 
 LEASE_TIMEOUT = 60.0  # seconds
 Busy = Literal["refuse", "wait"]
@@ -26,7 +32,6 @@ Kind = Literal["full", "partial", "delta", "rollback"]
 Admit = Callable[[Location, str], None]
 """Given a path or URL, and the weights id that the file claims; raises a SwapError to refuse it."""
 READINGS: dict[str | None, Readings] = {None: UNAMBIGUOUS, "checkpoint": KEYS, "fqn": NAMES}
-_WEIGHTS_ID = re.compile(r"[0-9a-f]{64}")
 
 
 class BaseFile(NamedTuple):
@@ -69,7 +74,7 @@ class SwapRequest(NamedTuple):
         """Raise Unsupported for what cannot be meant."""
         if not isinstance(self.keys, str | None) or self.keys not in READINGS:
             raise Unsupported(f"keys={self.keys!r}: the names of a file are read as {', '.join(map(repr, READINGS))}")
-        if self.expect is not None and not (isinstance(self.expect, str) and _WEIGHTS_ID.fullmatch(self.expect)):
+        if self.expect is not None and not (isinstance(self.expect, str) and DIGEST.fullmatch(self.expect)):
             raise Unsupported(f"expect={self.expect!r}: a weights id has 64 hexadecimal digits")
         check_mode(self.verify)
         check_busy(self.busy)
@@ -87,6 +92,19 @@ def patience(busy: Busy, timeout: float | None) -> float | None:
     if busy == "refuse":
         return None
     return math.inf if timeout is None else timeout
+
+
+class Staging(NamedTuple):
+    """What one staging works with. `manifest`: of the graph that the file is for. `replaces`: the weights that are
+    served; None: none yet. `open_transforms` raises ArtifactError, and MissingExtra without torch.
+    """
+
+    request: SwapRequest
+    manifest: Manifest
+    replaces: Identity | None
+    open_transforms: Callable[[], Transforms]
+    workers: Workers
+    job: Job
 
 
 class Contents(NamedTuple):
@@ -118,8 +136,8 @@ class Contents(NamedTuple):
         return self._replace(verified=verified, seconds_verified=self.seconds_verified + seconds)
 
 
-class Served(NamedTuple):
-    """The weights that are served: which, and where they lie."""
+class Base(NamedTuple):
+    """The weights over which a part or a delta is laid: which, and where they lie."""
 
     arena: Arena
     identity: Identity

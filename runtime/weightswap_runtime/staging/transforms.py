@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from weightswap_runtime.errors import ArtifactError, MissingExtra
 from weightswap_runtime.format.artifact import Artifact
 from weightswap_runtime.format.manifest import ADAPTER_CONSTANTS_NAME, ADAPTER_NAME, NamedTensor
-from weightswap_runtime.tensors.dtypes import TORCH_NAMES, describe
+from weightswap_runtime.tensors.dtypes import describe
 
 try:
     import torch
@@ -20,7 +20,7 @@ from weightswap_runtime.engines.graphs.operators import ForeignFunction, find_op
 from weightswap_runtime.engines.graphs.schema import Graph, Node, argument_names
 from weightswap_runtime.engines.graphs.straight_line import compile_graph
 from weightswap_runtime.tensors.torch_modes import default_torch_modes
-from weightswap_runtime.tensors.torch_tensors import copied_tensor
+from weightswap_runtime.tensors.torch_tensors import DTYPE_NAMES, copied_tensor
 
 Read = Callable[[str], torch.Tensor]
 CPU = torch.device("cpu")
@@ -84,11 +84,11 @@ class Transforms:
         return result
 
     def _check_result(self, row: NamedTensor, value: torch.Tensor) -> None:
-        found = TORCH_NAMES.get(str(value.dtype).removeprefix("torch.")), tuple(value.shape)
+        found = DTYPE_NAMES.get(value.dtype), tuple(value.shape)
         if found != (row.dtype, row.shape):
             raise ArtifactError(
-                f"{self._where}: computes {found[0]}{list(found[1])} for {row.name}, expected "
-                f"{describe(row.dtype, row.shape)}. Export again."
+                f"{self._where}: computes {found[0]}{list(found[1])} for {row.name}, expected {describe(row)}. Export "
+                "again."
             )
 
 

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .content import TensorBytes, as_array, as_float64
-from .dtypes import DTYPES, describe, has_fractions
+from .dtypes import DTYPES, describe, has_fractions, same_type
 
 Tolerance = tuple[float, float]  # relative, absolute
 EXACT: Tolerance = (0.0, 0.0)
@@ -31,8 +31,8 @@ def difference(expected: TensorBytes, found: TensorBytes, tolerance: Tolerance |
     another one tells that something else was computed. Tensors that are neither floating nor complex are always
     compared exactly. Another dtype or shape is a difference.
     """
-    if expected.dtype != found.dtype or expected.shape != found.shape:
-        return f": expected {_type(expected)}, found {_type(found)}"
+    if not same_type(expected, found):
+        return f": expected {describe(expected)}, found {describe(found)}"
     differ = differing(expected, found, tolerance)
     count = int(differ.sum())
     if not count:
@@ -81,10 +81,6 @@ def not_finite(recorded: TensorBytes | None, found: TensorBytes) -> str | None:
     index = int(wrong.argmax())
     value = values[index].item()
     return f"{_index_text(index, found.shape)}: expected a finite value, found {value}; {count} of {wrong.size} are not"
-
-
-def _type(tensor: TensorBytes) -> str:
-    return describe(tensor.dtype, tensor.shape)
 
 
 def _beyond(tolerance: Tolerance | None, found: TensorBytes) -> str:

@@ -6,11 +6,13 @@ large tensor cheap to prove. https://github.com/BLAKE3-team/BLAKE3-specs
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 
 from blake3 import blake3
 
 BLOCK = 1 << 20
+DIGEST = re.compile(r"[0-9a-f]{64}")  # as it is written; ids of graphs and of weights are digests, too
 Blocks = tuple[bytes, ...]
 
 

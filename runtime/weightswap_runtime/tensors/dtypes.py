@@ -64,6 +64,15 @@ def nbytes(dtype: str, shape: Sequence[int]) -> int | None:
     return bits // 8 if bits % 8 == 0 else None
 
 
+def row_major(shape: Sequence[int]) -> tuple[int, ...]:
+    """The strides of a dense tensor in row-major order, in elements."""
+    strides, step = [], 1
+    for size in reversed(shape):
+        strides.append(step)
+        step *= max(1, size)
+    return tuple(reversed(strides))
+
+
 class Typed(Protocol):
     """Anything with a safetensors dtype, and a shape in elements."""
 
@@ -84,9 +93,14 @@ class TensorType(msgspec.Struct, frozen=True):
         return cls(tensor.dtype, tuple(tensor.shape))
 
     def __str__(self) -> str:
-        return describe(self.dtype, self.shape)
+        return describe(self)
 
 
-def describe(dtype: str, shape: Sequence[int]) -> str:
+def describe(tensor: Typed) -> str:
     """`F32[2, 3]`: how messages and tables write a tensor's type."""
-    return f"{dtype}{list(shape)}"
+    return f"{tensor.dtype}{list(tensor.shape)}"
+
+
+def same_type(one: Typed, other: Typed) -> bool:
+    """Whether two tensors have one dtype and one shape."""
+    return one.dtype == other.dtype and tuple(one.shape) == tuple(other.shape)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import mmap
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -13,6 +13,10 @@ from weightswap_runtime.errors import Unsupported
 
 from .content import TensorBytes
 from .dtypes import DTYPES, TORCH_NAMES
+
+DTYPE_NAMES: Mapping[torch.dtype, str] = {
+    getattr(torch, attribute): name for attribute, name in TORCH_NAMES.items() if hasattr(torch, attribute)
+}
 
 
 def torch_dtype(name: str) -> torch.dtype:
@@ -66,7 +70,7 @@ def tensor_content(tensor: torch.Tensor) -> TensorBytes:
 
     Raises Unsupported for a dtype without a safetensors name.
     """
-    name = TORCH_NAMES.get(str(tensor.dtype).removeprefix("torch."))
+    name = DTYPE_NAMES.get(tensor.dtype)
     if name is None:
         raise Unsupported(f"{tensor.dtype} is no dtype of the safetensors format")
     return TensorBytes(name, tuple(tensor.shape), tensor_bytes(tensor))

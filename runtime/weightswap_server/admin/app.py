@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
@@ -21,13 +20,13 @@ from weightswap_runtime.live.variants.resident import VariantReceipt
 from weightswap_runtime.messages import encode_json
 from weightswap_runtime.threads.awaiting import in_thread
 from weightswap_server.errors import BadRequest, UnknownModel, log
+from weightswap_server.http.app import metrics_page
 from weightswap_server.http.bodies import body_of
 from weightswap_server.protocol.tensors_on_the_wire import decoded
 from weightswap_server.service.service import Service
 
 from . import triton
 from .audit import AuditLog, audited, peer, who
-from .desk import Desk
 from .documents import (
     AddVariantRequest,
     AdminError,
@@ -48,6 +47,7 @@ from .errors import Forbidden, Refused, Unauthorised, refused
 from .event_stream import EventStream
 from .load_series import LoadSeries
 from .openapi import description
+from .operations import ModelOperations
 from .operator_page import page_routes
 from .settings import AdminSettings
 from .tokens import Scope
@@ -55,24 +55,24 @@ from .uploads import UploadDirectory
 
 T = TypeVar("T")
 Page = Callable[[Request], Awaitable[Response]]
-Work = Callable[[Desk, Any, str], SwapReceipt | VariantReceipt | None]
+Work = Callable[[ModelOperations, Any, str], SwapReceipt | VariantReceipt | None]
 _JSON = "application/json"
 NO_STORE = {"cache-control": "no-store"}
 
 CHANGES: dict[str, tuple[type[Any], Work]] = {
-    "stage": (StageRequest, Desk.stage),
-    "commit": (CommitRequest, Desk.commit),
-    "discard": (Change, Desk.discard),
-    "swap": (StageRequest, Desk.swap),
-    "canary": (CanaryRequest, Desk.canary),
-    "rollback": (RollbackRequest, Desk.rollback),
-    "add_variant": (AddVariantRequest, Desk.add_variant),
-    "remove_variant": (RemoveVariantRequest, Desk.remove_variant),
-    "hold": (Change, Desk.hold),
-    "release": (Change, Desk.release),
-    "follow": (FollowRequest, Desk.follow),
-    "watch": (WatchRequest, Desk.watch),
-    "unfollow": (Change, Desk.unfollow),
+    "stage": (StageRequest, ModelOperations.stage),
+    "commit": (CommitRequest, ModelOperations.commit),
+    "discard": (Change, ModelOperations.discard),
+    "swap": (StageRequest, ModelOperations.swap),
+    "canary": (CanaryRequest, ModelOperations.canary),
+    "rollback": (RollbackRequest, ModelOperations.rollback),
+    "add_variant": (AddVariantRequest, ModelOperations.add_variant),
+    "remove_variant": (RemoveVariantRequest, ModelOperations.remove_variant),
+    "hold": (Change, ModelOperations.hold),
+    "release": (Change, ModelOperations.release),
+    "follow": (FollowRequest, ModelOperations.follow),
+    "watch": (WatchRequest, ModelOperations.watch),
+    "unfollow": (Change, ModelOperations.unfollow),
 }
 """What may be asked of a model, as POST /admin/models/NAME/CHANGE: its document, and who does it."""
 
@@ -83,13 +83,13 @@ class AdminPages:
     def __init__(
         self,
         service: Service,
-        desks: Mapping[str, Desk],
+        models: Mapping[str, ModelOperations],
         load: LoadSeries,
         audit: AuditLog,
         uploads: UploadDirectory | None,
         settings: AdminSettings,
     ) -> None:
-        self._service, self._desks, self._load = service, desks, load
+        self._service, self._models, self._load = service, models, load
         self._audit, self._uploads = audit, uploads
         self._limits = settings.http
         self._started = time.time()
@@ -161,38 +161,35 @@ class AdminPages:
             started=self._started,
             ready=self._service.ready,
             stopping=self._service.stopping,
-            models=[desk.status() for desk in self._desks.values()],
+            models=[each.status() for each in self._models.values()],
             processes=self._service.processes(),
         )
 
     async def _model(self, request: Request) -> Response:
-        return document(await in_thread(self._desk(request).status))
+        return document(await in_thread(self._operations(request).status))
 
     async def _history(self, request: Request) -> Response:
-        return document(await in_thread(self._desk(request).history))
+        return document(await in_thread(self._operations(request).history))
 
     async def _metrics(self, request: Request) -> Response:
-        return Response(
-            await asyncio.to_thread(self._service.all_metrics), media_type="text/plain; version=0.0.4; charset=utf-8"
-        )
+        return await metrics_page(self._service)
 
     async def _openapi(self, request: Request) -> Response:
-        return document(description(list(self._desks), {name: kind for name, (kind, _) in CHANGES.items()}))
+        return document(description(list(self._models), {name: kind for name, (kind, _) in CHANGES.items()}))
 
     async def _events(self, request: Request) -> Response:
         with_load = "load" in request.query_params
-        stream = EventStream(self._desks, self._load, self._server_status, lambda: self.ending)
+        stream = EventStream(self._models, self._load, self._server_status, lambda: self.ending)
         return StreamingResponse(stream.lines(with_load), media_type="text/event-stream", headers=NO_STORE)
 
     async def _change(self, change: str, request: Request) -> Response:
-        desk = self._desk(request)
+        operations = self._operations(request)
         kind, work = CHANGES[change]
         asked = await self._asked(request, kind)
-        receipt = await audited(self._audit, request, change, desk, asked, lambda: work(desk, asked, who(request)))
-        found = Changed(
-            model=desk.name, receipt=receipt.as_dict() if receipt else None, status=await in_thread(desk.status)
-        )
-        return document(found)
+        doing = partial(work, operations, asked, who(request))
+        receipt = await audited(self._audit, request, change, operations, asked, doing)
+        status = await in_thread(operations.status)
+        return document(Changed(model=operations.name, receipt=receipt.as_dict() if receipt else None, status=status))
 
     async def _asked(self, request: Request, kind: type[T]) -> T:
         """The document of a request; an empty body is one without fields."""
@@ -226,22 +223,23 @@ class AdminPages:
         return document([entry for entry in self._service.index() if entry.state == "READY" or not asked.ready])
 
     async def _triton_load(self, request: Request) -> Response:
-        desk = self._desk(request)
+        operations = self._operations(request)
         asked = triton.load_request(await self._asked(request, LoadRequest))
-        await audited(self._audit, request, "load", desk, asked, lambda: triton.load(desk, asked, who(request)))
+        doing = partial(triton.load, operations, asked, who(request))
+        await audited(self._audit, request, "load", operations, asked, doing)
         return Response()
 
     async def _triton_unload(self, request: Request) -> Response:
-        desk = self._desk(request)
+        operations = self._operations(request)
         await body_of(request, self._limits)
-        await audited(self._audit, request, "unload", desk, None, lambda: triton.unload(desk))
+        await audited(self._audit, request, "unload", operations, None, partial(triton.unload, operations))
         return Response()
 
-    def _desk(self, request: Request) -> Desk:
+    def _operations(self, request: Request) -> ModelOperations:
         name = request.path_params["name"]
-        if name not in self._desks:
-            raise UnknownModel(f"no model is called {name}; there are: {', '.join(self._desks)}")
-        return self._desks[name]
+        if name not in self._models:
+            raise UnknownModel(f"no model is called {name}; there are: {', '.join(self._models)}")
+        return self._models[name]
 
 
 async def _pieces(request: Request) -> AsyncIterator[bytes]:

@@ -20,8 +20,8 @@ from weightswap_runtime.sources.location import redact
 from weightswap_runtime.threads.awaiting import in_thread
 from weightswap_server.errors import NotReady, log
 
-from .desk import Desk
 from .errors import refused
+from .operations import ModelOperations
 from .tokens import Scope
 
 _DENIALS_EACH = 1.0  # seconds: denied calls in between are counted
@@ -86,7 +86,12 @@ T = TypeVar("T")
 
 
 async def audited(
-    audit: AuditLog, request: Request, call: str, desk: Desk | None, asked: Any, work: Callable[[], T] | Awaitable[T]
+    audit: AuditLog,
+    request: Request,
+    call: str,
+    operations: ModelOperations | None,
+    asked: Any,
+    work: Callable[[], T] | Awaitable[T],
 ) -> T:
     """Do it, in a thread, between two lines of the audit log. It goes on if the client has gone."""
     arguments = _without_secrets(asked)
@@ -94,10 +99,10 @@ async def audited(
         "who": who(request),
         "peer": peer(request.scope),
         "call": call,
-        "model": desk.name if desk else None,
+        "model": operations.name if operations else None,
         "arguments": arguments,
     }
-    before = desk.model.weights_id if desk else None
+    before = operations.model.weights_id if operations else None
     number = audit.begin(**fields, weights_before=before)
     outcome: dict[str, Any] = {"outcome": "broken off"}
     try:
@@ -108,27 +113,27 @@ async def audited(
         outcome = {"outcome": "refused", "error": told.kind, "message": told.text}
         raise
     finally:
-        after = desk.model.weights_id if desk else None
+        after = operations.model.weights_id if operations else None
         audit.end(number, **fields, weights_before=before, weights_after=after, **outcome)
     return answer
 
 
-def obey(audit: AuditLog, desk: Desk, verdict: str, rule: str) -> None:
-    """Do what the rule of a canary says, between two lines of the audit log. Raises what `Desk.obey` raises."""
+def obey(audit: AuditLog, operations: ModelOperations, verdict: str, rule: str) -> None:
+    """Do what a canary's rule says, between two lines of the audit log. Raises what `operations.obey` raises."""
     fields: dict[str, Any] = {
-        "who": desk.staged_by,
+        "who": operations.staged_by,
         "peer": "",
         "call": f"{verdict} by rule",
-        "model": desk.name,
+        "model": operations.name,
         "arguments": {"rule": rule},
-        "weights_before": desk.model.weights_id,
+        "weights_before": operations.model.weights_id,
     }
     number, outcome = audit.begin(**fields), "refused"
     try:
-        desk.obey(verdict, rule)
+        operations.obey(verdict, rule)
         outcome = "done"
     finally:
-        audit.end(number, **fields, weights_after=desk.model.weights_id, outcome=outcome)
+        audit.end(number, **fields, weights_after=operations.model.weights_id, outcome=outcome)
 
 
 def who(request: Request) -> str:

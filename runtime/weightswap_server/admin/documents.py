@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct, field
 
+from weightswap_runtime.tensors.digests import DIGEST
 from weightswap_server.canary.judging import DEFAULT_ABORT
 from weightswap_server.protocol.variant_text import NAME
 from weightswap_server.service.processes import Process
@@ -14,7 +15,7 @@ _Text = Annotated[str, Meta(max_length=4096)]
 _Why = Annotated[str, Meta(max_length=1000)]
 _Source = Annotated[str, Meta(min_length=1, max_length=4096)]
 _Id = Annotated[str, Meta(pattern="^[0-9a-f]{1,64}$")]
-_WeightsId = Annotated[str, Meta(pattern="^[0-9a-f]{64}$")] | None
+_WeightsId = Annotated[str, Meta(pattern=f"^{DIGEST.pattern}$")] | None
 _Name = Annotated[str, Meta(pattern=f"^{NAME}$")]
 _Revision = Annotated[int, Meta(ge=0, le=(1 << 53))] | None
 _Interval = Annotated[float, Meta(ge=0.01, le=86400)]
@@ -47,7 +48,7 @@ class CommitRequest(Change, forbid_unknown_fields=True, kw_only=True):
 
 
 class CanaryRequest(Change, forbid_unknown_fields=True, kw_only=True):
-    """As `canary.Plan`. source: what is staged first; None: what is staged already."""
+    """As `CanaryPlan`. source: what is staged first; None: what is staged already."""
 
     share: Annotated[float, Meta(ge=0, le=1)] = 0.0
     shadow: bool = False

@@ -10,9 +10,9 @@ from typing import Any
 from weightswap_runtime.messages import encode_json
 from weightswap_runtime.threads.awaiting import in_thread
 
-from .desk import Desk
 from .documents import ServerStatus
 from .load_series import LoadSeries
+from .operations import ModelOperations
 
 _LOOK, _QUIET = 0.25, 15.0  # seconds between two looks, and until a line that says that the stream is alive
 
@@ -22,26 +22,26 @@ class EventStream:
 
     def __init__(
         self,
-        desks: Mapping[str, Desk],
+        models: Mapping[str, ModelOperations],
         load: LoadSeries,
         server_status: Callable[[], ServerStatus],
         ended: Callable[[], bool],
     ) -> None:
-        self._desks, self._load, self._server_status, self._ended = desks, load, server_status, ended
+        self._models, self._load, self._server_status, self._ended = models, load, server_status, ended
 
     async def lines(self, with_load: bool) -> AsyncIterator[bytes]:
         """`status` at first and after each event, `event` for what happens, `staging` while something is staged.
 
         with_load: and `load`, with the points of the last minutes at first, then each as it comes, with a `status`.
         """
-        seen = {name: desk.journal.last_event for name, desk in self._desks.items()}
-        counted = dict.fromkeys(self._desks, 0.0) if with_load else {}
+        seen = {name: each.journal.last_event for name, each in self._models.items()}
+        counted = dict.fromkeys(self._models, 0.0) if with_load else {}
         told = time.monotonic()
-        yield _event("status", await in_thread(self._server_status))
+        yield event_line("status", await in_thread(self._server_status))
         while not self._ended():
             lines = [*self._news(seen), *self._loads(counted)]
             if lines:
-                lines.append(_event("status", await in_thread(self._server_status)))
+                lines.append(event_line("status", await in_thread(self._server_status)))
             lines += self._stagings()
             if not lines and time.monotonic() > told + _QUIET:
                 lines = [b": \n\n"]
@@ -51,17 +51,17 @@ class EventStream:
             await asyncio.sleep(_LOOK)
 
     def _news(self, seen: dict[str, int]) -> list[bytes]:
-        news = []
-        for name, desk in self._desks.items():
-            for number, event in desk.journal.events(seen[name]):
+        found = []
+        for name, operations in self._models.items():
+            for number, event in operations.journal.events(seen[name]):
                 seen[name] = number
-                news.append(_event("event", {"model": name, **event}))
-        return news
+                found.append(event_line("event", {"model": name, **event}))
+        return found
 
     def _stagings(self) -> list[bytes]:
-        progresses = {name: desk.model.progress for name, desk in self._desks.items()}
+        progresses = {name: each.model.progress for name, each in self._models.items()}
         return [
-            _event("staging", {"model": name, **progress._asdict()})
+            event_line("staging", {"model": name, **progress._asdict()})
             for name, progress in progresses.items()
             if progress is not None
         ]
@@ -71,9 +71,10 @@ class EventStream:
         for name, moment in counted.items():
             if points := self._load.after(name, moment):
                 counted[name] = points[-1].time
-                loads.append(_event("load", {"model": name, "points": points}))
+                loads.append(event_line("load", {"model": name, "points": points}))
         return loads
 
 
-def _event(kind: str, data: Any) -> bytes:
+def event_line(kind: str, data: Any) -> bytes:
+    """One event, as a browser's EventSource reads it."""
     return b"event: %s\ndata: %s\n\n" % (kind.encode(), encode_json(data))

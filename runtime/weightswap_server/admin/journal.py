@@ -18,14 +18,14 @@ from weightswap_runtime.live.receipt import SwapReceipt
 from .documents import Refusal
 from .errors import Conflict
 from .followed import Followed
-from .telling import refusal_of
+from .model_documents import refusal_of
 
 _REFUSALS = 100
 _EVENTS = 200
 _REFUSED = ("refused", "skipped", "unreachable", "failed", "cancelled", "discarded")
 
 
-class Told(msgspec.Struct, frozen=True):
+class JournalState(msgspec.Struct, frozen=True):
     """What no model knows of its history: the reasons of commits, by generation, and what was refused."""
 
     whys: dict[int, str] = {}
@@ -42,14 +42,14 @@ class Journal:
         self._numbers = count(1)
         self._said = "", ""  # by whom and why the commit that is under way
         self._whys: dict[int, str] = {}  # by generation
-        self.on_told: Callable[[Told], object] = lambda _: None  # whoever replaces this process knows it, too
+        self.on_change: Callable[[JournalState], object] = lambda _: None  # what replaces this process knows it
         self.close = model.listen(self._on_event)
 
-    def inherit(self, told: Told) -> None:
+    def inherit(self, earlier: JournalState) -> None:
         """Go on with what the journal of an earlier process has told, whose last commit may not have come to be."""
         last = self._model.generation
-        self._whys = {number: why for number, why in told.whys.items() if last is not None and number <= last}
-        self.refusals.extend(told.refusals)
+        self._whys = {number: why for number, why in earlier.whys.items() if last is not None and number <= last}
+        self.refusals.extend(earlier.refusals)
         self._tell()
 
     def refuse(self, refusal: Refusal) -> None:
@@ -58,7 +58,7 @@ class Journal:
         self._tell()
 
     def _tell(self) -> None:
-        self.on_told(Told(self._whys, list(self.refusals)))
+        self.on_change(JournalState(self._whys, list(self.refusals)))
 
     def events(self, after: int) -> list[tuple[int, dict[str, Any]]]:
         """What has happened after the event of that number, oldest first; the last 200 are kept."""
@@ -91,7 +91,7 @@ class Journal:
     def saying(self, by: str, why: str) -> Iterator[None]:
         """A block whose commit is for this reason, which is told before: the process may die as soon as it is made."""
         self._said, last = (by, why), self._model.generation
-        self.on_told(Told(self._whys | {0 if last is None else last + 1: why}, list(self.refusals)))
+        self.on_change(JournalState(self._whys | {0 if last is None else last + 1: why}, list(self.refusals)))
         try:
             yield
         finally:

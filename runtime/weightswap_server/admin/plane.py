@@ -20,8 +20,8 @@ from weightswap_server.service.service import Service
 from .allowing import Allowed
 from .app import AdminPages
 from .audit import AuditLog, obey
-from .desk import Desk
 from .load_series import EVERY, LoadSeries
+from .operations import ModelOperations
 from .operator_page import OPEN_PATHS
 from .settings import AdminSettings
 from .tokens import TokenGuard, read_tokens
@@ -44,11 +44,12 @@ class AdminPlane:
                 settings.upload_dir, settings.max_uploads, settings.body_timeout, settings.upload_timeout
             )
         allowed = Allowed(settings.allow, uploads.folder if uploads else None)
-        self.desks = {served.name: Desk(served, allowed, settings.staged_timeout) for served in service.served}
+        timeout = settings.staged_timeout
+        self.models = {served.name: ModelOperations(served, allowed, timeout) for served in service.served}
         self._load = LoadSeries(
-            service.load_metrics, {name: {name, *desk.served.methods} for name, desk in self.desks.items()}
+            service.load_metrics, {served.name: {served.name, *served.methods} for served in service.served}
         )
-        self._pages = AdminPages(service, self.desks, self._load, self._audit, uploads, settings)
+        self._pages = AdminPages(service, self.models, self._load, self._audit, uploads, settings)
         self._http = HttpServer(TokenGuard(self._pages.app(), tokens, self._pages.refuse, OPEN_PATHS), settings.http)
         self._ending = Event()
         self.port = 0
@@ -68,7 +69,7 @@ class AdminPlane:
             self.port = 0 if self.settings.socket is not None else listener.getsockname()[1]
             begun: Future[None] = Future()
             server = Thread(target=self._serve, args=(listener, begun), name="weightswap-admin")
-            keeper = Thread(target=self._look_after, name="weightswap-admin-desk", daemon=True)
+            keeper = Thread(target=self._look_after, name="weightswap-admin-operations", daemon=True)
             counter = Thread(target=self._count, name="weightswap-admin-load", daemon=True)
             for thread in (server, keeper, counter):
                 thread.start()
@@ -78,8 +79,8 @@ class AdminPlane:
             finally:
                 self._pages.ending = True
                 self._ending.set()
-                for desk in self.desks.values():
-                    desk.close()
+                for operations in self.models.values():
+                    operations.close()
                 self._http.should_exit = True
                 for thread in (server, keeper, counter):
                     thread.join()
@@ -93,13 +94,13 @@ class AdminPlane:
 
     def _look_after(self) -> None:
         while not self._ending.wait(_LOOK):
-            for desk in self.desks.values():
+            for operations in self.models.values():
                 try:
-                    desk.look_after()
-                    if verdict := desk.verdict():
-                        obey(self._audit, desk, *verdict)
+                    operations.look_after()
+                    if verdict := operations.verdict():
+                        obey(self._audit, operations, *verdict)
                 except Exception:
-                    log.exception("%s: what is staged could not be looked after", desk.name)
+                    log.exception("%s: what is staged could not be looked after", operations.name)
 
     def _count(self) -> None:
         while not self._ending.wait(EVERY):

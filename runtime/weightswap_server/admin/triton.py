@@ -7,8 +7,8 @@ import msgspec
 from weightswap_runtime.live.receipt import SwapReceipt
 from weightswap_server.errors import BadRequest
 
-from .desk import Desk
 from .documents import LoadRequest, StageRequest
+from .operations import ModelOperations
 
 
 class _Config(msgspec.Struct):
@@ -26,13 +26,13 @@ def load_request(asked: LoadRequest) -> StageRequest | None:
     return StageRequest(source=weights) if weights else None
 
 
-def load(desk: Desk, asked: StageRequest | None, by: str) -> SwapReceipt | None:
-    """Answer again, with other weights where some are named. Raises what `Desk.swap` raises."""
-    receipt = desk.swap(asked, by) if asked is not None else None
-    desk.served.switch.unloaded = False
+def load(operations: ModelOperations, asked: StageRequest | None, by: str) -> SwapReceipt | None:
+    """Answer again, with other weights where some are named. Raises what `ModelOperations.swap` raises."""
+    receipt = operations.swap(asked, by) if asked is not None else None
+    operations.served.switch.unloaded = False
     return receipt
 
 
-def unload(desk: Desk) -> None:
+def unload(operations: ModelOperations) -> None:
     """Answer nobody until the next `load`. Weights and memory stay, and go on to be changed."""
-    desk.served.switch.unloaded = True
+    operations.served.switch.unloaded = True

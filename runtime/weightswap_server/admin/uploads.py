@@ -15,6 +15,7 @@ from blake3 import blake3
 
 from weightswap_runtime.errors import Unsupported
 from weightswap_runtime.sources.atomic import new_file, remove_abandoned
+from weightswap_runtime.tensors.digests import DIGEST
 from weightswap_runtime.threads.awaiting import in_thread
 from weightswap_server.errors import BadRequest, BodyTooLarge, BodyTooSlow, log
 
@@ -23,7 +24,6 @@ from .documents import Uploaded, Uploads
 from .errors import Conflict, NoRoom, NotThere, UploadMismatch
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}\.safetensors(?:\.sig)?")
-_DIGEST = re.compile(r"[0-9a-f]{64}")
 _PIECE = 4 << 20
 _SPARE = 64 << 20  # bytes that are left free in the file system
 
@@ -60,7 +60,7 @@ class UploadDirectory:
         nothing is left of it.
         """
         path = self.folder / _checked(name)
-        if digest and not _DIGEST.fullmatch(digest):
+        if digest and not DIGEST.fullmatch(digest):
             raise BadRequest("the digest is no BLAKE3 in 64 hexadecimal digits")
         self._begin(name, path, length or 0)
         try:

@@ -9,12 +9,12 @@ from threading import Condition, Lock, Thread
 from typing import TYPE_CHECKING
 
 from weightswap_runtime.errors import StageClosed
-from weightswap_runtime.live.variants.resident import Wanted
+from weightswap_runtime.live.variants.resident import VariantNames
 from weightswap_server.errors import log
-from weightswap_server.methods import Flat, Method
+from weightswap_server.methods import Flat, ServedMethod
 from weightswap_server.protocol.tensors_on_the_wire import Answer
 
-from .judging import Judgement, Plan
+from .judging import CanaryPlan, Judgement
 from .measuring import has_nonfinite
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ _WAITING = 8  # answers that wait to be looked through, or compared; more are le
 class Canary(Judgement):
     """Staged weights that answer some requests. Its errors are nobody else's: the served weights answer, then."""
 
-    def __init__(self, staged: Staged | Trial, plan: Plan, tell: Callable[[str, str], None]) -> None:
+    def __init__(self, staged: Staged | Trial, plan: CanaryPlan, tell: Callable[[str, str], None]) -> None:
         """staged: in a worker, the trial of what its keeper has staged.
 
         tell: called with "errors", "compared" or "differing" and the weights id, for metrics. Raises Unsupported.
@@ -40,7 +40,7 @@ class Canary(Judgement):
         self._tell = tell
         self._owed = 0.0
         self._counting = Lock()
-        self._waiting: deque[tuple[Method, Flat, Wanted, Answer, bool]] = deque()
+        self._waiting: deque[tuple[ServedMethod, Flat, VariantNames, Answer, bool]] = deque()
         self._changed = Condition()
         self._closed = False
         self._thread = Thread(target=self._look_through, name="weightswap-canary", daemon=True)
@@ -58,7 +58,14 @@ class Canary(Judgement):
             return True
 
     def answered(
-        self, method: Method, flat: Flat, variants: Wanted, answer: Answer, seconds: float, *, by_canary: bool
+        self,
+        method: ServedMethod,
+        flat: Flat,
+        variants: VariantNames,
+        answer: Answer,
+        seconds: float,
+        *,
+        by_canary: bool,
     ) -> None:
         """Note an answer of the canary, or of the served weights. It takes no longer than a line of a log."""
         (self.canary if by_canary else self.served).answered(seconds)
@@ -100,7 +107,9 @@ class Canary(Judgement):
                 self.failed(error)
             del work  # a queue that stays empty keeps no tensors
 
-    def _look_at(self, method: Method, flat: Flat, variants: Wanted, answer: Answer, by_canary: bool) -> None:
+    def _look_at(
+        self, method: ServedMethod, flat: Flat, variants: VariantNames, answer: Answer, by_canary: bool
+    ) -> None:
         (self.canary if by_canary else self.served).looked_at(has_nonfinite(answer.outputs))
         if by_canary or not self.plan.shadow:
             return

@@ -16,7 +16,7 @@ from .rule import Rule
 DEFAULT_ABORT = "errors > served_errors + 0.01 or nonfinite > served_nonfinite + 0.01"
 
 
-class Plan(NamedTuple):
+class CanaryPlan(NamedTuple):
     """share: of the requests that the canary answers; others may ask for it. shadow: call it beside each request that
     it does not answer, and compare. tolerance: which relative difference makes answers differ. Rules may be empty."""
 
@@ -27,7 +27,7 @@ class Plan(NamedTuple):
     abort_if: str = DEFAULT_ABORT
 
 
-def check_plan(plan: Plan) -> None:
+def check_plan(plan: CanaryPlan) -> None:
     """Raise Unsupported for what cannot be meant."""
     if not 0 <= plan.share <= 1:
         raise Unsupported(f"share={plan.share}: expected 0 to 1")
@@ -49,7 +49,7 @@ class Measured(msgspec.Struct, frozen=True):
 class Judgement:
     """What was measured of weights on trial, and of those that are served beside them."""
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: CanaryPlan) -> None:
         """Raises Unsupported for a plan that cannot be meant."""
         check_plan(plan)
         self.plan = plan

@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 
 from weightswap_runtime.tensors.content import TensorBytes, as_array
-from weightswap_runtime.tensors.dtypes import has_fractions
+from weightswap_runtime.tensors.dtypes import has_fractions, same_type
 
 LAST = 10_000  # answers of each side that values are made of
 Outputs = Sequence[tuple[str, TensorBytes]]
@@ -184,7 +184,7 @@ def _floats(content: TensorBytes) -> np.ndarray:
 
 def _difference(one: TensorBytes, other: TensorBytes) -> tuple[float, float]:
     """The largest difference, and by the largest number of the first; infinite where they cannot be compared."""
-    if (one.dtype, one.shape) != (other.dtype, other.shape):
+    if not same_type(one, other):
         return float("inf"), float("inf")
     first, second = as_array(one), as_array(other)
     if not has_fractions(one.dtype):

@@ -19,12 +19,12 @@ from weightswap_server.errors import BadRequest
 from weightswap_server.protocol.documents import DATATYPE_OF, GenerateParameters, GenerateRequest
 from weightswap_server.protocol.tensors_on_the_wire import Answer, chosen, dtype_of, from_bytes, from_values, version_of
 from weightswap_server.protocol.variant_text import PARAMETER, read_variants
-from weightswap_server.service.generating import END, Generation
+from weightswap_server.service.generations import END, OpenGeneration
 from weightswap_server.service.service import Service
 from weightswap_server.settings import Settings
 
-from .messages import SERVICE, message_class
 from .patience import Patience
+from .protobuf import SERVICE, message_class
 
 _MOST_DETAIL = 800
 _CONTENTS = {
@@ -190,7 +190,7 @@ class _Methods:
 
     def _generated(self, request: Any, traceparent: str) -> Iterator[Any]:
         name, version = request.model_name, request.model_version
-        generation = Generation(self._service, name, version, _prompt(request), traceparent)
+        generation = OpenGeneration(self._service, name, version, _prompt(request), traceparent)
         end = Timer(generation.left, generation.close)  # also where the client does not read
         end.daemon = True
         end.start()

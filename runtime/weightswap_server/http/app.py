@@ -19,7 +19,7 @@ from starlette.types import ASGIApp
 from weightswap_server.errors import Failure
 from weightswap_server.protocol.documents import GenerateRequest
 from weightswap_server.protocol.tensors_on_the_wire import decoded
-from weightswap_server.service.generating import Generation, event_stream, whole
+from weightswap_server.service.generations import OpenGeneration, event_stream, whole
 from weightswap_server.service.service import Service
 
 from .bodies import Bodies, Headers, body_of
@@ -114,9 +114,7 @@ class _Pages:
         return _document(self._service.index())
 
     async def metrics(self, request: Request) -> Response:
-        return Response(
-            await asyncio.to_thread(self._service.all_metrics), media_type="text/plain; version=0.0.4; charset=utf-8"
-        )
+        return await metrics_page(self._service)
 
     async def openapi(self, request: Request) -> Response:
         return Response(self._description, media_type=JSON)
@@ -127,13 +125,18 @@ class _Pages:
     async def generate_stream(self, request: Request) -> Response:
         return await event_stream(self._service, await self._generation(request))
 
-    async def _generation(self, request: Request) -> Generation:
+    async def _generation(self, request: Request) -> OpenGeneration:
         name = request.path_params["name"]
         self._service.find(name)
         headers = Headers(request.scope["headers"])
         body = await self._bodies.whole(request.scope, request.receive, headers)
         asked = await self._bodies.read(body, partial(decoded, kind=GenerateRequest))
-        return Generation(self._service, name, "", asked, headers.text("traceparent"))
+        return OpenGeneration(self._service, name, "", asked, headers.text("traceparent"))
+
+
+async def metrics_page(service: Service) -> Response:
+    """What is counted, as Prometheus reads it."""
+    return Response(await asyncio.to_thread(service.all_metrics), media_type="text/plain; version=0.0.4; charset=utf-8")
 
 
 def _document(document: Any) -> Response:

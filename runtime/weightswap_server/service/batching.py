@@ -19,7 +19,7 @@ from weightswap_runtime.live.variants.resident import Choice
 from weightswap_runtime.tensors.content import TensorBytes
 from weightswap_server.canary.canary import Canary
 from weightswap_server.errors import NotReady, Overloaded, UnknownModel
-from weightswap_server.methods import Flat, Method, Outputs
+from weightswap_server.methods import Flat, Outputs, ServedMethod
 from weightswap_server.protocol.tensors_on_the_wire import Answer
 from weightswap_server.protocol.variant_text import write_variants
 
@@ -37,7 +37,7 @@ class Call:
 
     def __init__(
         self,
-        method: Method,
+        method: ServedMethod,
         flat: Flat,
         version: str = "",
         traceparent: str = "",
@@ -79,12 +79,12 @@ class ModelThread:
     def __init__(self, model: Model, *, max_queue: int, max_delay: float, observe: Observe) -> None:
         self._model = model
         self._max_queue, self._max_delay, self._observe = max_queue, max_delay, observe
-        self._limits: dict[Method, int] = {}
+        self._limits: dict[ServedMethod, int] = {}
         self._queue: deque[Call | Task] = deque()
         self._changed = Condition()
         self._busy = self._stopped = False
-        self._quick: dict[Method, int] = {}  # up to how many bytes
-        self._owed: dict[Method, float] = {}  # seconds that calls took too long, less what others were quicker
+        self._quick: dict[ServedMethod, int] = {}  # up to how many bytes
+        self._owed: dict[ServedMethod, float] = {}  # seconds that calls took too long, less what others were quicker
         self._inline = model.device == "cpu" and model.residency == "double"  # else a call may wait
         self._thread = Thread(target=self._run, name="weightswap-model", daemon=True)
         self._thread.start()
@@ -93,15 +93,15 @@ class ModelThread:
     def queued(self) -> int:
         return len(self._queue)
 
-    def batch(self, method: Method, limit: int) -> None:
+    def batch(self, method: ServedMethod, limit: int) -> None:
         """Put calls of a method together from now on, up to `limit` rows."""
         self._limits[method] = limit
 
-    def limit(self, method: Method) -> int:
+    def limit(self, method: ServedMethod) -> int:
         """How many rows go as one; 0 for a method that is not batched."""
         return self._limits.get(method, 0)
 
-    def try_out(self, method: Method, flat: Flat) -> None:
+    def try_out(self, method: ServedMethod, flat: Flat) -> None:
         """Call a method in the thread that asks, and learn how long that takes. Nobody is told."""
         began = time.perf_counter()
         call = Call(method, flat)
@@ -138,7 +138,7 @@ class ModelThread:
             return None
         return self._answers([call])[0]
 
-    def _is_quick(self, method: Method, nbytes: int) -> bool:
+    def _is_quick(self, method: ServedMethod, nbytes: int) -> bool:
         """Whether the thread that asks may call a method itself."""
         return self._inline and not self._busy and not self._stopped and nbytes <= self._quick.get(method, -1)
 
@@ -251,7 +251,7 @@ class ModelThread:
                 raise UnknownModel(f"version {calls[0].version}: generation {session.generation} is served")
             return _call(session, calls, choice, session.generation, session.weights_id)
 
-    def _learn(self, method: Method, nbytes: int, seconds: float) -> None:
+    def _learn(self, method: ServedMethod, nbytes: int, seconds: float) -> None:
         """Up to which size calls are quick. A few slow ones are the machine's doing. For more, and for one that took
         long, quick ones make up, before so large ones are quick again: what a call takes may be in its values."""
         known, owed = self._quick.get(method, -1), self._owed.get(method, 0.0)

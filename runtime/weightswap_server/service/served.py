@@ -12,9 +12,9 @@ from weightswap_runtime.live.events import Event
 from weightswap_runtime.live.model import Model
 from weightswap_runtime.live.staged import Staged
 from weightswap_server.canary.canary import Canary
-from weightswap_server.canary.judging import Plan
+from weightswap_server.canary.judging import CanaryPlan
 from weightswap_server.errors import log
-from weightswap_server.methods import Method
+from weightswap_server.methods import ServedMethod
 from weightswap_server.protocol.tensors_on_the_wire import Answer
 from weightswap_server.settings import Settings
 
@@ -78,7 +78,7 @@ class Served:
         self._stop_listening()
         self.thread.stop(timeout)
 
-    def start_canary(self, staged: Staged, plan: Plan) -> Canary:
+    def start_canary(self, staged: Staged, plan: CanaryPlan) -> Canary:
         """Let what is staged answer some requests. Raises Unsupported where it cannot."""
         if self.generates:
             raise Unsupported(f"{self.name}: generates, and each generation stays on the weights that it began with")
@@ -98,7 +98,7 @@ class Served:
             raise
         return canary
 
-    def try_out(self, staged: Staged | Trial, plan: Plan) -> Canary:
+    def try_out(self, staged: Staged | Trial, plan: CanaryPlan) -> Canary:
         """As `start_canary`, where that was allowed and announced."""
         self.canary = Canary(staged, plan, partial(self._metrics.tried, self.name))
         return self.canary
@@ -149,7 +149,7 @@ class Served:
                 log.warning("%s: the warm-up failed, and the model is served all the same: %s", name, error)
         self.warm = True
 
-    def _try(self, method: Method) -> None:
+    def _try(self, method: ServedMethod) -> None:
         sample = method.sample()
         if sample is None:
             return
@@ -159,12 +159,12 @@ class Served:
             self.thread.try_out(method, joined([sample] * (limit // rows_of(sample))))
 
 
-def _methods(name: str, model: Model) -> dict[str, Method]:
+def _methods(name: str, model: Model) -> dict[str, ServedMethod]:
     """The methods by the name of the model that each is: the default one has the model's own name."""
     methods, problems = {}, []
     for method in model.signatures:
         try:
-            served = Method(model, method)
+            served = ServedMethod(model, method)
         except Unsupported as error:
             log.warning("%s: not served: %s", name, error)
             problems.append(str(error))

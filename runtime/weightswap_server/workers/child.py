@@ -1,240 +1,224 @@
-"""A keeper's and a worker's process: `python -m weightswap_server.workers.child DESCRIPTOR`.
-
-The descriptor is one end of a socket, the other is the manager's (`manager`). Over it come what to do, and answers;
-when it closes, the manager has gone, and so does the child.
-"""
+"""One child of the manager: started, listened to, and started again where it has died, or hangs."""
 
 from __future__ import annotations
 
 import asyncio
-import gc
-import logging
 import os
 import signal
 import socket
+import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
-from contextlib import nullcontext, suppress
-from functools import partial
-from queue import SimpleQueue
-from threading import Event, Lock, Thread
-from typing import Literal
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
 
 import msgspec
-from prometheus_client.parser import text_string_to_metric_families
 
 from weightswap_runtime.errors import WeightswapError
 from weightswap_runtime.shared.control import Control
-from weightswap_runtime.shared.keeper import keep
-from weightswap_runtime.shared.segment import Segment
-from weightswap_runtime.shared.worker import join
-from weightswap_server.admin.desk import Taking
-from weightswap_server.admin.journal import Told
-from weightswap_server.admin.plane import AdminPlane
-from weightswap_server.admin.settings import AdminSettings
+from weightswap_server.admin.journal import JournalState
 from weightswap_server.errors import log
 from weightswap_server.service.processes import Process
-from weightswap_server.service.service import Service
-from weightswap_server.serving import Server, Source
-from weightswap_server.settings import Settings
-from weightswap_server.signed_weights import requires
+from weightswap_server.serving import ModelSource
 
-from .totals import Role
-from .trials import KeeperTrials, WorkerTrials
+from .child_main import ChildTask, Word
+from .totals import Totals
 
-TELLS = 1.0  # seconds between two times that a child tells its metrics
-_WARM = 60.0  # seconds for which a worker that joins waits until it is warm
-
-
-class Task(msgspec.Struct, frozen=True, kw_only=True):
-    """What a child is to do. `segments` are those of `sources`, by the models' names, and `told` is what their journals
-    had when an earlier keeper ended."""
-
-    role: Role
-    name: str
-    sources: Mapping[str, Source]
-    segments: Mapping[str, Segment]
-    settings: Settings
-    admin: AdminSettings | None = None
-    require_signature: tuple[str, ...] = ()
-    op_libraries: tuple[str, ...] = ()
-    slot: int = 0
-    listener: int = -1
-    told: Mapping[str, Told] = {}
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.05, 10.0  # seconds before a child that has ended is started again
+_HEALTHY = 30.0  # seconds after which it does not count that it has failed before
+_LINE = 1 << 26  # bytes of metrics
+_LAST = 5.0  # seconds beyond the grace, after which a child is killed
+_LOOKS = 10  # in the time after which a child that is silent is killed
 
 
-class Word(msgspec.Struct, frozen=True):
-    """What a child says to its manager, and, as "total" and "processes", asks. One that is not "alive" for long hangs.
-
-    text: as "alive" a `Process`; "metrics" and "total" are as Prometheus reads them; "processes" are those of all;
-    "tried" is a `Tried`, which the manager passes on to the keeper. "sources" and "told" are what the next keeper has.
-    """
-
-    kind: Literal["ready", "failed", "alive", "metrics", "total", "processes", "tried", "sources", "told"]
-    text: str = ""
+class ChildFailed(WeightswapError):
+    """A keeper or a worker could not begin."""
 
 
-class Line:
-    """A child's end of the socket."""
+class Child:
+    """One of the processes, and those that replace it."""
 
-    def __init__(self, descriptor: int) -> None:
-        with socket.socket(fileno=descriptor) as connection:
-            self._stream = connection.makefile("rwb")  # keeps it open
-        self.task = msgspec.json.decode(self._stream.readline(), type=Task)
-        self.closed = Event()
-        self.on_tried: Callable[[str], object] = lambda _: None
-        self._sending = Lock()
-        self._asking = Lock()
-        self._answers: SimpleQueue[str] = SimpleQueue()
+    def __init__(
+        self,
+        task: ChildTask,
+        totals: Totals,
+        processes: Callable[[], list[Process]],
+        timeout: float,
+        pass_on: Callable[[bytes], object] = lambda _: None,
+    ) -> None:
+        """processes: of all. timeout: seconds of silence after which it is killed; 0: it never is. pass_on: takes what
+        is for the keeper.
+        """
+        self._name, self._task, self._totals, self._timeout = task.name, task, totals, timeout
+        self._processes, self._pass_on = processes, pass_on
+        self._writer: asyncio.StreamWriter | None = None
+        self._said = self._begun(0)
+        self._spoken: bool | None = None  # since the last look; None until it is ready
+        self._ready: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._failure = ""
+        self._ending = False
+        self._tending: asyncio.Task[None] | None = None
 
-    def listen(self) -> None:
-        """Take what comes, in a thread; `closed` is set when nothing does any more."""
-        Thread(target=self._listen, name="weightswap-line", daemon=True).start()
+    async def begin(self) -> str:
+        """Start it, and wait until it is ready; what it has said then. Raises ChildFailed."""
+        self._tending = asyncio.create_task(self._tend())
+        either: set[asyncio.Future[Any]] = {self._tending, self._ready}
+        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+        if not self._ready.done():
+            await self._tending
+        return self._ready.result()
 
-    def _listen(self) -> None:
-        with suppress(OSError, msgspec.DecodeError):
-            while raw := self._stream.readline():
+    async def _tend(self) -> None:
+        """Start it, and start it again when it has died. Raises ChildFailed where it has never been ready."""
+        pause = _FIRST_PAUSE
+        while not self._asked_to_end():
+            began = time.monotonic()
+            code = await self._live()
+            if self._asked_to_end():
+                return
+            if not self._ready.done():
+                raise ChildFailed(self._failure or f"{self._name} has ended with {code} before it was ready")
+            why = f": {self._failure}" if self._failure else ""
+            log.warning("%s has ended with %d%s; another one begins", self._name, code, why)
+            pause = _FIRST_PAUSE if time.monotonic() - began > _HEALTHY else min(2 * pause, _LONGEST_PAUSE)
+            await asyncio.sleep(pause)
+
+    def _begun(self, pid: int) -> Process:
+        now = time.time()
+        return Process(role=self._task.role, name=self._name, pid=pid, since=now, heard=now, ready=False)
+
+    @property
+    def process(self) -> Process:
+        """As it has last said of itself. The pid is 0 before the first one."""
+        return self._said
+
+    def _asked_to_end(self) -> bool:
+        return self._ending  # which changes while one waits
+
+    async def _live(self) -> int:
+        """One process, from its start to its end; its exit code."""
+        ours, theirs = socket.socketpair()
+        shared = [each for segment in self._task.segments.values() for each in segment.descriptors]
+        passed = [theirs.fileno(), *shared, *([self._task.listener] if self._task.listener >= 0 else [])]
+        command = [sys.executable, "-P", "-m", "weightswap_server.workers.child_main", str(theirs.fileno())]
+        self._failure, self._spoken = "", None
+        with theirs:
+            self._process = process = subprocess.Popen(
+                command, pass_fds=passed, stdin=subprocess.DEVNULL, start_new_session=True
+            )
+        self._said = self._begun(process.pid)
+        reader, writer = await asyncio.open_connection(sock=ours, limit=_LINE)
+        writer.write(msgspec.json.encode(self._task) + b"\n")
+        self._writer = writer
+        hearing = asyncio.create_task(self._hear(process.pid, reader, writer))
+        looking = asyncio.create_task(self._look_after(process))
+        try:
+            await _ended(process.pid)
+            return process.wait()
+        finally:
+            await asyncio.wait([hearing], timeout=1)  # its last words
+            hearing.cancel()
+            looking.cancel()
+            self._writer = None
+            writer.close()
+            self._totals.end(process.pid)
+            self._let_go()
+
+    async def _look_after(self, process: subprocess.Popen[bytes]) -> None:
+        """Kill it once it has been silent for too long.
+
+        Looks are counted, and no seconds: what keeps this process from looking keeps others from speaking, too.
+        """
+        silent = 0
+        while self._timeout:
+            await asyncio.sleep(self._timeout / _LOOKS)
+            silent = silent + 1 if self._spoken is False else 0
+            if self._spoken:
+                self._spoken = False
+            if silent >= _LOOKS and not self._asked_to_end():
+                self._failure = f"it hung: it had said nothing for {self._timeout:g} s, and was killed"
+                process.kill()
+                return
+
+    def _let_go(self) -> None:
+        """What a dead worker held, it does not hold any more."""
+        if self._task.role == "worker":
+            for segment in self._task.segments.values():
+                Control(segment.control).empty_slot(self._task.slot)
+
+    async def _hear(self, pid: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with suppress(OSError):
+            while raw := await reader.readline():
                 word = msgspec.json.decode(raw, type=Word)
-                (self.on_tried if word.kind == "tried" else self._answers.put)(word.text)
-        self.closed.set()
-        self._answers.put("")
+                if word.kind == "failed":
+                    self._failure = word.text
+                elif word.kind == "ready":
+                    self._spoken = True
+                    self._tell_ready(word.text)
+                elif word.kind == "alive":
+                    self._spoken = True
+                    self._said = msgspec.structs.replace(
+                        msgspec.json.decode(word.text, type=Process), since=self._said.since, heard=time.time()
+                    )
+                elif word.kind == "tried":
+                    self._pass_on(raw)
+                elif word.kind in ("sources", "journals"):
+                    self._keep_for_next(word)
+                elif word.kind == "processes":
+                    found = msgspec.json.encode([each for each in self._processes() if each.pid]).decode()
+                    writer.write(msgspec.json.encode(Word("processes", found)) + b"\n")
+                else:
+                    self._count(pid, word, writer)
 
-    def say(self, word: Word) -> None:
-        with self._sending, suppress(OSError):
-            self._stream.write(msgspec.json.encode(word) + b"\n")
-            self._stream.flush()
+    def _keep_for_next(self, word: Word) -> None:
+        """What the process that replaces this one begins with."""
+        if word.kind == "sources":
+            sources = msgspec.json.decode(word.text, type=dict[str, ModelSource])
+            self._task = msgspec.structs.replace(self._task, sources={**self._task.sources, **sources})
+        else:
+            journals = msgspec.json.decode(word.text, type=dict[str, JournalState])
+            self._task = msgspec.structs.replace(self._task, journals={**self._task.journals, **journals})
 
-    def total(self, text: bytes) -> bytes:
-        """The metrics of all processes, of which this one's are `text`."""
-        return self._ask(Word("total", text.decode())).encode()
+    def _count(self, pid: int, word: Word, writer: asyncio.StreamWriter) -> None:
+        self._totals.tell(pid, self._task.role, word.text)
+        if word.kind == "total":
+            writer.write(msgspec.json.encode(Word("total", self._totals.text())) + b"\n")
 
-    def processes(self) -> list[Process]:
-        """All processes, as the manager knows them; none where it has gone."""
-        return msgspec.json.decode(self._ask(Word("processes")) or "[]", type=list[Process])
+    def tell(self, raw: bytes) -> None:
+        """Send it a word, unless it reads none."""
+        if self._writer is not None and self._writer.transport.get_write_buffer_size() < _LINE:
+            self._writer.write(raw)
 
-    def tell_source(self, name: str, taking: Taking) -> None:
-        """What an operator has a model take: whoever replaces this process goes on with it."""
-        source = msgspec.structs.replace(self.task.sources[name], **taking._asdict())
-        self.say(Word("sources", msgspec.json.encode({name: source}).decode()))
+    def _tell_ready(self, text: str) -> None:
+        if not self._ready.done():
+            self._ready.set_result(text)
 
-    def tell_told(self, name: str, told: Told) -> None:
-        """What the journal of a model has: it goes on in whoever replaces this process."""
-        self.say(Word("told", msgspec.json.encode({name: told}).decode()))
-
-    def _ask(self, word: Word) -> str:
-        """What the manager answers; nothing where it has gone."""
-        with self._asking:
-            if self.closed.is_set():
-                return ""
-            self.say(word)
-            return self._answers.get()
-
-
-def _keep(line: Line) -> None:
-    """Stage and commit for all workers, until the manager says or is gone."""
-    task, ended = line.task, line.closed
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: ended.set())
-    admit = requires(*task.require_signature) if task.require_signature else None
-    models = {name: keep(source.artifact, task.segments[name], admit) for name, source in task.sources.items()}
-    service = Service(models, task.settings)
-    for served in service.served:
-        served.switch = Control(task.segments[served.name].control)
-    line.on_tried = KeeperTrials(service.served).heard
-    service.all_metrics = lambda: line.total(service.metrics.text())
-    service.load_metrics = lambda: text_string_to_metric_families(service.all_metrics().decode())
-    service.processes = line.processes
-    plane = AdminPlane(service, task.admin) if task.admin is not None else None
-    for name, desk in plane.desks.items() if plane is not None else ():
-        desk.on_source = partial(line.tell_source, name)
-        desk.journal.on_told = partial(line.tell_told, name)
-        desk.journal.inherit(task.told.get(name, Told()))
-    try:
-        for name, source in task.sources.items():
-            if source.weights is not None and models[name].weights_id is None:
-                models[name].swap(source.weights)
-            source.take(models[name])
-        with plane.running() if plane is not None else nullcontext():
-            line.say(Word("ready", plane.where if plane is not None else ""))
-            _say_how(line, service)
-            while not ended.wait(TELLS):
-                _say_how(line, service)
-    finally:
-        service.close()
-
-
-def _serve(line: Line) -> None:
-    """Answer requests, until the manager says or is gone. It accepts them when it is warm."""
-    task = line.task
-    models = {name: join(source.artifact, task.segments[name], task.slot) for name, source in task.sources.items()}
-    server = Server(models, task.settings, listener=socket.socket(fileno=task.listener))
-    for served in server.service.served:
-        served.switch = Control(task.segments[served.name].control)
-    trials = WorkerTrials(server.service.served)
-    own = server.service.metrics.text
-    server.service.all_metrics = lambda: line.total(own())
-    server.on_listening(partial(line.say, Word("ready")))
-    _await_warm(server)
-    gc.collect()
-    gc.freeze()
-    turned = Event()
-    server.on_listening(lambda: _turn(asyncio.get_running_loop(), turned))
-    Thread(target=_tell, args=(line, server, turned, trials), name="weightswap-telling", daemon=True).start()
-    server.run()
-
-
-def _turn(loop: asyncio.AbstractEventLoop, turned: Event) -> None:
-    """Show that the loop goes round, from which no call in the model's thread keeps it."""
-    turned.set()
-    loop.call_later(TELLS / 2, _turn, loop, turned)
-
-
-def _await_warm(server: Server) -> None:
-    deadline = time.monotonic() + _WARM
-    while not all(served.warm or served.model.weights_id is None for served in server.service.served):
-        if time.monotonic() >= deadline:
-            log.warning("a model is not warm after %g s, and is served all the same", _WARM)
+    async def end(self, grace: float) -> None:
+        """Ask it to stop, and kill it where it does not."""
+        self._ending = True
+        if self._tending is None:
             return
-        time.sleep(0.01)
+        process = self._process
+        if process is not None and process.poll() is None:
+            process.send_signal(signal.SIGTERM)
+            await asyncio.wait([self._tending], timeout=grace + _LAST)
+            if process.poll() is None:
+                log.warning("%s has not ended in %g s, and is killed", self._name, grace + _LAST)
+                process.kill()
+        elif not self._tending.done():
+            self._tending.cancel()  # between two processes
+        await asyncio.wait([self._tending])
 
 
-def _tell(line: Line, server: Server, turned: Event, trials: WorkerTrials) -> None:
-    """In a thread, as the manager may let one wait."""
-    while not line.closed.wait(TELLS):
-        _say_how(line, server.service, turned.is_set())
-        turned.clear()
-        for text in trials.told():
-            line.say(Word("tried", text))
-    server.stop()
-
-
-def _say_how(line: Line, service: Service, goes_round: bool = True) -> None:
-    line.say(Word("metrics", service.metrics.text().decode()))
-    if goes_round:
-        process = service.process(line.task.role, line.task.name)
-        line.say(Word("alive", msgspec.json.encode(process).decode()))
-
-
-def main(descriptor: str) -> None:
-    """Do what the manager says. What it cannot do is told, and ends it."""
-    logging.basicConfig(level=logging.INFO, format=f"%(asctime)s %(levelname)s %(name)s [{os.getpid()}]: %(message)s")
-    line = Line(int(descriptor))
-    line.listen()
+async def _ended(pid: int) -> None:
+    """Wait for the end of a child, which nobody has waited for."""
+    loop, ended = asyncio.get_running_loop(), asyncio.Event()
+    descriptor = os.pidfd_open(pid)
+    loop.add_reader(descriptor, ended.set)
     try:
-        if line.task.settings.traces:
-            from weightswap_server.service.traces import export_spans
-
-            export_spans()
-        if line.task.op_libraries:
-            from weightswap_runtime.engines.graphs.libraries import import_libraries  # needs torch
-
-            import_libraries(line.task.op_libraries)
-        (_keep if line.task.role == "keeper" else _serve)(line)
-    except (WeightswapError, OSError) as error:
-        line.say(Word("failed", str(error)))
-        sys.exit(1)
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])
+        await ended.wait()
+    finally:
+        loop.remove_reader(descriptor)
+        os.close(descriptor)

@@ -20,18 +20,18 @@ from weightswap_runtime.shared.segment import Segment
 from weightswap_server.admin.settings import AdminSettings
 from weightswap_server.http.listening import accept_no_more, listening
 from weightswap_server.service.processes import Process
-from weightswap_server.serving import Source, signals
+from weightswap_server.serving import ModelSource, signals
 from weightswap_server.settings import Settings
 
-from .child import Task
-from .tended import Child
+from .child import Child
+from .child_main import ChildTask
 from .totals import Role, Totals
 
 _Segments = Mapping[str, Segment]
 _WORKER_TIMEOUT, _LEAST_TIMEOUT = 30.0, 3.0  # seconds; they speak each second
 
 
-def check_shareable(source: Source) -> None:
+def check_shareable(source: ModelSource) -> None:
     """Raise Unsupported for what workers cannot share."""
     wanted = {"engine": "torch", "device": HOST, "residency": "double"}
     for name, only in wanted.items():
@@ -52,7 +52,7 @@ class Workers:
 
     def __init__(
         self,
-        sources: Mapping[str, Source],
+        sources: Mapping[str, ModelSource],
         settings: Settings,
         workers: int,
         admin: AdminSettings | None = None,
@@ -136,10 +136,10 @@ class Workers:
             tell()
         await asyncio.get_running_loop().create_future()  # until it is cancelled
 
-    def _task(self, role: Role, segments: _Segments, slot: int = 0, listener: int = -1) -> Task:
+    def _task(self, role: Role, segments: _Segments, slot: int = 0, listener: int = -1) -> ChildTask:
         shared = msgspec.structs.replace(self.settings, grpc_port=self.grpc_port or None)
         libraries = {each for source in self._sources.values() for each in source.options.get("op_libraries", ())}
-        return Task(
+        return ChildTask(
             role=role,
             name="keeper" if role == "keeper" else f"worker {slot}",
             sources={name: msgspec.structs.replace(each, options={}) for name, each in self._sources.items()},

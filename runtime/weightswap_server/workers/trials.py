@@ -14,7 +14,7 @@ from weightswap_runtime.shared.control import Control
 from weightswap_runtime.shared.trial import begin_trial
 from weightswap_runtime.shared.worker import WorkerModel
 from weightswap_server.canary.canary import Canary
-from weightswap_server.canary.judging import Measured, Plan
+from weightswap_server.canary.judging import CanaryPlan, Measured
 from weightswap_server.service.served import Served
 
 
@@ -94,7 +94,7 @@ class _WorkerTrial:
             if word != self._seen:
                 self._served.end_canary()
                 if (trial := self._model.find_trial(word)) is not None:
-                    self._served.try_out(trial, msgspec.msgpack.decode(trial.terms, type=Plan))
+                    self._served.try_out(trial, msgspec.msgpack.decode(trial.terms, type=CanaryPlan))
                 self._seen = word
 
     def take(self) -> Tried | None:

@@ -14,8 +14,8 @@ from weightswap_runtime.engines.choosing import ENGINES, available_engines, choo
 from weightswap_runtime.engines.engine import AUTO
 from weightswap_runtime.errors import Unsupported
 from weightswap_runtime.format.artifact import Artifact
-from weightswap_runtime.format.conditions import evaluate, parse_condition
-from weightswap_runtime.format.signature import Signature
+from weightswap_runtime.format.conditions import all_hold
+from weightswap_runtime.format.signature import Signature, in_range
 from weightswap_runtime.format.weight_set import open_weights
 from weightswap_runtime.live.residency.residency import RESIDENCIES
 from weightswap_runtime.sources.location import printable
@@ -63,7 +63,7 @@ def bench(
         pass  # what cannot be opened is told once
     dimension = None if inputs is not None else _batch_dimension(signature, sizes or {})
     wanted = [] if inputs is not None else _size_sets(signature, dimension, batches, sizes or {})
-    allowed = [found for found in wanted if _is_allowed(signature, found)]
+    allowed = [found for found in wanted if in_range(found, signature.dims) and all_hold(signature.conditions, found)]
     if wanted and not allowed:
         raise Unsupported(f"the method takes none of {', '.join(map(str, wanted))}; it has {_ranges(signature)}")
     refused = {_told(found): f"the method has {_ranges(signature)}" for found in wanted if found not in allowed}
@@ -146,16 +146,6 @@ def _size_sets(
     common = next(iter(common_sizes(signature)), {})
     sets = [{**common, **sizes}] if varied is None or varied in sizes else []
     return sets or [{**common, **sizes, str(varied): batch} for batch in batches]
-
-
-def _is_allowed(signature: Signature, sizes: Mapping[str, int]) -> bool:
-    if sizes.keys() != signature.dims.keys():
-        return False
-    within = all(
-        limits.min <= sizes[name] and (limits.max is None or sizes[name] <= limits.max)
-        for name, limits in signature.dims.items()
-    )
-    return within and all(evaluate(parse_condition(text), sizes) for text in signature.conditions)
 
 
 def _measured(

@@ -1,1 +1,1 @@
-"""Commands that run, swap and cut deltas."""
+"""Commands that call models, change their weights, serve them, and ask servers and fleets."""

@@ -6,8 +6,8 @@ from typing import Annotated
 
 import typer
 
+from weightswap_runtime.format.delta_writing import write_delta
 from weightswap_runtime.messages import plural
-from weightswap_runtime.staging.delta_writing import write_delta
 from weightswap_tools.terminal import (
     JsonOption,
     LabelOption,

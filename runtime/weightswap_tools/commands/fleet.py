@@ -25,7 +25,7 @@ from .fleet_cluster import (
     connected,
     deadlines,
     run_application,
-    say_receipt,
+    say_fleet_receipt,
 )
 
 if TYPE_CHECKING:
@@ -108,7 +108,7 @@ def page(
 ) -> None:
     """Serve a page that shows which weights each replica serves, until it is interrupted."""
     with errors_as_exit(False), connected(name, address) as fleet:
-        from weightswap_fleet.operator_page import serve_page
+        from weightswap_fleet.fleet_page import serve_page
 
         def ready(where: str) -> None:
             say(f"page        {where}")
@@ -128,7 +128,7 @@ def swap(
 ) -> None:
     """Let all nodes serve other weights together: all stage and verify them first, and if one cannot, none does."""
     with errors_as_exit(as_json), connected(name, address) as fleet:
-        say_receipt(fleet.swap(weights, by=by, why=why, deadlines=deadlines(prepare_seconds)), as_json)
+        say_fleet_receipt(fleet.swap(weights, by=by, why=why, deadlines=deadlines(prepare_seconds)), as_json)
 
 
 @fleet_command.command()
@@ -147,7 +147,7 @@ def rollback(
     """Let all nodes serve earlier weights again, and take nothing new until `release`."""
     with errors_as_exit(as_json), connected(name, address) as fleet:
         given = deadlines(prepare_seconds)
-        say_receipt(fleet.rollback(to, by=by, why=why, hold=not no_hold, deadlines=given), as_json)
+        say_fleet_receipt(fleet.rollback(to, by=by, why=why, hold=not no_hold, deadlines=given), as_json)
 
 
 @fleet_command.command()
@@ -219,7 +219,7 @@ def _show(fleet: Fleet, as_json: bool) -> bool:
     wanted = state.weights.weights_id if state.weights else None
     agree = all(each.weights_id == wanted for each in nodes.values())
     if as_json:
-        from weightswap_fleet.operator_page import standing
+        from weightswap_fleet.fleet_page import standing
 
         print_json(standing(fleet.name, state, nodes, trial))
         return agree

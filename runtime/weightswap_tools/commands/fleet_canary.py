@@ -21,7 +21,7 @@ from .fleet_cluster import (
     WhyOption,
     connected,
     deadlines,
-    say_receipt,
+    say_fleet_receipt,
 )
 
 if TYPE_CHECKING:
@@ -88,7 +88,7 @@ def promote(
 ) -> None:
     """Let all nodes serve what is on trial, together: all of them, or none, and then the trial goes on."""
     with errors_as_exit(as_json), connected(name, address) as fleet:
-        say_receipt(fleet.promote(by=by, why=why, deadlines=deadlines(prepare_seconds)), as_json)
+        say_fleet_receipt(fleet.promote(by=by, why=why, deadlines=deadlines(prepare_seconds)), as_json)
 
 
 def abort(

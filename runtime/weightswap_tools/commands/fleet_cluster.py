@@ -110,7 +110,7 @@ def deadlines(prepare: float) -> Deadlines:
     return Deadlines(prepare=prepare)
 
 
-def say_receipt(receipt: FleetReceipt, as_json: bool) -> None:
+def say_fleet_receipt(receipt: FleetReceipt, as_json: bool) -> None:
     """Print a change of a whole fleet."""
     if as_json:
         return print_json(receipt.as_dict())

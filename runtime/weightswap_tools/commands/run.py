@@ -10,7 +10,6 @@ from typing import Annotated, Any
 
 import typer
 
-from weightswap_runtime.engines.engine import Engine
 from weightswap_runtime.errors import Unsupported, WeightswapError
 from weightswap_runtime.format.signature import call_arguments, flatten, leaves
 from weightswap_runtime.live.loading import load
@@ -19,7 +18,7 @@ from weightswap_runtime.memory.device_choice import HOST
 from weightswap_runtime.messages import visible
 from weightswap_runtime.tensors.content import TensorBytes
 from weightswap_runtime.threads.garbage import without_garbage_collection
-from weightswap_tools.call_inputs import engine_inputs, named_inputs
+from weightswap_tools.call_inputs import engine_inputs, named_inputs, output_contents
 from weightswap_tools.tensor_files import describe_value, read_tensors, write_tensors
 from weightswap_tools.terminal import (
     DeviceOption,
@@ -79,7 +78,7 @@ def run(
         result = _called(name, call, args, kwargs)
         seconds = time.perf_counter() - start
         names = [leaf.name for leaf in leaves(signature.output)]
-        named = dict(zip(names, _results(flatten(signature.output, result), opened), strict=True))
+        named = dict(zip(names, output_contents(flatten(signature.output, result), opened), strict=True))
         if output:
             if len(named) != len(names):
                 raise Unsupported("two outputs have one name, as a key has a dot in it; call the method from Python")
@@ -95,11 +94,6 @@ def _called(name: str, call: Callable[..., Any], args: tuple[Any, ...], kwargs: 
     except Exception as error:  # an operator's own, such as an index out of range
         say(f"{name}: the graph raised {type(error).__name__}: {error}", err=True)
         raise typer.Exit(1) from error
-
-
-def _results(values: list[Any], engine: Engine) -> list[Any]:
-    """Flat outputs, the content of each tensor in place of it."""
-    return [engine.content(value) if isinstance(value, engine.tensor_type) else value for value in values]
 
 
 def _report(model: Model, method: str, named: dict[str, Any], seconds: float, as_json: bool) -> None:

@@ -18,7 +18,7 @@ from weightswap_tools.terminal import DeviceOption, EngineOption, OpLibraryOptio
 from .swap import ResidencyChoice
 
 if TYPE_CHECKING:
-    from weightswap_server.serving import Server, Source
+    from weightswap_server.serving import ModelSource, Server
     from weightswap_server.workers.manager import Workers
 
 serve_command = typer.Typer(add_completion=False)
@@ -121,7 +121,7 @@ def serve(
         _limit_threads(threads, workers)
         logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
         from weightswap_server.admin.settings import AdminSettings
-        from weightswap_server.serving import Server, Source, default_name, variants_of
+        from weightswap_server.serving import ModelSource, Server, default_name, variants_of
         from weightswap_server.settings import Settings
         from weightswap_server.signed_weights import requires
         from weightswap_server.workers.manager import Workers
@@ -185,8 +185,8 @@ def serve(
             "admit": requires(*require_signature) if require_signature else None,
             "threads": threads if engine == "onnx" else None,  # else it is OpenMP's business
         }
-        sources: dict[str, Source] = {
-            name: Source(
+        sources: dict[str, ModelSource] = {
+            name: ModelSource(
                 artifact=path,
                 weights=first.get(name),
                 watch=watched.get(name),

@@ -32,7 +32,7 @@ from weightswap_tools.terminal import (
     warnings_said,
 )
 
-from .swap_report import reported
+from .swap_page import reported
 
 POLL_SECONDS = 0.2  # how soon it is noticed that the watching has ended by itself
 swap_command = typer.Typer(add_completion=False)

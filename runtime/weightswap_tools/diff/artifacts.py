@@ -10,7 +10,7 @@ from typing import Literal
 from weightswap_runtime.engines.graphs.archives import calls, check_records
 from weightswap_runtime.errors import ArtifactError
 from weightswap_runtime.format.artifact import Artifact
-from weightswap_runtime.format.manifest import ADAPTER_NAME, CONSTANTS_NAME, Manifest, NamedTensor, Source
+from weightswap_runtime.format.manifest import ADAPTER_NAME, CONSTANTS_NAME, Manifest, NamedTensor, WeightSource
 from weightswap_runtime.format.name_matching import by_fqn
 from weightswap_runtime.format.signature import Signature
 from weightswap_runtime.messages import plural
@@ -208,7 +208,7 @@ def _constant_side(artifact: Artifact) -> Side:
     return Side(SetInfo(where=str(artifact.path / CONSTANTS_NAME), tensors=len(tensors), nbytes=nbytes), tensors, {})
 
 
-def _sources(before: Iterable[Source], after: Iterable[Source]) -> Iterator[SourceDiff]:
+def _sources(before: Iterable[WeightSource], after: Iterable[WeightSource]) -> Iterator[SourceDiff]:
     old, new = ({source.weight: source for source in sources} for sources in (before, after))
     for weight in sorted(old.keys() | new.keys(), key=natural):
         one, other = old.get(weight), new.get(weight)

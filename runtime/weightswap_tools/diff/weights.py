@@ -11,6 +11,7 @@ from typing import NamedTuple, TypeVar
 from weightswap_runtime.errors import DigestMismatch
 from weightswap_runtime.format.artifact import Artifact
 from weightswap_runtime.format.name_matching import Keys
+from weightswap_runtime.messages import listed
 from weightswap_runtime.tensors.dtypes import DTYPES, TensorType
 from weightswap_tools.tensor_set import check_levels, open_set
 
@@ -22,7 +23,6 @@ from .statistics import merged, ratio
 from .streaming import Computed, Progress, Readable, Reader, Scan, Tensor
 
 T = TypeVar("T")
-MOST_NAMED = 5  # in a notice
 DAMAGED = "The file is damaged: copy it again, or pack it again."
 
 
@@ -215,8 +215,7 @@ def _overall(diffs: Sequence[TensorDiff]) -> Overall:
 def _notices(before: Side, after: Side, pairs: Pairs, *, by_artifact: bool) -> Iterator[str]:
     for info, aliases in zip((before.info, after.info), pairs.aliases, strict=True):
         if names := [f"{name} is {other}" for name, other in aliases.items()]:
-            more = f" and so on, {len(names)} names in all" if names[MOST_NAMED:] else ""
-            yield f"In {info.where} {', '.join(names[:MOST_NAMED])}{more}; the other set has one of the names alone."
+            yield f"In {info.where} {listed(names)}; the other set has one of the names alone."
     if not by_artifact and before.tensors and after.tensors and strangers(before, after):
         yield (
             "The two sets have next to no names in common. If one has a checkpoint's names and the other is packed, "

@@ -69,7 +69,7 @@ def _flows(method: Method) -> Iterator[tuple[str, str, str, str]]:
 
 def _weights_section(manifest: Manifest) -> Section:
     sizes = {weight.name: weight.nbytes for weight in manifest.weights}
-    details = {weight.name: describe(weight.dtype, weight.shape) for weight in manifest.weights}
+    details = {weight.name: describe(weight) for weight in manifest.weights}
     blocks = (
         weights_map(sizes, details, "all weights"),
         modules_table(sizes),

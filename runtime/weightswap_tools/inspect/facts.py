@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator
 
 from weightswap_runtime.format.goldens import GoldensRecord
-from weightswap_runtime.format.manifest import Manifest, NamedTensor, Source
+from weightswap_runtime.format.manifest import Manifest, NamedTensor, WeightSource
 from weightswap_runtime.messages import listed, plural
 from weightswap_tools.tensor_set import TensorSet
 from weightswap_tools.terminal import human_bytes
@@ -143,7 +143,7 @@ def _count(tensors: int) -> str:
     return plural(tensors, "tensor")
 
 
-def origin(tensor: NamedTensor, source: Source | None) -> str:
+def origin(tensor: NamedTensor, source: WeightSource | None) -> str:
     """Where a weight comes from in a checkpoint, unless that has it under its own name."""
     if source is None:
         return ""
@@ -152,7 +152,7 @@ def origin(tensor: NamedTensor, source: Source | None) -> str:
     return f"computed from {listed(source.keys, 4)}"
 
 
-def origin_kind(tensor: NamedTensor, source: Source) -> str:
+def origin_kind(tensor: NamedTensor, source: WeightSource) -> str:
     """How a checkpoint's keys become a weight."""
     if source.transform is not None:
         return "computed"

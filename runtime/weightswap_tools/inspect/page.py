@@ -48,7 +48,7 @@ _DESCRIBED = "The description of the tensors was read, and none of their values.
 
 def _tensors_section(subject: WeightsSubject) -> Section:
     tensors = dict(subject.in_order())
-    details = {name: describe(tensor.dtype, tensor.shape) for name, tensor in tensors.items()}
+    details = {name: describe(tensor) for name, tensor in tensors.items()}
     sizes = subject.sizes
     blocks = (weights_map(sizes, details, "all tensors"), modules_table(sizes), _tensors_table(subject, tensors))
     return Section("Tensors", blocks)
@@ -100,7 +100,7 @@ def _delta_section(subject: WeightsSubject) -> Section:
     rows = tuple(
         (
             name,
-            describe(changed.dtype, changed.shape),
+            describe(changed),
             size_of(changed.dtype, changed.shape),
             tensors[DATA + name].nbytes,
             tensors[RUNS + name].shape[0],
@@ -115,7 +115,7 @@ def _delta_section(subject: WeightsSubject) -> Section:
         Column("runs", "number"),
     )
     sizes = {name: tensors[DATA + name].nbytes for name in changes}
-    details = {name: describe(changed.dtype, changed.shape) for name, changed in changes.items()}
+    details = {name: describe(changed) for name, changed in changes.items()}
     return Section(
         "Changes",
         (weights_map(sizes, details, "all that is replaced"), Table(columns, rows, "Weights that change")),

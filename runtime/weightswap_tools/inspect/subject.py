@@ -97,7 +97,7 @@ class GoldensSubject(NamedTuple):
         """An input or output of a recorded call: `F32[2, 10]`, an integer, or what the signature has fixed."""
         if isinstance(value, str):
             tensor = self.tensors.get(value)
-            return describe(tensor.dtype, tensor.shape) if tensor else f"{value}, which is missing"
+            return describe(tensor) if tensor else f"{value}, which is missing"
         return "fixed" if value is None else str(value)
 
 

@@ -55,7 +55,7 @@ def _print_tensors(title: str, tensors: tuple[NamedTensor, ...], manifest: Manif
     rows = [
         [
             tensor.name,
-            describe(tensor.dtype, tensor.shape),
+            describe(tensor),
             human_bytes(tensor.nbytes),
             ", ".join(tensor.aliases),
             origin(tensor, sources.get(tensor.name)),
@@ -74,12 +74,12 @@ def _print_kept(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]
 def _print_weights(subject: WeightsSubject) -> None:
     print_facts(weights_facts(subject))
     for name, changed in (subject.delta.changes if subject.delta else {}).items():
-        print_facts([("changes", f"{name}, {describe(changed.dtype, changed.shape)}")])
+        print_facts([("changes", f"{name}, {describe(changed)}")])
     ties = subject.ties
     rows = [
         [
             name,
-            describe(tensor.dtype, tensor.shape),
+            describe(tensor),
             human_bytes(tensor.nbytes),
             subject.digests.get(name, "")[:12],
             ", ".join(ties.get(name, ())),

@@ -47,8 +47,7 @@ def _contents(subject: Subject) -> tuple[dict[str, _TreeRow], Mapping[str, str],
 def _weights_rows(subject: WeightsSubject) -> dict[str, _TreeRow]:
     tensors, ties = subject.weights.tensors, subject.ties
     return {
-        name: _TreeRow(describe(tensors[name].dtype, tensors[name].shape), size, _tied(ties.get(name, ())))
-        for name, size in subject.sizes.items()
+        name: _TreeRow(describe(tensors[name]), size, _tied(ties.get(name, ()))) for name, size in subject.sizes.items()
     }
 
 
@@ -63,7 +62,7 @@ def _artifact_rows(subject: ArtifactSubject) -> dict[str, _TreeRow]:
     for role, tensors in roles:
         for tensor in tensors:
             more = ", ".join(filter(None, (role, _tied(tensor.aliases))))
-            rows[tensor.name] = _TreeRow(describe(tensor.dtype, tensor.shape), tensor.nbytes, more)
+            rows[tensor.name] = _TreeRow(describe(tensor), tensor.nbytes, more)
     return rows
 
 

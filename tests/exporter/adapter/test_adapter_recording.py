@@ -21,19 +21,19 @@ from weightswap_exporter.adapter import adapter_recording as recording
 from weightswap_exporter.capture.capture import capture
 from weightswap_exporter.capture.classify import classify
 from weightswap_runtime import CaptureError, CheckpointError, WeightsMismatch, load
-from weightswap_runtime.format.manifest import Source
+from weightswap_runtime.format.manifest import WeightSource
 
 X = torch.ones(2, 4)
 State = dict[str, Any]
 
 
-def sources(artifact: Any) -> dict[str, Source]:
+def sources(artifact: Any) -> dict[str, WeightSource]:
     return {source.weight: source for source in artifact.manifest.adapter.sources}
 
 
 def test_hooks_that_only_save_are_covered_by_identity(tmp_path: Path) -> None:
     artifact = export(Renamed().eval(), (torch.ones(1, 3),), out=tmp_path / "a.artifact")
-    assert sources(artifact)["layers.0.layer.weight"] == Source(
+    assert sources(artifact)["layers.0.layer.weight"] == WeightSource(
         weight="layers.0.layer.weight", keys=("layers.0.weight",)
     )
     assert not (artifact.path / "adapter.pt2").exists()
@@ -58,7 +58,7 @@ class Padded(nn.Module):
 
 def test_padding_by_nothing_is_a_rename(tmp_path: Path) -> None:
     artifact = export(Padded().eval(), (X,), out=tmp_path / "a.artifact")
-    assert sources(artifact)["linear.bias"] == Source(weight="linear.bias", keys=("linear.bias",))
+    assert sources(artifact)["linear.bias"] == WeightSource(weight="linear.bias", keys=("linear.bias",))
     assert not (artifact.path / "adapter.pt2").exists()
 
 

@@ -30,7 +30,7 @@ from tests.support.setups import different
 from tests.support.tiny import TinyArtifact
 from weightswap_exporter import export, pack
 from weightswap_exporter.checkpoints.dcp import _runs
-from weightswap_exporter.checkpoints.dcp_metadata import Chunk, Described
+from weightswap_exporter.checkpoints.dcp_metadata import Chunk, ChunkedTensor
 from weightswap_runtime import MissingExtra, WeightsMismatch
 from weightswap_runtime.tensors.torch_tensors import tensor_bytes
 from weightswap_tools import tensor_set as tensorsets
@@ -141,7 +141,7 @@ def test_which_chunks_are_runs(data: st.DataObject) -> None:
     chunk = Chunk(offsets, sizes, "f", 0, 1)
     place = tuple(slice(offset, offset + size) for offset, size in zip(offsets, sizes, strict=True))
     indices = np.arange(int(np.prod(shape, dtype=int))).reshape(shape)[place].ravel()
-    runs = list(_runs(Described(torch.float64, shape, (chunk,), ())))
+    runs = list(_runs(ChunkedTensor(torch.float64, shape, (chunk,), ())))
     if bool((np.diff(indices) == 1).all()):
         assert [(run.begin, run.end) for run in runs] == [(8 * indices[0], 8 * (indices[-1] + 1))]
     else:
@@ -178,8 +178,8 @@ def test_a_tied_tensor_of_which_the_other_has_one_name(turned: bool, tmp_path: P
     assert diff.notices == (f"In {paths[0]} head is embed; the other set has one of the names alone.",)
     names = {f"n{number}": tied for number in range(9)}
     diff = compare_weights(saved(tmp_path / "many.pt", state | names), paths[1])
-    assert diff.notices[0].endswith("many.pt head is embed, n0 is embed, n1 is embed, n2 is embed, n3 is embed and so "
-                                    "on, 10 names in all; the other set has one of the names alone.")  # fmt: skip
+    assert diff.notices[0].endswith("many.pt head is embed, n0 is embed, n1 is embed, n2 is embed, n3 is embed and "
+                                    "5 more; the other set has one of the names alone.")  # fmt: skip
 
 
 @pytest.mark.parametrize("make", FORMS.values(), ids=FORMS)

@@ -20,7 +20,7 @@ from weightswap_runtime import Artifact, UnknownMethod, Unsupported
 from weightswap_runtime.engines.aten.graph_call import GraphCall
 from weightswap_tools.bench import running
 from weightswap_tools.bench.report import BenchRequest, EngineBench
-from weightswap_tools.commands.swap_report import swaps_report
+from weightswap_tools.commands.swap_page import swaps_report
 from weightswap_tools.inspect.command import inspect_command
 from weightswap_tools.reports.blocks import Facts
 

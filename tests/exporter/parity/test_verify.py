@@ -15,7 +15,7 @@ from typer.testing import CliRunner, Result
 from tests.exporter.parity.models import IDS, SHAPES, tied
 from weightswap_exporter import export, pack
 from weightswap_exporter.commands.verify import verify_command
-from weightswap_exporter.goldens.calls import GoldenCall, Wanted
+from weightswap_exporter.goldens.calls import GoldenCall, GoldensRequest
 from weightswap_exporter.goldens.recording import record
 from weightswap_exporter.parity import verification
 from weightswap_exporter.parity.verification import verify
@@ -96,7 +96,7 @@ def test_weights_that_do_not_reproduce_their_goldens(folder: Path, tmp_path: Pat
     state = {name: value.clone() for name, value in tied().state_dict().items()}
     state["blocks.0.out.bias"][3] += 0.5
     packed = pack(state, artifact, out=tmp_path / "v.safetensors")
-    calls = Wanted([GoldenCall("forward", (IDS,), {})], None)
+    calls = GoldensRequest([GoldenCall("forward", (IDS,), {})], None)
     recording = record(tied(), calls, artifact.manifest, artifact.constants(), {"forward": "forward"})
     (tmp_path / "v.goldens.safetensors").write_bytes(recording.encode(packed.weights_id))
     found = verify(folder / "a", packed.path, engines=["torch"])

@@ -16,7 +16,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from tests.support.services import weights_id_of
 from tests.support.tiny import TinyArtifact
 from weightswap_fleet.documents import Spec
-from weightswap_fleet.node.keeper import NodeKeeper
+from weightswap_fleet.node.node_keeper import NodeKeeper
 from weightswap_runtime import (
     DesiredError,
     DesiredPlace,

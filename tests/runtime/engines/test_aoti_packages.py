@@ -27,7 +27,7 @@ from weightswap_runtime import (
 )
 from weightswap_runtime.engines.aoti import library as aoti_library
 from weightswap_runtime.engines.aoti import package as aoti_package
-from weightswap_runtime.engines.aoti.names import machine_targets, package_file
+from weightswap_runtime.engines.aoti.targets import machine_targets, package_file
 from weightswap_runtime.format.manifest import MANIFEST_NAME, encode_manifest
 
 pytestmark = needs_compiler

@@ -8,7 +8,7 @@ import pytest
 from tests.support.tiny import TinyArtifact
 from weightswap_runtime import WeightsMismatch
 from weightswap_runtime.format.header import FileTensor
-from weightswap_runtime.format.manifest import Adapter, Manifest, NamedTensor, Source
+from weightswap_runtime.format.manifest import Adapter, Manifest, NamedTensor, WeightSource
 from weightswap_runtime.format.name_matching import KEYS_THEN_NAMES, NAMES, resolve
 
 Found = dict[str, FileTensor]
@@ -71,7 +71,7 @@ def test_no_name_is_suggested_twice(tiny: TinyArtifact) -> None:
     rows = tuple(
         type(tiny.manifest.weights[0])(name=f"norm.{name}", dtype="F32", shape=(5,)) for name in ("weight", "bias")
     )
-    adapter = Adapter(sources=tuple(Source(weight=row.name, keys=(row.name,)) for row in rows))
+    adapter = Adapter(sources=tuple(WeightSource(weight=row.name, keys=(row.name,)) for row in rows))
     manifest = Manifest(**{**fields, "weights": rows, "adapter": adapter})
     found = {f"norm.{name}": FileTensor("F32", (5,), 0, 0) for name in ("weights", "gain")}
     with pytest.raises(WeightsMismatch) as refused:
@@ -94,7 +94,7 @@ def test_long_lists_are_cut_in_the_text_alone(tiny: TinyArtifact) -> None:
 def crossed(manifest: Manifest) -> Manifest:
     """An adapter whose checkpoint keys are the FQNs of other weights."""
     fields = {name: getattr(manifest, name) for name in manifest.__struct_fields__}
-    sources = [Source(weight="bias", keys=("other",)), Source(weight="other", keys=("bias",))]
+    sources = [WeightSource(weight="bias", keys=("other",)), WeightSource(weight="other", keys=("bias",))]
     weights = [weight for weight in manifest.weights if weight.name == "bias"]
     twin = type(weights[0])(name="other", dtype="F32", shape=(5,))
     return Manifest(**{**fields, "weights": (weights[0], twin), "adapter": Adapter(sources=tuple(sources))})
@@ -112,7 +112,7 @@ def test_a_set_that_fits_both_ways_is_refused_unless_it_is_said_which(tiny: Tiny
 def test_a_weight_without_keys_says_what_to_do(tiny: TinyArtifact) -> None:
     manifest = crossed(tiny.manifest)
     fields = {name: getattr(manifest, name) for name in manifest.__struct_fields__}
-    sources = (Source(weight="bias", keys=()), Source(weight="other", keys=("other",)))
+    sources = (WeightSource(weight="bias", keys=()), WeightSource(weight="other", keys=("other",)))
     broken = Manifest(**{**fields, "adapter": Adapter(sources=sources)})
     with pytest.raises(WeightsMismatch, match="bias: the adapter knows no checkpoint key that gives it"):
         resolve({"other": FileTensor("F32", (5,), 0, 0)}, broken, "file", readings=KEYS_THEN_NAMES)
@@ -168,7 +168,7 @@ def test_a_model_whose_own_names_look_wrapped_is_read_as_it_is(tiny: TinyArtifac
     manifest = crossed(tiny.manifest)
     fields = {name: getattr(manifest, name) for name in manifest.__struct_fields__}
     weight = type(manifest.weights[0])(name="module.bias", dtype="F32", shape=(5,))
-    adapter = Adapter(sources=(Source(weight="module.bias", keys=("module.bias",)),))
+    adapter = Adapter(sources=(WeightSource(weight="module.bias", keys=("module.bias",)),))
     named = Manifest(**{**fields, "weights": (weight,), "adapter": adapter})
     assert resolve({"module.bias": FileTensor("F32", (5,), 0, 0)}, named, "file").found == {
         "module.bias": ("module.bias",)
@@ -187,7 +187,7 @@ def test_loading_code_that_was_not_recorded_leaves_weight_files_and_what_is_said
 
 def with_layers(manifest: Manifest, count: int) -> Manifest:
     rows = tuple(NamedTensor(name=f"layers.{i}.weight", dtype="F32", shape=(1,)) for i in range(count))
-    adapter = Adapter(sources=tuple(Source(weight=row.name, keys=(row.name,)) for row in rows))
+    adapter = Adapter(sources=tuple(WeightSource(weight=row.name, keys=(row.name,)) for row in rows))
     return msgspec.structs.replace(manifest, weights=rows, adapter=adapter)
 
 
@@ -217,7 +217,7 @@ def test_names_of_an_adapter_are_told_with_what_to_do(tiny: TinyArtifact) -> Non
 
 
 def test_an_adapter_that_the_export_has_recorded_is_not_to_be_merged(tiny: TinyArtifact) -> None:
-    adapter = Adapter(sources=(Source(weight="w", keys=(PEFT,)),))
+    adapter = Adapter(sources=(WeightSource(weight="w", keys=(PEFT,)),))
     row = NamedTensor(name="w", dtype="F32", shape=(1,))
     manifest = msgspec.structs.replace(tiny.manifest, weights=(row,), adapter=adapter)
     with pytest.raises(WeightsMismatch, match="Give a checkpoint of the architecture"):

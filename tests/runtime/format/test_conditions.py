@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from weightswap_runtime.format.conditions import condition_dims, evaluate, parse_condition
+from weightswap_runtime.format.conditions import all_hold, condition_dims, evaluate, parse_condition
 
 
 @pytest.mark.parametrize(
@@ -23,6 +23,13 @@ def test_conditions_are_evaluated(text: str, holds: bool) -> None:
     condition = parse_condition(text)
     assert condition_dims(condition) == {name for name in ("rows", "columns") if name in text}
     assert evaluate(condition, {"rows": 4, "columns": 5}) is holds
+
+
+@pytest.mark.parametrize(
+    ("conditions", "holds"), [((), True), (("rows < 3",), True), (("rows < 3", "rows > 2"), False)]
+)
+def test_all_have_to_hold(conditions: tuple[str, ...], holds: bool) -> None:
+    assert all_hold(conditions, {"rows": 2}) == holds
 
 
 @pytest.mark.parametrize(

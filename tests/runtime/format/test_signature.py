@@ -23,6 +23,7 @@ from weightswap_runtime.format.signature import (
     Tensor,
     Tuple,
     flatten,
+    in_range,
     leaves,
     parse_size,
     unflatten,
@@ -149,6 +150,21 @@ def test_everything_wrong_is_reported_at_once() -> None:
     with pytest.raises(InputMismatch) as refused:
         INPUTS.flatten((args[0].double(), args[1], 3), {**kwargs, "mode": 1, "x": args[0]})
     assert len(refused.value.problems) == 4
+
+
+@pytest.mark.parametrize(
+    ("sizes", "is_in"),
+    [
+        ({"batch": 1, "time": 0}, True),
+        ({"batch": 4, "time": 1 << 40}, True),
+        ({"batch": 0, "time": 0}, False),
+        ({"batch": 5, "time": 0}, False),
+        ({"batch": 1}, False),
+        ({"batch": 1, "time": 0, "width": 1}, False),
+    ],
+)
+def test_sizes_are_in_range_if_each_dimension_has_one_that_it_allows(sizes: dict[str, int], is_in: bool) -> None:
+    assert in_range(sizes, SIGNATURE.dims) == is_in
 
 
 @pytest.mark.parametrize("text", ["", "2*", "batch*2", "a+b", "2*batch+x", "-batch", "__import__('os')", "1"])

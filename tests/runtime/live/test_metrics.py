@@ -365,6 +365,6 @@ def test_without_prometheus_client_the_error_names_the_extra() -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, env=environment)
     assert done.returncode == 1
     assert (
-        "MissingExtra: weightswap_runtime.metrics needs the extra `serve`: pip install 'weightswap[serve]'"
+        "MissingExtra: weightswap_runtime.metrics needs the extra `metrics`: pip install 'weightswap[metrics]'"
         in done.stderr
     )

@@ -10,7 +10,7 @@ from tests.support.sharing import BareKeeper, BareWorker, is_whole, segment
 from weightswap_runtime.errors import LeaseTimeout, NoWeights, StageClosed
 from weightswap_runtime.shared import worker as worker_module
 from weightswap_runtime.shared.control import Control
-from weightswap_runtime.shared.described import Named
+from weightswap_runtime.shared.descriptions import Summary
 from weightswap_runtime.shared.keeper import KeeperGate
 from weightswap_runtime.shared.worker import WorkerGate
 from weightswap_runtime.threads.claims import Claim
@@ -127,7 +127,7 @@ def test_another_keeper_goes_on_where_one_has_ended() -> None:
             assert (version.generation, is_whole(version)) == (3, True)
 
 
-def _is_mixed(worker: BareWorker, found: tuple[int, Named] | None = None) -> bool:
+def _is_mixed(worker: BareWorker, found: tuple[int, Summary] | None = None) -> bool:
     """Whether a call of what is on trial gets something else; it may get nothing."""
     try:
         with worker.trial(found) as version:

@@ -44,10 +44,7 @@ class File:
     def fileno(self) -> int:
         return self._file.fileno()
 
-    def __enter__(self) -> File:
-        return self
-
-    def __exit__(self, *_: object) -> None:
+    def close(self) -> None:
         self._file.close()
 
 

@@ -28,6 +28,7 @@ from weightswap_runtime import (
     read_weights,
     write_delta,
 )
+from weightswap_runtime.format import delta_writing as deltas
 from weightswap_runtime.format.delta_file import DELTA_KEY, DeltaStamp, delta_stamp
 from weightswap_runtime.format.identity import identify
 from weightswap_runtime.format.manifest import NamedTensor
@@ -36,10 +37,9 @@ from weightswap_runtime.format.weight_file import TensorRow, canonical_order, wr
 from weightswap_runtime.format.weight_set import open_weights
 from weightswap_runtime.live.residency import double
 from weightswap_runtime.memory.arena import ArenaLayout, ByteRange, HostArena
-from weightswap_runtime.staging import delta_writing as deltas
 from weightswap_runtime.staging.delta import stage_delta
 from weightswap_runtime.staging.reading import write_rows
-from weightswap_runtime.staging.request import Served, SwapRequest
+from weightswap_runtime.staging.request import Base, Staging, SwapRequest
 from weightswap_runtime.tensors.digests import block_digests
 from weightswap_runtime.threads.job import Job
 from weightswap_runtime.threads.workers import Workers
@@ -209,9 +209,8 @@ def test_any_change_arrives(data: st.DataObject, tmp_path_factory: pytest.TempPa
             stamp = delta_stamp(opened)
             assert stamp is not None
             manifest: Any = SimpleNamespace(weights=tuple(weights), graph_id="0" * 64)
-            change = stage_delta(
-                opened, stamp, Served(arena, identity), manifest, Workers(2), Job(), SwapRequest(written)
-            )
+            staging = Staging(SwapRequest(written), manifest, identity, pytest.fail, Workers(2), Job())
+            change = stage_delta(opened, stamp, Base(arena, identity), staging)
         undo = change.patch.undo(arena)
         change.patch.write_to(arena, Workers(2))
         assert _contents(arena) == _contents(_arena(weights, new))

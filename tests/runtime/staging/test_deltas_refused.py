@@ -17,6 +17,7 @@ from weightswap_runtime import (
     DigestMismatch,
     GraphMismatch,
     SwapError,
+    UnexpectedWeights,
     Unsupported,
     WeightFileError,
     WeightsMismatch,
@@ -181,3 +182,14 @@ def test_a_name_that_no_file_can_have_is_refused(name: str, weight_file: WriteWe
         WeightFileError, match=r"cannot be written \((File name too long|.*null byte|Not a directory|File exists)"
     ):
         write_delta(weight_file(0), weight_file(1), tmp_path / name)
+
+
+@pytest.mark.parametrize("asked", [{"only": "weight"}, {"expect": "0" * 64}])
+def test_what_a_header_tells_is_refused_before_the_files_that_lead_to_it_are_read(
+    asked: dict[str, Any], tiny: TinyArtifact, weight_file: WriteWeights, delta: WriteDelta
+) -> None:
+    model = load(tiny.path, weights=weight_file(2))
+    error = Unsupported if "only" in asked else UnexpectedWeights
+    with pytest.raises(error, match=r"d0-1\.safetensors"):
+        model.stage(delta(0, 1), onto=[("not there", "0" * 64)], **asked)
+    assert serves(model, 2)

@@ -32,7 +32,7 @@ def kilobytes(field):
 
 
 model = load(sys.argv[1], residency="single")
-model._store._open_transforms(model._member)  # reading the graph takes memory of its own
+model._member.open_transforms()  # reading the graph takes memory of its own
 Path("/proc/self/clear_refs").write_text("5")  # VmHWM begins again: what was read before is not a swap's
 before = kilobytes("VmRSS:")
 model.swap(sys.argv[2])

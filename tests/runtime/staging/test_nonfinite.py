@@ -22,6 +22,7 @@ from weightswap_runtime.format.manifest import NamedTensor
 from weightswap_runtime.format.nonfinite import Counts, Nonfinite, count_nonfinite, newly_nonfinite
 from weightswap_runtime.memory.arena import ArenaLayout, HostArena
 from weightswap_runtime.staging.delta_overlay import ByteRanges, overlay
+from weightswap_runtime.staging.request import Base
 from weightswap_runtime.tensors.digests import block_digests
 from weightswap_runtime.tensors.dtypes import DTYPES, has_fractions
 from weightswap_runtime.threads.job import Job
@@ -163,6 +164,26 @@ def test_they_are_told_or_refused(
         model.swap(again, allow_nonfinite=False)
 
 
+def test_a_chain_of_deltas_is_judged_by_what_is_served_and_not_by_what_it_goes_through(
+    residency: str, tiny: TinyArtifact, weight_file: WriteWeights, tmp_path: Path
+) -> None:
+    model = load(tiny.path, weight_file(0), residency=residency)
+    bad = poked(tiny, tmp_path / "bad.safetensors", 1, ("bias", NAN))
+    into, out = (
+        write_delta(*files, tmp_path / f"{name}.safetensors")
+        for name, files in {"into": (weight_file(2), bad), "out": (bad, weight_file(3))}.items()
+    )
+    start = (weight_file(2), into.base)
+    with pytest.raises(NonFiniteWeights, match="bias: 1 NaN"):
+        model.stage(into.path, onto=[start], allow_nonfinite=False)
+    assert serves(model, 0)
+    receipt = model.stage(out.path, onto=[start, (into.path, into.weights_id)], allow_nonfinite=False).commit()
+    assert (serves(model, 3), receipt.nonfinite) == (True, {})
+    assert model.stage(into.path, onto=[start]).commit().nonfinite == {"bias": Nonfinite(1, 0, 5)}
+    model.swap(poked(tiny, tmp_path / "other.safetensors", 4, ("bias", NAN)))
+    assert model.stage(into.path, onto=[start], allow_nonfinite=False).commit().nonfinite == {}  # as what is served
+
+
 def test_a_rollback_to_them_is_told(residency: str, tiny: TinyArtifact, weight_file: WriteWeights) -> None:
     bad = poked(tiny, tiny.path.parent / "bad.safetensors", 1, ("bias", NAN))
     model = load(tiny.path, bad, residency=residency, keep_previous="host")
@@ -281,7 +302,7 @@ def test_a_change_of_half_a_value_is_judged_with_the_other_half(
     arena, content = HostArena(ArenaLayout([weight])), memoryview(bytes.fromhex(data))
     served = identify([weight], {"w": block_digests(arena.view("w"))}, {})
     parts = ByteRanges.of(np.array([[begin, begin + len(content)]]), content)
-    found = overlay({"w": parts}, arena, served, Workers(1), Job()).nonfinite
+    found = overlay({"w": parts}, Base(arena, served), Workers(1), Job()).nonfinite
     assert found == ({} if expected is None else {"w": Counts(*expected)})
 
 

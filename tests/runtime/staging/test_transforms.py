@@ -19,7 +19,7 @@ from torch import nn
 from tests.support.tiny import TinyArtifact, X
 from weightswap_runtime import Artifact, ArtifactError, WeightFileError, WeightsMismatch, load
 from weightswap_runtime.format.header import pack_ranges, render_header
-from weightswap_runtime.format.manifest import Adapter, AdapterInput, Manifest, Source, encode_manifest
+from weightswap_runtime.format.manifest import Adapter, AdapterInput, Manifest, WeightSource, encode_manifest
 from weightswap_runtime.format.weight_file import TensorRow
 from weightswap_runtime.staging import computed as computing
 from weightswap_runtime.staging.transforms import Transforms
@@ -31,10 +31,10 @@ INPUTS = (
     AdapterInput(kind="constant", name="offset", dtype="F32", shape=(1,)),
 )
 SOURCES = (
-    Source(weight="weight", keys=("halves",), transform=0),
-    Source(weight="bias", keys=("both",), transform=1),
-    Source(weight="tied", keys=("both",), transform=2),
-    Source(weight="steps", keys=("steps",)),
+    WeightSource(weight="weight", keys=("halves",), transform=0),
+    WeightSource(weight="bias", keys=("both",), transform=1),
+    WeightSource(weight="tied", keys=("both",), transform=2),
+    WeightSource(weight="steps", keys=("steps",)),
 )
 Values = dict[str, torch.Tensor]
 
@@ -153,7 +153,7 @@ def test_no_more_is_held_than_a_weight_and_what_it_is_made_of(tiny: TinyArtifact
     count = 8
     inputs = tuple(AdapterInput(kind="key", name=f"k{i}", dtype="F32", shape=(3, 5)) for i in range(count + 1))
     rows = tuple(type(tiny.manifest.weights[0])(name=f"w{i}", dtype="F32", shape=(5, 3)) for i in range(count))
-    sources = tuple(Source(weight=f"w{i}", keys=(f"k{i}", f"k{i + 1}"), transform=i) for i in range(count))
+    sources = tuple(WeightSource(weight=f"w{i}", keys=(f"k{i}", f"k{i + 1}"), transform=i) for i in range(count))
     adapter = Adapter(sources=sources, inputs=inputs)
     manifest = write_adapter(tiny, Chain(), inputs, weights=rows, adapter=adapter)
     transforms = Transforms(Artifact(tiny.path, manifest))
@@ -296,11 +296,11 @@ def test_an_altered_adapter_is_refused(artifact: Artifact, tmp_path: Path) -> No
 
 MANIFESTS: dict[str, tuple[dict[str, Any], str]] = {
     "an output twice": (
-        {"sources": (*SOURCES[:2], Source(weight="tied", keys=("both",), transform=1), SOURCES[3])},
+        {"sources": (*SOURCES[:2], WeightSource(weight="tied", keys=("both",), transform=1), SOURCES[3])},
         "its adapter does not have one output for each weight that it computes",
     ),
     "an unknown input": (
-        {"sources": (Source(weight="weight", keys=("whole",), transform=0), *SOURCES[1:])},
+        {"sources": (WeightSource(weight="weight", keys=("whole",), transform=0), *SOURCES[1:])},
         "its adapter computes 'weight' from 'whole', which is not among its inputs",
     ),
     "an input twice": ({"inputs": (*INPUTS, INPUTS[0])}, "its adapter takes 'halves' twice"),

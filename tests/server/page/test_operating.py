@@ -15,7 +15,7 @@ from tests.support.served import as_json, ask
 from tests.support.tiny import SLOW, TinyArtifact, WriteWeights, serves
 from weightswap_runtime import DesiredPlace, load
 from weightswap_server import Server
-from weightswap_server.admin.desk import Desk
+from weightswap_server.admin.operations import ModelOperations
 
 HOSTILE = "<img src=x onerror=alert(1)><script>alert(1)</script>"
 
@@ -271,9 +271,9 @@ def test_several_models_and_none_that_is_served(
 def test_what_only_a_later_server_says_is_shown(
     server: Server, open_page: OpenPage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    known = Desk.status
+    known = ModelOperations.status
     later = {"spare_parts": {"wheels": 3, "rims": None}}
-    monkeypatch.setattr(Desk, "status", lambda desk: msgspec.to_builtins(known(desk)) | later)
+    monkeypatch.setattr(ModelOperations, "status", lambda one: msgspec.to_builtins(known(one)) | later)
     page = open_page(server)
     page.get_by_role("heading", name="spare parts").wait_for()
     assert section(page, "other-spare_parts").locator("dl").text_content().split() == ["wheels3"]

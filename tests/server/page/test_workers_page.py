@@ -12,8 +12,8 @@ from typing import Any, cast
 
 import pytest
 
-from tests.server.fleet import Fleet, serving
 from tests.server.page.conftest import OpenPage, section
+from tests.server.worker_processes import Fleet, serving
 from weightswap_server import Server
 
 WIDE = "document.documentElement.scrollWidth > innerWidth"

@@ -18,10 +18,7 @@ from weightswap_runtime.tensors.digests import block_digests, tensor_digest
 from weightswap_runtime.tensors.dtypes import DTYPES as TABLE
 from weightswap_runtime.tensors.dtypes import TORCH_NAMES
 from weightswap_runtime.tensors.torch_tensors import tensor_content
-from weightswap_tools.diff import dead_rows as deadrows
-from weightswap_tools.diff import moments as blocks
-from weightswap_tools.diff import statistics as tallies
-from weightswap_tools.diff import streaming
+from weightswap_tools.diff import dead_rows, moments, statistics, streaming
 from weightswap_tools.diff.differences import EXACT_INTEGERS
 from weightswap_tools.diff.report import Change, Values
 from weightswap_tools.diff.statistics import Summary, merged
@@ -121,7 +118,7 @@ def test_a_complex_number_beside_a_real_one() -> None:
 @pytest.mark.parametrize("size", [0, 1, 7, 8, 9, 31, 32, 33, 100])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64], ids=str)
 def test_results_do_not_depend_on_pieces(size: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (blocks, deadrows, tallies):
+    for module in (moments, dead_rows, statistics):
         monkeypatch.setattr(module, "BLOCK", 8)
     before, after = random(dtype, (size, 3), 1), random(dtype, (size, 3), 2)
     before[size // 2 : size // 2 + 3] = 0
@@ -136,7 +133,7 @@ def test_results_do_not_depend_on_pieces(size: int, dtype: torch.dtype, monkeypa
 
 
 def test_the_largest_change_is_found_in_any_block(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (blocks, deadrows, tallies):
+    for module in (moments, dead_rows, statistics):
         monkeypatch.setattr(module, "BLOCK", 8)
     for place in range(30):
         after = torch.zeros(5, 6)
@@ -225,7 +222,7 @@ def test_mean_and_deviation_are_those_of_exact_arithmetic(values: list[float], s
 
 
 def test_a_small_spread_about_a_large_mean_over_several_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (blocks, deadrows, tallies):
+    for module in (moments, dead_rows, statistics):
         monkeypatch.setattr(module, "BLOCK", 64)
     values = 1e6 + torch.rand(1000, dtype=torch.float64, generator=torch.Generator().manual_seed(1)) * 1e-3
     ((found,), _) = scan(values)
@@ -318,7 +315,7 @@ def test_large_integers_are_subtracted_exactly(dtype: torch.dtype) -> None:
 def test_dead_rows_whatever_the_pieces(
     dtype: torch.dtype, shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in (blocks, deadrows, tallies):
+    for module in (moments, dead_rows, statistics):
         monkeypatch.setattr(module, "BLOCK", 4)
     rows = shape[0]
     for dead_before, dead_after in itertools.product(range(0, 2**rows, 3), range(0, 2**rows, 5)):
@@ -376,5 +373,5 @@ def test_elements_that_do_not_fill_bytes_are_compared_by_their_bytes() -> None:
 
 def test_contents_of_blocks_are_those_of_the_tensor() -> None:
     data = np.arange(10, dtype="<f4")
-    block = blocks.cut(TensorBytes("F32", (10,), memoryview(data.tobytes())), 3, 5)
+    block = moments.cut(TensorBytes("F32", (10,), memoryview(data.tobytes())), 3, 5)
     assert np.frombuffer(block.data, "<f4").tolist() == [3.0, 4.0]

@@ -14,8 +14,8 @@ from weightswap_runtime.memory.arena import Arena
 from weightswap_runtime.memory.device.arena import DeviceArena
 
 from .engine import AotiEngine
-from .names import BESIDE_GPUS, gpu_target, machine_name, machine_targets
 from .package import find_targets
+from .targets import BESIDE_GPUS, gpu_target, machine_name, machine_targets
 
 
 class AotiAcceleratedEngine(AotiEngine, AcceleratedEngine):

@@ -10,6 +10,7 @@ from weightswap_runtime.errors import ArtifactError, MissingExtra
 from weightswap_runtime.format.artifact import Artifact
 from weightswap_runtime.format.manifest import Method
 from weightswap_runtime.format.signature import Integer, Leaf, Tensor, input_leaves, leaves, sizes_of
+from weightswap_runtime.messages import listed
 
 try:
     import torch
@@ -86,9 +87,8 @@ class AotiGraph:
         self.outputs = leaves(signature.output)
         self.library = Library(package.library, package.where, device)
         if problems := list(self._problems()):
-            raise ArtifactError(
-                f"{package.where}: its machine code is not that of {package.note.method!r}: {'; '.join(problems[:5])}"
-            )
+            where = f"{package.where}: its machine code is not that of {package.note.method!r}"
+            raise ArtifactError(f"{where}: {listed(problems, between='; ')}")
 
     def _problems(self) -> Iterator[str]:
         wanted = {bound.fqn: bound for bound in self.note.tensors}

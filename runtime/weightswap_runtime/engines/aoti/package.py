@@ -12,10 +12,20 @@ import msgspec
 
 from weightswap_runtime.errors import ArtifactError, Unsupported
 from weightswap_runtime.format.artifact import Artifact
-from weightswap_runtime.format.manifest import Manifest, NamedTensor
-from weightswap_runtime.tensors.dtypes import describe
+from weightswap_runtime.format.manifest import Manifest
+from weightswap_runtime.messages import listed
+from weightswap_runtime.tensors.dtypes import describe, row_major, same_type
 
-from .names import LIBRARY_SUFFIX, NOTE_NAME, Note, Taken, is_gpu_target, machine_name, machine_targets, package_file
+from .targets import (
+    LIBRARY_SUFFIX,
+    NOTE_NAME,
+    Note,
+    NotedTensor,
+    is_gpu_target,
+    machine_name,
+    machine_targets,
+    package_file,
+)
 
 
 class Package(NamedTuple):
@@ -81,7 +91,7 @@ def read_package(artifact: Artifact, target: str, method: str) -> Package:
     except (zipfile.BadZipFile, ValueError, NotImplementedError, RuntimeError, EOFError, OSError) as error:
         raise ArtifactError(f"{where}: is not a package ({error}). {advice}") from error
     if problems := list(_problems(artifact, target, method, note)):
-        raise ArtifactError(f"{where}: is not the package of {method!r}: {'; '.join(problems[:5])}")
+        raise ArtifactError(f"{where}: is not the package of {method!r}: {listed(problems, between='; ')}")
     if (here := _minor(_installed())) != (there := _minor(note.torch)):
         raise Unsupported(f"{where}: was compiled with torch {there}, and this is torch {here or 'none'}. {advice}")
     return package
@@ -119,7 +129,7 @@ def _problems(artifact: Artifact, target: str, method: str, note: Note) -> Itera
     yield from (f"it lists {name!r} twice" for name in sorted(set(names)) if names.count(name) > 1)
 
 
-def _mismatch(manifest: Manifest, method: str, bound: Taken) -> str | None:
+def _mismatch(manifest: Manifest, method: str, bound: NotedTensor) -> str | None:
     """Why a tensor that the package takes is not the manifest's; None if it is."""
     known = {(item.kind, item.name) for item in manifest.methods[method].inputs}
     tables = {
@@ -131,18 +141,9 @@ def _mismatch(manifest: Manifest, method: str, bound: Taken) -> str | None:
     row = next((row for row in tables[bound.kind] if bound.name in row.names), None)
     if row is None or (bound.kind, bound.name) not in known:
         return f"it takes the {bound.kind} {bound.name!r}, which the method does not"
-    if (bound.dtype, bound.shape, bound.stride) != (row.dtype, row.shape, stride_of(row)):
-        found = f"{describe(bound.dtype, bound.shape)} in the strides {list(bound.stride)}"
-        wanted = f"{describe(row.dtype, row.shape)} in {list(stride_of(row))}"
+    stride = row_major(row.shape) if row.stride is None else row.stride
+    if not same_type(bound, row) or bound.stride != stride:
+        found = f"{describe(bound)} in the strides {list(bound.stride)}"
+        wanted = f"{describe(row)} in {list(stride)}"
         return f"it takes {bound.name!r} as {found}, expected {wanted}"
     return None
-
-
-def stride_of(row: NamedTensor) -> tuple[int, ...]:
-    """The strides of a tensor, in elements."""
-    if row.stride is not None:
-        return row.stride
-    steps = [1]
-    for size in reversed(row.shape[1:]):
-        steps.append(steps[-1] * max(size, 1))
-    return tuple(reversed(steps)) if row.shape else ()

@@ -13,7 +13,6 @@ from weightswap_runtime.format.goldens import Environment
 from weightswap_runtime.format.manifest import Method, NamedTensor
 from weightswap_runtime.memory.arena import Arena, HostArena
 from weightswap_runtime.tensors.content import TensorBytes
-from weightswap_runtime.tensors.dtypes import TORCH_NAMES
 
 try:
     import torch
@@ -24,7 +23,7 @@ from weightswap_runtime.engines.engine import Bound, Chosen, State
 from weightswap_runtime.engines.graphs.straight_line import Compiled
 from weightswap_runtime.engines.plain_calls import check_plain, uncompiled
 from weightswap_runtime.tensors.torch_modes import default_torch_modes
-from weightswap_runtime.tensors.torch_tensors import copied_tensor, tensor_content, torch_dtype
+from weightswap_runtime.tensors.torch_tensors import DTYPE_NAMES, copied_tensor, tensor_content, torch_dtype
 
 from .graph_call import GraphCall, MethodCall, Tensors, layout_of, load_graph, overwrite
 from .state import TorchState
@@ -80,9 +79,7 @@ class TorchEngine:
     def __init__(self, artifact: Artifact, *, prologue: bool = True) -> None:
         """prologue: compute what depends on weights and constants alone once for each staging, not in each call."""
         self._manifest = artifact.manifest
-        self.dtypes: Mapping[torch.dtype, str] = {
-            getattr(torch, attribute): name for attribute, name in TORCH_NAMES.items() if hasattr(torch, attribute)
-        }
+        self.dtypes = DTYPE_NAMES
         found = artifact.constants()
         self._constants, self._initial = (
             {item.name: self._placed_row(item, found[item.name]) for item in rows}

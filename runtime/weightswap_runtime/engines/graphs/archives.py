@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from weightswap_runtime.errors import ArtifactError
+from weightswap_runtime.messages import listed
 
 _MEMBER = re.compile(
     r"[\w.-]+/(models/model\.json|data/(weights/model_weights|constants/model_constants)_config\.json"
@@ -28,7 +29,7 @@ def check_records(raw: bytes, where: str) -> None:
     except Exception as error:  # what a zip or JSON reader raises for bytes that somebody made up
         raise ArtifactError(f"{where}: not an archive that torch.export writes ({error})") from error
     if problems:
-        raise ArtifactError(f"{where}: {'; '.join(problems[:5])}. Export the artifact again.")
+        raise ArtifactError(f"{where}: {listed(problems, between='; ')}. Export the artifact again.")
 
 
 def functions(raw: bytes) -> set[str]:

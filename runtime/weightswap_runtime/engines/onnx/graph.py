@@ -9,6 +9,7 @@ from weightswap_runtime.errors import ArtifactError, InputMismatch, MissingExtra
 from weightswap_runtime.format.artifact import Artifact
 from weightswap_runtime.format.manifest import NamedTensor
 from weightswap_runtime.format.signature import Tensor, input_leaves, leaves
+from weightswap_runtime.messages import listed
 from weightswap_runtime.threads.forks import renew_in_children
 
 from .elements import element_of
@@ -71,7 +72,7 @@ class OnnxGraph:
         dtypes = output_dtypes(manifest, manifest.methods[method])
         problems = [*self._input_problems(taken, rows), *self._output_problems(given, dtypes)]
         if problems:
-            raise ArtifactError(f"{self._where}: is not the graph of {method!r}: {'; '.join(problems[:5])}")
+            raise ArtifactError(f"{self._where}: is not the graph of {method!r}: {listed(problems, between='; ')}")
         renew_in_children(self)
 
     def check_sizes(self, inputs: Sequence[Any]) -> None:

@@ -15,14 +15,14 @@ from weightswap_runtime.format.signature import (
     Leaf,
     Literal,
     Signature,
+    Sizes,
     Tensor,
+    in_range,
     input_leaves,
     parse_size,
     size_at,
 )
 from weightswap_runtime.tensors.torch_tensors import torch_dtype
-
-Sizes = Mapping[str, int]
 
 
 def samples(wanted: CudaGraphs, manifest: Manifest, device: torch.device) -> Iterator[tuple[str, list[Any]]]:
@@ -57,7 +57,7 @@ def _check(wanted: Any) -> None:
 def _sample(wanted: Any, signature: Signature, device: torch.device) -> list[Any] | None:
     flat = input_leaves(signature)
     sizes = wanted if isinstance(wanted, Mapping) else _sizes_of_shape(tuple(wanted), flat)
-    if sizes is None or set(sizes) != set(signature.dims) or not _in_range(sizes, signature):
+    if sizes is None or not in_range(sizes, signature.dims):
         return None
     return [_zeros(leaf, sizes, device) for leaf in flat]
 
@@ -73,13 +73,6 @@ def _sizes_of_shape(shape: tuple[int, ...], flat: list[Leaf]) -> Sizes | None:
         factor, dim, offset = parse_size(text)
         found[dim] = (given - offset) // factor
     return found if tuple(size_at(size, found) for size in tensors[0].shape) == shape else None
-
-
-def _in_range(sizes: Sizes, signature: Signature) -> bool:
-    return all(
-        dimension.min <= sizes[name] and (dimension.max is None or sizes[name] <= dimension.max)
-        for name, dimension in signature.dims.items()
-    )
 
 
 def _zeros(leaf: Leaf, sizes: Sizes, device: torch.device) -> Any:

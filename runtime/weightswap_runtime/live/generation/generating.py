@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from weightswap_runtime.errors import InputMismatch, Unsupported
-from weightswap_runtime.format.manifest import Generation
+from weightswap_runtime.format.manifest import TextGeneration
 
 from .sampling import Sampling, Scores, choose
 
@@ -25,7 +25,7 @@ class Call(Protocol):
     def __call__(self, method: str, ids: Tokens, mask: Tokens, positions: Tokens, position: Tokens) -> Scores: ...
 
 
-class Wanted(NamedTuple):
+class GenerationRequest(NamedTuple):
     """What is to be generated. most: new tokens of each row, at most; None: until the cache is full.
 
     stopped: whether a row with these new tokens has ended, also where none of the artifact's own ends has come.
@@ -39,7 +39,7 @@ class Wanted(NamedTuple):
     seed: int | None = None
 
 
-def check(wanted: Wanted, generation: Generation) -> None:
+def check(wanted: GenerationRequest, generation: TextGeneration) -> None:
     """Raise InputMismatch for prompts that do not fit into the cache, Unsupported for numbers that cannot be meant."""
     wanted.sampling.check()
     for name, value, least in (("max_new_tokens", wanted.most, 1), ("seed", wanted.seed, 0)):
@@ -49,7 +49,7 @@ def check(wanted: Wanted, generation: Generation) -> None:
         raise InputMismatch("generate", problems)
 
 
-def _problems(wanted: Wanted, generation: Generation) -> Iterator[str]:
+def _problems(wanted: GenerationRequest, generation: TextGeneration) -> Iterator[str]:
     lengths = [len(prompt) for prompt in wanted.prompts]
     if not 1 <= len(lengths) <= generation.batch:
         yield f"expected 1 to {generation.batch} prompts, got {len(lengths)}"
@@ -66,7 +66,7 @@ def _problems(wanted: Wanted, generation: Generation) -> Iterator[str]:
         )
 
 
-def check_position(method: str, flat: Sequence[Any], generation: Generation) -> None:
+def check_position(method: str, flat: Sequence[Any], generation: TextGeneration) -> None:
     """Raise InputMismatch for a call of `prefill` or `decode` whose tokens would lie outside of the cache.
 
     A position on a device is not looked at: the call would wait for it.
@@ -81,7 +81,7 @@ def check_position(method: str, flat: Sequence[Any], generation: Generation) -> 
 
 
 def generate(
-    call: Call, wanted: Wanted, generation: Generation, cache_of: Callable[[], object] = lambda: None
+    call: Call, wanted: GenerationRequest, generation: TextGeneration, cache_of: Callable[[], object] = lambda: None
 ) -> Iterator[list[int | None]]:
     """The next token of each prompt, None for those that have ended, until all have.
 
@@ -105,7 +105,7 @@ def generate(
 class _Rows:
     """All rows: shorter prompts are padded on the left, so that all go on side by side."""
 
-    def __init__(self, wanted: Wanted, generation: Generation) -> None:
+    def __init__(self, wanted: GenerationRequest, generation: TextGeneration) -> None:
         self._wanted, self._generation = wanted, generation
         self._count = len(wanted.prompts)
         self._width = max(map(len, wanted.prompts))

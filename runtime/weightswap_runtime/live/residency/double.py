@@ -10,9 +10,9 @@ from weightswap_runtime.format.identity import Identity
 from weightswap_runtime.live.gate import Version
 from weightswap_runtime.live.session import Session
 from weightswap_runtime.memory.host import FOR_PREVIOUS, FOR_TWO, IN_PLACE, advising
-from weightswap_runtime.memory.patch import HostPatch, copy_ranges, differing
+from weightswap_runtime.memory.patch import copy_ranges, differing
 from weightswap_runtime.sources.byte_source import Check
-from weightswap_runtime.staging.request import Contents
+from weightswap_runtime.staging.request import StagedChange
 from weightswap_runtime.threads.job import Job
 
 from .candidate import Candidate, Committed, Means, StagedSet, StagingTarget, next_generation
@@ -52,7 +52,7 @@ class Double:
         with idle.arena.writing():
             yield StagingTarget(idle, IN_PLACE)
 
-    def stage_patch(self, patch: HostPatch, contents: Contents, timeout: float | None, job: Job) -> StagedSet:
+    def stage_patch(self, change: StagedChange, timeout: float | None, job: Job) -> StagedSet:
         current = self._gate.current
         assert current is not None
         live = current.session.arena
@@ -61,9 +61,9 @@ class Double:
             everything = [live.layout.whole]
             ranges = everything if before is None else differing(live, before, current.identity.digests)
             copy_ranges(idle.arena, live, ranges, self._workers, job)
-            patch.lay_over(idle.arena, self._workers, job)
-        idle.content = contents.identity.digests
-        return StagedSet(contents, idle)
+            change.patch.lay_over(idle.arena, self._workers, job)
+        idle.content = change.contents.identity.digests
+        return StagedSet(change.contents, idle)
 
     def _overwriting(self, session: Session, job: Job) -> None:
         """Called just before the first byte of a staging is written to `session`."""

@@ -8,9 +8,8 @@ from typing import Literal, NoReturn, Protocol, get_args
 from weightswap_runtime.errors import ModelClosed, Unsupported
 from weightswap_runtime.live.gate import Version
 from weightswap_runtime.live.session import Session
-from weightswap_runtime.memory.patch import HostPatch
 from weightswap_runtime.sources.byte_source import Check
-from weightswap_runtime.staging.request import Contents
+from weightswap_runtime.staging.request import StagedChange
 from weightswap_runtime.threads.job import Job
 
 from .candidate import Candidate, Committed, Means, StagingTarget
@@ -35,7 +34,7 @@ class Residency(Protocol):
         """A block that may write a full set into a session that serves nobody. Raises LeaseTimeout and OutOfMemory."""
         ...
 
-    def stage_patch(self, patch: HostPatch, contents: Contents, timeout: float | None, job: Job) -> Candidate:
+    def stage_patch(self, change: StagedChange, timeout: float | None, job: Job) -> Candidate:
         """A full set that is the live one with a patch applied. Raises LeaseTimeout, OutOfMemory, StageCancelled."""
         ...
 

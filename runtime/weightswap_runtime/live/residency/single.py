@@ -21,9 +21,9 @@ from weightswap_runtime.live.gate import Version
 from weightswap_runtime.live.session import Session
 from weightswap_runtime.memory.arena import Arena
 from weightswap_runtime.memory.host import FOR_ONE, FOR_PREVIOUS, FOR_STAGING, IN_PLACE, advising
-from weightswap_runtime.memory.patch import HostPatch, Patch, copy_ranges
+from weightswap_runtime.memory.patch import Patch, copy_ranges
 from weightswap_runtime.sources.byte_source import Check
-from weightswap_runtime.staging.request import Contents
+from weightswap_runtime.staging.request import StagedChange
 from weightswap_runtime.threads.job import Job
 
 from .candidate import Candidate, Committed, Means, StagedPatch, StagingTarget, never, next_generation
@@ -85,11 +85,10 @@ class Single:
         self._gate.wait_idle(self._live, timeout, job.check)  # a trial call of an earlier staging may still run
         return StagingTarget(self._live, IN_PLACE)
 
-    def stage_patch(self, patch: HostPatch, contents: Contents, timeout: float | None, job: Job) -> StagedPatch:
-        staged, staged_in = self._memory.staged_patch(patch, self._workers)
-        return StagedPatch(
-            contents.placed(staged_in), staged, lambda job: self._new_session(self._copy_with(staged, job))
-        )
+    def stage_patch(self, change: StagedChange, timeout: float | None, job: Job) -> StagedPatch:
+        patch, staged_in = self._memory.staged_patch(change.patch, self._workers)
+        contents = change.contents.placed(staged_in)
+        return StagedPatch(contents, patch, lambda job: self._new_session(self._copy_with(patch, job)))
 
     def _copy_with(self, patch: Patch, job: Job) -> Arena:
         """A copy of the live arena with a patch applied."""

@@ -108,7 +108,7 @@ def _pattern(text: str) -> re.Pattern[str]:
     return re.compile(rf"(.*\.)?({text})$")
 
 
-class Taken(NamedTuple):
+class RowSource(NamedTuple):
     """Where a row of a graph comes from: `key` of a file, multiplied by `factor`; None: zeros."""
 
     row: NamedTensor
@@ -138,13 +138,13 @@ def read_config(folder: Location) -> Config | None:
 
 def match_peft(
     tensors: Mapping[str, StoredTensor], rows: Iterable[NamedTensor], config: Config, where: str
-) -> list[Taken]:
+) -> list[RowSource]:
     """What each row of a graph is made of. Modules that the file does not have get zeros: they are the base's.
 
     Raises WeightsMismatch with what the file has and the graph wants.
     """
     keys = {key.removeprefix(_PREFIX): key for key in tensors}
-    taken: list[Taken] = []
+    taken: list[RowSource] = []
     problems = [f"{key}: is there with and without {_PREFIX}" for key in sorted(tensors.keys() - keys.values())]
     for row in rows:
         parsed = _FQN.fullmatch(row.name)
@@ -153,7 +153,7 @@ def match_peft(
         is_b = bool(parsed) and parsed["part"].endswith("B")  # type: ignore[index]
         if key is not None:
             problems += _problems(row, tensors[key], config.rank(module), rank_axis=int(is_b))
-        taken.append(Taken(row, key, config.factor(module) if is_b else 1.0))
+        taken.append(RowSource(row, key, config.factor(module) if is_b else 1.0))
     problems += _halves(taken)
     problems += [f"{keys[stem]}: {_OF_THE_BASE if 'lora_' not in stem else _NOT_TAKEN}" for stem in sorted(keys)]
     if len(keys) == len(tensors):
@@ -165,9 +165,9 @@ def match_peft(
     return taken
 
 
-def _halves(taken: Iterable[Taken]) -> Iterator[str]:
+def _halves(taken: Iterable[RowSource]) -> Iterator[str]:
     """Modules of which the file has A or B alone."""
-    halves: dict[str, list[Taken]] = {}
+    halves: dict[str, list[RowSource]] = {}
     for each in taken:
         halves.setdefault(re.sub(r"[AB](\.[^.]+(?:\.weight)?)$", r"\1", each.row.name), []).append(each)
     for pair in halves.values():
@@ -177,7 +177,7 @@ def _halves(taken: Iterable[Taken]) -> Iterator[str]:
 
 
 def _problems(row: NamedTensor, stored: StoredTensor, rank: int, rank_axis: int) -> Iterator[str]:
-    wanted, has = describe(row.dtype, row.shape), describe(stored.dtype, stored.shape)
+    wanted, has = describe(row), describe(stored)
     rest = [size for axis, size in enumerate(row.shape) if axis != rank_axis]
     if len(stored.shape) != len(row.shape) or [s for a, s in enumerate(stored.shape) if a != rank_axis] != rest:
         yield f"{row.name}: the graph wants {wanted}, the file has {has}"

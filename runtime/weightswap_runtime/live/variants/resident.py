@@ -28,7 +28,7 @@ from .staging import StagedVariant, stage_variant
 
 HISTORY = 100
 MOST = 16
-Wanted = Mapping[str, str | None]
+VariantNames = Mapping[str, str | None]
 Kind = Literal["added", "replaced", "removed", "evicted", "dropped"]
 
 
@@ -140,7 +140,7 @@ class Variants:
                 for group, found in self._residents.items()
             }
 
-    def choose(self, wanted: Wanted | Choice | None) -> Choice | None:
+    def choose(self, wanted: VariantNames | Choice | None) -> Choice | None:
         """What a call asks for; None for the base alone. Raises UnknownVariant."""
         if not wanted or isinstance(wanted, Choice):
             return wanted or None  # type: ignore[return-value]

@@ -17,17 +17,16 @@ from weightswap_runtime.format.weight_set import WeightSet, open_weights
 from weightswap_runtime.memory.arena import Arena, ArenaLayout, HostArena
 from weightswap_runtime.memory.host import Memory
 from weightswap_runtime.sources.location import as_location, printable
-from weightswap_runtime.staging.checks import check_expected
-from weightswap_runtime.staging.full import DAMAGED, digest_problems
+from weightswap_runtime.staging.checks import DAMAGED, check_expected, digest_problems
 from weightswap_runtime.staging.reading import Findings, lay, read_tensors
 from weightswap_runtime.staging.request import Admit, SwapRequest
 from weightswap_runtime.tensors.content import TensorBytes, array_content, as_array, numpy_dtype
-from weightswap_runtime.tensors.digests import block_digests, tensor_digest
-from weightswap_runtime.tensors.dtypes import describe
+from weightswap_runtime.tensors.digests import block_digests
+from weightswap_runtime.tensors.dtypes import describe, same_type
 from weightswap_runtime.threads.job import Job
 from weightswap_runtime.threads.workers import Workers
 
-from .peft_directory import CONFIG_NAME, Taken, match_peft, read_config, weights_in
+from .peft_directory import CONFIG_NAME, RowSource, match_peft, read_config, weights_in
 
 _FLOATS = ("F16", "BF16", "F32", "F64")
 
@@ -76,21 +75,20 @@ def stage_variant(
     return StagedVariant(arena, identity, where, read, time.perf_counter() - start, odd)
 
 
-def _match_names(weights: WeightSet, rows: Sequence[NamedTensor]) -> list[Taken]:
+def _match_names(weights: WeightSet, rows: Sequence[NamedTensor]) -> list[RowSource]:
     """A file's tensors by the FQNs of the graph. Raises WeightsMismatch."""
     tensors, problems = weights.tensors, []
     for row in rows:
         stored = tensors.get(row.name)
         if stored is None:
-            problems.append(f"{row.name}: missing, the graph wants {describe(row.dtype, row.shape)}")
+            problems.append(f"{row.name}: missing, the graph wants {describe(row)}")
         elif stored.shape != row.shape or not _can_be(stored.dtype, row.dtype):
-            has = describe(stored.dtype, stored.shape)
-            problems.append(f"{row.name}: the graph wants {describe(row.dtype, row.shape)}, the file has {has}")
+            problems.append(f"{row.name}: the graph wants {describe(row)}, the file has {describe(stored)}")
     problems += [f"{name}: the graph does not take it" for name in sorted(tensors.keys() - {r.name for r in rows})]
     if problems:
         advice = f"A directory of PEFT's has {CONFIG_NAME}; any other file has the names of the graph."
         raise WeightsMismatch(weights.where, problems, advice)
-    return [Taken(row, row.name) for row in rows]
+    return [RowSource(row, row.name) for row in rows]
 
 
 def _can_be(dtype: str, wanted: str) -> bool:
@@ -98,7 +96,7 @@ def _can_be(dtype: str, wanted: str) -> bool:
 
 
 def _read(
-    weights: WeightSet, taken: Sequence[Taken], memory: Memory, workers: Workers, job: Job
+    weights: WeightSet, taken: Sequence[RowSource], memory: Memory, workers: Workers, job: Job
 ) -> tuple[Arena, Findings]:
     """Read the tensors, and lay them into an arena that has the rows."""
     if wrong := [t.key for t in taken if t.key and not _can_be(weights.tensors[t.key].dtype, t.row.dtype)]:
@@ -122,22 +120,21 @@ def _read(
             counts = count_nonfinite(each.row.dtype, rows)
             findings.add(Findings({each.row.name: block_digests(rows)}, {each.row.name: counts} if counts else {}))
             lay(arena, each.row, rows, job)
-    stamp = weights.stamp
-    if stamp and (corrupt := digest_problems(stamp, {key: tensor_digest(b) for key, b in read.digests.items()})):
+    if corrupt := digest_problems(weights.stamp, read.digests):
         raise DigestMismatch(weights.where, corrupt, DAMAGED)
     arena.synchronize()
     return arena, findings
 
 
-def _is_as_stored(taken: Taken, weights: WeightSet) -> bool:
+def _is_as_stored(taken: RowSource, weights: WeightSet) -> bool:
     """Whether a row has the very bytes of the file."""
     if taken.key is None or taken.factor != 1.0:
         return False
     stored = weights.tensors[taken.key]
-    return (stored.dtype, stored.shape) == (taken.row.dtype, taken.row.shape)
+    return same_type(stored, taken.row)
 
 
-def _row_bytes(taken: Taken, weights: WeightSet, raw: HostArena) -> memoryview:
+def _row_bytes(taken: RowSource, weights: WeightSet, raw: HostArena) -> memoryview:
     """The row-major bytes of a row: those that were read, multiplied, cast and padded with zeros."""
     row = taken.row
     padded = np.zeros(row.shape, numpy_dtype(row.dtype))

@@ -15,7 +15,7 @@ from weightswap_runtime.desired.document import DesiredWeights
 from weightswap_runtime.desired.place import DesiredPlace
 from weightswap_runtime.errors import NothingToRollBack, StageCancelled, Superseded, Unsupported
 from weightswap_runtime.format.identity import identify
-from weightswap_runtime.format.selection import part_of
+from weightswap_runtime.format.name_patterns import part_of
 from weightswap_runtime.live.calling import Caller, Methods
 from weightswap_runtime.live.events import Event, Listener
 from weightswap_runtime.live.receipt import SwapReceipt

@@ -12,6 +12,7 @@ from weightswap_runtime.desired.document import DesiredState
 from weightswap_runtime.desired.place import DesiredPlace, Known
 from weightswap_runtime.errors import Superseded, Unproven, Unsupported
 from weightswap_runtime.live.staged import Staged
+from weightswap_runtime.messages import listed
 from weightswap_runtime.sources.byte_source import Check
 from weightswap_runtime.sources.location import printable
 
@@ -61,7 +62,7 @@ def check_promotion_policy(policy: str) -> None:
 def check_proven(where: str, verified: str, nonfinite: list[str]) -> None:
     """Raise Unproven unless recorded outputs were reproduced by finite weights."""
     if nonfinite:
-        raise Unproven(f"{where}: not promoted, as {', '.join(nonfinite[:5])} are not finite")
+        raise Unproven(f"{where}: not promoted, as {listed(nonfinite)} are not finite")
     if verified != "goldens":
         raise Unproven(
             f"{where}: not promoted, as no outputs were recorded for these weights (verified: {verified!r}). Record "

@@ -15,12 +15,12 @@ from weakref import WeakKeyDictionary
 from weightswap_runtime.errors import StageCancelled, WeightFileError
 from weightswap_runtime.sources.byte_source import Check
 from weightswap_runtime.tensors.digests import digest_of
+from weightswap_runtime.threads.claims import POLL_SECONDS
 
 from .retries import persist
 from .transport import Opened, Transient, Transport, changed, too_many
 
 T = TypeVar("T")
-POLL_SECONDS = 0.02  # how soon a cancel is noticed
 RANGE_BYTES = 8 << 20  # that one request asks for
 MOST_REQUESTS = 10  # at once, in this process: as many as the connections that aiobotocore keeps
 _gates: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = WeakKeyDictionary()

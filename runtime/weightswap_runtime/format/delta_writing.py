@@ -8,24 +8,19 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+from msgspec.structs import replace
 
 from weightswap_runtime.errors import DigestMismatch, GraphMismatch, Unsupported, WeightFileError, WeightsMismatch
-from weightswap_runtime.format.delta_file import DATA, DELTA_KEY, RUNS, DeltaStamp
-from weightswap_runtime.format.goldens import goldens_behind
-from weightswap_runtime.format.header import FileTensor, pack_ranges
-from weightswap_runtime.format.weight_file import (
-    Stamp,
-    TensorRow,
-    WeightFile,
-    canonical_order,
-    render_stamped,
-    write_tensors,
-)
-from weightswap_runtime.format.weight_set import goldens_path
 from weightswap_runtime.sources.atomic import companion
-from weightswap_runtime.sources.location import Location, Url, as_location, check_writable
+from weightswap_runtime.sources.location import Location, Url, check_writable
 from weightswap_runtime.tensors.digests import BLOCK, TensorHasher
 from weightswap_runtime.tensors.dtypes import TensorType
+
+from .delta_file import DATA, DELTA_KEY, RUNS, DeltaStamp
+from .goldens import goldens_behind
+from .header import FileTensor
+from .weight_file import Stamp, StampedFile, TensorRow, WeightFile, canonical_order
+from .weight_set import goldens_path
 
 FEWEST = 256  # bytes that are compared together: each range takes 16 bytes of the file
 Runs = list[tuple[int, int]]
@@ -74,8 +69,7 @@ def write_delta(
         runs = _compare(old, fresh, stamps, progress)
         texts = {**stamps[1].labels, **(labels or {})}
         try:
-            with companion(goldens_path(out)) as put:
-                _write(Path(out), fresh, stamps, runs, texts, lambda: put(_goldens_of(as_location(new))))
+            _write(Path(out), fresh, stamps, runs, texts)
         except (OSError, ValueError) as error:
             reason = getattr(error, "strerror", None) or error
             raise WeightFileError(f"{out!s:.200}: cannot be written ({reason})") from error
@@ -195,35 +189,23 @@ def _append(runs: Runs, begin: int, end: int) -> None:
 
 
 def _write(
-    path: Path,
-    fresh: WeightFile,
-    stamps: tuple[Stamp, Stamp],
-    runs: dict[str, Runs],
-    labels: dict[str, str],
-    before: Callable[[], None],
+    path: Path, fresh: WeightFile, stamps: tuple[Stamp, Stamp], runs: dict[str, Runs], labels: dict[str, str]
 ) -> None:
-    rows = [row for name, stretches in runs.items() for row in _rows(name, stretches)]
-    order = canonical_order(rows)
-    ranges = pack_ranges(order)
-    changes = {name: TensorType.of(fresh.tensors[name]) for name in runs}
-
-    def header(digests: Mapping[str, str]) -> bytes:
-        stamp = DeltaStamp(
-            graph_id=stamps[1].graph_id,
-            base=stamps[0].weights_id,
-            weights_id=stamps[1].weights_id,
-            changes=changes,
-            digests=dict(digests),
-            labels=labels,
-        )
-        return render_stamped(ranges, DELTA_KEY, stamp, labels)
-
-    def rename(_: Mapping[str, str]) -> Path:
+    order = canonical_order(row for name, stretches in runs.items() for row in _rows(name, stretches))
+    blank = DeltaStamp(
+        graph_id=stamps[1].graph_id,
+        base=stamps[0].weights_id,
+        weights_id=stamps[1].weights_id,
+        changes={name: TensorType.of(fresh.tensors[name]) for name in runs},
+        digests={},
+        labels=labels,
+    )
+    with StampedFile(path, order, DELTA_KEY, labels) as file:
+        digests = file.write_tensors(((row.name, _data(fresh, row.name, runs)) for row in order), blank)
+        file.write_stamp(replace(blank, digests=digests))
         fresh.check_unchanged()
-        before()
-        return path
-
-    write_tensors(path, order, ((row.name, _data(fresh, row.name, runs)) for row in order), header, rename)
+        with companion(goldens_path(path), _goldens_of(fresh.path)):
+            file.rename(path)
 
 
 def _goldens_of(weights: Location) -> bytes | None:

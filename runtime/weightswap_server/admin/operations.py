@@ -1,4 +1,4 @@
-"""A model's desk: what operators do to it, and what is to be known of it. Every method may be called from any thread.
+"""What operators do to a model, and what is to be known of it. Every method may be called from any thread.
 
 Where the model follows a desired state, a change is written there first: a change of this process alone would be
 undone by its next look.
@@ -17,7 +17,7 @@ from weightswap_runtime.errors import StageClosed, StagingBusy, Unsupported
 from weightswap_runtime.live.receipt import SwapReceipt
 from weightswap_runtime.live.variants.resident import VariantReceipt
 from weightswap_server.canary.canary import Canary
-from weightswap_server.canary.judging import Plan, check_plan
+from weightswap_server.canary.judging import CanaryPlan, check_plan
 from weightswap_server.service.served import Served
 
 from .allowing import Allowed
@@ -39,7 +39,7 @@ from .documents import (
 from .errors import Conflict
 from .followed import Followed
 from .journal import Journal
-from .telling import Entry, aborted, following, served_weights, staged_weights, watched
+from .model_documents import Entry, aborted, following, served_weights, staged_weights, watched
 
 _TURN = 1.0  # seconds for the swap of another thread
 
@@ -52,8 +52,8 @@ class Taking(NamedTuple):
     interval: float = 5.0
 
 
-class Desk:
-    """One model's operators."""
+class ModelOperations:
+    """Those on one model."""
 
     def __init__(self, served: Served, allowed: Allowed, staged_timeout: float) -> None:
         self.served, self.model, self.name = served, served.model, served.name
@@ -137,7 +137,7 @@ class Desk:
 
         Raises StageClosed, what `stage` raises, and Unsupported where staged weights cannot be called.
         """
-        plan = Plan(request.share, request.shadow, request.tolerance, request.promote_if, request.abort_if)
+        plan = CanaryPlan(request.share, request.shadow, request.tolerance, request.promote_if, request.abort_if)
         check_plan(plan)
         if request.source is None:
             self._try_out(self._committable(), plan)
@@ -298,7 +298,7 @@ class Desk:
             raise StagingBusy(f"{self.name}: still {entry.staged.progress.phase}; wait until it is staged")
         return entry
 
-    def _try_out(self, entry: Entry, plan: Plan) -> None:
+    def _try_out(self, entry: Entry, plan: CanaryPlan) -> None:
         with self._lock:
             if self._entry is not entry:
                 raise StageClosed(f"{self.name}: what was staged was given up meanwhile")

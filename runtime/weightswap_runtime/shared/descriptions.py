@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from typing import TypeVar
 
 import msgspec
 
@@ -14,23 +15,9 @@ from weightswap_runtime.live.receipt import SwapReceipt
 from .control import Control
 
 
-class Described(msgspec.Struct, frozen=True):
-    """A generation, and which weights it is. `terms`: of their trial, as whoever began it has written them."""
-
-    generation: int
-    weights_id: str
-    labels: Mapping[str, str]
-    digests: Mapping[str, tuple[bytes, ...]] = {}
-    nonfinite: Mapping[str, Counts] = {}
-    terms: bytes = b""
-
-    @property
-    def identity(self) -> Identity:
-        return Identity(self.weights_id, dict(self.digests), dict(self.labels), dict(self.nonfinite))
-
-
-class Named(msgspec.Struct, frozen=True):
-    """Of that what workers need."""
+class Summary(msgspec.Struct, frozen=True):
+    """A generation, and which weights it is: of a description what workers need. `terms`: of their trial, as whoever
+    began it has written them."""
 
     generation: int
     weights_id: str
@@ -42,13 +29,23 @@ class Named(msgspec.Struct, frozen=True):
         return Identity(self.weights_id, {}, dict(self.labels))
 
 
+class Description(Summary, frozen=True):
+    """All that the next keeper needs."""
+
+    digests: Mapping[str, tuple[bytes, ...]] = {}
+    nonfinite: Mapping[str, Counts] = {}
+
+    @property
+    def identity(self) -> Identity:
+        return Identity(self.weights_id, dict(self.digests), dict(self.labels), dict(self.nonfinite))
+
+
 class _History(msgspec.Struct, frozen=True):
     written: int
     receipts: list[SwapReceipt]
 
 
-_described = msgspec.msgpack.Decoder(Described)
-_named = msgspec.msgpack.Decoder(Named)
+D = TypeVar("D", bound=Summary)
 _history = msgspec.msgpack.Decoder(_History)
 _encoder = msgspec.msgpack.Encoder()
 
@@ -56,7 +53,7 @@ _encoder = msgspec.msgpack.Encoder()
 def describe(control: Control, generation: int, identity: Identity, terms: bytes = b"") -> None:
     """Say what lies in the arena of a generation. Raises WeightFileError where that takes too much room."""
     text = _encoder.encode(
-        Described(generation, identity.weights_id, identity.labels, identity.digests, identity.nonfinite, terms)
+        Description(generation, identity.weights_id, identity.labels, terms, identity.digests, identity.nonfinite)
     )
     cell = control.descriptions[generation % 2]
     if len(text) > cell.most:
@@ -67,25 +64,21 @@ def describe(control: Control, generation: int, identity: Identity, terms: bytes
     cell.write(text)
 
 
-def described(control: Control, generation: int) -> Described | None:
-    """What lies in the arena of a generation, if that is this generation, whole."""
-    text = control.descriptions[generation % 2].read()
-    found = _described.decode(text) if text else None
+def read_description(control: Control, generation: int, kind: type[D]) -> D | None:
+    """What lies in the arena of a generation, if that is this generation, whole. kind: all of it, or the summary."""
+    found = _read(control, generation, kind)
     return found if found is not None and found.generation == generation else None
 
 
-def named(control: Control, generation: int) -> Named | None:
-    """As `described`, for workers."""
-    text = control.descriptions[generation % 2].read()
-    found = _named.decode(text) if text else None
-    return found if found is not None and found.generation == generation else None
-
-
-def on_trial(control: Control, trial: int) -> Named | None:
+def read_trial(control: Control, trial: int) -> Summary | None:
     """What the word of a trial has named; None once it is over."""
-    text = control.descriptions[trial % 2].read() if trial else None
-    found = _named.decode(text) if text else None
+    found = _read(control, trial, Summary) if trial else None
     return found if control.trial == trial else None
+
+
+def _read(control: Control, number: int, kind: type[D]) -> D | None:
+    text = control.descriptions[number % 2].read()
+    return msgspec.msgpack.decode(text, type=kind) if text else None
 
 
 def write_history(control: Control, receipts: Iterable[SwapReceipt]) -> None:

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 from tests.support.tiny import TinyArtifact
 from weightswap_runtime import load
 from weightswap_tools.commands.swap import swap_command
-from weightswap_tools.commands.swap_report import swaps_report
+from weightswap_tools.commands.swap_page import swaps_report
 from weightswap_tools.reports.blocks import Note, Table, Timeline
 
 WriteWeights = Callable[[int], Path]

@@ -24,7 +24,7 @@ END = object()
 Send = Callable[[Any], Awaitable[None]]
 
 
-class Generation:
+class OpenGeneration:
     """What is generated for one request, piece by piece, in the model's thread."""
 
     def __init__(
@@ -131,7 +131,7 @@ class Generation:
             self._stream.close()
 
 
-async def whole(generation: Generation) -> GenerateResponse:
+async def whole(generation: OpenGeneration) -> GenerateResponse:
     """All of it as one answer."""
     try:
         return generation.document([piece async for piece in generation.pieces()])
@@ -139,7 +139,7 @@ async def whole(generation: Generation) -> GenerateResponse:
         generation.close()
 
 
-async def event_stream(service: Service, generation: Generation) -> Response:
+async def event_stream(service: Service, generation: OpenGeneration) -> Response:
     """It as server-sent events, each a GenerateResponse; what is wrong with the request is an error instead."""
     try:
         pieces = generation.pieces()
@@ -153,7 +153,7 @@ async def event_stream(service: Service, generation: Generation) -> Response:
 class _EventStream(Response):
     media_type = "text/event-stream"
 
-    def __init__(self, service: Service, generation: Generation, first: Any, pieces: AsyncIterator[Any]) -> None:
+    def __init__(self, service: Service, generation: OpenGeneration, first: Any, pieces: AsyncIterator[Any]) -> None:
         super().__init__(headers={"cache-control": "no-store"})
         del self.headers["content-length"]
         self._service, self._generation, self._first, self._pieces = service, generation, first, pieces

@@ -12,7 +12,6 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
-import msgspec
 import uvicorn
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
@@ -23,7 +22,9 @@ from starlette.routing import Route
 
 from weightswap_runtime.desired.document import DesiredState
 from weightswap_runtime.errors import WeightswapError, text_of
+from weightswap_runtime.messages import encode_json
 from weightswap_runtime.threads.awaiting import in_thread
+from weightswap_server.admin.event_stream import event_line
 from weightswap_server.admin.operator_page import page_routes
 from weightswap_server.http.listening import listening
 
@@ -102,11 +103,10 @@ class _Looking:
         before, told = b"", 0.0
         while True:
             kind, found = await in_thread(self._look)
-            line = msgspec.json.encode(found)
+            line = encode_json(found)
             if line != before or time.monotonic() > told + _QUIET:
                 before, told = line, time.monotonic()
-                now = msgspec.json.encode({**found, "time": time.time()})
-                yield b"event: %s\ndata: %s\n\n" % (kind.encode(), now)
+                yield event_line(kind, {**found, "time": time.time()})
             await asyncio.sleep(_LOOK)
 
     def _look(self) -> tuple[str, dict[str, Any]]:

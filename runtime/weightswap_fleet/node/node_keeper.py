@@ -18,8 +18,8 @@ from weightswap_runtime.errors import NoWeights, text_of
 from weightswap_runtime.format.artifact import Artifact
 from weightswap_runtime.shared.control import Control
 
-from .memory import NodeMemory
 from .node_changes import NodeChanges
+from .node_memory import NodeMemory
 from .node_place import NodePlace
 from .node_weights import NodeWeights
 from .relay import Relay, Transfer

@@ -45,7 +45,7 @@ BESIDE_GPUS = "cpu-x86_64-avx2"  # what code for a GPU expects of the processor
 _CUDA = "cuda-sm"
 
 
-class Taken(msgspec.Struct, frozen=True, array_like=True):
+class NotedTensor(msgspec.Struct, frozen=True, array_like=True):
     """A tensor that a package takes once: its name there, and what the manifest calls it."""
 
     fqn: str
@@ -63,7 +63,7 @@ class Note(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     method: str
     target: str
     torch: str
-    tensors: tuple[Taken, ...]
+    tensors: tuple[NotedTensor, ...]
     written: tuple[int, ...] = ()
 
 
