@@ -51,12 +51,12 @@ class EventStream:
             await asyncio.sleep(_LOOK)
 
     def _news(self, seen: dict[str, int]) -> list[bytes]:
-        found = []
+        news = []
         for name, operations in self._models.items():
             for number, event in operations.journal.events(seen[name]):
                 seen[name] = number
-                found.append(event_line("event", {"model": name, **event}))
-        return found
+                news.append(event_line("event", {"model": name, **event}))
+        return news
 
     def _stagings(self) -> list[bytes]:
         progresses = {name: each.model.progress for name, each in self._models.items()}
