@@ -142,14 +142,14 @@ def export_decoder(
     engines, variants, tell: as for `export`, whose errors it raises, too; Unsupported for a model that remembers
     something else.
     """
-    found = decoder(peft_base(model) if variants else model, length, batch)
+    prepared = decoder(peft_base(model) if variants else model, length, batch)
     return _export(
-        found.model,
-        found.methods,
+        prepared.model,
+        prepared.methods,
         out,
         engines,
         checkpoint=checkpoint,
-        generation=found.generation,
+        generation=prepared.generation,
         variants=variants,
         tell=tell,
     )

@@ -127,32 +127,32 @@ def pack(
         source = peft_base(source) if isinstance(source, nn.Module) else source
         model = peft_base(model) if model is not None else None
     check_writable(out)
-    place = _check_place(Path(out))
+    path = _check_name(Path(out))
     record_from = recorder(model if model is not None else source, opened, goldens, tolerance)
     if isinstance(source, str | os.PathLike):
-        _check_other(place, [Path(source)])
+        _check_other(path, [Path(source)])
     choice = Choice(level, prefix, patterns(ignore, "ignore") if ignore else ())
     opening = open_checkpoint(source, choice) if model is None else load_into(model, source, load, choice)
     with opening as checkpoint:
         recording = record_from()
-        packing = pack_checkpoint(checkpoint, opened, place, labels=labels, dtype=dtype, progress=progress)
+        packing = pack_checkpoint(checkpoint, opened, path, labels=labels, dtype=dtype, progress=progress)
         with packing as (file, packed):
             goldens = recording.encode(packed.weights_id) if recording else None
-            with companion(goldens_path(place), goldens):
-                file.rename(place)
+            with companion(goldens_path(path), goldens):
+                file.rename(path)
     return replace(packed, goldens=len(recording.cases) if recording else 0)
 
 
-def _check_place(path: Path) -> Path:
+def _check_name(path: Path) -> Path:
     if path.name.endswith(GOLDENS_SUFFIX):
         raise CheckpointError(f"{path}: *{GOLDENS_SUFFIX} are names of goldens; give the weight file another name")
     return path
 
 
 def _check_other(out: Path, files: Iterable[Path | None]) -> None:
-    """Raise CheckpointError where the weight file would take the place of what it is made of."""
+    """Raise CheckpointError where the weight file would replace what it is made of."""
     if is_file(out) and any(file is not None and is_file(file) and out.samefile(file) for file in files):
-        raise CheckpointError(f"{out}: the weight file would take the place of the checkpoint; name another")
+        raise CheckpointError(f"{out}: the weight file would replace the checkpoint; name another")
 
 
 def recorder(
@@ -176,7 +176,7 @@ def recorder(
 
 
 def _record_base(model: nn.Module, groups: Groups, *given: Any) -> Recording:
-    """Goldens without variants, whatever the model has in their place."""
+    """Goldens without variants, whatever the model has instead of them."""
     with base_alone(model, groups):
         return record(model, *given)
 
@@ -257,8 +257,8 @@ class _Weights:
             )
 
     def _differ(self, row: NamedTensor) -> bool:
-        places = {self._tensors[name].place: name for name in self._match.found.get(row.name, ())}
-        return len(places) > 1 and len({self._digest(name, row.dtype) for name in places.values()}) > 1
+        distinct = {self._tensors[name].tie_key: name for name in self._match.found.get(row.name, ())}
+        return len(distinct) > 1 and len({self._digest(name, row.dtype) for name in distinct.values()}) > 1
 
     def _digest(self, name: str, dtype: str) -> str:
         hasher = blake3()

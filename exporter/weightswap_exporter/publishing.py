@@ -73,11 +73,11 @@ class Publication:
 
     @property
     def done(self) -> bool:
-        """Whether the file is in its place, or the writing has failed."""
+        """Whether the file is there, or the writing has failed."""
         return self._outcome.finished.is_set()
 
     def wait(self, timeout: float | None = None) -> Packed:
-        """Wait, for at most `timeout` seconds, until the file is in its place.
+        """Wait, for at most `timeout` seconds, until the file is there.
 
         Raises PublishTimeout, and what the writing raised: CheckpointError, or WeightsMismatch with every problem.
         """

@@ -202,17 +202,17 @@ def variants_of(options: Iterable[str]) -> tuple[Variant, ...]:
 
     Raises Unsupported.
     """
-    found: dict[tuple[str, str], Variant] = {}
+    variants: dict[tuple[str, str], Variant] = {}
     for option in options:
         key, equals, path = option.partition("=")
         group, slash, name = key.partition("/")
         name = name if slash else Path(path.rstrip("/")).name.removesuffix(".safetensors")
         if not (equals and path and re.fullmatch(NAME, group) and re.fullmatch(NAME, name)):
             raise Unsupported(f"--variant: expected group=PATH or group/name=PATH, got {visible(option)}")
-        if (group, name) in found:
+        if (group, name) in variants:
             raise Unsupported(f"--variant: two of {group} are called {name}; say group/name=PATH")
-        found[group, name] = Variant(group, name, path)
-    return tuple(found.values())
+        variants[group, name] = Variant(group, name, path)
+    return tuple(variants.values())
 
 
 def default_name(artifact: str) -> str:

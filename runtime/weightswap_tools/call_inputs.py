@@ -19,17 +19,17 @@ def named_inputs(method: str, signature: Signature, tensors: Mapping[str, Tensor
 
     Raises InputMismatch for names that are missing or unknown, and for an integer that is not a single whole number.
     """
-    found = input_leaves(signature)
-    names = {leaf.name for leaf in found if not isinstance(leaf, Literal)}
+    expected = input_leaves(signature)
+    names = {leaf.name for leaf in expected if not isinstance(leaf, Literal)}
     problems = [f"{name}: missing from the inputs (--input FILE)" for name in sorted(names - tensors.keys())]
     known = ", ".join(sorted(names))
     problems += [f"{name}: not an input (they are {known})" for name in sorted(tensors.keys() - names)]
-    integers = {leaf.name for leaf in found if isinstance(leaf, Integer)} & tensors.keys()
+    integers = {leaf.name for leaf in expected if isinstance(leaf, Integer)} & tensors.keys()
     problems += [text for name in sorted(integers) for text in _integer_problems(name, tensors[name])]
     if problems:
         raise InputMismatch(method, problems)
     values = {name: int(as_array(tensors[name]).item()) if name in integers else tensors[name] for name in names}
-    return [leaf.content if isinstance(leaf, Literal) else values[leaf.name] for leaf in found]
+    return [leaf.content if isinstance(leaf, Literal) else values[leaf.name] for leaf in expected]
 
 
 def _integer_problems(name: str, content: TensorBytes) -> Iterator[str]:

@@ -87,7 +87,7 @@ def fingerprints(
 ) -> dict[Branch, int]:
     """A number for each module: equal for modules whose contents are alike.
 
-    describe: what has to be equal of the tensors of one place, by full name. kind: what has to be equal of the modules
+    describe: what has to be equal of their tensors, by full name. kind: what has to be equal of the modules
     themselves, such as their class, by path.
     """
     known: dict[Hashable, int] = {}

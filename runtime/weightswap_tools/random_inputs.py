@@ -76,11 +76,11 @@ def write_random_weights(manifest: Manifest, path: Path, rng: np.random.Generato
 
 
 def _turned(signature: Signature, start: int) -> Sizes:
-    found = {}
-    for place, (name, limits) in enumerate(signature.dims.items()):
-        size = max(limits.min, COMMON[(start + place) % len(COMMON)])
-        found[name] = size if limits.max is None else min(size, limits.max)
-    return found
+    sizes = {}
+    for index, (name, limits) in enumerate(signature.dims.items()):
+        size = max(limits.min, COMMON[(start + index) % len(COMMON)])
+        sizes[name] = size if limits.max is None else min(size, limits.max)
+    return sizes
 
 
 def _allowed(signature: Signature, candidates: Iterator[Sizes] | Sequence[Sizes]) -> list[Sizes]:

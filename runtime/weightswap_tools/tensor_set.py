@@ -36,8 +36,8 @@ GROUP = "weightswap.checkpoints"
 class SetTensor(NamedTuple):
     """A tensor of a set.
 
-    nbytes: of its row-major, little-endian elements. file: where these are; the set's own place if that is not one
-    file. offset: of the first in the file, in bytes; None where that cannot be said. place: equal for tensors that
+    nbytes: of its row-major, little-endian elements. file: where these are; the set's own path if that is not one
+    file. offset: of the first in the file, in bytes; None where that cannot be said. tie_key: equal for tensors that
     are one. read: see `read_into`. whole: reading any part of it takes the memory of all of it.
     """
 
@@ -46,7 +46,7 @@ class SetTensor(NamedTuple):
     nbytes: int
     file: str
     offset: int | None
-    place: Hashable
+    tie_key: Hashable
     read: Callable[[memoryview, int], None]
     whole: bool = False
 
@@ -82,7 +82,7 @@ class TensorSet(NamedTuple):
         """The names of a tensor that has several, by each of them: the others."""
         groups: dict[Hashable, list[str]] = {}
         for name, tensor in self.tensors.items():
-            groups.setdefault(tensor.place, []).append(name)
+            groups.setdefault(tensor.tie_key, []).append(name)
         return {name: tuple(other for other in names if other != name) for names in groups.values() for name in names}
 
 
@@ -109,8 +109,8 @@ def open_set(path: str | os.PathLike[str], request: SetRequest | None = None) ->
     Raises WeightFileError, CheckpointError, WeightsMismatch for a checkpoint without the weights that are asked for,
     Unsupported, and MissingExtra if nothing that is installed reads what is there.
     """
-    place = as_location(path)
-    opener = _opener(place) if isinstance(place, Path) and not _is_ours(place) else None
+    location = as_location(path)
+    opener = _opener(location) if isinstance(location, Path) and not _is_ours(location) else None
     if opener is not None:
         with opener(request or SetRequest()) as found:
             yield found

@@ -325,7 +325,7 @@ REFUSED: dict[str, tuple[nn.Module, str]] = {
         "cannot (write the graph|capture it)",
     ),
     "overlapping elements": (Expanded(), "weight: its elements overlap"),
-    "a dtype without a name": (Complex(), "weight: torch.complex128 has no place in the safetensors format"),
+    "a dtype without a name": (Complex(), "weight: torch.complex128 is no dtype of the safetensors format"),
 }
 
 

@@ -35,13 +35,13 @@ _MOVES = {
 
 def needs(node: Node) -> list[Node]:
     """The node and all that it is computed from, in the order of the graph."""
-    found = {node}
+    needed = {node}
     unseen = [node]
     while unseen:
-        new = set(unseen.pop().all_input_nodes) - found
-        found |= new
+        new = set(unseen.pop().all_input_nodes) - needed
+        needed |= new
         unseen += new
-    return sorted(found)
+    return sorted(needed)
 
 
 def overwritten(node: Node, before: Sequence[Node]) -> bool:

@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from weightswap_exporter.models.parts import Kind, describe_kind, kinds_of, parts_of, put_together
 from weightswap_exporter.models.stand_ins import install, restored, stand_in, without_values
 from weightswap_exporter.models.tensors import named_tensors
-from weightswap_exporter.models.user_errors import Unrecordable, first_line, place_of, reason, wants_values
+from weightswap_exporter.models.user_errors import Unrecordable, first_line, frame_of, reason, wants_values
 from weightswap_runtime.errors import CaptureError
 
 Load = Callable[[nn.Module, dict[str, Any]], object]
@@ -39,7 +39,7 @@ class Untraceable(Exception):
 
     def __init__(self, text: str, error: Exception) -> None:
         self.wants_values = wants_values(error)
-        super().__init__(f"{text}{place_of(error)}{first_line(error) if self.wants_values else reason(error)}")
+        super().__init__(f"{text}{frame_of(error)}{first_line(error) if self.wants_values else reason(error)}")
 
 
 class Traced(NamedTuple):
@@ -153,12 +153,12 @@ def _check_recorded(module: GraphModule) -> None:
 
 def _others(model: nn.Module, weights: Collection[str]) -> dict[str, Any]:
     """What the graph may depend on beside weights and state: buffers, plain attributes that are tensors or values."""
-    found: dict[str, Any] = {name: value for name, value in model.named_buffers() if name not in weights}
+    others: dict[str, Any] = {name: value for name, value in model.named_buffers() if name not in weights}
     for path, module in model.named_modules():
         for name, value in vars(module).items():
             if isinstance(value, torch.Tensor | bool | int | float | str):
-                found[f"{path}.{name}" if path else name] = value
-    return found
+                others[f"{path}.{name}" if path else name] = value
+    return others
 
 
 def _changed(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:

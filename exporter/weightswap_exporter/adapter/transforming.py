@@ -120,10 +120,10 @@ class Transforming:
                     "checkpoint must become the same weights whatever the model held before"
                 )
 
-    def _archive(self, body: list[Node], places: list[Node]) -> bytes:
+    def _archive(self, body: list[Node], placeholders: list[Node]) -> bytes:
         graph = Graph()
         made: dict[Node, Node] = {}
-        for index, node in enumerate(places):
+        for index, node in enumerate(placeholders):
             made[node] = graph.placeholder(f"input_{index}")
         for node in body:
             if node in self._initial:  # every element of it is overwritten
@@ -133,7 +133,7 @@ class Transforming:
                 made[node] = graph.node_copy(node, made.__getitem__)
         graph.output(tuple(made[output] for output in self._outputs))
         module = GraphModule(torch.nn.Module(), graph)
-        examples = tuple(node.meta["val"].detach().contiguous() for node in places)
+        examples = tuple(node.meta["val"].detach().contiguous() for node in placeholders)
         try:
             return program_archive(torch.export.export(module, examples, strict=False))
         except Exception as error:

@@ -125,7 +125,7 @@ def _check_spec(name: str, spec: MethodSpec) -> None:
 
 
 def _distinct(inputs: Any) -> Any:
-    """Sample inputs in which no tensor occurs twice: torch would wire all its places to the first, silently."""
+    """Sample inputs in which no tensor occurs twice: torch would wire all its inputs to the first, silently."""
     seen: set[int] = set()
 
     def own(value: Any) -> Any:

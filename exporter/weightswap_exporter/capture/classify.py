@@ -202,9 +202,9 @@ def overlapping(tensors: Mapping[str, torch.Tensor], rows: Iterable[NamedTensor]
         span = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True)) + 1
         if tensor.numel():
             begin = int(tensor.storage_offset()) * tensor.element_size()
-            place = (begin, begin + int(span) * tensor.element_size(), name)
-            ranges.setdefault(tensor.untyped_storage()._cdata, []).append(place)
-    pairs = (pair for places in ranges.values() for pair in pairwise(sorted(places)))
+            extent = (begin, begin + int(span) * tensor.element_size(), name)
+            ranges.setdefault(tensor.untyped_storage()._cdata, []).append(extent)
+    pairs = (pair for extents in ranges.values() for pair in pairwise(sorted(extents)))
     return [f"{one[2]} and {other[2]}" for one, other in pairs if other[0] < one[1]]
 
 

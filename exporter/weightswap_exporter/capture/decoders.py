@@ -119,7 +119,7 @@ class _Methods:
     def prefill(self, input_ids: Any, attention_mask: Any, position_ids: Any, position: Any) -> torch.Tensor:
         """The logits after some tokens."""
         owner: Any = self
-        found = owner(
+        output = owner(
             input_ids=input_ids,
             attention_mask=attention_mask,
             position_ids=position_ids,
@@ -128,7 +128,7 @@ class _Methods:
             logits_to_keep=1,
             return_dict=True,
         )
-        logits: torch.Tensor = found.logits[:, -1]
+        logits: torch.Tensor = output.logits[:, -1]
         return logits
 
     decode = prefill
@@ -139,7 +139,7 @@ def _cache(owner: Any, position: torch.Tensor) -> Any:
     from transformers.cache_utils import Cache, StaticLayer
 
     layers: list[Any] = []
-    places = _Places(position)
+    positions = _Places(position)
     while hasattr(owner, KEYS.format(len(layers))):
         index = len(layers)
         layer: Any = StaticLayer(max_cache_len=owner.cache_length)
@@ -148,7 +148,7 @@ def _cache(owner: Any, position: torch.Tensor) -> Any:
         layer.batch_size, layer.num_heads = layer.keys.shape[:2]
         layer.k_head_dim, layer.v_head_dim = layer.keys.shape[-1], layer.values.shape[-1]
         layer.cumulative_length = position
-        layer.update = partial(_update, layer, places)
+        layer.update = partial(_update, layer, positions)
         layer.is_initialized = True
         layers.append(layer)
     return Cache(layers=layers)
@@ -162,16 +162,16 @@ class _Places:
         self._count: Any = None
 
     def of(self, count: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        """The places of so many tokens, and the length after them."""
+        """The positions of so many tokens, and the length after them."""
         if self._count is None or self._count != count:
             self._count = count
             self._found = torch.arange(count, device=self._position.device) + self._position, self._position + count
         return self._found
 
 
-def _update(layer: Any, places: _Places, keys: torch.Tensor, values: torch.Tensor, *_: Any, **__: Any) -> Any:
+def _update(layer: Any, positions: _Places, keys: torch.Tensor, values: torch.Tensor, *_: Any, **__: Any) -> Any:
     """What `StaticLayer.update` does, without a write to the length: a graph would keep one for each layer."""
-    where, layer.cumulative_length = places.of(keys.shape[-2])
+    where, layer.cumulative_length = positions.of(keys.shape[-2])
     layer.keys.index_copy_(2, where, keys)
     layer.values.index_copy_(2, where, values)
     return layer.keys, layer.values

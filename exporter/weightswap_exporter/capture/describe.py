@@ -132,12 +132,12 @@ class _Dims:
 
     def ranges(self, constraints: Mapping[sympy.Symbol, Any]) -> dict[str, Dimension]:
         """The range of each named dimension, as the export found it."""
-        found = {}
+        dimensions = {}
         for symbol, name in self._names.items():
             limits = constraints.get(symbol)
             upper = int(limits.upper) if limits is not None and isinstance(limits.upper, sympy.Integer) else None
-            found[name] = Dimension(max(0, int(limits.lower)) if limits is not None else 0, upper)
-        return found
+            dimensions[name] = Dimension(max(0, int(limits.lower)) if limits is not None else 0, upper)
+        return dimensions
 
     def condition(self, relation: Any) -> str:
         """A relation between sizes as the signature writes it."""

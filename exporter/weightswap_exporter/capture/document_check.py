@@ -1,7 +1,7 @@
 """Checks of the document of a graph's archive, before torch reads it.
 
 `torch.export.load` makes source of names, walks dotted paths with `getattr`, and evaluates sizes and guards. So every
-text in a document has to be of a kind that is known here; one in a place that is not listed is refused.
+text in a document has to be of a kind that is known here; one in a field that is not listed is refused.
 """
 
 from __future__ import annotations
@@ -139,7 +139,7 @@ _TEXTS: dict[str, Callable[[str], bool]] = {
 
 
 def program_problems(document: Any) -> Iterator[str]:
-    """What has no place in a program's document, as `json.loads` gives it."""
+    """What cannot stand in a program's document, as `json.loads` gives it."""
     return _problems(document, schema.ExportedProgram, "")
 
 
@@ -148,23 +148,23 @@ def tensor_problems(document: Any) -> Iterator[str]:
     return _problems(document, schema.PayloadConfig, "")
 
 
-def _problems(value: Any, kind: Any, place: str) -> Iterator[str]:
-    """place: the class and the field that the value stands in."""
+def _problems(value: Any, kind: Any, field: str) -> Iterator[str]:
+    """field: the class and the field that the value stands in."""
     if get_origin(kind) in (Union, UnionType):
         (kind,) = (each for each in get_args(kind) if each is not NoneType)
         if value is None:
             return
     if get_origin(kind) is list and isinstance(value, list):
         for item in value:
-            yield from _problems(item, get_args(kind)[0], place)
+            yield from _problems(item, get_args(kind)[0], field)
     elif get_origin(kind) is dict and isinstance(value, dict):
         for key, item in value.items():
-            yield from _problems(key, str, f"keys of {place}")
-            yield from _problems(item, get_args(kind)[1], place)
+            yield from _problems(key, str, f"keys of {field}")
+            yield from _problems(item, get_args(kind)[1], field)
     elif isinstance(kind, type) and dataclasses.is_dataclass(kind) and isinstance(value, dict):
         yield from _part_problems(value, kind)
     else:
-        yield from _leaf_problems(value, kind, place)
+        yield from _leaf_problems(value, kind, field)
 
 
 @functools.cache
@@ -183,22 +183,22 @@ def _part_problems(value: dict[str, Any], kind: type) -> Iterator[str]:
         yield from _call_problems(value)
 
 
-def _leaf_problems(value: Any, kind: Any, place: str) -> Iterator[str]:
+def _leaf_problems(value: Any, kind: Any, field: str) -> Iterator[str]:
     if kind is str and isinstance(value, str):
-        yield from _text_problems(value, place)
+        yield from _text_problems(value, field)
     elif kind is float:
         if not isinstance(value, int | float) and value not in ("Infinity", "-Infinity", "NaN"):
-            yield f"{place}: {value!r:.{_MOST_SHOWN}} is no number"
+            yield f"{field}: {value!r:.{_MOST_SHOWN}} is no number"
     elif not isinstance(value, int) or (kind not in (int, bool) and not issubclass(kind, IntEnum)):
-        yield f"{place}: {value!r:.{_MOST_SHOWN}} has no place there"
+        yield f"{field}: {value!r:.{_MOST_SHOWN}} cannot stand there"
 
 
-def _text_problems(text: str, place: str) -> Iterator[str]:
+def _text_problems(text: str, field: str) -> Iterator[str]:
     try:
-        if place not in _TEXTS:
-            yield f"{place} has no place in a graph"
-        elif not _TEXTS[place](text):
-            yield f"{place}: {text!r:.{_MOST_SHOWN}} cannot stand there"
+        if field not in _TEXTS:
+            yield f"{field} cannot stand in a graph"
+        elif not _TEXTS[field](text):
+            yield f"{field}: {text!r:.{_MOST_SHOWN}} cannot stand there"
     except (ForeignFunction, UnknownPart) as error:
         yield f"calls {error}"
     except MissingOperator:

@@ -33,7 +33,7 @@ def _is_composed_operator(node: Node) -> bool:
 
 
 def _inline(node: Node, bodies: dict[str, Graph]) -> None:
-    """Put the operator's body in a node's place. Layers of one size have one body."""
+    """Replace a node by the operator's body. Layers of one size have one body."""
     given = [item for item in pytree.tree_leaves((node.args, node.kwargs)) if isinstance(item, Node)]
     types = [_type(item.meta["val"]) for item in given]
     key = str((node.target, pytree.tree_map_only(Node, type, (node.args, node.kwargs)), types))

@@ -164,7 +164,7 @@ def leftovers_of_calls(root: nn.Module) -> Iterator[Leftovers]:
 
     They are as before after the block. torch itself sees no tuples of tensors.
     """
-    found: dict[str, None] = {}
+    names: dict[str, None] = {}
     numbers: dict[str, None] = {}
     before: list[tuple[dict[str, torch.Tensor], dict[str, Any]]] = []  # one, as a method may call its own module
 
@@ -180,7 +180,7 @@ def leftovers_of_calls(root: nn.Module) -> Iterator[Leftovers]:
     def end(module: nn.Module, _: Any, __: Any) -> None:
         if vars(module) is vars(root):
             (tensors, values), (tensors_now, values_now) = before[0], held()
-            found.update({name: None for name, tensor in tensors_now.items() if tensors.get(name) is not tensor})
+            names.update({name: None for name, tensor in tensors_now.items() if tensors.get(name) is not tensor})
             numbers.update({path: None for path, value in values_now.items() if values.get(path, value) != value})
 
     hooks = register_module_forward_pre_hook(begin), register_module_forward_hook(end)
@@ -193,7 +193,7 @@ def leftovers_of_calls(root: nn.Module) -> Iterator[Leftovers]:
         for hook in hooks:
             hook.remove()
     assigned_again = _assigned_again(root)
-    left.tensors.extend(name for name in found if not assigned_again.match(name))
+    left.tensors.extend(name for name in names if not assigned_again.match(name))
     left.numbers.extend(numbers)
 
 
@@ -213,9 +213,9 @@ def _assigned_again(model: nn.Module) -> re.Pattern[str]:
 
 def _dynamic(program: ExportedProgram, count: int) -> list[Any]:
     """Which dimensions of the flat inputs vary. Both calls may have other sizes."""
-    places = {node.name: node.meta.get("val") for node in program.graph.find_nodes(op="placeholder")}
+    examples = {node.name: node.meta.get("val") for node in program.graph.find_nodes(op="placeholder")}
     names = [s.arg.name for s in program.graph_signature.input_specs if s.kind is InputKind.USER_INPUT]
-    values = [places.get(name) for name in names] + [None] * (count - len(names))
+    values = [examples.get(name) for name in names] + [None] * (count - len(names))
     return [
         {axis: Dim.AUTO for axis, size in enumerate(value.shape) if not isinstance(size, int)}
         if isinstance(value, torch.Tensor)
@@ -232,8 +232,8 @@ def _halves(program: ExportedProgram, shapes: list[dict[int, Any]], mutated: Col
         node for node, spec in zip(returned, signature.output_specs, strict=True) if spec.kind is OutputKind.USER_OUTPUT
     ]
     one, two = outputs[: len(outputs) // 2], outputs[len(outputs) // 2 :]
-    places = [node for node in program.graph.nodes if node.op == "placeholder"]
-    inputs = [p for p, s in zip(places, signature.input_specs, strict=True) if s.kind is InputKind.USER_INPUT]
+    placeholders = [node for node in program.graph.nodes if node.op == "placeholder"]
+    inputs = [p for p, s in zip(placeholders, signature.input_specs, strict=True) if s.kind is InputKind.USER_INPUT]
     first, second = inputs[: len(shapes)], inputs[len(shapes) :]
     if {spec.kind for spec in signature.output_specs} - {OutputKind.USER_OUTPUT, OutputKind.BUFFER_MUTATION}:
         return None
@@ -266,20 +266,20 @@ def _symbols(inputs: list[Node], shapes: list[dict[int, Any]]) -> list[set[Any]]
 
 def _random(outputs: list[Any]) -> set[Node]:
     """The calls of random operators that outputs depend on."""
-    found, unseen = set[Node](), [item for item in outputs if isinstance(item, Node)]
+    reached, unseen = set[Node](), [item for item in outputs if isinstance(item, Node)]
     while unseen:
         node = unseen.pop()
-        if node not in found:
-            found.add(node)
+        if node not in reached:
+            reached.add(node)
             unseen += node.all_input_nodes
-    return {node for node in found if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())}
+    return {node for node in reached if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())}
 
 
 def _labelled(program: ExportedProgram, labels: Labels, inputs: list[Node], outputs: list[Any]) -> list[Any]:
     """A label for each output, the same for the same computation from `inputs`, weights and constants."""
     given: dict[Node, Any] = {}
-    places = (node for node in program.graph.nodes if node.op == "placeholder")
-    for node, spec in zip(places, program.graph_signature.input_specs, strict=True):
+    placeholders = (node for node in program.graph.nodes if node.op == "placeholder")
+    for node, spec in zip(placeholders, program.graph_signature.input_specs, strict=True):
         constant = program.constants.get(str(spec.target))
         given[node] = (spec.kind.name, str(spec.target or spec.arg.name))
         if isinstance(constant, torch.Tensor) and not is_fake(constant):
@@ -290,14 +290,14 @@ def _labelled(program: ExportedProgram, labels: Labels, inputs: list[Node], outp
 
 
 def _labels(module: GraphModule, labels: Labels, given: Mapping[Node, Any]) -> dict[Node, int]:
-    found: dict[Node, int] = {}
+    numbers: dict[Node, int] = {}
     for node in module.graph.nodes:
         source = node.args[_SAME[node.target]] if node.target in _SAME else None
         if isinstance(source, Node) and _type(source) == _type(node):
-            found[node] = found[source]
+            numbers[node] = numbers[source]
         else:
-            found[node] = labels.setdefault(_meaning(module, node, labels, given, found), len(labels))
-    return found
+            numbers[node] = labels.setdefault(_meaning(module, node, labels, given, numbers), len(labels))
+    return numbers
 
 
 def _type(node: Node) -> Any:
@@ -306,16 +306,16 @@ def _type(node: Node) -> Any:
 
 
 def _meaning(
-    module: GraphModule, node: Node, labels: Labels, given: Mapping[Node, Any], found: Mapping[Node, int]
+    module: GraphModule, node: Node, labels: Labels, given: Mapping[Node, Any], numbers: Mapping[Node, int]
 ) -> Any:
     if node in given:
         return given[node]
     if node.op == "get_attr":
         region = getattr(module, str(node.target))
         assert isinstance(region, GraphModule)
-        places = region.graph.find_nodes(op="placeholder")
-        inner = _labels(region, labels, {place: ("place", index) for index, place in enumerate(places)})
+        placeholders = region.graph.find_nodes(op="placeholder")
+        inner = _labels(region, labels, {each: ("placeholder", index) for index, each in enumerate(placeholders)})
         return ("region", inner[region.graph.output_node()])
-    args = map_arg((node.args, node.kwargs), lambda item: f"%{found[item]}")
+    args = map_arg((node.args, node.kwargs), lambda item: f"%{numbers[item]}")
     target = node.target if isinstance(node.target, str) else f"{node.target!s} {getattr(node.target, '__name__', '')}"
     return (node.op, target, repr(args))

@@ -37,8 +37,8 @@ def mutated_buffers(program: ExportedProgram) -> frozenset[str]:
     written, kept = set(_written_nodes(program)), _placeholders(program, _NAMED)
     if not written <= kept.keys():
         return functionalised_mutations(program)
-    touched = {storage for place in written for storage in memory(place.meta["val"])}
-    return _buffers({name for place, name in kept.items() if touched & memory(place.meta["val"])}, program)
+    touched = {storage for node in written for storage in memory(node.meta["val"])}
+    return _buffers({name for node, name in kept.items() if touched & memory(node.meta["val"])}, program)
 
 
 def functionalised_mutations(program: ExportedProgram) -> frozenset[str]:
@@ -146,14 +146,14 @@ class _Origins:
         return bool(path & self._kept)
 
     def _path(self, node: Node) -> set[Node]:
-        found, unseen = set[Node](), {node}
+        path, unseen = set[Node](), {node}
         while unseen:
             item = unseen.pop()
-            found.add(item)
+            path.add(item)
             if item not in self._viewed:
                 self._viewed[item] = viewed(item)
-            unseen |= {other for other in self._viewed[item] if other not in found}
-        return found
+            unseen |= {other for other in self._viewed[item] if other not in path}
+        return path
 
 
 def _region_writes(module: GraphModule, node: Node, origins: _Origins) -> bool:
@@ -163,8 +163,8 @@ def _region_writes(module: GraphModule, node: Node, origins: _Origins) -> bool:
         return True
     region = getattr(module, str(graphs[0].target))
     inputs = node.args[node.args.index(graphs[0]) + 1 :]
-    places = [item for item in region.graph.nodes if item.op == "placeholder"]
-    kept = {place for place, given in zip(places, inputs, strict=True) if isinstance(given, Node) and given in origins}
+    pairs = zip(region.graph.find_nodes(op="placeholder"), inputs, strict=True)
+    kept = {each for each, given in pairs if isinstance(given, Node) and given in origins}
     return any(True for _ in _writes(region, kept))
 
 

@@ -25,14 +25,14 @@ def no_seeding() -> Iterator[None]:
             return seed(value)
         raise CaptureError(f"a call seeds torch's random numbers, which no graph does: {INSTEAD}")
 
-    places: tuple[Any, ...] = torch, torch.random
-    for place in places:
-        place.manual_seed = refuse
+    modules: tuple[Any, ...] = torch, torch.random
+    for module in modules:
+        module.manual_seed = refuse
     try:
         yield
     finally:
-        for place in places:
-            place.manual_seed = seed
+        for module in modules:
+            module.manual_seed = seed
 
 
 def check_no_generator(program: ExportedProgram) -> None:

@@ -61,7 +61,7 @@ def _quiet() -> Iterator[None]:
 def checked_archive(raw: bytes, where: str) -> bytes:
     """The same archive, written again from what was checked. Its guards, which torch would run, are left out.
 
-    Raises ArtifactError for a document in which something has no place.
+    Raises ArtifactError for a document with something that cannot stand in it.
     """
     check_records(raw, where)
     problems: dict[str, None] = {}

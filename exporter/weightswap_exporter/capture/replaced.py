@@ -1,6 +1,6 @@
-"""Buffers in whose place a call puts other tensors, as by `self.mean = self.mean + x`.
+"""Buffers that a call replaces by other tensors, as by `self.mean = self.mean + x`.
 
-A graph has one place for a buffer, with one type, and copies the new values there when the call ends. torch sees what
+A graph has one tensor for a buffer, with one type, and copies the new values there when the call ends. torch sees what
 the model's own attributes are given, and not those of submodules, nor what bypasses attributes.
 """
 
@@ -31,7 +31,7 @@ def replaced_tensors(root: nn.Module) -> Iterator[set[str]]:
     The call itself copies those of submodules back. Raises CaptureError, in the call, for a tensor of another type, and
     where it changes which of them share memory.
     """
-    found: set[str] = set()
+    names: set[str] = set()
     before: list[_Held] = []  # a method may call its own module
 
     def begin(module: nn.Module, _: Any) -> None:
@@ -42,11 +42,11 @@ def replaced_tensors(root: nn.Module) -> Iterator[set[str]]:
         if vars(module) is not vars(root):
             return None
         was = before.pop()
-        return None if before else _copied_back(root, was, output, found)
+        return None if before else _copied_back(root, was, output, names)
 
     hooks = register_module_forward_pre_hook(begin), register_module_forward_hook(end)
     try:
-        yield found
+        yield names
     finally:
         for hook in hooks:
             hook.remove()
@@ -65,12 +65,12 @@ def _held(root: nn.Module) -> _Held:
     return {name: (tensor, memory(tensor)) for name, tensor in whole_tensors(root).items()}
 
 
-def _copied_back(root: nn.Module, was: _Held, output: Any, found: set[str]) -> Any:
+def _copied_back(root: nn.Module, was: _Held, output: Any, names: set[str]) -> Any:
     """The call's output, apart from buffers that are overwritten here or at the end of the graph."""
     now = _held(root)
     same = {name: now[name] for name in was.keys() & now.keys()}
-    found |= {name for name, (tensor, places) in same.items() if tensor is not was[name][0] or places != was[name][1]}
-    assigned = sorted(name for name in found & same.keys() if same[name][0] is not was[name][0])
+    names |= {name for name, held in same.items() if held[0] is not was[name][0] or held[1] != was[name][1]}
+    assigned = sorted(name for name in names & same.keys() if same[name][0] is not was[name][0])
     if not assigned:
         return None
     _check(assigned, was, same)
@@ -87,14 +87,14 @@ def _copied_back(root: nn.Module, was: _Held, output: Any, found: set[str]) -> A
     return output
 
 
-def _apart(tensor: torch.Tensor, places: set[int], old: set[int]) -> torch.Tensor:
-    return tensor.detach().clone() if places & old else tensor.detach()
+def _apart(tensor: torch.Tensor, storages: set[int], old: set[int]) -> torch.Tensor:
+    return tensor.detach().clone() if storages & old else tensor.detach()
 
 
 def _check(assigned: list[str], was: _Held, now: _Held) -> None:
     if other := [name for name in assigned if _type(was[name][0]) != _type(now[name][0])]:
         raise CaptureError(
-            f"a call puts a tensor of another type or shape in the place of {listed(other)}; a graph's state stays of "
+            f"a call replaces {listed(other)} by a tensor of another type or shape; a graph's state stays of "
             "one type: give it the same one, or write to a part of it"
         )
     names = [name for name in was if name in now]

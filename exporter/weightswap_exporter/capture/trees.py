@@ -1,4 +1,4 @@
-"""Values of a model's classes, as the trees that a server has in their place."""
+"""Values of a model's classes, as the trees that a server has instead."""
 
 from __future__ import annotations
 

@@ -52,17 +52,17 @@ def base_alone(model: nn.Module, groups: Groups) -> Iterator[None]:
     runtime puts them into the tensors that it loads.
     """
     tensors = named_tensors(model)
-    found = [tensors[name] for names in groups.values() for name in names if not is_fake(tensors[name])]
+    variable = [tensors[name] for names in groups.values() for name in names if not is_fake(tensors[name])]
     if not groups:
         yield
         return
-    kept = [tensor.detach().clone() for tensor in found]
+    kept = [tensor.detach().clone() for tensor in variable]
     try:
         with unscaled(model):
-            _write(found, [torch.zeros_like(value) for value in kept])
+            _write(variable, [torch.zeros_like(value) for value in kept])
             yield
     finally:
-        _write(found, kept)
+        _write(variable, kept)
 
 
 @torch.no_grad()

@@ -35,15 +35,15 @@ def viewed(node: Node) -> list[Node]:
     As in eager, C++ decomposes them then. Results that the capture has recorded do not tell, as it takes
     decompositions in Python, which may copy what C++ returns as it is.
     """
-    found = may_view(node)
-    if not found or not isinstance(node.target, OpOverload):
-        return found
+    views = may_view(node)
+    if not views or not isinstance(node.target, OpOverload):
+        return views
     if _declares(node.target) or not _is_composed(node.target):
-        return found
+        return views
     try:
         return _tried(node, node.target)
     except Exception:  # it has no implementation without values, or sizes that follow from values
-        return found
+        return views
 
 
 def _tried(node: Node, target: OpOverload) -> list[Node]:

@@ -32,9 +32,9 @@ def requested(dtype: torch.dtype | str | None, manifest: Manifest) -> str | None
     wanted = {weight.dtype for weight in manifest.weights}
     wanted |= {item.dtype for item in manifest.adapter.inputs if item.kind == "key"}
     if name not in wanted:
-        found = ", ".join(DTYPES[other].torch or other for other in sorted(wanted & FLOATING)) or "none that floats"
+        wants = ", ".join(DTYPES[other].torch or other for other in sorted(wanted & FLOATING)) or "none that floats"
         raise CheckpointError(
-            f"dtype {DTYPES[name].torch}: the graph wants no tensor in it, so nothing would be cast; it wants {found}. "
+            f"dtype {DTYPES[name].torch}: the graph wants no tensor in it, so nothing would be cast; it wants {wants}. "
             "Leave the dtype out or give one of these, or export the model in the other."
         )
     return name

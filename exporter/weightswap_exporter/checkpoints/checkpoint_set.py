@@ -55,7 +55,7 @@ def _set_tensor(values: CheckpointTensor, where: str) -> SetTensor:
         nbytes(values.dtype, values.shape) or 0,
         str(values.file or where),
         values.offset,
-        values.place,
+        values.tie_key,
         read or partial(_read_part, values),
         whole=read is None,
     )

@@ -35,12 +35,12 @@ def open_dcp(folder: Path, files: Files) -> tuple[dict[str, CheckpointTensor], d
 
 
 def _values(tensor: _Stitched) -> CheckpointTensor:
-    found = tensor.described
-    names = {chunk.file for chunk in found.chunks}
+    described = tensor.described
+    names = {chunk.file for chunk in described.chunks}
     return CheckpointTensor(
-        dtype=dtype_of(found.dtype),
-        shape=found.shape,
-        place=(tensor.folder, tensor.name),
+        dtype=dtype_of(described.dtype),
+        shape=described.shape,
+        tie_key=(tensor.folder, tensor.name),
         load=tensor.load,
         problems=tensor.problems,
         lacking=tensor.lacking,
@@ -78,7 +78,7 @@ class _Stitched:
         if not path.exists():
             yield f"{path}: missing, and the metadata name it. {_AGAIN}"
         elif (size := path.stat().st_size) < chunk.begin + chunk.length:
-            yield f"{path}: cut off: it has {size} bytes, and the metadata place tensors behind them. {_AGAIN}"
+            yield f"{path}: cut off: it has {size} bytes, and the metadata put tensors behind them. {_AGAIN}"
 
     def _damage(self, chunk: Chunk) -> Iterator[str]:
         with self._files.open(self.folder / chunk.file) as fd:
@@ -130,7 +130,7 @@ class _Stitched:
 
     def _locate(self, fd: int, chunk: Chunk) -> tuple[Stored, dict[str, Record]]:
         """Where in its file a chunk's values are: each chunk is what `torch.save` writes for one tensor, a zip."""
-        name, found = self.name, self.described
+        name, described = self.name, self.described
         where = f"{self.folder / chunk.file}: the chunk of {name} at byte {chunk.begin}"
         file = io.BufferedReader(Window(fd, chunk.begin, chunk.length))
         try:
@@ -145,8 +145,8 @@ class _Stitched:
             ) from error
         if [key for key in records if key.startswith("data/")] != ["data/0"]:
             raise CheckpointError(f"{where} does not have one storage, as torch.save writes for a tensor. {_AGAIN}")
-        if not isinstance(meta, torch.Tensor) or meta.dtype != found.dtype or tuple(meta.shape) != chunk.sizes:
-            raise CheckpointError(f"{where} is not the {found.dtype} {list(chunk.sizes)} that the metadata promise")
+        if not isinstance(meta, torch.Tensor) or meta.dtype != described.dtype or tuple(meta.shape) != chunk.sizes:
+            raise CheckpointError(f"{where} is not the {described.dtype} {list(chunk.sizes)} that the metadata promise")
         if meta.is_conj() or meta.is_neg():
             raise CheckpointError(f"{where} is a conjugate or negative view; save {name}.resolve_conj().resolve_neg()")
         record = records["data/0"]
@@ -165,19 +165,19 @@ class _Run(NamedTuple):
     chunk: Chunk
 
 
-def _runs(found: ChunkedTensor) -> Iterator[_Run]:
+def _runs(described: ChunkedTensor) -> Iterator[_Run]:
     """The chunks that are runs: they are cut along one dimension, and those before it have one index in them."""
-    steps = row_major(found.shape)
-    for chunk in () if found.problems else found.chunks:
-        cut = next((place for place, size in enumerate(chunk.sizes) if size > 1), len(chunk.sizes))
-        if chunk.sizes[cut + 1 :] == found.shape[cut + 1 :]:
+    steps = row_major(described.shape)
+    for chunk in () if described.problems else described.chunks:
+        cut = next((index for index, size in enumerate(chunk.sizes) if size > 1), len(chunk.sizes))
+        if chunk.sizes[cut + 1 :] == described.shape[cut + 1 :]:
             begin = sum(offset * step for offset, step in zip(chunk.offsets, steps, strict=True))
-            size = found.dtype.itemsize
+            size = described.dtype.itemsize
             yield _Run(begin * size, (begin + prod(chunk.sizes)) * size, chunk)
 
 
 def _read_chunk(stored: Stored, region: torch.Tensor) -> None:
-    """Read a chunk into its place in the tensor; a few rows at a time where it is not one run of memory."""
+    """Read a chunk into its part of the tensor; a few rows at a time where it is not one run of memory."""
     if stored.stride != row_major(stored.shape):
         region.copy_(stored.load())
     elif region.is_contiguous():

@@ -77,9 +77,9 @@ def read_metadata(path: Path) -> dict[str, ChunkedTensor]:
     except Exception as error:  # what a damaged pickle raises is anybody's guess
         raise CheckpointError(f"{path}: not the metadata of a distributed checkpoint ({error}). {_AGAIN}") from error
     try:
-        places = _places(document)
+        stored = _stored(document)
         return {
-            name: _described(name, entry, places.get(name, {}))._replace(holder=_holder(document, name))
+            name: _described(name, entry, stored.get(name, {}))._replace(holder=_holder(document, name))
             for name, entry in _mapping(document.state_dict_metadata).items()
             if type(entry).__name__ == "TensorStorageMetadata"
         }
@@ -137,13 +137,13 @@ def _sizes(value: Any) -> tuple[int, ...]:
     return value
 
 
-def _places(document: Any) -> dict[str, dict[tuple[int, ...] | None, Any]]:
+def _stored(document: Any) -> dict[str, dict[tuple[int, ...] | None, Any]]:
     """Where chunks are stored: name -> offsets in the tensor -> storage info."""
-    places: dict[str, dict[tuple[int, ...] | None, Any]] = {}
+    stored: dict[str, dict[tuple[int, ...] | None, Any]] = {}
     for index, info in _mapping(document.storage_data).items():
         offset = getattr(index, "offset", None)
-        places.setdefault(index.fqn, {})[None if offset is None else _sizes(offset)] = info
-    return places
+        stored.setdefault(index.fqn, {})[None if offset is None else _sizes(offset)] = info
+    return stored
 
 
 def _holder(document: Any, name: str) -> str:
@@ -155,7 +155,7 @@ def _holder(document: Any, name: str) -> str:
     return ".".join(map(str, keys[:-1]))
 
 
-def _described(name: str, entry: Any, places: Mapping[tuple[int, ...] | None, Any]) -> ChunkedTensor:
+def _described(name: str, entry: Any, stored: Mapping[tuple[int, ...] | None, Any]) -> ChunkedTensor:
     properties = entry.properties
     dtype = properties.args[0] if properties.args else properties.dtype
     if not isinstance(name, str) or not isinstance(dtype, torch.dtype):
@@ -163,11 +163,11 @@ def _described(name: str, entry: Any, places: Mapping[tuple[int, ...] | None, An
     shape = _sizes(entry.size)
     blocks = [(_sizes(chunk.offsets), _sizes(chunk.sizes)) for chunk in entry.chunks]
     blocks = [block for block in blocks if prod(block[1])]
-    lost = [offsets for offsets, _ in blocks if offsets not in places]
+    lost = [offsets for offsets, _ in blocks if offsets not in stored]
     problems = [f"{name}: the metadata do not say where its chunk at {list(offsets)} is stored" for offsets in lost]
-    chunks = [_chunk(*block, places[block[0]]) for block in blocks if block[0] in places]
+    chunks = [_chunk(*block, stored[block[0]]) for block in blocks if block[0] in stored]
     problems += [f"{name}: {text}" for text in _gaps(shape, blocks)]
-    problems += [f"{name}: {text}" for chunk in chunks for text in _misplaced(chunk, places[chunk.offsets])]
+    problems += [f"{name}: {text}" for chunk in chunks for text in _misplaced(chunk, stored[chunk.offsets])]
     return ChunkedTensor(dtype, shape, tuple(chunks), tuple(problems))
 
 
@@ -179,8 +179,8 @@ def _chunk(offsets: tuple[int, ...], sizes: tuple[int, ...], info: Any) -> Chunk
 
 
 def _misplaced(chunk: Chunk, info: Any) -> Iterator[str]:
-    place = PurePosixPath(chunk.file)
-    if place.is_absolute() or ".." in place.parts or "\0" in chunk.file:
+    path = PurePosixPath(chunk.file)
+    if path.is_absolute() or ".." in path.parts or "\0" in chunk.file:
         yield f"is stored in {chunk.file!r}, outside the checkpoint's folder"
     if extensions := getattr(info, "transform_descriptors", None):
         yield f"was written through extensions ({', '.join(map(str, extensions))}); save without them"

@@ -36,7 +36,7 @@ def choose_level(checkpoint: Checkpoint, manifest: Manifest, readings: Readings)
             problems = getattr(error, "problems", level.problems)
             hopeless = 2 * (len(level.tensors) + len(level.problems)) < len(manifest.weights)
             refused.append(((hopeless, len(problems), -level.path.count(".") - bool(level.path)), level, error))
-    if len({_places(level, match) for level, match in fitting}) > 1:
+    if len({_tie_keys(level, match) for level, match in fitting}) > 1:
         raise _several([level for level, _ in fitting], where)
     if not fitting:
         _, nearest, refusal = min(refused, key=lambda item: item[0])
@@ -52,7 +52,7 @@ def _match(level: NestedStateDict, manifest: Manifest, where: str, readings: Rea
 
 
 def check_tensors(level: NestedStateDict, where: str) -> None:
-    """Raise CheckpointError for tensors in a level that have no values, or no place in a weight file."""
+    """Raise CheckpointError for tensors in a level that have no values, or cannot be in a weight file."""
     if level.problems:
         hollow = any(NO_VALUES in text for text in level.problems)
         advice = ". Build the model outside skeleton(), load its weights, and pack it then" if hollow else ""
@@ -68,12 +68,12 @@ def fullest_level(checkpoint: Checkpoint, chosen: str | None) -> NestedStateDict
     counts = [level.own if chosen is None else len(level.tensors) + len(level.problems) for level in levels]
     if not max(counts):
         raise no_tensors(checkpoint) if chosen is None else _empty(checkpoint.where, chosen)
-    found = [level for level, count in zip(levels, counts, strict=True) if count == max(counts)]
-    if len({_all_places(level) for level in found}) > 1:
-        names = " and ".join(repr(level.path) if level.path else "its top level" for level in found)
+    fullest = [level for level, count in zip(levels, counts, strict=True) if count == max(counts)]
+    if len({_all_tie_keys(level) for level in fullest}) > 1:
+        names = " and ".join(repr(level.path) if level.path else "its top level" for level in fullest)
         text = f"{names} have {plural(max(counts), 'tensor')} each, with different values. Say which is meant {_LEVEL}."
         raise CheckpointError(f"{checkpoint.where}: {text}")
-    return found[0]
+    return fullest[0]
 
 
 def _empty(where: str, chosen: str) -> CheckpointError:
@@ -81,18 +81,18 @@ def _empty(where: str, chosen: str) -> CheckpointError:
     return CheckpointError(f"{where}: {named} holds no tensors of its own; without --level you are told what does")
 
 
-def _all_places(level: NestedStateDict) -> frozenset[object]:
-    return frozenset((name, values.place) for name, values in level.tensors.items())
+def _all_tie_keys(level: NestedStateDict) -> frozenset[object]:
+    return frozenset((name, values.tie_key) for name, values in level.tensors.items())
 
 
 def _where(where: str, level: NestedStateDict) -> str:
     return f"{where}{f', {level.path}' if level.path else ''}{f', prefix {level.prefix!r}' if level.prefix else ''}"
 
 
-def _places(level: NestedStateDict, match: Match) -> frozenset[object]:
+def _tie_keys(level: NestedStateDict, match: Match) -> frozenset[object]:
     """What the weights would be read from."""
-    found = {(weight, level.tensors[names[0]].place) for weight, names in match.found.items()}
-    computed = {(key, level.tensors[name].place) for keys in match.computed.values() for key, name in keys.items()}
+    found = {(weight, level.tensors[names[0]].tie_key) for weight, names in match.found.items()}
+    computed = {(key, level.tensors[name].tie_key) for keys in match.computed.values() for key, name in keys.items()}
     return frozenset(found | computed)
 
 
@@ -106,14 +106,14 @@ def _several(levels: list[NestedStateDict], where: str) -> WeightsMismatch:
 def no_tensors(checkpoint: Checkpoint) -> CheckpointError:
     """What to say of a checkpoint in which nothing is where it is looked for."""
     where = _where(checkpoint.where, checkpoint.levels[0])
-    found = {path: names for path, names in checkpoint.mappings().items() if names}
-    if not found:
+    deeper = {path: names for path, names in checkpoint.mappings().items() if names}
+    if not deeper:
         return CheckpointError(f"{where}: holds no tensors; give a state dict")
-    if all(_OPTIMIZER_STATE in path.split(".") for path in found):
+    if all(_OPTIMIZER_STATE in path.split(".") for path in deeper):
         return CheckpointError(f"{where}: holds the state of an optimizer, and no weights; give the model's state dict")
-    option = f"level={next(iter(found))!r}" if len(found) == 1 else "the one that is meant as level=..."
+    option = f"level={next(iter(deeper))!r}" if len(deeper) == 1 else "the one that is meant as level=..."
     return CheckpointError(
-        f"{where}: holds no tensors where a state dict is looked for. It has {listing(found)}: pass {option} {_LEVEL}"
+        f"{where}: holds no tensors where a state dict is looked for. It has {listing(deeper)}: pass {option} {_LEVEL}"
     )
 
 

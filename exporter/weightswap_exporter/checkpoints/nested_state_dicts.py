@@ -23,13 +23,13 @@ from .tensor import CheckpointTensor, PartOf
 WRAPPERS = ("state_dict", "model", "model_state_dict", "module")
 DEPTH = 2
 MOST_DEPTH = 8
-MOST_PLACES = 4
+MOST_PATHS = 4
 MOST_LISTED = 20
 NO_VALUES = "has no values (a skeleton's or a meta tensor)"
 
 
 class Choice(NamedTuple):
-    """What the user has said about the place of the weights.
+    """What the user has said about where the weights are.
 
     level: a dotted path of mappings in the checkpoint, empty for its top; None to look for it. prefix: what the names
     of the weights begin with. ignore: patterns of names, before the prefix is taken away, that are left out.
@@ -98,13 +98,13 @@ def nested_levels(
         return {path: list(map(str, _tensors(below))) for path, below in _mappings("", tree, MOST_DEPTH)}
 
     if choice.level is None:
-        found = list(_below("", tree, DEPTH if deep else 0))
+        trees = list(_below("", tree, DEPTH if deep else 0))
     else:
         chosen = _walk(tree, choice.level)
         if chosen is None:
             raise _unknown(where, choice.level, mappings())
-        found = [(choice.level, chosen)]
-    levels = _as_chosen([_nested(path, below, values_of, choice) for path, below in found], choice, where)
+        trees = [(choice.level, chosen)]
+    levels = _as_chosen([_nested(path, below, values_of, choice) for path, below in trees], choice, where)
     return Levels(levels, mappings if choice.level is None else dict)
 
 
@@ -186,15 +186,15 @@ def _below(path: str, tree: Mapping[Any, Any], depth: int) -> Iterator[tuple[str
 def _mappings(
     path: str, tree: Mapping[Any, Any], depth: int, met: Counter[int] | None = None
 ) -> Iterator[tuple[str, Mapping[Any, Any]]]:
-    """A mapping and all the mappings in it, by their paths; one that is in many places, in the first MOST_PLACES.
+    """A mapping and all the mappings in it, by their paths; one that is at many paths, at the first MOST_PATHS.
 
-    A small pickle can put a mapping into itself, or into a billion places.
+    A small pickle can put a mapping into itself, or at a billion paths.
     """
     met = Counter() if met is None else met
     met[id(tree)] += 1
     yield path, tree
     for key, below in tree.items() if depth else ():
-        if isinstance(below, Mapping) and met[id(below)] < MOST_PLACES:
+        if isinstance(below, Mapping) and met[id(below)] < MOST_PATHS:
             yield from _mappings(f"{path}.{key}" if path else str(key), below, depth - 1, met)
 
 

@@ -45,8 +45,8 @@ class Storages:
 
     def problems(self, offset: int) -> list[str]:
         """What is wrong with the storage at an offset in the file. Each storage is read once."""
-        place = bisect_right(self._sorted, offset, key=attrgetter("offset"))
-        return self._check(self._sorted[place - 1]) if place else []
+        index = bisect_right(self._sorted, offset, key=attrgetter("offset"))
+        return self._check(self._sorted[index - 1]) if index else []
 
     def all_problems(self) -> list[str]:
         return [text for record in self._sorted for text in self._check(record)]
@@ -77,22 +77,22 @@ class Pickled(NamedTuple):
     def values_of(self, tensor: torch.Tensor) -> CheckpointTensor:
         """Where a tensor's values are. One that torch has put elsewhere stays there."""
         address = tensor.data_ptr()
-        for start, end, offset, storages in self.mapped if tensor.numel() else ():
+        for start, end, begin, storages in self.mapped if tensor.numel() else ():
             if start <= address < end:
-                place = address - start + offset
+                offset = address - start + begin
                 if tensor.is_conj() or tensor.is_neg():  # its values are not those that the file has
-                    return values_of(tensor)._replace(problems=partial(storages.problems, place))
+                    return values_of(tensor)._replace(problems=partial(storages.problems, offset))
                 shape, stride = tuple(tensor.shape), tuple(tensor.stride())
-                stored = Stored(str(storages.path), storages.fd, place, tensor.dtype, shape, stride)
+                stored = Stored(str(storages.path), storages.fd, offset, tensor.dtype, shape, stride)
                 return CheckpointTensor(
                     dtype_of(tensor.dtype),
                     shape,
                     stored,
                     stored.load,
-                    partial(storages.problems, place),
+                    partial(storages.problems, offset),
                     parts=stored.parts,
                     file=storages.path,
-                    offset=place,
+                    offset=offset,
                 )
         return values_of(tensor)
 

@@ -38,7 +38,7 @@ class PartOf(NamedTuple):
 class CheckpointTensor(NamedTuple):
     """A tensor of a checkpoint.
 
-    dtype: its safetensors name. place: equal for two tensors only if they have the same values without a look at them.
+    dtype: its safetensors name. tie_key: equal only for tensors that have the same values, without a look at them.
     load: gets the values, in memory of their own or in the source's. problems: what would keep `load` from working, and
     check sums that are wrong. lacking: the same, as far as it can be told without reading the values.
     parts: gives what fills memory with the row-major bytes from a given one on, in any thread; None where that would
@@ -48,7 +48,7 @@ class CheckpointTensor(NamedTuple):
 
     dtype: str
     shape: tuple[int, ...]
-    place: Hashable
+    tie_key: Hashable
     load: Callable[[], torch.Tensor]
     problems: Callable[[], Sequence[str]] = _no_problems
     lacking: Callable[[], Sequence[str]] = _no_problems

@@ -34,12 +34,12 @@ def artifact_kinds(artifact: Artifact) -> dict[str, Kind]:
     if PARTS_NAME not in artifact.manifest.files:
         return {}
     try:
-        found = json.loads(artifact.read(PARTS_NAME))
+        kinds = json.loads(artifact.read(PARTS_NAME))
     except (ValueError, RecursionError) as error:
         raise ArtifactError(f"{artifact.path / PARTS_NAME}: no JSON ({error}). Export the artifact again.") from error
-    if not isinstance(found, dict) or not all(isinstance(kind, dict) for kind in found.values()):
+    if not isinstance(kinds, dict) or not all(isinstance(kind, dict) for kind in kinds.values()):
         raise ArtifactError(f"{artifact.path / PARTS_NAME}: not a kind for each tensor. Export the artifact again.")
-    return found
+    return kinds
 
 
 def model_problems(model: nn.Module, artifact: Artifact) -> list[str]:

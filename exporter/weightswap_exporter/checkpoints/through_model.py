@@ -15,7 +15,7 @@ from torch import nn
 from weightswap_exporter.adapter.tracing import Load
 from weightswap_exporter.models import huggingface
 from weightswap_exporter.models.tensors import is_fake, named_tensors
-from weightswap_exporter.models.user_errors import first_line, place_of, reason
+from weightswap_exporter.models.user_errors import first_line, frame_of, reason
 from weightswap_runtime.errors import MOST_PRINTED, CheckpointError
 
 from .nested_state_dicts import ANYWHERE, Choice, NestedStateDict
@@ -33,7 +33,7 @@ def load_into(model: nn.Module, source: Source, load: Load | None, choice: Choic
     changed the model, no other level is tried. A model of the library transformers has a `load` of its own; like
     `model.load_state_dict()`, without `load`, it gets the levels alone that have about as many tensors, if any have.
 
-    Raises CheckpointError with the reason, and the place in `load` or a hook, if the checkpoint cannot be loaded, and
+    Raises CheckpointError with the reason, and the line in `load` or a hook, if the checkpoint cannot be loaded, and
     for check sums that are wrong; the model may then be partly loaded.
     """
     if isinstance(source, nn.Module):
@@ -110,8 +110,8 @@ def _try(model: nn.Module, level: NestedStateDict, load: Load) -> _Failure | Non
 
 
 def _failure(level: NestedStateDict, error: Exception, *, last: bool) -> _Failure:
-    place = place_of(error)
-    failure = _Failure(level, place + reason(error), place + first_line(error), error, last)
+    frame = frame_of(error)
+    failure = _Failure(level, frame + reason(error), frame + first_line(error), error, last)
     traceback.clear_frames(error.__traceback__)  # they hold the tensors of the level
     return failure
 

@@ -145,13 +145,13 @@ def _older_form(directory: Path, model: nn.Module) -> CheckpointTensors | None:
     """What the weights in the directory look like, if they load, and are not what `save_pretrained` writes today."""
     try:
         with open_weights(directory) as weights:
-            found = {name: (tensor.dtype, tensor.shape) for name, tensor in weights.tensors.items()}
+            saved = {name: (tensor.dtype, tensor.shape) for name, tensor in weights.tensors.items()}
     except WeightFileError:
         return None
     written = huggingface.checkpoint(model)
-    if found == {name: (dtype_of(tensor.dtype), tuple(tensor.shape)) for name, tensor in written.items()}:
+    if saved == {name: (dtype_of(tensor.dtype), tuple(tensor.shape)) for name, tensor in written.items()}:
         return None
-    form = {name: torch.empty(shape, dtype=torch_dtype(dtype), device="meta") for name, (dtype, shape) in found.items()}
+    form = {name: torch.empty(shape, dtype=torch_dtype(dtype), device="meta") for name, (dtype, shape) in saved.items()}
     try:
         with restored(model):
             huggingface.load(model, form)

@@ -20,7 +20,7 @@ from torch.export import Dim
 from weightswap_exporter.models.huggingface import without_cache
 from weightswap_exporter.models.stand_ins import restored
 from weightswap_exporter.models.tensors import is_fake
-from weightswap_exporter.models.user_errors import first_line, place_of, wants_values
+from weightswap_exporter.models.user_errors import first_line, frame_of, wants_values
 from weightswap_runtime.errors import RecipeError
 
 from .hf_makers import MAKERS, Input, Subject
@@ -108,12 +108,12 @@ def given_inputs(model: Any, function: Given) -> Inputs:
         named = inspect.signature(model.forward).bind(*args, **kwargs)
     except TypeError as error:
         raise RecipeError(f"--inputs: not what the forward of {who} takes: {error}") from error
-    found = {name: value for name, value in named.arguments.items() if name != "kwargs"} | dict(kwargs)
-    refused = _try(model, found)
+    inputs = {name: value for name, value in named.arguments.items() if name != "kwargs"} | dict(kwargs)
+    refused = _try(model, inputs)
     if refused is not None and not wants_values(refused):
-        why = f"{place_of(refused)}{first_line(refused)}"
-        raise RecipeError(f"--inputs: the eager {who} refuses {describe(found)}: {why}") from refused
-    return _batched(found)
+        why = f"{frame_of(refused)}{first_line(refused)}"
+        raise RecipeError(f"--inputs: the eager {who} refuses {describe(inputs)}: {why}") from refused
+    return _batched(inputs)
 
 
 def _batched(kwargs: dict[str, Any]) -> Inputs:
@@ -134,7 +134,7 @@ def _of_the_model(subject: Subject) -> list[Inputs]:
 
 
 def _refusal(subject: Subject, refused: Sequence[tuple[Inputs, Exception]]) -> RecipeError:
-    said = {f"{place_of(error)}{first_line(error)}": guess for guess, error in reversed(refused)}
+    said = {f"{frame_of(error)}{first_line(error)}": guess for guess, error in reversed(refused)}
     told = [f"  - {describe(guess.kwargs)}: {text}" for text, guess in reversed(said.items())]
     who = f"{type(subject.model).__name__} (model type {subject.config.model_type!r})"
     what = "accepts no inputs that were guessed for it" if told else "what to give to its forward is not known here"

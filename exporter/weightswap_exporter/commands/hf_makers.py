@@ -100,7 +100,7 @@ def _ids(subject: Subject) -> Iterator[Input]:
 
 
 def _image_tokens(subject: Subject) -> int:
-    """How many features of its pictures the model wants to put in the place of each text's tokens."""
+    """How many of each text's tokens the model wants to replace by features of its pictures."""
     embed = getattr(subject.model, "get_image_features", None)
     token = subject.find("text", "image_token_id", "image_token_index")
     if "pixel_values" not in subject.made or embed is None or token is None:
@@ -260,7 +260,7 @@ def _image_sizes(subject: Subject) -> Iterator[Input]:
     yield Input(torch.tensor([_picture(subject).image[1:]] * _BATCH), {})
 
 
-def _places(subject: Subject) -> Iterator[Input]:
+def _patch_positions(subject: Subject) -> Iterator[Input]:
     """The row and the column of each patch."""
     rows, columns = _picture(subject).grid
     yield Input(torch.cartesian_prod(torch.arange(rows), torch.arange(columns)).repeat(_BATCH, 1, 1), _batch())
@@ -357,8 +357,8 @@ MAKERS: dict[str, Maker] = {
     "spatial_shapes": _shapes,
     "target_sizes": _shapes,
     "image_sizes": _image_sizes,
-    "pixel_position_ids": _places,
-    "image_position_ids": _places,
+    "pixel_position_ids": _patch_positions,
+    "image_position_ids": _patch_positions,
     "pixel_attention_mask": _pixel_mask,
     "input_features": _spectra,
     "audio_mel": _spectra,

@@ -109,12 +109,12 @@ def _samples(inputs: str | None = None, pictures: bool = False) -> dict[str, Any
 
 
 def _load_function(recipe: str) -> Callable[..., Any]:
-    place, colon, name = recipe.rpartition(":")
-    if not colon or not place or not name:
+    source, colon, name = recipe.rpartition(":")
+    if not colon or not source or not name:
         raise RecipeError(f"{recipe!r} is not a recipe: {_FORM}")
-    function = getattr(_run(recipe, lambda: _import(place)), name, None)
+    function = getattr(_run(recipe, lambda: _import(source)), name, None)
     if not callable(function):
-        raise RecipeError(f"{recipe}: {place} has no function {name!r}")
+        raise RecipeError(f"{recipe}: {source} has no function {name!r}")
     found: Callable[..., Any] = function
     return found
 
@@ -130,13 +130,13 @@ def _run(recipe: str, function: Callable[[], Any]) -> Any:
         raise RecipeError(*f"{recipe}: raised {type(error).__name__}: {error}{where}".splitlines()) from error
 
 
-def _import(place: str) -> ModuleType:
-    if not place.endswith(".py"):
+def _import(source: str) -> ModuleType:
+    if not source.endswith(".py"):
         sys.path.insert(0, str(Path.cwd()))
-        return importlib.import_module(place)
-    path = Path(place).resolve()
+        return importlib.import_module(source)
+    path = Path(source).resolve()
     if not path.is_file():
-        raise RecipeError(f"{place}: no such file; {_FORM}")
+        raise RecipeError(f"{source}: no such file; {_FORM}")
     sys.path.insert(0, str(path.parent))  # a recipe may import its neighbours
     spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None

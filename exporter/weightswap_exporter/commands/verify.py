@@ -71,7 +71,7 @@ def verify(
         from .recipes import load_recipe
 
         import_libraries(op_library or ())
-        found = verify_artifact(
+        result = verify_artifact(
             artifact,
             weights,
             load_recipe(recipe, inputs=inputs, pictures=pictures) if recipe is not None else None,
@@ -84,12 +84,12 @@ def verify(
         if html is not None:
             from .verify_report import write_verification
 
-            write_verification(html, found)
+            write_verification(html, result)
     if as_json:
-        print_json({"same": found.same, "problems": found.problems, "verification": found})
+        print_json({"same": result.same, "problems": result.problems, "verification": result})
     else:
-        _print(found)
-    raise typer.Exit(0 if found.same else 1)
+        _print(result)
+    raise typer.Exit(0 if result.same else 1)
 
 
 def _limits(text: str | None) -> Tolerance | None:
@@ -104,13 +104,13 @@ def _limits(text: str | None) -> Tolerance | None:
     return rtol, atol
 
 
-def _print(found: Verification) -> None:
-    say(f"artifact    {found.artifact}, graph id {found.graph_id[:12]}")
-    say(f"weights     {found.weights}, weights id {found.weights_id[:12]}")
-    print_table("recorded calls", ["engine", "result"], [[each.engine, _recorded(each)] for each in found.goldens])
-    if found.parity:
-        _print_parity(found.parity)
-    if found.swaps:
+def _print(result: Verification) -> None:
+    say(f"artifact    {result.artifact}, graph id {result.graph_id[:12]}")
+    say(f"weights     {result.weights}, weights id {result.weights_id[:12]}")
+    print_table("recorded calls", ["engine", "result"], [[each.engine, _recorded(each)] for each in result.goldens])
+    if result.parity:
+        _print_parity(result.parity)
+    if result.swaps:
         rows = [
             [
                 each.engine,
@@ -120,19 +120,19 @@ def _print(found: Verification) -> None:
                 f"{each.seconds_staged:.3f} s",
                 f"{each.seconds_paused * 1e6:.1f} us",
             ]
-            for each in found.swaps
+            for each in result.swaps
         ]
-        title = f"swap from {found.before}, against a model loaded with the weights"
+        title = f"swap from {result.before}, against a model loaded with the weights"
         print_table(title, ["engine", "residency", "calls", "result", "staged", "paused"], rows)
-    for note in found.notes:
+    for note in result.notes:
         say(f"note: {note}")
-    problems = found.problems
+    problems = result.problems
     for problem in problems[:_MOST_SHOWN]:
         say(f"problem: {problem}", err=True)
     if len(problems) > _MOST_SHOWN:
         say(f"and {plural(len(problems) - _MOST_SHOWN, 'more problem')}; --json has all", err=True)
     count = plural(len(problems), "problem")
-    say(f"{'verified' if found.same else f'not verified, {count}'}, in {found.seconds:.1f} s")
+    say(f"{'verified' if result.same else f'not verified, {count}'}, in {result.seconds:.1f} s")
 
 
 def _recorded(check: GoldensCheck) -> str:

@@ -43,38 +43,38 @@ def write_verification(path: str | os.PathLike[str], found: Verification) -> Non
     write_report(path, verification_report(found))
 
 
-def verification_report(found: Verification) -> Report:
+def verification_report(result: Verification) -> Report:
     """The report: facts, what is wrong, and a section for each kind of check."""
-    count = len(found.problems)
+    count = len(result.problems)
     return Report(
         title="Verification",
-        subtitle=f"{found.artifact} with {found.weights}",
-        sections=tuple(_sections(found)),
-        verdict="verified" if found.same else plural(count, "problem"),
-        good=found.same,
+        subtitle=f"{result.artifact} with {result.weights}",
+        sections=tuple(_sections(result)),
+        verdict="verified" if result.same else plural(count, "problem"),
+        good=result.same,
     )
 
 
-def _sections(found: Verification) -> Iterator[Section]:
+def _sections(result: Verification) -> Iterator[Section]:
     facts = (
-        ("artifact", found.artifact),
-        ("graph id", found.graph_id),
-        ("weights", found.weights),
-        ("weights id", found.weights_id),
-        ("swapped from", found.before),
-        ("took", f"{found.seconds:.1f} s"),
+        ("artifact", result.artifact),
+        ("graph id", result.graph_id),
+        ("weights", result.weights),
+        ("weights id", result.weights_id),
+        ("swapped from", result.before),
+        ("took", f"{result.seconds:.1f} s"),
     )
-    notes = tuple(Note(note) for note in found.notes)
+    notes = tuple(Note(note) for note in result.notes)
     yield Section("What was verified", (Facts(facts), *notes))
-    if found.parity:
-        yield from _divergences(found.parity)
-    if found.problems:
-        yield Section("Problems", (Table((Column("what"),), tuple((problem,) for problem in found.problems)),))
-    if found.parity:
-        yield _parity(found.parity)
-    yield Section("Recorded calls", (_goldens(found),))
-    if found.swaps:
-        yield Section("Swap", (_swaps(found.swaps),), "Outputs against those of a model loaded with the weights.")
+    if result.parity:
+        yield from _divergences(result.parity)
+    if result.problems:
+        yield Section("Problems", (Table((Column("what"),), tuple((problem,) for problem in result.problems)),))
+    if result.parity:
+        yield _parity(result.parity)
+    yield Section("Recorded calls", (_goldens(result),))
+    if result.swaps:
+        yield Section("Swap", (_swaps(result.swaps),), "Outputs against those of a model loaded with the weights.")
 
 
 def _goldens(found: Verification) -> Table:
@@ -92,19 +92,19 @@ def _parity(report: ParityReport) -> Section:
 
 
 def _divergences(report: ParityReport) -> Iterator[Section]:
-    """Each place once, with the engines that part there."""
+    """Each point once, with the engines that part there."""
     names: dict[tuple[str, str, str], list[str]] = {}
     first: dict[tuple[str, str, str], Divergence] = {}
     for engine in report.engines:
-        if found := engine.divergence:
-            key = found.found, found.module, found.node
+        if divergence := engine.divergence:
+            key = divergence.found, divergence.module, divergence.node
             names.setdefault(key, []).append(engine.engine)
-            first.setdefault(key, found)
+            first.setdefault(key, divergence)
         elif engine.note:
             yield Section(f"Where {engine.engine} parts", (Note(engine.note, "bad"),))
-    for key, found in first.items():
+    for key, divergence in first.items():
         verb = "parts" if len(names[key]) == 1 else "part"
-        yield Section(f"Where {' and '.join(names[key])} {verb}", (*_divergence(found),))
+        yield Section(f"Where {' and '.join(names[key])} {verb}", (*_divergence(divergence),))
 
 
 def _heat(report: ParityReport) -> HeatMap:
@@ -135,24 +135,24 @@ def _parity_rows(engine: EngineParity) -> Iterator[tuple[str | int | float | Non
             yield engine.engine, where, output.name, *measured, ""
 
 
-def _divergence(found: Divergence) -> Iterator[Block]:
+def _divergence(divergence: Divergence) -> Iterator[Block]:
     yield Facts(
         (
-            ("module", f"{found.module or 'the model itself'} ({found.kind})"),
-            ("inside", " > ".join(name or "the model" for name in found.within)),
-            ("node", f"{found.node}, {found.operator}" if found.node else "none"),
-            ("one side alone calls", ", ".join(found.alone) or "nothing"),
-            ("its tensors", ", ".join(found.weights) or "none"),
-            ("value", found.measure.text),
-            ("agree before", f"{found.agreed} of {found.compared} results"),
-            ("between", f"{found.expected} and {found.found}, in {found.case}"),
+            ("module", f"{divergence.module or 'the model itself'} ({divergence.kind})"),
+            ("inside", " > ".join(name or "the model" for name in divergence.within)),
+            ("node", f"{divergence.node}, {divergence.operator}" if divergence.node else "none"),
+            ("one side alone calls", ", ".join(divergence.alone) or "nothing"),
+            ("its tensors", ", ".join(divergence.weights) or "none"),
+            ("value", divergence.measure.text),
+            ("agree before", f"{divergence.agreed} of {divergence.compared} results"),
+            ("between", f"{divergence.expected} and {divergence.found}, in {divergence.case}"),
         )
     )
-    wrong = next((place for place, error in enumerate(found.modules) if error.module == found.module), 0)
-    shown = found.modules[max(0, wrong - _BEFORE) : wrong + _AFTER]
+    wrong = next((index for index, error in enumerate(divergence.modules) if error.module == divergence.module), 0)
+    shown = divergence.modules[max(0, wrong - _BEFORE) : wrong + _AFTER]
     rows = tuple(error.module or "the model" for error in shown)
     values = tuple((error.scaled,) for error in shown)
-    count = f"{len(shown)} of {len(found.modules)} modules, in the order in which they are reached."
+    count = f"{len(shown)} of {len(divergence.modules)} modules, in the order in which they are reached."
     yield HeatMap(rows, ("difference",), values, _SCALED, "log", count)
 
 

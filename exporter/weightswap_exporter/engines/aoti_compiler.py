@@ -66,12 +66,12 @@ def compile_library(where: str, module: GraphModule, samples: tuple[torch.Tensor
     _check_tools()
     compile_with = partial(_compile, where, module, samples, target)
     try:
-        found = compile_with(_THREADED)
+        compiled = compile_with(_THREADED)
     except _EndsProcesses:
-        found = compile_with(_SERIAL)
-    if found.foreign:
-        raise CaptureError(_unfit(where, f"it calls {', '.join(found.foreign)}"))
-    return found.library
+        compiled = compile_with(_SERIAL)
+    if compiled.foreign:
+        raise CaptureError(_unfit(where, f"it calls {', '.join(compiled.foreign)}"))
+    return compiled.library
 
 
 def _unfit(where: str, what: str) -> str:

@@ -24,7 +24,7 @@ class FlatGraph(NamedTuple):
     """A graph module with flat inputs and outputs, and a sample of its inputs. `read` are the FQNs that it depends on.
 
     An integer goes in as the size of a tensor without values, and comes out as a tensor without dimensions. `written`
-    are the places, among the method's flat inputs, of those that a call changes.
+    are the indices, among the method's flat inputs, of those that a call changes.
     """
 
     module: GraphModule
@@ -44,15 +44,15 @@ def flat_graph(where: str, program: ExportedProgram, method: Method, device: tor
     signature = method.signature
     given = input_leaves(signature)
     outputs = _flatten_outputs(module, leaves(signature.output))
-    places = list(module.graph.find_nodes(op="placeholder"))
+    placeholders = list(module.graph.find_nodes(op="placeholder"))
     samples = []
-    for place, leaf in zip(places, given, strict=True):
+    for placeholder, leaf in zip(placeholders, given, strict=True):
         if isinstance(leaf, Tensor):
-            samples.append(_sample(where, leaf, place.meta["val"]).to(device))
+            samples.append(_sample(where, leaf, placeholder.meta["val"]).to(device))
         elif isinstance(leaf, Integer):
-            samples.append(_as_size(where, module, place, leaf))
+            samples.append(_as_size(where, module, placeholder, leaf))
         else:
-            module.graph.erase_node(place)
+            module.graph.erase_node(placeholder)
     module.graph._codegen = CodeGen()
     module._in_spec = pytree.tree_structure((tuple(samples), {}))
     module._out_spec = pytree.tree_structure(outputs)
@@ -70,7 +70,7 @@ def _written_inputs(program: ExportedProgram) -> tuple[int, ...]:
         specs = program.run_decompositions({}).graph_signature.output_specs
     names = {spec.target for spec in specs if spec.kind is OutputKind.USER_INPUT_MUTATION}
     given = [spec for spec in program.graph_signature.input_specs if spec.kind is InputKind.USER_INPUT]
-    return tuple(place for place, spec in enumerate(given) if getattr(spec.arg, "name", None) in names)
+    return tuple(index for index, spec in enumerate(given) if getattr(spec.arg, "name", None) in names)
 
 
 def _name_constants(module: GraphModule) -> None:
@@ -99,12 +99,12 @@ def _adapt(module: GraphModule) -> None:
 
 def _look_up(graph: torch.fx.Graph, node: Node) -> None:
     """An embedding as an index, which counts negative numbers from the end; here they are to be refused."""
-    table, places = node.args[:2]
+    table, indices = node.args[:2]
     assert isinstance(table, Node)
     with graph.inserting_before(node):
-        below = graph.call_function(torch.ops.aten.lt.Scalar, (places, 0))
+        below = graph.call_function(torch.ops.aten.lt.Scalar, (indices, 0))
         beyond = graph.call_function(torch.ops.aten.sym_size.int, (table, 0))
-        checked = graph.call_function(torch.ops.aten.masked_fill.Scalar, (places, below, beyond))
+        checked = graph.call_function(torch.ops.aten.masked_fill.Scalar, (indices, below, beyond))
     node.target, node.args, node.kwargs = torch.ops.aten.index.Tensor, (table, [checked]), {}
 
 
@@ -145,16 +145,16 @@ def _hint(size: Any) -> int:
     return size if isinstance(size, int) else int(size.node.hint)
 
 
-def _as_size(where: str, module: GraphModule, place: Node, leaf: Integer) -> torch.Tensor:
+def _as_size(where: str, module: GraphModule, placeholder: Node, leaf: Integer) -> torch.Tensor:
     """Take an integer as the size of a tensor instead: AOTInductor takes no numbers."""
-    value = place.meta["val"]
+    value = placeholder.meta["val"]
     mode = detect_fake_mode([node.meta.get("val") for node in module.graph.nodes])
     if mode is None or not isinstance(value, torch.SymInt):
         raise CaptureError(f"{where}: takes the integer {leaf.name!r}, which AOTInductor cannot take")
-    with module.graph.inserting_after(place):
-        size = module.graph.call_function(torch.ops.aten.sym_size.int, (place, 0))
+    with module.graph.inserting_after(placeholder):
+        size = module.graph.call_function(torch.ops.aten.sym_size.int, (placeholder, 0))
     size.meta["val"] = value
-    place.replace_all_uses_with(size, delete_user_cb=lambda user: user is not size)
+    placeholder.replace_all_uses_with(size, delete_user_cb=lambda user: user is not size)
     with mode:
-        place.meta["val"] = torch.empty((value,), dtype=torch.uint8)
+        placeholder.meta["val"] = torch.empty((value,), dtype=torch.uint8)
     return torch.zeros(_hint(value), dtype=torch.uint8)

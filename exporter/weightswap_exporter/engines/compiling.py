@@ -124,8 +124,8 @@ def engine_files(
     files: dict[str, bytes] = {}
     every = dict.fromkeys(engine for wanted in engines.values() for engine in wanted if ENGINES[engine].compiled)
     pairs = [(engine, name) for engine in every for name, wanted in engines.items() if engine in wanted]
-    for place, (engine, name) in enumerate(pairs, start=1):
-        tell(f"compiling {name} for the engine {engine} ({place} of {len(pairs)})")
+    for number, (engine, name) in enumerate(pairs, start=1):
+        tell(f"compiling {name} for the engine {engine} ({number} of {len(pairs)})")
         file, content = _MAKERS[engine](artifact, name, device)
         files[file] = content
     return files
@@ -146,9 +146,9 @@ def _onnx(artifact: Artifact, method: str, _: str) -> tuple[str, bytes]:
 def _aoti(artifact: Artifact, method: str, device: str) -> tuple[str, bytes]:
     from .aoti_packages import build_device, build_target, package
 
-    place = build_device(device)
-    target = build_target(place)
-    return aoti_targets.package_file(target, method), package(artifact, method, target, place)
+    torch_device = build_device(device)
+    target = build_target(torch_device)
+    return aoti_targets.package_file(target, method), package(artifact, method, target, torch_device)
 
 
 # what makes a method's file, for a device: its name and content

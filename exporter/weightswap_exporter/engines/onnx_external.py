@@ -47,16 +47,16 @@ def export_onnx(
     path, name = Path(out), _method(opened, method)
     model = onnx.load_from_string(_graph(opened, name))
     with open_weights(weights) as files:
-        found = plan(files, opened.manifest, SwapRequest(weights))
-        if found.match.computed:
+        planned = plan(files, opened.manifest, SwapRequest(weights))
+        if planned.match.computed:
             raise WeightsMismatch(
                 files.where,
-                [f"{weight}: has to be computed by the adapter" for weight in found.match.computed],
+                [f"{weight}: has to be computed by the adapter" for weight in planned.match.computed],
                 "Pack the checkpoint first: weightswap pack.",
             )
         if any(isinstance(file.path, Path) and path.resolve() == file.path.resolve() for file in files.files):
             raise ExportError(f"{path}: is the weight file itself; give the name of an .onnx file beside it")
-        _point(model, opened.manifest.weights, found, path)
+        _point(model, opened.manifest.weights, planned, path)
     _write(model, path)
     return path
 
@@ -76,7 +76,7 @@ def _graph(artifact: Artifact, method: str) -> bytes:
     return onnx_graph(artifact, method)
 
 
-def _point(model: onnx.ModelProto, rows: tuple[NamedTensor, ...], found: Plan, path: Path) -> None:
+def _point(model: onnx.ModelProto, rows: tuple[NamedTensor, ...], planned: Plan, path: Path) -> None:
     """Make initialisers of the inputs that are weights."""
     weights = {name: row for row in rows for name in row.names}
     inputs = list(model.graph.input)
@@ -85,7 +85,7 @@ def _point(model: onnx.ModelProto, rows: tuple[NamedTensor, ...], found: Plan, p
         if (row := weights.get(item.name)) is None:
             model.graph.input.append(item)
             continue
-        stored = found.weights.tensors[found.match.found[row.name][0]]
+        stored = planned.weights.tensors[planned.match.found[row.name][0]]
         model.graph.initializer.append(_pointer(item.name, stored, path))
 
 
@@ -94,7 +94,7 @@ def _pointer(name: str, stored: StoredTensor, path: Path) -> onnx.TensorProto:
     if not isinstance(file, Path):
         raise Unsupported(f"{stored.file.where}: an ONNX model cannot point to a URL; copy the file beside it")
     try:
-        place = file.resolve().relative_to(path.parent.resolve())
+        location = file.resolve().relative_to(path.parent.resolve())
     except ValueError:
         raise ExportError(
             f"{path}: must lie in a folder that holds {file}, as ONNX knows only paths from there down"
@@ -103,7 +103,7 @@ def _pointer(name: str, stored: StoredTensor, path: Path) -> onnx.TensorProto:
     if not stored.nbytes:
         return onnx.TensorProto(name=name, data_type=code, dims=stored.shape, raw_data=b"")
     tensor = onnx.TensorProto(name=name, data_type=code, dims=stored.shape, data_location=onnx.TensorProto.EXTERNAL)
-    for key, value in (("location", place.as_posix()), ("offset", stored.offset), ("length", stored.nbytes)):
+    for key, value in (("location", location.as_posix()), ("offset", stored.offset), ("length", stored.nbytes)):
         tensor.external_data.add(key=key, value=str(value))
     return tensor
 

@@ -67,11 +67,11 @@ def _as_numbers(graph: torch.fx.Graph, node: torch.fx.Node, mask: torch.fx.Node)
 
 def _refuse_negative_rows(graph: torch.fx.Graph, node: torch.fx.Node) -> None:
     """ONNX counts negative rows from the end; a table's lookup refuses them, as it does those beyond its end."""
-    table, places = node.args[:2]
+    table, rows = node.args[:2]
     assert isinstance(table, torch.fx.Node)
     with graph.inserting_before(node):
-        below = graph.call_function(torch.ops.aten.lt.Scalar, (places, 0))
-        beyond = (places, below, table.meta["val"].shape[0])
+        below = graph.call_function(torch.ops.aten.lt.Scalar, (rows, 0))
+        beyond = (rows, below, table.meta["val"].shape[0])
         checked = graph.call_function(torch.ops.aten.masked_fill.Scalar, beyond)
     node.args = (table, checked, *node.args[2:])
 

@@ -118,7 +118,7 @@ class _ModelBuffers:
 
     def __init__(self, model: nn.Module, initial: Mapping[str, torch.Tensor]) -> None:
         self._initial = initial
-        self._places = [
+        self._buffers = [
             _BufferPlace(f"{path}.{key}" if path else key, module._buffers, key, buffer, buffer.detach().clone())
             for path, module in model.named_modules(remove_duplicate=False)
             for key, buffer in module._buffers.items()
@@ -126,24 +126,24 @@ class _ModelBuffers:
         ]
 
     def reset(self) -> None:
-        for fqn, home, key, tensor, _ in self._places:
+        for fqn, home, key, tensor, _ in self._buffers:
             if fqn in self._initial:
                 home[key] = tensor  # a call may have assigned another
                 tensor.copy_(self._initial[fqn])
 
     def changed(self) -> list[str]:
-        return [place.fqn for place in self._places if place.fqn not in self._initial and _is_changed(place)]
+        return [buffer.fqn for buffer in self._buffers if buffer.fqn not in self._initial and _is_changed(buffer)]
 
     def restore(self) -> None:
-        for place in self._places:
-            if _is_changed(place):
-                place.home[place.key] = place.tensor
-                place.tensor.copy_(place.values)
+        for buffer in self._buffers:
+            if _is_changed(buffer):
+                buffer.home[buffer.key] = buffer.tensor
+                buffer.tensor.copy_(buffer.values)
 
 
-def _is_changed(place: _BufferPlace) -> bool:
-    other = place.home.get(place.key) is not place.tensor
-    return other or not _same_bits(place.values, place.tensor)
+def _is_changed(buffer: _BufferPlace) -> bool:
+    other = buffer.home.get(buffer.key) is not buffer.tensor
+    return other or not _same_bits(buffer.values, buffer.tensor)
 
 
 def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:

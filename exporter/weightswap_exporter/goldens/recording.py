@@ -10,7 +10,7 @@ from torch import nn
 
 from weightswap_exporter.checkpoints.tensor import content_of, dtype_of, pieces
 from weightswap_exporter.models.tensors import is_fake, named_tensors
-from weightswap_exporter.models.user_errors import first_line, place_of
+from weightswap_exporter.models.user_errors import first_line, frame_of
 from weightswap_runtime.engines.aten.cpu import environment_here
 from weightswap_runtime.errors import RecordingError
 from weightswap_runtime.format.goldens import Environment, encode_goldens
@@ -126,12 +126,12 @@ class _CaseRecorder:
         try:
             first, second = (runner.run(call.method, call.args, kwargs) for _ in range(2))
         except Exception as error:
-            found = [f": the model raised {place_of(error)}{first_line(error)}"]
+            problems = [f": the model raised {frame_of(error)}{first_line(error)}"]
             outputs: list[Any] = []
         else:
-            found, outputs = list(_output_problems(wanted, first, second)), first.values
-        self.problems += [f"case {number}, {call.method}{text}" for text in found]
-        self.keep(call, flat, () if found else self._values(f"{number}.output", outputs, wanted))
+            problems, outputs = list(_output_problems(wanted, first, second)), first.values
+        self.problems += [f"case {number}, {call.method}{text}" for text in problems]
+        self.keep(call, flat, () if problems else self._values(f"{number}.output", outputs, wanted))
 
     def keep(self, call: GoldenCall, flat: list[Any], outputs: tuple[Value, ...]) -> None:
         """Keep a call as the next case."""

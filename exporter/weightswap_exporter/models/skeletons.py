@@ -23,7 +23,7 @@ from weightswap_runtime.errors import CaptureError
 
 from .parts import is_sharded, parts_of, put_together
 from .stand_ins import stand_in
-from .user_errors import first_line, place_of, wants_values
+from .user_errors import first_line, frame_of, wants_values
 
 _patching = threading.Lock()
 
@@ -47,7 +47,7 @@ def skeleton() -> Iterator[None]:
             if not wants_values(error):
                 raise
             raise CaptureError(
-                f"{place_of(error)}the model's constructor needs the values of a parameter ({first_line(error)}), "
+                f"{frame_of(error)}the model's constructor needs the values of a parameter ({first_line(error)}), "
                 f"which a skeleton does not have; the last one made is {builder.last}. Initialise with torch.nn.init, "
                 "or build the model outside skeleton()."
             ) from error

@@ -67,7 +67,7 @@ def _containers(value: Any, depth: int = 0, seen: set[int] | None = None) -> Ite
 
 
 def install(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Put tensors in the places of parameters and buffers, by FQN; one for two names ties them.
+    """Put tensors where parameters and buffers are, by FQN; one for two names ties them.
 
     Parameters keep their attributes, but for those that are made of others: they are made of the given parts.
     """

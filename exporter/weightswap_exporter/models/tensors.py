@@ -91,7 +91,7 @@ def dtype_name(dtype: torch.dtype, where: str) -> str:
     """The safetensors name of a torch dtype. Raises CaptureError where there is none."""
     name = DTYPE_NAMES.get(dtype)
     if name is None:
-        raise CaptureError(f"{where}: {dtype} has no place in the safetensors format")
+        raise CaptureError(f"{where}: {dtype} is no dtype of the safetensors format")
     return name
 
 

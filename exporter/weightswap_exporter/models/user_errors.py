@@ -33,7 +33,7 @@ def wants_values(error: BaseException) -> bool:
     return isinstance(error, kinds) or any(text in str(error) for text in _TEXTS)
 
 
-def place_of(error: BaseException) -> str:
+def frame_of(error: BaseException) -> str:
     """`hook (model.py, line 12): `, the innermost frame that is neither torch's nor ours; empty if there is none."""
     found = traceback.extract_tb(error.__traceback__)
     frames = [frame for frame in found if not frame.filename.startswith(_OURS) and not frame.filename.startswith("<")]

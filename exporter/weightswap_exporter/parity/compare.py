@@ -57,7 +57,7 @@ def compare(
 
     tolerance: (rtol, atol) for all engines. None: the engine `torch` must equal eager bit for bit, others within ten
     times the tolerances of `torch.testing` for the dtype of the output. functions: a method's name -> the model's
-    attribute, where those differ. locate: whether to find the first place where a call diverges, for each engine.
+    attribute, where those differ. locate: whether to find the first point where a call diverges, for each engine.
 
     Raises ParityError where nothing can be compared: inputs that the signature refuses, a model that is not that of the
     artifact or has no values, one that raises, or whose outputs change from one run to the next; and what `load` and

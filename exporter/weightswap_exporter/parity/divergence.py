@@ -36,7 +36,7 @@ class _StepPair(NamedTuple):
     one side alone has computed just before. is_output: of the whole call.
     """
 
-    place: Place
+    position: Place
     expected: TensorBytes
     found: TensorBytes
     fed_alike: bool = True
@@ -85,12 +85,12 @@ def eager_and_graph(
 ) -> Divergence | None:
     """Where the eager model and the graph with a run's weights part. Memory: every result of one call, twice."""
     stack = ModuleStack(eager.model)
-    recorder = StepRecorder(stack.place, named_tensors(eager.model).values())
+    recorder = StepRecorder(stack.position, named_tensors(eager.model).values())
     with stack.hooked():
         outputs = eager.run(given, recorder)
     graph, names = OpenedGraph(artifact, given.call.method), first_names(eager.model)
     steps, found = graph.steps(run.weights, given)
-    renamed = [step._replace(place=step.place.renamed(names)) for step in steps]
+    renamed = [step._replace(position=step.position.renamed(names)) for step in steps]
     pairs = [*_step_pairs(recorder.steps, renamed, outputs, found)]
     return _first(_Compared(eager.name, Run(run.weights, GRAPH).name, given, graph, limits), pairs)
 
@@ -126,7 +126,7 @@ def _step_pairs(
         alike = all(None in both or both[0] == both[1] for both in zip(one.inputs, other.inputs, strict=False))
         for values in zip(one.values, other.values, strict=True):
             if _is_known(values[0]):
-                yield _StepPair(other.place, content_of(values[0]), content_of(values[1]), alike, alone)
+                yield _StepPair(other.position, content_of(values[0]), content_of(values[1]), alike, alone)
                 alone = ()
     for ours, theirs in zip(outputs, others, strict=True):
         if isinstance(ours, TensorBytes) and isinstance(theirs, TensorBytes):
@@ -150,10 +150,10 @@ def _tapped_pairs(graph: OpenedGraph, expected: Run, found: Run, given: Given, t
         names = [run.engine for run in (expected, found) if run.engine != GRAPH]
         made = tapped(graph.artifact, graph.method, taps, Path(folder), names)
         ours, theirs = (_outputs(made, run, given) for run in (expected, found))
-    places = [_OUTPUTS] * (len(ours) - len(taps)) + [tap.place for tap in taps]
+    positions = [_OUTPUTS] * (len(ours) - len(taps)) + [tap.position for tap in taps]
     pairs = [
-        _StepPair(place, one, other, is_output=place is _OUTPUTS)
-        for place, one, other in zip(places, ours, theirs, strict=True)
+        _StepPair(position, one, other, is_output=position is _OUTPUTS)
+        for position, one, other in zip(positions, ours, theirs, strict=True)
         if isinstance(one, TensorBytes) and isinstance(other, TensorBytes)
     ]
     return sorted(pairs, key=lambda pair: pair.is_output)
@@ -172,7 +172,7 @@ def _measured(pairs: Sequence[_StepPair], limits: Tolerances) -> list[Measure]:
 def _first_bad(pairs: Sequence[_StepPair], measured: Sequence[Measure], limits: Tolerances) -> int | None:
     judged = zip(pairs, measured, strict=True)
     wrong = (not found.same if pair.is_output else limits.is_past(found) for pair, found in judged)
-    return next((place for place, is_wrong in enumerate(wrong) if is_wrong), None)
+    return next((index for index, is_wrong in enumerate(wrong) if is_wrong), None)
 
 
 def _first(comparison: _Compared, pairs: Sequence[_StepPair]) -> Divergence | None:
@@ -186,18 +186,20 @@ def _first(comparison: _Compared, pairs: Sequence[_StepPair]) -> Divergence | No
     if bad is None:
         return None
     blamed = () if pairs[bad].fed_alike else next((pair.alone for pair in pairs[bad::-1] if pair.alone), ())
-    place = _place_of(blamed) if blamed else pairs[bad].place
+    position = _position_of(blamed) if blamed else pairs[bad].position
     return Divergence(
         expected=comparison.expected,
         found=comparison.found,
         case=comparison.given.where,
-        module=place.module,
-        kind=place.kind,
-        within=tuple(fqn for fqn, _ in place.modules[:-1]),
-        node=place.node,
-        operator=place.operator,
-        weights=comparison.graph.weights_of(place.node),
-        alone=tuple(f"{'the graph' if step.place.node else comparison.expected}: {step.operator}" for step in blamed),
+        module=position.module,
+        kind=position.kind,
+        within=tuple(fqn for fqn, _ in position.modules[:-1]),
+        node=position.node,
+        operator=position.operator,
+        weights=comparison.graph.weights_of(position.node),
+        alone=tuple(
+            f"{'the graph' if step.position.node else comparison.expected}: {step.operator}" for step in blamed
+        ),
         measure=measured[bad],
         agreed=bad,
         compared=len(pairs),
@@ -205,20 +207,20 @@ def _first(comparison: _Compared, pairs: Sequence[_StepPair]) -> Divergence | No
     )
 
 
-def _place_of(steps: Sequence[Step]) -> Place:
+def _position_of(steps: Sequence[Step]) -> Place:
     """Where one side goes its own way: the innermost module that all of these steps are in."""
-    paths = [[fqn for fqn, _ in step.place.modules] for step in steps]
+    paths = [[fqn for fqn, _ in step.position.modules] for step in steps]
     same = len(paths[0])
     while any(path[:same] != paths[0][:same] for path in paths):
         same -= 1
-    place = next((step.place for step in steps if step.place.node), steps[0].place)
-    return place._replace(modules=place.modules[:same])
+    position = next((step.position for step in steps if step.position.node), steps[0].position)
+    return position._replace(modules=position.modules[:same])
 
 
 def _module_errors(pairs: Sequence[_StepPair], measured: Sequence[Measure]) -> Iterator[ModuleError]:
     worst: dict[tuple[str, str], float] = {}
     for pair, found in zip(pairs, measured, strict=True):
-        key = pair.place.module, pair.place.kind
+        key = pair.position.module, pair.position.kind
         worst[key] = max(worst.get(key, 0.0), found.scaled)
     for (module, kind), scaled in worst.items():
         yield ModuleError(module=module, kind=kind, scaled=scaled)

@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 from weightswap_exporter.checkpoints.tensor import content_of
 from weightswap_exporter.goldens.eager import Eager, eager
 from weightswap_exporter.goldens.recording import change
-from weightswap_exporter.models.user_errors import first_line, place_of
+from weightswap_exporter.models.user_errors import first_line, frame_of
 from weightswap_runtime import Artifact, Model, load
 from weightswap_runtime.errors import ParityError, WeightswapError
 from weightswap_runtime.format.signature import Leaf, leaves
@@ -84,7 +84,7 @@ def taken(reference: Side, given: Given, outputs: Sequence[Leaf]) -> list[Any] |
     except Exception as error:
         if isinstance(error, WeightswapError) and not given.is_refused(error):
             raise
-        text = f"{given.where}: {reference.name} raised {place_of(error)}{first_line(error)}"
+        text = f"{given.where}: {reference.name} raised {frame_of(error)}{first_line(error)}"
         if given.origin != "generated":
             raise ParityError([text], "Give inputs that the model takes.") from error
         return text
@@ -116,14 +116,14 @@ class EagerSide:
         """within: a block for the model's call. Raises ParityError, too, for other outputs than the graph's."""
         method, args, kwargs = given.call
         args, kwargs = pytree.tree_map_only(torch.Tensor, self._moved, (args, kwargs))
-        found = self._runner.run(method, args, kwargs, within or nullcontext())
+        outputs = self._runner.run(method, args, kwargs, within or nullcontext())
         names = [leaf.name for leaf in leaves(self._artifact.manifest.methods[method].signature.output)]
-        if found.names != names:
+        if outputs.names != names:
             raise ParityError(
-                [f"{method}: the graph gives {', '.join(names)}, the model {', '.join(found.names)}"],
+                [f"{method}: the graph gives {', '.join(names)}, the model {', '.join(outputs.names)}"],
                 "Compare with the model that was exported, or export it again.",
             )
-        return [content_of(value) if isinstance(value, torch.Tensor) else value for value in found.values]
+        return [content_of(value) if isinstance(value, torch.Tensor) else value for value in outputs.values]
 
     def _moved(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to(self._device)

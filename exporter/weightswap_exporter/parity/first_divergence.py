@@ -37,7 +37,7 @@ def first_divergence(
     functions: Mapping[str, str] | None = None,
     seed: int = 0,
 ) -> Divergence | None:
-    """Find the first place where two executions of an artifact's methods part, in the first call whose outputs differ.
+    """Find the first point where two executions of an artifact's methods part, in the first call whose outputs differ.
 
     expected: the eager model, or a `Run`: an engine with a weight file or checkpoint; a path is the engine `torch`
     with it. found: another run. So

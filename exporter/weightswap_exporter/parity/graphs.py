@@ -38,7 +38,7 @@ class OpenedGraph:
         program = self._filled(weights)
         run = GraphRun(program)
         own = [*program.state_dict.values(), *program.constants.values()]
-        recorder = StepRecorder(run.place, [value for value in own if isinstance(value, torch.Tensor)])
+        recorder = StepRecorder(run.position, [value for value in own if isinstance(value, torch.Tensor)])
         with torch.no_grad(), recorder:
             values = run.run(*_flat(program, given))
         return recorder.steps, _contents(values)
@@ -56,11 +56,11 @@ class OpenedGraph:
     @cached_property
     def _taken(self) -> dict[str, tuple[str, ...]]:
         graph = self.open().graph
-        places = [node for node in graph.nodes if node.op == "placeholder"]
+        pairs = zip(graph.find_nodes(op="placeholder"), self.inputs, strict=True)
         manifest = self.artifact.manifest
         tables = (*manifest.weights, *manifest.state, *manifest.constants)
         first = {name: row.name for row in tables for name in row.names}
-        fqns = {node: first[item.name] for node, item in zip(places, self.inputs, strict=True) if item.kind != "input"}
+        fqns = {node: first[item.name] for node, item in pairs if item.kind != "input"}
         return {node.name: tuple(fqns[each] for each in node.all_input_nodes if each in fqns) for node in graph.nodes}
 
     def _filled(self, weights: PathLike) -> ExportedProgram:

@@ -59,7 +59,7 @@ class ModuleError(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Divergence(msgspec.Struct, frozen=True, kw_only=True):
-    """The first place where two executions of a method are further apart than they should be.
+    """The first point where two executions of a method are further apart than they should be.
 
     expected, found: what was executed. module, kind: the innermost module, "" for the model itself, and its class.
     within: the FQNs of the modules around it, outermost first. node, operator: of the graph; empty where the graph has
@@ -152,8 +152,8 @@ class EngineParity(msgspec.Struct, frozen=True, kw_only=True):
         problems = [problem for case in wrong for problem in case.problems]
         yield from (f"  {line}" for line in lines_of(problems, _SHOWN))
         if self.divergence:
-            place, *more = self.divergence.text.splitlines()
-            yield f"  first divergence: {place}"
+            first, *more = self.divergence.text.splitlines()
+            yield f"  first divergence: {first}"
             yield from (f"    {line}" for line in more)
         if self.note:
             yield f"  {self.note}"

@@ -39,7 +39,7 @@ class Place(NamedTuple):
         return self.modules[-1][0] if self.modules else ""
 
     def renamed(self, names: Mapping[str, str]) -> Place:
-        """The same place with other FQNs."""
+        """The same position with other FQNs."""
         return self._replace(modules=tuple((names.get(fqn, fqn), kind) for fqn, kind in self.modules))
 
     @property
@@ -57,25 +57,25 @@ class Step(NamedTuple):
     operator: str
     values: tuple[torch.Tensor, ...]
     inputs: tuple[int | None, ...]
-    place: Place
+    position: Place
 
     @property
     def shape(self) -> tuple[object, ...]:
         """What two steps that compute the same have in common."""
         kinds = ((value.dtype, tuple(value.shape)) for value in self.values)
-        return self.place.module, self.operator, *kinds
+        return self.position.module, self.operator, *kinds
 
 
 class StepRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """A block in which every result of an operator is kept, but for views of what was there before.
 
-    place: called for where execution is. own: the tensors of the model.
+    position: called for where execution is. own: the tensors of the model.
     """
 
-    def __init__(self, place: Callable[[], Place], own: Iterable[torch.Tensor]) -> None:
+    def __init__(self, position: Callable[[], Place], own: Iterable[torch.Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.steps: list[Step] = []
-        self._place = place
+        self._position = position
         self._own = {tensor.untyped_storage().data_ptr() for tensor in own}
 
     def __torch_dispatch__(
@@ -87,7 +87,7 @@ class StepRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         result = func(*args, **(kwargs or {}))
         copies = tuple(value.detach().clone() for value in pytree.tree_leaves(result) if _is_plain(value))
         if copies:  # not an assertion
-            self.steps.append(Step(func._schema.name, copies, taken, self._place()))
+            self.steps.append(Step(func._schema.name, copies, taken, self._position()))
         return result
 
     def _digest(self, value: torch.Tensor) -> int | None:
@@ -114,7 +114,7 @@ class ModuleStack:
         self._model = model
         self._stack: list[tuple[str, str]] = []
 
-    def place(self) -> Place:
+    def position(self) -> Place:
         return Place(tuple(self._stack))
 
     @contextmanager
@@ -145,9 +145,9 @@ def first_names(model: nn.Module) -> dict[str, str]:
 class NodeFailed(Exception):
     """A node of a graph has raised something."""
 
-    def __init__(self, place: Place, error: Exception) -> None:
-        where = f"{place.module} ({place.kind})" if place.module else f"the model itself ({place.kind})"
-        super().__init__(f"the graph raises in {where}, node {place.node}, {place.operator}: {first_line(error)}")
+    def __init__(self, position: Place, error: Exception) -> None:
+        where = f"{position.module} ({position.kind})" if position.module else f"the model itself ({position.kind})"
+        super().__init__(f"the graph raises in {where}, node {position.node}, {position.operator}: {first_line(error)}")
 
 
 class GraphRun(torch.fx.Interpreter):
@@ -163,13 +163,13 @@ class GraphRun(torch.fx.Interpreter):
         try:
             return super().run_node(n)
         except Exception as error:
-            raise NodeFailed(self.place(), error) from error
+            raise NodeFailed(self.position(), error) from error
 
-    def place(self) -> Place:
-        return place_of_node(self._node) if self._node is not None else Place()
+    def position(self) -> Place:
+        return position_of_node(self._node) if self._node is not None else Place()
 
 
-def place_of_node(node: torch.fx.Node) -> Place:
+def position_of_node(node: torch.fx.Node) -> Place:
     modules = _modules(node)
     inner = [_modules(each) for graph in _inner_graphs(node) for each in graph.nodes if each.op == "call_function"]
     if not modules and inner:  # of an operator with a graph of its own: what is around all of that

@@ -30,7 +30,7 @@ from weightswap_runtime.format.manifest import (
 from weightswap_runtime.format.signature import Tensor, Tuple
 from weightswap_runtime.tensors.torch_tensors import DTYPE_NAMES
 
-from .steps import Place, computes, place_of_node
+from .steps import Place, computes, position_of_node
 
 _KEPT = (CONSTANTS_NAME, ADAPTER_NAME, ADAPTER_CONSTANTS_NAME)
 
@@ -39,17 +39,17 @@ class Tap(NamedTuple):
     """A node of a graph whose result can be looked at."""
 
     node: str
-    place: Place
+    position: Place
 
 
 def taps_of(program: ExportedProgram) -> list[Tap]:
     """Every node that computes one tensor, in order."""
-    return [Tap(node.name, place_of_node(node)) for node in program.graph.nodes if _is_tensor(node)]
+    return [Tap(node.name, position_of_node(node)) for node in program.graph.nodes if _is_tensor(node)]
 
 
 def last_of_modules(taps: Sequence[Tap]) -> list[Tap]:
     """The last of each run of nodes that are in one module."""
-    return [list(run)[-1] for _, run in groupby(taps, key=lambda tap: tap.place.modules)]
+    return [list(run)[-1] for _, run in groupby(taps, key=lambda tap: tap.position.modules)]
 
 
 def tapped(artifact: Artifact, method: str, taps: Sequence[Tap], folder: Path, engines: Sequence[str]) -> Artifact:

@@ -106,7 +106,7 @@ class FleetTrial:
     def report(self, outcome: str = "", reason: str = "") -> TrialReport:
         """How it stands, or has ended."""
         weights = self.order.weights
-        found = self._judged.report()
+        judged = self._judged.report()
         return TrialReport(
             weights_id=weights.weights_id,
             source=weights.source,
@@ -115,9 +115,9 @@ class FleetTrial:
             since=weights.since,
             plan=self.order.plan,
             shares=dict(self.shares),
-            values=found["values"],
-            promote_held=found["promote_held"],
-            skipped=found["skipped"],
+            values=judged["values"],
+            promote_held=judged["promote_held"],
+            skipped=judged["skipped"],
             outcome=outcome,
             reason=reason,
         )
@@ -128,4 +128,4 @@ def shares(names: Sequence[str], share: float, *, by_nodes: bool) -> dict[str, f
     if not by_nodes:
         return dict.fromkeys(names, share)
     first = math.ceil(share * len(names) - 1e-9)
-    return {name: float(place < first) for place, name in enumerate(names)}
+    return {name: float(index < first) for index, name in enumerate(names)}

@@ -76,13 +76,13 @@ class NodeMemory:
 
 
 def _descriptors(process: Path, name: str) -> tuple[int, ...] | None:
-    wanted = {f"/memfd:{name}.{part} (deleted)": place for place, part in enumerate((*PARTS, _BOARD))}
-    found: dict[int, int] = {}
+    wanted = {f"/memfd:{name}.{part} (deleted)": index for index, part in enumerate((*PARTS, _BOARD))}
+    descriptors: dict[int, int] = {}
     for descriptor in (process / "fd").iterdir():
         with suppress(OSError):
-            if (place := wanted.get(str(descriptor.readlink()))) is not None:
-                found[place] = int(descriptor.name)
-    return tuple(found[place] for place in range(len(wanted))) if len(found) == len(wanted) else None
+            if (index := wanted.get(str(descriptor.readlink()))) is not None:
+                descriptors[index] = int(descriptor.name)
+    return tuple(descriptors[index] for index in range(len(wanted))) if len(descriptors) == len(wanted) else None
 
 
 class Board:

@@ -277,19 +277,19 @@ class _Chunks(Generic[T]):
     def get(self, number: int) -> T:
         """Raises what loading raises; another try is made then."""
         with self._lock:
-            found = self._known.get(number)
-            mine = found is None
-            if found is None:
-                found = self._known[number] = Future()
+            future = self._known.get(number)
+            mine = future is None
+            if future is None:
+                future = self._known[number] = Future()
             self._known.move_to_end(number)
             for old in list(self._old()):
                 del self._known[old]
         if mine:
-            _fill(found, lambda: self._load(number))
-            if found.exception() is not None:
+            _fill(future, lambda: self._load(number))
+            if future.exception() is not None:
                 with self._lock:
                     self._known.pop(number, None)
-        return found.result()
+        return future.result()
 
     def _old(self) -> Iterator[int]:
         yield from list(self._known)[: max(0, len(self._known) - self._most)]

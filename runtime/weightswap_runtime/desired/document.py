@@ -185,13 +185,13 @@ def find_good(state: DesiredState, weights_id: str | None, where: str) -> Desire
     Raises NothingToRollBack.
     """
     candidates = (*state.withdrawn, *state.history) if weights_id else state.history[-1:]
-    found = [each for each in candidates if each.weights_id.startswith(weights_id or "")]
-    if len(found) != 1:
+    matches = [each for each in candidates if each.weights_id.startswith(weights_id or "")]
+    if len(matches) != 1:
         ids = listed([each.weights_id[:SHOWN] for each in reversed(state.history)]) or "nothing"
         meant = f"weights {weights_id[:64]}" if weights_id else "weights that were desired before"
         how = "are not in the history, or are several" if weights_id else "are none"
         raise NothingToRollBack(f"{where}: {meant}: {how}. The history has {ids}")
-    return found[0]
+    return matches[0]
 
 
 def rolled_back(state: DesiredState, target: DesiredWeights, hold: Hold | None) -> DesiredState:
@@ -200,10 +200,10 @@ def rolled_back(state: DesiredState, target: DesiredWeights, hold: Hold | None) 
     hold: a new one, or None to leave the hold as it is.
     """
     hold = hold or state.hold
-    place = next((place for place, each in enumerate(state.history) if each.weights_id == target.weights_id), None)
-    if place is None:  # forward, to what was withdrawn
+    index = next((index for index, each in enumerate(state.history) if each.weights_id == target.weights_id), None)
+    if index is None:  # forward, to what was withdrawn
         return replace(changed(state, target), hold=hold)
-    later = (*state.history[place + 1 :], *((state.weights,) if state.weights else ()))
+    later = (*state.history[index + 1 :], *((state.weights,) if state.weights else ()))
     again = {each.weights_id for each in later}
     withdrawn = (*(each for each in state.withdrawn if each.weights_id not in again), *later)[-MOST_WITHDRAWN:]
-    return replace(state, weights=target, history=state.history[:place], withdrawn=withdrawn, hold=hold)
+    return replace(state, weights=target, history=state.history[:index], withdrawn=withdrawn, hold=hold)

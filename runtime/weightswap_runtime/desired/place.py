@@ -152,12 +152,12 @@ class DesiredPlace:
         check_said(by, why)
 
         def work(state: DesiredState) -> DesiredState:
-            found = find_good(state, to, self.where)
+            wanted = find_good(state, to, self.where)
             if not known_there:
-                self._check_there(found)
+                self._check_there(wanted)
             now = time.time()
-            held = Hold(since=now, by=by, why=why or f"rolled back to {found.weights_id[:SHOWN]}") if hold else None
-            return rolled_back(state, replace(found, since=now, by=by, why=why), held)
+            held = Hold(since=now, by=by, why=why or f"rolled back to {wanted.weights_id[:SHOWN]}") if hold else None
+            return rolled_back(state, replace(wanted, since=now, by=by, why=why), held)
 
         return self._write(revision, work)
 
@@ -198,13 +198,13 @@ class DesiredPlace:
 
         Raises Held, Superseded for weights that were desired or withdrawn before, DesiredError, and what `set` raises.
         """
-        found = known or known_weights(source)
+        weights = known or known_weights(source)
         for _ in range(MOST_TRIES):
             stored, state = self._read(None)
-            if is_desired(state, found.weights_id):
+            if is_desired(state, weights.weights_id):
                 return state
-            check_promotable(state, found.weights_id, printable(source))
-            after = changed(state, self._described(source, found, by, why, state))
+            check_promotable(state, weights.weights_id, printable(source))
+            after = changed(state, self._described(source, weights, by, why, state))
             may(state)
             if written := self._replace(stored, state, after):
                 return written

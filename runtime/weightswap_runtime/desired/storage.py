@@ -37,7 +37,7 @@ class Storage(Protocol):
     def read(self, check: Check | None = None) -> Stored: ...
 
     def replace(self, before: Stored, content: bytes) -> bool:
-        """Put other bytes in the place of those that were read; False where these are not there any more."""
+        """Replace the bytes that were read; False where these are not there any more."""
         ...
 
 

@@ -168,12 +168,12 @@ def _refuse(where: str, found: Iterable[str]) -> None:
         raise ContextFileError(f"{where}: is not the state of this model: {listed(problems, between='; ')}")
 
 
-def _row_problems(found: Mapping[str, FileTensor], rows: Sequence[NamedTensor]) -> Iterator[str]:
+def _row_problems(tensors: Mapping[str, FileTensor], rows: Sequence[NamedTensor]) -> Iterator[str]:
     wanted = {row.name: row for row in rows}
-    yield from (f"it lacks {name!r}" for name in wanted if name not in found)
-    yield from (f"it has {name!r}, which the model has not" for name in found if name not in wanted)
-    for name in wanted.keys() & found.keys():
-        there, row = found[name], wanted[name]
+    yield from (f"it lacks {name!r}" for name in wanted if name not in tensors)
+    yield from (f"it has {name!r}, which the model has not" for name in tensors if name not in wanted)
+    for name in wanted.keys() & tensors.keys():
+        there, row = tensors[name], wanted[name]
         if not same_type(there, row):
             yield f"{name!r}: expected {describe(row)}, got {describe(there)}"
 

@@ -64,7 +64,7 @@ def write_delta(
     with WeightFile(base) as old, WeightFile(new) as fresh:
         for file in (old, fresh):
             if _is_same(file.path, Path(out)):
-                raise Unsupported(f"{out}: the delta would take the place of a file that it is made of; name another")
+                raise Unsupported(f"{out}: the delta would replace a file that it is made of; name another")
         stamps = _stamps(old, fresh)
         runs = _compare(old, fresh, stamps, progress)
         texts = {**stamps[1].labels, **(labels or {})}

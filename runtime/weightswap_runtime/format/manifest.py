@@ -29,7 +29,7 @@ MANIFEST_NAME = "manifest.json"
 CONSTANTS_NAME = "constants.safetensors"
 ADAPTER_NAME = "adapter.pt2"
 ADAPTER_CONSTANTS_NAME = "adapter.safetensors"
-MOST_ELEMENTS = 1 << 63  # strides of more have no place in 64 bits
+MOST_ELEMENTS = 1 << 63  # strides of more do not fit into 64 bits
 METHOD_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
@@ -38,7 +38,7 @@ class _ManifestPart(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
 
 class GraphInput(_ManifestPart, frozen=True, array_like=True):
-    """One flat input of a graph, in order: a named tensor, or a user's input (`name` is then its place, for people)."""
+    """One flat input of a graph, in order: a named tensor, or a user's input (`name` is then for people)."""
 
     kind: Literal["weight", "state", "constant", "input", "variant"]
     name: str

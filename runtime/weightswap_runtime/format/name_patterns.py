@@ -35,12 +35,12 @@ def select(names: Sequence[str], only: Sequence[str], where: str) -> set[str]:
 
     Raises Unsupported for patterns that match nothing.
     """
-    found = {pattern: {name for name in names if fnmatchcase(name, pattern)} for pattern in only}
-    if empty := [pattern for pattern, matches in found.items() if not matches]:
+    matched = {pattern: {name for name in names if fnmatchcase(name, pattern)} for pattern in only}
+    if empty := [pattern for pattern, matches in matched.items() if not matches]:
         near = get_close_matches(empty[0], names, n=1)
         hint = f"; did you mean {near[0]!r}?" if near else f", which has names such as {', '.join(names[:3])}"
         raise Unsupported(f"only={', '.join(map(repr, empty))}: matches no weight of {where}{hint}")
-    return set().union(*found.values())
+    return set().union(*matched.values())
 
 
 def part_of(manifest: Manifest, only: Sequence[str]) -> Manifest:

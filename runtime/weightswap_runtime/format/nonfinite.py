@@ -93,12 +93,12 @@ def count_nonfinite(dtype: str, data: memoryview) -> Counts | None:
     codes = _CODES.get(dtype)
     if codes is None or not len(data):
         return None
-    found = Counts(0, 0)
+    counts = Counts(0, 0)
     for start in range(0, len(data), STEP):
         part = data[start : start + STEP]
         if _alarms(codes, part):
-            found = found.plus(_count(dtype, part))
-    return found if any(found) else None
+            counts = counts.plus(_count(dtype, part))
+    return counts if any(counts) else None
 
 
 def _alarms(codes: _Codes, part: memoryview) -> bool:
@@ -121,22 +121,22 @@ def element_bytes(dtype: str) -> int:
 
 
 def newly_nonfinite(
-    weights: Iterable[NamedTensor], found: Mapping[str, Counts], served: Mapping[str, Counts] | None
+    weights: Iterable[NamedTensor], counts: Mapping[str, Counts], served: Mapping[str, Counts] | None
 ) -> dict[str, Nonfinite]:
     """The weights that have a kind of value that is not finite, and did not have it in those that are served.
 
     With nothing served, NaN is such a kind in every weight, and infinity in those that require a gradient: these are
     trained, and no masks.
     """
-    size = {weight.name: weight.nbytes * 8 // DTYPES[weight.dtype].bits for weight in weights if weight.name in found}
+    size = {weight.name: weight.nbytes * 8 // DTYPES[weight.dtype].bits for weight in weights if weight.name in counts}
     trained = {weight.name for weight in weights if weight.requires_grad}
 
     def is_new(name: str) -> bool:
-        nan, infinite = found[name]
+        nan, infinite = counts[name]
         before = Counts(0, name not in trained) if served is None else served.get(name, Counts(0, 0))
         return bool((nan and not before.nan) or (infinite and not before.infinite))
 
-    return {name: Nonfinite(*found[name], size[name]) for name in sorted(size) if is_new(name)}
+    return {name: Nonfinite(*counts[name], size[name]) for name in sorted(size) if is_new(name)}
 
 
 def refuse_nonfinite(found: Mapping[str, Nonfinite], allowed: Allowed, where: str) -> None:

@@ -262,12 +262,12 @@ class StampedFile(UnnamedFile):
         return render_header(self._ranges, metadata, reserve=max(0, LABEL_ROOM - len(text.encode())))
 
 
-def _write_tensor(write: Callable[[memoryview], int], pieces: Iterable[memoryview], place: FileTensor) -> str:
+def _write_tensor(write: Callable[[memoryview], int], pieces: Iterable[memoryview], expected: FileTensor) -> str:
     hasher = TensorHasher()
     written = 0
     for piece in pieces:
         hasher.update(piece)
         written += write(piece)
-    if written != place.nbytes:
-        raise ValueError(f"{written} bytes came for a tensor of {place.nbytes}")
+    if written != expected.nbytes:
+        raise ValueError(f"{written} bytes came for a tensor of {expected.nbytes}")
     return hasher.hexdigest()

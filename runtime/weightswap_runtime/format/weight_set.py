@@ -163,12 +163,12 @@ def _meant(path: Location, names: Sequence[str]) -> str:
 def lost_index(names: Sequence[str]) -> str:
     """What is wrong if the files of a directory are nothing but shards, which an index would tell apart; else empty."""
     shards = [_SHARD.fullmatch(name) for name in names]
-    found = [shard for shard in shards if shard is not None and int(shard[2]) > 1]
-    if not found or len(found) < len(names):
+    parts = [shard for shard in shards if shard is not None and int(shard[2]) > 1]
+    if not parts or len(parts) < len(names):
         return ""
-    stem, count, suffix = found[0].groups()
+    stem, count, suffix = parts[0].groups()
     return (
-        f"holds {len(found)} of {int(count)} shards, but not their index, {stem}{suffix}.index.json. Copy that, too, "
+        f"holds {len(parts)} of {int(count)} shards, but not their index, {stem}{suffix}.index.json. Copy that, too, "
         "or save the checkpoint again"
     )
 

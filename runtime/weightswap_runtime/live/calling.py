@@ -14,7 +14,7 @@ from weightswap_runtime.errors import UnknownMethod
 from weightswap_runtime.format.call_check import CallCheck
 from weightswap_runtime.format.manifest import STEPS, Manifest
 from weightswap_runtime.format.signature import Signature, Tensor, unflatten
-from weightswap_runtime.live.generation.generating import check_place
+from weightswap_runtime.live.generation.generating import check_position
 from weightswap_runtime.live.variants.resident import Choice, VariantNames, Variants
 from weightswap_runtime.threads.claims import Claim
 from weightswap_runtime.threads.listeners import Listeners
@@ -49,7 +49,7 @@ class Methods:
         """The flat inputs of a call. Raises InputMismatch."""
         flat = self.inputs[name].flatten(args, kwargs)
         if self._generation is not None and name in STEPS:
-            check_place(name, flat, self._generation)
+            check_position(name, flat, self._generation)
         return flat
 
 

@@ -260,11 +260,11 @@ def _leases_in_the_way(session: Leasable, deadline: float | None) -> bool:
 
 def _held_leases(session: Leasable) -> list[Claim]:
     """The leases that count. What was left behind is dropped."""
-    found = []
+    held = []
     for key, reference in list(session.leases.items()):
         lease = reference()
         if lease is not None and lease.holds:
-            found.append(lease)
+            held.append(lease)
         elif session.leases.get(key) is reference:
             del session.leases[key]
-    return found
+    return held

@@ -90,22 +90,22 @@ def load(
 
         import_libraries(op_libraries)
     opened = artifact if isinstance(artifact, Artifact) else Artifact.open(artifact)
-    place = device_name(device) if share is None or device != HOST else share.device
-    if share is not None and place != share.device:
+    model_device = device_name(device) if share is None or device != HOST else share.device
+    if share is not None and model_device != share.device:
         raise Unsupported(
             f"device={device!r}: the model to share with is on {share.device!r}. Leave device= out, or load this one "
             "without share="
         )
-    chosen = choose_engine(engine, opened, place)
+    chosen = choose_engine(engine, opened, model_device)
     opened = as_taken(chosen, opened)
     if share is None:
-        store = Store(opened.manifest.weights, residency, keep_previous, open_memory(place, staging))
+        store = Store(opened.manifest.weights, residency, keep_previous, open_memory(model_device, staging))
     else:
         store = share._store
     store.admit = admit or store.admit
     options = EngineOptions(threads, prologue, store.stages_on_host, cuda_graphs)
-    runs = _open_chosen(engine, chosen, opened, place, options)
-    model = Model(opened, store, device=place, engine=runs, max_variants=max_variants)
+    runs = _open_chosen(engine, chosen, opened, model_device, options)
+    model = Model(opened, store, device=model_device, engine=runs, max_variants=max_variants)
     if on_event is not None:
         model.listen(on_event)
     if weights is not None:

@@ -117,7 +117,7 @@ class Store:
         self.turns = Turns()
         self.events = Events()
         self.history: deque[SwapReceipt] = deque(maxlen=HISTORY)
-        self.inherited = False  # whether the history began in a process whose place this one has taken
+        self.inherited = False  # whether the history began in a process that this one has replaced
         self._renew()
         renew_in_children(self)
         self._weights = weights

@@ -87,13 +87,13 @@ def find_tokenizer(sources: Iterable[str], artifact: Location) -> Tokenizer:
     """That beside the first of these weights that has one, or in the artifact. Raises Unsupported, and MissingExtra."""
     beside = [folder for source in map(Path, sources) for folder in (source, source.parent)]
     local = (folder for folder in (*beside, artifact) if isinstance(folder, Path))
-    found = next((folder for folder in local if (folder / TOKENIZER).is_file()), None)
-    if found is None:
+    folder = next((each for each in local if (each / TOKENIZER).is_file()), None)
+    if folder is None:
         raise Unsupported(
             f"a text prompt needs a {TOKENIZER}; there is none beside the weights, nor in the artifact. "
             "Give tokens, or put it there; generate() and weightswap generate take another (tokenizer=, --tokenizer)"
         )
-    return Tokenizer(found)
+    return Tokenizer(folder)
 
 
 class _Inputs:

@@ -61,12 +61,12 @@ def find_trials(location: Location, owner: Member, members: Sequence[Member], st
     request, check = staging.request, staging.job.check
     if request.verify == "off":
         return []
-    found = [Trial(member, member.goldens) for member in members if member.goldens is not None]
+    trials = [Trial(member, member.goldens) for member in members if member.goldens is not None]
     beside = goldens_beside(location, staging.manifest, allow_other_graph=request.allow_other_graph, check=check)
     if beside is not None:
         # a part of a file gives other weights than those that were recorded
-        found.append(Trial(owner, beside._replace(bundled=bool(request.only))))
-    return found
+        trials.append(Trial(owner, beside._replace(bundled=bool(request.only))))
+    return trials
 
 
 def try_out(candidate: Candidate, trials: Sequence[Trial], staging: Staging) -> tuple[Verified, float]:

@@ -29,7 +29,7 @@ class Patch(ABC):
 
     @abstractmethod
     def write_to(self, arena: Arena, workers: Workers) -> None:
-        """Copy every span to its place; addresses stay."""
+        """Copy every span to its offset; addresses stay."""
 
     @abstractmethod
     def lay_over(self, arena: Arena, workers: Workers, job: Job) -> None:
@@ -55,7 +55,7 @@ class HostPatch(Patch):
         return sum(len(span.data) for span in self.spans)
 
     def write_to(self, arena: Arena, workers: Workers) -> None:
-        """Copy every span to its place; addresses stay."""
+        """Copy every span to its offset; addresses stay."""
         workers.run_all(lambda span: arena.write(span.offset, span.data), in_chunks(self.spans, COPY_CHUNK))
 
     def lay_over(self, arena: Arena, workers: Workers, job: Job) -> None:
@@ -90,21 +90,21 @@ def in_chunks(spans: Iterable[Span], most: int) -> Iterable[Span]:
 
 def differing(arena: Arena, one: Mapping[str, Blocks], other: Mapping[str, Blocks]) -> list[ByteRange]:
     """Where two arenas of this layout differ that hold weights with these digests of blocks."""
-    found: list[ByteRange] = []
+    ranges: list[ByteRange] = []
     for name, weight in arena.layout.weights.items():
         slot = arena.layout.slots[name]
         if one[name] == other[name]:
             continue
         if weight.stride is not None:  # its blocks are scattered over the arena's memory
-            found.append(slot)
+            ranges.append(slot)
             continue
         blocks = zip(slot.split(BLOCK), one[name], other[name], strict=True)
-        found += [block for block, mine, theirs in blocks if mine != theirs]
-    return found
+        ranges += [block for block, mine, theirs in blocks if mine != theirs]
+    return ranges
 
 
 def copy_ranges(target: Arena, source: Arena, ranges: Sequence[ByteRange], workers: Workers, job: Job) -> None:
-    """Copy parts of an arena to the same places of another. Raises StageCancelled, with the copy half done."""
+    """Copy parts of an arena to the same ranges of another. Raises StageCancelled, with the copy half done."""
     job.begin("copying", sum(part.nbytes for part in ranges))
 
     def copy(part: ByteRange) -> None:

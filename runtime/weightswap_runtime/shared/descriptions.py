@@ -55,13 +55,13 @@ def describe(control: Control, generation: int, identity: Identity, terms: bytes
     text = _encoder.encode(
         Description(generation, identity.weights_id, identity.labels, terms, identity.digests, identity.nonfinite)
     )
-    place = control.descriptions[generation % 2]
-    if len(text) > place.most:
+    cell = control.descriptions[generation % 2]
+    if len(text) > cell.most:
         raise WeightFileError(
             f"the weights {identity.weights_id[:12]}: their labels and digests take {len(text)} bytes, and workers "
-            f"share {place.most}. Pack the file with shorter labels."
+            f"share {cell.most}. Pack the file with shorter labels."
         )
-    place.write(text)
+    cell.write(text)
 
 
 def read_description(control: Control, generation: int, kind: type[D]) -> D | None:
@@ -84,17 +84,17 @@ def _read(control: Control, number: int, kind: type[D]) -> D | None:
 def write_history(control: Control, receipts: Iterable[SwapReceipt]) -> None:
     """Keep receipts, oldest first: as many of the last as there is room for."""
     kept = list(receipts)
-    found = [_decoded(place.read()) for place in control.histories]
+    found = [_decoded(cell.read()) for cell in control.histories]
     number = max((each.written for each in found if each), default=0) + 1
-    place = control.histories[number % 2]  # the other has the last ones, should this process end here
-    while len(text := _encoder.encode(_History(number, kept))) > place.most:
+    cell = control.histories[number % 2]  # the other has the last ones, should this process end here
+    while len(text := _encoder.encode(_History(number, kept))) > cell.most:
         del kept[0]
-    place.write(text)
+    cell.write(text)
 
 
 def read_history(control: Control) -> list[SwapReceipt]:
     """The receipts that were kept."""
-    found = [each for place in control.histories if (each := _decoded(place.read()))]
+    found = [each for cell in control.histories if (each := _decoded(cell.read()))]
     return max(found, key=lambda each: each.written).receipts if found else []
 
 

@@ -1,6 +1,6 @@
 """Files and folders that appear whole or not at all.
 
-A link stays, and what it points to is replaced. Nothing takes the place of a device, a pipe or a socket.
+A link stays, and what it points to is replaced. Nothing replaces a device, a pipe or a socket.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ def is_file(path: Path) -> bool:
 
 
 def check_replaceable(path: Path) -> None:
-    """Raise Unsupported where there is what no file may take the place of, and OSError where that cannot be told."""
+    """Raise Unsupported where there is what no file may replace, and OSError where that cannot be told."""
     if kind := _SPECIAL.get(_kind(path)):
-        raise Unsupported(f"{path}: is {kind}, and no file takes its place; name a file")
+        raise Unsupported(f"{path}: is {kind}, which no file replaces; name a file")
 
 
 def _kind(path: Path) -> int:
@@ -86,9 +86,9 @@ class UnnamedFile:
     """
 
     def __init__(self, path: Path) -> None:
-        place = _followed(path)
-        place.parent.mkdir(parents=True, exist_ok=True)
-        self._temporary, self.file = _new_temporary(place)
+        target = _followed(path)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        self._temporary, self.file = _new_temporary(target)
 
     def sync(self) -> None:
         """Have the bytes on disk."""
@@ -96,10 +96,10 @@ class UnnamedFile:
         os.fsync(self.file.fileno())
 
     def rename(self, path: Path) -> None:
-        """Take the place of `path`, in the same folder. A reader sees the old file or this one; `sync` comes first."""
-        place = _followed(path)
-        self._temporary.replace(place)
-        _sync_names(place.parent)
+        """Replace `path`, in the same folder. A reader sees the old file or this one; `sync` comes first."""
+        target = _followed(path)
+        self._temporary.replace(target)
+        _sync_names(target.parent)
 
     def __enter__(self) -> Self:
         return self
@@ -113,7 +113,7 @@ class UnnamedFile:
 
 @contextmanager
 def new_file(path: Path) -> Iterator[BinaryIO]:
-    """Write a file that takes the place of `path`, its bytes on disk, when the block ends without an error."""
+    """Write a file that replaces `path`, its bytes on disk, when the block ends without an error."""
     with UnnamedFile(path) as new:
         yield new.file
         new.sync()
@@ -137,10 +137,10 @@ def check_reportable(path: Path) -> None:
         if not os.access(path, os.W_OK):
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
         return
-    place = _followed(path)
-    if place.is_dir():
+    target = _followed(path)
+    if target.is_dir():
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
-    temporary, file = _new_temporary(place)
+    temporary, file = _new_temporary(target)
     with file:
         temporary.unlink()
 
@@ -233,7 +233,7 @@ def _put_in_place(folder: Path, path: Path) -> None:
 
 @contextmanager
 def new_folder(path: Path) -> Iterator[Path]:
-    """Fill a folder that takes the place of `path` when the block ends without an error.
+    """Fill a folder that replaces `path` when the block ends without an error.
 
     A folder cannot be replaced in one system call: an old one is moved aside first and removed afterwards.
     """

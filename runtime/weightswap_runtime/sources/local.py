@@ -146,8 +146,8 @@ class LocalFile:
         except OSError as error:
             raise self._unreadable(error) from error
 
-    def _unreadable(self, error: OSError, place: str = "") -> WeightFileError:
-        return WeightFileError(f"{self.where}: cannot be read{place} ({error.strerror})")
+    def _unreadable(self, error: OSError, position: str = "") -> WeightFileError:
+        return WeightFileError(f"{self.where}: cannot be read{position} ({error.strerror})")
 
 
 def _after(buffers: list[memoryview], skip: int) -> list[memoryview]:

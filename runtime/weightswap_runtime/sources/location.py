@@ -90,7 +90,7 @@ def check_writable(path: object) -> None:
 
 
 def fixed(path: Path) -> Path:
-    """The same place whatever the working directory becomes. Without one, as given."""
+    """The same path whatever the working directory becomes. Without one, as given."""
     try:
         return path.absolute()
     except OSError:
@@ -218,5 +218,5 @@ def _without_secrets(url: str) -> str:
         rest = HIDDEN + rest[len(user) :]
     if protocol.lower() in _WEB:
         rest = rest.partition("#")[0]
-    place, mark, query = rest.partition("?")
-    return f"{protocol}://{place}" + _SECRET_VALUE.sub(rf"\1\2{HIDDEN}", mark + query)
+    address, mark, query = rest.partition("?")
+    return f"{protocol}://{address}" + _SECRET_VALUE.sub(rf"\1\2{HIDDEN}", mark + query)

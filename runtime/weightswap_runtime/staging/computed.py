@@ -30,7 +30,7 @@ def compute_weights(
     from weightswap_runtime.tensors.torch_tensors import as_tensor, tensor_bytes  # needs torch
 
     names = {key: name for keys in computed.values() for key, name in keys.items()}
-    found = Findings({}, {})
+    findings = Findings({}, {})
 
     def read(key: str) -> torch.Tensor:
         stored = weights.tensors[names[key]]
@@ -41,9 +41,9 @@ def compute_weights(
         for name, value in transforms.compute(list(computed), read):
             rows = tensor_bytes(value)
             weight = arena.layout.weights[name]
-            found.digests[name] = block_digests(rows)
+            findings.digests[name] = block_digests(rows)
             if nonfinite := count_nonfinite(weight.dtype, rows):
-                found.nonfinite[name] = nonfinite
+                findings.nonfinite[name] = nonfinite
             lay(arena, weight, rows, staging.job)
     except (WeightswapError, MemoryError):
         raise
@@ -56,4 +56,4 @@ def compute_weights(
             "Load the checkpoint into the model on the build side and pack the model.",
         ) from error
     weights.check_unchanged()
-    return found
+    return findings

@@ -29,12 +29,12 @@ Pieces = Iterable[tuple[int, memoryview]]
 class ByteRanges(NamedTuple):
     """Ranges of a weight's row-major bytes, rising and apart, and the bytes that belong there, end to end.
 
-    `places` are where the bytes of each range begin in `data`.
+    `offsets` are where the bytes of each range begin in `data`.
     """
 
     begins: Offsets
     ends: Offsets
-    places: Offsets
+    offsets: Offsets
     data: memoryview
 
     @classmethod
@@ -63,9 +63,9 @@ class ByteRanges(NamedTuple):
         """What belongs into the bytes `low` to `high`: where, counted from `low`, and the bytes."""
         first = int(np.searchsorted(self.ends, low, "right"))
         last = int(np.searchsorted(self.begins, high, "left"))
-        for begin, end, place in zip(*(side[first:last].tolist() for side in self[:3]), strict=True):
+        for begin, end, offset in zip(*(side[first:last].tolist() for side in self[:3]), strict=True):
             inner, outer = max(begin, low), min(end, high)
-            yield inner - low, self.data[place + inner - begin : place + outer - begin]
+            yield inner - low, self.data[offset + inner - begin : offset + outer - begin]
 
 
 class Laid(NamedTuple):
@@ -137,11 +137,11 @@ def _by_block(changing: _Changing, part: ByteRanges, arena: Arena, spans: list[S
             block = arena.fetch(offset + low, high - low)
             pieces = list(part.within(low, low + len(block)))
             changing.digests[index] = _digest(pieces, block)
-            if len(pieces) > MOST_PIECES or any(place % whole or len(data) % whole for place, data in pieces):
+            if len(pieces) > MOST_PIECES or any(begin % whole or len(data) % whole for begin, data in pieces):
                 pieces = [(0, _merged(pieces, block))]
-            for place, data in pieces:
-                changing.replace(block[place : place + len(data)], data)
-            spans.extend(Span(offset + low + place, data) for place, data in pieces)
+            for begin, data in pieces:
+                changing.replace(block[begin : begin + len(data)], data)
+            spans.extend(Span(offset + low + begin, data) for begin, data in pieces)
 
         yield work
 
@@ -149,10 +149,10 @@ def _by_block(changing: _Changing, part: ByteRanges, arena: Arena, spans: list[S
 def _digest(pieces: Pieces, block: memoryview) -> bytes:
     """The digest of a block with pieces laid over it; nothing is copied."""
     hasher, end = blake3(), 0
-    for place, data in pieces:
-        hasher.update(block[end:place])
+    for begin, data in pieces:
+        hasher.update(block[end:begin])
         hasher.update(data)
-        end = place + len(data)
+        end = begin + len(data)
     hasher.update(block[end:])
     return hasher.digest()
 
@@ -164,8 +164,8 @@ def _merged(pieces: Pieces, block: memoryview) -> memoryview:
 
 
 def _lay(pieces: Pieces, content: memoryview) -> None:
-    for place, data in pieces:
-        content[place : place + len(data)] = data
+    for begin, data in pieces:
+        content[begin : begin + len(data)] = data
 
 
 def _relaid(changing: _Changing, part: ByteRanges, arena: Arena, spans: list[Span], job: Job) -> Callable[[], None]:

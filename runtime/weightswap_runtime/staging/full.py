@@ -73,12 +73,12 @@ def fill(plan: Plan, arena: Arena, staging: Staging) -> tuple[Findings, float]:
     weights, match = plan.weights, plan.match
     staging.job.begin("reading", plan.nbytes)
     read = read_tensors(weights, match.found, arena, staging.workers, staging.job)
-    found = compute_weights(weights, match.computed, arena, staging) if match.computed else Findings({}, {})
+    findings = compute_weights(weights, match.computed, arena, staging) if match.computed else Findings({}, {})
     done = time.perf_counter()
     staging.job.begin("verifying")
     _verify(weights, match, read.digests)
-    found.add(_by_weight(read, match))
-    return found, done
+    findings.add(_by_weight(read, match))
+    return findings, done
 
 
 def _by_weight(read: Findings, match: Match) -> Findings:
@@ -93,10 +93,10 @@ def stage_full(plan: Plan, arena: Arena, staging: Staging) -> Contents:
     Raises what `fill` does, UnexpectedWeights and NonFiniteWeights.
     """
     start = time.perf_counter()
-    found, read = fill(plan, arena, staging)
+    findings, read = fill(plan, arena, staging)
     stamp, where = plan.weights.stamp, plan.weights.where
     labels = stamp.labels if stamp else {}
-    identity = identify(plan.manifest.weights, found.digests, labels, found.nonfinite)
+    identity = identify(plan.manifest.weights, findings.digests, labels, findings.nonfinite)
     if stamp and stamp.graph_id == plan.manifest.graph_id and stamp.weights_id != identity.weights_id:
         text = f"the file records the weights id {stamp.weights_id[:12]}, its tensors have {identity.weights_id[:12]}"
         raise DigestMismatch(where, [text], DAMAGED)

@@ -103,18 +103,18 @@ def _case_problems(
     goldens: Goldens, case: Case, bound: Bound, engine: Engine, outputs: list[Leaf], compare: _Compare | None
 ) -> Iterator[str]:
     try:
-        found = bound.run(case.method, [_input(goldens, engine, value) for value in case.inputs])
+        values = bound.run(case.method, [_input(goldens, engine, value) for value in case.inputs])
     except Exception as error:
         if not _is_of_graph(error, goldens.where):
             raise
         yield f": the graph raised {type(error).__name__}: {error}"
         return
     if not goldens.record.has_outputs:
-        tensors = ((leaf, value) for leaf, value in zip(outputs, found, strict=True) if isinstance(leaf, Tensor))
+        tensors = ((leaf, value) for leaf, value in zip(outputs, values, strict=True) if isinstance(leaf, Tensor))
         problems = ((leaf, _tensor_problem(engine, None, value, not_finite)) for leaf, value in tensors)
         yield from (f", {leaf.name}{text}" for leaf, text in problems if text)
         return
-    for leaf, recorded, value in zip(outputs, case.outputs, found, strict=True):
+    for leaf, recorded, value in zip(outputs, case.outputs, values, strict=True):
         if isinstance(recorded, str):
             text = _tensor_problem(engine, goldens.tensors[recorded], value, compare or not_finite)
         else:

@@ -17,12 +17,12 @@ def stage_part(plan: Plan, base: Base, staging: Staging) -> StagedChange:
     """Read the plan's weights into memory of their own; the rest are the live ones. Raises what `fill` does."""
     part = HostArena(ArenaLayout(plan.manifest.weights))
     start = time.perf_counter()
-    found, read = fill(plan, part, staging)
+    findings, read = fill(plan, part, staging)
     before, where = base.identity, plan.weights.where
-    kept = {name: counts for name, counts in before.nonfinite.items() if name not in found.digests}
-    digests = {**before.digests, **found.digests}
+    kept = {name: counts for name, counts in before.nonfinite.items() if name not in findings.digests}
+    digests = {**before.digests, **findings.digests}
     # most of it is still what the labels say
-    identity = identify(staging.manifest.weights, digests, before.labels, kept | found.nonfinite)
+    identity = identify(staging.manifest.weights, digests, before.labels, kept | findings.nonfinite)
     check_expected(identity.weights_id, where, staging.request)
     slots = base.arena.layout.slots
     contents = Contents(
@@ -36,4 +36,4 @@ def stage_part(plan: Plan, base: Base, staging: Staging) -> StagedChange:
         seconds_staged=read - start,
         seconds_verified=time.perf_counter() - read,
     )
-    return StagedChange(contents, HostPatch(Span(slots[name].offset, part.view(name)) for name in found.digests))
+    return StagedChange(contents, HostPatch(Span(slots[name].offset, part.view(name)) for name in findings.digests))

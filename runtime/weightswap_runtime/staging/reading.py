@@ -52,12 +52,12 @@ class Findings(NamedTuple):
 
     @classmethod
     def of(cls, pieces: Iterable[Piece]) -> Findings:
-        found = cls({}, {})
+        findings = cls({}, {})
         for piece in pieces:
-            found.digests[piece.key] = tuple(piece.digests)
+            findings.digests[piece.key] = tuple(piece.digests)
             if piece.nonfinite:
-                found.nonfinite[piece.key] = reduce(Counts.plus, piece.nonfinite)
-        return found
+                findings.nonfinite[piece.key] = reduce(Counts.plus, piece.nonfinite)
+        return findings
 
     def add(self, other: Findings) -> None:
         self.digests.update(other.digests)

@@ -71,15 +71,15 @@ class Transforms:
             self._check_result(transform.row, value)
             yield weight, value
             wanted = self._transforms[following].inputs if following else ()
-            held = {place: held[place] for place in wanted if place in held}
+            held = {position: held[position] for position in wanted if position in held}
 
     def _run(self, transform: Transform, held: dict[int, torch.Tensor], read: Read) -> torch.Tensor:
-        for place in transform.inputs:
-            if place not in held:
-                item = self._inputs[place]
-                held[place] = read(item.name) if item.kind == "key" else self._constants[item.name]
+        for position in transform.inputs:
+            if position not in held:
+                item = self._inputs[position]
+                held[position] = read(item.name) if item.kind == "key" else self._constants[item.name]
         with default_torch_modes():
-            (value,) = transform.call(*(held[place] for place in transform.inputs))
+            (value,) = transform.call(*(held[position] for position in transform.inputs))
         result: torch.Tensor = value
         return result
 
@@ -98,40 +98,40 @@ def _parts(graph: Graph) -> list[tuple[Callable[..., Any], tuple[int, ...], tupl
         operator = find_operator(node.target)
         if operator.mutable or operator.higher_order:
             raise ForeignFunction(f"a call of {node.target!r:.80} in an adapter")
-    made = {name: place for place, item in enumerate(graph.inputs) for name in argument_names(item)}
+    made = {name: position for position, item in enumerate(graph.inputs) for name in argument_names(item)}
     count = len(graph.inputs)
     made |= {
-        name: place
-        for place, node in enumerate(graph.nodes, count)
+        name: position
+        for position, node in enumerate(graph.nodes, count)
         for item in node.outputs
         for name in argument_names(item)
     }
-    uses = {place: _uses(node, made) for place, node in enumerate(graph.nodes, count)}
-    found = []
+    uses = {position: _uses(node, made) for position, node in enumerate(graph.nodes, count)}
+    parts = []
     for output in graph.outputs:
         needs = _needed([made[name] for name in argument_names(output) if name in made], uses)
-        inputs = tuple(place for place in needs if place < count)
+        inputs = tuple(position for position in needs if position < count)
         part = Graph(
-            inputs=tuple(graph.inputs[place] for place in inputs),
+            inputs=tuple(graph.inputs[position] for position in inputs),
             outputs=(output,),
-            nodes=tuple(graph.nodes[place - count] for place in needs[len(inputs) :]),
+            nodes=tuple(graph.nodes[position - count] for position in needs[len(inputs) :]),
         )
-        found.append((compile_graph(part, CPU).call, inputs, needs))
-    return found
+        parts.append((compile_graph(part, CPU).call, inputs, needs))
+    return parts
 
 
 def _uses(node: Node, made: Mapping[str, int]) -> set[int]:
     return {made[name] for item in node.inputs for name in argument_names(item.arg) if name in made}
 
 
-def _needed(places: Sequence[int], uses: Mapping[int, set[int]]) -> tuple[int, ...]:
-    """The places and all that they are computed from, in order."""
-    found, waiting = set(places), list(places)
+def _needed(positions: Sequence[int], uses: Mapping[int, set[int]]) -> tuple[int, ...]:
+    """The positions and all that they are computed from, in order."""
+    needed, waiting = set(positions), list(positions)
     while waiting:
-        new = uses.get(waiting.pop(), set()) - found
-        found |= new
+        new = uses.get(waiting.pop(), set()) - needed
+        needed |= new
         waiting += new
-    return tuple(sorted(found))
+    return tuple(sorted(needed))
 
 
 def _constants(artifact: Artifact) -> Mapping[str, torch.Tensor]:

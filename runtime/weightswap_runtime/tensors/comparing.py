@@ -80,7 +80,7 @@ def not_finite(recorded: TensorBytes | None, found: TensorBytes) -> str | None:
         return None
     index = int(wrong.argmax())
     value = values[index].item()
-    return f"{_place(index, found.shape)}: expected a finite value, found {value}; {count} of {wrong.size} are not"
+    return f"{_index_text(index, found.shape)}: expected a finite value, found {value}; {count} of {wrong.size} are not"
 
 
 def _beyond(tolerance: Tolerance | None, found: TensorBytes) -> str:
@@ -127,7 +127,7 @@ def _gaps(expected: NDArray[Any], found: NDArray[Any]) -> NDArray[Any]:
 def _worst(expected: TensorBytes, found: TensorBytes, differ: NDArray[np.bool_]) -> str:
     position = furthest(expected, found, differ)
     wanted, got = number(expected, position), number(found, position)
-    return f"{_place(position, found.shape)}: expected {wanted}, found {got}{_gap(wanted, got)}"
+    return f"{_index_text(position, found.shape)}: expected {wanted}, found {got}{_gap(wanted, got)}"
 
 
 def _gap(wanted: Any, got: Any) -> str:
@@ -137,6 +137,6 @@ def _gap(wanted: Any, got: Any) -> str:
     return f", absolute difference {absolute:.6g}, relative {relative:.6g}"
 
 
-def _place(position: int, shape: Sequence[int]) -> str:
+def _index_text(position: int, shape: Sequence[int]) -> str:
     """`[1, 2]`; empty for a scalar."""
     return str(list(index_of(position, shape))) if shape else ""

@@ -56,7 +56,7 @@ def array_content(array: NDArray[Any]) -> TensorBytes:
     """
     name = _name(array.dtype)
     if name is None:
-        raise Unsupported(f"numpy's {array.dtype} has no place in the safetensors format")
+        raise Unsupported(f"numpy's {array.dtype} is no dtype of the safetensors format")
     rows = np.ascontiguousarray(array, _in_files(array.dtype))
     return TensorBytes(name, array.shape, rows.reshape(-1).view(np.uint8).data)
 

@@ -50,6 +50,6 @@ class Listeners(Generic[P]):
                 self._log.exception("%r failed", listener)
 
 
-def _without(hooks: tuple[Callable[P, object], ...], gone: Callable[P, object]) -> tuple[Callable[P, object], ...]:
-    place = hooks.index(gone)
-    return hooks[:place] + hooks[place + 1 :]
+def _without(listeners: tuple[Callable[P, object], ...], gone: Callable[P, object]) -> tuple[Callable[P, object], ...]:
+    index = listeners.index(gone)
+    return listeners[:index] + listeners[index + 1 :]

@@ -106,7 +106,7 @@ async def audited(
     number = audit.begin(**fields, weights_before=before)
     outcome: dict[str, Any] = {"outcome": "broken off"}
     try:
-        found = await (in_thread(work) if callable(work) else work)
+        answer = await (in_thread(work) if callable(work) else work)
         outcome = {"outcome": "done"}
     except Exception as error:
         told = refused(error)
@@ -115,7 +115,7 @@ async def audited(
     finally:
         after = operations.model.weights_id if operations else None
         audit.end(number, **fields, weights_before=before, weights_after=after, **outcome)
-    return found
+    return answer
 
 
 def obey(audit: AuditLog, operations: ModelOperations, verdict: str, rule: str) -> None:

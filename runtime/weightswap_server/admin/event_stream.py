@@ -51,12 +51,12 @@ class EventStream:
             await asyncio.sleep(_LOOK)
 
     def _news(self, seen: dict[str, int]) -> list[bytes]:
-        found = []
+        news = []
         for name, operations in self._models.items():
             for number, event in operations.journal.events(seen[name]):
                 seen[name] = number
-                found.append(event_line("event", {"model": name, **event}))
-        return found
+                news.append(event_line("event", {"model": name, **event}))
+        return news
 
     def _stagings(self) -> list[bytes]:
         progresses = {name: each.model.progress for name, each in self._models.items()}
@@ -67,12 +67,12 @@ class EventStream:
         ]
 
     def _loads(self, counted: dict[str, float]) -> list[bytes]:
-        found = []
+        loads = []
         for name, moment in counted.items():
             if points := self._load.after(name, moment):
                 counted[name] = points[-1].time
-                found.append(event_line("load", {"model": name, "points": points}))
-        return found
+                loads.append(event_line("load", {"model": name, "points": points}))
+        return loads
 
 
 def event_line(kind: str, data: Any) -> bytes:

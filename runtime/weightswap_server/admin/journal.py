@@ -42,7 +42,7 @@ class Journal:
         self._numbers = count(1)
         self._said = "", ""  # by whom and why the commit that is under way
         self._whys: dict[int, str] = {}  # by generation
-        self.on_change: Callable[[JournalState], object] = lambda _: None  # what takes this process's place knows it
+        self.on_change: Callable[[JournalState], object] = lambda _: None  # what replaces this process knows it
         self.close = model.listen(self._on_event)
 
     def inherit(self, earlier: JournalState) -> None:

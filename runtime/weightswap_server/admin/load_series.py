@@ -62,15 +62,15 @@ class LoadSeries:
 
 
 def _totals(metrics: Iterable[Metric]) -> _Totals:
-    found = _Totals({}, {})
+    totals = _Totals({}, {})
     for sample in (each for metric in metrics for each in metric.samples):
         if sample.name == "weightswap_server_request_seconds_bucket":
             series = sample.labels["model"], sample.labels["weights_id"]
-            found.buckets.setdefault(series, {})[float(sample.labels["le"])] = sample.value
+            totals.buckets.setdefault(series, {})[float(sample.labels["le"])] = sample.value
         elif sample.name == "weightswap_server_requests_total" and sample.labels["status"] != "200":
-            refusals = found.refusals.setdefault(sample.labels["model"], Counter())
+            refusals = totals.refusals.setdefault(sample.labels["model"], Counter())
             refusals[sample.labels["status"]] += int(sample.value)
-    return found
+    return totals
 
 
 def _point(before: _Totals, after: _Totals, names: frozenset[str], seconds: float) -> LoadPoint:

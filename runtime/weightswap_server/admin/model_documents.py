@@ -46,18 +46,18 @@ def served_weights(last: SwapReceipt, why: str) -> ServedWeights:
 def staged_weights(entry: Entry | None) -> StagedWeights | None:
     if entry is None:
         return None
-    found = StagedWeights(
+    weights = StagedWeights(
         source=printable(entry.path), by=entry.by, why=entry.request.why, since=entry.since, ready=False
     )
     try:
         staged = entry.staged
         if staged.done:
-            found.weights_id, found.labels, found.kind = staged.weights_id, staged.labels, staged.kind
-            found.verified, found.nonfinite = staged.verified, list(staged.nonfinite)
-            found.ready = not entry.swapping
+            weights.weights_id, weights.labels, weights.kind = staged.weights_id, staged.labels, staged.kind
+            weights.verified, weights.nonfinite = staged.verified, list(staged.nonfinite)
+            weights.ready = not entry.swapping
     except Exception:  # it has just ended otherwise
         return None
-    return found
+    return weights
 
 
 def following(follower: Follower) -> Desired:

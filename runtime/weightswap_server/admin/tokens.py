@@ -50,15 +50,15 @@ def read_tokens(path: str | None) -> Tokens:
         lines = Path(path).read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise Unsupported(f"{path}: the tokens cannot be read ({error})") from error
-    found: dict[str, str] = {}
+    tokens: dict[str, str] = {}
     for number, line in enumerate(lines, start=1):
         if not (text := line.strip()) or text.startswith("#"):
             continue
         match = _LINE.fullmatch(text)
-        if match is None or (match[1] or ANYBODY) in found:
+        if match is None or (match[1] or ANYBODY) in tokens:
             raise Unsupported(f"{path}, line {number}: expected a token, or a name that is not there yet and a token")
-        found[match[1] or ANYBODY] = match[2]
-    return Tokens(found)
+        tokens[match[1] or ANYBODY] = match[2]
+    return Tokens(tokens)
 
 
 class TokenGuard:

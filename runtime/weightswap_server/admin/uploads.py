@@ -76,13 +76,13 @@ class UploadDirectory:
     ) -> Uploaded:
         with ExitStack() as stack:
             file = stack.enter_context(new_file(path))
-            size, found = await self._copy(name, pieces, file)
+            size, computed = await self._copy(name, pieces, file)
             if length is not None and size != length:
                 raise BadRequest(f"{name}: broke off after {size} of {length} bytes")
-            if digest and found != digest:
-                raise UploadMismatch(f"{name}: has the BLAKE3 {found}, and {digest} was named; send it again")
+            if digest and computed != digest:
+                raise UploadMismatch(f"{name}: has the BLAKE3 {computed}, and {digest} was named; send it again")
             await in_thread(stack.pop_all().close)  # which waits for the disk
-        return Uploaded(source=UPLOAD + name, size=size, blake3=found)
+        return Uploaded(source=UPLOAD + name, size=size, blake3=computed)
 
     async def _copy(self, name: str, pieces: AsyncIterator[bytes], file: BinaryIO) -> tuple[int, str]:
         hashed, size, waiting = blake3(), 0, bytearray()

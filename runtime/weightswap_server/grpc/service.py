@@ -267,17 +267,17 @@ def _tensors(request: Any) -> dict[str, TensorBytes]:
     raw = request.raw_input_contents
     if raw and len(raw) != len(request.inputs):
         raise BadRequest(f"{len(request.inputs)} inputs, and {len(raw)} raw_input_contents")
-    found: dict[str, TensorBytes] = {}
-    for place, tensor in enumerate(request.inputs):
-        if tensor.name in found:
+    tensors: dict[str, TensorBytes] = {}
+    for index, tensor in enumerate(request.inputs):
+        if tensor.name in tensors:
             raise BadRequest(f"{tensor.name}: given twice")
         if raw:
             if tensor.HasField("contents"):
                 raise BadRequest(f"{tensor.name}: has contents beside raw_input_contents")
-            found[tensor.name] = from_bytes(tensor.name, tensor.datatype, tensor.shape, memoryview(raw[place]))
+            tensors[tensor.name] = from_bytes(tensor.name, tensor.datatype, tensor.shape, memoryview(raw[index]))
         else:
-            found[tensor.name] = _from_contents(tensor)
-    return found
+            tensors[tensor.name] = _from_contents(tensor)
+    return tensors
 
 
 def _from_contents(tensor: Any) -> TensorBytes:

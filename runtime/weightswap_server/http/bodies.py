@@ -116,14 +116,14 @@ def _decompressed(body: bytes, encoding: str, most: int) -> bytes:
         raise BadRequest(f"Content-Encoding: {encoding}: expected gzip or deflate")
     reader = zlib.decompressobj(_WBITS[encoding])
     try:
-        found = reader.decompress(body, most)
+        decompressed = reader.decompress(body, most)
     except zlib.error as error:
         raise BadRequest(f"the body is no {encoding}: {error}") from error
     if reader.unconsumed_tail:
         raise _too_large(most)
     if not reader.eof or reader.unused_data:
         raise BadRequest(f"the body is no {encoding}: it breaks off, or something follows")
-    return found
+    return decompressed
 
 
 def _too_large(most: int) -> BodyTooLarge:

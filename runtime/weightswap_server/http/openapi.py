@@ -90,9 +90,9 @@ def operation(
     done: dict[str, Any] = {"description": says}
     if answer is not None:
         done["content"] = content(answer, media)
-    found: dict[str, Any] = {"summary": says, "responses": {"200": done}}
+    described: dict[str, Any] = {"summary": says, "responses": {"200": done}}
     if unready:
-        found["responses"]["503"] = {"description": "Not ready.", "content": content({"type": "object"})}
+        described["responses"]["503"] = {"description": "Not ready.", "content": content({"type": "object"})}
     if body is not None:
-        found["requestBody"] = {"required": needed, "content": content(body)}
-    return found
+        described["requestBody"] = {"required": needed, "content": content(body)}
+    return described

@@ -52,12 +52,12 @@ def _split(body: memoryview, header_length: str | None) -> tuple[memoryview, mem
 
 
 def _inputs(tensors: Sequence[InputTensor], tail: memoryview) -> dict[str, TensorBytes]:
-    found: dict[str, TensorBytes] = {}
+    inputs: dict[str, TensorBytes] = {}
     for tensor in tensors:
-        if tensor.name in found:
+        if tensor.name in inputs:
             raise BadRequest(f"{brief(tensor.name)}: given twice")
         if BINARY_SIZE not in tensor.parameters:
-            found[tensor.name] = _from_json(tensor)
+            inputs[tensor.name] = _from_json(tensor)
             continue
         size = tensor.parameters[BINARY_SIZE]
         if type(size) is not int or not 0 <= size <= len(tail):
@@ -66,11 +66,11 @@ def _inputs(tensors: Sequence[InputTensor], tail: memoryview) -> dict[str, Tenso
             )
         if tensor.data:
             raise BadRequest(f"{brief(tensor.name)}: has both data and {BINARY_SIZE}")
-        found[tensor.name] = from_bytes(tensor.name, tensor.datatype, tensor.shape, tail[:size])
+        inputs[tensor.name] = from_bytes(tensor.name, tensor.datatype, tensor.shape, tail[:size])
         tail = tail[size:]
     if tail:
         raise BadRequest(f"{len(tail)} bytes at the end of the body belong to no input")
-    return found
+    return inputs
 
 
 def dtype_of(name: str, datatype: str) -> str:

@@ -16,19 +16,19 @@ _NAME = re.compile(NAME)
 
 def read_variants(text: object) -> dict[str, str]:
     """Names by group; of nothing, none. Raises BadRequest."""
-    found: dict[str, str] = {}
+    variants: dict[str, str] = {}
     if text is None or text == "":
-        return found
+        return variants
     if not isinstance(text, str):
         raise BadRequest(f"{PARAMETER}: expected a text, got {brief(repr(text))}")
     for part in text.split(","):
         group, equals, name = part.partition("=")
         if not (equals and _NAME.fullmatch(group) and _NAME.fullmatch(name)):
             raise BadRequest(f"{PARAMETER}: expected GROUP=NAME, and a comma between several, got {brief(repr(part))}")
-        if group in found:
+        if group in variants:
             raise BadRequest(f"{PARAMETER}: {brief(group)} is chosen twice")
-        found[group] = name
-    return found
+        variants[group] = name
+    return variants
 
 
 def write_variants(ids: Mapping[str, str]) -> str:

@@ -83,12 +83,12 @@ class OpenGeneration:
 
     def document(self, pieces: list[Any]) -> GenerateResponse:
         """An answer of some pieces."""
-        found = GenerateResponse(self.name, str(self.said.generation), self.said, id=self.request.id)
+        answer = GenerateResponse(self.name, str(self.said.generation), self.said, id=self.request.id)
         if self.request.text_input is None:
-            found.output_ids = pieces
+            answer.output_ids = pieces
         else:
-            found.text_output = "".join(pieces)
-        return found
+            answer.text_output = "".join(pieces)
+        return answer
 
     def close(self) -> None:
         """Let the context go, once a step that is under way has ended."""

@@ -161,7 +161,7 @@ class Served:
 
 def _methods(name: str, model: Model) -> dict[str, ServedMethod]:
     """The methods by the name of the model that each is: the default one has the model's own name."""
-    found, problems = {}, []
+    methods, problems = {}, []
     for method in model.signatures:
         try:
             served = ServedMethod(model, method)
@@ -169,7 +169,7 @@ def _methods(name: str, model: Model) -> dict[str, ServedMethod]:
             log.warning("%s: not served: %s", name, error)
             problems.append(str(error))
         else:
-            found[name if method == model.default_method else f"{name}.{method}"] = served
-    if not found:
+            methods[name if method == model.default_method else f"{name}.{method}"] = served
+    if not methods:
         raise Unsupported(*problems)
-    return found
+    return methods

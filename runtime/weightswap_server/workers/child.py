@@ -37,7 +37,7 @@ class ChildFailed(WeightswapError):
 
 
 class Child:
-    """One of the processes, and those that take its place."""
+    """One of the processes, and those that replace it."""
 
     def __init__(
         self,
@@ -173,7 +173,7 @@ class Child:
                     self._count(pid, word, writer)
 
     def _keep_for_next(self, word: Word) -> None:
-        """What the process that takes this one's place begins with."""
+        """What the process that replaces this one begins with."""
         if word.kind == "sources":
             sources = msgspec.json.decode(word.text, type=dict[str, ModelSource])
             self._task = msgspec.structs.replace(self._task, sources={**self._task.sources, **sources})

@@ -114,12 +114,12 @@ class Line:
         return msgspec.json.decode(self._ask(Word("processes")) or "[]", type=list[Process])
 
     def tell_source(self, name: str, taking: Taking) -> None:
-        """What an operator has a model take: whoever takes this process's place goes on with it."""
+        """What an operator has a model take: whoever replaces this process goes on with it."""
         source = msgspec.structs.replace(self.task.sources[name], **taking._asdict())
         self.say(Word("sources", msgspec.json.encode({name: source}).decode()))
 
     def tell_journal(self, name: str, journal: JournalState) -> None:
-        """What the journal of a model has: it goes on in whoever takes this process's place."""
+        """What the journal of a model has: it goes on in whoever replaces this process."""
         self.say(Word("journals", msgspec.json.encode({name: journal}).decode()))
 
     def _ask(self, word: Word) -> str:

@@ -86,12 +86,12 @@ class Totals:
 
 
 def _read(text: str, role: Role) -> _Counted:
-    found = _Counted({}, {})
+    counted = _Counted({}, {})
     for family in _theirs(text_string_to_metric_families(text), role):
-        found.families[family.name] = Metric(family.name, family.documentation, family.type)
+        counted.families[family.name] = Metric(family.name, family.documentation, family.type)
         for sample in family.samples:
-            found.samples[_Key(family.name, sample.name, tuple(sample.labels.items()))] = sample.value
-    return found
+            counted.samples[_Key(family.name, sample.name, tuple(sample.labels.items()))] = sample.value
+    return counted
 
 
 def _theirs(families: Iterable[Metric], role: Role) -> Iterator[Metric]:

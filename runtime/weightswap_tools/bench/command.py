@@ -51,7 +51,7 @@ def bench_(
     batches, sizes = _numbers(batch), _sizes(size)
     with errors_as_exit(as_json):
         with progress_bar("measuring", of_bytes=False) as progress:
-            found = bench(
+            report = bench(
                 artifact,
                 weights,
                 engines=engine or (),
@@ -65,8 +65,8 @@ def bench_(
                 op_libraries=op_library or (),
                 progress=progress,
             )
-        _show(found, html, as_json)
-    if any(result.failed for result in found.engines):
+        _show(report, html, as_json)
+    if any(result.failed for result in report.engines):
         raise typer.Exit(1)
 
 
@@ -93,18 +93,18 @@ def _size(text: str) -> int:
     return number
 
 
-def _show(found: BenchReport, html: Path | None, as_json: bool) -> None:
+def _show(report: BenchReport, html: Path | None, as_json: bool) -> None:
     if html:
         from weightswap_tools.reports.page import write_report
 
         from .show_page import bench_report
 
-        write_report(html, bench_report(found))
+        write_report(html, bench_report(report))
     if as_json:
-        print_json(found)
+        print_json(report)
         return
     from .show_text import print_bench
 
-    print_bench(found)
+    print_bench(report)
     if html:
         say(f"report      {html}")

@@ -25,22 +25,22 @@ from weightswap_tools.reports.blocks import (
 from .rows import CALLS, MEMORY, SWAPS, call_rows, memory_rows, milli, swap_rows
 
 
-def bench_report(found: BenchReport) -> Report:
+def bench_report(report: BenchReport) -> Report:
     """Calls as plots over the size of a batch and as a table, swaps on a time line, and memory."""
-    failures = [f"{result.engine}, {result.residency}: {result.failed}" for result in found.engines if result.failed]
-    facts = [("artifact", found.artifact), ("graph id", found.graph_id), ("weights", found.weights)]
-    facts.append(("weights id", found.weights_id or "unknown"))
-    facts += [("machine", found.machine), *((f"left out: {engine}", why) for engine, why in found.left_out.items())]
-    calls: tuple[Block, ...] = (*call_plots(found), Table(CALLS, tuple(call_rows(found.engines)), "Calls"))
-    memory = Table(MEMORY, tuple(memory_rows(found.engines)))
+    failures = [f"{result.engine}, {result.residency}: {result.failed}" for result in report.engines if result.failed]
+    facts = [("artifact", report.artifact), ("graph id", report.graph_id), ("weights", report.weights)]
+    facts.append(("weights id", report.weights_id or "unknown"))
+    facts += [("machine", report.machine), *((f"left out: {engine}", why) for engine, why in report.left_out.items())]
+    calls: tuple[Block, ...] = (*call_plots(report), Table(CALLS, tuple(call_rows(report.engines)), "Calls"))
+    memory = Table(MEMORY, tuple(memory_rows(report.engines)))
     sections = (
         Section("Overview", (Facts(tuple(facts)), *(Note(text, "bad") for text in failures))),
-        Section(f"Calls of {found.method}", calls, _CALLS_NOTE),
-        Section("Swaps", tuple(_swaps(found.engines)), _SWAPS_NOTE),
+        Section(f"Calls of {report.method}", calls, _CALLS_NOTE),
+        Section("Swaps", tuple(_swaps(report.engines)), _SWAPS_NOTE),
         Section("Memory", (memory,), _MEMORY_NOTE),
     )
     verdict = f"{len(failures)} failed" if failures else ""
-    return Report("How fast it serves and swaps", found.artifact, sections, verdict, not failures and None)
+    return Report("How fast it serves and swaps", report.artifact, sections, verdict, not failures and None)
 
 
 _CALLS_NOTE = """The time of one call, with inputs that are ready; percentiles over all calls of all threads.
@@ -90,13 +90,13 @@ _QUANTITIES = (
 )
 
 
-def call_plots(found: BenchReport) -> Iterator[LinePlot]:
+def call_plots(report: BenchReport) -> Iterator[LinePlot]:
     """Latency, calls and samples per second over the batch dimension; nothing unless it was measured in two sizes."""
-    name = found.batch_dimension
-    batches = {calls.sizes[name] for result in found.engines for calls in result.calls} if name else set()
+    name = report.batch_dimension
+    batches = {calls.sizes[name] for result in report.engines for calls in result.calls} if name else set()
     if name and len(batches) > 1:
         across = Axis(f"size of {name}", "", fitting_scale([*batches]))
-        yield from (_plot(quantity, found.engines, name, across) for quantity in _QUANTITIES)
+        yield from (_plot(quantity, report.engines, name, across) for quantity in _QUANTITIES)
 
 
 def fitting_scale(values: Sequence[float]) -> Scale:

@@ -11,17 +11,17 @@ from weightswap_tools.terminal import human_bytes, print_table, say
 from .rows import CALLS, MEMORY, SWAPS, Row, call_rows, memory_rows, swap_rows
 
 
-def print_bench(found: BenchReport) -> None:
+def print_bench(report: BenchReport) -> None:
     """Tables of calls, swaps and memory; and what was not measured."""
-    say(f"artifact    {found.artifact}, graph id {found.graph_id[:12]}")
-    say(f"weights     {found.weights}, weights id {found.weights_id[:12] or 'unknown'}")
-    say(f"machine     {found.machine}")
-    _table(f"calls of {found.method}", CALLS, call_rows(found.engines))
-    _table("swaps of the same file (medians)", SWAPS, swap_rows(found.engines))
-    _table("resident memory", MEMORY, memory_rows(found.engines))
-    for engine, reason in found.left_out.items():
+    say(f"artifact    {report.artifact}, graph id {report.graph_id[:12]}")
+    say(f"weights     {report.weights}, weights id {report.weights_id[:12] or 'unknown'}")
+    say(f"machine     {report.machine}")
+    _table(f"calls of {report.method}", CALLS, call_rows(report.engines))
+    _table("swaps of the same file (medians)", SWAPS, swap_rows(report.engines))
+    _table("resident memory", MEMORY, memory_rows(report.engines))
+    for engine, reason in report.left_out.items():
         say(f"left out    {engine}: {reason}")
-    for result in found.engines:
+    for result in report.engines:
         if result.failed:
             say(f"failed      {result.engine}, {result.residency}: {result.failed}")
 

@@ -86,24 +86,24 @@ def _why_not(refusals: list[dict[str, Any]]) -> str:
     return by_rule[-1] if by_rule else "it was given up"
 
 
-def _waited(client: AdminClient, path: str, found: dict[str, Any]) -> bool:
+def _waited(client: AdminClient, path: str, status: dict[str, Any]) -> bool:
     """Wait for the end of a canary; whether its weights are served then."""
-    if found["canary"] is None:
-        raise Unsupported(f"{found['name']}: has no canary to wait for")
-    weights_id = found["canary"]["weights_id"]
-    with status_line(f"{found['name']}: canary") as tell:
+    if status["canary"] is None:
+        raise Unsupported(f"{status['name']}: has no canary to wait for")
+    weights_id = status["canary"]["weights_id"]
+    with status_line(f"{status['name']}: canary") as tell:
         while (now := client.get(path))["canary"] is not None:
-            tell(f"{found['name']}: canary, {now['canary']['values']['requests']:.0f} requests")
+            tell(f"{status['name']}: canary, {now['canary']['values']['requests']:.0f} requests")
             time.sleep(_LOOK)
     return bool(now["served"]["weights_id"] == weights_id)
 
 
-def _show(found: dict[str, Any], as_json: bool) -> None:
+def _show(status: dict[str, Any], as_json: bool) -> None:
     if as_json:
-        print_json(found)
+        print_json(status)
         return
-    say(f"serves      {found['served']['weights_id']}")
-    if (trial := found["canary"]) is None:
+    say(f"serves      {status['served']['weights_id']}")
+    if (trial := status["canary"]) is None:
         return
     say(f"canary      {trial['weights_id']}, {100 * trial['share']:g} %{' and shadow' if trial['shadow'] else ''}")
     if trial["promote_if"]:

@@ -85,13 +85,13 @@ def push(
         }
         source = {"source": pointed(weights)} if point else uploaded(client, Path(weights))
         with _progress_shown(client, name):
-            found = client.post(f"/admin/models/{name}/{'stage' if stage else 'swap'}", asked | source)
+            answer = client.post(f"/admin/models/{name}/{'stage' if stage else 'swap'}", asked | source)
         if as_json:
-            print_json(found)
+            print_json(answer)
         elif stage:
-            say(f"staged      {found['status']['staged']['weights_id']}")
+            say(f"staged      {answer['status']['staged']['weights_id']}")
         else:
-            say_receipt(msgspec.convert(found["receipt"], SwapReceipt))
+            say_receipt(msgspec.convert(answer["receipt"], SwapReceipt))
 
 
 def only_model(client: AdminClient) -> str:

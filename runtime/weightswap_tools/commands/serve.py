@@ -167,15 +167,15 @@ def serve(
         elif admin_token_file or admin_allow or upload_dir or audit_log:
             raise typer.BadParameter("there are no operators without --admin-port or --admin-socket")
         named = [_NAMED.fullmatch(each) for each in artifacts]
-        places = {
+        paths = {
             match[1] if match else default_name(each): match[2] if match else each
             for match, each in zip(named, artifacts, strict=True)
         }
-        if len(places) < len(artifacts):
+        if len(paths) < len(artifacts):
             raise typer.BadParameter("two artifacts have one name; say NAME=ARTIFACT")
-        first, watched = _by_name("--weights", weights, places), _by_name("--watch", watch, places)
-        followed, chosen = _by_name("--follow", follow, places), _all_by_name("--variant", variant, places)
-        if idle := sorted(places.keys() - {*first, *watched, *followed}):
+        first, watched = _by_name("--weights", weights, paths), _by_name("--watch", watch, paths)
+        followed, chosen = _by_name("--follow", follow, paths), _all_by_name("--variant", variant, paths)
+        if idle := sorted(paths.keys() - {*first, *watched, *followed}):
             raise typer.BadParameter(f"{', '.join(idle)}: where are the weights? Say --weights, --watch or --follow")
         takes_threads = engine != AUTO and ENGINES[engine].takes_threads  # else they are OpenMP's business
         options: Mapping[str, Any] = {
@@ -189,7 +189,7 @@ def serve(
         }
         sources: dict[str, ModelSource] = {
             name: ModelSource(
-                artifact=place,
+                artifact=path,
                 weights=first.get(name),
                 watch=watched.get(name),
                 follow=followed.get(name),
@@ -197,7 +197,7 @@ def serve(
                 variants=variants_of(chosen.get(name, ())),
                 options=options,
             )
-            for name, place in places.items()
+            for name, path in paths.items()
         }
         if workers is not None:
             _run_workers(
@@ -229,23 +229,23 @@ def _run_workers(workers: Workers, names: Iterable[str]) -> None:
     workers.run()
 
 
-def _by_name(option: str, given: list[str] | None, places: Mapping[str, str]) -> dict[str, str]:
-    found = _all_by_name(option, given, places)
+def _by_name(option: str, given: list[str] | None, paths: Mapping[str, str]) -> dict[str, str]:
+    found = _all_by_name(option, given, paths)
     if (most := max(map(len, found.values()), default=0)) > 1:
         raise typer.BadParameter(f"{option}: given {most} times, for one artifact")
     return {name: value for name, (value,) in found.items()}
 
 
-def _all_by_name(option: str, given: list[str] | None, places: Mapping[str, str]) -> dict[str, list[str]]:
-    if len(places) == 1:
-        return {name: given for name in places if given}
-    found: dict[str, list[str]] = {}
+def _all_by_name(option: str, given: list[str] | None, paths: Mapping[str, str]) -> dict[str, list[str]]:
+    if len(paths) == 1:
+        return {name: given for name in paths if given}
+    values: dict[str, list[str]] = {}
     for each in given or ():
         match = _NAMED.fullmatch(each)
-        if match is None or match[1] not in places:
-            raise typer.BadParameter(f"{option}: expected NAME=... with one of {', '.join(places)}, got {each!r}")
-        found.setdefault(match[1], []).append(match[2])
-    return found
+        if match is None or match[1] not in paths:
+            raise typer.BadParameter(f"{option}: expected NAME=... with one of {', '.join(paths)}, got {each!r}")
+        values.setdefault(match[1], []).append(match[2])
+    return values
 
 
 def _say_where(server: Server | Workers, names: Iterable[str], admin: str) -> None:

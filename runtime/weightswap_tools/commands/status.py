@@ -21,14 +21,14 @@ status_command = typer.Typer(add_completion=False)
 def status(url: UrlArgument, token_file: TokenOption = None, as_json: JsonOption = False) -> None:
     """Show what a server serves since when, what is staged, and what it follows or watches."""
     with errors_as_exit(as_json):
-        found = AdminClient(url, read_token(token_file)).get("/admin/status")
+        answer = AdminClient(url, read_token(token_file)).get("/admin/status")
         if as_json:
-            print_json(found)
+            print_json(answer)
             return
-        for model in found["models"]:
+        for model in answer["models"]:
             _print(model)
-            if len(found["processes"]) > 1:
-                _print_processes(found, model["name"])
+            if len(answer["processes"]) > 1:
+                _print_processes(answer, model["name"])
 
 
 def _print(model: dict[str, Any]) -> None:

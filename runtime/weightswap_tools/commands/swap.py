@@ -160,9 +160,9 @@ def swap(
         allowed = allow_nonfinite or (False if refuse_nonfinite else None)
         options = _SwapOptions(as_keys(keys), allow_other_graph, verify.value, rate_limit, allowed, ignore or ())
         with reported(html, model):
-            for place, path in enumerate(checkpoints or (), start=1):
-                part = only if place > 1 else None
-                last = expect if place == len(checkpoints or ()) else None
+            for number, path in enumerate(checkpoints or (), start=1):
+                part = only if number > 1 else None
+                last = expect if number == len(checkpoints or ()) else None
                 with warnings_said():
                     receipts.append(model.swap(path, only=part, expect=last, **options._asdict()))
                 if not as_json and not goes_on:

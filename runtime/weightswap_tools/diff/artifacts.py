@@ -225,20 +225,20 @@ def _sources(before: Iterable[WeightSource], after: Iterable[WeightSource]) -> I
 
 def _engines(before: Mapping[str, str], after: Mapping[str, str]) -> dict[str, str]:
     old, new = _compiled(before), _compiled(after)
-    found = {}
+    changes = {}
     for name in sorted(old.keys() | new.keys()):
         if name not in old or name not in new:
-            found[name] = "removed" if name in old else "added"
+            changes[name] = "removed" if name in old else "added"
         elif old[name] != new[name]:
-            found[name] = "changed"
-    return found
+            changes[name] = "changed"
+    return changes
 
 
 def _compiled(files: Mapping[str, str]) -> dict[str, dict[str, str]]:
     """The files of each engine, and of its target where there are several, with their digests."""
-    found: dict[str, dict[str, str]] = {}
+    engines: dict[str, dict[str, str]] = {}
     for path, digest in files.items():
         parts = path.split("/")
         if parts[0] == "engines":
-            found.setdefault(" ".join(parts[1:-1]), {})[parts[-1]] = digest
-    return found
+            engines.setdefault(" ".join(parts[1:-1]), {})[parts[-1]] = digest
+    return engines

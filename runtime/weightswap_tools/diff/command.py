@@ -87,39 +87,39 @@ def _are_artifacts(before: str, after: str) -> bool:
     return all(found)
 
 
-def _show_artifacts(found: ArtifactsDiff, html: Path | None, as_json: bool) -> None:
+def _show_artifacts(result: ArtifactsDiff, html: Path | None, as_json: bool) -> None:
     if html:
         from weightswap_tools.reports.page import write_report
 
         from .show.artifacts_page import artifacts_report
 
-        write_report(html, artifacts_report(found))
+        write_report(html, artifacts_report(result))
     if as_json:
-        print_json({"kind": "artifacts", "verdict": found.verdict, **_fields(found)})
+        print_json({"kind": "artifacts", "verdict": result.verdict, **_fields(result)})
         return
     from .show.artifacts_text import print_artifacts
 
-    print_artifacts(found)
+    print_artifacts(result)
     _say_where(html)
 
 
 def _show_weights(
-    found: WeightsDiff, failures: dict[str, tuple[str, ...]], html: Path | None, most: int | None, as_json: bool
+    result: WeightsDiff, failures: dict[str, tuple[str, ...]], html: Path | None, most: int | None, as_json: bool
 ) -> None:
     if html:
         from weightswap_tools.reports.page import write_report
 
         from .show.weights_page import weights_report
 
-        write_report(html, weights_report(found, failures))
+        write_report(html, weights_report(result, failures))
     if as_json:
         failed = [{"condition": text, "tensors": names} for text, names in failures.items()]
-        head = {"kind": "weights", "level": found.level, "counts": found.counts, "fail_if": failed}
-        print_json(head | _fields(found))
+        head = {"kind": "weights", "level": result.level, "counts": result.counts, "fail_if": failed}
+        print_json(head | _fields(result))
         return
     from .show.weights_text import print_failures, print_weights
 
-    print_weights(found, most)
+    print_weights(result, most)
     print_failures(failures)
     _say_where(html)
 

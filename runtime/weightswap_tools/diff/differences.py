@@ -18,7 +18,7 @@ _MANTISSA_BITS = 52
 
 
 class Differences(NamedTuple):
-    """Two sides of a block, where both are finite; sums are infinite if too large; `largest` is at `place`.
+    """Two sides of a block, where both are finite; sums are infinite if too large; `largest` is at `largest_at`.
 
     `squares` are of the differences, `before_squares` and `after_squares` of either side, whose `product` is inner.
     """
@@ -29,7 +29,7 @@ class Differences(NamedTuple):
     after_squares: float
     product: float
     largest: float
-    place: int
+    largest_at: int
     before: float
     after: float
     largest_ratio: float
@@ -59,7 +59,7 @@ def differences(
     differ = _differ(contents, sides)
     pair = _pair(contents, sides)
     changed = int(np.count_nonzero(differ))
-    found = Differences(
+    changes = Differences(
         changed,
         dot(pair.sizes, pair.sizes),
         dot(pair.before, pair.before),
@@ -70,7 +70,7 @@ def differences(
         _sign_flips(pair),
         *_new(*sides),
     )
-    return found, _histogram(pair, changed if pair.chosen is None else int(np.count_nonzero(differ[pair.chosen])))
+    return changes, _histogram(pair, changed if pair.chosen is None else int(np.count_nonzero(differ[pair.chosen])))
 
 
 def _differ(contents: tuple[TensorBytes, TensorBytes], sides: tuple[Numbers, Numbers]) -> NDArray[np.bool_]:
@@ -104,12 +104,12 @@ def _distances(before: NDArray[Any], after: NDArray[Any]) -> Floats:
 
 
 def _largest(pair: _ValuePair) -> tuple[float, int, float, float]:
-    """The largest change, its place in the block, and what was and is there."""
+    """The largest change, its index in the block, and what was and is there."""
     if not len(pair.sizes):
         return 0.0, 0, 0.0, 0.0
-    place = int(pair.sizes.argmax())
-    in_block = place if pair.chosen is None else int(np.flatnonzero(pair.chosen)[place])
-    return float(pair.sizes[place]), in_block, float(pair.before[place]), float(pair.after[place])
+    index = int(pair.sizes.argmax())
+    in_block = index if pair.chosen is None else int(np.flatnonzero(pair.chosen)[index])
+    return float(pair.sizes[index]), in_block, float(pair.before[index]), float(pair.after[index])
 
 
 def _largest_ratio(pair: _ValuePair) -> float:
@@ -120,8 +120,8 @@ def _largest_ratio(pair: _ValuePair) -> float:
 
 
 def _sign_flips(pair: _ValuePair) -> int:
-    places = np.flatnonzero(np.signbit(pair.before) != np.signbit(pair.after))
-    return int(np.count_nonzero((pair.before[places] != 0) & (pair.after[places] != 0)))
+    flipped = np.flatnonzero(np.signbit(pair.before) != np.signbit(pair.after))
+    return int(np.count_nonzero((pair.before[flipped] != 0) & (pair.after[flipped] != 0)))
 
 
 def _new(before: Numbers, after: Numbers) -> tuple[int, int]:

@@ -63,7 +63,7 @@ class Histogram(DiffDocument, frozen=True):
     def edges(self) -> tuple[float, ...]:
         """The bins' bounds, one more than there are bins."""
         exponents = range(self.exponent, self.exponent + len(self.counts) + 1)
-        return tuple(math.ldexp(1.0, place) if place <= HIGHEST_EXPONENT else sys.float_info.max for place in exponents)
+        return tuple(math.ldexp(1.0, power) if power <= HIGHEST_EXPONENT else sys.float_info.max for power in exponents)
 
 
 class Change(DiffDocument, frozen=True):

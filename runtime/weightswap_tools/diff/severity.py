@@ -36,7 +36,7 @@ def graded(diff: TensorDiff) -> TensorDiff:
 def alarm_order(diff: TensorDiff) -> tuple[object, ...]:
     """The sort key of a graded tensor."""
     counts = [reason.concerned for reason in _reasons(diff)]
-    rank = next((place for place, count in enumerate(counts) if count), len(counts))
+    rank = next((index for index, count in enumerate(counts) if count), len(counts))
     change = 0.0 if diff.counts else diff.rel_change
     return LEVELS.index(diff.level), rank, -sum(counts[rank : rank + 1]), -change, natural(diff.name)
 

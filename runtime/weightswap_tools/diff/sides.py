@@ -78,7 +78,7 @@ def _sources(match: Match) -> Iterator[str]:
 
 def _check_ties(weights: TensorSet, match: Match) -> None:
     """Raise WeightsMismatch where several names of one weight have different values."""
-    several = [names for names in match.found.values() if len({weights.tensors[name].place for name in names}) > 1]
+    several = [names for names in match.found.values() if len({weights.tensors[name].tie_key for name in names}) > 1]
     found = digests_of({name: _stored(weights.tensors[name]) for names in several for name in names})
     problems = [
         f"{' and '.join(names)} are one tensor in the graph, the checkpoint has different values for them"

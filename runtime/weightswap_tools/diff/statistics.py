@@ -37,14 +37,14 @@ def tally(contents: Sequence[TensorBytes], tensor_shape: tuple[int, ...], begin:
     """The statistics of a stretch of one tensor, or of the same of two: from element `begin` on."""
     count = math.prod(contents[0].shape)
     moments: list[list[Moments]] = [[] for _ in contents]
-    found: list[Differences] = []
+    rows: list[Differences] = []
     histogram = np.zeros(BINS, np.int64)
     for start in range(0, count, BLOCK):
         block = [cut(content, start, min(start + BLOCK, count)) for content in contents]
         one = _block(block, parts, moments, histogram)
-        found += [one] if one else []
+        rows += [one] if one else []
     sides = tuple(np.array(side, np.float64).reshape(-1, len(Moments._fields)) for side in moments)
-    table = np.array(found, np.float64).reshape(-1, len(Differences._fields)) if len(contents) > 1 else None
+    table = np.array(rows, np.float64).reshape(-1, len(Differences._fields)) if len(contents) > 1 else None
     return Tally(sides, table, histogram, dead_rows(contents, tensor_shape, begin))
 
 
@@ -147,7 +147,7 @@ def _largest(columns: Any, shape: tuple[int, ...], step: int) -> Largest | None:
     block = int(columns.largest.argmax()) if len(columns.largest) else 0
     if not len(columns.largest) or not columns.largest[block]:
         return None
-    index = np.unravel_index(block * step + int(columns.place[block]), shape) if shape else ()
+    index = np.unravel_index(block * step + int(columns.largest_at[block]), shape) if shape else ()
     return Largest(
         change=float(columns.largest[block]),
         index=tuple(map(int, index)),

@@ -97,7 +97,7 @@ class Scan:
         """Read one piece and take its statistics; the last one adds them up. Returns how many bytes were read."""
         begin = index * PIECE
         count = min(PIECE, self._elements - begin)
-        contents = [self._read(place, begin, count, buffers) for place in range(len(self.sides))]
+        contents = [self._read(number, begin, count, buffers) for number in range(len(self.sides))]
         self._pieces[index] = self._piece(contents, begin)
         with self._lock:
             self._left -= 1
@@ -106,10 +106,10 @@ class Scan:
             self._add_up()
         return sum(len(content.data) for content in contents)
 
-    def _read(self, place: int, begin: int, count: int, buffers: ReadBuffers) -> TensorBytes:
-        side = self.sides[place]
+    def _read(self, number: int, begin: int, count: int, buffers: ReadBuffers) -> TensorBytes:
+        side = self.sides[number]
         size = side.nbytes // max(1, self._elements)
-        memory = buffers.take(place, count * size)
+        memory = buffers.take(number, count * size)
         side.read_into(memory, begin * size)
         return TensorBytes(side.dtype, (count,), memory)
 
@@ -142,11 +142,11 @@ class ReadBuffers(threading.local):
     def __init__(self) -> None:
         self._memory = [memoryview(bytearray()), memoryview(bytearray())]
 
-    def take(self, place: int, nbytes: int) -> memoryview:
-        """Memory number `place`, 0 or 1; what was taken before under that number is overwritten."""
-        if len(self._memory[place]) < nbytes:
-            self._memory[place] = memoryview(bytearray(nbytes))
-        return self._memory[place][:nbytes]
+    def take(self, number: int, nbytes: int) -> memoryview:
+        """Memory of a number, 0 or 1; what was taken before under that number is overwritten."""
+        if len(self._memory[number]) < nbytes:
+            self._memory[number] = memoryview(bytearray(nbytes))
+        return self._memory[number][:nbytes]
 
 
 class Reader:
@@ -175,18 +175,18 @@ class Reader:
 
 def digests_of(tensors: Mapping[str, Tensor]) -> dict[str, str]:
     """The digest of each tensor, by name. Raises WeightswapError."""
-    found: dict[str, str] = {}
+    digests: dict[str, str] = {}
     readable = {name: tensor for name, tensor in tensors.items() if not isinstance(tensor, Computed)}
     buffers = ReadBuffers()
 
     def work(name: str) -> None:
-        found[name] = digest_of(_pieces(readable[name], buffers))
+        digests[name] = digest_of(_pieces(readable[name], buffers))
 
     Workers().run_all(work, readable)
     for name, tensor in tensors.items():
         if isinstance(tensor, Computed):  # one after another: each is in memory
-            found[name] = digest_of([tensor.compute().data])
-    return found
+            digests[name] = digest_of([tensor.compute().data])
+    return digests
 
 
 def _pieces(tensor: Readable, buffers: ReadBuffers) -> Iterator[memoryview]:

@@ -149,16 +149,16 @@ def _scans(row: _DiffRow, *, hashed: bool) -> Scans:
 
 def _check_digests(rows: Sequence[_DiffRow], scans: Mapping[str, Scans], before: Side, after: Side) -> None:
     """Raise DigestMismatch for bytes that are not those whose digests the file records."""
-    for place, found in enumerate((before, after)):
+    for index, each in enumerate((before, after)):
         problems = []
         for row in rows:
             digests = _by_side(row, [digest for scan in scans.get(row.name, ()) for digest in scan.found.digests])
-            name = row.renamed_from if row.renamed_from and found is before else row.name
-            expected = found.digests.get(name)
-            if expected and digests and digests[place] != expected:
+            name = row.renamed_from if row.renamed_from and each is before else row.name
+            expected = each.digests.get(name)
+            if expected and digests and digests[index] != expected:
                 problems.append(f"{name}: its bytes are not those whose digest the file records")
         if problems:
-            raise DigestMismatch(found.info.where, problems, DAMAGED)
+            raise DigestMismatch(each.info.where, problems, DAMAGED)
 
 
 def _by_side(row: _DiffRow, found: Sequence[T]) -> tuple[T | None, T | None] | None:

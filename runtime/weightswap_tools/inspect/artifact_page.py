@@ -99,13 +99,13 @@ _CONSTANTS = "Tensors that belong to the graph, and are in the artifact: no weig
 
 
 def _graph_section(subject: ArtifactSubject, method: str) -> Section:
-    found = read_outline(subject, method)
-    if isinstance(found, str):
-        return Section(f"Graph of {method}", (Note(found),))
-    operators = found.operators
+    outline = read_outline(subject, method)
+    if isinstance(outline, str):
+        return Section(f"Graph of {method}", (Note(outline),))
+    operators = outline.operators
     rows = tuple(operators.most_common())
     table = Table((Column("operator"), Column("calls", "number")), rows, "Operators")
-    graph = ModuleGraph(module_nodes(found, subject.manifest), "Modules, in the order of their first call")
+    graph = ModuleGraph(module_nodes(outline, subject.manifest), "Modules, in the order of their first call")
     calls = f"{plural(operators.total(), 'call')} of {plural(len(rows), 'operator')}, by the module that makes them."
     return Section(f"Graph of {method}", (graph, table), calls)
 

@@ -87,8 +87,8 @@ def _weights(subject: WeightsSubject) -> Document:
 
 
 def _tensor(tensor: SetTensor, ties: tuple[str, ...]) -> Document:
-    place = {"file": tensor.file, "offset": tensor.offset, "nbytes": tensor.nbytes}
-    return {"dtype": tensor.dtype, "shape": tensor.shape} | place | {"tied_to": ties}
+    location = {"file": tensor.file, "offset": tensor.offset, "nbytes": tensor.nbytes}
+    return {"dtype": tensor.dtype, "shape": tensor.shape} | location | {"tied_to": ties}
 
 
 def _goldens(subject: GoldensSubject) -> Document:

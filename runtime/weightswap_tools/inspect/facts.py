@@ -37,12 +37,12 @@ def artifact_facts(subject: ArtifactSubject) -> Iterator[Fact]:
 
 def engine_methods(manifest: Manifest) -> dict[str, list[str]]:
     """The methods that it was compiled for, by the engine, and the target where there are several."""
-    found: dict[str, list[str]] = {}
+    methods: dict[str, list[str]] = {}
     for name in sorted(manifest.files):
         if name.startswith("engines/"):
             _, *target, file = name.split("/")
-            found.setdefault(" ".join(target), []).append(file.rpartition(".")[0])
-    return {"torch": list(manifest.methods)} | found
+            methods.setdefault(" ".join(target), []).append(file.rpartition(".")[0])
+    return {"torch": list(manifest.methods)} | methods
 
 
 def _engine_text(manifest: Manifest, name: str, methods: list[str]) -> str:
@@ -79,7 +79,7 @@ def machine(record: GoldensRecord) -> str:
 
 
 def weights_facts(subject: WeightsSubject) -> Iterator[Fact]:
-    """Its place, its ids, its labels, and what was done to it."""
+    """Its file, its ids, its labels, and what was done to it."""
     yield "file", subject.weights.where
     if len(subject.weights.files) > 1:
         yield "shards", ", ".join(subject.weights.files.values())

@@ -37,24 +37,24 @@ def module_kinds(subject: ArtifactSubject) -> dict[str, str]:
     return kinds
 
 
-def module_nodes(found: Outline, manifest: Manifest) -> ModuleNode:
+def module_nodes(outlined: Outline, manifest: Manifest) -> ModuleNode:
     """The modules of a graph as the nodes of a report.
 
     Neighbours with consecutive numbers are one run if they have the same class, operators and weights, and so do the
     modules in them. Arithmetic on sizes is left out of this, as a graph has it where a size is first used.
     """
-    return _Nodes(found, manifest).tree()
+    return _Nodes(outlined, manifest).tree()
 
 
 class _Nodes:
-    def __init__(self, found: Outline, manifest: Manifest) -> None:
-        self.found = found
+    def __init__(self, outlined: Outline, manifest: Manifest) -> None:
+        self.outlined = outlined
         sizes = {weight.name: weight.nbytes for weight in manifest.weights}
         weights = grow(sizes)
         sums = sizes_below(weights, sizes)
         self.weights = {branch.path: (sum(1 for _ in branch.every_name()), sums[branch]) for branch in weights.walk()}
         self.root = Branch()
-        for path in filter(None, found.modules):
+        for path in filter(None, outlined.modules):
             self.root.reach(path.split("."))
         self.marks = fingerprints(self.root, lambda name: name, self._likeness)
 
@@ -62,7 +62,7 @@ class _Nodes:
         return self._node(self.root)
 
     def _likeness(self, path: str) -> Hashable:
-        module = self.found.modules.get(path)
+        module = self.outlined.modules.get(path)
         calls = module.calls.items() if module else ()
         computed = frozenset(call for call in calls if not call[0].startswith(SIZE_ARITHMETIC))
         return module and module.kind, computed, self.weights.get(path)
@@ -72,7 +72,7 @@ class _Nodes:
         return ModuleRun(nodes) if len(nodes) > 1 else nodes[0]
 
     def _node(self, branch: Branch) -> ModuleNode:
-        module = self.found.modules.get(branch.path)
+        module = self.outlined.modules.get(branch.path)
         children = tuple(map(self._group, runs(branch.branches.values(), self.marks)))
         if module is None:  # holds modules, and is not called itself
             return ModuleNode(branch.name, "", self._weights(branch.path), (), (), (), children)

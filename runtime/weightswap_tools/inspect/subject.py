@@ -127,10 +127,10 @@ def _open_artifact(path: str) -> ArtifactSubject:
     return ArtifactSubject(artifact, goldens.record if goldens else None)
 
 
-def _of_tensors(found: TensorSet) -> WeightsSubject | GoldensSubject:
-    weights = found.weights
+def _of_tensors(opened: TensorSet) -> WeightsSubject | GoldensSubject:
+    weights = opened.weights
     if weights is None:
-        return WeightsSubject(found, None, None)
+        return WeightsSubject(opened, None, None)
     if record := record_of(weights):
-        return GoldensSubject(found.where, record, found.tensors)
-    return WeightsSubject(found, delta_stamp(weights), record_beside(weights.location))
+        return GoldensSubject(opened.where, record, opened.tensors)
+    return WeightsSubject(opened, delta_stamp(weights), record_beside(weights.location))

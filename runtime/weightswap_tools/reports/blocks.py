@@ -60,8 +60,8 @@ class Mark(_BlockPart, frozen=True):
 class HeatMap(_BlockPart, frozen=True, tag="heatmap"):
     """Coloured cells: `values[row][column]`, the text of one of the marks, None where there is no cell.
 
-    `what` the values are, with their unit. scale: of the colours, from the least finite value to the largest. What has
-    no place on it has a colour and a sign of its own, told in the legend: marks, values that are not finite, and with
+    `what` the values are, with their unit. scale: of the colours, from the least finite value to the largest. What is
+    not on it has a colour and a sign of its own, told in the legend: marks, values that are not finite, and with
     "log" zero and below.
     """
 

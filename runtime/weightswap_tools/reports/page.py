@@ -74,8 +74,8 @@ def _body(report: Report, data: list[Data]) -> Iterator[str]:
     yield "<noscript><p class='note bad'>Tables and charts of this page need JavaScript.</p></noscript>"
     yield from _contents(report.sections)
     yield '<main id="content">'
-    for place, section in enumerate(report.sections):
-        yield from _section(place, section, data)
+    for index, section in enumerate(report.sections):
+        yield from _section(index, section, data)
     yield "</main>"
 
 
@@ -87,14 +87,14 @@ def _contents(sections: tuple[Section, ...]) -> Iterator[str]:
     if len(sections) < 2:
         return
     links = (
-        f'<li><a href="#section-{place}">{markup(section.title)}</a></li>' for place, section in enumerate(sections)
+        f'<li><a href="#section-{index}">{markup(section.title)}</a></li>' for index, section in enumerate(sections)
     )
     yield f'<nav class="contents" aria-label="Sections"><ul>{"".join(links)}</ul></nav>'
 
 
-def _section(place: int, section: Section, data: list[Data]) -> Iterator[str]:
-    yield f'<section id="section-{place}" aria-labelledby="title-{place}">'
-    yield f'<h2 id="title-{place}">{markup(section.title)}</h2>'
+def _section(index: int, section: Section, data: list[Data]) -> Iterator[str]:
+    yield f'<section id="section-{index}" aria-labelledby="title-{index}">'
+    yield f'<h2 id="title-{index}">{markup(section.title)}</h2>'
     if section.note:
         yield f'<p class="lead">{markup(section.note)}</p>'
     for block in section.blocks:

@@ -144,7 +144,7 @@ HOSTILE: dict[str, tuple[Callable[[Document], object], str]] = {
     ),
     "an object": (
         lambda d: graph(d)["custom_obj_values"].update(x={"name": "x", "class_fqn": "os.mkdir"}),
-        "has no place in a graph",
+        "cannot stand in a graph",
     ),
     "an operator as an argument": (
         lambda d: calls(d, "gelu")["inputs"].append({"name": "x", "arg": {"as_operator": "torch.os.mkdir"}, "kind": 2}),
@@ -155,7 +155,10 @@ HOSTILE: dict[str, tuple[Callable[[Document], object], str]] = {
         lambda d: graph(d)["tensor_values"]["x"]["device"].update(type=CODE),
         "Device.type: .* cannot stand there",
     ),
-    "a number that is a text": (lambda d: graph(d)["tensor_values"]["x"].update(dtype=CODE), "has no place there"),
+    "a number that is a text": (
+        lambda d: graph(d)["tensor_values"]["x"].update(dtype=CODE),
+        "dtype: .* cannot stand there",
+    ),
 }
 
 

@@ -261,7 +261,7 @@ BAD: dict[str, tuple[Callable[[Path], Path], str]] = {
     "no data file": (without_file, "dcp/__0_0.distcp: missing, and the metadata name it. Save the"),
     "a cut off data file": (
         lambda folder: cut(folder, "__0_0.distcp", 4000),
-        "dcp/__0_0.distcp: cut off: it has 4000 bytes, and the metadata place tensors behind them. Save the",
+        "dcp/__0_0.distcp: cut off: it has 4000 bytes, and the metadata put tensors behind them. Save the",
     ),
     "a data file of something else": (scribbled, "The file is damaged or cut off"),
     "cut off metadata": (

@@ -112,7 +112,7 @@ REFUSED: dict[str, tuple[Callable[[Path], Path], str]] = {
         "a.txt: damaged, or no safetensors file",
     ),
     "nothing": (lambda path: path / "nowhere.pt", "nowhere.pt: cannot be opened (No such file or directory)"),
-    "chunks that are cut off": (cut_dcp, "__0_0.distcp: cut off: it has 900 bytes, and the metadata place tensors"),
+    "chunks that are cut off": (cut_dcp, "__0_0.distcp: cut off: it has 900 bytes, and the metadata put tensors"),
 }
 
 

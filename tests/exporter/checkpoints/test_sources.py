@@ -390,7 +390,7 @@ def test_a_checkpoint_that_is_rewritten_in_disguise_while_it_is_packed_is_refuse
 def test_a_weight_file_does_not_take_the_place_of_its_checkpoint(form: str, renamed: Artifact, tmp_path: Path) -> None:
     source = out = saved(tmp_path / "pytorch_model.bin", Renamed().state_dict())
     before = out.read_bytes()
-    with pytest.raises(CheckpointError, match="would take the place of the checkpoint"):
+    with pytest.raises(CheckpointError, match="would replace the checkpoint"):
         pack(tmp_path if form == "shard" else source, renamed, out=out, model=Renamed() if form == "model" else None)
     assert out.read_bytes() == before
 

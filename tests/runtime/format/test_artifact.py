@@ -235,8 +235,8 @@ HOSTILE: dict[str, tuple[Callable[[str, bytes], bytes | None], dict[str, bytes],
         {"data/constants/opaque_obj_0": PLANTED},
         "would be unpickled",
     ),
-    "a legacy record": (keep, {"data/weights/model.pt": PLANTED}, "has no place in an artifact"),
-    "a second program": (keep, {"models/other.json": b"{}"}, "has no place in an artifact"),
+    "a legacy record": (keep, {"data/weights/model.pt": PLANTED}, "does not belong in an artifact"),
+    "a second program": (keep, {"models/other.json": b"{}"}, "does not belong in an artifact"),
 }
 
 

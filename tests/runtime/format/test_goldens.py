@@ -222,7 +222,7 @@ def test_an_output_of_a_dtype_that_no_file_has_is_a_mismatch(stage: Stage) -> No
     with pytest.raises(GoldenMismatch) as refused:
         stage.judge(Probe(lambda: [Y.to(torch.complex128)]))
     assert refused.value.problems == (
-        "case 0, forward, output: expected F32[2, 5], but torch.complex128 has no place in the safetensors format",
+        "case 0, forward, output: expected F32[2, 5], but torch.complex128 is no dtype of the safetensors format",
     )
 
 

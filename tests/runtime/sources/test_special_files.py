@@ -87,7 +87,7 @@ def test_what_is_no_file_is_not_replaced(
         if linked:
             out.symlink_to(there)
         before = there.lstat()
-        with pytest.raises(Unsupported, match=r"is a (named pipe|device|socket), and no file takes its place"):
+        with pytest.raises(Unsupported, match=r"is a (named pipe|device|socket), which no file replaces"):
             write(rich, out)
         assert (there.lstat().st_ino, there.lstat().st_mode) == (before.st_ino, before.st_mode)
         assert out.is_symlink() == linked
@@ -101,7 +101,7 @@ def test_goldens_that_are_no_file_are_not_replaced(
     out = tmp_path / "v.safetensors"
     with special(goldens_path(out)):  # type: ignore[attr-defined]
         for write in (WRITERS["pack"], WRITERS["delta"]):
-            with pytest.raises(Unsupported, match="no file takes its place"):
+            with pytest.raises(Unsupported, match="which no file replaces"):
                 write(rich, out)
             assert list(tmp_path.iterdir()) == [goldens_path(out)]
 
@@ -174,7 +174,7 @@ def test_html_says_at_once_where_it_cannot_go(rich: RichFiles, tmp_path: Path) -
     with bound_socket(tmp_path / "socket"):
         done = CliRunner().invoke(inspect_command, [*asked, str(tmp_path / "socket")])
     assert done.exit_code == 2
-    assert "no file takes its" in " ".join(done.output.replace("│", " ").split())
+    assert "no file replaces" in " ".join(done.output.replace("│", " ").split())
     with device(tmp_path / "null"):
         done = CliRunner().invoke(inspect_command, [*asked, str(tmp_path / "null")])
         assert done.exit_code == 0

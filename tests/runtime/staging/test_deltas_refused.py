@@ -165,7 +165,7 @@ def test_what_no_delta_can_be_made_of(tiny: TinyArtifact, weight_file: WriteWeig
     assert not out.exists()
     before = weight_file(0).read_bytes()
     for place in (weight_file(0), weight_file(1)):
-        with pytest.raises(Unsupported, match="take the place of a file that it is made of"):
+        with pytest.raises(Unsupported, match="replace a file that it is made of"):
             write_delta(weight_file(0), weight_file(1), place)
     assert weight_file(0).read_bytes() == before
     made = write_delta(weight_file(0), weight_file(1), out).path

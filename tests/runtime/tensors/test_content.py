@@ -67,7 +67,7 @@ def test_what_has_no_memory_has_no_bytes() -> None:
 
 
 def test_what_torch_or_files_lack_is_refused_by_name() -> None:
-    with pytest.raises(Unsupported, match=r"torch\.complex128 has no place in the safetensors format"):
+    with pytest.raises(Unsupported, match=r"torch\.complex128 is no dtype of the safetensors format"):
         TorchEngine.content(torch.zeros(2, dtype=torch.complex128))
     with pytest.raises(Unsupported, match=r"dtype F4: torch .* has no such type"):
         TorchEngine.tensor(TensorBytes("F4", (2,), memoryview(b"x")))
@@ -134,8 +134,8 @@ def test_npz_files_keep_what_numpy_has_and_refuse_the_rest_by_name(name: str, tm
 @pytest.mark.parametrize(
     ("array", "says"),
     [
-        (np.zeros(2, np.complex128), "x: numpy's complex128 has no place in the safetensors format"),
-        (np.array(["text"]), "x: numpy's <U4 has no place in the safetensors format"),
+        (np.zeros(2, np.complex128), "x: numpy's complex128 is no dtype of the safetensors format"),
+        (np.array(["text"]), "x: numpy's <U4 is no dtype of the safetensors format"),
         (np.array([None]), "cannot be read (Object arrays cannot be loaded"),
     ],
 )

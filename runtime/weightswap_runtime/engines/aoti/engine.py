@@ -138,7 +138,7 @@ class AotiCall:
         self._pools: WeakKeyDictionary[ChosenTensors, list[Container]] = WeakKeyDictionary()
         self._of_states: WeakKeyDictionary[TorchState, WeakKeyDictionary[ChosenTensors, Container]]
         self._of_states = WeakKeyDictionary()
-        self._places = [(place, isinstance(leaf, Tensor)) for place, leaf in enumerate(graph.inputs) if _is_given(leaf)]
+        self._given = [(index, isinstance(leaf, Tensor)) for index, leaf in enumerate(graph.inputs) if _is_given(leaf)]
         self._written = frozenset(graph.note.written)
         self._outputs = graph.outputs
         self._plain = all(isinstance(leaf, Tensor) for leaf in graph.outputs)
@@ -152,7 +152,7 @@ class AotiCall:
     def __call__(self, inputs: list[Any], state: TorchState | None, chosen: ChosenTensors | None = None) -> list[Any]:
         """Flat inputs to flat outputs."""
         given = [
-            _row_major(inputs[place]) if is_tensor else _UNIT.expand(inputs[place]) for place, is_tensor in self._places
+            _row_major(inputs[index]) if is_tensor else _UNIT.expand(inputs[index]) for index, is_tensor in self._given
         ]
         if self._captured is not None and not all(value.numel() for value in given):
             return list(self._captured(inputs, state, chosen))
@@ -177,12 +177,12 @@ class AotiCall:
         return values
 
     def _container_of(self, state: TorchState, choice: ChosenTensors) -> Container:
-        if (found := self._of_states.get(state)) is None:  # two calls at once with one state are refused
-            found = self._of_states[state] = WeakKeyDictionary()
-        container = found.get(choice)
+        if (containers := self._of_states.get(state)) is None:  # two calls at once with one state are refused
+            containers = self._of_states[state] = WeakKeyDictionary()
+        container = containers.get(choice)
         if container is None:
             own = {fqn: state.tensors[name] for fqn, name in self._states.items()}
-            found[choice] = container = self._container(choice, own)
+            containers[choice] = container = self._container(choice, own)
         return container
 
     def _container(self, choice: ChosenTensors, own: Mapping[str, torch.Tensor]) -> Container:
@@ -193,9 +193,9 @@ class AotiCall:
 
     def _write_back(self, inputs: list[Any], given: list[torch.Tensor]) -> None:
         """What the graph has written to a row-major copy of an input belongs into the input."""
-        for (place, _), value in zip(self._places, given, strict=True):
-            if place in self._written and value is not inputs[place]:
-                inputs[place].copy_(value)
+        for (index, _), value in zip(self._given, given, strict=True):
+            if index in self._written and value is not inputs[index]:
+                inputs[index].copy_(value)
 
 
 def _row_major(value: torch.Tensor) -> torch.Tensor:

@@ -191,7 +191,7 @@ class _CurrentStream:
 
 
 def _load(raw: bytes) -> ctypes.CDLL:
-    """A library from memory, which needs no place that can be written to; else from a file that goes at once."""
+    """A library from memory, which needs no directory that can be written to; else from a file that goes at once."""
     try:
         return _from_memory(raw)
     except OSError:  # where a system executes no such files
@@ -235,16 +235,16 @@ class Container:
     def run(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Raises RuntimeError for what goes wrong in the graph."""
         count = self._library.outputs
-        given, found = (_P * len(inputs))(*_pointers(inputs)), (_P * count)()
+        given, results = (_P * len(inputs))(*_pointers(inputs)), (_P * count)()
         outputs: list[torch.Tensor] = []
         try:
-            self._library.run(self._handle, given, len(inputs), found, count, self._library.stream(), None)
-            capsules = [_new_capsule(pointer, None, None) for pointer in found]
+            self._library.run(self._handle, given, len(inputs), results, count, self._library.stream(), None)
+            capsules = [_new_capsule(pointer, None, None) for pointer in results]
             # in one step, in which no interrupt comes: handles are taken over once
             outputs.extend(chain.from_iterable(map(_STEAL, (capsules,))))
         finally:
             if not outputs:
-                self._library.forget(pointer for pointer in found if pointer)
+                self._library.forget(pointer for pointer in results if pointer)
         return outputs
 
 

@@ -45,15 +45,15 @@ def find_targets(artifact: Artifact, gpu: str | None = None) -> dict[str, str]:
     here = [gpu] if gpu else machine_targets()
     offered = {name: _targets_of(artifact, name) for name in artifact.methods}
     compiled = {name for name, targets in offered.items() if any(is_gpu_target(each) == bool(gpu) for each in targets)}
-    found = {name: next((each for each in here if each in offered[name]), "") for name in artifact.methods}
-    lacking = [name for name in artifact.methods if name in compiled and not found[name]]
-    if any(found.values()) and not lacking:
-        return {name: target for name, target in found.items() if target}
+    best = {name: next((each for each in here if each in offered[name]), "") for name in artifact.methods}
+    lacking = [name for name in artifact.methods if name in compiled and not best[name]]
+    if any(best.values()) and not lacking:
+        return {name: target for name, target in best.items() if target}
     lacking = lacking or [name for name in artifact.methods if offered[name]]
     command = _command(artifact, gpu or "", lacking or artifact.methods)
     if not lacking:
         raise Unsupported(f"{artifact.path}: was not compiled for the engine 'aoti'. Run: {command}")
-    who = f"{', '.join(lacking)} " if any(found.values()) else ""
+    who = f"{', '.join(lacking)} " if any(best.values()) else ""
     targets = ", ".join(sorted({target for name in lacking for target in offered[name]}))
     machine = f"this GPU is {gpu}" if gpu else f"this machine is {machine_name()}"
     raise Unsupported(

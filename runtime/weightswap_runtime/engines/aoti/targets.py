@@ -57,7 +57,7 @@ class NotedTensor(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Note(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What a package was made from and for. `written` are the places of the flat inputs that a call changes."""
+    """What a package was made from and for. `written` are the indices of the flat inputs that a call changes."""
 
     graph_id: str
     method: str

@@ -80,7 +80,7 @@ class GraphCall:
         given = [tensors.get((item.kind, item.name)) for item in inputs]
         self._fixed = [tensor for item, tensor in zip(inputs, given, strict=True) if item.kind in _FIXED]
         self._slots: list[Any] = [None] * self._count + given
-        self._places = [index for index, item in enumerate(inputs, self._count) if item.kind == "input"]
+        self._inputs = [index for index, item in enumerate(inputs, self._count) if item.kind == "input"]
         self._states = [(index, item.name) for index, item in enumerate(inputs, self._count) if item.kind == "state"]
         self._variable = [
             (index, item.name) for index, item in enumerate(inputs, self._count) if item.kind == "variant"
@@ -88,7 +88,7 @@ class GraphCall:
         self._with_variants: WeakKeyDictionary[ChosenTensors, list[Any]] = WeakKeyDictionary()
         self.stateful = bool(self._states)
         varies = self.stateful or bool(self._variable)
-        self._bound = self._slots[: self._places[0]] if self._inputs_last() and not varies else None
+        self._bound = self._slots[: self._inputs[0]] if self._inputs_last() and not varies else None
 
     @property
     def has_prologue(self) -> bool:
@@ -111,8 +111,8 @@ class GraphCall:
         self.hoisted = list(values)
 
     def _inputs_last(self) -> bool:
-        count = len(self._places)
-        return bool(count) and self._places == list(range(len(self._slots) - count, len(self._slots)))
+        count = len(self._inputs)
+        return bool(count) and self._inputs == list(range(len(self._slots) - count, len(self._slots)))
 
     def __call__(self, inputs: list[Any], state: TorchState | None = None, chosen: ChosenTensors | None = None) -> Any:
         """Flat inputs to flat outputs."""
@@ -120,20 +120,20 @@ class GraphCall:
             return self._graph(*self._bound, *inputs)
         slots = (self._slots if chosen is None else self._chosen(chosen)).copy()
         if state is not None:
-            for place, tensor in state.placed(self._graph, self._states):
-                slots[place] = tensor
-        for place, value in zip(self._places, inputs, strict=True):
-            slots[place] = value
+            for index, tensor in state.placed(self._graph, self._states):
+                slots[index] = tensor
+        for index, value in zip(self._inputs, inputs, strict=True):
+            slots[index] = value
         return self._graph(*slots)
 
     def _chosen(self, chosen: ChosenTensors) -> list[Any]:
-        """The slots with the tensors of variants in their places."""
-        if (found := self._with_variants.get(chosen)) is None:
-            found = self._slots.copy()
-            for place, name in self._variable:
-                found[place] = chosen.tensors.get(name, found[place])
-            self._with_variants[chosen] = found
-        return found
+        """The slots with the tensors of variants in theirs."""
+        if (slots := self._with_variants.get(chosen)) is None:
+            slots = self._slots.copy()
+            for index, name in self._variable:
+                slots[index] = chosen.tensors.get(name, slots[index])
+            self._with_variants[chosen] = slots
+        return slots
 
 
 def overwrite(old: torch.Tensor, new: torch.Tensor) -> None:
@@ -145,5 +145,4 @@ def overwrite(old: torch.Tensor, new: torch.Tensor) -> None:
 
 
 def layout_of(tensor: torch.Tensor) -> tuple[Hashable, ...]:
-    place = tensor.storage_offset(), tensor.untyped_storage().nbytes()
-    return tensor.dtype, tensor.shape, tensor.stride(), *place
+    return tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.untyped_storage().nbytes()

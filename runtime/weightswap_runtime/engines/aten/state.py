@@ -42,10 +42,10 @@ class TorchState:
         """The tensors by the names of their rows."""
         return iter(self._own.items())
 
-    def placed(self, graph: Hashable, places: Sequence[tuple[int, str]]) -> list[tuple[int, torch.Tensor]]:
-        """Its tensors at the places of a graph's inputs; `places` are those, and the names there."""
+    def placed(self, graph: Hashable, names: Sequence[tuple[int, str]]) -> list[tuple[int, torch.Tensor]]:
+        """Its tensors with the indices of a graph's inputs; `names` are those, and the names there."""
         if (found := self._placed.get(graph)) is None:
-            found = self._placed[graph] = [(place, self.tensors[name]) for place, name in places]
+            found = self._placed[graph] = [(index, self.tensors[name]) for index, name in names]
         return found
 
     def storages(self) -> list[int]:

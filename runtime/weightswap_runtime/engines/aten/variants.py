@@ -21,7 +21,7 @@ class ChosenTensors:
         """Those of several, which have no name in common."""
         found = list(chosen)
         tensors = {name: tensor for each in found for name, tensor in each.tensors.items()}
-        return cls(tensors, [place for each in found for place in each.storages])
+        return cls(tensors, [storage for each in found for storage in each.storages])
 
     def lend(self, stream: torch.Stream) -> None:
         """Keep the memory until what the stream was asked for is done. All of a variant's tensors have one storage."""

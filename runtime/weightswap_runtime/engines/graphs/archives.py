@@ -22,7 +22,7 @@ _RECORD = re.compile(r"(weight|tensor)_\d+")
 
 
 def check_records(raw: bytes, where: str) -> None:
-    """Raises ArtifactError for an archive with a record that would be unpickled, or that has no place in it."""
+    """Raises ArtifactError for an archive with a record that would be unpickled, or that does not belong in it."""
     try:
         with zipfile.ZipFile(io.BytesIO(raw)) as archive:
             problems = list(_record_problems(archive, len(raw)))
@@ -72,7 +72,7 @@ def _member_problems(archive: zipfile.ZipFile) -> Iterator[str]:
             if info.file_size:
                 yield f"the record {info.filename!r} must be empty"
         elif not _MEMBER.fullmatch(info.filename):
-            yield f"the record {info.filename!r} has no place in an artifact"
+            yield f"the record {info.filename!r} does not belong in an artifact"
         elif info.filename.endswith("_config.json"):
             yield from _config_problems(json.loads(archive.read(info)))
 

@@ -133,25 +133,26 @@ def _overload(parts: list[str], target: str) -> Operator:
     full = f"{namespace}::{operator}" + (f".{overload}" if overload != "default" else "")
     if not _is_dispatched(full):
         raise MissingOperator(target)
-    found = getattr(getattr(getattr(torch.ops, namespace), operator), overload)
-    name = found._schema.name
+    torch_operator = getattr(getattr(getattr(torch.ops, namespace), operator), overload)
+    schema = torch_operator._schema
+    name = schema.name
     if name in _FILES:
         raise ForeignFunction(f"{target!r}, which opens files")
-    if _MEMORY.fullmatch(name) or any(_HANDLES.search(str(each.type)) for each in found._schema.arguments):
+    if _MEMORY.fullmatch(name) or any(_HANDLES.search(str(each.type)) for each in schema.arguments):
         raise ForeignFunction(f"{target!r}, which reaches what is behind tensors")
     own = name.startswith("aten::")
-    if own and not found._schema.returns and not found._schema.is_mutable and not _CHECKS.fullmatch(name):
+    if own and not schema.returns and not schema.is_mutable and not _CHECKS.fullmatch(name):
         raise ForeignFunction(f"{target!r}, which changes the process and no tensor")
-    keywords = frozenset(each.name for each in found._schema.arguments if not iskeyword(each.name))
+    keywords = frozenset(each.name for each in schema.arguments if not iskeyword(each.name))
     return Operator(
-        _FASTER.get(found, found._op),
+        _FASTER.get(torch_operator, torch_operator._op),
         name,
         pure=name in _SIZES,
         keywords=keywords,
         past_autograd=own,
-        repeatable=is_repeatable(found),
-        mutable=is_mutable(found),
-        fresh=is_fresh(found),
+        repeatable=is_repeatable(torch_operator),
+        mutable=is_mutable(torch_operator),
+        fresh=is_fresh(torch_operator),
     )
 
 

@@ -116,7 +116,7 @@ class BoundBoth:
         if state is not None:
             here = self._engine.new_state({name: state.content(name) for name in self._engine.state_names})
         outputs = self._beside.run(method, given, here, chosen)
-        found = [
+        results = [
             content_array(self._engine.content(each)) if isinstance(each, torch.Tensor) else each for each in outputs
         ]
         for array, tensor, version in zip(inputs, given, before, strict=True):
@@ -125,7 +125,7 @@ class BoundBoth:
         if state is not None and here is not None:
             contents = {name: here.content(name) for name in self._engine.state_names}
             state.values |= {name: value_of(bytearray(c.data), c.dtype, c.shape) for name, c in contents.items()}
-        return found
+        return results
 
 
 def _version(value: Any) -> int:

@@ -114,7 +114,7 @@ class OnnxChosen(NamedTuple):
 
 
 class OnnxState:
-    """One copy of an artifact's state: a call takes its values, and leaves others in their place.
+    """One copy of an artifact's state: a call takes its values, and leaves new ones.
 
     ONNX Runtime never writes to inputs, so that all copies share the initial values.
     """
@@ -175,7 +175,7 @@ class _CpuCall:
         for name, value, _ in variants:
             binding.bind_ortvalue_input(name, value)
         self._graph.session.run_with_iobinding(binding)
-        found = dict(zip(self._fetched, binding.get_outputs(), strict=True))
+        values = dict(zip(self._fetched, binding.get_outputs(), strict=True))
         binding.clear_binding_outputs()
         for name, nothing in self._nothing:  # or the binding would keep what it was given until its next call
             binding.bind_ortvalue_input(name, nothing)
@@ -183,8 +183,8 @@ class _CpuCall:
             binding.bind_ortvalue_input(name, nothing)
         self._pool.append(binding)  # not after an error, which leaves it in doubt
         if state is not None:
-            state.values.update({name: found[after] for name, after in self._changed.items()})
-        return [None if name is None else _output(found[name], leaf) for name, leaf in self._outputs]
+            state.values.update({name: values[after] for name, after in self._changed.items()})
+        return [None if name is None else _output(values[name], leaf) for name, leaf in self._outputs]
 
     def _bind(self, binding: Any, inputs: list[Any], state: OnnxState | None) -> None:
         for (name, dtype), value in zip(self._inputs, inputs, strict=True):

@@ -57,12 +57,12 @@ class OnnxGraph:
         self.outputs = leaves(signature.output)
         self._method = method
         self._dynamic = [
-            (place, leaf.name)
-            for place, leaf in enumerate(self.inputs)
+            (index, leaf.name)
+            for index, leaf in enumerate(self.inputs)
             if isinstance(leaf, Tensor) and any(isinstance(size, str) for size in leaf.shape)
         ]
-        found = {item.name: item for item in self.session.get_inputs()}
-        self.tensors = tuple(name for name in self.names.tensors if name in found)
+        taken = {item.name: item for item in self.session.get_inputs()}
+        self.tensors = tuple(name for name in self.names.tensors if name in taken)
         given = self.session.get_outputs()
         fetched = [item.name for item in given]
         self.after = {name: after for name, after in self.names.after.items() if after in fetched}
@@ -70,7 +70,7 @@ class OnnxGraph:
         rows = {name: row for row in tables for name in row.names}
         self.dtypes = {name: rows[name].dtype for name in self.tensors}
         dtypes = output_dtypes(manifest, manifest.methods[method])
-        problems = [*self._input_problems(found, rows), *self._output_problems(given, dtypes)]
+        problems = [*self._input_problems(taken, rows), *self._output_problems(given, dtypes)]
         if problems:
             raise ArtifactError(f"{self._where}: is not the graph of {method!r}: {listed(problems, between='; ')}")
         renew_in_children(self)
@@ -80,7 +80,7 @@ class OnnxGraph:
 
         Some of ONNX Runtime's operators (LSTM, rotary embeddings) end the process there.
         """
-        empty = [name for place, name in self._dynamic if 0 in inputs[place].shape]
+        empty = [name for index, name in self._dynamic if 0 in inputs[index].shape]
         if empty:
             raise InputMismatch(
                 self._method,

@@ -10,7 +10,7 @@ from weightswap_runtime.format.signature import Leaf, Literal, Tensor, input_lea
 
 
 class Names(NamedTuple):
-    """Names in the ONNX graph: by the place of a flat input or output (None for a literal, which it lacks); by FQN.
+    """Names in the ONNX graph: by the index of a flat input or output (None for a literal, which it lacks); by FQN.
 
     `tensors` are the FQNs that the method's graph takes as inputs, of weights, state and variants; `after` is what the
     value of a state tensor after the call is called.

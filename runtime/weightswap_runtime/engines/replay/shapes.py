@@ -37,15 +37,15 @@ def samples(wanted: CudaGraphs, manifest: Manifest, device: torch.device) -> Ite
         raise Unsupported(f'cuda_graphs={wanted!r}: expected "auto", or a list of sizes such as [{{"batch": 1}}]')
     for each in wanted:
         _check(each)
-        found = [
+        fitting = [
             (name, inputs)
             for name, method in manifest.methods.items()
             if not method.has_state and (inputs := _sample(each, method.signature, device)) is not None
         ]
-        if not found:
+        if not fitting:
             has = "; ".join(f"{name} has {_described(method)}" for name, method in manifest.methods.items())
             raise Unsupported(f"cuda_graphs: no method can be called with {each!r}: {has}")
-        yield from found
+        yield from fitting
 
 
 def _check(wanted: Any) -> None:

@@ -66,7 +66,7 @@ def _problems(wanted: GenerationRequest, generation: TextGeneration) -> Iterator
         )
 
 
-def check_place(method: str, flat: Sequence[Any], generation: TextGeneration) -> None:
+def check_position(method: str, flat: Sequence[Any], generation: TextGeneration) -> None:
     """Raise InputMismatch for a call of `prefill` or `decode` whose tokens would lie outside of the cache.
 
     A position on a device is not looked at: the call would wait for it.

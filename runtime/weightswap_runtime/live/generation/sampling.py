@@ -53,23 +53,23 @@ def choose(logits: Scores, seen: Sequence[int], how: Sampling, random: np.random
 def _penalised(logits: Scores, seen: Sequence[int], penalty: float) -> Scores:
     if penalty == 1.0 or not seen:
         return logits
-    places = np.unique(np.asarray(seen))
+    tokens = np.unique(np.asarray(seen))
     scores = logits.copy()
     with np.errstate(over="ignore", divide="ignore", invalid="ignore"):
-        scores[places] = np.where(scores[places] < 0, scores[places] * penalty, scores[places] / penalty)
+        scores[tokens] = np.where(scores[tokens] < 0, scores[tokens] * penalty, scores[tokens] / penalty)
     return scores
 
 
 def probabilities(scores: Scores, how: Sampling) -> NDArray[np.float64]:
     """Of each token, [vocabulary]; temperature is not 0."""
-    found = scores.astype(np.float64)
-    found = (found - found.max()) / how.temperature
-    if how.top_k is not None and how.top_k < len(found):
-        found[found < np.partition(found, -how.top_k)[-how.top_k]] = -np.inf
+    scaled = scores.astype(np.float64)
+    scaled = (scaled - scaled.max()) / how.temperature
+    if how.top_k is not None and how.top_k < len(scaled):
+        scaled[scaled < np.partition(scaled, -how.top_k)[-how.top_k]] = -np.inf
     if how.top_p is not None and how.top_p < 1:
-        order = np.argsort(found, kind="stable")  # the least likely first
-        found[order[:-1][_softmax(found[order]).cumsum()[:-1] <= 1 - how.top_p]] = -np.inf
-    return _softmax(found)
+        order = np.argsort(scaled, kind="stable")  # the least likely first
+        scaled[order[:-1][_softmax(scaled[order]).cumsum()[:-1] <= 1 - how.top_p]] = -np.inf
+    return _softmax(scaled)
 
 
 def _softmax(scores: NDArray[np.float64]) -> NDArray[np.float64]:

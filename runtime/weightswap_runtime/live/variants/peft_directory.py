@@ -26,7 +26,7 @@ CONFIG_NAME, WEIGHTS_NAME = "adapter_config.json", "adapter_model.safetensors"
 _MOST_CONFIG = 16 << 20
 _PREFIX = "base_model.model."
 _FQN = re.compile(r"(?P<module>.*)\.(?P<part>lora_(?:embedding_)?[AB])\.[^.]+(?P<weight>\.weight)?")
-_NO_PLACE = "the graph has no place for it"
+_NOT_TAKEN = "the graph does not take it"
 _OF_THE_BASE = "is of the base, whose weights are not a variant's: save_pretrained(..., save_embedding_layers=False)"
 _MOST_CHOICES = 3  # repetitions and groups in a pattern of a configuration: more may take for ever
 _MOST_ALTERNATIVES = 16
@@ -73,15 +73,15 @@ class Config(msgspec.Struct, kw_only=True):
 
     def check(self, where: str, others: Iterable[str]) -> None:
         """Raise Unsupported for what a graph with LoRA does not compute. others: the names of what else is set."""
-        found = [f"peft_type {self.peft_type}"] if self.peft_type != "LORA" else []
-        found += [f"bias {self.bias!r}"] if self.bias != "none" else []
+        used = [f"peft_type {self.peft_type}"] if self.peft_type != "LORA" else []
+        used += [f"bias {self.bias!r}"] if self.bias != "none" else []
         names = ("use_dora", "lora_bias", "modules_to_save", "trainable_token_indices", "target_parameters")
-        found += [name for name in (*names, "alora_invocation_tokens", "layer_replication") if getattr(self, name)]
+        used += [name for name in (*names, "alora_invocation_tokens", "layer_replication") if getattr(self, name)]
         if str(self.init_lora_weights).lower().startswith(_CHANGE_THE_BASE):
-            found.append(f"init_lora_weights {self.init_lora_weights!r}, which changes the base")
-        found += sorted(set(others) - _DECIDE_NOTHING)
-        if found:
-            raise Unsupported(f"{where}: uses {listed(found)}; a variant is LoRA's A and B alone")
+            used.append(f"init_lora_weights {self.init_lora_weights!r}, which changes the base")
+        used += sorted(set(others) - _DECIDE_NOTHING)
+        if used:
+            raise Unsupported(f"{where}: uses {listed(used)}; a variant is LoRA's A and B alone")
         for pattern in (*(self.rank_pattern or ()), *(self.alpha_pattern or ())):
             choices = len(re.findall(r"[*+?{(]", pattern))
             nested = re.search(r"\)[*+?{]", pattern)
@@ -143,20 +143,20 @@ def match_peft(
 
     Raises WeightsMismatch with what the file has and the graph wants.
     """
-    found = {key.removeprefix(_PREFIX): key for key in tensors}
+    keys = {key.removeprefix(_PREFIX): key for key in tensors}
     taken: list[RowSource] = []
-    problems = [f"{key}: is there with and without {_PREFIX}" for key in sorted(tensors.keys() - found.values())]
+    problems = [f"{key}: is there with and without {_PREFIX}" for key in sorted(tensors.keys() - keys.values())]
     for row in rows:
         parsed = _FQN.fullmatch(row.name)
         module = parsed["module"].removeprefix(_PREFIX) if parsed else ""
-        key = found.pop(f"{module}.{parsed['part']}{parsed['weight'] or ''}", None) if parsed else None
+        key = keys.pop(f"{module}.{parsed['part']}{parsed['weight'] or ''}", None) if parsed else None
         is_b = bool(parsed) and parsed["part"].endswith("B")  # type: ignore[index]
         if key is not None:
             problems += _problems(row, tensors[key], config.rank(module), rank_axis=int(is_b))
         taken.append(RowSource(row, key, config.factor(module) if is_b else 1.0))
     problems += _halves(taken)
-    problems += [f"{found[key]}: {_OF_THE_BASE if 'lora_' not in key else _NO_PLACE}" for key in sorted(found)]
-    if len(found) == len(tensors):
+    problems += [f"{keys[stem]}: {_OF_THE_BASE if 'lora_' not in stem else _NOT_TAKEN}" for stem in sorted(keys)]
+    if len(keys) == len(tensors):
         problems.append(f"the graph wants tensors such as {listed([each.row.name for each in taken][:2])}")
     if problems:
         raise WeightsMismatch(

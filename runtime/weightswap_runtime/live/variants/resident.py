@@ -147,12 +147,12 @@ class Variants:
         if type(wanted) is not dict and not isinstance(wanted, Mapping):
             raise UnknownVariant(f"variants={wanted!r}: expected a dict from groups to names")
         with self._lock:
-            found = [self._find(group, name) for group, name in wanted.items() if name is not None]
-            if not found:
+            picked = [self._find(group, name) for group, name in wanted.items() if name is not None]
+            if not picked:
                 return None
-            chosen = found[0].chosen if len(found) == 1 else self._engine.joined(each.chosen for each in found)
-            choice = Choice(found, chosen)
-            for each in found:
+            chosen = picked[0].chosen if len(picked) == 1 else self._engine.joined(each.chosen for each in picked)
+            choice = Choice(picked, chosen)
+            for each in picked:
                 each.used = next(self._ticks)
                 each.users.add(weakref.ref(choice, each.users.discard))
         return choice
@@ -188,14 +188,14 @@ class Variants:
         chosen = self._engine.variant(rows, staged.arena)
         receipt = self._receipt(group, name, staged, base, request.by)
         with self._lock:
-            found = self._residents[group]
-            old = found.get(name)
-            gone = self._least_used(group) if old is None and len(found) >= self._most else None
+            residents = self._residents[group]
+            old = residents.get(name)
+            gone = self._least_used(group) if old is None and len(residents) >= self._most else None
             if old is not None:
                 receipt = replace(receipt, kind="replaced", previous_weights_id=old.receipt.weights_id)
             resident = _Resident(chosen, receipt, next(self._ticks))
             self._residents[group] = {
-                **{key: each for key, each in found.items() if each is not gone},
+                **{key: each for key, each in residents.items() if each is not gone},
                 name: resident,
             }
         if gone is not None:

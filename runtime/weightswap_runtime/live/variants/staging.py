@@ -60,13 +60,13 @@ def stage_variant(
                 taken = _match_names(weights, rows)
             else:
                 taken = match_peft(weights.tensors, rows, config, weights.where)
-            arena, found = _read(weights, taken, memory, workers, job)
+            arena, findings = _read(weights, taken, memory, workers, job)
             labels = weights.stamp.labels if weights.stamp else {}
             location, where = weights.location, weights.where
             read = sum(tensor.nbytes for tensor in weights.tensors.values())
     except MemoryError as error:
         raise OutOfMemory(f"{printable(request.path)}: no memory for it ({error})") from error
-    identity = identify(rows, found.digests, labels, found.nonfinite)
+    identity = identify(rows, findings.digests, labels, findings.nonfinite)
     check_expected(identity.weights_id, where, request)
     odd = newly_nonfinite(rows, identity.nonfinite, {})
     refuse_nonfinite(odd, request.allow_nonfinite, where)
@@ -84,7 +84,7 @@ def _match_names(weights: WeightSet, rows: Sequence[NamedTensor]) -> list[RowSou
             problems.append(f"{row.name}: missing, the graph wants {describe(row)}")
         elif stored.shape != row.shape or not _can_be(stored.dtype, row.dtype):
             problems.append(f"{row.name}: the graph wants {describe(row)}, the file has {describe(stored)}")
-    problems += [f"{name}: the graph has no place for it" for name in sorted(tensors.keys() - {r.name for r in rows})]
+    problems += [f"{name}: the graph does not take it" for name in sorted(tensors.keys() - {r.name for r in rows})]
     if problems:
         advice = f"A directory of PEFT's has {CONFIG_NAME}; any other file has the names of the graph."
         raise WeightsMismatch(weights.where, problems, advice)
@@ -110,7 +110,7 @@ def _read(
     raw = HostArena(ArenaLayout(NamedTensor(name=key, dtype=t.dtype, shape=t.shape) for key, t in stored.items()))
     with arena.writing(join=True):
         read = read_tensors(weights, {each.row.name: (str(each.key),) for each in as_is}, arena, workers, job)
-        found = Findings(
+        findings = Findings(
             {each.row.name: read.digests[str(each.key)] for each in as_is},
             {each.row.name: read.nonfinite[str(each.key)] for each in as_is if each.key in read.nonfinite},
         )
@@ -118,12 +118,12 @@ def _read(
         for each in changed:
             rows = _row_bytes(each, weights, raw)
             counts = count_nonfinite(each.row.dtype, rows)
-            found.add(Findings({each.row.name: block_digests(rows)}, {each.row.name: counts} if counts else {}))
+            findings.add(Findings({each.row.name: block_digests(rows)}, {each.row.name: counts} if counts else {}))
             lay(arena, each.row, rows, job)
     if corrupt := digest_problems(weights.stamp, read.digests):
         raise DigestMismatch(weights.where, corrupt, DAMAGED)
     arena.synchronize()
-    return arena, found
+    return arena, findings
 
 
 def _is_as_stored(taken: RowSource, weights: WeightSet) -> bool:

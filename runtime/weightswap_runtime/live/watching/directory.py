@@ -86,7 +86,7 @@ def order_of_names(name: str) -> list[Any]:
     published = _PUBLISHED.fullmatch(name)
     stem = published[1] if published else name.removesuffix(SUFFIX)
     parts = _DIGITS.split(stem)  # text, digits, text, ...
-    return [int(part) if place % 2 else part for place, part in enumerate(parts)]
+    return [int(part) if index % 2 else part for index, part in enumerate(parts)]
 
 
 def _list_local(directory: Path) -> list[Entry]:

@@ -171,12 +171,12 @@ class Intake:
 
     def _update(self, entries: list[Entry]) -> None:
         before = self._files.values()
-        found = [file for file in map(self._found, entries) if file is not None]
-        self._files = {file.entry.name: file for file in found}
+        files = [file for file in map(self._found, entries) if file is not None]
+        self._files = {file.entry.name: file for file in files}
         self._remember(file for file in before if self._files.get(file.entry.name) is not file)
         if self._old is None:
             self._old = set(self._files) if self._start == "newest" else set()
-            for file in found:
+            for file in files:
                 file.over = self._start == "new"
 
     def _go_on_after(self, names: Collection[str]) -> None:
@@ -270,13 +270,13 @@ class Intake:
         mark = self._mark
         return mark is not None and mark.entry.name != file.entry.name and file.key < mark.key
 
-    def _is_ready(self, file: _File, found: HeaderPeek, target: WatchTarget) -> bool:
-        if isinstance(found.error, TruncatedFile):
+    def _is_ready(self, file: _File, header: HeaderPeek, target: WatchTarget) -> bool:
+        if isinstance(header.error, TruncatedFile):
             return self._clock() - file.since >= PATIENCE
-        if found.base is not None:
-            return target.serves(found.base)
+        if header.base is not None:
+            return target.serves(header.base)
         # without digests nothing but a second look can tell that it is not being written
-        return found.weights_id is not None or file.looks > 1
+        return header.weights_id is not None or file.looks > 1
 
     def _try(self, file: _File, weights_id: str | None, target: WatchTarget) -> None:
         try:

@@ -104,14 +104,14 @@ class Reconciler:
     def _try(self, wanted: DesiredWeights, state: DesiredState, target: FollowTarget) -> None:
         path = self._place.locate(wanted)
         bases = [self._place.locate(base) for base in wanted.bases or ()]
-        found = {each: _fingerprint(each) for each in (path, *bases)}  # before it is read: who mends it then is seen
+        seen = {each: _fingerprint(each) for each in (path, *bases)}  # before it is read: who mends it then is seen
         try:
             target.put(path, self._place.located(wanted), lambda: self._still_wants(wanted, target.check))
             self._refusal = self.last_error = None
         except StageCancelled:
             raise
         except Exception as error:
-            self._refused(path, found, error, target)
+            self._refused(path, seen, error, target)
         withdrawn = any(target.serves(weights.weights_id) for weights in state.withdrawn)
         if self._refusal is not None and (target.serves_nothing or withdrawn):
             self._serve_last_good(state, target)

@@ -33,18 +33,18 @@ def plan_runs(slots: Sequence[ByteRange]) -> tuple[list[int], list[Copy]]:
 
     A gap that is smaller than ALIGNMENT belongs to no weight.
     """
-    places: list[int] = []
+    begins: list[int] = []
     runs: list[Copy] = []
     for offset, size in slots:
         last = runs[-1] if runs else None
         if last and 0 <= (gap := offset - last.offset - last.nbytes) < ALIGNMENT:
-            places.append(last.begin + last.nbytes + gap)
+            begins.append(last.begin + last.nbytes + gap)
             runs[-1] = last._replace(nbytes=last.nbytes + gap + size)
         else:
             begin = -(-(last.begin + last.nbytes) // ALIGNMENT) * ALIGNMENT if last else 0
-            places.append(begin)
+            begins.append(begin)
             runs.append(Copy(offset, begin, size))
-    return places, runs
+    return begins, runs
 
 
 class Region:
@@ -143,7 +143,7 @@ class Region:
     @contextmanager
     def room(self, slots: Sequence[ByteRange]) -> Iterator[list[memoryview]]:
         """Page-locked memory, from which the slots' content goes to the device. For more than `most`, any memory."""
-        places, runs = plan_runs(slots)
+        begins, runs = plan_runs(slots)
         if runs and runs[-1].begin + runs[-1].nbytes > BUFFER_BYTES:
             large = [memoryview(allocate(slot.nbytes)) for slot in slots]
             yield large
@@ -151,7 +151,7 @@ class Region:
                 self.write(slot.offset, data)
             return
         with self._take() as buffer:
-            yield [buffer.view[place : place + slot.nbytes] for place, slot in zip(places, slots, strict=True)]
+            yield [buffer.view[begin : begin + slot.nbytes] for begin, slot in zip(begins, slots, strict=True)]
             with self.stream():
                 for offset, begin, nbytes in runs:
                     self.device.copy(self.buffer, offset, buffer, begin, nbytes)
@@ -244,13 +244,13 @@ class DeviceArena(Region):
         with self.stream():
             self.use()
             try:
-                found = hasher.digests(self.buffer, parts)
+                digests = hasher.digests(self.buffer, parts)
             except Exception as error:
                 if not lacks_memory(error):  # there may be some the next time
                     self.device.distrust_hasher(f"{type(error).__name__}: {error}")
                 return None
         index, part = max(enumerate(parts), key=lambda each: each[1].nbytes)
-        if found[index] == blake3(self.fetch(*part)).digest():
-            return found
+        if digests[index] == blake3(self.fetch(*part)).digest():
+            return digests
         self.device.distrust_hasher("the device has computed another for a block of weights")
         return None

@@ -92,7 +92,7 @@ __device__ __forceinline__ void hash_chunk(const u8 *data, u32 length, u32 count
   } while (done < length);
 }
 
-// The chaining value of two neighbours of eight words each, in the place of the first.
+// The chaining value of two neighbours of eight words each, over the first.
 __device__ __forceinline__ void join(const u32 *pair, u32 flags, u32 *value) {
   u32 message[16];
 #pragma unroll

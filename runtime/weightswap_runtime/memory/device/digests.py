@@ -45,12 +45,12 @@ class DeviceHasher:
     def digests(self, buffer: Buffer, parts: Sequence[ByteRange]) -> list[bytes]:
         """Those of parts of at most a block each, in the current stream. The host waits."""
         table = torch.tensor(parts, dtype=torch.int64).pin_memory().to(self._device, non_blocking=True)
-        found = torch.empty(len(parts), 32, dtype=torch.uint8, device=self._device)
+        digests = torch.empty(len(parts), 32, dtype=torch.uint8, device=self._device)
         with torch.cuda.device(self._device):
             for first in range(0, len(parts), AT_ONCE):
                 grid = min(AT_ONCE, len(parts) - first), 1, 1
-                self._kernel(grid, (THREADS, 1, 1), [buffer.tensor, table[first:], found[first:]])  # type: ignore[attr-defined]
-        on_host = torch.empty(found.shape, dtype=torch.uint8, pin_memory=True).copy_(found, non_blocking=True)
+                self._kernel(grid, (THREADS, 1, 1), [buffer.tensor, table[first:], digests[first:]])  # type: ignore[attr-defined]
+        on_host = torch.empty(digests.shape, dtype=torch.uint8, pin_memory=True).copy_(digests, non_blocking=True)
         done = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
         done.record(torch.cuda.current_stream(self._device))
         done.synchronize()

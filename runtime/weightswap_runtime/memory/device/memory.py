@@ -107,7 +107,7 @@ class DevicePatch(Patch):
     def of(cls, patch: HostPatch, region: Region, workers: Workers) -> DevicePatch:
         """Copy a patch to a region of its size, through the ring. What lies side by side is one run."""
         runs: list[Copy] = []
-        parts: list[Span] = []  # by their places in the region
+        parts: list[Span] = []  # by their offsets in the region
         begin = 0
         for offset, data in sorted(patch.spans, key=lambda span: span.offset):
             parts.append(Span(begin, data))
@@ -126,7 +126,7 @@ class DevicePatch(Patch):
         return sum(run.nbytes for run in self._runs)
 
     def write_to(self, arena: Arena, workers: Workers) -> None:
-        """Copy every span to its place; on the device the host waits for nothing."""
+        """Copy every span to its offset; on the device the host waits for nothing."""
         if isinstance(arena, DeviceArena):
             arena.take_from(self._region, self._runs)
             return

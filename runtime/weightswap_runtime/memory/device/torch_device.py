@@ -150,7 +150,7 @@ class Accelerator:
     def _statistics(self) -> Mapping[str, int]:
         try:
             return torch.cuda.memory_stats(self.torch) if self._on_cuda else {}
-        except RuntimeError:  # of an allocator that was put in the place of torch's
+        except RuntimeError:  # of an allocator that replaces torch's
             return {}
 
     def hasher(self, buffer: Any) -> Hasher | None:

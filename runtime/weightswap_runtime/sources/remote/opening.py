@@ -29,7 +29,7 @@ def find_object(url: Url, check: Check | None = None) -> RemoteObject | None:
 
 
 def replace_object(url: Url, content: bytes, tag: str | None, check: Check | None = None) -> bool:
-    """Put a small object in the place of the one that has a tag, or where nothing is (None), in one step.
+    """Replace the small object that has a tag, or put one where nothing is (None), in one step.
 
     False where something else is there. Raises Unsupported for a store that cannot promise that, or whose way of doing
     so is not known here, and what `find_object` raises.

@@ -68,7 +68,7 @@ class Replaceable(Protocol):
     """An object of a store that replaces one only if it is still the one that was read."""
 
     async def replace(self, content: bytes, tag: str | None) -> bool:
-        """Put bytes in the place of the content with a tag, or where nothing is. False where something else is there.
+        """Replace the content with a tag, or put bytes where nothing is. False where something else is there.
 
         Raises as a Transport does; after Transient it may have been done all the same.
         """
@@ -167,10 +167,10 @@ def total_of(found: ContentRange, where: str) -> int:
     return found.total
 
 
-def check_range(found: ContentRange, start: int, stop: int, where: str) -> None:
+def check_range(answered: ContentRange, start: int, stop: int, where: str) -> None:
     """Raise WeightFileError unless an answer has the bytes that were asked for."""
-    if (found.start, found.stop) != (start, stop):
+    if (answered.start, answered.stop) != (start, stop):
         raise WeightFileError(
-            f"{where}: the server was asked for the bytes {start} to {stop} and answers with {found.start} to "
-            f"{found.stop}. Another server, or a proxy between, may do better."
+            f"{where}: the server was asked for the bytes {start} to {stop} and answers with {answered.start} to "
+            f"{answered.stop}. Another server, or a proxy between, may do better."
         )

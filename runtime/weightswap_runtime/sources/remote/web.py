@@ -57,12 +57,12 @@ class WebObject:
             if response.status == 416:  # an empty object has no range
                 return Opened(self._pin(response, total_of(self._range(response), self._where)), b"")
             self._check_status(response)
-            found = self._range(response)
+            answered = self._range(response)
             if response.status == 200:
                 self._check_whole(response)
-            size = total_of(found, self._where)
+            size = total_of(answered, self._where)
             wanted = min(size, HEAD_BYTES)
-            check_range(found, 0, wanted, self._where)
+            check_range(answered, 0, wanted, self._where)
             head = await gather(response.content.iter_any(), wanted, self._where)
             if _PAGE.match(head):
                 raise self._web_page()

@@ -32,7 +32,7 @@ const power = (value, more) => 10 ** (Math.floor(Math.log10(value)) + more);
 
 function powers(low, high) {
   const first = Math.round(Math.log10(low));
-  return Array.from({ length: Math.round(Math.log10(high)) - first + 1 }, (_, place) => 10 ** (first + place));
+  return Array.from({ length: Math.round(Math.log10(high)) - first + 1 }, (_, index) => 10 ** (first + index));
 }
 
 function options(element, { series, format, scale, least }, marks) {

@@ -119,9 +119,9 @@ function entries(history, model, now, ask) {
       const more = { weights, now, rollBack: rollBack(weights.weights_id) };
       return [weights.since, html`<${Desired} key=${`desired ${weights.weights_id}`} ...${more} />`];
     });
-  const refusals = history.refusals.map((refusal, place) => [
+  const refusals = history.refusals.map((refusal, index) => [
     refusal.time,
-    html`<${Refusal} key=${`refusal ${refusal.time} ${place}`} refusal=${refusal} now=${now} />`,
+    html`<${Refusal} key=${`refusal ${refusal.time} ${index}`} refusal=${refusal} now=${now} />`,
   ]);
   return [...commits, ...desired, ...refusals].sort(([one], [other]) => other - one).map(([, entry]) => entry);
 }

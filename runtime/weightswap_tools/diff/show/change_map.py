@@ -58,16 +58,16 @@ def grid(names: Sequence[str]) -> Grid:
 
     A weight outside of numbered layers is in the row of its module, under its own name.
     """
-    places = {name: _place(name) for name in sorted(names, key=natural)}
-    rows = tuple(dict.fromkeys(row for row, _ in places.values()))
-    columns = tuple(dict.fromkeys(column for _, column in places.values()))
-    found = {place: name for name, place in places.items()}
-    return Grid(rows, columns, tuple(tuple(found.get((row, column)) for column in columns) for row in rows))
+    positions = {name: _row_and_column(name) for name in sorted(names, key=natural)}
+    rows = tuple(dict.fromkeys(row for row, _ in positions.values()))
+    columns = tuple(dict.fromkeys(column for _, column in positions.values()))
+    names_at = {position: name for name, position in positions.items()}
+    return Grid(rows, columns, tuple(tuple(names_at.get((row, column)) for column in columns) for row in rows))
 
 
-def _place(name: str) -> tuple[str, str]:
+def _row_and_column(name: str) -> tuple[str, str]:
     path, own = split_name(name)
-    numbered = next((place for place, part in enumerate(path) if part.isascii() and part.isdecimal()), None)
+    numbered = next((index for index, part in enumerate(path) if part.isascii() and part.isdecimal()), None)
     if numbered is None:
         return ".".join(path) or "(model)", own
     return ".".join(path[: numbered + 1]), ".".join([*path[numbered + 1 :], own])

@@ -23,7 +23,7 @@ def percent(share: float) -> str:
     return f"{100 * share:.3g} %"
 
 
-def place(diff: TensorDiff) -> str:
+def largest_change(diff: TensorDiff) -> str:
     """`0.5 at [3, 128]`: the largest change of one element."""
     if diff.change is None or diff.change.largest is None:
         return ""
@@ -58,10 +58,10 @@ def verdict(diff: WeightsDiff) -> str:
 
 def overall(diff: WeightsDiff) -> str:
     """How much of the tensors that changed is different."""
-    found = diff.overall
-    if not found.tensors:
+    whole = diff.overall
+    if not whole.tensors:
         return "no value changed"
-    change = "infinite" if math.isinf(found.rel_change) else f"{found.rel_change:.3g}"
-    share = percent(found.changed / max(1, found.elements))
-    tensors = plural(found.tensors, "tensor")
+    change = "infinite" if math.isinf(whole.rel_change) else f"{whole.rel_change:.3g}"
+    share = percent(whole.changed / max(1, whole.elements))
+    tensors = plural(whole.tensors, "tensor")
     return f"{change} (relative, of {tensors} with other values); {share} of the elements"

@@ -9,7 +9,7 @@ from weightswap_tools.diff import SetInfo, TensorDiff, WeightsDiff
 from weightswap_tools.reports.blocks import Column, Facts, Histogram, Note, Report, Section, Table
 
 from .change_map import change_map
-from .phrases import condition_words, overall, place, set_facts, verdict
+from .phrases import condition_words, largest_change, overall, set_facts, verdict
 
 MOST_HISTOGRAMS = 6
 
@@ -112,7 +112,7 @@ def _change_row(tensor: TensorDiff) -> tuple[str | int | float | None, ...]:
         tensor.name,
         "; ".join(tensor.reasons) if tensor.level != "changed" else "",
         change.rel_change if change else None,
-        place(tensor),
+        largest_change(tensor),
         change.share_changed if change else None,
         change.cosine if change else None,
         change.sign_flips if change else None,

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from weightswap_tools.diff import SetInfo, TensorDiff, WeightsDiff
 from weightswap_tools.terminal import print_table, say
 
-from .phrases import condition_words, overall, percent, place, set_facts, short, verdict
+from .phrases import condition_words, largest_change, overall, percent, set_facts, short, verdict
 
 COLUMNS = ["level", "tensor", "what", "relative change", "largest change", "elements changed", "cosine"]
 
@@ -60,7 +60,7 @@ def tensor_cells(tensor: TensorDiff) -> list[str]:
         tensor.name,
         "; ".join(tensor.reasons),
         short(change.rel_change) if change else "",
-        place(tensor),
+        largest_change(tensor),
         percent(change.share_changed) if change else "",
         f"{change.cosine:.6f}" if change and change.cosine is not None else "",
     ]

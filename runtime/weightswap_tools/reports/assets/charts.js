@@ -67,7 +67,7 @@ function told(block, items) {
     .sort((a, b) => b.value[1] - a.value[1])
     .map((item) => item.data.told ?? cellTold(block, item.value));
   const lines = [found[0][0], ...found.flatMap(([, ...lines]) => lines)];
-  return element("div", {}, ...lines.map((line, place) => element(place ? "div" : "strong", {}, line)));
+  return element("div", {}, ...lines.map((line, index) => element(index ? "div" : "strong", {}, line)));
 }
 
 function cellTold({ columns, rows }, [column, row]) {
@@ -80,7 +80,7 @@ function signed(cell, pieces) {
   return { value: cell.value, label };
 }
 
-/** A rectangle from one place to another, at least two pixels wide, with a text if it has room for one. */
+/** A rectangle from one corner to another, at least two pixels wide, with a text if it has room for one. */
 function bar(at, api, label = "", fontFamily) {
   const [left, bottom] = api.coord([api.value(0), api.value(2)]);
   const [right, top] = api.coord([api.value(1), api.value(3)]);
@@ -133,11 +133,11 @@ function enterAreas(figure, { root, columns }, chart) {
     const node = path.at(-1);
     trail.replaceChildren(...path.map(step));
     list.replaceChildren(...node.children.map((child) => element("li", { title: child.detail }, part(child, node))));
-    const data = node.children.map((child, place) => {
-      const colour = colourOf(place, node.children.length);
+    const data = node.children.map((child, index) => {
+      const colour = colourOf(index, node.children.length);
       const shade = (rank) => mixed(colour, 82 - (40 * rank) / child.children.length);
-      const inside = child.children.map((inner, rank) => area(inner, place, shade(rank)));
-      return { ...area(child, place, colour), children: pixels(child) < LEAST_ENTERED ? [] : inside.reverse() };
+      const inside = child.children.map((inner, rank) => area(inner, index, shade(rank)));
+      return { ...area(child, index, colour), children: pixels(child) < LEAST_ENTERED ? [] : inside.reverse() };
     });
     data.reverse(); // of equal ones, the last comes first
     const fontSize = data.length > 60 ? 10 : 12;
@@ -151,10 +151,10 @@ function enterAreas(figure, { root, columns }, chart) {
     trail.querySelector("[aria-current]").focus();
   }
 
-  function step(node, place) {
-    const here = place === path.length - 1;
+  function step(node, index) {
+    const here = index === path.length - 1;
     const attributes = { type: "button", "aria-current": here && "location" };
-    const button = element("button", { ...attributes, onclick: () => enter(...path.slice(0, place + 1)) }, node.name);
+    const button = element("button", { ...attributes, onclick: () => enter(...path.slice(0, index + 1)) }, node.name);
     return element("li", {}, button, here ? element("span", { class: "muted" }, ` ${size(node)}`) : "");
   }
 
@@ -165,10 +165,10 @@ function enterAreas(figure, { root, columns }, chart) {
     return barRow(tag, attributes, child.value, node.value, texts);
   }
 
-  function area({ name, value, detail }, place, color) {
+  function area({ name, value, detail }, index, color) {
     const label = { color: inkOn(color) };
     const told = [name, `${size({ value })}, ${share({ value }, root)} of all`, detail].filter(Boolean);
-    return { name, value, told, place, itemStyle: { color, borderColor: color }, label, upperLabel: label };
+    return { name, value, told, index, itemStyle: { color, borderColor: color }, label, upperLabel: label };
   }
 
   function pixels({ value }) {
@@ -180,13 +180,13 @@ function enterAreas(figure, { root, columns }, chart) {
     return pixels(item) < LEAST_MEASURED ? item.name : `${item.name}${between}${size(item)}`;
   }
 
-  chart.on("click", ({ data }) => data && enter(...path, path.at(-1).children[data.place]));
+  chart.on("click", ({ data }) => data && enter(...path, path.at(-1).children[data.index]));
   go(root);
 }
 
 /** Few parts have a hue each; many, as the layers of a model, are shades of one. */
-function colourOf(place, count) {
-  return count > FEW_HUES ? mixed("var(--hue-1)", 95 - (50 * place) / count) : `var(--hue-${place + 1})`;
+function colourOf(index, count) {
+  return count > FEW_HUES ? mixed("var(--hue-1)", 95 - (50 * index) / count) : `var(--hue-${index + 1})`;
 }
 
 function mixed(colour, share) {

@@ -88,8 +88,8 @@ function drawModules(figure, block) {
   }
 
   function startingWith(letter) {
-    const place = shown.indexOf(current);
-    const rows = [...shown.slice(place + 1), ...shown.slice(0, place)];
+    const index = shown.indexOf(current);
+    const rows = [...shown.slice(index + 1), ...shown.slice(0, index)];
     return rows.find(({ name }) => name.toLowerCase().startsWith(letter.toLowerCase()));
   }
 
@@ -148,7 +148,7 @@ function drawModules(figure, block) {
 /** A module and all below, which now know where they are. */
 function* linked(node, parent, position) {
   yield Object.assign(node, { parent, position, level: parent ? parent.level + 1 : 1 });
-  for (const [place, child] of node.children.entries()) yield* linked(child, node, place + 1);
+  for (const [index, child] of node.children.entries()) yield* linked(child, node, index + 1);
 }
 
 function above(node) {

@@ -27,16 +27,16 @@ class Chart(NamedTuple):
     root: Option | None = None
 
     def markup(self) -> str:
-        """The place of the drawing, with all that is around it."""
+        """The box of the drawing, with all that is around it."""
         size = f"height: {self.height}px; max-width: {self.widest}"
         box = f'<div class="chart" role="img" aria-label="{markup(self.label)}" style="{size}"></div>'
         numbers = f"<summary>The same as a table</summary>{table_markup(self.table)}"
         return f"{self.before}{box}{self.after}<details>{numbers}</details>"
 
 
-def hue(place: int) -> str:
+def hue(number: int) -> str:
     """A colour for each of a few things, by number from 0 on; more have the same colours again."""
-    return f"var(--hue-{place % HUES + 1})"
+    return f"var(--hue-{number % HUES + 1})"
 
 
 def moves(label: str, buttons: Mapping[str, tuple[float, float]]) -> str:

@@ -159,7 +159,7 @@ def _option(block: HeatMap, scale: _Scale, tilted: bool, paged: bool) -> Option:
             "type": "piecewise",
             "show": False,
             "dimension": 2,
-            "pieces": [{"value": place, "color": colour} for place, colour in enumerate(pieces)],
+            "pieces": [{"value": index, "color": colour} for index, colour in enumerate(pieces)],
         },
         "series": [
             {
@@ -182,9 +182,9 @@ def _shade(step: int) -> str:
 def _cells(block: HeatMap, scale: _Scale) -> Iterator[list[int] | Option]:
     """Column, row and number of the colour; those without a colour of the scale have their sign, too."""
     signed = len(block.rows) * len(block.columns) <= MOST_SIGNED
-    numbers = {name: SHADES + 1 + place for place, name in enumerate(scale.keys)}
-    places = ((row, column) for row in range(len(block.rows)) for column in range(len(block.columns)))
-    for row, column in places:
+    numbers = {name: SHADES + 1 + index for index, name in enumerate(scale.keys)}
+    cells = ((row, column) for row in range(len(block.rows)) for column in range(len(block.columns)))
+    for row, column in cells:
         value = block.values[row][column]
         if value is None:
             continue

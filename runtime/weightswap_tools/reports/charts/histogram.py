@@ -18,10 +18,10 @@ def histogram(block: Histogram) -> Chart:
     equal = block.scale == "log" or not all(map(math.isfinite, block.edges))
     bars = [
         {
-            "value": [*((place, place + 1) if equal else (low, high)), 0, count],
+            "value": [*((index, index + 1) if equal else (low, high)), 0, count],
             "told": [f"{number_text(low)} to {number_text(high)}", f"{count:,} value{'s' * (count != 1)}"],
         }
-        for place, (low, high, count) in enumerate(bins)
+        for index, (low, high, count) in enumerate(bins)
     ]
     option = {
         "grid": {"left": 28, "right": 32, "top": 30, "bottom": 34, "containLabel": True},

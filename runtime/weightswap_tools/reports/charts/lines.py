@@ -38,17 +38,17 @@ def _keys(block: LinePlot, label: str) -> str:
     groups, styles = _looks(block)
     symbols = list(SYMBOLS.values())
     keys = [
-        (name, f'class="mark" style="color: {_colour(place)}"', symbols[place % len(symbols)], "group")
-        for place, name in enumerate(groups)
+        (name, f'class="mark" style="color: {_colour(index)}"', symbols[index % len(symbols)], "group")
+        for index, name in enumerate(groups)
     ]
     keys += [
-        (name, f'class="dash" style="border-top-style: {_dash(place)}"', "", "style")
-        for place, name in enumerate(styles)
+        (name, f'class="dash" style="border-top-style: {_dash(index)}"', "", "style")
+        for index, name in enumerate(styles)
         if name
     ]
     buttons = []
     for name, look, sign, kind in keys:
-        own = " ".join(str(place) for place, line in enumerate(block.lines) if getattr(line, kind) == name)
+        own = " ".join(str(index) for index, line in enumerate(block.lines) if getattr(line, kind) == name)
         mark = f'<span {look} aria-hidden="true">{sign}</span>'
         attributes = f'type="button" class="key" aria-pressed="true" data-lines="{own}"'
         buttons.append(f"<button {attributes}>{mark}{markup(name)}</button>")
@@ -73,14 +73,14 @@ def _option(block: LinePlot) -> Option:
         "series": [
             {
                 "type": "line",
-                "name": str(place),
+                "name": str(index),
                 "data": [{"value": point, "told": _told(block, line, *point)} for point in drawable],
                 "symbol": list(SYMBOLS)[groups.index(line.group) % len(SYMBOLS)],
                 "symbolSize": 8,
                 "lineStyle": {"type": _dash(styles.index(line.style)), "width": 2},
                 "itemStyle": {"color": _colour(groups.index(line.group))},
             }
-            for place, (line, drawable) in enumerate(zip(block.lines, points, strict=True))
+            for index, (line, drawable) in enumerate(zip(block.lines, points, strict=True))
         ],
     }
 
@@ -110,7 +110,7 @@ def _with_unit(value: float, axis: Axis) -> str:
 
 
 def _drawable(points: Sequence[tuple[float, float]], block: LinePlot) -> Points:
-    """The points that have a place on both axes."""
+    """The points that both axes can show."""
 
     def placed(value: float, axis: Axis) -> bool:
         return math.isfinite(value) and (axis.scale == "linear" or value > 0)
@@ -119,7 +119,7 @@ def _drawable(points: Sequence[tuple[float, float]], block: LinePlot) -> Points:
 
 
 def _axis(axis: Axis, ticks: list[float]) -> Option:
-    """An axis with ticks at given places and nothing beyond them; without places the chart chooses both."""
+    """An axis with ticks at given values and nothing beyond them; without values the chart chooses both."""
     made = {"type": "log" if axis.scale == "log" else "value", "name": _measured(axis)}
     if len(ticks) < 2:
         return made

@@ -61,14 +61,14 @@ def _option(lanes: list[str], spans: list[tuple[int, Span]], zoomed: bool) -> Op
             },
             {**_BETWEEN, "max": len(lanes)},
         ],
-        "series": [_series(kind, place, spans, factor) for place, kind in enumerate(kinds)],
+        "series": [_series(kind, number, spans, factor) for number, kind in enumerate(kinds)],
     }
 
 
-def _series(kind: str, place: int, spans: list[tuple[int, Span]], factor: float) -> Option:
+def _series(kind: str, number: int, spans: list[tuple[int, Span]], factor: float) -> Option:
     data = [_bar(row, span, factor) for row, span in spans if span.kind == kind]
     encode = {"x": [0, 1], "y": [2, 3]}
-    look = {"color": hue(place)}
+    look = {"color": hue(number)}
     return {"type": "custom", "name": kind, "yAxisIndex": 1, "data": data, "encode": encode, "itemStyle": look}
 
 
@@ -80,5 +80,5 @@ def _bar(row: int, span: Span, factor: float) -> Option:
         f"lasts {seconds_text(span.end - span.start)}",
     ]
     middle = row + 0.5
-    place = [span.start * factor, span.end * factor, middle + BAR / 2, middle - BAR / 2]
-    return {"value": place, "label": span.label, "told": told}
+    corners = [span.start * factor, span.end * factor, middle + BAR / 2, middle - BAR / 2]
+    return {"value": corners, "label": span.label, "told": told}
