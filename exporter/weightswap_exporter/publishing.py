@@ -25,7 +25,7 @@ from weightswap_runtime.options import join_seconds
 from weightswap_runtime.sources.atomic import companion, remove_abandoned
 from weightswap_runtime.sources.location import check_writable, fixed
 from weightswap_runtime.tensors.comparing import Tolerance
-from weightswap_runtime.threads.workers import forget_frames
+from weightswap_runtime.threads.worker_threads import forget_frames
 
 from .checkpoints.casting import requested
 from .checkpoints.nested_state_dicts import nested_levels

@@ -290,7 +290,7 @@ def test_a_device_is_measured_warm_and_by_what_fills_it(nbytes: int, monkeypatch
 
     monkeypatch.setattr(digests, "DeviceHasher", Timed)
     monkeypatch.setattr(digests, "blake3", on_host)
-    monkeypatch.setattr(digests, "Workers", lambda: SimpleNamespace(threads=2))
+    monkeypatch.setattr(digests, "WorkerThreads", lambda: SimpleNamespace(threads=2))
     buffer: Any = SimpleNamespace(nbytes=nbytes)
     count = min(nbytes // BLOCK, 1024)
     assert digests._seconds(Timed(torch.device("cpu")), buffer, count) == (2.0, count / 16)  # type: ignore[arg-type]

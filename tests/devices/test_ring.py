@@ -19,7 +19,7 @@ from weightswap_runtime.memory.device.memory import DeviceMemory, DevicePatch
 from weightswap_runtime.memory.device.ring import BUFFER_BYTES, SHARE, Ring
 from weightswap_runtime.memory.patch import HostPatch, Span, copy_ranges
 from weightswap_runtime.threads.job import Job
-from weightswap_runtime.threads.workers import Workers
+from weightswap_runtime.threads.worker_threads import WorkerThreads
 
 SIZE = 3 * BUFFER_BYTES + 12345
 
@@ -102,7 +102,7 @@ def layout() -> ArenaLayout:
 @pytest.mark.parametrize("target", ["host", "device"])
 @pytest.mark.parametrize("source", ["host", "device"])
 def test_arenas_are_copied_to_each_other(source: str, target: str) -> None:
-    device, workers = StandIn(1), Workers(2)
+    device, workers = StandIn(1), WorkerThreads(2)
     ring = Ring(device, 6)
     made = {
         "host": lambda: HostArena(layout()),
@@ -129,7 +129,7 @@ def test_arenas_are_copied_to_each_other(source: str, target: str) -> None:
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.sampled(2)
 def test_threads_take_turns(seed: int) -> None:
-    device, workers = StandIn(seed), Workers(4)
+    device, workers = StandIn(seed), WorkerThreads(4)
     wanted = content(300 * 512, seed)
     spans = [Span(start, wanted[start : start + 256]) for start in range(0, len(wanted), 512)]
     arena = DeviceArena(device, layout(), Ring(device, 2), serves=True)
@@ -215,7 +215,7 @@ def test_where_nothing_can_be_locked_the_model_is_refused() -> None:
 
 
 def test_what_lies_on_the_device_moves_in_one_copy() -> None:
-    device, workers = StandIn(0), Workers(2)
+    device, workers = StandIn(0), WorkerThreads(2)
     ring = Ring(device, 2)
     one, other = (DeviceArena(device, layout(), ring, serves=True) for _ in range(2))
     wanted = content(layout().nbytes)
@@ -229,7 +229,7 @@ def test_what_lies_on_the_device_moves_in_one_copy() -> None:
 
 
 def test_neighbours_of_a_patch_move_in_one_copy() -> None:
-    device, workers = StandIn(0), Workers(2)
+    device, workers = StandIn(0), WorkerThreads(2)
     ring = Ring(device, 4)
     arena = DeviceArena(device, layout(), ring, serves=True)
     spans = [Span(512, content(256)), Span(768, content(BUFFER_BYTES, seed=1)), Span(BUFFER_BYTES + 4096, content(100))]
@@ -281,7 +281,7 @@ def test_a_patch_is_copied_by_several_threads() -> None:
 
     device = Slow()
     patch = HostPatch([Span(0, content(BUFFER_BYTES)), Span(2 * BUFFER_BYTES, content(100, seed=1))])
-    moved = DevicePatch.of(patch, Region(device, patch.nbytes, Ring(device, 4)), Workers(2))
+    moved = DevicePatch.of(patch, Region(device, patch.nbytes, Ring(device, 4)), WorkerThreads(2))
     device.both.abort()
     device.drain()
     assert moved._region.buffer.content == bytes(patch.spans[0].data) + bytes(patch.spans[1].data)

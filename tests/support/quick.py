@@ -10,11 +10,11 @@ from importlib.util import find_spec
 from unittest import mock
 
 from tests.support import warm
-from weightswap_exporter.engines import trial
+from weightswap_exporter.engines import engine_check
 
 
 class WarmInterpreter:
-    """`sys` as a trial sees it: its program is forked from an interpreter that has imported torch."""
+    """`sys` as an engine check sees it: its program is forked from an interpreter that has imported torch."""
 
     path = sys.path
 
@@ -26,7 +26,7 @@ class WarmInterpreter:
 @contextmanager
 def quick_exports() -> Iterator[None]:
     with ExitStack() as stack:
-        stack.enter_context(mock.patch.object(trial, "sys", WarmInterpreter()))
+        stack.enter_context(mock.patch.object(engine_check, "sys", WarmInterpreter()))
         if find_spec("onnxscript"):  # a machine with a GPU has a few packages alone
             stack.enter_context(_translations_are_read_once())
         yield

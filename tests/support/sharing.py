@@ -34,7 +34,7 @@ from weightswap_runtime.shared.worker import MappedMemory, WorkerGate
 from weightswap_runtime.staging.request import Contents
 from weightswap_runtime.threads.claims import Claim
 from weightswap_runtime.threads.job import Job
-from weightswap_runtime.threads.workers import Workers
+from weightswap_runtime.threads.worker_threads import WorkerThreads
 
 WEIGHTS = (NamedTensor(name="w", dtype="I64", shape=(1 << 14,)),)
 
@@ -68,7 +68,7 @@ class BareKeeper:
         self.gate = KeeperGate(self.control)
         layout = ArenaLayout(WEIGHTS)
         self.residency = Double(
-            Means(session, KeptMemory(segment, self.control), layout, self.gate, Workers(), keep=False)
+            Means(session, KeptMemory(segment, self.control), layout, self.gate, WorkerThreads(), keep=False)
         )
         generation = self.control.generation
         if generation is not None:

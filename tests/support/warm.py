@@ -193,7 +193,7 @@ if __name__ == "__main__":
 
     prepare()
     address, command = sys.argv[1:]
-    quick.WarmInterpreter.executable = command  # trials of what programs export
+    quick.WarmInterpreter.executable = command  # checks of what programs export
     with quick.quick_exports():
         serve(socket.socket(fileno=int(address)))
         run()

@@ -103,7 +103,7 @@ def _try(artifact: Artifact, files: dict[str, bytes], engines: Sequence[str], de
 
 def try_engines(artifact: Artifact, engines: Sequence[str], device: str = HOST) -> None:
     """Compare what was compiled for other engines with the graphs. Raises CaptureError."""
-    from .trial import try_engine
+    from .engine_check import try_engine
 
     for engine in dict.fromkeys(engines):
         if ENGINES[engine].compiled:

@@ -25,7 +25,7 @@ from .executions import GRAPH, EagerSide, EngineSide, Run
 from .graphs import OpenedGraph
 from .measuring import Measure, Tolerances, measure, tolerances
 from .report import Divergence, ModuleError
-from .steps import ModuleStack, Place, Step, StepRecorder, aligned, first_names
+from .steps import ModuleStack, Position, Step, StepRecorder, aligned, first_names
 from .taps import Tap, last_of_modules, tapped, taps_of
 
 
@@ -36,7 +36,7 @@ class _StepPair(NamedTuple):
     one side alone has computed just before. is_output: of the whole call.
     """
 
-    position: Place
+    position: Position
     expected: TensorBytes
     found: TensorBytes
     fed_alike: bool = True
@@ -44,7 +44,7 @@ class _StepPair(NamedTuple):
     is_output: bool = False
 
 
-_OUTPUTS = Place((("", "its outputs"),))
+_OUTPUTS = Position((("", "its outputs"),))
 
 
 class _Compared(NamedTuple):
@@ -207,7 +207,7 @@ def _first(comparison: _Compared, pairs: Sequence[_StepPair]) -> Divergence | No
     )
 
 
-def _position_of(steps: Sequence[Step]) -> Place:
+def _position_of(steps: Sequence[Step]) -> Position:
     """Where one side goes its own way: the innermost module that all of these steps are in."""
     paths = [[fqn for fqn, _ in step.position.modules] for step in steps]
     same = len(paths[0])

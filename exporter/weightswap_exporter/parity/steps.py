@@ -25,7 +25,7 @@ from weightswap_runtime.tensors.torch_tensors import tensor_bytes
 _BLANK = {f"aten::{name}" for name in ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")}
 
 
-class Place(NamedTuple):
+class Position(NamedTuple):
     """Where something is computed: the modules from the outermost to the innermost, as (FQN, class), and the graph's
     node and its operator, which are empty in eager code. The outermost module, the model itself, has the FQN ""."""
 
@@ -38,7 +38,7 @@ class Place(NamedTuple):
         """The FQN of the innermost module."""
         return self.modules[-1][0] if self.modules else ""
 
-    def renamed(self, names: Mapping[str, str]) -> Place:
+    def renamed(self, names: Mapping[str, str]) -> Position:
         """The same position with other FQNs."""
         return self._replace(modules=tuple((names.get(fqn, fqn), kind) for fqn, kind in self.modules))
 
@@ -57,7 +57,7 @@ class Step(NamedTuple):
     operator: str
     values: tuple[torch.Tensor, ...]
     inputs: tuple[int | None, ...]
-    position: Place
+    position: Position
 
     @property
     def shape(self) -> tuple[object, ...]:
@@ -72,7 +72,7 @@ class StepRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     position: called for where execution is. own: the tensors of the model.
     """
 
-    def __init__(self, position: Callable[[], Place], own: Iterable[torch.Tensor]) -> None:
+    def __init__(self, position: Callable[[], Position], own: Iterable[torch.Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.steps: list[Step] = []
         self._position = position
@@ -114,8 +114,8 @@ class ModuleStack:
         self._model = model
         self._stack: list[tuple[str, str]] = []
 
-    def position(self) -> Place:
-        return Place(tuple(self._stack))
+    def position(self) -> Position:
+        return Position(tuple(self._stack))
 
     @contextmanager
     def hooked(self) -> Iterator[None]:
@@ -145,7 +145,7 @@ def first_names(model: nn.Module) -> dict[str, str]:
 class NodeFailed(Exception):
     """A node of a graph has raised something."""
 
-    def __init__(self, position: Place, error: Exception) -> None:
+    def __init__(self, position: Position, error: Exception) -> None:
         where = f"{position.module} ({position.kind})" if position.module else f"the model itself ({position.kind})"
         super().__init__(f"the graph raises in {where}, node {position.node}, {position.operator}: {first_line(error)}")
 
@@ -165,11 +165,11 @@ class GraphRun(torch.fx.Interpreter):
         except Exception as error:
             raise NodeFailed(self.position(), error) from error
 
-    def position(self) -> Place:
-        return position_of_node(self._node) if self._node is not None else Place()
+    def position(self) -> Position:
+        return position_of_node(self._node) if self._node is not None else Position()
 
 
-def position_of_node(node: torch.fx.Node) -> Place:
+def position_of_node(node: torch.fx.Node) -> Position:
     modules = _modules(node)
     inner = [_modules(each) for graph in _inner_graphs(node) for each in graph.nodes if each.op == "call_function"]
     if not modules and inner:  # of an operator with a graph of its own: what is around all of that
@@ -177,7 +177,7 @@ def position_of_node(node: torch.fx.Node) -> Place:
         while all(len(each) > same and each[same] == inner[0][same] for each in inner):
             same += 1
         modules = inner[0][:same]
-    return Place(modules, node.name, str(node.target))
+    return Position(modules, node.name, str(node.target))
 
 
 def _modules(node: torch.fx.Node) -> tuple[tuple[str, str], ...]:

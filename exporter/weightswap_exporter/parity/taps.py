@@ -30,7 +30,7 @@ from weightswap_runtime.format.manifest import (
 from weightswap_runtime.format.signature import Tensor, Tuple
 from weightswap_runtime.tensors.torch_tensors import DTYPE_NAMES
 
-from .steps import Place, computes, position_of_node
+from .steps import Position, computes, position_of_node
 
 _KEPT = (CONSTANTS_NAME, ADAPTER_NAME, ADAPTER_CONSTANTS_NAME)
 
@@ -39,7 +39,7 @@ class Tap(NamedTuple):
     """A node of a graph whose result can be looked at."""
 
     node: str
-    position: Place
+    position: Position
 
 
 def taps_of(program: ExportedProgram) -> list[Tap]:

@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 
 from weightswap_exporter.engines.compiling import Tell, tell_nobody
-from weightswap_exporter.engines.trial import MOST_BYTES
+from weightswap_exporter.engines.engine_check import MOST_BYTES
 from weightswap_exporter.models.tensors import unwrapped
 from weightswap_runtime import Artifact, GoldenMismatch, Model, load
 from weightswap_runtime.engines.choosing import available_engines

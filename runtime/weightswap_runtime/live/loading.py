@@ -22,12 +22,12 @@ from .model import Model
 from .residency.residency import ResidencyName
 from .store import Store
 
-Path = str | os.PathLike[str]
+PathLike = str | os.PathLike[str]
 
 
 def load(
-    artifact: Path | Artifact,
-    weights: Path | None = None,
+    artifact: PathLike | Artifact,
+    weights: PathLike | None = None,
     *,
     ignore: str | Sequence[str] = (),
     keys: Keys | None = None,

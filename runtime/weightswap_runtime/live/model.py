@@ -52,7 +52,7 @@ from .watching.promotion import Policy, Promotion, check_promotion_policy
 from .watching.watcher import Watcher
 
 W = TypeVar("W", bound=Watching)
-Path = str | os.PathLike[str]
+PathLike = str | os.PathLike[str]
 
 
 class Model(Caller, AbstractContextManager["Model"]):
@@ -177,7 +177,7 @@ class Model(Caller, AbstractContextManager["Model"]):
 
     def stage(
         self,
-        path: Path,
+        path: PathLike,
         *,
         only: str | Sequence[str] | None = None,
         ignore: str | Sequence[str] = (),
@@ -191,7 +191,7 @@ class Model(Caller, AbstractContextManager["Model"]):
         rate_limit: float | None = None,
         busy: Busy = "refuse",
         timeout: float | None = LEASE_TIMEOUT,
-        onto: Sequence[tuple[Path, str]] = (),
+        onto: Sequence[tuple[PathLike, str]] = (),
     ) -> Staged:
         """Read and verify weights beside those that serve. Nothing that serves is touched.
 
@@ -256,7 +256,7 @@ class Model(Caller, AbstractContextManager["Model"]):
 
     def swap(
         self,
-        path: Path,
+        path: PathLike,
         *,
         only: str | Sequence[str] | None = None,
         ignore: str | Sequence[str] = (),
@@ -303,7 +303,7 @@ class Model(Caller, AbstractContextManager["Model"]):
         """
         return self._store.turns.wait_for_turn(check)
 
-    async def aswap(self, path: Path, **options: Unpack[StageOptions]) -> SwapReceipt:
+    async def aswap(self, path: PathLike, **options: Unpack[StageOptions]) -> SwapReceipt:
         """As `swap`, for asyncio: the loop goes on meanwhile.
 
         If the task is cancelled, the swap is given up, unless it commits just then; it has ended when the task has.
@@ -312,7 +312,7 @@ class Model(Caller, AbstractContextManager["Model"]):
         return await in_thread(staging.swap, staging.cancel)
 
     @asynccontextmanager
-    async def astage(self, path: Path, **options: Unpack[StageOptions]) -> AsyncIterator[Staged]:
+    async def astage(self, path: PathLike, **options: Unpack[StageOptions]) -> AsyncIterator[Staged]:
         """`async with model.astage(path) as staged:` stages for asyncio; `await staged.acommit()` serves the weights.
 
         Arguments and errors are those of `stage`. The block begins when they are staged and verified; its end, and a
@@ -341,7 +341,7 @@ class Model(Caller, AbstractContextManager["Model"]):
 
     def watch(
         self,
-        directory: Path,
+        directory: PathLike,
         interval: float = 5.0,
         *,
         start: Start = "newest",
@@ -355,7 +355,7 @@ class Model(Caller, AbstractContextManager["Model"]):
         by: str = "watch",
         rate_limit: float | None = None,
         timeout: float | None = LEASE_TIMEOUT,
-        promote: Path | None = None,
+        promote: PathLike | None = None,
         policy: Policy = "newest",
     ) -> Watcher:
         """Swap in each new complete weight file of a directory, or of a URL's, in order, in a thread of its own.
@@ -415,7 +415,7 @@ class Model(Caller, AbstractContextManager["Model"]):
 
     def follow(
         self,
-        place: Path | DesiredPlace,
+        place: PathLike | DesiredPlace,
         interval: float = 5.0,
         *,
         callback: Listener | None = None,
@@ -495,7 +495,7 @@ class Model(Caller, AbstractContextManager["Model"]):
 
     def load_context(
         self,
-        path: Path,
+        path: PathLike,
         *,
         on_swap: OnSwap = "invalidate",
         allow_other_weights: bool = False,
@@ -529,7 +529,7 @@ class Model(Caller, AbstractContextManager["Model"]):
         stop: StopAt | Sequence[StopAt] = (),
         seed: int | None = None,
         on_swap: OnSwap = "pin",
-        tokenizer: Path | None = None,
+        tokenizer: PathLike | None = None,
         stream: bool = False,
     ) -> Any:
         """The continuation of a prompt, or of several side by side, by an artifact that `export_decoder` wrote.
@@ -570,7 +570,7 @@ class Model(Caller, AbstractContextManager["Model"]):
         self,
         group: str,
         name: str,
-        path: Path,
+        path: PathLike,
         *,
         base: str | None = None,
         expect: str | None = None,
@@ -625,7 +625,7 @@ class Model(Caller, AbstractContextManager["Model"]):
             raise UnknownVariant(f"{self.artifact.path.name}: declares no variants; export(variants=...) does")
         return self._variants
 
-    def _tokenizer(self, path: Path | None) -> Tokenizer:
+    def _tokenizer(self, path: PathLike | None) -> Tokenizer:
         if path is not None:
             return Tokenizer(path)
         return find_tokenizer((receipt.source for receipt in reversed(self.history)), self.artifact.path)

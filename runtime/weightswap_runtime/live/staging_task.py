@@ -16,13 +16,13 @@ from weightswap_runtime.staging.request import Contents, SwapRequest
 from weightswap_runtime.threads.claims import POLL_SECONDS, Claim
 from weightswap_runtime.threads.ending import Background, stop_at_end
 from weightswap_runtime.threads.job import Job
-from weightswap_runtime.threads.workers import forget_frames
+from weightswap_runtime.threads.worker_threads import forget_frames
 
 from .events import Event, EventKind
+from .member import Member
 from .receipt import SwapReceipt
 from .residency.candidate import Candidate
 from .store import Store
-from .trials import Member
 
 
 class StagingTask:

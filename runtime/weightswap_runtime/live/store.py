@@ -25,6 +25,7 @@ from weightswap_runtime.errors import (
 )
 from weightswap_runtime.format.artifact import Artifact
 from weightswap_runtime.format.delta_file import DeltaStamp, delta_stamp
+from weightswap_runtime.format.goldens import artifact_goldens
 from weightswap_runtime.format.manifest import Manifest, NamedTensor
 from weightswap_runtime.format.nonfinite import newly_nonfinite
 from weightswap_runtime.format.weight_file import Stamp
@@ -43,18 +44,19 @@ from weightswap_runtime.staging.request import Admit, Base, Contents, Kind, Stag
 from weightswap_runtime.tensors.dtypes import describe
 from weightswap_runtime.threads.forks import renew_in_children
 from weightswap_runtime.threads.job import Job
-from weightswap_runtime.threads.workers import Workers
+from weightswap_runtime.threads.worker_threads import WorkerThreads
 
 from .admission import admitted
 from .context import Contexts
 from .events import Event, EventKind, Events
 from .gate import Gate
+from .member import Member
 from .receipt import SwapReceipt
 from .residency.candidate import Candidate, Committed, Means, StagedSet
 from .residency.residency import Ended, Residency, open_residency
 from .session import Session, bind, run_prologue
-from .trials import Member, find_trials, new_member, try_out
 from .turns import Turns
+from .verifying import find_goldens, verify_candidate
 
 HISTORY = 100
 
@@ -121,7 +123,7 @@ class Store:
         self._renew()
         renew_in_children(self)
         self._weights = weights
-        self.workers = Workers()
+        self.workers = WorkerThreads()
         self.admit: Admit | None = None
         self._members: dict[int, Member] = {}
         self._numbers = count()
@@ -154,7 +156,7 @@ class Store:
         """Let an artifact's graphs run on the weights, too. Raises Unsupported if they have others."""
         check_same_weights(self._weights, artifact)
         with self.turns.claimed(wait=None):
-            member = new_member(artifact, engine, next(self._numbers))
+            member = Member(artifact, engine, next(self._numbers), artifact_goldens(artifact))
             sessions = self._residency.sessions
             bound = [bind(engine, each.arena) for each in sessions]
             live = self.gate.current.session if self.gate.current else None
@@ -203,9 +205,9 @@ class Store:
         owner = self._owner(delta or weights.stamp, member)
         served = self.gate.current.identity if self.gate.current else None
         staging = Staging(request, owner.artifact.manifest, served, owner.open_transforms, self.workers, job)
-        trials = find_trials(weights.location, owner, list(self._members.values()), staging)
+        goldens = find_goldens(weights.location, owner, list(self._members.values()), staging)
         candidate = self._candidate(weights, delta, staging)
-        verified, seconds = try_out(candidate, trials, staging)
+        verified, seconds = verify_candidate(candidate, goldens, staging)
         candidate.contents = candidate.contents.proven(verified, seconds)
         return candidate
 

@@ -12,7 +12,7 @@ from typing import NamedTuple, Protocol
 from weightswap_runtime.errors import OutOfMemory
 from weightswap_runtime.format.manifest import NamedTensor
 from weightswap_runtime.format.weight_file import ALIGNMENT, TensorRow, canonical_order
-from weightswap_runtime.threads.workers import Workers
+from weightswap_runtime.threads.worker_threads import WorkerThreads
 
 COPY_CHUNK = 16 << 20
 Buffer = mmap.mmap | ctypes.Array[ctypes.c_char]
@@ -77,7 +77,7 @@ class Arena(Room, Protocol):
         """Bytes from an offset, to be read only: the arena's own memory, or a copy."""
         ...
 
-    def write_to(self, other: Arena, workers: Workers) -> None:
+    def write_to(self, other: Arena, workers: WorkerThreads) -> None:
         """Copy every weight to an arena of the same layout; addresses stay."""
         ...
 
@@ -144,7 +144,7 @@ class HostArena:
         memory = memoryview(self.memory)
         return nullcontext([memory[offset : offset + size] for offset, size in slots])
 
-    def write_to(self, other: Arena, workers: Workers) -> None:
+    def write_to(self, other: Arena, workers: WorkerThreads) -> None:
         """Copy every weight to an arena of the same layout; addresses stay. Bounded by memory bandwidth."""
         chunks = self.layout.whole.split(COPY_CHUNK)
         workers.run_all(lambda part: other.copy_part(self, part.offset, part.end), chunks)

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import NamedTuple, Protocol
 
 from weightswap_runtime.errors import OutOfMemory
-from weightswap_runtime.threads.workers import Workers
+from weightswap_runtime.threads.worker_threads import WorkerThreads
 
 from .arena import Arena, ArenaLayout, HostArena
 from .patch import HostPatch, Patch
@@ -45,7 +45,7 @@ class Memory(Protocol):
         """One whose weights are copied to the arena that serves, by a commit that is as short as it can be."""
         ...
 
-    def staged_patch(self, patch: HostPatch, workers: Workers) -> tuple[Patch, StagedIn]:
+    def staged_patch(self, patch: HostPatch, workers: WorkerThreads) -> tuple[Patch, StagedIn]:
         """A patch of an arena that serves, in memory from which it is quickly written."""
         ...
 
@@ -73,7 +73,7 @@ class HostMemory:
     def staging(self, layout: ArenaLayout) -> tuple[HostArena, StagedIn]:
         return HostArena(layout), ON_THE_HOST
 
-    def staged_patch(self, patch: HostPatch, workers: Workers) -> tuple[Patch, StagedIn]:
+    def staged_patch(self, patch: HostPatch, workers: WorkerThreads) -> tuple[Patch, StagedIn]:
         return patch, ON_THE_HOST
 
     def kept(self, layout: ArenaLayout) -> HostArena:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from weightswap_runtime.tensors.digests import BLOCK, Blocks
 from weightswap_runtime.threads.job import Job
-from weightswap_runtime.threads.workers import Workers
+from weightswap_runtime.threads.worker_threads import WorkerThreads
 
 from .arena import COPY_CHUNK, Arena, ByteRange, allocate
 
@@ -28,11 +28,11 @@ class Patch(ABC):
     def nbytes(self) -> int: ...
 
     @abstractmethod
-    def write_to(self, arena: Arena, workers: Workers) -> None:
+    def write_to(self, arena: Arena, workers: WorkerThreads) -> None:
         """Copy every span to its offset; addresses stay."""
 
     @abstractmethod
-    def lay_over(self, arena: Arena, workers: Workers, job: Job) -> None:
+    def lay_over(self, arena: Arena, workers: WorkerThreads, job: Job) -> None:
         """As `write_to`, at the job's pace. Raises StageCancelled, with the copy half done."""
 
     @abstractmethod
@@ -54,11 +54,11 @@ class HostPatch(Patch):
     def nbytes(self) -> int:
         return sum(len(span.data) for span in self.spans)
 
-    def write_to(self, arena: Arena, workers: Workers) -> None:
+    def write_to(self, arena: Arena, workers: WorkerThreads) -> None:
         """Copy every span to its offset; addresses stay."""
         workers.run_all(lambda span: arena.write(span.offset, span.data), in_chunks(self.spans, COPY_CHUNK))
 
-    def lay_over(self, arena: Arena, workers: Workers, job: Job) -> None:
+    def lay_over(self, arena: Arena, workers: WorkerThreads, job: Job) -> None:
         """As `write_to`, at the job's pace. Raises StageCancelled, with the copy half done."""
         job.begin("copying", self.nbytes)
 
@@ -103,7 +103,7 @@ def differing(arena: Arena, one: Mapping[str, Blocks], other: Mapping[str, Block
     return ranges
 
 
-def copy_ranges(target: Arena, source: Arena, ranges: Sequence[ByteRange], workers: Workers, job: Job) -> None:
+def copy_ranges(target: Arena, source: Arena, ranges: Sequence[ByteRange], workers: WorkerThreads, job: Job) -> None:
     """Copy parts of an arena to the same ranges of another. Raises StageCancelled, with the copy half done."""
     job.begin("copying", sum(part.nbytes for part in ranges))
 

@@ -16,7 +16,7 @@ from weightswap_runtime.memory.arena import Arena, allocate
 from weightswap_runtime.memory.patch import Span
 from weightswap_runtime.tensors.digests import BLOCK, Blocks
 from weightswap_runtime.threads.job import Job
-from weightswap_runtime.threads.workers import Workers
+from weightswap_runtime.threads.worker_threads import WorkerThreads
 
 from .reading import read_rows, write_rows
 from .request import Base
@@ -98,7 +98,7 @@ class _Changing(NamedTuple):
             self.changes.append(Counts(0, 0).plus(come).plus(gone, -1))
 
 
-def overlay(parts: Mapping[str, ByteRanges], base: Base, workers: Workers, job: Job) -> Laid:
+def overlay(parts: Mapping[str, ByteRanges], base: Base, workers: WorkerThreads, job: Job) -> Laid:
     """Lay parts over copies of what an arena has, which is only read. Raises MemoryError and StageCancelled."""
     arena, before = base
     spans: list[Span] = []

@@ -13,7 +13,7 @@ from weightswap_runtime.memory.arena import Scratch
 from weightswap_runtime.tensors.content import TensorBytes, as_array
 from weightswap_runtime.tensors.dtypes import DTYPES
 from weightswap_runtime.threads.job import Job
-from weightswap_runtime.threads.workers import Workers
+from weightswap_runtime.threads.worker_threads import WorkerThreads
 
 from .checks import DAMAGED, digest_problems
 from .reading import Piece, new_piece, read_pieces
@@ -41,7 +41,7 @@ def read_weights(
         _check_dtypes(weights, names)
         memory = {name: Scratch([weights.tensors[name].nbytes]) for name in names}
         pieces = [new_piece(weights, name, scratch, scratch.slots[0]) for name, scratch in memory.items()]
-        read_pieces(pieces, Workers(), Job())
+        read_pieces(pieces, WorkerThreads(), Job())
         weights.check_unchanged(proven=weights.stamp is not None)
         _check_digests(weights, pieces)
         stored = weights.tensors

@@ -16,7 +16,7 @@ from weightswap_runtime.memory.arena import Arena, ByteRange, Room, Scratch, all
 from weightswap_runtime.sources.byte_source import MOST_BUFFERS, ByteSource
 from weightswap_runtime.tensors.digests import BLOCK, Blocks, block_count
 from weightswap_runtime.threads.job import Job
-from weightswap_runtime.threads.workers import Workers
+from weightswap_runtime.threads.worker_threads import WorkerThreads
 
 READS, GROUP_BYTES = 8, 8 << 20  # at most, that a thread does in a row
 SCRATCH = 64 << 20  # bytes beside the arena, or one tensor
@@ -77,7 +77,7 @@ class Part(NamedTuple):
 
 
 def read_tensors(
-    weights: WeightSet, found: Mapping[str, tuple[str, ...]], arena: Arena, workers: Workers, job: Job
+    weights: WeightSet, found: Mapping[str, tuple[str, ...]], arena: Arena, workers: WorkerThreads, job: Job
 ) -> Findings:
     """Read each weight from its first name in `found` into the arena; returns what was found, by name in the set.
 
@@ -100,7 +100,7 @@ def read_tensors(
     return read
 
 
-def _read_plain(pieces: Sequence[Piece], arena: Arena, workers: Workers, job: Job) -> None:
+def _read_plain(pieces: Sequence[Piece], arena: Arena, workers: WorkerThreads, job: Job) -> None:
     """Read what lies in the arena as in the file; the arena computes the digests where it can, and of what arrived."""
     if pieces and arena.computes_digests:
         read_pieces(pieces, workers, job, hashing=False)
@@ -135,7 +135,9 @@ def _batches(weights: WeightSet, items: Iterable[Scratched]) -> Iterator[list[Sc
         yield batch
 
 
-def _read_batch(weights: WeightSet, batch: Sequence[Scratched], arena: Arena, workers: Workers, job: Job) -> Findings:
+def _read_batch(
+    weights: WeightSet, batch: Sequence[Scratched], arena: Arena, workers: WorkerThreads, job: Job
+) -> Findings:
     """Read tensors into memory of their own, and from there into the arena."""
     keys = [key for _, key in batch]
     scratch, found = read_scratch(weights, keys, workers, job)
@@ -145,7 +147,7 @@ def _read_batch(weights: WeightSet, batch: Sequence[Scratched], arena: Arena, wo
     return found
 
 
-def read_scratch(weights: WeightSet, keys: Sequence[str], workers: Workers, job: Job) -> tuple[Scratch, Findings]:
+def read_scratch(weights: WeightSet, keys: Sequence[str], workers: WorkerThreads, job: Job) -> tuple[Scratch, Findings]:
     """Read tensors into memory of their own; returns it with what was found.
 
     Raises WeightFileError, StageCancelled and MemoryError.
@@ -163,7 +165,7 @@ def new_piece(weights: WeightSet, key: str, room: Room, slot: ByteRange) -> Piec
     return Piece(key, stored.dtype, stored.file.source, stored.offset, room, slot, blanks, [])
 
 
-def read_pieces(pieces: Iterable[Piece], workers: Workers, job: Job, *, hashing: bool = True) -> None:
+def read_pieces(pieces: Iterable[Piece], workers: WorkerThreads, job: Job, *, hashing: bool = True) -> None:
     """Fill every piece's slot, its list of digests unless that is not asked for, and that of what is not finite."""
     ordered = sorted(pieces, key=lambda piece: (id(piece.source), piece.begin))
     reads = list(_reads((part for piece in ordered for part in _parts(piece, _unit(piece, job))), job))

@@ -21,7 +21,7 @@ from weightswap_runtime.options import check_timeout
 from weightswap_runtime.sources.location import Location
 from weightswap_runtime.tensors.digests import DIGEST
 from weightswap_runtime.threads.job import Job
-from weightswap_runtime.threads.workers import Workers
+from weightswap_runtime.threads.worker_threads import WorkerThreads
 
 if TYPE_CHECKING:
     from .transforms import Transforms
@@ -103,7 +103,7 @@ class Staging(NamedTuple):
     manifest: Manifest
     replaces: Identity | None
     open_transforms: Callable[[], Transforms]
-    workers: Workers
+    workers: WorkerThreads
     job: Job
 
 

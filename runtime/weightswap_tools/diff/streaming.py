@@ -10,7 +10,7 @@ from typing import NamedTuple, Protocol
 from weightswap_runtime.tensors.content import TensorBytes
 from weightswap_runtime.tensors.digests import Blocks, block_digests, digest_of, tensor_digest
 from weightswap_runtime.tensors.dtypes import DTYPES
-from weightswap_runtime.threads.workers import Workers
+from weightswap_runtime.threads.worker_threads import WorkerThreads
 from weightswap_tools.tensor_set import SetTensor
 
 from .statistics import Summary, Tally, same_bytes, summary, tally
@@ -157,7 +157,7 @@ class Reader:
         self._progress = progress
         self._done = 0
         self._lock = threading.Lock()
-        self._workers = Workers()
+        self._workers = WorkerThreads()
         self._buffers = ReadBuffers()
 
     def run(self, scans: Iterable[Scan]) -> None:
@@ -182,7 +182,7 @@ def digests_of(tensors: Mapping[str, Tensor]) -> dict[str, str]:
     def work(name: str) -> None:
         digests[name] = digest_of(_pieces(readable[name], buffers))
 
-    Workers().run_all(work, readable)
+    WorkerThreads().run_all(work, readable)
     for name, tensor in tensors.items():
         if isinstance(tensor, Computed):  # one after another: each is in memory
             digests[name] = digest_of([tensor.compute().data])

@@ -13,8 +13,8 @@ from typer.testing import CliRunner
 from tests.support.decoding import Decoder, Files, specs
 from weightswap_exporter import compile_engines, export
 from weightswap_exporter.commands.build import compile_command
-from weightswap_exporter.engines import compiling, trial
-from weightswap_exporter.engines.trial import differences
+from weightswap_exporter.engines import compiling, engine_check
+from weightswap_exporter.engines.engine_check import differences
 from weightswap_exporter.parity import Run, compare, first_divergence
 from weightswap_runtime import Artifact, UnknownMethod, Unsupported
 from weightswap_runtime.engines.aten.graph_call import GraphCall
@@ -31,7 +31,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> None:
     for engine in ("aoti", "onnx"):
         file = f"engines/{engine}/{{}}".format
         monkeypatch.setitem(compiling._MAKERS, engine, lambda _, method, __, file=file: (file(f"{method}.bin"), b""))
-    monkeypatch.setattr(trial, "try_engine", lambda *_: None)
+    monkeypatch.setattr(engine_check, "try_engine", lambda *_: None)
 
 
 def compiled(artifact: Artifact) -> list[str]:
@@ -84,7 +84,9 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Files:
 def test_the_trial_is_of_what_was_compiled(files: Files, monkeypatch: pytest.MonkeyPatch) -> None:
     assert list(differences(files.artifact, "onnx")) == []
     called: list[str] = []
-    monkeypatch.setattr("weightswap_exporter.engines.trial._one_call", lambda name, *_: called.append(name) or ())
+    monkeypatch.setattr(
+        "weightswap_exporter.engines.engine_check._one_call", lambda name, *_: called.append(name) or ()
+    )
     list(differences(files.artifact, "onnx"))
     assert set(called) == {"decode"}
 

@@ -29,7 +29,7 @@ from weightswap_runtime.staging import delta_overlay as overlay
 from weightswap_runtime.staging import reading
 from weightswap_runtime.staging.transforms import Transforms
 from weightswap_runtime.tensors import digests
-from weightswap_runtime.threads import workers
+from weightswap_runtime.threads import worker_threads
 
 A, B, C = 0, 1, 2
 
@@ -77,9 +77,9 @@ FAULTS = {
     "a hash of a set fails": Fault(weightfile, "blake3", NO_MEMORY),
     "a copy fails": Fault(ctypes, "memmove", BROKEN),
     "no thread": Fault(threading.Thread, "start", NO_THREAD),
-    "no helper": Fault(workers.ThreadPoolExecutor, "submit", NO_THREAD),
-    "no memory for a helper": Fault(workers.ThreadPoolExecutor, "submit", NO_MEMORY),
-    "no batch": Fault(workers, "deque", NO_MEMORY),
+    "no helper": Fault(worker_threads.ThreadPoolExecutor, "submit", NO_THREAD),
+    "no memory for a helper": Fault(worker_threads.ThreadPoolExecutor, "submit", NO_MEMORY),
+    "no batch": Fault(worker_threads, "deque", NO_MEMORY),
     "no session": Fault(TorchEngine, "bind", NO_MEMORY),
     "a transform fails": Fault(Transforms, "_run", BROKEN),
     "no memory to transform": Fault(Transforms, "_run", raises(RuntimeError("can't allocate memory"))),

@@ -25,7 +25,7 @@ from weightswap_runtime import (
     load,
 )
 from weightswap_runtime.live import store
-from weightswap_runtime.live.trials import Verified, try_out
+from weightswap_runtime.live.verifying import Verified, verify_candidate
 
 
 class Encoder(nn.Module):
@@ -100,9 +100,9 @@ def test_goldens_of_a_model_that_is_dropped_meanwhile_do_no_harm(
     def dropping(*args: Any) -> tuple[Verified, float]:
         others.clear()
         gc.collect()
-        return try_out(*args)
+        return verify_candidate(*args)
 
-    monkeypatch.setattr(store, "try_out", dropping)
+    monkeypatch.setattr(store, "verify_candidate", dropping)
     for only in (None, "bias", "weight"):
         one = load(first, files[0], residency=residency, keep_previous="host")  # type: ignore[arg-type]
         others.append(load(second, share=one))

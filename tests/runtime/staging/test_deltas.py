@@ -42,7 +42,7 @@ from weightswap_runtime.staging.reading import write_rows
 from weightswap_runtime.staging.request import Base, Staging, SwapRequest
 from weightswap_runtime.tensors.digests import block_digests
 from weightswap_runtime.threads.job import Job
-from weightswap_runtime.threads.workers import Workers
+from weightswap_runtime.threads.worker_threads import WorkerThreads
 
 pytestmark = pytest.mark.usefixtures("_blocks")
 
@@ -209,15 +209,15 @@ def test_any_change_arrives(data: st.DataObject, tmp_path_factory: pytest.TempPa
             stamp = delta_stamp(opened)
             assert stamp is not None
             manifest: Any = SimpleNamespace(weights=tuple(weights), graph_id="0" * 64)
-            staging = Staging(SwapRequest(written), manifest, identity, pytest.fail, Workers(2), Job())
+            staging = Staging(SwapRequest(written), manifest, identity, pytest.fail, WorkerThreads(2), Job())
             change = stage_delta(opened, stamp, Base(arena, identity), staging)
         undo = change.patch.undo(arena)
-        change.patch.write_to(arena, Workers(2))
+        change.patch.write_to(arena, WorkerThreads(2))
         assert _contents(arena) == _contents(_arena(weights, new))
         wanted = identify(weights, {n: block_digests(v.data) for n, v in new.items()}, {})
         assert change.contents.identity.digests == wanted.digests
         assert change.contents.identity.nonfinite == _nonfinite(new)
-        undo.write_to(arena, Workers(2))
+        undo.write_to(arena, WorkerThreads(2))
         assert _contents(arena) == _contents(_arena(weights, old))
 
 

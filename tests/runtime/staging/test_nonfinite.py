@@ -26,7 +26,7 @@ from weightswap_runtime.staging.request import Base
 from weightswap_runtime.tensors.digests import block_digests
 from weightswap_runtime.tensors.dtypes import DTYPES, has_fractions
 from weightswap_runtime.threads.job import Job
-from weightswap_runtime.threads.workers import Workers
+from weightswap_runtime.threads.worker_threads import WorkerThreads
 
 NAN, INF = math.nan, math.inf
 FRACTIONS = [name for name, row in DTYPES.items() if has_fractions(name) and row.torch]
@@ -302,7 +302,7 @@ def test_a_change_of_half_a_value_is_judged_with_the_other_half(
     arena, content = HostArena(ArenaLayout([weight])), memoryview(bytes.fromhex(data))
     served = identify([weight], {"w": block_digests(arena.view("w"))}, {})
     parts = ByteRanges.of(np.array([[begin, begin + len(content)]]), content)
-    found = overlay({"w": parts}, Base(arena, served), Workers(1), Job()).nonfinite
+    found = overlay({"w": parts}, Base(arena, served), WorkerThreads(1), Job()).nonfinite
     assert found == ({} if expected is None else {"w": Counts(*expected)})
 
 

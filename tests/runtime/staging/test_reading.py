@@ -18,9 +18,9 @@ from weightswap_runtime.sources import local
 from weightswap_runtime.staging import reading
 from weightswap_runtime.tensors import digests
 from weightswap_runtime.threads.job import Job
-from weightswap_runtime.threads.workers import Workers
+from weightswap_runtime.threads.worker_threads import WorkerThreads
 
-WORKERS = Workers(3)
+WORKERS = WorkerThreads(3)
 
 
 def blocks_of(data: bytes, size: int = 64) -> list[bytes]:
@@ -102,7 +102,7 @@ def test_workers_report_the_first_error_after_the_last_call_has_ended() -> None:
         ended.append(item)
 
     with pytest.raises(KeyError, match="first"):
-        Workers(2).run_all(work, range(2))
+        WorkerThreads(2).run_all(work, range(2))
     assert set(ended) <= {0}
 
 

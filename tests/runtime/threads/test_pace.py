@@ -23,7 +23,7 @@ from weightswap_runtime.sources.local import LocalFile
 from weightswap_runtime.staging.reading import read_tensors
 from weightswap_runtime.threads import job as jobs
 from weightswap_runtime.threads.job import LONGEST_BURST, LONGEST_NAP, Job
-from weightswap_runtime.threads.workers import Workers
+from weightswap_runtime.threads.worker_threads import WorkerThreads
 
 RATE = 1e6  # bytes per second
 SIZES = (5 << 20, 3 << 20, 70_000, 1, 0)
@@ -93,7 +93,7 @@ def test_reading_is_even(
     with open_weights(tmp_path / "w.safetensors") as weights:
         moves.watch(monkeypatch, LocalFile, "read_into", lambda _, buffers, __: sum(map(len, buffers)))
         job.begin("reading", TOTAL)
-        read_tensors(weights, {name: (name,) for name in values}, arena, Workers(threads), job)
+        read_tensors(weights, {name: (name,) for name in values}, arena, WorkerThreads(threads), job)
     moves.check()
     assert job.progress.bytes_done == TOTAL
     for name, value in values.items():
@@ -105,7 +105,7 @@ def test_copying_is_even(threads: int, moves: Moves, layout: ArenaLayout, monkey
     source, target, job = HostArena(layout), HostArena(layout), Job(RATE)
     ranges = list(layout.slots.values())
     moves.watch(monkeypatch, HostArena, "copy_part", lambda _, __, begin, end: end - begin)
-    copy_ranges(target, source, ranges, Workers(threads), job)
+    copy_ranges(target, source, ranges, WorkerThreads(threads), job)
     moves.check()
     assert job.progress.bytes_done == TOTAL
 
@@ -117,7 +117,7 @@ def test_laying_a_patch_over_is_even(
     arena = HostArena(layout)
     patch = HostPatch(Span(offset, memoryview(bytearray([7]) * size)) for offset, size in layout.slots.values())
     moves.watch(monkeypatch, HostArena, "write", lambda _, __, data: len(data))
-    patch.lay_over(arena, Workers(threads), Job(RATE))
+    patch.lay_over(arena, WorkerThreads(threads), Job(RATE))
     moves.check()
     assert all(bytes(arena.fetch(*slot)) == bytes([7]) * slot.nbytes for slot in layout.slots.values())
 

@@ -12,7 +12,7 @@ from weightswap_runtime.memory.host import Memory, StagedIn
 from weightswap_runtime.memory.patch import Patch
 from weightswap_runtime.staging.request import Contents
 from weightswap_runtime.threads.job import Job
-from weightswap_runtime.threads.workers import Workers
+from weightswap_runtime.threads.worker_threads import WorkerThreads
 
 NewSession = Callable[[Arena], Session]
 
@@ -24,7 +24,7 @@ class Means(NamedTuple):
     memory: Memory
     layout: ArenaLayout
     gate: Gate[Session]
-    workers: Workers
+    workers: WorkerThreads
     keep: bool
 
 

@@ -22,7 +22,7 @@ from weightswap_runtime.memory.host import Memory
 from weightswap_runtime.messages import listed
 from weightswap_runtime.staging.request import Admit, SwapRequest
 from weightswap_runtime.threads.forks import renew_in_children
-from weightswap_runtime.threads.workers import Workers
+from weightswap_runtime.threads.worker_threads import WorkerThreads
 
 from .staging import StagedVariant, stage_variant
 
@@ -110,7 +110,7 @@ class Variants:
         manifest: Manifest,
         engine: Binding,
         memory: Memory,
-        workers: Workers,
+        workers: WorkerThreads,
         most: int,
         tell: Callable[[VariantReceipt], object],
     ) -> None:

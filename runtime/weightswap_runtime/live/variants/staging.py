@@ -24,7 +24,7 @@ from weightswap_runtime.tensors.content import TensorBytes, array_content, as_ar
 from weightswap_runtime.tensors.digests import block_digests
 from weightswap_runtime.tensors.dtypes import describe, same_type
 from weightswap_runtime.threads.job import Job
-from weightswap_runtime.threads.workers import Workers
+from weightswap_runtime.threads.worker_threads import WorkerThreads
 
 from .peft_directory import CONFIG_NAME, RowSource, match_peft, read_config, weights_in
 
@@ -43,7 +43,11 @@ class StagedVariant(NamedTuple):
 
 
 def stage_variant(
-    rows: Sequence[NamedTensor], memory: Memory, workers: Workers, request: SwapRequest, admit: Admit | None = None
+    rows: Sequence[NamedTensor],
+    memory: Memory,
+    workers: WorkerThreads,
+    request: SwapRequest,
+    admit: Admit | None = None,
 ) -> StagedVariant:
     """Read and verify a variant: a directory of PEFT's, or a safetensors file with the FQNs of `rows`.
 
@@ -96,7 +100,7 @@ def _can_be(dtype: str, wanted: str) -> bool:
 
 
 def _read(
-    weights: WeightSet, taken: Sequence[RowSource], memory: Memory, workers: Workers, job: Job
+    weights: WeightSet, taken: Sequence[RowSource], memory: Memory, workers: WorkerThreads, job: Job
 ) -> tuple[Arena, Findings]:
     """Read the tensors, and lay them into an arena that has the rows."""
     if wrong := [t.key for t in taken if t.key and not _can_be(weights.tensors[t.key].dtype, t.row.dtype)]:

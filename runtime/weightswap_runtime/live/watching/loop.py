@@ -18,11 +18,11 @@ from weightswap_runtime.format.identity import identify
 from weightswap_runtime.format.name_patterns import part_of
 from weightswap_runtime.live.calling import Caller, Methods
 from weightswap_runtime.live.events import Event, Listener
+from weightswap_runtime.live.member import Member
 from weightswap_runtime.live.receipt import SwapReceipt
 from weightswap_runtime.live.staged import Staged
 from weightswap_runtime.live.staging_task import StagingTask
 from weightswap_runtime.live.store import Store
-from weightswap_runtime.live.trials import Member
 from weightswap_runtime.options import is_number, join_seconds
 from weightswap_runtime.sources.location import printable
 from weightswap_runtime.staging.request import BaseFile, SwapRequest

@@ -12,7 +12,7 @@ from weightswap_runtime.errors import lacks_memory
 from weightswap_runtime.format.weight_file import ALIGNMENT
 from weightswap_runtime.memory.arena import Arena, ArenaLayout, ByteRange, allocate, copy_bytes
 from weightswap_runtime.memory.device import Buffer, Device, Event, LockedBuffer, Stream
-from weightswap_runtime.threads.workers import Workers
+from weightswap_runtime.threads.worker_threads import WorkerThreads
 
 from .capturing import check_not_capturing
 from .ring import BUFFER_BYTES, Ring
@@ -211,7 +211,7 @@ class DeviceArena(Region):
         self.layout = layout
         self.serves = serves
 
-    def write_to(self, other: Arena, workers: Workers) -> None:
+    def write_to(self, other: Arena, workers: WorkerThreads) -> None:
         """Copy every weight to an arena of the same layout; addresses stay."""
         step = self.layout.nbytes if isinstance(other, DeviceArena) else BUFFER_BYTES
         parts = self.layout.whole.split(max(1, step))

@@ -16,7 +16,7 @@ from weightswap_runtime.errors import lacks_memory
 from weightswap_runtime.memory.arena import ByteRange
 from weightswap_runtime.tensors.digests import BLOCK
 from weightswap_runtime.tensors.torch_modes import default_torch_modes
-from weightswap_runtime.threads.workers import Workers
+from weightswap_runtime.threads.worker_threads import WorkerThreads
 
 from . import Buffer
 
@@ -98,7 +98,7 @@ def _seconds(hasher: DeviceHasher, buffer: Buffer, count: int) -> tuple[float, f
     hasher.digests(buffer, parts)  # loads it, and locks the pages that these numbers need
     block = bytes(BLOCK)
     on_host = _least(lambda: blake3(block).digest())
-    return _least(lambda: hasher.digests(buffer, parts)), on_host * count / Workers().threads
+    return _least(lambda: hasher.digests(buffer, parts)), on_host * count / WorkerThreads().threads
 
 
 def _least(work: Callable[[], object]) -> float:

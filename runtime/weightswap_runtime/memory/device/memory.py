@@ -11,7 +11,7 @@ from weightswap_runtime.memory.device import Device
 from weightswap_runtime.memory.host import StagedIn
 from weightswap_runtime.memory.patch import HostPatch, Patch, Span, in_chunks
 from weightswap_runtime.threads.job import Job
-from weightswap_runtime.threads.workers import Workers
+from weightswap_runtime.threads.worker_threads import WorkerThreads
 
 from .arena import Copy, DeviceArena, Region
 from .ring import BUFFER_BYTES, Ring
@@ -59,7 +59,7 @@ class DeviceMemory:
         )
         return found or HostArena(layout), staged_in
 
-    def staged_patch(self, patch: HostPatch, workers: Workers) -> tuple[Patch, StagedIn]:
+    def staged_patch(self, patch: HostPatch, workers: WorkerThreads) -> tuple[Patch, StagedIn]:
         """On the device if that is wanted and has room, else where it is. Raises OutOfMemory."""
         found, staged_in = self._on_device(
             patch.nbytes, lambda: DevicePatch.of(patch, Region(self._device, patch.nbytes, self._ring), workers)
@@ -104,7 +104,7 @@ class DevicePatch(Patch):
         self._runs = tuple(runs)
 
     @classmethod
-    def of(cls, patch: HostPatch, region: Region, workers: Workers) -> DevicePatch:
+    def of(cls, patch: HostPatch, region: Region, workers: WorkerThreads) -> DevicePatch:
         """Copy a patch to a region of its size, through the ring. What lies side by side is one run."""
         runs: list[Copy] = []
         parts: list[Span] = []  # by their offsets in the region
@@ -125,7 +125,7 @@ class DevicePatch(Patch):
     def nbytes(self) -> int:
         return sum(run.nbytes for run in self._runs)
 
-    def write_to(self, arena: Arena, workers: Workers) -> None:
+    def write_to(self, arena: Arena, workers: WorkerThreads) -> None:
         """Copy every span to its offset; on the device the host waits for nothing."""
         if isinstance(arena, DeviceArena):
             arena.take_from(self._region, self._runs)
@@ -133,7 +133,7 @@ class DevicePatch(Patch):
         for offset, begin, nbytes in self._runs:
             arena.write(offset, self._region.fetch(begin, nbytes))
 
-    def lay_over(self, arena: Arena, workers: Workers, job: Job) -> None:
+    def lay_over(self, arena: Arena, workers: WorkerThreads, job: Job) -> None:
         """As `write_to`, at the job's pace. Raises StageCancelled, with the copy half done."""
         job.begin("copying", self.nbytes)
         for offset, begin, nbytes in self._runs:

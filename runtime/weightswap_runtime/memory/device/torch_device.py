@@ -11,7 +11,7 @@ from typing import Any
 
 from weightswap_runtime.errors import MissingExtra, Unsupported
 from weightswap_runtime.tensors.torch_modes import default_torch_modes
-from weightswap_runtime.threads.workers import Workers
+from weightswap_runtime.threads.worker_threads import WorkerThreads
 
 from . import Hasher
 from .ring import Ring
@@ -239,7 +239,7 @@ def ring_of(accelerator: Accelerator) -> Ring:
         ring = _rings.get(accelerator.index)
         if ring is None:
             urgent = Ring(accelerator, URGENT)
-            ring = _rings[accelerator.index] = Ring(accelerator, Workers().threads + SPARE, urgent)
+            ring = _rings[accelerator.index] = Ring(accelerator, WorkerThreads().threads + SPARE, urgent)
         return ring
 
 

@@ -12,7 +12,7 @@ import torch
 
 from tests.runtime.live.variants.test_variants import Files, X, answer, interleave
 from weightswap_exporter import compile_engines
-from weightswap_exporter.engines.trial import differences
+from weightswap_exporter.engines.engine_check import differences
 from weightswap_runtime import Artifact, Model, load
 from weightswap_runtime.engines.aoti.engine import AotiEngine
 from weightswap_runtime.engines.aten.variants import ChosenTensors

@@ -17,9 +17,9 @@ from weightswap_runtime.format.weight_set import open_weights
 from weightswap_runtime.memory.arena import ArenaLayout, HostArena
 from weightswap_runtime.staging.reading import read_tensors
 from weightswap_runtime.threads.job import Job
-from weightswap_runtime.threads.workers import Workers
+from weightswap_runtime.threads.worker_threads import WorkerThreads
 
-WORKERS = Workers(3)
+WORKERS = WorkerThreads(3)
 
 
 def read_all(url: str, values: dict[str, np.ndarray], job: Job | None = None) -> None:

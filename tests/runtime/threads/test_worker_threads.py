@@ -7,7 +7,7 @@ import weakref
 
 import pytest
 
-from weightswap_runtime.threads.workers import Workers, forget_frames
+from weightswap_runtime.threads.worker_threads import WorkerThreads, forget_frames
 
 
 class Item:
@@ -19,13 +19,13 @@ def test_as_many_threads_as_processors_up_to_what_feeds_a_gpu(
     processors: int, threads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(processors)))
-    assert Workers().threads == threads
+    assert WorkerThreads().threads == threads
 
 
 @pytest.mark.usefixtures("_uncollected")
 @pytest.mark.parametrize("in_the_pool", [True, False])
 def test_an_error_of_any_thread_keeps_nothing_of_the_batch(in_the_pool: bool) -> None:
-    workers, caller = Workers(2), threading.get_ident()
+    workers, caller = WorkerThreads(2), threading.get_ident()
     items = [Item() for _ in range(100)]
     left = weakref.WeakSet(items)
     failed = threading.Event()

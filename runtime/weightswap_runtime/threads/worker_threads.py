@@ -23,7 +23,7 @@ def forget_frames(error: BaseException | None) -> None:
         error = error.__cause__ or error.__context__
 
 
-class Workers:
+class WorkerThreads:
     """One thread for each processor that this process may use, at most sixteen; the caller's is one of them."""
 
     def __init__(self, threads: int | None = None) -> None:

@@ -1,8 +1,8 @@
 """Trying what was compiled for another engine: on random weights and inputs it must give what the graph itself gives.
 
 Translations are sometimes wrong, and some of their results end the process that opens them. So this runs in a process
-of its own: `python -m weightswap_exporter.engines.trial FOLDER ENGINE DEVICE` prints a JSON list of what is wrong, or
-a text that says why it could not be tried.
+of its own: `python -m weightswap_exporter.engines.engine_check FOLDER ENGINE DEVICE` prints a JSON list of what is
+wrong, or a text that says why it could not be tried.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from torch.export import Dim
 
 from tests.support.models import Counter
 from weightswap_exporter import MethodSpec, compile_engines, export
-from weightswap_exporter.engines import trial
+from weightswap_exporter.engines import engine_check
 from weightswap_runtime import Artifact, CaptureError, load
 
 ROWS = {0: Dim("rows", max=64)}
@@ -76,7 +76,7 @@ def test_wrong_translations_are_refused(name: str, tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_trial_starts_an_interpreter_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Other tests have it forked from one that is warm: see tests/support/quick.py."""
-    monkeypatch.setattr(trial, "sys", sys)
+    monkeypatch.setattr(engine_check, "sys", sys)
     test_wrong_translations_are_refused("a mean of scattered values", tmp_path)
 
 
@@ -120,7 +120,7 @@ def test_right_ones_are_taken(name: str, tmp_path: Path) -> None:
 def test_state_is_compared_from_the_beginning(tmp_path: Path) -> None:
     methods = {"forward": MethodSpec("forward", (torch.ones(2, 3),)), "peek": MethodSpec("peek")}
     artifact = export(Counter(), methods=methods, out=tmp_path / "a", engines=["onnx"])
-    assert list(trial.differences(artifact, "onnx")) == []
+    assert list(engine_check.differences(artifact, "onnx")) == []
 
 
 def test_a_planted_fault_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -143,7 +143,7 @@ def test_a_planted_fault_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 def test_what_is_too_large_to_try_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trial, "MOST_BYTES", 0)
+    monkeypatch.setattr(engine_check, "MOST_BYTES", 0)
     with pytest.warns(UserWarning, match=r"engine 'onnx' could not be tried: its weights take more than"):
         compiled(lambda w, x: x @ w, tmp_path, X)
 
