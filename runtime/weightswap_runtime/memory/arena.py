@@ -145,20 +145,16 @@ class HostArena:
         return nullcontext([memory[offset : offset + size] for offset, size in slots])
 
     def write_to(self, other: Arena, workers: WorkerThreads) -> None:
-        """Copy every weight to an arena of the same layout; addresses stay. Bounded by memory bandwidth."""
         chunks = self.layout.whole.split(COPY_CHUNK)
         workers.run_all(lambda part: other.copy_part(self, part.offset, part.end), chunks)
 
     def copy_part(self, other: Arena, begin: int, end: int) -> None:
-        """Copy bytes `begin` to `end` of an arena of the same layout."""
         other.read(begin, self.fetch(begin, end - begin))
 
     def write(self, offset: int, data: memoryview) -> None:
-        """Copy bytes to an offset. `data` is of writable memory."""
         copy_bytes(self.fetch(offset, len(data)), data)
 
     def read(self, offset: int, target: memoryview) -> None:
-        """Copy bytes from an offset, as many as `target`, which is of writable memory, holds."""
         copy_bytes(target, self.fetch(offset, len(target)))
 
     def fetch(self, offset: int, nbytes: int) -> memoryview:

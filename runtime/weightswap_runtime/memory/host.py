@@ -49,10 +49,6 @@ class Memory(Protocol):
         """A patch of an arena that serves, in memory from which it is quickly written."""
         ...
 
-    def kept(self, layout: ArenaLayout) -> Arena:
-        """One in host memory, for weights that a rollback brings back."""
-        ...
-
 
 FOR_TWO = 'Free memory, or load with residency="single", which holds one set of weights instead of two.'
 FOR_ONE = "Free memory: it serves from one set, and holds no other."
@@ -75,6 +71,3 @@ class HostMemory:
 
     def staged_patch(self, patch: HostPatch, workers: WorkerThreads) -> tuple[Patch, StagedIn]:
         return patch, ON_THE_HOST
-
-    def kept(self, layout: ArenaLayout) -> HostArena:
-        return HostArena(layout)

@@ -55,11 +55,9 @@ class HostPatch(Patch):
         return sum(len(span.data) for span in self.spans)
 
     def write_to(self, arena: Arena, workers: WorkerThreads) -> None:
-        """Copy every span to its offset; addresses stay."""
         workers.run_all(lambda span: arena.write(span.offset, span.data), in_chunks(self.spans, COPY_CHUNK))
 
     def lay_over(self, arena: Arena, workers: WorkerThreads, job: Job) -> None:
-        """As `write_to`, at the job's pace. Raises StageCancelled, with the copy half done."""
         job.begin("copying", self.nbytes)
 
         def write(span: Span) -> None:
@@ -69,7 +67,6 @@ class HostPatch(Patch):
         workers.run_all(write, in_chunks(self.spans, COPY_CHUNK))
 
     def undo(self, arena: Arena) -> HostPatch:
-        """What lies in the arena where this would be written, copied. Raises MemoryError."""
         memory = memoryview(allocate(self.nbytes))
         spans = []
         for offset, data in self.spans:

@@ -42,11 +42,9 @@ class DeviceMemory:
 
     @property
     def stages_on_host(self) -> bool:
-        """Whether weights may wait there for their commit."""
         return self._mode != "device"
 
     def arena(self, layout: ArenaLayout) -> DeviceArena:
-        """Raises OutOfMemory."""
         try:
             return DeviceArena(self._device, layout, self._ring, serves=True)
         except MemoryError as error:
@@ -65,10 +63,6 @@ class DeviceMemory:
             patch.nbytes, lambda: DevicePatch.of(patch, Region(self._device, patch.nbytes, self._ring), workers)
         )
         return found or patch, staged_in
-
-    def kept(self, layout: ArenaLayout) -> HostArena:
-        """Raises OutOfMemory."""
-        return HostArena(layout)
 
     def _on_device(self, nbytes: int, make: Callable[[], T]) -> tuple[T | None, StagedIn]:
         """What was made on the device, or None and why not."""
@@ -134,7 +128,6 @@ class DevicePatch(Patch):
             arena.write(offset, self._region.fetch(begin, nbytes))
 
     def lay_over(self, arena: Arena, workers: WorkerThreads, job: Job) -> None:
-        """As `write_to`, at the job's pace. Raises StageCancelled, with the copy half done."""
         job.begin("copying", self.nbytes)
         for offset, begin, nbytes in self._runs:
             for start, stop in job.steps(0, nbytes):
@@ -149,5 +142,4 @@ class DevicePatch(Patch):
         return DevicePatch(region, self._runs)
 
     def saved(self, arena: Arena) -> HostPatch:
-        """As `undo`, in host memory."""
         return HostPatch(Span(offset, arena.fetch(offset, nbytes)) for offset, _, nbytes in self._runs)
