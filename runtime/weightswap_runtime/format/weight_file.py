@@ -83,7 +83,9 @@ class WeightFile(AbstractContextManager["WeightFile"]):
         self.path = as_location(path)
         self.source = open_source(self.path, check)
         try:
+            self.where = self.source.where
             self.header = read_header(self.source)
+            self.tensors = self.header.tensors
             self.stamp = _read_stamp(self.header, self.where)
             if self.stamp is None:  # nothing but its times can tell that it changes
                 self.source.await_stable_mtime()
@@ -99,14 +101,6 @@ class WeightFile(AbstractContextManager["WeightFile"]):
                 f"{self.where}: the file was written to while it was opened. Replace files (os.replace), never rewrite "
                 "them."
             )
-
-    @property
-    def where(self) -> str:
-        return self.source.where
-
-    @property
-    def tensors(self) -> dict[str, FileTensor]:
-        return self.header.tensors
 
     def check_unchanged(self, *, proven: bool = False) -> None:
         """Raise WeightFileError if the file was written to or truncated since it was opened; see `ByteSource`."""

@@ -32,10 +32,7 @@ def advising(text: str) -> Iterator[None]:
 class Memory(Protocol):
     """The memory of one device, and what of the host's belongs to it. Everything raises OutOfMemory."""
 
-    @property
-    def stages_on_host(self) -> bool:
-        """Whether weights for another device may wait there for their commit."""
-        ...
+    stages_on_host: bool  # whether weights for another device may wait there for their commit
 
     def arena(self, layout: ArenaLayout) -> Arena:
         """One that serves."""

@@ -23,9 +23,7 @@ class Span(NamedTuple):
 class Patch(ABC):
     """Changes of an arena, beside it."""
 
-    @property
-    @abstractmethod
-    def nbytes(self) -> int: ...
+    nbytes: int
 
     @abstractmethod
     def write_to(self, arena: Arena, workers: WorkerThreads) -> None:
@@ -49,10 +47,7 @@ class HostPatch(Patch):
 
     def __init__(self, spans: Iterable[Span]) -> None:
         self.spans = tuple(spans)
-
-    @property
-    def nbytes(self) -> int:
-        return sum(len(span.data) for span in self.spans)
+        self.nbytes = sum(len(span.data) for span in self.spans)
 
     def write_to(self, arena: Arena, workers: WorkerThreads) -> None:
         workers.run_all(lambda span: arena.write(span.offset, span.data), in_chunks(self.spans, COPY_CHUNK))

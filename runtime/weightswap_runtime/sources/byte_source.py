@@ -12,18 +12,9 @@ Check = Callable[[], None]  # raises what ends a wait
 class ByteSource(Protocol):
     """An open file or object of a known size, whose bytes several threads may read at once."""
 
-    @property
-    def where(self) -> str:
-        """What messages call it: a path or a URL."""
-        ...
-
-    @property
-    def size(self) -> int: ...
-
-    @property
-    def unit(self) -> int:
-        """How many bytes one read should ask for."""
-        ...
+    where: str  # what messages call it: a path or a URL
+    size: int
+    unit: int  # bytes that one read should ask for
 
     def read_into(self, buffers: list[memoryview], offset: int) -> None:
         """Fill all the buffers, at most MOST_BUFFERS, from `offset` on. Raises WeightFileError.

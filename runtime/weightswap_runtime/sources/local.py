@@ -73,6 +73,7 @@ class LocalFile:
         try:
             self._check_regular()
             self._identity = self._fingerprint()
+            self.size = self._identity.size
         except BaseException:
             self.close()
             raise
@@ -87,10 +88,6 @@ class LocalFile:
     def _check_regular(self) -> None:
         if not stat.S_ISREG(self._status().st_mode):
             raise WeightFileError(f"{self.where}: cannot be opened (not a regular file)")
-
-    @property
-    def size(self) -> int:
-        return self._identity.size
 
     def read_into(self, buffers: list[memoryview], offset: int) -> None:
         wanted = sum(map(len, buffers))

@@ -33,16 +33,13 @@ class DeviceMemory:
         self._device = device
         self._ring = ring
         self._mode = mode
+        self.stages_on_host = mode != "device"
         try:
             ring.allocate()
         except MemoryError as error:
             raise OutOfMemory(
                 f"{device.name}: no memory of the host can be page-locked, through which weights go there ({error})"
             ) from error
-
-    @property
-    def stages_on_host(self) -> bool:
-        return self._mode != "device"
 
     def arena(self, layout: ArenaLayout) -> DeviceArena:
         try:
@@ -96,6 +93,7 @@ class DevicePatch(Patch):
     def __init__(self, region: Region, runs: Iterable[Copy]) -> None:
         self._region = region
         self._runs = tuple(runs)
+        self.nbytes = sum(run.nbytes for run in self._runs)
 
     @classmethod
     def of(cls, patch: HostPatch, region: Region, workers: WorkerThreads) -> DevicePatch:
@@ -114,10 +112,6 @@ class DevicePatch(Patch):
             workers.run_all(lambda part: region.write(part.offset, part.data), in_chunks(parts, BUFFER_BYTES))
         region.synchronize()
         return cls(region, runs)
-
-    @property
-    def nbytes(self) -> int:
-        return sum(run.nbytes for run in self._runs)
 
     def write_to(self, arena: Arena, workers: WorkerThreads) -> None:
         """Copy every span to its offset; on the device the host waits for nothing."""

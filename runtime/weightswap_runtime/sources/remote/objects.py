@@ -88,19 +88,11 @@ class RemoteObject:
         self.where = where
         self._transport = transport
         self._pin, self._head, self._settles_in = opened
+        self.size, self.tag, _ = self._pin  # the tag is empty where the store has none
         self._settled_at = time.monotonic() + self._settles_in
         self._early: list[_Early] = []
         self._loop = loop
         self._check = check
-
-    @property
-    def size(self) -> int:
-        return self._pin.size
-
-    @property
-    def tag(self) -> str:
-        """What its content is pinned to, such as an ETag; empty where the store has none."""
-        return self._pin.tag
 
     def read_into(self, buffers: list[memoryview], offset: int) -> None:
         landing, early = Landing(buffers), time.monotonic() < self._settled_at
