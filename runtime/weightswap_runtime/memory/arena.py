@@ -11,7 +11,7 @@ from typing import NamedTuple, Protocol
 
 from weightswap_runtime.errors import OutOfMemory
 from weightswap_runtime.format.manifest import NamedTensor
-from weightswap_runtime.format.weight_file import ALIGNMENT, TensorRow, canonical_order
+from weightswap_runtime.format.weight_file import ALIGNMENT, canonical_order
 from weightswap_runtime.threads.worker_threads import WorkerThreads
 
 COPY_CHUNK = 16 << 20
@@ -40,7 +40,7 @@ class ArenaLayout:
         self.weights: dict[str, NamedTensor] = {weight.name: weight for weight in weights}
         self.slots: dict[str, ByteRange] = {}
         position = 0
-        for row in canonical_order(TensorRow(w.name, w.dtype, w.shape) for w in self.weights.values()):
+        for row in canonical_order(weight.row for weight in self.weights.values()):
             size = self.weights[row.name].nbytes
             self.slots[row.name] = ByteRange(position, size)
             position += -(-size // ALIGNMENT) * ALIGNMENT
