@@ -9,6 +9,15 @@ MOST_BUFFERS = 512  # below the kernel's IOV_MAX of 1024
 Check = Callable[[], None]  # raises what ends a wait
 
 
+def between(buffers: list[memoryview], low: int, high: int) -> list[memoryview]:
+    """The parts of neighbouring buffers that are bytes `low` to `high` of the whole."""
+    found = []
+    for buffer in buffers:
+        found += [buffer[max(0, low) : high]] if low < len(buffer) and high > 0 else []
+        low, high = low - len(buffer), high - len(buffer)
+    return found
+
+
 class ByteSource(Protocol):
     """An open file or object of a known size, whose bytes several threads may read at once."""
 

@@ -87,7 +87,7 @@ class Single:
 
     def stage_patch(self, change: StagedChange, timeout: float | None, job: Job) -> StagedPatch:
         patch, staged_in = self._memory.staged_patch(change.patch, self._workers)
-        contents = change.contents.placed(staged_in)
+        contents = change.contents._replace(staged_in=staged_in)
         return StagedPatch(contents, patch, lambda job: self._new_session(self._copy_with(patch, job)))
 
     def _copy_with(self, patch: Patch, job: Job) -> Arena:
