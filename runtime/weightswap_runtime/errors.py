@@ -19,6 +19,7 @@ WeightswapError
 |   |-- OutOfMemory            no memory to stage into
 |   |-- DeviceError            the device reports an error while weights are staged
 |   |-- StagingBusy            another staging is open
+|   |-- VariantsBusy           calls use all variants of a group
 |   |-- StageClosed            already committed or discarded
 |   |-- StageCancelled         somebody has cancelled the staging
 |   |-- Superseded             later weights were taken, or these were rolled back
@@ -30,6 +31,8 @@ WeightswapError
 |   |-- UnknownMethod          the artifact has no such method
 |   |-- NoWeights              nothing has been swapped in yet
 |   |-- StaleContext           its state was made with other weights than those that are served
+|   |-- UnknownVariant         it is not resident, or of a group that the artifact does not declare
+|   |-- StaleVariant           it goes with other weights than those that are served
 |   |-- ContextBusy            another call is using it
 |   |-- ContextBroken          a call on it broke off; its state may be half of two
 |   |-- ContextClosed          the context was closed
@@ -377,56 +380,7 @@ def is_of_device(error: BaseException) -> bool:
 
 
 __all__ = [
-    "AccessDenied",
-    "ArtifactError",
-    "BaseMismatch",
-    "CallError",
-    "CaptureError",
-    "CheckpointError",
-    "ContextBroken",
-    "ContextBusy",
-    "ContextClosed",
-    "ContextFileError",
-    "ContextMismatch",
-    "DamagedFile",
-    "DesiredDamaged",
-    "DesiredError",
-    "DeviceError",
-    "DigestMismatch",
-    "ExportError",
-    "FormatVersionError",
-    "GoldenMismatch",
-    "GoldensError",
-    "GraphMismatch",
-    "Held",
-    "InputMismatch",
-    "LeaseTimeout",
-    "MissingExtra",
-    "ModelClosed",
-    "ModelFailed",
-    "NoWeights",
-    "NonFiniteWeights",
-    "NothingToRollBack",
-    "OutOfMemory",
-    "ParityError",
-    "PinReleased",
-    "PublishTimeout",
-    "RecipeError",
-    "RecordingError",
-    "RevisionConflict",
-    "StageCancelled",
-    "StageClosed",
-    "StageTimeout",
-    "StagingBusy",
-    "StaleContext",
-    "Superseded",
-    "SwapError",
-    "TruncatedFile",
-    "UnexpectedWeights",
-    "UnknownMethod",
-    "Unproven",
-    "Unsupported",
-    "WeightFileError",
-    "WeightsMismatch",
-    "WeightswapError",
+    name
+    for name, found in globals().items()
+    if isinstance(found, type) and issubclass(found, WeightswapError) and not name.startswith("_")
 ]

@@ -30,7 +30,7 @@ import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
 from threading import RLock
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from .errors import MissingExtra, Unsupported
 from .live.tallies import Tallies
@@ -55,6 +55,7 @@ if TYPE_CHECKING:
 
 MOST_LABELS = 20
 LONGEST_LABEL = 200
+F = TypeVar("F", GaugeMetricFamily, CounterMetricFamily, HistogramMetricFamily, SummaryMetricFamily, InfoMetricFamily)
 _NOT_IN_NAMES = re.compile(r"[^a-zA-Z0-9_]")
 
 
@@ -103,36 +104,26 @@ class Families:
     """The metrics of all models of a registry; each appears once, with a sample for each model."""
 
     def __init__(self) -> None:
-        def gauge(name: str, says: str) -> GaugeMetricFamily:
-            return GaugeMetricFamily(f"weightswap_{name}", says, labels=["model"])
+        def new(kind: type[F], name: str, says: str, *labels: str) -> F:
+            return kind(f"weightswap_{name}", says, labels=("model", *labels))
 
-        model = ["model"]
-        self.generation = gauge("generation", "The generation of the weights that are served.")
-        self.committed = gauge("committed_timestamp_seconds", "When the weights that are served were committed.")
-        self.failed = gauge("failed", "1 while calls are refused after an in-place commit broke off.")
-        self.info = InfoMetricFamily("weightswap_model", "The weights that are served.", labels=model)
-        self.leases = gauge("leases", "Calls and pins that hold weights now.")
-        self.staging = gauge("staging", "1 while a staging is under way.")
-        self.done = gauge("staging_done_bytes", "Bytes done in the phase of the staging that is under way.")
-        self.expected = gauge("staging_expected_bytes", "Bytes of that phase in all.")
-        self.calls = CounterMetricFamily("weightswap_calls", "Calls.", labels=["model", "method", "outcome"])
-        self.call_seconds = HistogramMetricFamily(
-            "weightswap_call_seconds", "Seconds of calls that were answered.", labels=["model", "method"]
-        )
-        self.swaps = CounterMetricFamily(
-            "weightswap_swaps", "Stagings and rollbacks that have ended.", labels=["model", "kind", "outcome"]
-        )
-        self.failures = CounterMetricFamily(
-            "weightswap_failures", "What was refused, failed or unreachable, by error.", labels=["model", "reason"]
-        )
-        self.skipped = CounterMetricFamily("weightswap_skipped", "Files passed over by a watcher.", labels=model)
-        self.staged_bytes = CounterMetricFamily("weightswap_staged_bytes", "Bytes read by stagings.", labels=model)
-        self.phase_seconds = SummaryMetricFamily(
-            "weightswap_phase_seconds", "Seconds of the phases of a staging.", labels=["model", "phase"]
-        )
-        self.pause_seconds = HistogramMetricFamily(
-            "weightswap_pause_seconds", "Seconds that a commit could keep calls waiting.", labels=model
-        )
+        gauge, counter, histogram = GaugeMetricFamily, CounterMetricFamily, HistogramMetricFamily
+        self.generation = new(gauge, "generation", "The generation of the weights that are served.")
+        self.committed = new(gauge, "committed_timestamp_seconds", "When the weights that are served were committed.")
+        self.failed = new(gauge, "failed", "1 while calls are refused after an in-place commit broke off.")
+        self.info = new(InfoMetricFamily, "model", "The weights that are served.")
+        self.leases = new(gauge, "leases", "Calls and pins that hold weights now.")
+        self.staging = new(gauge, "staging", "1 while a staging is under way.")
+        self.done = new(gauge, "staging_done_bytes", "Bytes done in the phase of the staging that is under way.")
+        self.expected = new(gauge, "staging_expected_bytes", "Bytes of that phase in all.")
+        self.calls = new(counter, "calls", "Calls.", "method", "outcome")
+        self.call_seconds = new(histogram, "call_seconds", "Seconds of calls that were answered.", "method")
+        self.swaps = new(counter, "swaps", "Stagings and rollbacks that have ended.", "kind", "outcome")
+        self.failures = new(counter, "failures", "What was refused, failed or unreachable, by error.", "reason")
+        self.skipped = new(counter, "skipped", "Files passed over by a watcher.")
+        self.staged_bytes = new(counter, "staged_bytes", "Bytes read by stagings.")
+        self.phase_seconds = new(SummaryMetricFamily, "phase_seconds", "Seconds of the phases of a staging.", "phase")
+        self.pause_seconds = new(histogram, "pause_seconds", "Seconds that a commit could keep calls waiting.")
 
     def add_served(self, name: str, model: Model) -> None:
         current, history = model._gate.current, model.history

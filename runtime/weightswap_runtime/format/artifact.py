@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cached_property
 from mmap import MAP_ANONYMOUS, MAP_PRIVATE, mmap
 from pathlib import Path, PurePosixPath
@@ -59,15 +60,15 @@ class Artifact:
         """
         if not isinstance(path, str | os.PathLike | Url):
             raise ArtifactError(f"expected the path of an artifact, got a {type(path).__qualname__}")
-        folder = _folder(path)
-        name = folder / MANIFEST_NAME
-        raw = _read_small(name, MAX_MANIFEST)
+        with _refusing():
+            folder = as_location(path)
+            raw = read_small(folder / MANIFEST_NAME, MAX_MANIFEST)
         if raw is None:
             raise ArtifactError(
                 f"{folder!s:.200}: no artifact here (expected a folder with a {MANIFEST_NAME}). "
                 "Give the folder that weightswap export wrote."
             )
-        return cls(folder, decode_manifest(raw, str(name)))
+        return cls(folder, decode_manifest(raw, str(folder / MANIFEST_NAME)))
 
     @property
     def folder(self) -> Path:
@@ -98,7 +99,8 @@ class Artifact:
         """The bytes of one file of the manifest, checked against its digest. Raises ArtifactError."""
         expected = self.manifest.files[name]
         path = self.path / name
-        raw = _read_small(path, sys.maxsize) if isinstance(path, Url) else self._read_local(path)
+        with _refusing():
+            raw = read_small(path, sys.maxsize) if isinstance(path, Url) else self._read_local(path)
         if raw is None:
             raise ArtifactError(f"{path}: listed in the manifest but not there. {_AGAIN}")
         found = blake3(raw).hexdigest()
@@ -163,15 +165,10 @@ def is_artifact(path: str) -> bool:
         return False
 
 
-def _folder(path: str | os.PathLike[str] | Url) -> Location:
+@contextmanager
+def _refusing() -> Iterator[None]:
+    """A block in which what is wrong with a place or a file is wrong with the artifact."""
     try:
-        return as_location(path)
-    except WeightFileError as error:
-        raise ArtifactError(str(error)) from error
-
-
-def _read_small(location: Location, limit: int) -> bytes | None:
-    try:
-        return read_small(location, limit)
+        yield
     except WeightFileError as error:
         raise ArtifactError(str(error)) from error

@@ -10,14 +10,12 @@ from weightswap_runtime.errors import InputMismatch
 from .conditions import Condition, condition_dims, evaluate, parse_condition
 from .signature import (
     Dict,
-    Dimension,
     Integer,
     Items,
     Literal,
     Node,
     Signature,
     Size,
-    SizeExpression,
     Tensor,
     Tuple,
     key_text,
@@ -49,14 +47,15 @@ class CallCheck:
         self._method = method
         self._signature = signature
         self._parameters = (*signature.args, *signature.kwargs)
-        self._tensor_type = tensor_type
-        self._dtypes = dtypes
-        self._misplaced = misplaced
+        self.tensor_type = tensor_type
+        self.dtypes = dtypes
+        self.misplaced = misplaced
+        self.dims = signature.dims
         self._kind = kind
         self._plain = not signature.kwargs and all(type(node) is Tensor for _, node in signature.args)
         self._accepted: set[Hashable] = set()
         self._conditions = [(text, parse_condition(text)) for text in signature.conditions]
-        self._sizes = {
+        self.sizes = {
             size: parse_size(size)
             for _, node in self._parameters
             for leaf in leaves(node)
@@ -66,7 +65,7 @@ class CallCheck:
 
     def flatten(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
         """The flat inputs, in the graph's order. Raises InputMismatch with everything that is wrong."""
-        if not self._plain or kwargs or not all(type(value) is self._tensor_type for value in args):
+        if not self._plain or kwargs or not all(type(value) is self.tensor_type for value in args):
             return self._check(args, kwargs)
         try:
             kinds = tuple(map(self._kind, args))  # kinds that were accepted once need no second check
@@ -80,7 +79,7 @@ class CallCheck:
         return flat
 
     def _check(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-        check = _Check(self._tensor_type, self._dtypes, self._misplaced, self._sizes, self._signature.dims)
+        check = _Check(self)
         values = self._bind(args, kwargs, check)
         for name, node in self._parameters:
             if name in values:
@@ -117,21 +116,10 @@ class CallCheck:
 class _Check:
     """One call's walk over its inputs: collects the flat values, the dimensions' sizes and the problems."""
 
-    def __init__(
-        self,
-        tensor_type: type[Any],
-        dtypes: Mapping[Any, str],
-        misplaced: Callable[[Any], str | None],
-        sizes: Mapping[str, SizeExpression],
-        dims: Mapping[str, Dimension],
-    ) -> None:
+    def __init__(self, expected: CallCheck) -> None:
         self.flat: list[Any] = []
         self.problems: list[str] = []
-        self._tensor_type = tensor_type
-        self._dtypes = dtypes
-        self._misplaced = misplaced
-        self._sizes = sizes
-        self._dims = dims
+        self._expected = expected
         self._bound: dict[str, tuple[int, str]] = {}
 
     def walk(self, node: Node, value: Any, path: str) -> None:
@@ -155,14 +143,14 @@ class _Check:
                 self.problems.append(f"the graph was captured for {text}, got {found}; export with other sample inputs")
 
     def _tensor(self, node: Tensor, value: Any) -> None:
-        if not isinstance(value, self._tensor_type):
-            wanted = f"{self._tensor_type.__module__}.{self._tensor_type.__qualname__}"
+        if not isinstance(value, self._expected.tensor_type):
+            wanted = f"{self._expected.tensor_type.__module__}.{self._expected.tensor_type.__qualname__}"
             self.problems.append(f"{node.name}: expected a {wanted}, got {type(value).__qualname__}")
             return
-        dtype = self._dtypes.get(value.dtype)
+        dtype = self._expected.dtypes.get(value.dtype)
         if dtype != node.dtype:
             self.problems.append(f"{node.name}: expected dtype {node.dtype}, got {dtype or value.dtype}")
-        if problem := self._misplaced(value):
+        if problem := self._expected.misplaced(value):
             self.problems.append(f"{node.name}: {problem}")
             return
         shape = tuple(value.shape)
@@ -211,7 +199,7 @@ class _Check:
         if isinstance(wanted, int):
             self.problems.append(f"{name}:{where} expected {wanted}, got {size}")
             return
-        factor, dim, offset = self._sizes[wanted]
+        factor, dim, offset = self._expected.sizes[wanted]
         value, rest = divmod(size - offset, factor)
         if rest:
             self.problems.append(f"{name}:{where} expected {wanted}, got {size}, for which no {dim} exists")
@@ -222,7 +210,7 @@ class _Check:
                 self.problems.append(f"{name}:{where} expected {wanted} with {dim}={known} (from {origin}), got {size}")
             return
         self._bound[dim] = value, f"{name}{where}"
-        limits = self._dims[dim]
+        limits = self._expected.dims[dim]
         if value < limits.min or (limits.max is not None and value > limits.max):
             most = "any" if limits.max is None else limits.max
             self.problems.append(f"{name}:{where} expected {wanted} with {dim} in {limits.min}..{most}, got {size}")

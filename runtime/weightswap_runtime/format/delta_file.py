@@ -13,8 +13,7 @@ import msgspec
 from weightswap_runtime.errors import DamagedFile
 from weightswap_runtime.messages import listed
 from weightswap_runtime.tensors.digests import DIGEST
-from weightswap_runtime.tensors.dtypes import DTYPES, TensorType, describe
-from weightswap_runtime.tensors.dtypes import nbytes as size_of
+from weightswap_runtime.tensors.dtypes import TensorType, describe, is_valid
 
 from .weight_set import WeightSet
 
@@ -39,7 +38,7 @@ class DeltaStamp(msgspec.Struct, frozen=True, kw_only=True):
 
 def delta_stamp(weights: WeightSet) -> DeltaStamp | None:
     """What a delta file says of itself; None for other files. Raises DamagedFile."""
-    text = weights.files[0].header.metadata.get(DELTA_KEY) if len(weights.files) == 1 else None
+    text = weights.metadata.get(DELTA_KEY)
     if text is None:
         return None
     try:
@@ -63,6 +62,5 @@ def _problems(stamp: DeltaStamp, weights: WeightSet) -> Iterator[str]:
         data, runs = weights.tensors[DATA + name], weights.tensors[RUNS + name]
         if (data.dtype, len(data.shape), runs.dtype, runs.shape[1:]) != ("U8", 1, "I64", (2,)):
             yield f"the tensors of {name} are {describe(data)} and {describe(runs)}"
-        known = changed.dtype in DTYPES and min(changed.shape, default=0) >= 0
-        if not known or size_of(changed.dtype, changed.shape) is None:
+        if not is_valid(changed):
             yield f"{name} has the type {describe(changed)}"

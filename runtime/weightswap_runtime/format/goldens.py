@@ -159,7 +159,7 @@ def record_of(weights: WeightSet) -> GoldensRecord | None:
 
     Raises GoldensError.
     """
-    return _record(weights.files[0].header.metadata, weights.where) if weights.holds_goldens else None
+    return _record(weights.metadata, weights.where) if weights.holds_goldens else None
 
 
 def _read_beside(location: Location, check: Check | None) -> tuple[bytes | None, str]:

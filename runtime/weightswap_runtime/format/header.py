@@ -67,10 +67,7 @@ def header_length(prefix: bytes, file_size: int, where: str) -> int:
     if length > MAX_HEADER:
         _refuse(where, f"damaged, or no safetensors file: a header of {length} bytes, the format allows {MAX_HEADER}")
     if _LENGTH.size + length > file_size:
-        _cut_off(
-            where,
-            f"the header claims {length} bytes, the file has {file_size - _LENGTH.size} after its length",
-        )
+        _cut_off(where, f"the header claims {length} bytes, the file has {file_size - _LENGTH.size} after its length")
     return length
 
 
@@ -104,16 +101,13 @@ def render_header(tensors: Mapping[str, FileTensor], metadata: Mapping[str, str]
         name: {"dtype": t.dtype, "shape": list(t.shape), "data_offsets": [t.begin, t.end]}
         for name, t in tensors.items()
     }
-    text = _dumps({"__metadata__": dict(metadata), **entries})
+    document = {"__metadata__": dict(metadata), **entries}
+    text = json.dumps(document, ensure_ascii=False, separators=(",", ":")).encode()
     blocks = -(-(_LENGTH.size + len(text) + reserve) // DATA_ALIGNMENT)
     size = blocks * DATA_ALIGNMENT - _LENGTH.size
     if size > MAX_HEADER:
         raise WeightFileError(f"a header of {size} bytes would be needed; safetensors allows {MAX_HEADER}")
     return _LENGTH.pack(size) + text.ljust(size)
-
-
-def _dumps(value: object) -> bytes:
-    return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode()
 
 
 def _refuse(where: str, found: str) -> NoReturn:
@@ -163,10 +157,7 @@ def _tensor(name: str, entry: object, where: str) -> FileTensor:
     if not isinstance(dtype, str) or dtype not in DTYPES:
         _refuse(where, f"{name!r} has the unknown dtype {dtype!r}; known are {', '.join(DTYPES)}")
     if not _naturals(shape, MAX_DIMENSIONS):
-        _refuse(
-            where,
-            f"{name!r} has the shape {_short(shape)}, which is not a list of at most {MAX_DIMENSIONS} sizes",
-        )
+        _refuse(where, f"{name!r} has the shape {_short(shape)}, which is not a list of at most {MAX_DIMENSIONS} sizes")
     if not _naturals(offsets, 2) or len(offsets) != 2:
         _refuse(where, f"{name!r} has the data_offsets {_short(offsets)}, which are not two byte offsets")
     begin, end = offsets
@@ -194,10 +185,7 @@ def _check_coverage(tensors: Mapping[str, FileTensor], data_size: int, where: st
     position = 0
     for name, tensor in sorted(tensors.items(), key=lambda item: (item[1].begin, item[1].end)):
         if tensor.begin < position:
-            _refuse(
-                where,
-                f"{name!r} begins at {tensor.begin}, inside the tensor before it, which ends at {position}",
-            )
+            _refuse(where, f"{name!r} begins at {tensor.begin}, inside the tensor before it, which ends at {position}")
         if tensor.begin > position:
             _refuse(where, f"bytes {position} to {tensor.begin} belong to no tensor ({name!r} comes next)")
         position = tensor.end

@@ -15,7 +15,7 @@ from blake3 import blake3
 from weightswap_runtime.errors import ArtifactError, FormatVersionError
 from weightswap_runtime.messages import listed
 from weightswap_runtime.tensors.digests import DIGEST
-from weightswap_runtime.tensors.dtypes import DTYPES, describe, nbytes
+from weightswap_runtime.tensors.dtypes import DTYPES, describe, is_valid, nbytes
 
 from .conditions import condition_dims, parse_condition
 from .signature import Leaf, Node, Signature, Size, SizeExpression, Tensor, input_leaves, leaves, parse_size, sizes_of
@@ -260,7 +260,7 @@ def _tensor_problems(manifest: Manifest) -> Iterator[str]:
         if row.zero
     )
     for tensor in tensors:
-        if tensor.dtype not in DTYPES or min(tensor.shape, default=0) < 0 or nbytes(tensor.dtype, tensor.shape) is None:
+        if not is_valid(tensor):
             yield f"{tensor.name!r} has the type {describe(tensor)}"
         elif math.prod(max(1, size) for size in tensor.shape) >= MOST_ELEMENTS:
             yield f"{tensor.name!r} has the shape {list(tensor.shape)}"
@@ -398,7 +398,7 @@ def _transform_problems(manifest: Manifest) -> Iterator[str]:
         if unknown := [key for key in source.keys if ("key", key) not in names]:
             yield f"its adapter computes {source.weight!r} from {unknown[0]!r}, which is not among its inputs"
     for item in adapter.inputs:
-        if item.dtype not in DTYPES or min(item.shape, default=0) < 0 or nbytes(item.dtype, item.shape) is None:
+        if not is_valid(item):
             yield f"its adapter takes {item.name!r} with the type {describe(item)}"
     wanted = [ADAPTER_NAME] if computed else []
     wanted += [ADAPTER_CONSTANTS_NAME] if any(item.kind == "constant" for item in adapter.inputs) else []

@@ -188,12 +188,10 @@ def _strippings(names: Collection[str]) -> Iterator[dict[str, str]]:
 
 def _with_names(match: Match, names: Mapping[str, str]) -> Match:
     """A match of stripped names, in terms of the names that the set has."""
-    return Match(
+    return match._replace(
         found={weight: tuple(names[key] for key in keys) for weight, keys in match.found.items()},
         computed={weight: {key: names[key] for key in keys} for weight, keys in match.computed.items()},
         ignored=tuple(names[key] for key in match.ignored),
-        problems=match.problems,
-        only_dtypes=match.only_dtypes,
     )
 
 

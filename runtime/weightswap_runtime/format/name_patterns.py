@@ -11,7 +11,7 @@ import msgspec
 
 from weightswap_runtime.errors import Unsupported
 
-from .manifest import Manifest, NamedTensor
+from .manifest import Manifest
 
 
 def patterns(given: str | Sequence[str], option: str = "only") -> tuple[str, ...]:
@@ -46,12 +46,8 @@ def select(names: Sequence[str], only: Sequence[str], where: str) -> set[str]:
 def part_of(manifest: Manifest, only: Sequence[str]) -> Manifest:
     """The manifest with those weights alone of which a pattern matches a name. Raises Unsupported."""
     chosen = select([name for weight in manifest.weights for name in weight.names], only, "the graph")
-    weights = tuple(weight for weight in manifest.weights if _any_of(weight, chosen))
+    weights = tuple(weight for weight in manifest.weights if not chosen.isdisjoint(weight.names))
     kept = {weight.name for weight in weights}
     sources = tuple(source for source in manifest.adapter.sources if source.weight in kept)
     adapter = msgspec.structs.replace(manifest.adapter, sources=sources)
     return msgspec.structs.replace(manifest, weights=weights, adapter=adapter)
-
-
-def _any_of(weight: NamedTensor, chosen: set[str]) -> bool:
-    return not chosen.isdisjoint(weight.names)

@@ -71,16 +71,13 @@ def _value_problems(
 def _input_problems(case: Case, signature: Signature, tensors: Mapping[str, TensorBytes]) -> tuple[str, ...]:
     """What a server would refuse in a call with these inputs."""
     flat = [tensors[value] if isinstance(value, str) else value for value in case.inputs]
-    check = CallCheck(case.method, signature, TensorBytes, _DTYPE_NAMES, _nowhere, id)
+    # a tensor of a file is on no device, so on no wrong one
+    check = CallCheck(case.method, signature, TensorBytes, _DTYPE_NAMES, lambda _: None, id)
     try:
         check.flatten(*call_arguments(signature, flat))
     except InputMismatch as error:
         return error.problems
     return ()
-
-
-def _nowhere(tensor: TensorBytes) -> None:
-    """A tensor of a file is on no device, so on no wrong one."""
 
 
 def type_problem(leaf: Tensor, recorded: Typed) -> str | None:

@@ -83,7 +83,9 @@ class WeightFile(AbstractContextManager["WeightFile"]):
         self.path = as_location(path)
         self.source = open_source(self.path, check)
         try:
+            self.where = self.source.where
             self.header = read_header(self.source)
+            self.tensors = self.header.tensors
             self.stamp = _read_stamp(self.header, self.where)
             if self.stamp is None:  # nothing but its times can tell that it changes
                 self.source.await_stable_mtime()
@@ -99,14 +101,6 @@ class WeightFile(AbstractContextManager["WeightFile"]):
                 f"{self.where}: the file was written to while it was opened. Replace files (os.replace), never rewrite "
                 "them."
             )
-
-    @property
-    def where(self) -> str:
-        return self.source.where
-
-    @property
-    def tensors(self) -> dict[str, FileTensor]:
-        return self.header.tensors
 
     def check_unchanged(self, *, proven: bool = False) -> None:
         """Raise WeightFileError if the file was written to or truncated since it was opened; see `ByteSource`."""
@@ -138,17 +132,12 @@ def read_header(source: ByteSource) -> Header:
     return parse_header(bytes(raw), source.size, source.where)
 
 
-class _Cases(msgspec.Struct):
-    cases: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
-
-
-def holds_goldens(header: Header) -> bool:
+def holds_goldens(metadata: Mapping[str, str]) -> bool:
     """Whether a file holds recorded calls instead of weights."""
     try:
-        record = msgspec.json.decode(header.metadata.get(METADATA_KEY, ""), type=_Cases)
+        return "cases" in msgspec.json.decode(metadata.get(METADATA_KEY, ""), type=dict[str, msgspec.Raw])
     except (msgspec.MsgspecError, UnicodeError, RecursionError):
         return False
-    return record.cases is not msgspec.UNSET
 
 
 def _read_stamp(header: Header, where: str) -> Stamp | None:
@@ -158,7 +147,7 @@ def _read_stamp(header: Header, where: str) -> Stamp | None:
     try:
         stamp = msgspec.json.decode(text, type=Stamp)
     except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
-        if holds_goldens(header):  # of no weights
+        if holds_goldens(header.metadata):  # of no weights
             return None
         raise DamagedFile(f"{where}: its `{METADATA_KEY}` metadata are not those of a weight file ({error})") from error
     bad = [name for name, digest in stamp.digests.items() if not DIGEST.fullmatch(digest)]

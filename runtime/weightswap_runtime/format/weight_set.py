@@ -58,9 +58,14 @@ class WeightSet(AbstractContextManager["WeightSet"]):
         return self.files[0].stamp if len(self.files) == 1 else None
 
     @property
+    def metadata(self) -> Mapping[str, str]:
+        """That of the file; files that belong to an index have none."""
+        return self.files[0].header.metadata if len(self.files) == 1 else {}
+
+    @property
     def holds_goldens(self) -> bool:
         """Whether these are recorded calls instead of weights."""
-        return len(self.files) == 1 and holds_goldens(self.files[0].header)
+        return holds_goldens(self.metadata)
 
     def check_unchanged(self, *, proven: bool = False) -> None:
         """Raise WeightFileError if any file was written to since it was opened, or may have been.

@@ -236,7 +236,7 @@ class Store:
         with self._residency.target(staging.request.timeout, staging.job) as (session, staged_in):
             contents = stage(session.arena)
         session.content = contents.identity.digests
-        return _ready(StagedSet(contents.placed(staged_in), session))
+        return _ready(StagedSet(contents._replace(staged_in=staged_in), session))
 
     def _staged_patch(self, change: StagedChange, staging: Staging) -> Candidate:
         candidate = self._residency.stage_patch(change, staging.request.timeout, staging.job)

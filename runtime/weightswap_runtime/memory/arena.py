@@ -11,7 +11,7 @@ from typing import NamedTuple, Protocol
 
 from weightswap_runtime.errors import OutOfMemory
 from weightswap_runtime.format.manifest import NamedTensor
-from weightswap_runtime.format.weight_file import ALIGNMENT, TensorRow, canonical_order
+from weightswap_runtime.format.weight_file import ALIGNMENT, canonical_order
 from weightswap_runtime.threads.worker_threads import WorkerThreads
 
 COPY_CHUNK = 16 << 20
@@ -40,7 +40,7 @@ class ArenaLayout:
         self.weights: dict[str, NamedTensor] = {weight.name: weight for weight in weights}
         self.slots: dict[str, ByteRange] = {}
         position = 0
-        for row in canonical_order(TensorRow(w.name, w.dtype, w.shape) for w in self.weights.values()):
+        for row in canonical_order(weight.row for weight in self.weights.values()):
             size = self.weights[row.name].nbytes
             self.slots[row.name] = ByteRange(position, size)
             position += -(-size // ALIGNMENT) * ALIGNMENT
@@ -145,20 +145,16 @@ class HostArena:
         return nullcontext([memory[offset : offset + size] for offset, size in slots])
 
     def write_to(self, other: Arena, workers: WorkerThreads) -> None:
-        """Copy every weight to an arena of the same layout; addresses stay. Bounded by memory bandwidth."""
         chunks = self.layout.whole.split(COPY_CHUNK)
         workers.run_all(lambda part: other.copy_part(self, part.offset, part.end), chunks)
 
     def copy_part(self, other: Arena, begin: int, end: int) -> None:
-        """Copy bytes `begin` to `end` of an arena of the same layout."""
         other.read(begin, self.fetch(begin, end - begin))
 
     def write(self, offset: int, data: memoryview) -> None:
-        """Copy bytes to an offset. `data` is of writable memory."""
         copy_bytes(self.fetch(offset, len(data)), data)
 
     def read(self, offset: int, target: memoryview) -> None:
-        """Copy bytes from an offset, as many as `target`, which is of writable memory, holds."""
         copy_bytes(target, self.fetch(offset, len(target)))
 
     def fetch(self, offset: int, nbytes: int) -> memoryview:

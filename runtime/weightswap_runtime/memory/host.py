@@ -32,10 +32,7 @@ def advising(text: str) -> Iterator[None]:
 class Memory(Protocol):
     """The memory of one device, and what of the host's belongs to it. Everything raises OutOfMemory."""
 
-    @property
-    def stages_on_host(self) -> bool:
-        """Whether weights for another device may wait there for their commit."""
-        ...
+    stages_on_host: bool  # whether weights for another device may wait there for their commit
 
     def arena(self, layout: ArenaLayout) -> Arena:
         """One that serves."""
@@ -47,10 +44,6 @@ class Memory(Protocol):
 
     def staged_patch(self, patch: HostPatch, workers: WorkerThreads) -> tuple[Patch, StagedIn]:
         """A patch of an arena that serves, in memory from which it is quickly written."""
-        ...
-
-    def kept(self, layout: ArenaLayout) -> Arena:
-        """One in host memory, for weights that a rollback brings back."""
         ...
 
 
@@ -75,6 +68,3 @@ class HostMemory:
 
     def staged_patch(self, patch: HostPatch, workers: WorkerThreads) -> tuple[Patch, StagedIn]:
         return patch, ON_THE_HOST
-
-    def kept(self, layout: ArenaLayout) -> HostArena:
-        return HostArena(layout)

@@ -23,9 +23,7 @@ class Span(NamedTuple):
 class Patch(ABC):
     """Changes of an arena, beside it."""
 
-    @property
-    @abstractmethod
-    def nbytes(self) -> int: ...
+    nbytes: int
 
     @abstractmethod
     def write_to(self, arena: Arena, workers: WorkerThreads) -> None:
@@ -49,17 +47,12 @@ class HostPatch(Patch):
 
     def __init__(self, spans: Iterable[Span]) -> None:
         self.spans = tuple(spans)
-
-    @property
-    def nbytes(self) -> int:
-        return sum(len(span.data) for span in self.spans)
+        self.nbytes = sum(len(span.data) for span in self.spans)
 
     def write_to(self, arena: Arena, workers: WorkerThreads) -> None:
-        """Copy every span to its offset; addresses stay."""
         workers.run_all(lambda span: arena.write(span.offset, span.data), in_chunks(self.spans, COPY_CHUNK))
 
     def lay_over(self, arena: Arena, workers: WorkerThreads, job: Job) -> None:
-        """As `write_to`, at the job's pace. Raises StageCancelled, with the copy half done."""
         job.begin("copying", self.nbytes)
 
         def write(span: Span) -> None:
@@ -69,7 +62,6 @@ class HostPatch(Patch):
         workers.run_all(write, in_chunks(self.spans, COPY_CHUNK))
 
     def undo(self, arena: Arena) -> HostPatch:
-        """What lies in the arena where this would be written, copied. Raises MemoryError."""
         memory = memoryview(allocate(self.nbytes))
         spans = []
         for offset, data in self.spans:

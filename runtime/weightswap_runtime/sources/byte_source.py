@@ -9,21 +9,21 @@ MOST_BUFFERS = 512  # below the kernel's IOV_MAX of 1024
 Check = Callable[[], None]  # raises what ends a wait
 
 
+def between(buffers: list[memoryview], low: int, high: int) -> list[memoryview]:
+    """The parts of neighbouring buffers that are bytes `low` to `high` of the whole."""
+    found = []
+    for buffer in buffers:
+        found += [buffer[max(0, low) : high]] if low < len(buffer) and high > 0 else []
+        low, high = low - len(buffer), high - len(buffer)
+    return found
+
+
 class ByteSource(Protocol):
     """An open file or object of a known size, whose bytes several threads may read at once."""
 
-    @property
-    def where(self) -> str:
-        """What messages call it: a path or a URL."""
-        ...
-
-    @property
-    def size(self) -> int: ...
-
-    @property
-    def unit(self) -> int:
-        """How many bytes one read should ask for."""
-        ...
+    where: str  # what messages call it: a path or a URL
+    size: int
+    unit: int  # bytes that one read should ask for
 
     def read_into(self, buffers: list[memoryview], offset: int) -> None:
         """Fill all the buffers, at most MOST_BUFFERS, from `offset` on. Raises WeightFileError.

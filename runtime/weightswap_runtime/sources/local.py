@@ -14,6 +14,8 @@ from typing import NamedTuple
 
 from weightswap_runtime.errors import WeightFileError
 
+from .byte_source import between
+
 CLOCK_TICK_NS = 20_000_000  # the kernel stamps files by a clock of up to 10 ms
 _REPLACE = "Replace files (os.replace), never rewrite them."
 _UNPROVEN = (
@@ -73,6 +75,7 @@ class LocalFile:
         try:
             self._check_regular()
             self._identity = self._fingerprint()
+            self.size = self._identity.size
         except BaseException:
             self.close()
             raise
@@ -88,16 +91,12 @@ class LocalFile:
         if not stat.S_ISREG(self._status().st_mode):
             raise WeightFileError(f"{self.where}: cannot be opened (not a regular file)")
 
-    @property
-    def size(self) -> int:
-        return self._identity.size
-
     def read_into(self, buffers: list[memoryview], offset: int) -> None:
         wanted = sum(map(len, buffers))
         try:
             got = os.preadv(self.fd, buffers, offset)
             while got < wanted:
-                more = os.preadv(self.fd, _after(buffers, got), offset + got)
+                more = os.preadv(self.fd, between(buffers, got, wanted), offset + got)
                 if not more:
                     raise WeightFileError(
                         f"{self.where}: ends at byte {offset + got}, {wanted - got} bytes early; it was truncated "
@@ -148,11 +147,3 @@ class LocalFile:
 
     def _unreadable(self, error: OSError, position: str = "") -> WeightFileError:
         return WeightFileError(f"{self.where}: cannot be read{position} ({error.strerror})")
-
-
-def _after(buffers: list[memoryview], skip: int) -> list[memoryview]:
-    rest = []
-    for buffer in buffers:
-        rest += [buffer[skip:]] if skip < len(buffer) else []
-        skip = max(0, skip - len(buffer))
-    return rest

@@ -17,7 +17,7 @@ from weightswap_runtime.errors import (
 )
 from weightswap_runtime.format.goldens import Environment, Goldens, Mode, check_mode
 from weightswap_runtime.format.manifest import Manifest
-from weightswap_runtime.format.recorded_call import Case, Value
+from weightswap_runtime.format.recorded_call import Case
 from weightswap_runtime.format.signature import Integer, Leaf, Tensor, leaves
 from weightswap_runtime.tensors.comparing import DEFAULT_TOLERANCES, EXACT, Tolerance, difference, not_finite
 from weightswap_runtime.tensors.content import TensorBytes
@@ -103,7 +103,8 @@ def _case_problems(
     goldens: Goldens, case: Case, bound: Bound, engine: Engine, outputs: list[Leaf], compare: _Compare | None
 ) -> Iterator[str]:
     try:
-        values = bound.run(case.method, [_input(goldens, engine, value) for value in case.inputs])
+        inputs = [engine.tensor(goldens.tensors[value]) if isinstance(value, str) else value for value in case.inputs]
+        values = bound.run(case.method, inputs)
     except Exception as error:
         if not _is_of_graph(error, goldens.where):
             raise
@@ -141,7 +142,3 @@ def _tensor_problem(
     except Unsupported as error:  # no file has such a dtype
         return f": expected {describe(recorded)}, but {error}" if recorded else None
     return compare(recorded, found)
-
-
-def _input(goldens: Goldens, engine: Engine, value: Value) -> Any:
-    return engine.tensor(goldens.tensors[value]) if isinstance(value, str) else value

@@ -16,7 +16,7 @@ from weightswap_runtime.threads.job import Job
 from weightswap_runtime.threads.worker_threads import WorkerThreads
 
 from .checks import DAMAGED, digest_problems
-from .reading import Piece, new_piece, read_pieces
+from .reading import new_piece, read_pieces
 
 Framework = Literal["numpy", "torch"]
 
@@ -43,14 +43,10 @@ def read_weights(
         pieces = [new_piece(weights, name, scratch, scratch.slots[0]) for name, scratch in memory.items()]
         read_pieces(pieces, WorkerThreads(), Job())
         weights.check_unchanged(proven=weights.stamp is not None)
-        _check_digests(weights, pieces)
+        if problems := digest_problems(weights.stamp, {piece.key: piece.digests for piece in pieces}):
+            raise DigestMismatch(weights.where, problems, DAMAGED)
         stored = weights.tensors
         return {name: converted(each.memory, stored[name].dtype, stored[name].shape) for name, each in memory.items()}
-
-
-def _check_digests(weights: WeightSet, pieces: Sequence[Piece]) -> None:
-    if problems := digest_problems(weights.stamp, {piece.key: piece.digests for piece in pieces}):
-        raise DigestMismatch(weights.where, problems, DAMAGED)
 
 
 def _check_dtypes(weights: WeightSet, names: Sequence[str]) -> None:

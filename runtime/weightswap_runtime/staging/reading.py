@@ -13,7 +13,7 @@ from weightswap_runtime.format.manifest import NamedTensor
 from weightswap_runtime.format.nonfinite import Counts, count_nonfinite
 from weightswap_runtime.format.weight_set import WeightSet
 from weightswap_runtime.memory.arena import Arena, ByteRange, Room, Scratch, allocate
-from weightswap_runtime.sources.byte_source import MOST_BUFFERS, ByteSource
+from weightswap_runtime.sources.byte_source import MOST_BUFFERS, ByteSource, between
 from weightswap_runtime.tensors.digests import BLOCK, Blocks, block_count
 from weightswap_runtime.threads.job import Job
 from weightswap_runtime.threads.worker_threads import WorkerThreads
@@ -228,20 +228,11 @@ def _reader(job: Job, hashing: bool) -> Callable[[Sequence[list[Part]]], None]:
                 piece, start, _ = read[0]
                 targets = [next(waiting) for _ in read]
                 for low, high in job.steps(0, sum(map(len, targets))):
-                    piece.source.read_into(_between(targets, low, high), piece.begin + start + low)
+                    piece.source.read_into(between(targets, low, high), piece.begin + start + low)
                 for part, target in zip(read, targets, strict=True):
                     _look_at(part, target, hashing)
 
     return work
-
-
-def _between(buffers: list[memoryview], low: int, high: int) -> list[memoryview]:
-    """The parts of neighbouring buffers that are bytes `low` to `high` of the whole."""
-    found = []
-    for buffer in buffers:
-        found += [buffer[max(0, low) : high]] if low < len(buffer) and high > 0 else []
-        low, high = low - len(buffer), high - len(buffer)
-    return found
 
 
 def _look_at(part: Part, target: memoryview, hashing: bool) -> None:

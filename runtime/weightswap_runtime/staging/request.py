@@ -127,10 +127,6 @@ class Contents(NamedTuple):
     nonfinite: Mapping[str, Nonfinite] = MappingProxyType({})
     base: str = ""
 
-    def placed(self, staged_in: StagedIn) -> Contents:
-        """The same, in memory from which it is copied to where it serves."""
-        return self._replace(staged_in=staged_in)
-
     def proven(self, verified: str, seconds: float) -> Contents:
         """The same after goldens were tried for `seconds`."""
         return self._replace(verified=verified, seconds_verified=self.seconds_verified + seconds)

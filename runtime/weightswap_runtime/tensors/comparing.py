@@ -42,7 +42,9 @@ def difference(expected: TensorBytes, found: TensorBytes, tolerance: Tolerance |
 
 def differing(expected: TensorBytes, found: TensorBytes, tolerance: Tolerance | None) -> NDArray[np.bool_]:
     """Which elements of two tensors of one type differ, in row-major order; see `difference`."""
-    return _differ_in_bits(expected, found) if tolerance is None else _differ_in_value(expected, found, tolerance)
+    if tolerance is None or not has_fractions(found.dtype):
+        return _differ_in_bits(expected, found)
+    return ~_close(as_float64(expected), as_float64(found), *tolerance)
 
 
 def furthest(expected: TensorBytes, found: TensorBytes, differ: NDArray[np.bool_]) -> int:
@@ -100,12 +102,6 @@ def _differ_in_bits(expected: TensorBytes, found: TensorBytes) -> NDArray[Any]:
 def _bits(tensor: TensorBytes) -> NDArray[Any]:
     """One unsigned integer for each element."""
     return np.frombuffer(tensor.data, f"u{DTYPES[tensor.dtype].bits // 8}")
-
-
-def _differ_in_value(expected: TensorBytes, found: TensorBytes, tolerance: Tolerance) -> NDArray[Any]:
-    if not has_fractions(found.dtype):
-        return _differ_in_bits(expected, found)
-    return ~_close(as_float64(expected), as_float64(found), *tolerance)
 
 
 def _close(expected: NDArray[Any], found: NDArray[Any], rtol: float, atol: float) -> NDArray[Any]:

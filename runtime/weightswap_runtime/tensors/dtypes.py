@@ -64,6 +64,12 @@ def nbytes(dtype: str, shape: Sequence[int]) -> int | None:
     return bits // 8 if bits % 8 == 0 else None
 
 
+def is_valid(tensor: Typed) -> bool:
+    """Whether the dtype is known, no size is negative, and the bits fill whole bytes."""
+    known = tensor.dtype in DTYPES and min(tensor.shape, default=0) >= 0
+    return known and nbytes(tensor.dtype, tensor.shape) is not None
+
+
 def row_major(shape: Sequence[int]) -> tuple[int, ...]:
     """The strides of a dense tensor in row-major order, in elements."""
     strides, step = [], 1

@@ -14,17 +14,15 @@ from weightswap_runtime.errors import Unsupported
 from .content import TensorBytes
 from .dtypes import DTYPES, TORCH_NAMES
 
-DTYPE_NAMES: Mapping[torch.dtype, str] = {
-    getattr(torch, attribute): name for attribute, name in TORCH_NAMES.items() if hasattr(torch, attribute)
-}
+DTYPE_NAMES: Mapping[torch.dtype, str] = {getattr(torch, attribute): name for attribute, name in TORCH_NAMES.items()}
 
 
 def torch_dtype(name: str) -> torch.dtype:
-    """The torch dtype of a safetensors name. Raises Unsupported where this torch has none."""
+    """The torch dtype of a safetensors name. Raises Unsupported where torch has none."""
     attribute = DTYPES[name].torch
-    dtype = getattr(torch, attribute, None) if attribute else None
-    if not isinstance(dtype, torch.dtype):
+    if attribute is None:
         raise Unsupported(f"dtype {name}: torch {torch.__version__} has no such type")
+    dtype: torch.dtype = getattr(torch, attribute)
     return dtype
 
 

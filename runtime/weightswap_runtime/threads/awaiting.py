@@ -15,10 +15,6 @@ from .ending import Background
 T = TypeVar("T")
 
 
-def _let_it_end() -> None:
-    """The stop of what takes no time worth stopping it."""
-
-
 async def done_within(future: Future[Any], seconds: float) -> bool:
     """Await the end of a future; whether it came in time. It is cancelled where it did not, or where the task is."""
     loop, thread = asyncio.get_running_loop(), threading.get_ident()
@@ -49,7 +45,7 @@ async def done_within(future: Future[Any], seconds: float) -> bool:
     return ended
 
 
-async def in_thread(function: Callable[[], T], stop: Callable[[], None] = _let_it_end) -> T:
+async def in_thread(function: Callable[[], T], stop: Callable[[], None] = lambda: None) -> T:
     """Await a function that runs in a thread of its own.
 
     If the task is cancelled, `stop` is called, which lets the function end soon, and its end is waited for.

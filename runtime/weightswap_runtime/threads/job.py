@@ -37,9 +37,9 @@ class Job:
         self.rate_limit = rate_limit
         self._renew()
         renew_in_children(self)
-        self._cancelled = False
+        self.cancelled = False
         self.abandoned = False  # by a listener, in the staging's own thread
-        self._progress = Progress("waiting", 0, 0)
+        self.progress = Progress("waiting", 0, 0)
         self._free_at = 0.0  # when the next piece may begin
 
     def _renew(self) -> None:
@@ -49,24 +49,16 @@ class Job:
         """How many bytes to move at once where `wanted` suits the file: fewer, if those were too much of a burst."""
         return wanted if self.rate_limit is None else min(wanted, max(1, int(self.rate_limit * LONGEST_BURST)))
 
-    @property
-    def progress(self) -> Progress:
-        return self._progress
-
-    @property
-    def cancelled(self) -> bool:
-        return self._cancelled
-
     def begin(self, phase: str, total: int | None = None) -> None:
         """Enter a phase; with `total`, count from 0 again. Raises StageCancelled."""
         self.check()
         with self._lock:
-            _, done, before = self._progress
-            self._progress = Progress(phase, done, before) if total is None else Progress(phase, 0, total)
+            _, done, before = self.progress
+            self.progress = Progress(phase, done, before) if total is None else Progress(phase, 0, total)
 
     def end(self, phase: str) -> None:
         with self._lock:
-            self._progress = self._progress._replace(phase=phase)
+            self.progress = self.progress._replace(phase=phase)
 
     def steps(self, begin: int, end: int) -> Iterator[tuple[int, int]]:
         """Bytes `begin` to `end` in small pieces, each as soon as the rate allows it, and then counted as done.
@@ -79,8 +71,8 @@ class Job:
             self._wait_for_turn(stop - start)
             yield start, stop
             with self._lock:
-                phase, done, total = self._progress
-                self._progress = Progress(phase, done + stop - start, total)
+                phase, done, total = self.progress
+                self.progress = Progress(phase, done + stop - start, total)
         self.check()
 
     def _wait_for_turn(self, nbytes: int) -> None:
@@ -97,10 +89,10 @@ class Job:
 
     def check(self) -> None:
         """Raise StageCancelled if the staging was cancelled, or the interpreter ends without this thread."""
-        if self._cancelled:
+        if self.cancelled:
             raise StageCancelled("the staging was cancelled; nothing was changed")
         if is_lost():
             raise StageCancelled("the interpreter is ending")
 
     def cancel(self) -> None:
-        self._cancelled = True
+        self.cancelled = True

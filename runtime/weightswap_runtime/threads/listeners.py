@@ -38,7 +38,9 @@ class Listeners(Generic[P]):
         def stop() -> None:
             with self._changing:
                 if entry:
-                    self.all = _without(self.all, entry.pop())
+                    left = list(self.all)
+                    left.remove(entry.pop())
+                    self.all = tuple(left)
 
         return stop
 
@@ -48,8 +50,3 @@ class Listeners(Generic[P]):
                 listener(*args, **kwargs)
             except Exception:
                 self._log.exception("%r failed", listener)
-
-
-def _without(listeners: tuple[Callable[P, object], ...], gone: Callable[P, object]) -> tuple[Callable[P, object], ...]:
-    index = listeners.index(gone)
-    return listeners[:index] + listeners[index + 1 :]

@@ -9,6 +9,7 @@ from weightswap_runtime.errors import NothingToRollBack
 from weightswap_runtime.format.identity import Identity
 from weightswap_runtime.live.gate import Version
 from weightswap_runtime.live.session import Session
+from weightswap_runtime.memory.arena import HostArena
 from weightswap_runtime.memory.host import FOR_PREVIOUS, FOR_TWO, IN_PLACE, advising
 from weightswap_runtime.memory.patch import copy_ranges, differing
 from weightswap_runtime.sources.byte_source import Check
@@ -32,7 +33,7 @@ class Double:
             self.sessions = (new_session(memory.arena(layout)), new_session(memory.arena(layout)))
         self._resident: dict[Session, Version[Session]] = {}  # what lies whole in each session, and was served
         with advising(FOR_PREVIOUS):
-            self._saved = memory.kept(layout) if keep else None
+            self._saved = HostArena(layout) if keep else None
         self._displaced: Version[Session] | None = None  # what lies in `_saved`
 
     def adopt(self, generation: int, identity: Identity, previous: Identity | None) -> Version[Session]:

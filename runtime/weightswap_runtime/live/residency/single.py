@@ -19,7 +19,7 @@ from weightswap_runtime.errors import (
 )
 from weightswap_runtime.live.gate import Version
 from weightswap_runtime.live.session import Session
-from weightswap_runtime.memory.arena import Arena
+from weightswap_runtime.memory.arena import Arena, HostArena
 from weightswap_runtime.memory.host import FOR_ONE, FOR_PREVIOUS, FOR_STAGING, IN_PLACE, advising
 from weightswap_runtime.memory.patch import Patch, copy_ranges
 from weightswap_runtime.sources.byte_source import Check
@@ -87,7 +87,7 @@ class Single:
 
     def stage_patch(self, change: StagedChange, timeout: float | None, job: Job) -> StagedPatch:
         patch, staged_in = self._memory.staged_patch(change.patch, self._workers)
-        contents = change.contents.placed(staged_in)
+        contents = change.contents._replace(staged_in=staged_in)
         return StagedPatch(contents, patch, lambda job: self._new_session(self._copy_with(patch, job)))
 
     def _copy_with(self, patch: Patch, job: Job) -> Arena:
@@ -232,7 +232,7 @@ class Single:
         """The live weights, where `source` is about to be written, for a rollback."""
         if not isinstance(source, Patch):
             with advising(FOR_PREVIOUS):
-                arena = self._memory.kept(self._layout)
+                arena = HostArena(self._layout)
             self._live.arena.write_to(arena, self._workers)
             return arena
         return self._changed(source, source.saved)

@@ -15,11 +15,8 @@ Stream = Any  # work of a device that is done in order, some time after it was a
 class Buffer(Protocol):
     """Memory that the device reads and writes: its own, or page-locked memory of the host."""
 
-    @property
-    def nbytes(self) -> int: ...
-
-    @property
-    def address(self) -> int: ...
+    nbytes: int
+    address: int
 
 
 class LockedBuffer(Buffer, Protocol):
@@ -42,15 +39,8 @@ class Device(Protocol):
 
     name: str  # such as "cuda:0"
 
-    @property
-    def staging(self) -> Stream:
-        """For work that serves nobody yet."""
-        ...
-
-    @property
-    def commits(self) -> Stream:
-        """For work that calls wait for."""
-        ...
+    staging: Stream  # for work that serves nobody yet
+    commits: Stream  # for work that calls wait for
 
     def allocate(self, nbytes: int) -> Buffer:
         """Memory of the device, for the stream `staging`; others wait for a mark there first. Raises MemoryError."""

@@ -212,7 +212,6 @@ class DeviceArena(Region):
         self.serves = serves
 
     def write_to(self, other: Arena, workers: WorkerThreads) -> None:
-        """Copy every weight to an arena of the same layout; addresses stay."""
         step = self.layout.nbytes if isinstance(other, DeviceArena) else BUFFER_BYTES
         parts = self.layout.whole.split(max(1, step))
         workers.run_all(lambda part: other.copy_part(self, part.offset, part.end), parts)

@@ -33,6 +33,7 @@ class DeviceMemory:
         self._device = device
         self._ring = ring
         self._mode = mode
+        self.stages_on_host = mode != "device"
         try:
             ring.allocate()
         except MemoryError as error:
@@ -40,13 +41,7 @@ class DeviceMemory:
                 f"{device.name}: no memory of the host can be page-locked, through which weights go there ({error})"
             ) from error
 
-    @property
-    def stages_on_host(self) -> bool:
-        """Whether weights may wait there for their commit."""
-        return self._mode != "device"
-
     def arena(self, layout: ArenaLayout) -> DeviceArena:
-        """Raises OutOfMemory."""
         try:
             return DeviceArena(self._device, layout, self._ring, serves=True)
         except MemoryError as error:
@@ -65,10 +60,6 @@ class DeviceMemory:
             patch.nbytes, lambda: DevicePatch.of(patch, Region(self._device, patch.nbytes, self._ring), workers)
         )
         return found or patch, staged_in
-
-    def kept(self, layout: ArenaLayout) -> HostArena:
-        """Raises OutOfMemory."""
-        return HostArena(layout)
 
     def _on_device(self, nbytes: int, make: Callable[[], T]) -> tuple[T | None, StagedIn]:
         """What was made on the device, or None and why not."""
@@ -102,6 +93,7 @@ class DevicePatch(Patch):
     def __init__(self, region: Region, runs: Iterable[Copy]) -> None:
         self._region = region
         self._runs = tuple(runs)
+        self.nbytes = sum(run.nbytes for run in self._runs)
 
     @classmethod
     def of(cls, patch: HostPatch, region: Region, workers: WorkerThreads) -> DevicePatch:
@@ -121,10 +113,6 @@ class DevicePatch(Patch):
         region.synchronize()
         return cls(region, runs)
 
-    @property
-    def nbytes(self) -> int:
-        return sum(run.nbytes for run in self._runs)
-
     def write_to(self, arena: Arena, workers: WorkerThreads) -> None:
         """Copy every span to its offset; on the device the host waits for nothing."""
         if isinstance(arena, DeviceArena):
@@ -134,7 +122,6 @@ class DevicePatch(Patch):
             arena.write(offset, self._region.fetch(begin, nbytes))
 
     def lay_over(self, arena: Arena, workers: WorkerThreads, job: Job) -> None:
-        """As `write_to`, at the job's pace. Raises StageCancelled, with the copy half done."""
         job.begin("copying", self.nbytes)
         for offset, begin, nbytes in self._runs:
             for start, stop in job.steps(0, nbytes):
@@ -149,5 +136,4 @@ class DevicePatch(Patch):
         return DevicePatch(region, self._runs)
 
     def saved(self, arena: Arena) -> HostPatch:
-        """As `undo`, in host memory."""
         return HostPatch(Span(offset, arena.fetch(offset, nbytes)) for offset, _, nbytes in self._runs)

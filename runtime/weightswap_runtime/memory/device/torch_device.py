@@ -154,7 +154,6 @@ class Accelerator:
             return {}
 
     def hasher(self, buffer: Any) -> Hasher | None:
-        """What computes digests on the device, if that is quicker than on the host."""
         if not self._on_cuda:
             return None
         from .digests import hasher_of
@@ -162,13 +161,11 @@ class Accelerator:
         return hasher_of(self.torch, buffer)
 
     def distrust_hasher(self, reason: str) -> None:
-        """Let there be none from now on."""
         from .digests import distrust
 
         distrust(self.torch, reason)
 
     def copy(self, target: Any, at: int, source: Any, begin: int, nbytes: int) -> None:
-        """Ask for a copy of bytes, in the current stream. The host does not wait."""
         target.tensor[at : at + nbytes].copy_(source.tensor[begin : begin + nbytes], non_blocking=True)
 
     def on(self, stream: Any) -> AbstractContextManager[object]:
@@ -203,7 +200,6 @@ class Accelerator:
         return True
 
     def is_capturing(self, stream: Any) -> bool:
-        """Whether what a stream is asked for becomes a part of a CUDA graph."""
         with self.on(stream):
             return self.is_capturing_here()
 
@@ -215,7 +211,6 @@ class Accelerator:
             return torch.cuda.is_current_stream_capturing()
 
     def mark(self, stream: Any) -> torch.Event:
-        """A mark after all that `stream` was asked for."""
         event = self._new_event()
         event.record(stream)
         return event
@@ -225,7 +220,6 @@ class Accelerator:
         mark.synchronize()
 
     def wait(self, stream: Any, mark: Any) -> None:
-        """Let all that `stream` is asked for from now on wait for a mark."""
         stream.wait_event(mark)
 
     def lend(self, buffer: Any, stream: Any) -> None:

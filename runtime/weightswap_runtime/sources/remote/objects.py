@@ -9,7 +9,7 @@ from collections.abc import Callable, Coroutine
 from concurrent.futures import wait
 from itertools import accumulate
 from threading import Lock
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
 from weightswap_runtime.errors import StageCancelled, WeightFileError
@@ -68,14 +68,6 @@ class Landing:
             self._buffers = []
 
 
-class _Early(NamedTuple):
-    """What was read while the object could still be written without a trace."""
-
-    start: int
-    size: int
-    digest: str
-
-
 class RemoteObject:
     """A ByteSource over a Transport. Up to MOST_REQUESTS ranges of RANGE_BYTES are under way at once.
 
@@ -88,19 +80,12 @@ class RemoteObject:
         self.where = where
         self._transport = transport
         self._pin, self._head, self._settles_in = opened
+        self.size, self.tag, _ = self._pin  # the tag is empty where the store has none
         self._settled_at = time.monotonic() + self._settles_in
-        self._early: list[_Early] = []
+        # the start, size and digest of what was read while the object could still be written without a trace
+        self._early: list[tuple[int, int, str]] = []
         self._loop = loop
         self._check = check
-
-    @property
-    def size(self) -> int:
-        return self._pin.size
-
-    @property
-    def tag(self) -> str:
-        """What its content is pinned to, such as an ETag; empty where the store has none."""
-        return self._pin.tag
 
     def read_into(self, buffers: list[memoryview], offset: int) -> None:
         landing, early = Landing(buffers), time.monotonic() < self._settled_at
@@ -110,7 +95,7 @@ class RemoteObject:
             else:
                 wait_for(self._loop(), self._read(landing, offset), self._check)
                 if early:
-                    self._early.append(_Early(offset, landing.size, digest_of(buffers)))
+                    self._early.append((offset, landing.size, digest_of(buffers)))
         finally:
             landing.close()
 

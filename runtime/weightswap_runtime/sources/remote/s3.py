@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, closing
 from typing import Any
 
 import aiohttp
@@ -56,11 +56,8 @@ class S3Object:
                 size = total_of(found, self._where)
                 wanted = min(size, HEAD_BYTES)
                 check_range(found, 0, wanted, self._where)
-                body = answer["Body"]
-                try:
+                with closing(answer["Body"]) as body:
                     head = await gather(body.iter_chunks(CHUNK), wanted, self._where)
-                finally:
-                    body.close()
         except _Missing:
             return None
         except _Unsatisfiable:
@@ -74,12 +71,9 @@ class S3Object:
                 if pin.differs(ObjectPin(found.total or pin.size, answer.get("ETag", ""))):
                     raise changed(self._where)
                 check_range(found, start, stop, self._where)
-                body = answer["Body"]
-                try:
+                with closing(answer["Body"]) as body:
                     async for data in body.iter_chunks(CHUNK):
                         write(data)
-                finally:
-                    body.close()
         except (_Missing, _Unsatisfiable):
             raise changed(self._where) from None
 
