@@ -61,14 +61,12 @@ class AotiEngine(TorchEngine):
         return AotiCall(graph, tensors, GraphCall(captured, method.inputs, tensors) if captured else None)
 
     def misplaced(self, value: torch.Tensor) -> str | None:  # type: ignore[override]
-        """What is wrong with an input beside dtype and shape."""
         if type(value).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
             return f"expected a plain tensor, got a {type(value).__qualname__}"
         return super().misplaced(value)
 
     @staticmethod
     def kind(value: torch.Tensor) -> Hashable:
-        """Everything about an input that its check looks at."""
         return value.dtype, value.shape, value.device, value.layout, type(value)
 
     @staticmethod
@@ -150,7 +148,6 @@ class AotiCall:
         """Nothing is computed ahead: what AOTInductor folds would go stale with a swap."""
 
     def __call__(self, inputs: list[Any], state: TorchState | None, chosen: ChosenTensors | None = None) -> list[Any]:
-        """Flat inputs to flat outputs."""
         given = [
             _row_major(inputs[index]) if is_tensor else _UNIT.expand(inputs[index]) for index, is_tensor in self._given
         ]

@@ -38,27 +38,22 @@ class OnnxEngine:
 
     @property
     def runs(self) -> dict[str, str]:
-        """The engine that runs each method."""
         return dict.fromkeys(self._graphs, self.name)
 
     @staticmethod
     def misplaced(value: Any) -> str | None:
-        """What is wrong with an input beside dtype and shape."""
         return "expected a plain array, got a masked one" if isinstance(value, np.ma.MaskedArray) else None
 
     @staticmethod
     def kind(value: Any) -> Hashable:
-        """Everything about an input that its check looks at."""
         return value.dtype, value.shape, type(value)
 
     @staticmethod
     def tensor(content: TensorBytes) -> np.ndarray[Any, Any]:
-        """An array in memory that numpy has allocated."""
         return content_array(content)
 
     @staticmethod
     def content(value: np.ndarray[Any, Any]) -> TensorBytes:
-        """What is in an array, whose memory it shares where that is in order."""
         return content_of(value)
 
     @staticmethod
@@ -79,18 +74,15 @@ class OnnxEngine:
 
     @staticmethod
     def variant(rows: Iterable[NamedTensor], arena: Arena) -> OnnxChosen:
-        """The tensors of a variant, which lie in an arena of its own."""
         return OnnxChosen(_views(rows, arena), [arena])
 
     @staticmethod
     def joined(chosen: Iterable[OnnxChosen]) -> OnnxChosen:
-        """The tensors of variants of several groups."""
         found = list(chosen)
         values = {name: value for each in found for name, value in each.values.items()}
         return OnnxChosen(values, [arena for each in found for arena in each.arenas])
 
     def new_state(self, saved: Mapping[str, TensorBytes] | None = None) -> OnnxState:
-        """A copy of the state, with the initial values or with saved ones."""
         values = {
             name: value_of(bytearray(content.data), content.dtype, content.shape)
             for name, content in (saved or {}).items()
@@ -125,11 +117,9 @@ class OnnxState:
         self.values = {**initial, **saved}
 
     def reset(self) -> None:
-        """Put the initial values back."""
         self.values = dict(self._initial)
 
     def content(self, name: str) -> TensorBytes:
-        """What is in a tensor, by the name of its row."""
         return content_of(as_array(self.values[name], self._dtypes[name]))
 
 
@@ -225,7 +215,6 @@ class BoundOnnx:
     def run(
         self, method: str, inputs: list[Any], state: State | None = None, chosen: Chosen | None = None
     ) -> list[Any]:
-        """Flat inputs to flat outputs, in memory of their own."""
         call = self._calls[method]
         assert chosen is None or isinstance(chosen, OnnxChosen)
         if not call.stateful:
