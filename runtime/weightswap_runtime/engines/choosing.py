@@ -92,12 +92,7 @@ def _has_onnx(artifact: Artifact) -> bool:
 ENGINES: dict[str, EngineRow] = {
     "torch": EngineRow(_torch, lambda _: _has_torch(), compiled=False, is_exact=True, takes_cuda_graphs=True),
     "aoti": EngineRow(_aoti, lambda artifact: _has_torch() and can_run(artifact), by_device=True),
-    "onnx": EngineRow(
-        _onnx,
-        _has_onnx,
-        row_major=True,
-        takes_threads=True,
-    ),
+    "onnx": EngineRow(_onnx, _has_onnx, row_major=True, takes_threads=True),
 }
 
 

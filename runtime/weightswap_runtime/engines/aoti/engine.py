@@ -38,18 +38,12 @@ class AotiEngine(TorchEngine):
         """Raises ArtifactError and Unsupported."""
         targets = self._targets(artifact)
         methods = artifact.manifest.methods
-        beside = {
-            name: load_graph(artifact, name, method, prologue, self.device)
-            for name, method in methods.items()
-            if name not in targets
-        }
-        self._captured = {
-            name: load_graph(artifact, name, methods[name], prologue=False, device=self.device)
-            for name in targets
-            if _may_be_empty(methods[name])
-        }
+        beside = [name for name in methods if name not in targets]
+        graphs = {name: load_graph(artifact, name, prologue, self.device) for name in beside}
+        may_be_empty = [name for name in targets if _may_be_empty(methods[name])]
+        self._captured = {name: load_graph(artifact, name, False, self.device) for name in may_be_empty}
         packages = {name: read_package(artifact, target, name) for name, target in targets.items()}
-        return beside | {name: AotiGraph(package, methods[name], self.device) for name, package in packages.items()}
+        return graphs | {name: AotiGraph(package, methods[name], self.device) for name, package in packages.items()}
 
     def _targets(self, artifact: Artifact) -> dict[str, str]:
         return find_targets(artifact)

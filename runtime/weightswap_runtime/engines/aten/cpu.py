@@ -101,10 +101,7 @@ class TorchEngine:
         return value
 
     def _open(self, artifact: Artifact, prologue: bool) -> Mapping[str, Any]:
-        return {
-            name: load_graph(artifact, name, method, prologue, self.device)
-            for name, method in self._manifest.methods.items()
-        }
+        return {name: load_graph(artifact, name, prologue, self.device) for name in artifact.methods}
 
     @property
     def runs(self) -> dict[str, str]:

@@ -47,8 +47,9 @@ class MethodCall(Protocol):
         ...
 
 
-def load_graph(artifact: Artifact, name: str, method: Method, prologue: bool, device: torch.device) -> Compiled:
+def load_graph(artifact: Artifact, name: str, prologue: bool, device: torch.device) -> Compiled:
     """A method's graph as it was captured. Raises ArtifactError."""
+    method = artifact.manifest.methods[name]
     fixed = [prologue and item.kind in _FIXED for item in method.inputs]
     graph = open_graph(artifact, method.graph, device, fixed)
     if not _fits(graph, method):

@@ -67,12 +67,9 @@ class OnnxAcceleratedEngine(AcceleratedEngine):
         self._counterpart = found
         provider = provider_of(found, self.device.index)
         compiled = artifact.compiled_methods("onnx")
-        beside = {
-            name: load_graph(artifact, name, method, prologue, self.device)
-            for name, method in artifact.manifest.methods.items()
-            if name not in compiled
-        }
-        return beside | {name: OnnxGraph(artifact, name, None, provider) for name in compiled}
+        beside = [name for name in artifact.methods if name not in compiled]
+        graphs = {name: load_graph(artifact, name, prologue, self.device) for name in beside}
+        return graphs | {name: OnnxGraph(artifact, name, None, provider) for name in compiled}
 
     def _call(self, name: str, method: Method, tensors: Tensors) -> MethodCall:
         if not isinstance(graph := self._graphs[name], OnnxGraph):
