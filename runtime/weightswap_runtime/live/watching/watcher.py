@@ -11,7 +11,7 @@ from weightswap_runtime.sources.location import printable
 
 from .directory import open_directory
 from .intake import Intake, Start
-from .loop import Looker, Subject, Watching, check_interval
+from .loop import Looker, Loop, Subject, Watching
 from .promotion import Promotion
 from .reconciler import Reconciler
 
@@ -31,7 +31,6 @@ class Watcher(Watching):
         callback: Listener | None,
         promotion: Promotion | None,
     ) -> None:
-        check_interval(interval)
         if start not in ("newest", "all", "new"):
             raise Unsupported(f'start={start!r}: expected "newest", "all" or "new"')
         _check_part(subject, promotion)
@@ -42,7 +41,7 @@ class Watcher(Watching):
         lookers: tuple[Looker, ...] = (self._intake,)
         if promotion is not None:  # what is desired comes first: another may have written it, or an operator
             lookers = (Reconciler(promotion.place, interval), self._intake)
-        super().__init__(subject, lookers, interval, callback, promotion)
+        super().__init__(Loop(subject, lookers, interval, callback, promotion))
 
     @property
     def place(self) -> DesiredPlace | None:
@@ -67,7 +66,6 @@ class Watcher(Watching):
 
 
 def _check_part(subject: Subject, promotion: Promotion | None) -> None:
-    subject.request.check()
     if not subject.request.only:
         return
     if promotion is not None:
