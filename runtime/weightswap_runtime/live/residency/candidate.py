@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from weightswap_runtime.live.gate import Gate, Version
@@ -35,12 +36,12 @@ class StagingTarget(NamedTuple):
     staged_in: StagedIn
 
 
+@dataclass(eq=False)
 class StagedSet:
     """A full set of weights in a session of its own."""
 
-    def __init__(self, contents: Contents, session: Session) -> None:
-        self.contents = contents
-        self.session = session
+    contents: Contents
+    session: Session
 
     def trial_session(self, job: Job) -> Session:
         """A session to try the weights in."""
