@@ -138,7 +138,6 @@ class _CpuCall:
         self._nothing += [(name, value_of(b"", graph.dtypes[name], (0,))) for name in self._read]
         self._outputs = list(zip(graph.names.outputs, graph.outputs, strict=True))
         self._changed = graph.after
-        self._fetched = [*(name for name, _ in self._outputs if name is not None), *self._changed.values()]
         self.stateful = bool(self._read or self._changed)
         self._pool: list[Any] = []
 
@@ -165,7 +164,7 @@ class _CpuCall:
         for name, value, _ in variants:
             binding.bind_ortvalue_input(name, value)
         self._graph.session.run_with_iobinding(binding)
-        values = dict(zip(self._fetched, binding.get_outputs(), strict=True))
+        values = dict(zip(self._graph.fetched, binding.get_outputs(), strict=True))
         binding.clear_binding_outputs()
         for name, nothing in self._nothing:  # or the binding would keep what it was given until its next call
             binding.bind_ortvalue_input(name, nothing)
@@ -183,7 +182,7 @@ class _CpuCall:
         if state is not None:
             for name in self._read:
                 binding.bind_ortvalue_input(name, state.values[name])
-        for name in self._fetched:
+        for name in self._graph.fetched:
             binding.bind_output(name)
 
     def _renew(self) -> None:
