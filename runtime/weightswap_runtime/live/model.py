@@ -40,7 +40,7 @@ from .events import Event, Listener
 from .gate import Gate, Version
 from .pinned import Pinned
 from .receipt import SwapReceipt
-from .session import Session, naming_lack
+from .session import Session, naming_lack_of_memory
 from .staged import Staged
 from .staging_task import StagingTask
 from .store import Store, open_variants
@@ -639,7 +639,7 @@ class Model(Caller, AbstractContextManager["Model"]):
         self._check_open()
         check_policy(on_swap)
         engine = self._member.engine
-        with naming_lack("no memory for a context's state"):
+        with naming_lack_of_memory("no memory for a context's state"):
             state = engine.new_state(saved)
         return self._store.contexts.add(Context(self.artifact, engine, state, self._gate, on_swap, made_with, variants))
 

@@ -70,7 +70,7 @@ class Session:
         Raises OutOfMemory.
         """
         lack = "no memory to keep what was computed from the weights"
-        with naming_lack(lack), self.arena.writing(join=True), self.arena.stream():
+        with naming_lack_of_memory(lack), self.arena.writing(join=True), self.arena.stream():
             kept = [bound.keep() for bound in list(self.bound.values()) if bound.has_prologue]
 
         def put_back() -> None:
@@ -90,7 +90,7 @@ class Session:
 
 
 @contextmanager
-def naming_lack(what: str) -> Iterator[None]:
+def naming_lack_of_memory(what: str) -> Iterator[None]:
     """A block whose errors for want of memory are OutOfMemory."""
     try:
         yield
@@ -102,7 +102,7 @@ def naming_lack(what: str) -> Iterator[None]:
 
 def bind(engine: Engine, arena: Arena) -> Bound:
     """Bind an engine to an arena; calls wait for what that has asked a device for. Raises OutOfMemory."""
-    with naming_lack("no memory for an engine's state"), arena.writing(join=True), arena.stream():
+    with naming_lack_of_memory("no memory for an engine's state"), arena.writing(join=True), arena.stream():
         return engine.bind(arena)
 
 
@@ -112,7 +112,7 @@ def run_prologue(bound: Bound, where: str) -> None:
     Raises WeightsMismatch and OutOfMemory, and what torch raises for a device.
     """
     try:
-        with naming_lack(f"{where}: no memory for what is computed from weights alone"):
+        with naming_lack_of_memory(f"{where}: no memory for what is computed from weights alone"):
             bound.run_prologue()
     except Exception as error:
         if isinstance(error, OutOfMemory) or is_of_device(error):

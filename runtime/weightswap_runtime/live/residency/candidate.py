@@ -83,7 +83,3 @@ class Committed(NamedTuple):
 def next_generation(gate: Gate[Session]) -> int:
     """That of the next commit."""
     return gate.current.generation + 1 if gate.current else 0
-
-
-def never() -> None:
-    """The check of a commit that nothing ends early."""

@@ -26,7 +26,7 @@ from weightswap_runtime.sources.byte_source import Check
 from weightswap_runtime.staging.request import StagedChange
 from weightswap_runtime.threads.job import Job
 
-from .candidate import Candidate, Committed, Means, StagedPatch, StagingTarget, never, next_generation
+from .candidate import Candidate, Committed, Means, StagedPatch, StagingTarget, next_generation
 
 
 class _Kept(NamedTuple):
@@ -120,9 +120,9 @@ class Single:
             raise NothingToRollBack(f"{why}. Swap the file that you want.")
         content, old = self._previous
         version = Version(self._live, next_generation(self._gate), old.identity)
-        return self._commit_in_place(_Commit(content, version), timeout, never)
+        return self._commit_in_place(_Commit(content, version), timeout)
 
-    def _commit_in_place(self, change: _Commit, timeout: float | None, check: Check) -> Committed:
+    def _commit_in_place(self, change: _Commit, timeout: float | None, check: Check = lambda: None) -> Committed:
         """Hold the calls, copy, exchange. Weights whose prologue cannot be computed are taken back where they can be.
 
         What breaks off in between must not serve: the model then refuses its calls.

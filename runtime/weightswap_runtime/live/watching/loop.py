@@ -80,7 +80,7 @@ class Watching(AbstractContextManager["Watching"]):
     @property
     def place(self) -> DesiredPlace | None:
         """The place of the desired state that it keeps the model at."""
-        return None
+        return self._loop.promotion.place if self._loop.promotion is not None else None
 
     def look_soon(self) -> None:
         """Look now, and not only after the interval."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 
-from weightswap_runtime.desired.place import DesiredPlace
 from weightswap_runtime.errors import Unsupported
 from weightswap_runtime.live.events import Listener
 from weightswap_runtime.sources.location import printable
@@ -37,15 +36,10 @@ class Watcher(Watching):
         self.directory = printable(directory)
         listing = open_directory(directory)
         self._intake = Intake(self.directory, listing, interval, start, begun=promotion.begun if promotion else None)
-        self._promotion = promotion
         lookers: tuple[Looker, ...] = (self._intake,)
         if promotion is not None:  # what is desired comes first: another may have written it, or an operator
             lookers = (Reconciler(promotion.place, interval), self._intake)
         super().__init__(Loop(subject, lookers, interval, callback, promotion))
-
-    @property
-    def place(self) -> DesiredPlace | None:
-        return self._promotion.place if self._promotion is not None else None
 
     @property
     def skipped(self) -> dict[str, BaseException]:
