@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -26,6 +26,9 @@ class OnnxEngine:
 
     name = "onnx"
     tensor_type = np.ndarray
+    tensor = staticmethod(content_array)
+    content = staticmethod(content_of)
+    default_torch_modes = staticmethod(nullcontext)  # nothing that a thread switches on changes what is computed
 
     def __init__(self, artifact: Artifact, threads: int | None = None) -> None:
         """Open the graphs. threads: that one call uses; None: one for each core. Raises ArtifactError, Unsupported."""
@@ -49,21 +52,8 @@ class OnnxEngine:
         return value.dtype, value.shape, type(value)
 
     @staticmethod
-    def tensor(content: TensorBytes) -> np.ndarray[Any, Any]:
-        return content_array(content)
-
-    @staticmethod
-    def content(value: np.ndarray[Any, Any]) -> TensorBytes:
-        return content_of(value)
-
-    @staticmethod
     def environment() -> None:
         """Outputs equal those of eager within tolerances alone."""
-
-    @staticmethod
-    def default_torch_modes() -> AbstractContextManager[None]:
-        """Nothing that a thread switches on changes what ONNX Runtime computes."""
-        return nullcontext()
 
     def bind(self, arena: Arena) -> BoundOnnx:
         """Views on the arena for every weight."""
