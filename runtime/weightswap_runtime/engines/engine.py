@@ -24,9 +24,6 @@ class EngineOptions(NamedTuple):
     cuda_graphs: CudaGraphs | None = None
 
 
-DEFAULTS = EngineOptions()
-
-
 class State(Protocol):
     """One copy of what an artifact's graphs remember from call to call, for one engine. One call at a time uses it."""
 

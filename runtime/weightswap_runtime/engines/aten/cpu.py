@@ -283,7 +283,7 @@ class BoundTorch:
 
     @default_torch_modes()
     def keep(self) -> Callable[[], None]:
-        kept = [(value, _copied(value.untyped_storage())) for value in self._computed()]
+        kept = [(value, value.untyped_storage().clone()) for value in self._computed()]  # type: ignore[no-untyped-call]
 
         def put_back() -> None:
             for value, storage in kept:
@@ -305,11 +305,6 @@ class BoundTorch:
         if self._first <= pointer < self._last or pointer in self._owned or pointer in states:
             return value.clone()
         return value if value.grad_fn is None else value.detach()
-
-
-def _copied(storage: torch.UntypedStorage) -> torch.UntypedStorage:
-    copy: torch.UntypedStorage = storage.clone()  # type: ignore[no-untyped-call]
-    return copy
 
 
 def sparse(value: torch.Tensor) -> str | None:
