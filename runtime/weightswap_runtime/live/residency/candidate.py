@@ -48,14 +48,14 @@ class StagedSet:
         return self.session
 
 
+@dataclass(eq=False)
 class StagedPatch:
-    """A full set of weights, as a patch of those that are served."""
+    """A full set of weights, as a patch of those that are served. `build` makes a session that has all of it."""
 
-    def __init__(self, contents: Contents, patch: Patch, build: Callable[[Job], Session]) -> None:
-        self.contents = contents
-        self.patch = patch
-        self._opened: Session | None = None
-        self._build = build
+    contents: Contents
+    patch: Patch
+    build: Callable[[Job], Session]
+    _opened: Session | None = None
 
     def trial_session(self, job: Job) -> Session:
         """A session to try the weights in. It is made on first use, and takes a full set's memory.
@@ -63,7 +63,7 @@ class StagedPatch:
         Raises OutOfMemory, StageCancelled and WeightsMismatch.
         """
         if self._opened is None:
-            opened = self._build(job)
+            opened = self.build(job)
             opened.run_prologues(self.contents.source)
             self._opened = opened
         return self._opened
