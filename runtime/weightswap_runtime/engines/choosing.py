@@ -12,7 +12,7 @@ from weightswap_runtime.format.artifact import Artifact
 from weightswap_runtime.memory.device_choice import HOST
 
 from .aoti.package import can_run
-from .engine import AUTO, DEFAULTS, Engine, EngineOptions
+from .engine import AUTO, Engine, EngineOptions
 
 EngineName = Literal["torch", "aoti", "onnx", "auto"]
 
@@ -92,12 +92,7 @@ def _has_onnx(artifact: Artifact) -> bool:
 ENGINES: dict[str, EngineRow] = {
     "torch": EngineRow(_torch, lambda _: _has_torch(), compiled=False, is_exact=True, takes_cuda_graphs=True),
     "aoti": EngineRow(_aoti, lambda artifact: _has_torch() and can_run(artifact), by_device=True),
-    "onnx": EngineRow(
-        _onnx,
-        _has_onnx,
-        row_major=True,
-        takes_threads=True,
-    ),
+    "onnx": EngineRow(_onnx, _has_onnx, row_major=True, takes_threads=True),
 }
 
 
@@ -144,7 +139,7 @@ def available_engines(artifact: Artifact) -> tuple[str, ...]:
     return tuple(name for name, row in ENGINES.items() if row.offered(artifact))
 
 
-def open_engine(name: str, artifact: Artifact, device: str, options: EngineOptions = DEFAULTS) -> Engine:
+def open_engine(name: str, artifact: Artifact, device: str, options: EngineOptions) -> Engine:
     """Open the graphs of an artifact; `name` is one of ENGINES. Raises Unsupported, ArtifactError and MissingExtra."""
     (threads, _, _, cuda_graphs), row = options, ENGINES[name]
     if cuda_graphs is not None and (device == HOST or not row.takes_cuda_graphs):

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Literal, NamedTuple, Protocol
 
 from weightswap_runtime.format.goldens import Environment
+from weightswap_runtime.format.manifest import NamedTensor
 from weightswap_runtime.memory.arena import Arena
 from weightswap_runtime.tensors.content import TensorBytes
 
@@ -21,9 +22,6 @@ class EngineOptions(NamedTuple):
     prologue: bool = True
     on_host: bool = False
     cuda_graphs: CudaGraphs | None = None
-
-
-DEFAULTS = EngineOptions()
 
 
 class State(Protocol):
@@ -122,6 +120,14 @@ class Engine(Protocol):
         ...
 
     def bind(self, arena: Arena) -> Bound: ...
+
+    def variant(self, rows: Iterable[NamedTensor], arena: Arena) -> Chosen:
+        """The tensors of a variant, which lie in an arena of its own."""
+        ...
+
+    def joined(self, chosen: Iterable[Any]) -> Chosen:
+        """The tensors of variants of several groups, which have no name in common."""
+        ...
 
     def new_state(self, saved: Mapping[str, TensorBytes] | None = None) -> State:
         """A copy of the state, with the initial values or with saved ones, which are as the manifest's rows say."""

@@ -174,11 +174,8 @@ class Context(AbstractContextManager["Context"]):
         self._whole = False
         try:
             outputs = bound.run(method, inputs, self._state, chosen)
-        except (
-            InputMismatch,
-            Unsupported,
-        ):  # before anything ran; other refusals are those of a signal handler's own calls
-            self._whole = True
+        except (InputMismatch, Unsupported):
+            self._whole = True  # nothing ran; other refusals are those of a signal handler's own calls
             raise
         self._made_with, self._variants, self._whole = weights_id, ids, True
         return outputs

@@ -13,7 +13,7 @@ from typing import Any, TypeVar, Unpack
 
 from weightswap_runtime.desired.place import DesiredPlace
 from weightswap_runtime.engines.engine import Engine
-from weightswap_runtime.errors import ModelClosed, OutOfMemory, StaleVariant, UnknownVariant, Unsupported, lacks_memory
+from weightswap_runtime.errors import ModelClosed, StaleVariant, UnknownVariant, Unsupported
 from weightswap_runtime.format.artifact import Artifact
 from weightswap_runtime.format.context_file import read_context
 from weightswap_runtime.format.goldens import Mode
@@ -40,7 +40,7 @@ from .events import Event, Listener
 from .gate import Gate, Version
 from .pinned import Pinned
 from .receipt import SwapReceipt
-from .session import Session
+from .session import Session, naming_lack_of_memory
 from .staged import Staged
 from .staging_task import StagingTask
 from .store import Store, open_variants
@@ -411,7 +411,8 @@ class Model(Caller, AbstractContextManager["Model"]):
         )
         check_promotion_policy(policy)
         promotion = None if promote is None else Promotion(DesiredPlace(promote), policy, by)
-        return self._watching(Watcher(self._subject(request), directory, interval, start, callback, promotion))
+        subject = Subject(self, self._store, self._member, request)
+        return self._watching(Watcher(subject, directory, interval, start, callback, promotion))
 
     def follow(
         self,
@@ -460,10 +461,8 @@ class Model(Caller, AbstractContextManager["Model"]):
             ignore=patterns(ignore, "ignore") if ignore else (),
         )
         opened = place if isinstance(place, DesiredPlace) else DesiredPlace(place)
-        return self._watching(Follower(self._subject(request), opened, interval, callback))
-
-    def _subject(self, request: SwapRequest) -> Subject:
-        return Subject(self, self._store, self._member, request)
+        subject = Subject(self, self._store, self._member, request)
+        return self._watching(Follower(subject, opened, interval, callback))
 
     def _watching(self, watching: W) -> W:
         """Have `close` stop it."""
@@ -640,12 +639,8 @@ class Model(Caller, AbstractContextManager["Model"]):
         self._check_open()
         check_policy(on_swap)
         engine = self._member.engine
-        try:
+        with naming_lack_of_memory("no memory for a context's state"):
             state = engine.new_state(saved)
-        except Exception as error:
-            if lacks_memory(error):
-                raise OutOfMemory(f"no memory for a context's state ({error})") from error
-            raise
         return self._store.contexts.add(Context(self.artifact, engine, state, self._gate, on_swap, made_with, variants))
 
     def _run(self, name: str, flat: list[Any], context: Context | None, choice: Choice | None) -> list[Any]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 
 from weightswap_runtime.engines.engine import Bound, Engine
 from weightswap_runtime.errors import RESTART, DeviceError, OutOfMemory, WeightsMismatch, is_of_device, lacks_memory
@@ -68,13 +69,9 @@ class Session:
 
         Raises OutOfMemory.
         """
-        try:
-            with self.arena.writing(join=True), self.arena.stream():
-                kept = [bound.keep() for bound in list(self.bound.values()) if bound.has_prologue]
-        except Exception as error:
-            if lacks_memory(error):
-                raise OutOfMemory(f"no memory to keep what was computed from the weights ({error})") from error
-            raise
+        lack = "no memory to keep what was computed from the weights"
+        with naming_lack_of_memory(lack), self.arena.writing(join=True), self.arena.stream():
+            kept = [bound.keep() for bound in list(self.bound.values()) if bound.has_prologue]
 
         def put_back() -> None:
             with self.arena.writing(join=True), self.arena.stream():
@@ -92,15 +89,21 @@ class Session:
             raise DeviceError(f"{where}: {type(error).__name__}: {error}. {RESTART}") from error
 
 
-def bind(engine: Engine, arena: Arena) -> Bound:
-    """Bind an engine to an arena; calls wait for what that has asked a device for. Raises OutOfMemory."""
+@contextmanager
+def naming_lack_of_memory(what: str) -> Iterator[None]:
+    """A block whose errors for want of memory are OutOfMemory."""
     try:
-        with arena.writing(join=True), arena.stream():
-            return engine.bind(arena)
+        yield
     except Exception as error:
         if lacks_memory(error):
-            raise OutOfMemory(f"no memory for an engine's state ({error})") from error
+            raise OutOfMemory(f"{what} ({error})") from error
         raise
+
+
+def bind(engine: Engine, arena: Arena) -> Bound:
+    """Bind an engine to an arena; calls wait for what that has asked a device for. Raises OutOfMemory."""
+    with naming_lack_of_memory("no memory for an engine's state"), arena.writing(join=True), arena.stream():
+        return engine.bind(arena)
 
 
 def run_prologue(bound: Bound, where: str) -> None:
@@ -109,11 +112,10 @@ def run_prologue(bound: Bound, where: str) -> None:
     Raises WeightsMismatch and OutOfMemory, and what torch raises for a device.
     """
     try:
-        bound.run_prologue()
+        with naming_lack_of_memory(f"{where}: no memory for what is computed from weights alone"):
+            bound.run_prologue()
     except Exception as error:
-        if lacks_memory(error):
-            raise OutOfMemory(f"{where}: no memory for what is computed from weights alone ({error})") from error
-        if is_of_device(error):
+        if isinstance(error, OutOfMemory) or is_of_device(error):
             raise
         raise WeightsMismatch(
             where,

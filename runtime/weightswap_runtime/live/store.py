@@ -371,6 +371,6 @@ def open_variants(manifest: Manifest, engine: Engine, store: Store, most: int) -
         )
         store.events.emit(event)
 
-    found = Variants(manifest, engine, store.memory, store.workers, most, tell)  # type: ignore[arg-type]
+    found = Variants(manifest, engine, store.memory, store.workers, most, tell)
     store.variants.add(found)
     return found

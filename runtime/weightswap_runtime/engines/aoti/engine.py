@@ -38,18 +38,12 @@ class AotiEngine(TorchEngine):
         """Raises ArtifactError and Unsupported."""
         targets = self._targets(artifact)
         methods = artifact.manifest.methods
-        beside = {
-            name: load_graph(artifact, name, method, prologue, self.device)
-            for name, method in methods.items()
-            if name not in targets
-        }
-        self._captured = {
-            name: load_graph(artifact, name, methods[name], prologue=False, device=self.device)
-            for name in targets
-            if _may_be_empty(methods[name])
-        }
+        beside = [name for name in methods if name not in targets]
+        graphs = {name: load_graph(artifact, name, prologue, self.device) for name in beside}
+        may_be_empty = [name for name in targets if _may_be_empty(methods[name])]
+        self._captured = {name: load_graph(artifact, name, False, self.device) for name in may_be_empty}
         packages = {name: read_package(artifact, target, name) for name, target in targets.items()}
-        return beside | {name: AotiGraph(package, methods[name], self.device) for name, package in packages.items()}
+        return graphs | {name: AotiGraph(package, methods[name], self.device) for name, package in packages.items()}
 
     def _targets(self, artifact: Artifact) -> dict[str, str]:
         return find_targets(artifact)
@@ -61,14 +55,12 @@ class AotiEngine(TorchEngine):
         return AotiCall(graph, tensors, GraphCall(captured, method.inputs, tensors) if captured else None)
 
     def misplaced(self, value: torch.Tensor) -> str | None:  # type: ignore[override]
-        """What is wrong with an input beside dtype and shape."""
         if type(value).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
             return f"expected a plain tensor, got a {type(value).__qualname__}"
         return super().misplaced(value)
 
     @staticmethod
     def kind(value: torch.Tensor) -> Hashable:
-        """Everything about an input that its check looks at."""
         return value.dtype, value.shape, value.device, value.layout, type(value)
 
     @staticmethod
@@ -150,7 +142,6 @@ class AotiCall:
         """Nothing is computed ahead: what AOTInductor folds would go stale with a swap."""
 
     def __call__(self, inputs: list[Any], state: TorchState | None, chosen: ChosenTensors | None = None) -> list[Any]:
-        """Flat inputs to flat outputs."""
         given = [
             _row_major(inputs[index]) if is_tensor else _UNIT.expand(inputs[index]) for index, is_tensor in self._given
         ]

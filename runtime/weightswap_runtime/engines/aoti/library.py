@@ -63,7 +63,7 @@ class Library:
         """Load machine code that runs on `device`. Raises ArtifactError; Unsupported where it cannot be loaded here."""
         self._where = where
         self._device = device
-        self.stream = _stream_of(device)
+        self.stream: Callable[[], int | None] = (lambda: None) if device.type == "cpu" else _CurrentStream(device)
         try:
             self._calls = _load(raw)
             for name in (_CREATE, _DELETE, _RUN, _BIND, _BOUND, _REASON, *_COUNTS, _NAME, _FQN, _DTYPE, _FOLDED):
@@ -165,10 +165,6 @@ class Library:
         if folded.value:
             raise ArtifactError(f"{self._where}: computes {texts[1]!r} once from weights. Compile it again")
         return Constant(texts[0], texts[1], dtype.value)
-
-
-def _stream_of(device: torch.device) -> Callable[[], int | None]:
-    return (lambda: None) if device.type == "cpu" else _CurrentStream(device)
 
 
 class _CurrentStream:

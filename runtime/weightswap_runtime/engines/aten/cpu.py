@@ -58,11 +58,11 @@ def _past_autograd() -> AbstractContextManager[object]:
     return guard
 
 
-def environment_here(device: str = "cpu") -> Environment:
+def environment_here() -> Environment:
     """What decides the last bits of an output in this process, in this thread."""
     return Environment(
         torch=str(torch.__version__),
-        device=device,
+        device="cpu",
         capability=torch.backends.cpu.get_cpu_capability(),
         threads=torch.get_num_threads(),
     )
@@ -94,21 +94,17 @@ class TorchEngine:
     def _placed_row(self, item: NamedTensor, content: TensorBytes) -> torch.Tensor:
         if item.zero:
             return torch.zeros((), dtype=torch_dtype(item.dtype), device=self.device).expand(item.shape)
-        return self._placed(_copy(item, content))
+        return self._placed(_strided(item, copied_tensor(content)))
 
     def _placed(self, value: torch.Tensor) -> torch.Tensor:
         """A tensor on the CPU, taken to where the graphs run."""
         return value
 
     def _open(self, artifact: Artifact, prologue: bool) -> Mapping[str, Any]:
-        return {
-            name: load_graph(artifact, name, method, prologue, self.device)
-            for name, method in self._manifest.methods.items()
-        }
+        return {name: load_graph(artifact, name, prologue, self.device) for name in artifact.methods}
 
     @property
     def runs(self) -> dict[str, str]:
-        """The engine that runs each method."""
         return {name: "torch" if isinstance(graph, Compiled) else self.name for name, graph in self._graphs.items()}
 
     @property
@@ -121,14 +117,12 @@ class TorchEngine:
 
     @staticmethod
     def misplaced(value: torch.Tensor) -> str | None:
-        """What is wrong with an input beside dtype and shape."""
         if value.device.type != "cpu":
             return f"expected a tensor on the CPU, got one on {value.device}"
         return sparse(value)
 
     @staticmethod
     def kind(value: torch.Tensor) -> Hashable:
-        """Everything about an input that its check looks at."""
         return value.dtype, value.shape, value.device, value.layout
 
     @default_torch_modes()
@@ -147,17 +141,16 @@ class TorchEngine:
 
     @default_torch_modes()
     def variant(self, rows: Iterable[NamedTensor], arena: Arena) -> ChosenTensors:
-        """The tensors of a variant, which lie in an arena of its own."""
         return ChosenTensors({name: view for row in rows for view in [self._view(arena, row)] for name in row.names})
 
     @staticmethod
     def joined(chosen: Iterable[ChosenTensors]) -> ChosenTensors:
-        """The tensors of variants of several groups."""
-        return ChosenTensors.joined(chosen)
+        found = list(chosen)
+        tensors = {name: tensor for each in found for name, tensor in each.tensors.items()}
+        return ChosenTensors(tensors, [storage for each in found for storage in each.storages])
 
     @default_torch_modes()
     def new_state(self, saved: Mapping[str, TensorBytes] | None = None) -> TorchState:
-        """A copy of the state, with the initial values or with saved ones."""
         state = self._new_state()
         for name, content in (saved or {}).items():  # one at a time, in memory that torch has allocated
             state.put({name: self.tensor(content)})
@@ -200,7 +193,6 @@ class TorchEngine:
 
     @staticmethod
     def environment() -> Environment | None:
-        """What decides the last bits of an output in this thread."""
         return environment_here()
 
     @staticmethod
@@ -262,11 +254,9 @@ class BoundTorch:
 
     @property
     def has_prologue(self) -> bool:
-        """Whether anything depends on weights and constants alone."""
         return any(call.has_prologue for call in self._calls.values())
 
     def run_prologue(self) -> None:
-        """After new weights came to the arena: compute what depends on them alone."""
         if self.has_prologue:
             self._run_prologue()
 
@@ -279,7 +269,6 @@ class BoundTorch:
 
     @default_torch_modes()
     def copy_prologue_from(self, other: Bound) -> bool:
-        """Copy what the same engine has computed over another arena with the same weights."""
         if type(other) is not type(self):
             return False
         pairs = [(call.hoisted, other._calls[name].hoisted) for name, call in self._calls.items()]
@@ -294,8 +283,7 @@ class BoundTorch:
 
     @default_torch_modes()
     def keep(self) -> Callable[[], None]:
-        """Copy what was computed from weights; the function that is returned puts it back."""
-        kept = [(value, _copied(value.untyped_storage())) for value in self._computed()]
+        kept = [(value, value.untyped_storage().clone()) for value in self._computed()]  # type: ignore[no-untyped-call]
 
         def put_back() -> None:
             for value, storage in kept:
@@ -319,20 +307,11 @@ class BoundTorch:
         return value if value.grad_fn is None else value.detach()
 
 
-def _copied(storage: torch.UntypedStorage) -> torch.UntypedStorage:
-    copy: torch.UntypedStorage = storage.clone()  # type: ignore[no-untyped-call]
-    return copy
-
-
 def sparse(value: torch.Tensor) -> str | None:
     """What is wrong with an input's layout."""
     if value.is_nested:
         return "expected a dense tensor, got a nested one"
     return None if value.layout is torch.strided else f"expected a dense tensor, got {value.layout}"
-
-
-def _copy(item: NamedTensor, content: TensorBytes) -> torch.Tensor:
-    return _strided(item, copied_tensor(content))
 
 
 def _strided(item: NamedTensor, value: torch.Tensor) -> torch.Tensor:

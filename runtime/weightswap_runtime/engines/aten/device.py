@@ -61,7 +61,6 @@ class AcceleratedEngine(TorchEngine):
         self._host = TorchEngine(artifact, prologue=prologue) if on_host else None
 
     def misplaced(self, value: torch.Tensor) -> str | None:  # type: ignore[override]
-        """What is wrong with an input beside dtype and shape."""
         if value.device != self.device:
             return (
                 f"expected a tensor on {self.device}, got one on {value.device}: move it with .to({str(self.device)!r})"
@@ -133,7 +132,6 @@ class AcceleratedEngine(TorchEngine):
         return copy
 
     def environment(self) -> Environment | None:  # type: ignore[override]
-        """What decides the last bits of an output."""
         return Environment(
             torch=str(torch.__version__),
             device=self.device.type,

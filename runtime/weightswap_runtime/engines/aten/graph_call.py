@@ -47,8 +47,9 @@ class MethodCall(Protocol):
         ...
 
 
-def load_graph(artifact: Artifact, name: str, method: Method, prologue: bool, device: torch.device) -> Compiled:
+def load_graph(artifact: Artifact, name: str, prologue: bool, device: torch.device) -> Compiled:
     """A method's graph as it was captured. Raises ArtifactError."""
+    method = artifact.manifest.methods[name]
     fixed = [prologue and item.kind in _FIXED for item in method.inputs]
     graph = open_graph(artifact, method.graph, device, fixed)
     if not _fits(graph, method):
@@ -92,7 +93,6 @@ class GraphCall:
 
     @property
     def has_prologue(self) -> bool:
-        """Whether anything depends on weights and constants alone."""
         return self._prologue is not None
 
     def run_prologue(self) -> None:
@@ -115,7 +115,6 @@ class GraphCall:
         return bool(count) and self._inputs == list(range(len(self._slots) - count, len(self._slots)))
 
     def __call__(self, inputs: list[Any], state: TorchState | None = None, chosen: ChosenTensors | None = None) -> Any:
-        """Flat inputs to flat outputs."""
         if self._bound is not None:
             return self._graph(*self._bound, *inputs)
         slots = (self._slots if chosen is None else self._chosen(chosen)).copy()

@@ -35,7 +35,6 @@ class TorchState:
             _put(self._own[name], value)
 
     def content(self, name: str) -> TensorBytes:
-        """What is in a tensor, by the name of its row."""
         return tensor_content(self._own[name])
 
     def values(self) -> Iterator[tuple[str, torch.Tensor]]:

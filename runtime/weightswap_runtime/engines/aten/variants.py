@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
 import torch
 
@@ -15,13 +15,6 @@ class ChosenTensors:
         if storages is None:
             storages = list({tensor.untyped_storage().data_ptr() for tensor in tensors.values()})
         self.storages = storages
-
-    @classmethod
-    def joined(cls, chosen: Iterable[ChosenTensors]) -> ChosenTensors:
-        """Those of several, which have no name in common."""
-        found = list(chosen)
-        tensors = {name: tensor for each in found for name, tensor in each.tensors.items()}
-        return cls(tensors, [storage for each in found for storage in each.storages])
 
     def lend(self, stream: torch.Stream) -> None:
         """Keep the memory until what the stream was asked for is done. All of a variant's tensors have one storage."""

@@ -32,13 +32,8 @@ def check_records(raw: bytes, where: str) -> None:
         raise ArtifactError(f"{where}: {listed(problems, between='; ')}. Export the artifact again.")
 
 
-def functions(raw: bytes) -> set[str]:
-    """What an archive's graphs call, as `torch.ops.NAMESPACE.NAME.OVERLOAD`. It was checked before."""
-    return set(calls(raw))
-
-
 def calls(raw: bytes) -> Counter[str]:
-    """The same, with how often it is called."""
+    """What an archive's graphs call, as `torch.ops.NAMESPACE.NAME.OVERLOAD`, and how often. It was checked before."""
     with zipfile.ZipFile(io.BytesIO(raw)) as archive:
         models = [json.loads(archive.read(name)) for name in archive.namelist() if name.endswith("/models/model.json")]
     return Counter(target for model in models for target in _targets(model))

@@ -12,7 +12,7 @@ import torch
 from weightswap_runtime.errors import ArtifactError
 from weightswap_runtime.format.artifact import Artifact
 
-from .archives import check_records, functions
+from .archives import calls, check_records
 from .operators import OF_TORCH, ForeignFunction, MissingOperator, find_operator
 from .schema import Graph, UnknownPart, read_program
 from .straight_line import Compiled, DamagedGraph, compile_graph
@@ -53,7 +53,7 @@ def checked(raw: bytes, where: str, read: Callable[[], Result]) -> Result:
     try:
         return read()
     except MissingOperator:
-        raise ArtifactError(f"{where}: {_missing(functions(raw))}") from None
+        raise ArtifactError(f"{where}: {_missing(calls(raw))}") from None
     except (UnknownPart, ForeignFunction) as reason:
         raise ArtifactError(
             f"{where}: has {reason}, which weightswap does not run. Export the artifact again, or install the "

@@ -41,7 +41,6 @@ class OnnxBesideTorch(OnnxEngine):
 
     @property
     def runs(self) -> dict[str, str]:
-        """The engine that runs each method."""
         found = super().runs | self._torch.runs
         return {name: found[name] for name in self._manifest.methods}
 
@@ -50,12 +49,10 @@ class OnnxBesideTorch(OnnxEngine):
         return BoundBoth(super().bind(arena), self._torch.bind(arena), self._torch)
 
     def variant(self, rows: Iterable[NamedTensor], arena: Arena) -> _Chosen:  # type: ignore[override]
-        """The tensors of a variant, for both engines."""
         rows = list(rows)
         return _Chosen(super().variant(rows, arena), self._torch.variant(rows, arena))
 
     def joined(self, chosen: Iterable[_Chosen]) -> _Chosen:  # type: ignore[override]
-        """The tensors of variants of several groups."""
         found = list(chosen)
         return _Chosen(super().joined(each.onnx for each in found), self._torch.joined(each.torch for each in found))
 
@@ -93,13 +90,11 @@ class BoundBoth:
         return self._beside.has_prologue
 
     def copy_prologue_from(self, other: Bound) -> bool:
-        """Copy what was computed over another arena with the same weights."""
         return isinstance(other, BoundBoth) and self._beside.copy_prologue_from(other._beside)
 
     def run(
         self, method: str, inputs: list[Any], state: State | None = None, chosen: Chosen | None = None
     ) -> list[Any]:
-        """Flat inputs to flat outputs, in memory of their own."""
         assert chosen is None or isinstance(chosen, _Chosen)
         if method not in self._methods:
             return self._onnx.run(method, inputs, state, None if chosen is None else chosen.onnx)

@@ -67,12 +67,9 @@ class OnnxAcceleratedEngine(AcceleratedEngine):
         self._counterpart = found
         provider = provider_of(found, self.device.index)
         compiled = artifact.compiled_methods("onnx")
-        beside = {
-            name: load_graph(artifact, name, method, prologue, self.device)
-            for name, method in artifact.manifest.methods.items()
-            if name not in compiled
-        }
-        return beside | {name: OnnxGraph(artifact, name, None, provider) for name in compiled}
+        beside = [name for name in artifact.methods if name not in compiled]
+        graphs = {name: load_graph(artifact, name, prologue, self.device) for name in beside}
+        return graphs | {name: OnnxGraph(artifact, name, None, provider) for name in compiled}
 
     def _call(self, name: str, method: Method, tensors: Tensors) -> MethodCall:
         if not isinstance(graph := self._graphs[name], OnnxGraph):
@@ -107,7 +104,6 @@ class OnnxCall:
         self._outputs = list(zip(graph.names.outputs, graph.outputs, strict=True))
         self._changed = graph.after
         self._dtypes = {name: torch_dtype(graph.dtypes[name]) for name in self._changed if name in graph.dtypes}
-        self._fetched = [*(name for name, _ in self._outputs if name is not None), *self._changed.values()]
         self.stateful = bool(self._read or self._changed)
         self.hoisted: list[torch.Tensor] = []
         self._pool: list[Any] = []
@@ -118,7 +114,6 @@ class OnnxCall:
         """Nothing: ONNX Runtime keeps nothing that depends on weights."""
 
     def __call__(self, inputs: list[Any], state: TorchState | None, chosen: ChosenTensors | None = None) -> list[Any]:
-        """Flat inputs to flat outputs; the state is changed."""
         self._graph.check_sizes(inputs)
         given = [_in_order(value) if isinstance(value, torch.Tensor) else value for value in inputs]
         try:
@@ -128,7 +123,7 @@ class OnnxCall:
         self._bind(binding, given, state, chosen)
         self._wait()
         self._graph.session.run_with_iobinding(binding)
-        found = dict(zip(self._fetched, binding.get_outputs(), strict=True))
+        found = dict(zip(self._graph.fetched, binding.get_outputs(), strict=True))
         values = [None if name is None else self._output(found[name], leaf) for name, leaf in self._outputs]
         if state is not None:
             state.put({name: _view(found[after], self._dtypes[name]) for name, after in self._changed.items()})
@@ -155,7 +150,7 @@ class OnnxCall:
         given = chosen.tensors if chosen is not None else {}
         for name, nothing in self._variable:
             self._bind_tensor(binding, name, given.get(name, nothing).detach(), self._graph.dtypes[name])
-        for name in self._fetched:
+        for name in self._graph.fetched:
             binding.bind_output(name, self._device, self._accelerator.index)
 
     def _bind_tensor(self, binding: Any, name: str, value: torch.Tensor, dtype: str) -> None:

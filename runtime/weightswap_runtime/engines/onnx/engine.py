@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -26,6 +26,9 @@ class OnnxEngine:
 
     name = "onnx"
     tensor_type = np.ndarray
+    tensor = staticmethod(content_array)
+    content = staticmethod(content_of)
+    default_torch_modes = staticmethod(nullcontext)  # nothing that a thread switches on changes what is computed
 
     def __init__(self, artifact: Artifact, threads: int | None = None) -> None:
         """Open the graphs. threads: that one call uses; None: one for each core. Raises ArtifactError, Unsupported."""
@@ -38,37 +41,19 @@ class OnnxEngine:
 
     @property
     def runs(self) -> dict[str, str]:
-        """The engine that runs each method."""
         return dict.fromkeys(self._graphs, self.name)
 
     @staticmethod
     def misplaced(value: Any) -> str | None:
-        """What is wrong with an input beside dtype and shape."""
         return "expected a plain array, got a masked one" if isinstance(value, np.ma.MaskedArray) else None
 
     @staticmethod
     def kind(value: Any) -> Hashable:
-        """Everything about an input that its check looks at."""
         return value.dtype, value.shape, type(value)
-
-    @staticmethod
-    def tensor(content: TensorBytes) -> np.ndarray[Any, Any]:
-        """An array in memory that numpy has allocated."""
-        return content_array(content)
-
-    @staticmethod
-    def content(value: np.ndarray[Any, Any]) -> TensorBytes:
-        """What is in an array, whose memory it shares where that is in order."""
-        return content_of(value)
 
     @staticmethod
     def environment() -> None:
         """Outputs equal those of eager within tolerances alone."""
-
-    @staticmethod
-    def default_torch_modes() -> AbstractContextManager[None]:
-        """Nothing that a thread switches on changes what ONNX Runtime computes."""
-        return nullcontext()
 
     def bind(self, arena: Arena) -> BoundOnnx:
         """Views on the arena for every weight."""
@@ -79,18 +64,15 @@ class OnnxEngine:
 
     @staticmethod
     def variant(rows: Iterable[NamedTensor], arena: Arena) -> OnnxChosen:
-        """The tensors of a variant, which lie in an arena of its own."""
         return OnnxChosen(_views(rows, arena), [arena])
 
     @staticmethod
     def joined(chosen: Iterable[OnnxChosen]) -> OnnxChosen:
-        """The tensors of variants of several groups."""
         found = list(chosen)
         values = {name: value for each in found for name, value in each.values.items()}
         return OnnxChosen(values, [arena for each in found for arena in each.arenas])
 
     def new_state(self, saved: Mapping[str, TensorBytes] | None = None) -> OnnxState:
-        """A copy of the state, with the initial values or with saved ones."""
         values = {
             name: value_of(bytearray(content.data), content.dtype, content.shape)
             for name, content in (saved or {}).items()
@@ -125,11 +107,9 @@ class OnnxState:
         self.values = {**initial, **saved}
 
     def reset(self) -> None:
-        """Put the initial values back."""
         self.values = dict(self._initial)
 
     def content(self, name: str) -> TensorBytes:
-        """What is in a tensor, by the name of its row."""
         return content_of(as_array(self.values[name], self._dtypes[name]))
 
 
@@ -148,7 +128,6 @@ class _CpuCall:
         self._nothing += [(name, value_of(b"", graph.dtypes[name], (0,))) for name in self._read]
         self._outputs = list(zip(graph.names.outputs, graph.outputs, strict=True))
         self._changed = graph.after
-        self._fetched = [*(name for name, _ in self._outputs if name is not None), *self._changed.values()]
         self.stateful = bool(self._read or self._changed)
         self._pool: list[Any] = []
 
@@ -175,7 +154,7 @@ class _CpuCall:
         for name, value, _ in variants:
             binding.bind_ortvalue_input(name, value)
         self._graph.session.run_with_iobinding(binding)
-        values = dict(zip(self._fetched, binding.get_outputs(), strict=True))
+        values = dict(zip(self._graph.fetched, binding.get_outputs(), strict=True))
         binding.clear_binding_outputs()
         for name, nothing in self._nothing:  # or the binding would keep what it was given until its next call
             binding.bind_ortvalue_input(name, nothing)
@@ -193,7 +172,7 @@ class _CpuCall:
         if state is not None:
             for name in self._read:
                 binding.bind_ortvalue_input(name, state.values[name])
-        for name in self._fetched:
+        for name in self._graph.fetched:
             binding.bind_output(name)
 
     def _renew(self) -> None:
@@ -225,7 +204,6 @@ class BoundOnnx:
     def run(
         self, method: str, inputs: list[Any], state: State | None = None, chosen: Chosen | None = None
     ) -> list[Any]:
-        """Flat inputs to flat outputs, in memory of their own."""
         call = self._calls[method]
         assert chosen is None or isinstance(chosen, OnnxChosen)
         if not call.stateful:

@@ -39,8 +39,8 @@ _ON_CPU = Provider()
 class OnnxGraph:
     """A method's graph. `tensors` are the FQNs of weights, state and variants that it takes.
 
-    `inputs` and `outputs` are the leaves of the signature; `after` says what the new value of a state is called.
-    `dtypes` are those of `tensors`.
+    `inputs` and `outputs` are the leaves of the signature; `after` says what the new value of a state is called, and
+    `fetched` what outputs and new values are, in order. `dtypes` are those of `tensors`.
     """
 
     def __init__(self, artifact: Artifact, method: str, threads: int | None, provider: Provider = _ON_CPU) -> None:
@@ -66,6 +66,7 @@ class OnnxGraph:
         given = self.session.get_outputs()
         fetched = [item.name for item in given]
         self.after = {name: after for name, after in self.names.after.items() if after in fetched}
+        self.fetched = [*(name for name in self.names.outputs if name is not None), *self.after.values()]
         tables = (*manifest.weights, *manifest.state, *manifest.variable)
         rows = {name: row for row in tables for name in row.names}
         self.dtypes = {name: rows[name].dtype for name in self.tensors}
@@ -135,10 +136,9 @@ class OnnxGraph:
                 yield f"it takes {name!r} as {item.type}{list(item.shape)}, expected {dtype}"
 
     def _output_problems(self, given: Sequence[Any], dtypes: Mapping[str, str]) -> Iterator[str]:
-        wanted = [name for name in self.names.outputs if name is not None] + list(self.after.values())
-        fetched = [item.name for item in given]
-        if fetched != wanted:
-            yield f"its outputs are {fetched}, expected {wanted}"
+        found = [item.name for item in given]
+        if found != self.fetched:
+            yield f"its outputs are {found}, expected {self.fetched}"
             return
         for item in given:
             if item.type != element_of(item.name, dtypes[item.name]).text:

@@ -130,7 +130,6 @@ class CudaRecorder:
                     self._accelerator.wait(outer, self._accelerator.mark(stream))
 
     def lend(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Once they are dropped, keep their memory until what the current stream was asked for until then is done."""
         stream = self._accelerator.current()
         for tensor in tensors:
             tensor.record_stream(stream)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from weightswap_runtime.live.gate import Gate, Version
@@ -35,26 +36,26 @@ class StagingTarget(NamedTuple):
     staged_in: StagedIn
 
 
+@dataclass(eq=False)
 class StagedSet:
     """A full set of weights in a session of its own."""
 
-    def __init__(self, contents: Contents, session: Session) -> None:
-        self.contents = contents
-        self.session = session
+    contents: Contents
+    session: Session
 
     def trial_session(self, job: Job) -> Session:
         """A session to try the weights in."""
         return self.session
 
 
+@dataclass(eq=False)
 class StagedPatch:
-    """A full set of weights, as a patch of those that are served."""
+    """A full set of weights, as a patch of those that are served. `build` makes a session that has all of it."""
 
-    def __init__(self, contents: Contents, patch: Patch, build: Callable[[Job], Session]) -> None:
-        self.contents = contents
-        self.patch = patch
-        self._opened: Session | None = None
-        self._build = build
+    contents: Contents
+    patch: Patch
+    build: Callable[[Job], Session]
+    _opened: Session | None = None
 
     def trial_session(self, job: Job) -> Session:
         """A session to try the weights in. It is made on first use, and takes a full set's memory.
@@ -62,7 +63,7 @@ class StagedPatch:
         Raises OutOfMemory, StageCancelled and WeightsMismatch.
         """
         if self._opened is None:
-            opened = self._build(job)
+            opened = self.build(job)
             opened.run_prologues(self.contents.source)
             self._opened = opened
         return self._opened
@@ -82,7 +83,3 @@ class Committed(NamedTuple):
 def next_generation(gate: Gate[Session]) -> int:
     """That of the next commit."""
     return gate.current.generation + 1 if gate.current else 0
-
-
-def never() -> None:
-    """The check of a commit that nothing ends early."""

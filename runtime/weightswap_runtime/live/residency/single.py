@@ -26,7 +26,7 @@ from weightswap_runtime.sources.byte_source import Check
 from weightswap_runtime.staging.request import StagedChange
 from weightswap_runtime.threads.job import Job
 
-from .candidate import Candidate, Committed, Means, StagedPatch, StagingTarget, never, next_generation
+from .candidate import Candidate, Committed, Means, StagedPatch, StagingTarget, next_generation
 
 
 class _Kept(NamedTuple):
@@ -43,7 +43,6 @@ class _Commit(NamedTuple):
     """
 
     source: Arena | Patch
-    nbytes: int
     version: Version[Session]
     tried: Session | None = None
 
@@ -101,11 +100,10 @@ class Single:
     def commit(self, candidate: Candidate, timeout: float | None, check: Check) -> Committed:
         version = Version(self._live, next_generation(self._gate), candidate.contents.identity)
         if isinstance(candidate, StagedPatch):
-            return self._commit_in_place(_Commit(candidate.patch, candidate.patch.nbytes, version), timeout, check)
+            return self._commit_in_place(_Commit(candidate.patch, version), timeout, check)
         session = candidate.session
         if session is not self._live:
-            change = _Commit(session.arena, self._layout.nbytes, version, session)
-            return self._commit_in_place(change, timeout, check)
+            return self._commit_in_place(_Commit(session.arena, version, session), timeout, check)
         return Committed(version, self._gate.exchange(version), 0)
 
     @property
@@ -122,10 +120,9 @@ class Single:
             raise NothingToRollBack(f"{why}. Swap the file that you want.")
         content, old = self._previous
         version = Version(self._live, next_generation(self._gate), old.identity)
-        nbytes = content.nbytes if isinstance(content, Patch) else self._layout.nbytes
-        return self._commit_in_place(_Commit(content, nbytes, version), timeout, never)
+        return self._commit_in_place(_Commit(content, version), timeout)
 
-    def _commit_in_place(self, change: _Commit, timeout: float | None, check: Check) -> Committed:
+    def _commit_in_place(self, change: _Commit, timeout: float | None, check: Check = lambda: None) -> Committed:
         """Hold the calls, copy, exchange. Weights whose prologue cannot be computed are taken back where they can be.
 
         What breaks off in between must not serve: the model then refuses its calls.
@@ -148,7 +145,8 @@ class Single:
                 raise refused
         finally:
             del refused  # or it and this frame would keep each other, and the staging, alive
-        return Committed(change.version, time.perf_counter() - hold.since, change.nbytes)
+        copied = change.source if isinstance(change.source, Patch) else self._layout
+        return Committed(change.version, time.perf_counter() - hold.since, copied.nbytes)
 
     @contextmanager
     def _failing(self) -> Iterator[None]:

@@ -5,19 +5,18 @@ from __future__ import annotations
 import time
 import weakref
 from collections import ChainMap, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count
 from threading import RLock
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import msgspec
 
-from weightswap_runtime.engines.engine import Chosen
+from weightswap_runtime.engines.engine import Chosen, Engine
 from weightswap_runtime.errors import StaleVariant, UnknownVariant, Unsupported, VariantsBusy
-from weightswap_runtime.format.manifest import Manifest, NamedTensor
+from weightswap_runtime.format.manifest import Manifest
 from weightswap_runtime.format.nonfinite import Nonfinite
-from weightswap_runtime.memory.arena import Arena
 from weightswap_runtime.memory.host import Memory
 from weightswap_runtime.messages import listed
 from weightswap_runtime.staging.request import Admit, SwapRequest
@@ -30,14 +29,6 @@ HISTORY = 100
 MOST = 16
 VariantNames = Mapping[str, str | None]
 Kind = Literal["added", "replaced", "removed", "evicted", "dropped"]
-
-
-class Binding(Protocol):
-    """What an engine with variants does with the memory of one."""
-
-    def variant(self, rows: Iterable[NamedTensor], arena: Arena) -> Chosen: ...
-
-    def joined(self, chosen: Iterable[Any]) -> Chosen: ...
 
 
 @dataclass(frozen=True)
@@ -108,7 +99,7 @@ class Variants:
     def __init__(
         self,
         manifest: Manifest,
-        engine: Binding,
+        engine: Engine,
         memory: Memory,
         workers: WorkerThreads,
         most: int,

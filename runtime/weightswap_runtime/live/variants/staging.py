@@ -132,10 +132,7 @@ def _read(
 
 def _is_as_stored(taken: RowSource, weights: WeightSet) -> bool:
     """Whether a row has the very bytes of the file."""
-    if taken.key is None or taken.factor != 1.0:
-        return False
-    stored = weights.tensors[taken.key]
-    return same_type(stored, taken.row)
+    return taken.key is not None and taken.factor == 1.0 and same_type(weights.tensors[taken.key], taken.row)
 
 
 def _row_bytes(taken: RowSource, weights: WeightSet, raw: HostArena) -> memoryview:

@@ -14,7 +14,7 @@ from weightswap_runtime.live.store import Store
 from weightswap_runtime.options import check_timeout
 from weightswap_runtime.threads.claims import POLL_SECONDS
 
-from .loop import Subject, Watching, check_interval
+from .loop import Loop, Subject, Watching
 from .reconciler import Reconciler
 
 
@@ -46,11 +46,9 @@ class Follower(Watching):
     """
 
     def __init__(self, subject: Subject, place: DesiredPlace, interval: float, callback: Listener | None) -> None:
-        check_interval(interval)
-        subject.request.check()
         self._place = place
         self._reconciler = Reconciler(place, interval)
-        super().__init__(subject, (self._reconciler,), interval, callback)
+        super().__init__(Loop(subject, (self._reconciler,), interval, callback))
 
     @property
     def place(self) -> DesiredPlace:
@@ -70,7 +68,8 @@ class Follower(Watching):
     def status(self) -> FollowStatus:
         """What is desired, and what is served."""
         state, error = self._reconciler.state, self.last_error
-        served = self._served
+        store: Store | None = getattr(self._loop, "store", None)  # none after its end
+        served = store.gate.current.weights_id if store and store.gate.current else None
         wanted = state.weights.weights_id if state and state.weights else None
         return FollowStatus(
             place=self.place.where,
@@ -82,11 +81,6 @@ class Follower(Watching):
             on_hold=state is not None and state.hold is not None,
             error=text_of(error) if error else "",
         )
-
-    @property
-    def _served(self) -> str | None:
-        store: Store | None = getattr(self._loop, "store", None)  # none after its end
-        return store.gate.current.weights_id if store and store.gate.current else None
 
     def wait(self, timeout: float | None = None, *, revision: int = 0) -> bool:
         """Wait, for at most `timeout` seconds, until the model serves what is desired. Returns whether it does.

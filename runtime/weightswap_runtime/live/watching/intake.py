@@ -45,8 +45,8 @@ _MENDABLE = (DamagedFile, DigestMismatch, GoldenMismatch, GoldensError)
 _TRANSIENT = (BaseMismatch, DesiredError, LeaseTimeout, ModelFailed, OutOfMemory, StagingBusy, WeightFileError)
 
 
-class WatchTarget(Protocol):
-    """What the files are put behind."""
+class Target(Protocol):
+    """What is put behind, for the length of one look; see `loop.ModelTarget`."""
 
     def check(self) -> None:
         """Raise StageCancelled once nothing is to be taken any more."""
@@ -56,6 +56,12 @@ class WatchTarget(Protocol):
         """Whether exactly these weights are served now."""
         ...
 
+    def tell(self, kind: Told, source: str, error: BaseException) -> None: ...
+
+
+class WatchTarget(Target, Protocol):
+    """What the files are put behind."""
+
     def swap(self, path: str | Path, weights_id: str | None, known: str | None = None) -> str | None:
         """Serve a file; `weights_id` is what its header says it is.
 
@@ -63,8 +69,6 @@ class WatchTarget(Protocol):
         `Model.swap` raises, and StageCancelled as `check` does.
         """
         ...
-
-    def tell(self, kind: Told, source: str, error: BaseException) -> None: ...
 
 
 @dataclass(eq=False)
@@ -216,15 +220,11 @@ class Intake:
             del self._gone[oldest]
 
     def _take(self, target: WatchTarget) -> None:
-        if self._old:
-            self._take_newest(target)
+        for file in reversed(self._due()):
+            if file.entry.name in (self._old or ()):
+                self._step(file, target)
         for file in self._due():
             if file.entry.name not in (self._old or ()):
-                self._step(file, target)
-
-    def _take_newest(self, target: WatchTarget) -> None:
-        for file in reversed(self._due()):
-            if self._old and file.entry.name in self._old:
                 self._step(file, target)
 
     def _pending(self) -> list[_File]:

@@ -62,19 +62,9 @@ class Watching(AbstractContextManager["Watching"]):
     Dropping this does not stop it. The end of the interpreter does; a forked child has none.
     """
 
-    def __init__(
-        self,
-        subject: Subject,
-        lookers: Sequence[Looker],
-        interval: float,
-        callback: Listener | None,
-        promotion: Promotion | None = None,
-    ) -> None:
-        subject.request.check()
-        Job(subject.request.rate_limit)
-        self._lookers = lookers
-        self._loop = Loop(subject, lookers, interval, callback, promotion)
-        self._thread = Background(self._loop.run, "weightswap-watching", self._loop.stop)
+    def __init__(self, loop: Loop) -> None:
+        self._loop = loop
+        self._thread = Background(loop.run, "weightswap-watching", loop.stop)
         self._thread.start()
 
     @property
@@ -85,12 +75,12 @@ class Watching(AbstractContextManager["Watching"]):
     @property
     def last_error(self) -> BaseException | None:
         """What went wrong last; None again once weights were taken, or the place could be read again."""
-        return next((looker.last_error for looker in self._lookers if looker.last_error is not None), None)
+        return next((looker.last_error for looker in self._loop.lookers if looker.last_error is not None), None)
 
     @property
     def place(self) -> DesiredPlace | None:
         """The place of the desired state that it keeps the model at."""
-        return None
+        return self._loop.promotion.place if self._loop.promotion is not None else None
 
     def look_soon(self) -> None:
         """Look now, and not only after the interval."""
@@ -133,15 +123,19 @@ class Loop:
         lookers: Sequence[Looker],
         interval: float,
         callback: Listener | None,
-        promotion: Promotion | None,
+        promotion: Promotion | None = None,
     ) -> None:
+        """Raises Unsupported for what cannot be meant."""
+        check_interval(interval)
+        subject.request.check()
+        Job(subject.request.rate_limit)
         model, self.store, self.member, self.request = subject
         self.promotion = promotion
+        self.lookers = lookers
         current = self.store.gate.current
         self.began = -1 if current is None or self.store.inherited else current.generation
         self.stopping = False
         self.job: Job | None = None
-        self._lookers = lookers
         self._interval = interval
         self._callback = callback
         self._model = weakref.ref(model)
@@ -164,7 +158,7 @@ class Loop:
         self._thread = threading.get_ident()
         try:
             while not self.stopping:
-                self._wait(min(map(self._look, self._lookers)))
+                self._wait(min(map(self._look, self.lookers)))
         finally:
             self._unlisten()
             self._finalizer.detach()

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Hashable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from weightswap_runtime.desired.document import DesiredState, DesiredWeights
 from weightswap_runtime.desired.place import DesiredPlace
@@ -15,24 +15,18 @@ from weightswap_runtime.sources.location import Url, as_location, printable
 
 from .directory import open_directory
 from .header_peek import without_traceback
-from .intake import Told, delay, is_transient
+from .intake import Target, delay, is_transient
 
 _Found = Mapping[str | Path, Hashable]  # what a listing said of files
 
 
-class FollowTarget(Protocol):
-    """What is kept at what is desired; see `loop.ModelTarget`."""
-
-    def check(self) -> None: ...
-
-    def serves(self, weights_id: str) -> bool: ...
+class FollowTarget(Target, Protocol):
+    """What is kept at what is desired."""
 
     @property
     def serves_nothing(self) -> bool: ...
 
     def put(self, path: str | Path, weights: DesiredWeights, is_wanted: Callable[[], bool]) -> None: ...
-
-    def tell(self, kind: Told, source: str, error: BaseException) -> None: ...
 
 
 class Reconciler:
@@ -62,7 +56,8 @@ class Reconciler:
                 raise
             except WeightswapError as error:
                 return self._unreachable(error, target)
-            self._reached()
+            if self._outages:
+                self._outages, self.reachable, self.last_error = 0, True, None
             self._serve(state, target)
         return self._interval
 
@@ -89,10 +84,6 @@ class Reconciler:
             target.tell("unreachable", self._place.where, error)
         # to ask a local directory costs nothing
         return self._interval if self._place.is_local else delay(self._interval, self._outages)
-
-    def _reached(self) -> None:
-        if self._outages:
-            self._outages, self.reachable, self.last_error = 0, True, None
 
     def _serve(self, state: DesiredState, target: FollowTarget) -> None:
         wanted = state.weights
@@ -145,19 +136,18 @@ class Reconciler:
             return
 
 
-class _Refusal:
+class _Refusal(NamedTuple):
     """Why what is desired is not served, and what its files were then. `retry_at`: None where only others help."""
 
-    def __init__(self, found: _Found, text: str, attempts: int, retry_at: float | None) -> None:
-        self.text = text
-        self.attempts = attempts
-        self._retry_at = retry_at
-        self._found = found
+    found: _Found
+    text: str
+    attempts: int
+    retry_at: float | None
 
     def may_be_mended(self, now: float) -> bool:
-        if any(_fingerprint(path) not in (None, found) for path, found in self._found.items()):
+        if any(_fingerprint(path) not in (None, found) for path, found in self.found.items()):
             return True
-        return self._retry_at is not None and now >= self._retry_at
+        return self.retry_at is not None and now >= self.retry_at
 
 
 def _fingerprint(path: str | Path) -> Hashable:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import os
 
-from weightswap_runtime.desired.place import DesiredPlace
 from weightswap_runtime.errors import Unsupported
 from weightswap_runtime.live.events import Listener
 from weightswap_runtime.sources.location import printable
 
 from .directory import open_directory
 from .intake import Intake, Start
-from .loop import Looker, Subject, Watching, check_interval
+from .loop import Looker, Loop, Subject, Watching
 from .promotion import Promotion
 from .reconciler import Reconciler
 
@@ -31,22 +30,16 @@ class Watcher(Watching):
         callback: Listener | None,
         promotion: Promotion | None,
     ) -> None:
-        check_interval(interval)
         if start not in ("newest", "all", "new"):
             raise Unsupported(f'start={start!r}: expected "newest", "all" or "new"')
         _check_part(subject, promotion)
         self.directory = printable(directory)
         listing = open_directory(directory)
         self._intake = Intake(self.directory, listing, interval, start, begun=promotion.begun if promotion else None)
-        self._promotion = promotion
         lookers: tuple[Looker, ...] = (self._intake,)
         if promotion is not None:  # what is desired comes first: another may have written it, or an operator
             lookers = (Reconciler(promotion.place, interval), self._intake)
-        super().__init__(subject, lookers, interval, callback, promotion)
-
-    @property
-    def place(self) -> DesiredPlace | None:
-        return self._promotion.place if self._promotion is not None else None
+        super().__init__(Loop(subject, lookers, interval, callback, promotion))
 
     @property
     def skipped(self) -> dict[str, BaseException]:
@@ -67,7 +60,6 @@ class Watcher(Watching):
 
 
 def _check_part(subject: Subject, promotion: Promotion | None) -> None:
-    subject.request.check()
     if not subject.request.only:
         return
     if promotion is not None:
