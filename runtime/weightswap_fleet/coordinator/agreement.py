@@ -137,12 +137,11 @@ class Agreement:
         committed, late = self._settle(order, after, list(prepared), deadlines.commit)
         nodes = {name: _receipt(said, committed.get(name)) for name, said in prepared.items()}
         times = [found.at for found in committed.values()]
-        before = state.weights.weights_id if state.weights else None
         return FleetReceipt(
-            kind="none" if before == wanted.weights_id else kind,
+            kind="none" if state.weights_id == wanted.weights_id else kind,
             revision=after.revision,
             weights_id=wanted.weights_id,
-            previous_weights_id=before,
+            previous_weights_id=state.weights_id,
             source=printable(source),
             by=wanted.by,
             why=wanted.why,
@@ -190,7 +189,7 @@ class Agreement:
                 f"{self._place.where}: did not say whether it has taken the weights {order.weights.weights_id[:SHOWN]} "
                 f"({text_of(error)}). All nodes look there until it answers, and then do what it says."
             ) from error
-        if state.revision > order.revision and _says(state, order):
+        if state.revision > order.revision and state.weights_id == order.weights.weights_id:
             return state
         self._give_up(order, self._nodes.names())
         raise error
@@ -269,7 +268,3 @@ def _check_follows(revision: int, where: str, state: DesiredState) -> None:
 def _receipt(said: Prepared, found: Committed | None) -> NodeReceipt:
     at, generation = (found.at, found.generation) if found is not None else (None, None)
     return NodeReceipt(said.seconds, said.resident, said.verified, at, generation)
-
-
-def _says(state: DesiredState, order: Order) -> bool:
-    return state.weights is not None and state.weights.weights_id == order.weights.weights_id

@@ -36,7 +36,6 @@ from .document import (
     decode,
     encode,
     find_good,
-    is_desired,
     rolled_back,
 )
 from .storage import MOST_BYTES, NAME, Stored, open_storage
@@ -201,7 +200,7 @@ class DesiredPlace:
         weights = known or known_weights(source)
         for _ in range(MOST_TRIES):
             stored, state = self._read(None)
-            if is_desired(state, weights.weights_id):
+            if state.weights_id == weights.weights_id:
                 return state
             check_promotable(state, weights.weights_id, printable(source))
             after = changed(state, self._described(source, weights, by, why, state))

@@ -79,8 +79,3 @@ def map_read_only(descriptor: int) -> ctypes.Array[ctypes.c_char]:
     memory = (ctypes.c_char * len(mapping)).from_address(address)
     memory.mapping = mapping  # type: ignore[attr-defined]  # which lives as long as anything views it
     return memory
-
-
-def map_writable(descriptor: int) -> mmap.mmap:
-    """The memory behind a descriptor."""
-    return mmap.mmap(descriptor, 0, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)

@@ -84,7 +84,7 @@ def deploy(
         run_application(application, name, route)
         fleet = connect(name)
         _show(fleet, as_json)
-        if weights is not None and not _is_desired(weights, fleet.desired):
+        if weights is not None and fleet.desired.weights_id != known_weights(weights).weights_id:
             say(
                 "--weights are not served: the place desired others already; `weightswap fleet swap` changes that",
                 err=True,
@@ -191,10 +191,6 @@ def _scaling(replicas: int, most: int | None) -> dict[str, Any]:
     return {"autoscaling_config": {"min_replicas": replicas, "max_replicas": most}}
 
 
-def _is_desired(weights: str, state: DesiredState) -> bool:
-    return state.weights is not None and known_weights(weights).weights_id == state.weights.weights_id
-
-
 def _say_desired(state: DesiredState, as_json: bool) -> None:
     if as_json:
         return print_json(state.as_dict())
@@ -216,8 +212,7 @@ def _because(why: str) -> str:
 def _show(fleet: Fleet, as_json: bool) -> bool:
     """Say how it stands. Whether all nodes serve what is desired."""
     state, nodes, trial = fleet.desired, fleet.nodes, fleet.trial
-    wanted = state.weights.weights_id if state.weights else None
-    agree = all(each.weights_id == wanted for each in nodes.values())
+    agree = all(each.weights_id == state.weights_id for each in nodes.values())
     if as_json:
         from weightswap_fleet.fleet_page import standing
 
@@ -226,7 +221,7 @@ def _show(fleet: Fleet, as_json: bool) -> bool:
     say(f"fleet       {fleet.name}")
     _say_desired(state, as_json)
     columns = ["node", "weights", "revision", "replicas", "state"]
-    print_table("Nodes", columns, [_row(each, wanted) for _, each in sorted(nodes.items())])
+    print_table("Nodes", columns, [_row(each, state.weights_id) for _, each in sorted(nodes.items())])
     say_trial(trial)
     return agree
 

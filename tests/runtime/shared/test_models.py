@@ -25,9 +25,8 @@ from weightswap_runtime.errors import (
 from weightswap_runtime.live.staged import Staged
 from weightswap_runtime.memory import available as memory
 from weightswap_runtime.shared.control import Control
-from weightswap_runtime.shared.keeper import keep
+from weightswap_runtime.shared.keeper import begin_trial, keep
 from weightswap_runtime.shared.segment import Segment
-from weightswap_runtime.shared.trial import begin_trial
 from weightswap_runtime.shared.worker import WorkerModel, join
 
 
