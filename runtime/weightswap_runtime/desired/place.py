@@ -117,18 +117,17 @@ class DesiredPlace:
         and Unsupported for a file that weightswap has not packed, which does not say which weights it holds.
         """
         found = known or known_weights(source)
-        return self._write(revision, lambda state: self._set(state, source, found, by, why, allow_other_graph))
 
-    def _set(
-        self, state: DesiredState, source: Source, known: Known, by: str, why: str, allow_other_graph: bool
-    ) -> DesiredState:
-        before = state.weights.graph_id if state.weights else ""
-        if before and known.graph_id and before != known.graph_id and not allow_other_graph:
-            raise GraphMismatch(
-                f"{printable(source)}: was packed for the graph {known.graph_id[:SHOWN]}, and what is desired for "
-                f"{before[:SHOWN]}. Pack it for that one; or say allow_other_graph=True, if all that follow take it"
-            )
-        return changed(state, self._described(source, known, by, why, state))
+        def work(state: DesiredState) -> DesiredState:
+            before = state.weights.graph_id if state.weights else ""
+            if before and found.graph_id and before != found.graph_id and not allow_other_graph:
+                raise GraphMismatch(
+                    f"{printable(source)}: was packed for the graph {found.graph_id[:SHOWN]}, and what is desired for "
+                    f"{before[:SHOWN]}. Pack it for that one; or say allow_other_graph=True, if all that follow take it"
+                )
+            return self._changed(state, source, found, by, why)
+
+        return self._write(revision, work)
 
     def rollback(
         self,
@@ -203,7 +202,7 @@ class DesiredPlace:
             if state.weights_id == weights.weights_id:
                 return state
             check_promotable(state, weights.weights_id, printable(source))
-            after = changed(state, self._described(source, weights, by, why, state))
+            after = self._changed(state, source, weights, by, why)
             may(state)
             if written := self._replace(stored, state, after):
                 return written
@@ -214,8 +213,8 @@ class DesiredPlace:
         state = self.read(check)
         check_promotable(state, weights_id or "", printable(source))
 
-    def _described(self, source: Source, known: Known, by: str, why: str, state: DesiredState) -> DesiredWeights:
-        return described(self._as_stored(as_location(source)), known, by, why, state)
+    def _changed(self, state: DesiredState, source: Source, known: Known, by: str, why: str) -> DesiredState:
+        return changed(state, described(self._as_stored(as_location(source)), known, by, why, state))
 
     def _as_stored(self, location: Location) -> str:
         """Relative to the place where it lies below it, so that both may be mounted elsewhere."""

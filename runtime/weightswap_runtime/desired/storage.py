@@ -5,14 +5,14 @@ from __future__ import annotations
 import fcntl
 import os
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
 from weightswap_runtime.errors import DesiredError, Unsupported, WeightFileError
 from weightswap_runtime.sources.atomic import new_file, remove_abandoned
-from weightswap_runtime.sources.byte_source import Check
+from weightswap_runtime.sources.byte_source import ByteSource, Check
 from weightswap_runtime.sources.local import LocalFile
 from weightswap_runtime.sources.location import Location, Url, as_location, fixed
 
@@ -64,17 +64,12 @@ class _LocalStorage:
 
     def read(self, check: Check | None = None) -> Stored:
         try:
-            source = LocalFile(self._path)
+            with closing(LocalFile(self._path)) as source:
+                return Stored(_content(source))
         except WeightFileError as error:
             if isinstance(error.__cause__, FileNotFoundError) and self._folder.is_dir():
                 return Stored(None)
             raise DesiredError(str(error)) from error
-        try:
-            return Stored(_content(source.where, source.size, source.read_into))
-        except WeightFileError as error:
-            raise DesiredError(str(error)) from error
-        finally:
-            source.close()
 
     def replace(self, before: Stored, content: bytes) -> bool:
         try:
@@ -131,7 +126,7 @@ class _RemoteStorage:
             source = find_object(self._url, check)
             if source is None:
                 return Stored(None)
-            return Stored(_content(source.where, source.size, source.read_into), source.tag)
+            return Stored(_content(source), source.tag)
         except WeightFileError as error:
             raise DesiredError(str(error)) from error
 
@@ -144,9 +139,9 @@ class _RemoteStorage:
             raise DesiredError(str(error)) from error
 
 
-def _content(where: str, size: int, read_into: Callable[[list[memoryview], int], None]) -> bytes:
-    if size > MOST_BYTES:
-        raise WeightFileError(f"{where}: has {size} bytes, more than a desired state has")
-    content = bytearray(size)
-    read_into([memoryview(content)], 0)
+def _content(source: ByteSource) -> bytes:
+    if source.size > MOST_BYTES:
+        raise WeightFileError(f"{source.where}: has {source.size} bytes, more than a desired state has")
+    content = bytearray(source.size)
+    source.read_into([memoryview(content)], 0)
     return bytes(content)

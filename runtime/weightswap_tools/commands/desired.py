@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from weightswap_runtime.desired.document import SHOWN, DesiredState, DesiredWeights
+from weightswap_runtime.desired.document import SHOWN, DesiredState, DesiredWeights, Hold
 from weightswap_runtime.desired.place import DesiredPlace
 from weightswap_runtime.sources.location import printable
 from weightswap_tools.terminal import JsonOption, errors_as_exit, print_json, print_table, say
@@ -87,9 +87,9 @@ def _print(place: DesiredPlace, state: DesiredState) -> None:
         labels = ", ".join(f"{name}={text}" for name, text in sorted(state.weights.labels.items()))
         say(f"desired     {printable(state.weights.source)}")
         say(f"weights id  {state.weights.weights_id}{f'  ({labels})' if labels else ''}")
-        say(f"since       {_said(state.weights.since, state.weights.by, state.weights.why)}")
+        say(f"since       {since_said(state.weights)}")
     if state.hold is not None:
-        say(f"on hold     {_said(state.hold.since, state.hold.by, state.hold.why)}")
+        say(f"on hold     {since_said(state.hold)}")
     for title, found in (("history", state.history), ("withdrawn", state.withdrawn)):
         if found:
             print_table(title, ["weights id", "source", "since", "by", "why"], [_row(each) for each in reversed(found)])
@@ -100,8 +100,9 @@ def _row(weights: DesiredWeights) -> list[str]:
     return [weights.weights_id[:SHOWN], source, time_said(weights.since), weights.by, weights.why]
 
 
-def _said(since: float, by: str, why: str) -> str:
-    return f"{time_said(since)}{f' by {by}' if by else ''}{f': {why}' if why else ''}"
+def since_said(what: DesiredWeights | Hold) -> str:
+    """Since when, by whom and why."""
+    return f"{time_said(what.since)}{f' by {what.by}' if what.by else ''}{f': {what.why}' if what.why else ''}"
 
 
 def time_said(seconds: float) -> str:

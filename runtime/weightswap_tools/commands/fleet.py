@@ -11,7 +11,7 @@ from weightswap_runtime.desired.place import known_weights
 from weightswap_runtime.sources.location import printable
 from weightswap_tools.terminal import JsonOption, errors_as_exit, print_json, print_table, say
 
-from .desired import time_said
+from .desired import since_said
 from .fleet_canary import abort, canary, promote, say_trial
 from .fleet_cluster import (
     NAME,
@@ -198,15 +198,10 @@ def _say_desired(state: DesiredState, as_json: bool) -> None:
     if state.weights is not None:
         say(f"desired     {printable(state.weights.source)}")
         say(f"weights id  {state.weights.weights_id}")
-        by = f" by {state.weights.by}" if state.weights.by else ""
-        say(f"since       {time_said(state.weights.since)}{by}{_because(state.weights.why)}")
-    if (held := state.hold) is not None:
-        say(f"on hold     since {time_said(held.since)}{f' by {held.by}' if held.by else ''}{_because(held.why)}")
+        say(f"since       {since_said(state.weights)}")
+    if state.hold is not None:
+        say(f"on hold     since {since_said(state.hold)}")
     return None
-
-
-def _because(why: str) -> str:
-    return f": {why}" if why else ""
 
 
 def _show(fleet: Fleet, as_json: bool) -> bool:
