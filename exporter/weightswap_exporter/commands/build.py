@@ -198,7 +198,11 @@ def pack(
     with errors_as_exit(as_json):
         from weightswap_exporter import pack as pack_checkpoint
 
-        built = _built(recipe, goldens=not no_goldens) if recipe is not None else {}
+        built: dict[str, Any] = {}
+        if recipe is not None:
+            from .recipes import load_model
+
+            built = load_model(recipe, goldens=not no_goldens)
         with warnings_said(), progress_bar("packing") as progress:
             packed = pack_checkpoint(
                 source,
@@ -228,10 +232,3 @@ def pack(
             say(f"cast        {plural(len(names), 'tensor')} from {found}")
         if packed.ignored:
             say(f"left out    {listed(packed.ignored, 10)}")
-
-
-def _built(recipe: str, *, goldens: bool) -> dict[str, Any]:
-    from .recipes import load_model, without_goldens
-
-    built = load_model(recipe)
-    return built if goldens else without_goldens(built)

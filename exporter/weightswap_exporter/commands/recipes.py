@@ -61,14 +61,13 @@ def export_recipe(
         return compile_engines(artifact, engines, tell=tell) if engines else artifact
     if caches is not None:
         raise RecipeError(f"{recipe}: --task generate is for hf:DIR; elsewhere, call export_decoder() from Python")
-    arguments = load_recipe(recipe, skeleton=skeleton, **samples)
+    arguments = _kept(load_recipe(recipe, skeleton=skeleton, **samples), goldens)
     wanted = {"tell": tell, "engines": [*arguments.get("engines", ()), *engines]}
-    return export(**(arguments if goldens else without_goldens(arguments)) | wanted, out=out)
+    return export(**arguments | wanted, out=out)
 
 
-def without_goldens(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """What a recipe has returned, but for the goldens."""
-    return {key: value for key, value in arguments.items() if key not in ("goldens", "tolerance")}
+def _kept(arguments: dict[str, Any], goldens: bool) -> dict[str, Any]:
+    return {key: value for key, value in arguments.items() if goldens or key not in ("goldens", "tolerance")}
 
 
 def load_recipe(
@@ -92,10 +91,10 @@ def load_recipe(
     return _arguments(recipe, result)
 
 
-def load_model(recipe: str) -> dict[str, Any]:
-    """Run a recipe; of `hf:DIR` the model alone, which needs no inputs."""
+def load_model(recipe: str, *, goldens: bool) -> dict[str, Any]:
+    """Run a recipe; of `hf:DIR` the model alone, which needs no inputs. goldens: whether to keep the recipe's."""
     if not recipe.startswith(_HF):
-        return load_recipe(recipe)
+        return _kept(load_recipe(recipe), goldens)
     from .hf_directory import directory_model
 
     return {"model": directory_model(recipe.removeprefix(_HF), hollow=False)}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 
 from weightswap_exporter.parity import Divergence, EngineParity, ParityReport
@@ -19,7 +18,6 @@ from weightswap_tools.reports.blocks import (
     Section,
     Table,
 )
-from weightswap_tools.reports.page import write_report
 
 _BEFORE, _AFTER = 5, 20  # modules that are shown around the one where executions part
 _SCALED = "largest difference, as a part of the largest value"
@@ -36,11 +34,6 @@ _PARITY = (
     Column("NaN", "number"),
     Column("raised"),
 )
-
-
-def write_verification(path: str | os.PathLike[str], found: Verification) -> None:
-    """Write a single HTML file, which appears whole or not at all. Raises OSError."""
-    write_report(path, verification_report(found))
 
 
 def verification_report(result: Verification) -> Report:

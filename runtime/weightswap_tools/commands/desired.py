@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 from typing import Annotated
 
@@ -84,9 +84,8 @@ def _print(place: DesiredPlace, state: DesiredState) -> None:
     if state.weights is None:
         say("desired     nothing yet")
     else:
-        labels = ", ".join(f"{name}={text}" for name, text in sorted(state.weights.labels.items()))
         say(f"desired     {printable(state.weights.source)}")
-        say(f"weights id  {state.weights.weights_id}{f'  ({labels})' if labels else ''}")
+        say(f"weights id  {state.weights.weights_id}{labels_said(state.weights.labels)}")
         say(f"since       {since_said(state.weights)}")
     if state.hold is not None:
         say(f"on hold     {since_said(state.hold)}")
@@ -98,6 +97,12 @@ def _print(place: DesiredPlace, state: DesiredState) -> None:
 def _row(weights: DesiredWeights) -> list[str]:
     source = printable(weights.source)
     return [weights.weights_id[:SHOWN], source, time_said(weights.since), weights.by, weights.why]
+
+
+def labels_said(labels: Mapping[str, str]) -> str:
+    """Labels behind a weights id; nothing where there are none."""
+    text = ", ".join(f"{name}={value}" for name, value in sorted(labels.items()))
+    return f"  ({text})" if text else ""
 
 
 def since_said(what: DesiredWeights | Hold) -> str:
