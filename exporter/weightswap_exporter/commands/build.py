@@ -85,7 +85,7 @@ def export(
         from weightswap_runtime.format.goldens import artifact_goldens
         from weightswap_tools.wording import signature_text
 
-        from .recipes import Caches, export_recipe
+        from .recipes import export_recipe
 
         with warnings_said() as said, status_line("building the model") as tell:
             artifact = export_recipe(
@@ -95,7 +95,7 @@ def export(
                 goldens=not no_goldens,
                 engines=engine or (),
                 tell=tell,
-                caches=Caches(length, batch) if task else None,
+                caches={"length": length, "batch": batch} if task else None,
                 inputs=inputs,
                 pictures=pictures,
             )

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any
 
 from weightswap_exporter import (  # from the package, which names the extra where torch is missing
     compile_engines,
@@ -27,13 +27,6 @@ _FORM = "give file.py:function, module:function or hf:DIR"
 _HF = "hf:"
 
 
-class Caches(NamedTuple):
-    """How many tokens a context holds, and how many sequences are generated side by side."""
-
-    length: int
-    batch: int
-
-
 def export_recipe(
     recipe: str,
     *,
@@ -42,12 +35,13 @@ def export_recipe(
     goldens: bool = True,
     engines: Sequence[str] = (),
     tell: Tell = tell_nobody,
-    caches: Caches | None = None,
+    caches: Mapping[str, int] | None = None,
     **samples: Any,
 ) -> Artifact:
     """Export what a recipe builds. The model of `hf:DIR` is always a skeleton. goldens: whether to record the recipe's.
     engines: what to compile the graphs for, beside the engines that the recipe names. tell: as for `export()`. samples:
-    `inputs` and `pictures`, as for `load_recipe`. caches: of `hf:DIR`, a language model that is to generate.
+    `inputs` and `pictures`, as for `load_recipe`. caches: `length` and `batch`, as for
+    `export_generating`, of `hf:DIR`, a language model that is to generate.
 
     Raises RecipeError, and what `export()` raises.
     """
@@ -56,7 +50,7 @@ def export_recipe(
 
         directory = recipe.removeprefix(_HF)
         if caches is not None:
-            return export_generating(directory, out=out, engines=engines, tell=tell, **caches._asdict())
+            return export_generating(directory, out=out, engines=engines, tell=tell, **caches)
         artifact = export_directory(directory, out=out, **_samples(**samples))
         return compile_engines(artifact, engines, tell=tell) if engines else artifact
     if caches is not None:

@@ -152,8 +152,8 @@ class Agreement:
             late=late,
         )
 
-    def _give_up(self, order: Order, names: Sequence[str]) -> None:
-        self._nodes.ask(names, "discard", order.id, timeout=LEAST_LEASE)
+    def _give_up(self, order: Order) -> None:
+        self._nodes.ask(self._nodes.names(), "discard", order.id, timeout=LEAST_LEASE)
 
     def _check_open(self, order: Order, names: Sequence[str]) -> None:
         """Raise FleetRefused where a node has given the order up: nothing was heard of it for longer than its lease."""
@@ -177,7 +177,7 @@ class Agreement:
         except DesiredError as error:
             return self._find_out(order, error)
         except BaseException:
-            self._give_up(order, self._nodes.names())
+            self._give_up(order)
             raise
 
     def _find_out(self, order: Order, error: DesiredError) -> DesiredState:
@@ -191,7 +191,7 @@ class Agreement:
             ) from error
         if state.revision > order.revision and state.weights_id == order.weights.weights_id:
             return state
-        self._give_up(order, self._nodes.names())
+        self._give_up(order)
         raise error
 
     def _settle(

@@ -110,10 +110,7 @@ def page(
     with errors_as_exit(False), connected(name, address) as fleet:
         from weightswap_fleet.fleet_page import serve_page
 
-        def ready(where: str) -> None:
-            say(f"page        {where}")
-
-        serve_page(fleet, host, port, ready)
+        serve_page(fleet, host, port, lambda where: say(f"page        {where}"))
 
 
 @fleet_command.command()
