@@ -86,18 +86,16 @@ def _parity(report: ParityReport) -> Section:
 
 def _divergences(report: ParityReport) -> Iterator[Section]:
     """Each point once, with the engines that part there."""
-    names: dict[tuple[str, str, str], list[str]] = {}
-    first: dict[tuple[str, str, str], Divergence] = {}
+    found: dict[tuple[str, str, str], tuple[Divergence, list[str]]] = {}
     for engine in report.engines:
         if divergence := engine.divergence:
             key = divergence.found, divergence.module, divergence.node
-            names.setdefault(key, []).append(engine.engine)
-            first.setdefault(key, divergence)
+            found.setdefault(key, (divergence, []))[1].append(engine.engine)
         elif engine.note:
             yield Section(f"Where {engine.engine} parts", (Note(engine.note, "bad"),))
-    for key, divergence in first.items():
-        verb = "parts" if len(names[key]) == 1 else "part"
-        yield Section(f"Where {' and '.join(names[key])} {verb}", (*_divergence(divergence),))
+    for divergence, names in found.values():
+        verb = "parts" if len(names) == 1 else "part"
+        yield Section(f"Where {' and '.join(names)} {verb}", (*_divergence(divergence),))
 
 
 def _heat(report: ParityReport) -> HeatMap:
