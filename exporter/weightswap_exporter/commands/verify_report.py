@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from weightswap_exporter.parity import Divergence, EngineParity, ParityReport
 from weightswap_exporter.parity.swap_check import SwapCheck
@@ -10,6 +10,7 @@ from weightswap_exporter.parity.verification import Verification
 from weightswap_runtime.messages import plural
 from weightswap_tools.reports.blocks import (
     Block,
+    Cell,
     Column,
     Facts,
     HeatMap,
@@ -17,6 +18,7 @@ from weightswap_tools.reports.blocks import (
     Report,
     Section,
     Table,
+    table_of,
 )
 
 _BEFORE, _AFTER = 5, 20  # modules that are shown around the one where executions part
@@ -33,6 +35,15 @@ _PARITY = (
     Column("cosine", "number"),
     Column("NaN", "number"),
     Column("raised"),
+)
+_SWAPS: tuple[tuple[Column, Callable[[SwapCheck], Cell]], ...] = (
+    (Column("engine"), lambda swap: swap.engine),
+    (Column("residency"), lambda swap: swap.residency),
+    (Column("calls", "number"), lambda swap: swap.calls),
+    (Column("wrong", "number", flag=True), lambda swap: len(swap.problems)),
+    (Column("read", "bytes"), lambda swap: swap.bytes_read),
+    (Column("staged, ms", "number"), lambda swap: round(swap.seconds_staged * 1e3, 4)),
+    (Column("paused, ms", "number"), lambda swap: round(swap.seconds_paused * 1e3, 4)),
 )
 
 
@@ -67,7 +78,9 @@ def _sections(result: Verification) -> Iterator[Section]:
         yield _parity(result.parity)
     yield Section("Recorded calls", (_goldens(result),))
     if result.swaps:
-        yield Section("Swap", (_swaps(result.swaps),), "Outputs against those of a model loaded with the weights.")
+        yield Section(
+            "Swap", (table_of(result.swaps, _SWAPS),), "Outputs against those of a model loaded with the weights."
+        )
 
 
 def _goldens(found: Verification) -> Table:
@@ -145,32 +158,3 @@ def _divergence(divergence: Divergence) -> Iterator[Block]:
     values = tuple((error.scaled,) for error in shown)
     count = f"{len(shown)} of {len(divergence.modules)} modules, in the order in which they are reached."
     yield HeatMap(rows, ("difference",), values, _SCALED, "log", count)
-
-
-def _swaps(swaps: tuple[SwapCheck, ...]) -> Table:
-    columns = (
-        Column("engine"),
-        Column("residency"),
-        Column("calls", "number"),
-        Column("wrong", "number", flag=True),
-        Column("read", "bytes"),
-        Column("staged, ms", "number"),
-        Column("paused, ms", "number"),
-    )
-    rows = tuple(
-        (
-            s.engine,
-            s.residency,
-            s.calls,
-            len(s.problems),
-            s.bytes_read,
-            _millis(s.seconds_staged),
-            _millis(s.seconds_paused),
-        )
-        for s in swaps
-    )
-    return Table(columns, rows)
-
-
-def _millis(seconds: float) -> float:
-    return round(seconds * 1e3, 4)
