@@ -8,18 +8,7 @@ from weightswap_exporter.parity import Divergence, EngineParity, ParityReport
 from weightswap_exporter.parity.swap_check import SwapCheck
 from weightswap_exporter.parity.verification import Verification
 from weightswap_runtime.messages import plural
-from weightswap_tools.reports.blocks import (
-    Block,
-    Cell,
-    Column,
-    Facts,
-    HeatMap,
-    Note,
-    Report,
-    Section,
-    Table,
-    table_of,
-)
+from weightswap_tools.reports.blocks import Block, Cell, Column, Facts, HeatMap, Note, Report, Section, Table, table_of
 
 _BEFORE, _AFTER = 5, 20  # modules that are shown around the one where executions part
 _SCALED = "largest difference, as a part of the largest value"

@@ -23,13 +23,7 @@ from msgspec.structs import replace
 
 from weightswap_fleet.documents import Committed, FleetReceipt, NodeReceipt, NodeStatus, Order, Prepared, TrialOrder
 from weightswap_fleet.errors import FleetRefused, FleetUndecided
-from weightswap_runtime.desired.document import (
-    SHOWN,
-    DesiredState,
-    DesiredWeights,
-    check_promotable,
-    find_good,
-)
+from weightswap_runtime.desired.document import SHOWN, DesiredState, DesiredWeights, check_promotable, find_good
 from weightswap_runtime.desired.place import DesiredPlace, Known, described
 from weightswap_runtime.errors import DesiredError, RevisionConflict, StageClosed, text_of
 from weightswap_runtime.options import check_said

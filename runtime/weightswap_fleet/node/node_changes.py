@@ -18,14 +18,7 @@ from pathlib import Path
 from weightswap_fleet.documents import Committed, Order, Prepared, Spec, TrialOrder
 from weightswap_runtime.desired.document import SHOWN, DesiredState, DesiredWeights
 from weightswap_runtime.desired.place import DesiredPlace
-from weightswap_runtime.errors import (
-    StageCancelled,
-    StageClosed,
-    StagingBusy,
-    Unsupported,
-    WeightswapError,
-    text_of,
-)
+from weightswap_runtime.errors import StageCancelled, StageClosed, StagingBusy, Unsupported, WeightswapError, text_of
 from weightswap_runtime.live.staged import Staged
 from weightswap_runtime.live.watching.intake import Told
 from weightswap_runtime.live.watching.reconciler import Reconciler

@@ -7,14 +7,7 @@ from typing import Annotated, Any
 import msgspec
 from msgspec.structs import replace
 
-from weightswap_runtime.errors import (
-    BaseMismatch,
-    DesiredDamaged,
-    Held,
-    NothingToRollBack,
-    Superseded,
-    Unsupported,
-)
+from weightswap_runtime.errors import BaseMismatch, DesiredDamaged, Held, NothingToRollBack, Superseded, Unsupported
 from weightswap_runtime.messages import listed
 from weightswap_runtime.tensors.digests import DIGEST
 

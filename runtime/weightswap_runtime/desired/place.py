@@ -10,13 +10,7 @@ from typing import NamedTuple
 
 from msgspec.structs import replace
 
-from weightswap_runtime.errors import (
-    DesiredDamaged,
-    GraphMismatch,
-    RevisionConflict,
-    UnexpectedWeights,
-    Unsupported,
-)
+from weightswap_runtime.errors import DesiredDamaged, GraphMismatch, RevisionConflict, UnexpectedWeights, Unsupported
 from weightswap_runtime.format.delta_file import DeltaStamp, delta_stamp
 from weightswap_runtime.format.weight_file import Stamp
 from weightswap_runtime.format.weight_set import open_weights
