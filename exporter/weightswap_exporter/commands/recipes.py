@@ -19,7 +19,7 @@ from weightswap_exporter import (  # from the package, which names the extra whe
     export,
 )
 from weightswap_exporter import skeleton as skeleton_context
-from weightswap_exporter.engines.compiling import Tell, tell_nobody
+from weightswap_exporter.engines.compiling import Tell
 from weightswap_runtime import Artifact
 from weightswap_runtime.errors import ExportError, RecipeError
 
@@ -31,16 +31,17 @@ def export_recipe(
     recipe: str,
     *,
     out: str | os.PathLike[str],
-    skeleton: bool = False,
-    goldens: bool = True,
-    engines: Sequence[str] = (),
-    tell: Tell = tell_nobody,
-    caches: Mapping[str, int] | None = None,
-    **samples: Any,
+    skeleton: bool,
+    goldens: bool,
+    engines: Sequence[str],
+    tell: Tell,
+    caches: Mapping[str, int] | None,
+    inputs: str | None,
+    pictures: bool,
 ) -> Artifact:
     """Export what a recipe builds. The model of `hf:DIR` is always a skeleton. goldens: whether to record the recipe's.
-    engines: what to compile the graphs for, beside the engines that the recipe names. tell: as for `export()`. samples:
-    `inputs` and `pictures`, as for `load_recipe`. caches: `length` and `batch`, as for
+    engines: what to compile the graphs for, beside the engines that the recipe names. tell: as for `export()`. inputs,
+    pictures: as for `load_recipe`. caches: `length` and `batch`, as for
     `export_generating`, of `hf:DIR`, a language model that is to generate.
 
     Raises RecipeError, and what `export()` raises.
@@ -51,11 +52,11 @@ def export_recipe(
         directory = recipe.removeprefix(_HF)
         if caches is not None:
             return export_generating(directory, out=out, engines=engines, tell=tell, **caches)
-        artifact = export_directory(directory, out=out, **_samples(**samples))
+        artifact = export_directory(directory, out=out, inputs=_given(inputs), pictures=pictures)
         return compile_engines(artifact, engines, tell=tell) if engines else artifact
     if caches is not None:
         raise RecipeError(f"{recipe}: --task generate is for hf:DIR; elsewhere, call export_decoder() from Python")
-    arguments = _kept(load_recipe(recipe, skeleton=skeleton, **samples), goldens)
+    arguments = _kept(load_recipe(recipe, skeleton=skeleton, inputs=inputs, pictures=pictures), goldens)
     wanted = {"tell": tell, "engines": [*arguments.get("engines", ()), *engines]}
     return export(**arguments | wanted, out=out)
 
@@ -76,7 +77,7 @@ def load_recipe(
     if recipe.startswith(_HF):
         from .hf_directory import directory_recipe
 
-        return directory_recipe(recipe.removeprefix(_HF), hollow=skeleton, **_samples(inputs, pictures))
+        return directory_recipe(recipe.removeprefix(_HF), hollow=skeleton, inputs=_given(inputs), pictures=pictures)
     if inputs or pictures:
         raise RecipeError(f"{recipe}: --inputs and --pictures are for hf:DIR; a recipe returns args and kwargs itself")
     function = _load_function(recipe)
@@ -94,11 +95,11 @@ def load_model(recipe: str, *, goldens: bool) -> dict[str, Any]:
     return {"model": directory_model(recipe.removeprefix(_HF), hollow=False)}
 
 
-def _samples(inputs: str | None = None, pictures: bool = False) -> dict[str, Any]:
+def _given(inputs: str | None) -> Callable[[Any], Any] | None:
     if inputs is None:
-        return {"pictures": pictures}
+        return None
     function = _load_function(inputs)
-    return {"inputs": lambda model: _run(inputs, lambda: function(model))}
+    return lambda model: _run(inputs, lambda: function(model))
 
 
 def _load_function(recipe: str) -> Callable[..., Any]:

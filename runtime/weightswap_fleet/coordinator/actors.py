@@ -121,12 +121,8 @@ def _ask(actors: Sequence[str], method: str, *arguments: Any, timeout: float) ->
     sent = [each for each in asked if isinstance(each, ray.ObjectRef)]
     if sent:
         ray.wait(sent, num_returns=len(sent), timeout=timeout)
-    return [
-        _answer(each, TimeoutError(f"has not answered {method} within {timeout:g} s"))
-        if isinstance(each, ray.ObjectRef)
-        else each
-        for each in asked
-    ]
+    late = TimeoutError(f"has not answered {method} within {timeout:g} s")
+    return [_answer(each, late) if isinstance(each, ray.ObjectRef) else each for each in asked]
 
 
 def _send(actor: str, method: str, arguments: Sequence[Any]) -> Any:

@@ -27,10 +27,9 @@ from weightswap_runtime.memory.host import HostMemory
 from weightswap_runtime.messages import listed, plural
 from weightswap_runtime.staging.request import Admit
 
-from .allocation import allocate_shared
 from .control import Control
 from .descriptions import Description, describe, read_description, read_history, write_history
-from .segment import Segment
+from .segment import Segment, allocate
 
 _POLL = 0.002  # seconds between two looks at what workers hold
 OPTIONS = EngineOptions(prologue=False)  # what it computes would lie in each process, and be of other weights
@@ -91,7 +90,7 @@ class KeptArena(HostArena):
     def writing(self, urgent: bool = False, join: bool = False) -> Iterator[None]:
         """As others', with memory that is there before it is written. Raises OutOfMemory."""
         if not join:  # else what is bound to the arena works beside calls
-            allocate_shared(self._descriptor)
+            allocate(self._descriptor)
             self._withdraw()
         yield
 
