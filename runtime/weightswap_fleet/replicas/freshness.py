@@ -34,9 +34,9 @@ class Freshness:
             if self._model.generation == generation:  # else its arena may have been another's by then
                 return revision
 
-    async def wait(self, revision: int, timeout: float = PATIENCE) -> None:
-        """Wait until it is served. Raises StaleReplica where it is not in time."""
-        deadline = time.monotonic() + timeout
+    async def wait(self, revision: int) -> None:
+        """Wait until it is served. Raises StaleReplica where it is not within PATIENCE seconds."""
+        deadline = time.monotonic() + PATIENCE
         while self.revision < revision:
             if time.monotonic() >= deadline:
                 raise StaleReplica(

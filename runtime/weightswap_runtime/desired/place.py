@@ -47,10 +47,6 @@ class Known(NamedTuple):
     base: str = ""
 
 
-def anything(state: DesiredState) -> None:
-    """What may be promoted after it, where nothing is asked."""
-
-
 class DesiredPlace:
     """A local directory, or a folder behind a URL, with the document `desired.json`: docs/desired.md.
 
@@ -180,7 +176,7 @@ class DesiredPlace:
         known: Known | None = None,
         by: str = "",
         why: str = "",
-        may: Callable[[DesiredState], None] = anything,
+        may: Callable[[DesiredState], None] = lambda _: None,
     ) -> DesiredState:
         """Desire new weights, unless that would undo what an operator has done: for trainers and watchers.
 
