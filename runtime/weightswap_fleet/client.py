@@ -174,10 +174,8 @@ class Fleet:
             time.sleep(_POLL)
 
     def _agrees(self) -> bool:
-        wanted = self.desired
-        return all(
-            wanted.weights is not None and each.weights_id == wanted.weights.weights_id for each in self.nodes.values()
-        )
+        wanted = self.desired.weights_id
+        return all(wanted is not None and each.weights_id == wanted for each in self.nodes.values())
 
     def remove(self) -> None:
         """End its replicas, keepers and memory. What is desired stays as it is."""

@@ -116,19 +116,16 @@ def deployment(
         op_libraries=tuple(op_libraries),
         settings=limits,
     )
-    options: dict[str, Any] = {
-        "name": name,
-        "max_ongoing_requests": max_ongoing_requests,
-        "max_queued_requests": max_queued_requests,
-    }
+    scaling: dict[str, Any] = {"num_replicas": 1 if num_replicas is None else num_replicas}
     if autoscaling_config is not None:
-        options["autoscaling_config"] = dict(autoscaling_config)
-    else:
-        options["num_replicas"] = 1 if num_replicas is None else num_replicas
+        scaling = {"autoscaling_config": dict(autoscaling_config)}
     deployed = serve.deployment(
-        **options,
+        name=name,
+        max_ongoing_requests=max_ongoing_requests,
+        max_queued_requests=max_queued_requests,
         ray_actor_options=dict(ray_actor_options or {}),
         request_router_config=_ROUTER,
+        **scaling,
     )(Replica)
     _desire(DesiredPlace(place), weights, opened.graph_id)
     return deployed.bind(spec)

@@ -54,10 +54,9 @@ def standing(
     fleet: str, desired: DesiredState, nodes: Mapping[str, NodeStatus], trial: TrialReport | None
 ) -> dict[str, Any]:
     """How a fleet stands, as plain values. agrees: whether all nodes serve what is desired."""
-    wanted = desired.weights.weights_id if desired.weights else None
     return {
         "fleet": fleet,
-        "agrees": all(each.weights_id == wanted for each in nodes.values()),
+        "agrees": all(each.weights_id == desired.weights_id for each in nodes.values()),
         "desired": desired.as_dict(),
         "nodes": [
             {name: value for name, value in each._asdict().items() if name != "spec"}

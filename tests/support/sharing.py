@@ -27,9 +27,8 @@ from weightswap_runtime.live.session import Session
 from weightswap_runtime.memory.arena import Arena, ArenaLayout, HostArena
 from weightswap_runtime.shared.control import Control
 from weightswap_runtime.shared.descriptions import Description, Summary, read_description, read_trial
-from weightswap_runtime.shared.keeper import KeeperGate, KeptMemory
+from weightswap_runtime.shared.keeper import KeeperGate, KeptMemory, announce
 from weightswap_runtime.shared.segment import Segment
-from weightswap_runtime.shared.trial import announce
 from weightswap_runtime.shared.worker import MappedMemory, WorkerGate
 from weightswap_runtime.staging.request import Contents
 from weightswap_runtime.threads.claims import Claim

@@ -85,7 +85,7 @@ def export(
         from weightswap_runtime.format.goldens import artifact_goldens
         from weightswap_tools.wording import signature_text
 
-        from .recipes import Caches, export_recipe
+        from .recipes import export_recipe
 
         with warnings_said() as said, status_line("building the model") as tell:
             artifact = export_recipe(
@@ -95,7 +95,7 @@ def export(
                 goldens=not no_goldens,
                 engines=engine or (),
                 tell=tell,
-                caches=Caches(length, batch) if task else None,
+                caches={"length": length, "batch": batch} if task else None,
                 inputs=inputs,
                 pictures=pictures,
             )
@@ -198,7 +198,11 @@ def pack(
     with errors_as_exit(as_json):
         from weightswap_exporter import pack as pack_checkpoint
 
-        built = _built(recipe, goldens=not no_goldens) if recipe is not None else {}
+        built: dict[str, Any] = {}
+        if recipe is not None:
+            from .recipes import load_model
+
+            built = load_model(recipe, goldens=not no_goldens)
         with warnings_said(), progress_bar("packing") as progress:
             packed = pack_checkpoint(
                 source,
@@ -228,10 +232,3 @@ def pack(
             say(f"cast        {plural(len(names), 'tensor')} from {found}")
         if packed.ignored:
             say(f"left out    {listed(packed.ignored, 10)}")
-
-
-def _built(recipe: str, *, goldens: bool) -> dict[str, Any]:
-    from .recipes import load_model, without_goldens
-
-    built = load_model(recipe)
-    return built if goldens else without_goldens(built)

@@ -21,7 +21,7 @@ from torch import nn
 
 from weightswap_exporter.adapter.tracing import CheckpointTensors
 from weightswap_exporter.checkpoints.tensor import dtype_of
-from weightswap_exporter.engines.compiling import Tell, tell_nobody
+from weightswap_exporter.engines.compiling import Tell
 from weightswap_exporter.exporting import export, export_decoder
 from weightswap_exporter.models import huggingface
 from weightswap_exporter.models.skeletons import skeleton
@@ -109,8 +109,8 @@ def export_generating(
     out: str | os.PathLike[str],
     length: int,
     batch: int,
-    engines: Sequence[str] = (),
-    tell: Tell = tell_nobody,
+    engines: Sequence[str],
+    tell: Tell,
 ) -> Artifact:
     """Export the language model of a directory so that a server generates with it, as `export_decoder` does.
 

@@ -244,20 +244,17 @@ def _clips(subject: Subject) -> Iterator[Input]:
     yield Input(subject.zeros(frames, *_picture(subject).image), _batch())
 
 
-def _grid(subject: Subject) -> Iterator[Input]:
-    yield Input(torch.tensor([[1, *_picture(subject).grid]] * _BATCH), {})
+def _sizes(of: Callable[[_Picture], Any]) -> Maker:
+    """Integers that say of each picture how large it is, or how it is cut."""
+
+    def make(subject: Subject) -> Iterator[Input]:
+        yield Input(torch.tensor([of(_picture(subject))] * _BATCH), {})
+
+    return make
 
 
-def _merges(subject: Subject) -> Iterator[Input]:
-    yield Input(torch.tensor([_picture(subject).merged] * _BATCH), {})
-
-
-def _shapes(subject: Subject) -> Iterator[Input]:
-    yield Input(torch.tensor([_picture(subject).grid] * _BATCH), {})
-
-
-def _image_sizes(subject: Subject) -> Iterator[Input]:
-    yield Input(torch.tensor([_picture(subject).image[1:]] * _BATCH), {})
+_grid = _sizes(lambda cut: (1, *cut.grid))
+_shapes = _sizes(lambda cut: cut.grid)
 
 
 def _patch_positions(subject: Subject) -> Iterator[Input]:
@@ -329,11 +326,8 @@ def _series(*widths: str | int, dtype: torch.dtype | None = None) -> Maker:
         steps += max(subject.find("text", "lags_sequence", default=[0]))
         known = [width if isinstance(width, int) else getattr(subject.config, width, None) for width in widths]
         sizes = [size for size in known if size is not None]
-        shape = (
-            (steps, *sizes[:1])
-            if getattr(subject.config, "input_size", None) != 1 or widths[0] != "input_size"
-            else (steps,)
-        )
+        is_number = "input_size" in widths and getattr(subject.config, "input_size", None) == 1
+        shape = (steps,) if is_number else (steps, *sizes[:1])
         yield Input(subject.zeros(*shape).to(dtype or subject.model.dtype), _batch())
 
     return make
@@ -353,10 +347,10 @@ MAKERS: dict[str, Maker] = {
     "hidden_states": _patches,
     "grid_thw": _grid,
     "image_grid_thw": _grid,
-    "merge_sizes": _merges,
+    "merge_sizes": _sizes(lambda cut: cut.merged),
     "spatial_shapes": _shapes,
     "target_sizes": _shapes,
-    "image_sizes": _image_sizes,
+    "image_sizes": _sizes(lambda cut: cut.image[1:]),
     "pixel_position_ids": _patch_positions,
     "image_position_ids": _patch_positions,
     "pixel_attention_mask": _pixel_mask,

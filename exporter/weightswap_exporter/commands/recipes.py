@@ -12,14 +12,14 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any
 
 from weightswap_exporter import (  # from the package, which names the extra where torch is missing
     compile_engines,
     export,
 )
 from weightswap_exporter import skeleton as skeleton_context
-from weightswap_exporter.engines.compiling import Tell, tell_nobody
+from weightswap_exporter.engines.compiling import Tell
 from weightswap_runtime import Artifact
 from weightswap_runtime.errors import ExportError, RecipeError
 
@@ -27,27 +27,22 @@ _FORM = "give file.py:function, module:function or hf:DIR"
 _HF = "hf:"
 
 
-class Caches(NamedTuple):
-    """How many tokens a context holds, and how many sequences are generated side by side."""
-
-    length: int
-    batch: int
-
-
 def export_recipe(
     recipe: str,
     *,
     out: str | os.PathLike[str],
-    skeleton: bool = False,
-    goldens: bool = True,
-    engines: Sequence[str] = (),
-    tell: Tell = tell_nobody,
-    caches: Caches | None = None,
-    **samples: Any,
+    skeleton: bool,
+    goldens: bool,
+    engines: Sequence[str],
+    tell: Tell,
+    caches: Mapping[str, int] | None,
+    inputs: str | None,
+    pictures: bool,
 ) -> Artifact:
     """Export what a recipe builds. The model of `hf:DIR` is always a skeleton. goldens: whether to record the recipe's.
-    engines: what to compile the graphs for, beside the engines that the recipe names. tell: as for `export()`. samples:
-    `inputs` and `pictures`, as for `load_recipe`. caches: of `hf:DIR`, a language model that is to generate.
+    engines: what to compile the graphs for, beside the engines that the recipe names. tell: as for `export()`. inputs,
+    pictures: as for `load_recipe`. caches: `length` and `batch`, as for
+    `export_generating`, of `hf:DIR`, a language model that is to generate.
 
     Raises RecipeError, and what `export()` raises.
     """
@@ -56,19 +51,18 @@ def export_recipe(
 
         directory = recipe.removeprefix(_HF)
         if caches is not None:
-            return export_generating(directory, out=out, engines=engines, tell=tell, **caches._asdict())
-        artifact = export_directory(directory, out=out, **_samples(**samples))
+            return export_generating(directory, out=out, engines=engines, tell=tell, **caches)
+        artifact = export_directory(directory, out=out, inputs=_given(inputs), pictures=pictures)
         return compile_engines(artifact, engines, tell=tell) if engines else artifact
     if caches is not None:
         raise RecipeError(f"{recipe}: --task generate is for hf:DIR; elsewhere, call export_decoder() from Python")
-    arguments = load_recipe(recipe, skeleton=skeleton, **samples)
+    arguments = _kept(load_recipe(recipe, skeleton=skeleton, inputs=inputs, pictures=pictures), goldens)
     wanted = {"tell": tell, "engines": [*arguments.get("engines", ()), *engines]}
-    return export(**(arguments if goldens else without_goldens(arguments)) | wanted, out=out)
+    return export(**arguments | wanted, out=out)
 
 
-def without_goldens(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """What a recipe has returned, but for the goldens."""
-    return {key: value for key, value in arguments.items() if key not in ("goldens", "tolerance")}
+def _kept(arguments: dict[str, Any], goldens: bool) -> dict[str, Any]:
+    return {key: value for key, value in arguments.items() if goldens or key not in ("goldens", "tolerance")}
 
 
 def load_recipe(
@@ -83,7 +77,7 @@ def load_recipe(
     if recipe.startswith(_HF):
         from .hf_directory import directory_recipe
 
-        return directory_recipe(recipe.removeprefix(_HF), hollow=skeleton, **_samples(inputs, pictures))
+        return directory_recipe(recipe.removeprefix(_HF), hollow=skeleton, inputs=_given(inputs), pictures=pictures)
     if inputs or pictures:
         raise RecipeError(f"{recipe}: --inputs and --pictures are for hf:DIR; a recipe returns args and kwargs itself")
     function = _load_function(recipe)
@@ -92,20 +86,20 @@ def load_recipe(
     return _arguments(recipe, result)
 
 
-def load_model(recipe: str) -> dict[str, Any]:
-    """Run a recipe; of `hf:DIR` the model alone, which needs no inputs."""
+def load_model(recipe: str, *, goldens: bool) -> dict[str, Any]:
+    """Run a recipe; of `hf:DIR` the model alone, which needs no inputs. goldens: whether to keep the recipe's."""
     if not recipe.startswith(_HF):
-        return load_recipe(recipe)
+        return _kept(load_recipe(recipe), goldens)
     from .hf_directory import directory_model
 
     return {"model": directory_model(recipe.removeprefix(_HF), hollow=False)}
 
 
-def _samples(inputs: str | None = None, pictures: bool = False) -> dict[str, Any]:
+def _given(inputs: str | None) -> Callable[[Any], Any] | None:
     if inputs is None:
-        return {"pictures": pictures}
+        return None
     function = _load_function(inputs)
-    return {"inputs": lambda model: _run(inputs, lambda: function(model))}
+    return lambda model: _run(inputs, lambda: function(model))
 
 
 def _load_function(recipe: str) -> Callable[..., Any]:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from weightswap_runtime.messages import listed, plural
+from weightswap_tools.reports.page import write_report
 from weightswap_tools.terminal import (
     HtmlOption,
     JsonOption,
@@ -82,9 +83,9 @@ def verify(
             tell=tell,
         )
         if html is not None:
-            from .verify_report import write_verification
+            from .verify_report import verification_report
 
-            write_verification(html, result)
+            write_report(html, verification_report(result))
     if as_json:
         print_json({"same": result.same, "problems": result.problems, "verification": result})
     else:

@@ -2,24 +2,13 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from weightswap_exporter.parity import Divergence, EngineParity, ParityReport
 from weightswap_exporter.parity.swap_check import SwapCheck
 from weightswap_exporter.parity.verification import Verification
 from weightswap_runtime.messages import plural
-from weightswap_tools.reports.blocks import (
-    Block,
-    Column,
-    Facts,
-    HeatMap,
-    Note,
-    Report,
-    Section,
-    Table,
-)
-from weightswap_tools.reports.page import write_report
+from weightswap_tools.reports.blocks import Block, Cell, Column, Facts, HeatMap, Note, Report, Section, Table, table_of
 
 _BEFORE, _AFTER = 5, 20  # modules that are shown around the one where executions part
 _SCALED = "largest difference, as a part of the largest value"
@@ -36,11 +25,15 @@ _PARITY = (
     Column("NaN", "number"),
     Column("raised"),
 )
-
-
-def write_verification(path: str | os.PathLike[str], found: Verification) -> None:
-    """Write a single HTML file, which appears whole or not at all. Raises OSError."""
-    write_report(path, verification_report(found))
+_SWAPS: tuple[tuple[Column, Callable[[SwapCheck], Cell]], ...] = (
+    (Column("engine"), lambda swap: swap.engine),
+    (Column("residency"), lambda swap: swap.residency),
+    (Column("calls", "number"), lambda swap: swap.calls),
+    (Column("wrong", "number", flag=True), lambda swap: len(swap.problems)),
+    (Column("read", "bytes"), lambda swap: swap.bytes_read),
+    (Column("staged, ms", "number"), lambda swap: round(swap.seconds_staged * 1e3, 4)),
+    (Column("paused, ms", "number"), lambda swap: round(swap.seconds_paused * 1e3, 4)),
+)
 
 
 def verification_report(result: Verification) -> Report:
@@ -74,7 +67,9 @@ def _sections(result: Verification) -> Iterator[Section]:
         yield _parity(result.parity)
     yield Section("Recorded calls", (_goldens(result),))
     if result.swaps:
-        yield Section("Swap", (_swaps(result.swaps),), "Outputs against those of a model loaded with the weights.")
+        yield Section(
+            "Swap", (table_of(result.swaps, _SWAPS),), "Outputs against those of a model loaded with the weights."
+        )
 
 
 def _goldens(found: Verification) -> Table:
@@ -93,18 +88,16 @@ def _parity(report: ParityReport) -> Section:
 
 def _divergences(report: ParityReport) -> Iterator[Section]:
     """Each point once, with the engines that part there."""
-    names: dict[tuple[str, str, str], list[str]] = {}
-    first: dict[tuple[str, str, str], Divergence] = {}
+    found: dict[tuple[str, str, str], tuple[Divergence, list[str]]] = {}
     for engine in report.engines:
         if divergence := engine.divergence:
             key = divergence.found, divergence.module, divergence.node
-            names.setdefault(key, []).append(engine.engine)
-            first.setdefault(key, divergence)
+            found.setdefault(key, (divergence, []))[1].append(engine.engine)
         elif engine.note:
             yield Section(f"Where {engine.engine} parts", (Note(engine.note, "bad"),))
-    for key, divergence in first.items():
-        verb = "parts" if len(names[key]) == 1 else "part"
-        yield Section(f"Where {' and '.join(names[key])} {verb}", (*_divergence(divergence),))
+    for divergence, names in found.values():
+        verb = "parts" if len(names) == 1 else "part"
+        yield Section(f"Where {' and '.join(names)} {verb}", (*_divergence(divergence),))
 
 
 def _heat(report: ParityReport) -> HeatMap:
@@ -154,32 +147,3 @@ def _divergence(divergence: Divergence) -> Iterator[Block]:
     values = tuple((error.scaled,) for error in shown)
     count = f"{len(shown)} of {len(divergence.modules)} modules, in the order in which they are reached."
     yield HeatMap(rows, ("difference",), values, _SCALED, "log", count)
-
-
-def _swaps(swaps: tuple[SwapCheck, ...]) -> Table:
-    columns = (
-        Column("engine"),
-        Column("residency"),
-        Column("calls", "number"),
-        Column("wrong", "number", flag=True),
-        Column("read", "bytes"),
-        Column("staged, ms", "number"),
-        Column("paused, ms", "number"),
-    )
-    rows = tuple(
-        (
-            s.engine,
-            s.residency,
-            s.calls,
-            len(s.problems),
-            s.bytes_read,
-            _millis(s.seconds_staged),
-            _millis(s.seconds_paused),
-        )
-        for s in swaps
-    )
-    return Table(columns, rows)
-
-
-def _millis(seconds: float) -> float:
-    return round(seconds * 1e3, 4)

@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -96,16 +97,13 @@ class RayNodes:
 
     def names(self) -> list[str]:
         """Of nodes that live: the beginnings of their ids."""
-        prefix = self._actor("")
+        prefix = _keeper_name(self._spec, "")
         return [name.removeprefix(prefix) for name in _keepers(self._spec.fleet) if name.startswith(prefix)]
 
     def ask(self, names: Sequence[str], method: str, *arguments: Any, timeout: float) -> dict[str, Any]:
         """What each answers, or why it does not."""
-        answers = _ask([self._actor(name) for name in names], method, *arguments, timeout=timeout)
+        answers = _ask([_keeper_name(self._spec, name) for name in names], method, *arguments, timeout=timeout)
         return dict(zip(names, answers, strict=True))
-
-    def _actor(self, node: str) -> str:
-        return _keeper_name(self._spec, node)
 
 
 def _keepers(fleet: str) -> list[str]:
@@ -117,23 +115,14 @@ def _keepers(fleet: str) -> list[str]:
     return sorted(name for name in found if name.startswith(prefix) and name.rpartition(":")[2] in living)
 
 
-def _fleets() -> list[str]:
-    """The names of all fleets of the cluster."""
-    return sorted({name.split(":")[1] for name in _keepers("")})
-
-
 def _ask(actors: Sequence[str], method: str, *arguments: Any, timeout: float) -> list[Any]:
     """What each actor answers, in their order; instead of an answer the exception that says why there is none."""
     asked = [_send(name, method, arguments) for name in actors]
     sent = [each for each in asked if isinstance(each, ray.ObjectRef)]
     if sent:
         ray.wait(sent, num_returns=len(sent), timeout=timeout)
-    return [
-        _answer(each, TimeoutError(f"has not answered {method} within {timeout:g} s"))
-        if isinstance(each, ray.ObjectRef)
-        else each
-        for each in asked
-    ]
+    late = TimeoutError(f"has not answered {method} within {timeout:g} s")
+    return [_answer(each, late) if isinstance(each, ray.ObjectRef) else each for each in asked]
 
 
 def _send(actor: str, method: str, arguments: Sequence[Any]) -> Any:
@@ -172,12 +161,12 @@ def statuses(fleet: str) -> list[NodeStatus]:
     if not specs:
         if answers:
             raise UnknownFleet(f"{fleet}: of its nodes, which are {len(answers)}, none answers; try again in a moment")
-        others = ", ".join(_fleets()) or "none"
+        others = ", ".join(sorted({name.split(":")[1] for name in _keepers("")})) or "none"
         raise UnknownFleet(
             f"{fleet}: no node of a fleet of that name is there. Deployed on this cluster: {others}; deploy it first, "
             "or give another name"
         )
-    latest = max(specs, key=_since)
+    latest = max(specs, key=attrgetter("since"))
     mine = _keeper_name(latest, "")
     return [_status(latest, name, each) for name, each in answers.items() if name.startswith(mine)]
 
@@ -188,13 +177,9 @@ def _status(spec: Spec, keeper: str, answer: Any) -> NodeStatus:
     return NodeStatus.unknown(keeper.rpartition(":")[2], spec, f"{type(answer).__name__}: {text_of(answer)}")
 
 
-def _since(spec: Spec) -> float:
-    return spec.since
-
-
 def find_spec(fleet: str) -> Spec:
     """What a fleet serves, as its nodes say; of several deployments the last one. Raises UnknownFleet."""
-    return max((each.spec for each in statuses(fleet)), key=_since)
+    return max((each.spec for each in statuses(fleet)), key=attrgetter("since"))
 
 
 def end_actors(fleet: str) -> None:

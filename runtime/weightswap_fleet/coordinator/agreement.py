@@ -23,13 +23,7 @@ from msgspec.structs import replace
 
 from weightswap_fleet.documents import Committed, FleetReceipt, NodeReceipt, NodeStatus, Order, Prepared, TrialOrder
 from weightswap_fleet.errors import FleetRefused, FleetUndecided
-from weightswap_runtime.desired.document import (
-    SHOWN,
-    DesiredState,
-    DesiredWeights,
-    check_promotable,
-    find_good,
-)
+from weightswap_runtime.desired.document import SHOWN, DesiredState, DesiredWeights, check_promotable, find_good
 from weightswap_runtime.desired.place import DesiredPlace, Known, described
 from weightswap_runtime.errors import DesiredError, RevisionConflict, StageClosed, text_of
 from weightswap_runtime.options import check_said
@@ -137,12 +131,11 @@ class Agreement:
         committed, late = self._settle(order, after, list(prepared), deadlines.commit)
         nodes = {name: _receipt(said, committed.get(name)) for name, said in prepared.items()}
         times = [found.at for found in committed.values()]
-        before = state.weights.weights_id if state.weights else None
         return FleetReceipt(
-            kind="none" if before == wanted.weights_id else kind,
+            kind="none" if state.weights_id == wanted.weights_id else kind,
             revision=after.revision,
             weights_id=wanted.weights_id,
-            previous_weights_id=before,
+            previous_weights_id=state.weights_id,
             source=printable(source),
             by=wanted.by,
             why=wanted.why,
@@ -153,8 +146,8 @@ class Agreement:
             late=late,
         )
 
-    def _give_up(self, order: Order, names: Sequence[str]) -> None:
-        self._nodes.ask(names, "discard", order.id, timeout=LEAST_LEASE)
+    def _give_up(self, order: Order) -> None:
+        self._nodes.ask(self._nodes.names(), "discard", order.id, timeout=LEAST_LEASE)
 
     def _check_open(self, order: Order, names: Sequence[str]) -> None:
         """Raise FleetRefused where a node has given the order up: nothing was heard of it for longer than its lease."""
@@ -178,7 +171,7 @@ class Agreement:
         except DesiredError as error:
             return self._find_out(order, error)
         except BaseException:
-            self._give_up(order, self._nodes.names())
+            self._give_up(order)
             raise
 
     def _find_out(self, order: Order, error: DesiredError) -> DesiredState:
@@ -190,9 +183,9 @@ class Agreement:
                 f"{self._place.where}: did not say whether it has taken the weights {order.weights.weights_id[:SHOWN]} "
                 f"({text_of(error)}). All nodes look there until it answers, and then do what it says."
             ) from error
-        if state.revision > order.revision and _says(state, order):
+        if state.revision > order.revision and state.weights_id == order.weights.weights_id:
             return state
-        self._give_up(order, self._nodes.names())
+        self._give_up(order)
         raise error
 
     def _settle(
@@ -269,7 +262,3 @@ def _check_follows(revision: int, where: str, state: DesiredState) -> None:
 def _receipt(said: Prepared, found: Committed | None) -> NodeReceipt:
     at, generation = (found.at, found.generation) if found is not None else (None, None)
     return NodeReceipt(said.seconds, said.resident, said.verified, at, generation)
-
-
-def _says(state: DesiredState, order: Order) -> bool:
-    return state.weights is not None and state.weights.weights_id == order.weights.weights_id

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from weightswap_fleet.documents import Prepared, TrialOrder, TrialReport
+from weightswap_fleet.documents import TrialOrder, TrialReport
 from weightswap_fleet.errors import FleetRefused
 from weightswap_runtime.errors import StageClosed, Unsupported
 from weightswap_server.canary.judging import Judgement, Measured
@@ -57,7 +57,7 @@ class FleetTrial:
         trial.shares = {name: 0.0 for name, order in orders.items() if order.id == latest.id}
         return trial
 
-    def begin(self, timeout: float) -> dict[str, Prepared]:
+    def begin(self, timeout: float) -> None:
         """Have all nodes stage and verify, and begin. Raises FleetRefused, and Unsupported for a share of the nodes
         that would be all of them; then no node has it."""
         self._check_shares(self._nodes.names())
@@ -66,7 +66,6 @@ class FleetTrial:
         self.shares = dict.fromkeys(ready, 0.0)
         if (verdict := self.look()) is not None and verdict.what == "ended":
             raise FleetRefused(self.order.source, dict.fromkeys(ready, StageClosed(verdict.why)))
-        return ready
 
     def _check_shares(self, names: Sequence[str]) -> None:
         plan = self.order.plan

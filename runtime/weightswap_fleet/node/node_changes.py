@@ -18,14 +18,7 @@ from pathlib import Path
 from weightswap_fleet.documents import Committed, Order, Prepared, Spec, TrialOrder
 from weightswap_runtime.desired.document import SHOWN, DesiredState, DesiredWeights
 from weightswap_runtime.desired.place import DesiredPlace
-from weightswap_runtime.errors import (
-    StageCancelled,
-    StageClosed,
-    StagingBusy,
-    Unsupported,
-    WeightswapError,
-    text_of,
-)
+from weightswap_runtime.errors import StageCancelled, StageClosed, StagingBusy, Unsupported, WeightswapError, text_of
 from weightswap_runtime.live.staged import Staged
 from weightswap_runtime.live.watching.intake import Told
 from weightswap_runtime.live.watching.reconciler import Reconciler
@@ -136,12 +129,12 @@ class NodeChanges:
     def _is_overtaken(self, order: Order) -> bool:
         """Whether something else was decided, such as a hold or a rollback by hand."""
         state = self._read()
-        return state is not None and state.revision != order.revision and not decided(state, order)
+        return state is not None and state.revision != order.revision and state.weights_id != order.weights.weights_id
 
     def _desires_others(self) -> bool:
         """Whether the place says other weights than at the last look."""
         before, state = self.reconciler.state, self._read()
-        return before is not None and state is not None and _wanted(state) != _wanted(before)
+        return before is not None and state is not None and state.weights_id != before.weights_id
 
     def _read(self) -> DesiredState | None:
         """What the place says; None where it cannot be read."""
@@ -319,14 +312,14 @@ class NodeChanges:
             state = self.reconciler.state
             if state is not None and self.reconciler.reachable:
                 self._weights.board.read = state.revision
-                if state.weights is not None and state.weights.weights_id == self._model.weights_id:
+                if state.weights_id == self._model.weights_id:
                     self._weights.mark(state.revision)
 
     def _settle(self, opened: _OpenOrder) -> bool:
         """Do what the place says of an order that is open. Whether it is over."""
         state = self._read()
         if state is not None and state.revision != opened.order.revision:
-            if decided(state, opened.order):
+            if state.weights_id == opened.order.weights.weights_id:
                 with suppress(WeightswapError):  # the look that follows tries it in its own way
                     self._commit(opened, state.revision)
                     return True
@@ -345,15 +338,6 @@ class NodeChanges:
 
 def _by(weights: DesiredWeights) -> str:
     return f" by {weights.by}" if weights.by else ""
-
-
-def decided(state: DesiredState, order: Order) -> bool:
-    """Whether a place that has gone on says what an order wants."""
-    return _wanted(state) == order.weights.weights_id
-
-
-def _wanted(state: DesiredState) -> str | None:
-    return state.weights.weights_id if state.weights is not None else None
 
 
 @dataclass(eq=False)
@@ -405,7 +389,7 @@ class _Target:
     def _revision_of(self, weights: DesiredWeights) -> int:
         """That of the place; 0 for earlier weights, which are served as what is desired cannot be."""
         state = self._changes.reconciler.state
-        return state.revision if state is not None and _wanted(state) == weights.weights_id else 0
+        return state.revision if state is not None and state.weights_id == weights.weights_id else 0
 
     def tell(self, kind: Told, source: str, error: BaseException) -> None:
         _log.warning("%s: %s: %s: %s", self._changes._node, kind, source, text_of(error))

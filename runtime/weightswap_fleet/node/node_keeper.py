@@ -50,7 +50,7 @@ class NodeKeeper:
         """
         self.node = node
         artifact = Artifact.open(spec.artifact)
-        name = memory_name(spec, node)
+        name = f"weightswap.{spec.fleet}.{spec.key}.{node}"  # by which its memory is found again
         adopted = NodeMemory.adopt(name)
         self._memory = adopted or NodeMemory.create(artifact.manifest.weights, MOST_REPLICAS, name)
         self._relay = Relay(node, transfer) if transfer is not None else None
@@ -170,8 +170,3 @@ class NodeKeeper:
                 self.changes.look()
             except Exception:
                 _log.exception("%s: a look at %s failed", self.node, self.spec.place)
-
-
-def memory_name(spec: Spec, node: str) -> str:
-    """By which a node's memory is found again."""
-    return f"weightswap.{spec.fleet}.{spec.key}.{node}"

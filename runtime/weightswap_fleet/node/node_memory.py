@@ -89,8 +89,7 @@ class Board:
     """Which revision of the place each arena has. The keeper writes it before its commit, and replicas read it."""
 
     def __init__(self, descriptor: int) -> None:
-        memory = mmap.mmap(descriptor, 0, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
-        self._words = memoryview(memory).cast("Q")
+        self._words = memoryview(mmap.mmap(descriptor, 0)).cast("Q")
 
     def revision(self, generation: int | None) -> int:
         """The revision that a generation has, or that one which has taken its arena since; 0 before the first."""

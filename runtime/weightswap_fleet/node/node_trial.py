@@ -9,7 +9,7 @@ import msgspec
 from weightswap_fleet.documents import Order, TrialOrder
 from weightswap_runtime.live.staged import Staged
 from weightswap_runtime.shared.control import Control
-from weightswap_runtime.shared.trial import begin_trial
+from weightswap_runtime.shared.keeper import begin_trial
 from weightswap_server.canary.judging import Judgement, Measured
 from weightswap_server.workers.trials import read_tried
 

@@ -11,7 +11,7 @@ import logging
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from functools import partial
@@ -170,13 +170,8 @@ class RelayedObject:
         self._lock = Lock()
 
     def read_into(self, buffers: list[memoryview], offset: int) -> None:
-        if self._alone is None:
-            try:
-                self._take(buffers, offset)
-            except Exception as error:
-                self._read_alone(error)
-        if self._alone is not None:
-            self._alone.read_into(buffers, offset)
+        if alone := self._alone_unless(partial(self._take, buffers, offset)):
+            alone.read_into(buffers, offset)
 
     def _take(self, buffers: list[memoryview], offset: int) -> None:
         for buffer in buffers:
@@ -194,6 +189,15 @@ class RelayedObject:
     def _ask(self, method: str, *arguments: Any) -> Any:
         return attended(lambda: self._relay.ask(self._reader, method, *arguments), self._check)
 
+    def _alone_unless(self, work: Callable[[], object]) -> ByteSource | None:
+        """What is read here, if the reader does not do its part of the work, or did not before."""
+        if self._alone is None:
+            try:
+                work()
+            except Exception as error:
+                self._read_alone(error)
+        return self._alone
+
     def _read_alone(self, error: Exception) -> None:
         """Raises WeightFileError where another content is there than the one that was begun."""
         if self._check is not None:
@@ -208,13 +212,8 @@ class RelayedObject:
             self._alone = found
 
     def await_stable_mtime(self) -> None:
-        if self._alone is None:
-            try:
-                self._ask("settle", self._url, self._tag)
-            except Exception as error:
-                self._read_alone(error)
-        if self._alone is not None:
-            self._alone.await_stable_mtime()
+        if alone := self._alone_unless(partial(self._ask, "settle", self._url, self._tag)):
+            alone.await_stable_mtime()
 
     def check_unchanged(self, *, proven: bool = False) -> None:
         if self._alone is None:
@@ -282,17 +281,14 @@ class _Chunks(Generic[T]):
             if future is None:
                 future = self._known[number] = Future()
             self._known.move_to_end(number)
-            for old in list(self._old()):
-                del self._known[old]
+            while len(self._known) > self._most:
+                self._known.popitem(last=False)
         if mine:
             _fill(future, lambda: self._load(number))
             if future.exception() is not None:
                 with self._lock:
                     self._known.pop(number, None)
         return future.result()
-
-    def _old(self) -> Iterator[int]:
-        yield from list(self._known)[: max(0, len(self._known) - self._most)]
 
 
 def _is_unchanged(source: ByteSource) -> bool:

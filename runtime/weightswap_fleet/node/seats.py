@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from contextlib import suppress
 from select import POLLIN, poll
 from threading import Lock
 
@@ -63,8 +62,7 @@ class Seats:
     def close(self) -> None:
         with self._lock:
             for _, descriptor in self._taken.values():
-                with suppress(OSError):
-                    os.close(descriptor)
+                os.close(descriptor)
             self._taken.clear()
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, MutableMapping
-from typing import Any
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from weightswap_fleet.errors import StaleReplica
 from weightswap_fleet.node.node_memory import Board
@@ -17,10 +17,6 @@ MIN_REVISION = "weightswap-min-revision"  # of a request: an older revision may 
 REVISION = "weightswap-revision"  # of an answer: what its client may ask for from then on
 PATIENCE = 2.0  # seconds for a commit that others have done already
 _POLL = 0.002
-_Message = MutableMapping[str, Any]
-_Receive = Callable[[], Awaitable[_Message]]
-_Send = Callable[[_Message], Awaitable[None]]
-_App = Callable[[_Message, _Receive, _Send], Awaitable[None]]
 
 
 class Freshness:
@@ -38,9 +34,9 @@ class Freshness:
             if self._model.generation == generation:  # else its arena may have been another's by then
                 return revision
 
-    async def wait(self, revision: int, timeout: float = PATIENCE) -> None:
-        """Wait until it is served. Raises StaleReplica where it is not in time."""
-        deadline = time.monotonic() + timeout
+    async def wait(self, revision: int) -> None:
+        """Wait until it is served. Raises StaleReplica where it is not within PATIENCE seconds."""
+        deadline = time.monotonic() + PATIENCE
         while self.revision < revision:
             if time.monotonic() >= deadline:
                 raise StaleReplica(
@@ -52,11 +48,11 @@ class Freshness:
 class FreshApp:
     """An ASGI application whose requests may ask for a revision, and whose answers say theirs."""
 
-    def __init__(self, app: _App, freshness: Freshness) -> None:
+    def __init__(self, app: ASGIApp, freshness: Freshness) -> None:
         self._app, self._freshness = app, freshness
 
-    async def __call__(self, scope: _Message, receive: _Receive, send: _Send) -> None:
-        async def say(message: _Message) -> None:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def say(message: Message) -> None:
             if message["type"] == "http.response.start":
                 revision = str(self._freshness.revision).encode()
                 message["headers"] = [*message.get("headers", ()), (REVISION.encode(), revision)]
@@ -65,7 +61,7 @@ class FreshApp:
         told = await self._refusal(scope) if scope["type"] == "http" else None
         await (self._app if told is None else refusal(told))(scope, receive, say)
 
-    async def _refusal(self, scope: _Message) -> Failure | None:
+    async def _refusal(self, scope: Scope) -> Failure | None:
         """Why a request is not answered here; after a wait, where that helps."""
         asked = next((value for name, value in scope["headers"] if name == MIN_REVISION.encode()), b"0")
         if not (asked.isdigit() and len(asked) < 20):

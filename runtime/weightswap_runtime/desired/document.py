@@ -7,14 +7,7 @@ from typing import Annotated, Any
 import msgspec
 from msgspec.structs import replace
 
-from weightswap_runtime.errors import (
-    BaseMismatch,
-    DesiredDamaged,
-    Held,
-    NothingToRollBack,
-    Superseded,
-    Unsupported,
-)
+from weightswap_runtime.errors import BaseMismatch, DesiredDamaged, Held, NothingToRollBack, Superseded, Unsupported
 from weightswap_runtime.messages import listed
 from weightswap_runtime.tensors.digests import DIGEST
 
@@ -83,6 +76,11 @@ class DesiredState(_Part, frozen=True, kw_only=True):
     hold: Hold | None = None
 
     @property
+    def weights_id(self) -> str | None:
+        """That of what is desired; None: nothing yet."""
+        return self.weights.weights_id if self.weights else None
+
+    @property
     def known(self) -> tuple[DesiredWeights, ...]:
         """Everything that it names."""
         return (*self.withdrawn, *self.history, *((self.weights,) if self.weights else ()))
@@ -117,7 +115,7 @@ def decode(raw: bytes | None, where: str) -> DesiredState:
 
 def check_promotable(state: DesiredState, weights_id: str, source: object) -> None:
     """Raise Held, and Superseded for weights that were desired before; nothing for those that are desired."""
-    if is_desired(state, weights_id):
+    if state.weights_id == weights_id:
         return
     for withdrawn in state.withdrawn:
         if withdrawn.weights_id == weights_id:
@@ -130,10 +128,6 @@ def check_promotable(state: DesiredState, weights_id: str, source: object) -> No
     if state.hold is not None:
         why = f": {state.hold.why}" if state.hold.why else ""
         raise Held(f"{source}: not promoted, as it is on hold{_by(state.hold.by)}{why}. Release it first.")
-
-
-def is_desired(state: DesiredState, weights_id: str) -> bool:
-    return state.weights is not None and state.weights.weights_id == weights_id
 
 
 def _by(who: str) -> str:
@@ -152,7 +146,7 @@ def bases_of(
     if not base:
         return msgspec.UNSET
     desired = state.weights
-    if is_desired(state, weights_id) and desired and desired.bases and desired.bases[-1].weights_id == base:
+    if desired and desired.weights_id == weights_id and desired.bases and desired.bases[-1].weights_id == base:
         return desired.bases  # it is asked for again
     if desired is None or desired.weights_id != base:
         found = f"{desired.weights_id[:SHOWN]} are desired" if desired else "nothing is desired"

@@ -10,13 +10,7 @@ from typing import NamedTuple
 
 from msgspec.structs import replace
 
-from weightswap_runtime.errors import (
-    DesiredDamaged,
-    GraphMismatch,
-    RevisionConflict,
-    UnexpectedWeights,
-    Unsupported,
-)
+from weightswap_runtime.errors import DesiredDamaged, GraphMismatch, RevisionConflict, UnexpectedWeights, Unsupported
 from weightswap_runtime.format.delta_file import DeltaStamp, delta_stamp
 from weightswap_runtime.format.weight_file import Stamp
 from weightswap_runtime.format.weight_set import open_weights
@@ -36,7 +30,6 @@ from .document import (
     decode,
     encode,
     find_good,
-    is_desired,
     rolled_back,
 )
 from .storage import MOST_BYTES, NAME, Stored, open_storage
@@ -52,10 +45,6 @@ class Known(NamedTuple):
     graph_id: str = ""
     labels: dict[str, str] = {}  # noqa: RUF012
     base: str = ""
-
-
-def anything(state: DesiredState) -> None:
-    """What may be promoted after it, where nothing is asked."""
 
 
 class DesiredPlace:
@@ -118,18 +107,17 @@ class DesiredPlace:
         and Unsupported for a file that weightswap has not packed, which does not say which weights it holds.
         """
         found = known or known_weights(source)
-        return self._write(revision, lambda state: self._set(state, source, found, by, why, allow_other_graph))
 
-    def _set(
-        self, state: DesiredState, source: Source, known: Known, by: str, why: str, allow_other_graph: bool
-    ) -> DesiredState:
-        before = state.weights.graph_id if state.weights else ""
-        if before and known.graph_id and before != known.graph_id and not allow_other_graph:
-            raise GraphMismatch(
-                f"{printable(source)}: was packed for the graph {known.graph_id[:SHOWN]}, and what is desired for "
-                f"{before[:SHOWN]}. Pack it for that one; or say allow_other_graph=True, if all that follow take it"
-            )
-        return changed(state, self._described(source, known, by, why, state))
+        def work(state: DesiredState) -> DesiredState:
+            before = state.weights.graph_id if state.weights else ""
+            if before and found.graph_id and before != found.graph_id and not allow_other_graph:
+                raise GraphMismatch(
+                    f"{printable(source)}: was packed for the graph {found.graph_id[:SHOWN]}, and what is desired for "
+                    f"{before[:SHOWN]}. Pack it for that one; or say allow_other_graph=True, if all that follow take it"
+                )
+            return self._changed(state, source, found, by, why)
+
+        return self._write(revision, work)
 
     def rollback(
         self,
@@ -188,7 +176,7 @@ class DesiredPlace:
         known: Known | None = None,
         by: str = "",
         why: str = "",
-        may: Callable[[DesiredState], None] = anything,
+        may: Callable[[DesiredState], None] = lambda _: None,
     ) -> DesiredState:
         """Desire new weights, unless that would undo what an operator has done: for trainers and watchers.
 
@@ -201,10 +189,10 @@ class DesiredPlace:
         weights = known or known_weights(source)
         for _ in range(MOST_TRIES):
             stored, state = self._read(None)
-            if is_desired(state, weights.weights_id):
+            if state.weights_id == weights.weights_id:
                 return state
             check_promotable(state, weights.weights_id, printable(source))
-            after = changed(state, self._described(source, weights, by, why, state))
+            after = self._changed(state, source, weights, by, why)
             may(state)
             if written := self._replace(stored, state, after):
                 return written
@@ -215,8 +203,8 @@ class DesiredPlace:
         state = self.read(check)
         check_promotable(state, weights_id or "", printable(source))
 
-    def _described(self, source: Source, known: Known, by: str, why: str, state: DesiredState) -> DesiredWeights:
-        return described(self._as_stored(as_location(source)), known, by, why, state)
+    def _changed(self, state: DesiredState, source: Source, known: Known, by: str, why: str) -> DesiredState:
+        return changed(state, described(self._as_stored(as_location(source)), known, by, why, state))
 
     def _as_stored(self, location: Location) -> str:
         """Relative to the place where it lies below it, so that both may be mounted elsewhere."""

@@ -5,16 +5,16 @@ from __future__ import annotations
 import fcntl
 import os
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from weightswap_runtime.errors import DesiredError, Unsupported, WeightFileError
 from weightswap_runtime.sources.atomic import new_file, remove_abandoned
-from weightswap_runtime.sources.byte_source import Check
+from weightswap_runtime.sources.byte_source import ByteSource, Check
 from weightswap_runtime.sources.local import LocalFile
-from weightswap_runtime.sources.location import Location, Url, as_location, fixed
+from weightswap_runtime.sources.location import Url, as_location, fixed
 
 NAME = "desired.json"
 LOCK = ".desired.lock"
@@ -29,20 +29,12 @@ class Stored(NamedTuple):
     tag: str | None = None
 
 
-class Storage(Protocol):
-    """One document. Each method raises DesiredError, and what `check` raises."""
+def open_storage(place: str | os.PathLike[str]) -> LocalStorage | RemoteStorage:
+    """The storage of a directory's path, or of a folder's URL; or of the document's own.
 
-    folder: Location
-
-    def read(self, check: Check | None = None) -> Stored: ...
-
-    def replace(self, before: Stored, content: bytes) -> bool:
-        """Replace the bytes that were read; False where these are not there any more."""
-        ...
-
-
-def open_storage(place: str | os.PathLike[str]) -> Storage:
-    """The storage of a directory's path, or of a folder's URL; or of the document's own."""
+    `replace` is False where what was read before is not there any more. Both methods raise DesiredError, and what
+    `check` raises.
+    """
     if not isinstance(place, str | os.PathLike):
         raise Unsupported(f"expected the path or URL of a directory, got a {type(place).__qualname__}")
     try:
@@ -51,37 +43,31 @@ def open_storage(place: str | os.PathLike[str]) -> Storage:
         raise Unsupported(str(error)) from error
     if location.name == NAME:
         location = location.parent
-    return _RemoteStorage(location) if isinstance(location, Url) else _LocalStorage(fixed(location))
+    return RemoteStorage(location) if isinstance(location, Url) else LocalStorage(fixed(location))
 
 
-class _LocalStorage:
+class LocalStorage:
     """A file that is replaced under a lock, which the system lets go with the process that holds it."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder: Location = folder
-        self._folder = folder
+        self.folder = folder
         self._path = folder / NAME
 
     def read(self, check: Check | None = None) -> Stored:
         try:
-            source = LocalFile(self._path)
+            with closing(LocalFile(self._path)) as source:
+                return Stored(_content(source))
         except WeightFileError as error:
-            if isinstance(error.__cause__, FileNotFoundError) and self._folder.is_dir():
+            if isinstance(error.__cause__, FileNotFoundError) and self.folder.is_dir():
                 return Stored(None)
             raise DesiredError(str(error)) from error
-        try:
-            return Stored(_content(source.where, source.size, source.read_into))
-        except WeightFileError as error:
-            raise DesiredError(str(error)) from error
-        finally:
-            source.close()
 
     def replace(self, before: Stored, content: bytes) -> bool:
         try:
             with self._locked():
                 if self.read() != before:
                     return False
-                remove_abandoned(self._folder, NAME)
+                remove_abandoned(self.folder, NAME)
                 with new_file(self._path) as file:
                     file.write(content)
         except OSError as error:
@@ -110,18 +96,18 @@ class _LocalStorage:
             time.sleep(POLL_SECONDS)
 
     def _open_lock(self) -> int:
-        path, flags = self._folder / LOCK, os.O_CREAT | os.O_CLOEXEC
+        path, flags = self.folder / LOCK, os.O_CREAT | os.O_CLOEXEC
         try:
             return os.open(path, flags | os.O_RDWR, 0o666)  # which NFS asks for
         except PermissionError:  # another user has made it
             return os.open(path, flags | os.O_RDONLY)
 
 
-class _RemoteStorage:
+class RemoteStorage:
     """An object that is replaced only where it is still the one that was read."""
 
     def __init__(self, folder: Url) -> None:
-        self.folder: Location = folder
+        self.folder = folder
         self._url = folder / NAME
 
     def read(self, check: Check | None = None) -> Stored:
@@ -131,7 +117,7 @@ class _RemoteStorage:
             source = find_object(self._url, check)
             if source is None:
                 return Stored(None)
-            return Stored(_content(source.where, source.size, source.read_into), source.tag)
+            return Stored(_content(source), source.tag)
         except WeightFileError as error:
             raise DesiredError(str(error)) from error
 
@@ -144,9 +130,9 @@ class _RemoteStorage:
             raise DesiredError(str(error)) from error
 
 
-def _content(where: str, size: int, read_into: Callable[[list[memoryview], int], None]) -> bytes:
-    if size > MOST_BYTES:
-        raise WeightFileError(f"{where}: has {size} bytes, more than a desired state has")
-    content = bytearray(size)
-    read_into([memoryview(content)], 0)
+def _content(source: ByteSource) -> bytes:
+    if source.size > MOST_BYTES:
+        raise WeightFileError(f"{source.where}: has {source.size} bytes, more than a desired state has")
+    content = bytearray(source.size)
+    source.read_into([memoryview(content)], 0)
     return bytes(content)

@@ -47,7 +47,7 @@ class Control:
 
     def __init__(self, descriptor: int, workers: int | None = None) -> None:
         """workers: how many slots there are, said by the one who has made the page."""
-        memory = mmap.mmap(descriptor, 0, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
+        memory = mmap.mmap(descriptor, 0)
         self._words = memoryview(memory).cast("Q")
         if workers is not None:
             self._words[_WORKERS] = workers

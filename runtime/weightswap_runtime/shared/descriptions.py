@@ -84,8 +84,7 @@ def _read(control: Control, number: int, kind: type[D]) -> D | None:
 def write_history(control: Control, receipts: Iterable[SwapReceipt]) -> None:
     """Keep receipts, oldest first: as many of the last as there is room for."""
     kept = list(receipts)
-    found = [_decoded(cell.read()) for cell in control.histories]
-    number = max((each.written for each in found if each), default=0) + 1
+    number = max((each.written for each in _histories(control)), default=0) + 1
     cell = control.histories[number % 2]  # the other has the last ones, should this process end here
     while len(text := _encoder.encode(_History(number, kept))) > cell.most:
         del kept[0]
@@ -94,9 +93,10 @@ def write_history(control: Control, receipts: Iterable[SwapReceipt]) -> None:
 
 def read_history(control: Control) -> list[SwapReceipt]:
     """The receipts that were kept."""
-    found = [each for cell in control.histories if (each := _decoded(cell.read()))]
+    found = _histories(control)
     return max(found, key=lambda each: each.written).receipts if found else []
 
 
-def _decoded(text: bytes | None) -> _History | None:
-    return _history.decode(text) if text else None
+def _histories(control: Control) -> list[_History]:
+    texts = [cell.read() for cell in control.histories]
+    return [_history.decode(text) for text in texts if text]

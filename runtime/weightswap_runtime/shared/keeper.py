@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import mmap
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -12,11 +13,13 @@ from weightswap_runtime.engines.choosing import open_engine
 from weightswap_runtime.engines.engine import EngineOptions
 from weightswap_runtime.errors import LeaseTimeout
 from weightswap_runtime.format.artifact import Artifact
+from weightswap_runtime.format.identity import Identity
 from weightswap_runtime.live.events import Event
 from weightswap_runtime.live.gate import Gate, Version
 from weightswap_runtime.live.model import Model
 from weightswap_runtime.live.residency.double import Double
 from weightswap_runtime.live.session import Session
+from weightswap_runtime.live.staged import Staged
 from weightswap_runtime.live.store import Store
 from weightswap_runtime.memory.arena import ArenaLayout, HostArena
 from weightswap_runtime.memory.device_choice import HOST
@@ -24,10 +27,9 @@ from weightswap_runtime.memory.host import HostMemory
 from weightswap_runtime.messages import listed, plural
 from weightswap_runtime.staging.request import Admit
 
-from .allocation import allocate_shared
 from .control import Control
 from .descriptions import Description, describe, read_description, read_history, write_history
-from .segment import Segment, map_writable
+from .segment import Segment, allocate
 
 _POLL = 0.002  # seconds between two looks at what workers hold
 OPTIONS = EngineOptions(prologue=False)  # what it computes would lie in each process, and be of other weights
@@ -76,7 +78,7 @@ class KeptArena(HostArena):
     """Shared memory. Before it is overwritten nobody holds it, and nobody takes it for a set of weights any more."""
 
     def __init__(self, layout: ArenaLayout, descriptor: int, withdraw: Callable[[], None]) -> None:
-        super().__init__(layout, map_writable(descriptor))
+        super().__init__(layout, mmap.mmap(descriptor, 0))
         self._descriptor = os.dup(descriptor)
         self._withdraw = withdraw
 
@@ -88,7 +90,7 @@ class KeptArena(HostArena):
     def writing(self, urgent: bool = False, join: bool = False) -> Iterator[None]:
         """As others', with memory that is there before it is written. Raises OutOfMemory."""
         if not join:  # else what is bound to the arena works beside calls
-            allocate_shared(self._descriptor)
+            allocate(self._descriptor)
             self._withdraw()
         yield
 
@@ -147,3 +149,22 @@ class KeeperGate(Gate[Session]):
         seconds = super().exchange(version)
         self._control.commit(version.generation)
         return seconds
+
+
+def begin_trial(control: Control, staged: Staged, terms: bytes = b"") -> int:
+    """Let workers call what the keeper has staged; the word of the trial, which they find it by.
+
+    It ends with `Control.end_trial`, with a commit, and before anything else is staged. terms: what workers are told.
+    Raises StageClosed where it was committed or discarded, and WeightFileError where its labels take too much room.
+    """
+    with staged._closing:  # it is neither committed nor overwritten meanwhile
+        return announce(control, staged._opened().contents.identity, terms)
+
+
+def announce(control: Control, identity: Identity, terms: bytes = b"") -> int:
+    """As `begin_trial`, of whatever lies whole in the idle arena."""
+    generation = control.word  # that of the next commit
+    control.end_trial()
+    describe(control, generation, identity, terms)
+    control.begin_trial(generation % 2)
+    return control.trial

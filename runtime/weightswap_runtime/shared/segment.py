@@ -13,11 +13,14 @@ import numpy as np
 from weightswap_runtime.errors import OutOfMemory
 from weightswap_runtime.format.manifest import NamedTensor
 from weightswap_runtime.memory.arena import ArenaLayout
+from weightswap_runtime.memory.available import available
+from weightswap_runtime.memory.host import FOR_TWO
 from weightswap_runtime.tensors.digests import block_count
 
 from .control import Control, control_size
 
 PARTS = ("control", "0", "1")
+_ADVICE = FOR_TWO.partition(",")[0] + ": all workers of the machine hold two sets together."
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW  # else whoever cuts it off would kill all who read it
 
 
@@ -68,6 +71,23 @@ def memfd(nbytes: int, name: str) -> int:
     return descriptor
 
 
+def allocate(descriptor: int) -> None:
+    """Take all memory of a memfd that it has not yet: else the system kills somebody, where there is not enough.
+
+    Raises OutOfMemory.
+    """
+    status = os.fstat(descriptor)
+    wanted = status.st_size - status.st_blocks * 512
+    if wanted <= 0:
+        return
+    if (there := available()) is not None and wanted > there:
+        raise OutOfMemory(f"{wanted} bytes of shared memory for a set of weights, and {there} are free. {_ADVICE}")
+    try:
+        os.posix_fallocate(descriptor, 0, status.st_size)
+    except OSError as error:
+        raise OutOfMemory(f"{wanted} bytes of shared memory cannot be had ({error}). {_ADVICE}") from error
+
+
 def _reopened(descriptor: int) -> int:
     return os.open(f"/proc/self/fd/{descriptor}", os.O_RDONLY | os.O_CLOEXEC)
 
@@ -79,8 +99,3 @@ def map_read_only(descriptor: int) -> ctypes.Array[ctypes.c_char]:
     memory = (ctypes.c_char * len(mapping)).from_address(address)
     memory.mapping = mapping  # type: ignore[attr-defined]  # which lives as long as anything views it
     return memory
-
-
-def map_writable(descriptor: int) -> mmap.mmap:
-    """The memory behind a descriptor."""
-    return mmap.mmap(descriptor, 0, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)

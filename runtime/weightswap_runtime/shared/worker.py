@@ -12,12 +12,15 @@ from typing import Any, NoReturn
 from weightswap_runtime.engines.choosing import open_engine
 from weightswap_runtime.errors import ModelFailed, StageClosed, Unsupported
 from weightswap_runtime.format.artifact import Artifact
+from weightswap_runtime.live.calling import Caller, Methods, run_chosen
+from weightswap_runtime.live.context import Context
 from weightswap_runtime.live.events import Event, EventKind
 from weightswap_runtime.live.gate import Gate, Version
 from weightswap_runtime.live.model import Model
 from weightswap_runtime.live.receipt import SwapReceipt
 from weightswap_runtime.live.session import Session
 from weightswap_runtime.live.store import Store
+from weightswap_runtime.live.variants.resident import Choice
 from weightswap_runtime.memory.arena import ArenaLayout, HostArena
 from weightswap_runtime.memory.device_choice import HOST
 from weightswap_runtime.memory.host import HostMemory
@@ -28,7 +31,6 @@ from .control import Control
 from .descriptions import Summary, read_description, read_history, read_trial
 from .keeper import OPTIONS
 from .segment import Segment, map_read_only
-from .trial import Trial
 
 _RECEIPT = 1.0  # seconds for which a commit's receipt is waited for: a keeper may be killed before it writes it
 
@@ -155,6 +157,29 @@ def between() -> None:
     """Called between the reading of the word and the holding of its arena, which tests take apart."""
 
 
+class Trial(Caller):
+    """A staged set as a worker calls it. Raises StageClosed once the trial is over.
+
+    terms: what the keeper was told to say of it.
+    """
+
+    _serves = False
+
+    def __init__(self, methods: Methods, gate: WorkerGate, word: int, summary: Summary) -> None:
+        super().__init__(methods)
+        self._gate, self.word = gate, word
+        self.weights_id, self.terms = summary.weights_id, summary.terms
+
+    def _run(self, name: str, flat: list[Any], context: Context | None, choice: Choice | None) -> list[Any]:
+        lease = Claim()
+        session = self._gate.acquire_trial(self.word, lease)
+        try:
+            bound = session.bound[self._methods.member]
+            return run_chosen(bound, self.weights_id, name, flat, context, choice)
+        finally:
+            self._gate.release(session, lease)
+
+
 class WorkerModel(Model):
     """A model whose weights others change. What would change them is Unsupported."""
 
@@ -162,14 +187,14 @@ class WorkerModel(Model):
 
     def begin(self, gate: WorkerGate, control: Control) -> None:
         """Tell listeners of commits from now on. Those that it began with are not told."""
-        self._leasing, self._control = gate, control
+        self._shared_gate, self._control = gate, control
         self._noticing = Noticing(gate, control, self._store, self.graph_id)
         weakref.finalize(self, self._noticing.end).atexit = False
 
     def find_trial(self, word: int) -> Trial | None:
         """What is on trial where the control page has this word, or None."""
         found = read_trial(self._control, word)
-        return Trial(self._methods, self._leasing, word, found) if found is not None else None
+        return Trial(self._methods, self._shared_gate, word, found) if found is not None else None
 
     def close(self) -> None:
         self._noticing.stop()

@@ -19,7 +19,7 @@ from .measuring import has_nonfinite
 
 if TYPE_CHECKING:
     from weightswap_runtime.live.staged import Staged
-    from weightswap_runtime.shared.trial import Trial
+    from weightswap_runtime.shared.worker import Trial
 
 HEADER = "x-weightswap-canary"
 _WAITING = 8  # answers that wait to be looked through, or compared; more are left out

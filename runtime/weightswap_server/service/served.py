@@ -23,7 +23,7 @@ from .metrics import ServerMetrics
 
 if TYPE_CHECKING:
     from weightswap_runtime.shared.control import Control
-    from weightswap_runtime.shared.trial import Trial
+    from weightswap_runtime.shared.worker import Trial
 
     from .traces import Traces
 

@@ -11,7 +11,7 @@ import msgspec
 
 from weightswap_runtime.live.staged import Staged
 from weightswap_runtime.shared.control import Control
-from weightswap_runtime.shared.trial import begin_trial
+from weightswap_runtime.shared.keeper import begin_trial
 from weightswap_runtime.shared.worker import WorkerModel
 from weightswap_server.canary.canary import Canary
 from weightswap_server.canary.judging import CanaryPlan, Measured

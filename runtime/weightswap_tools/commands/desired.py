@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 from typing import Annotated
 
 import typer
 
-from weightswap_runtime.desired.document import SHOWN, DesiredState, DesiredWeights
+from weightswap_runtime.desired.document import SHOWN, DesiredState, DesiredWeights, Hold
 from weightswap_runtime.desired.place import DesiredPlace
 from weightswap_runtime.sources.location import printable
 from weightswap_tools.terminal import JsonOption, errors_as_exit, print_json, print_table, say
@@ -84,12 +84,11 @@ def _print(place: DesiredPlace, state: DesiredState) -> None:
     if state.weights is None:
         say("desired     nothing yet")
     else:
-        labels = ", ".join(f"{name}={text}" for name, text in sorted(state.weights.labels.items()))
         say(f"desired     {printable(state.weights.source)}")
-        say(f"weights id  {state.weights.weights_id}{f'  ({labels})' if labels else ''}")
-        say(f"since       {_said(state.weights.since, state.weights.by, state.weights.why)}")
+        say(f"weights id  {state.weights.weights_id}{labels_said(state.weights.labels)}")
+        say(f"since       {since_said(state.weights)}")
     if state.hold is not None:
-        say(f"on hold     {_said(state.hold.since, state.hold.by, state.hold.why)}")
+        say(f"on hold     {since_said(state.hold)}")
     for title, found in (("history", state.history), ("withdrawn", state.withdrawn)):
         if found:
             print_table(title, ["weights id", "source", "since", "by", "why"], [_row(each) for each in reversed(found)])
@@ -100,8 +99,15 @@ def _row(weights: DesiredWeights) -> list[str]:
     return [weights.weights_id[:SHOWN], source, time_said(weights.since), weights.by, weights.why]
 
 
-def _said(since: float, by: str, why: str) -> str:
-    return f"{time_said(since)}{f' by {by}' if by else ''}{f': {why}' if why else ''}"
+def labels_said(labels: Mapping[str, str]) -> str:
+    """Labels behind a weights id; nothing where there are none."""
+    text = ", ".join(f"{name}={value}" for name, value in sorted(labels.items()))
+    return f"  ({text})" if text else ""
+
+
+def since_said(what: DesiredWeights | Hold) -> str:
+    """Since when, by whom and why."""
+    return f"{time_said(what.since)}{f' by {what.by}' if what.by else ''}{f': {what.why}' if what.why else ''}"
 
 
 def time_said(seconds: float) -> str:

@@ -11,7 +11,7 @@ from weightswap_runtime.desired.place import known_weights
 from weightswap_runtime.sources.location import printable
 from weightswap_tools.terminal import JsonOption, errors_as_exit, print_json, print_table, say
 
-from .desired import time_said
+from .desired import since_said
 from .fleet_canary import abort, canary, promote, say_trial
 from .fleet_cluster import (
     NAME,
@@ -84,7 +84,7 @@ def deploy(
         run_application(application, name, route)
         fleet = connect(name)
         _show(fleet, as_json)
-        if weights is not None and not _is_desired(weights, fleet.desired):
+        if weights is not None and fleet.desired.weights_id != known_weights(weights).weights_id:
             say(
                 "--weights are not served: the place desired others already; `weightswap fleet swap` changes that",
                 err=True,
@@ -110,10 +110,7 @@ def page(
     with errors_as_exit(False), connected(name, address) as fleet:
         from weightswap_fleet.fleet_page import serve_page
 
-        def ready(where: str) -> None:
-            say(f"page        {where}")
-
-        serve_page(fleet, host, port, ready)
+        serve_page(fleet, host, port, lambda where: say(f"page        {where}"))
 
 
 @fleet_command.command()
@@ -191,10 +188,6 @@ def _scaling(replicas: int, most: int | None) -> dict[str, Any]:
     return {"autoscaling_config": {"min_replicas": replicas, "max_replicas": most}}
 
 
-def _is_desired(weights: str, state: DesiredState) -> bool:
-    return state.weights is not None and known_weights(weights).weights_id == state.weights.weights_id
-
-
 def _say_desired(state: DesiredState, as_json: bool) -> None:
     if as_json:
         return print_json(state.as_dict())
@@ -202,22 +195,16 @@ def _say_desired(state: DesiredState, as_json: bool) -> None:
     if state.weights is not None:
         say(f"desired     {printable(state.weights.source)}")
         say(f"weights id  {state.weights.weights_id}")
-        by = f" by {state.weights.by}" if state.weights.by else ""
-        say(f"since       {time_said(state.weights.since)}{by}{_because(state.weights.why)}")
-    if (held := state.hold) is not None:
-        say(f"on hold     since {time_said(held.since)}{f' by {held.by}' if held.by else ''}{_because(held.why)}")
+        say(f"since       {since_said(state.weights)}")
+    if state.hold is not None:
+        say(f"on hold     since {since_said(state.hold)}")
     return None
-
-
-def _because(why: str) -> str:
-    return f": {why}" if why else ""
 
 
 def _show(fleet: Fleet, as_json: bool) -> bool:
     """Say how it stands. Whether all nodes serve what is desired."""
     state, nodes, trial = fleet.desired, fleet.nodes, fleet.trial
-    wanted = state.weights.weights_id if state.weights else None
-    agree = all(each.weights_id == wanted for each in nodes.values())
+    agree = all(each.weights_id == state.weights_id for each in nodes.values())
     if as_json:
         from weightswap_fleet.fleet_page import standing
 
@@ -226,7 +213,7 @@ def _show(fleet: Fleet, as_json: bool) -> bool:
     say(f"fleet       {fleet.name}")
     _say_desired(state, as_json)
     columns = ["node", "weights", "revision", "replicas", "state"]
-    print_table("Nodes", columns, [_row(each, wanted) for _, each in sorted(nodes.items())])
+    print_table("Nodes", columns, [_row(each, state.weights_id) for _, each in sorted(nodes.items())])
     say_trial(trial)
     return agree
 

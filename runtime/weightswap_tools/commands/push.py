@@ -109,10 +109,10 @@ def pointed(weights: str) -> str:
 
 def uploaded(client: AdminClient, path: Path) -> dict[str, Any]:
     """Upload a file and what lies beside it; what the server is asked to take, then."""
+    where = printable(str(path))
     if not is_url(str(path)) and not path.exists():
-        raise Unsupported(f"{printable(str(path))}: there is no such file")
-    if is_url(str(path)) or not path.is_file() or path.suffix != SUFFIX:
-        where = printable(str(path))
+        raise Unsupported(f"{where}: there is no such file")
+    if not path.is_file() or path.suffix != SUFFIX:
         raise Unsupported(f"{where}: one weight file is uploaded; --point names what the server can read")
     with open_weights(path) as opened:
         stamp, delta = opened.stamp, delta_stamp(opened)

@@ -31,7 +31,7 @@ from weightswap_tools.terminal import (
     say,
 )
 
-from .swap import KeysOption, as_keys
+from .swap import KeysOption
 from .variant_option import VariantOption, add_variants, variant_ids
 
 run_command = typer.Typer(add_completion=False)
@@ -63,7 +63,7 @@ def run(
     called like x.0 or x.key. Outputs are named in the same way, and a single one is called output.
     """
     with errors_as_exit(as_json), without_garbage_collection():
-        model = load(artifact, weights, engine=engine, device=device, keys=as_keys(keys), op_libraries=op_library or ())
+        model = load(artifact, weights, engine=engine, device=device, keys=keys, op_libraries=op_library or ())
         name = method or model.default_method
         if name not in model.signatures:
             raise typer.BadParameter(f"{name!r} is not a method; there are {visible(', '.join(model.signatures))}")

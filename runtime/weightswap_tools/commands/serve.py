@@ -14,10 +14,9 @@ import typer
 
 from weightswap_runtime.engines.choosing import ENGINES
 from weightswap_runtime.engines.engine import AUTO
+from weightswap_runtime.live.residency.residency import ResidencyName
 from weightswap_runtime.memory.device_choice import HOST
 from weightswap_tools.terminal import DeviceOption, EngineOption, OpLibraryOption, errors_as_exit, say
-
-from .swap import ResidencyChoice
 
 if TYPE_CHECKING:
     from weightswap_server.serving import ModelSource, Server
@@ -108,9 +107,7 @@ def serve(
     ] = None,
     engine: EngineOption = "torch",
     device: DeviceOption = HOST,
-    residency: Annotated[ResidencyChoice, typer.Option(help="How many sets of weights are held.")] = (
-        ResidencyChoice.DOUBLE
-    ),
+    residency: Annotated[ResidencyName, typer.Option(help="How many sets of weights are held.")] = "double",
     op_library: OpLibraryOption = None,
 ) -> None:
     """Serve models by the Open Inference Protocol, until SIGTERM or Ctrl-C, which finish what was accepted.
@@ -181,7 +178,7 @@ def serve(
         options: Mapping[str, Any] = {
             "engine": engine,
             "device": device,
-            "residency": residency.value,
+            "residency": residency,
             "op_libraries": op_library or (),
             "max_variants": max_variants,
             "admit": requires(*require_signature) if require_signature else None,

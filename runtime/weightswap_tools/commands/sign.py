@@ -8,9 +8,7 @@ from typing import Annotated
 
 import typer
 
-from weightswap_runtime.errors import Unsupported
-from weightswap_runtime.format.delta_file import delta_stamp
-from weightswap_runtime.format.weight_set import open_weights
+from weightswap_runtime.desired.place import known_weights
 from weightswap_runtime.sources.atomic import new_file
 from weightswap_tools.terminal import errors_as_exit, say
 
@@ -30,13 +28,10 @@ def sign(
     with errors_as_exit(as_json=False):
         from weightswap_server.signed_weights import SUFFIX, sign
 
-        with open_weights(weights) as opened:
-            stamp = delta_stamp(opened) or opened.stamp
-        if stamp is None:
-            raise Unsupported(f"{weights}: does not say which weights it holds; pack it (weightswap pack)")
-        signature = sign(stamp.weights_id, key, os.environ.get(PASSWORD))
+        weights_id = known_weights(weights).weights_id
+        signature = sign(weights_id, key, os.environ.get(PASSWORD))
         out = weights.with_name(weights.name + SUFFIX)
         with new_file(out) as file:
             file.write(signature)
         say(f"signature   {out}")
-        say(f"weights id  {stamp.weights_id}")
+        say(f"weights id  {weights_id}")

@@ -9,7 +9,7 @@ import typer
 from weightswap_tools.admin_client import AdminClient, read_token
 from weightswap_tools.terminal import JsonOption, errors_as_exit, human_bytes, print_json, say
 
-from .desired import time_said
+from .desired import labels_said, time_said
 from .push import TokenOption, UrlArgument
 
 _SILENT = 3.0  # seconds after which a process that speaks each second is said to be silent
@@ -36,7 +36,7 @@ def _print(model: dict[str, Any]) -> None:
     say(f"model       {model['name']} ({state}, {model['engine']} on {model['device']})")
     if served := model["served"]:
         by = f" by {served['by']}" if served["by"] else ""
-        say(f"serves      {served['weights_id']}{_labels(served['labels'])}")
+        say(f"serves      {served['weights_id']}{labels_said(served['labels'])}")
         say(f"since       {time_said(served['since'])}{by}, generation {served['generation']}")
     else:
         say("serves      nothing yet")
@@ -44,7 +44,7 @@ def _print(model: dict[str, Any]) -> None:
         done, total = human_bytes(staging["bytes_done"]), human_bytes(staging["bytes_total"])
         say(f"staging     {staging['phase']} {done} of {total}")
     if (staged := model["staged"]) and staged["ready"]:
-        say(f"staged      {staged['weights_id']}{_labels(staged['labels'])} by {staged['by']}")
+        say(f"staged      {staged['weights_id']}{labels_said(staged['labels'])} by {staged['by']}")
     if following := model["following"]:
         say(f"follows     {following['place']}, revision {following['revision']}{_agreement(following)}")
     if watching := model["watching"]:
@@ -55,23 +55,13 @@ def _print(model: dict[str, Any]) -> None:
 def _print_processes(server: dict[str, Any], model: str) -> None:
     for process in server["processes"]:
         serving = process["models"].get(model)
-        what = (
-            f"generation {serving['generation']}, {serving['weights_id'][:12]}" if _serves(serving) else "nothing yet"
-        )
+        serves = serving is not None and serving["weights_id"] is not None
+        what = f"generation {serving['generation']}, {serving['weights_id'][:12]}" if serves else "nothing yet"
         answered = f", {process['answered']} answered" if process["role"] == "worker" else ""
         since = f"process {process['pid']} since {time_said(process['since'])}"
         silent = server["time"] - process["heard"] if process["heard"] > process["since"] else 0  # it begins
         state = f", SILENT for {silent:.0f} s" if silent > _SILENT else "" if process["ready"] else ", not ready"
         say(f"{process['name']:<12}{what}, {since}{answered}{state}")
-
-
-def _serves(serving: dict[str, Any] | None) -> bool:
-    return serving is not None and serving["weights_id"] is not None
-
-
-def _labels(labels: dict[str, str]) -> str:
-    text = ", ".join(f"{name}={value}" for name, value in sorted(labels.items()))
-    return f"  ({text})" if text else ""
 
 
 def _agreement(following: dict[str, Any]) -> str:

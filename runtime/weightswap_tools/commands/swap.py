@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from enum import StrEnum
+from collections.abc import Callable
 from functools import partial
-from typing import Annotated, NamedTuple
+from typing import Annotated, Any
 
 import typer
 
@@ -15,6 +14,8 @@ from weightswap_runtime.format.name_matching import Keys
 from weightswap_runtime.live.events import Event
 from weightswap_runtime.live.loading import load
 from weightswap_runtime.live.receipt import SwapReceipt
+from weightswap_runtime.live.residency.residency import ResidencyName
+from weightswap_runtime.live.watching.intake import Start
 from weightswap_runtime.live.watching.loop import Watching
 from weightswap_runtime.memory.device_choice import HOST
 from weightswap_tools.terminal import (
@@ -38,44 +39,10 @@ POLL_SECONDS = 0.2  # how soon it is noticed that the watching has ended by itse
 swap_command = typer.Typer(add_completion=False)
 
 
-class KeysChoice(StrEnum):
-    """What the names of a file are, where that cannot be told."""
-
-    CHECKPOINT = "checkpoint"
-    FQN = "fqn"
-
-
 KeysOption = Annotated[
-    KeysChoice | None,
+    Keys | None,
     typer.Option(help="What the names of a checkpoint are, where it would fit both ways with different results."),
 ]
-
-
-def as_keys(choice: KeysChoice | None) -> Keys | None:
-    return choice.value if choice else None
-
-
-class VerifyChoice(StrEnum):
-    """How staged weights are tried before they are committed."""
-
-    GOLDENS = "goldens"
-    FINITE = "finite"
-    OFF = "off"
-
-
-class ResidencyChoice(StrEnum):
-    """How many sets of weights are held."""
-
-    DOUBLE = "double"
-    SINGLE = "single"
-
-
-class StartChoice(StrEnum):
-    """Which of the files that are there already are taken."""
-
-    NEWEST = "newest"
-    ALL = "all"
-    NEW = "new"
 
 
 @swap_command.command()
@@ -96,18 +63,18 @@ def swap(
     ] = None,
     interval: Annotated[float, typer.Option(help="Seconds between two looks at the directory or place.")] = 5.0,
     start: Annotated[
-        StartChoice, typer.Option(help="Which of the files that the directory has already are taken.")
-    ] = StartChoice.NEWEST,
+        Start, typer.Option(help="Which of the files that the directory has already are taken.")
+    ] = "newest",
     keys: KeysOption = None,
     engine: EngineOption = "torch",
     device: DeviceOption = HOST,
-    residency: Annotated[ResidencyChoice, typer.Option(help="As the server will be loaded.")] = ResidencyChoice.DOUBLE,
+    residency: Annotated[ResidencyName, typer.Option(help="As the server will be loaded.")] = "double",
     allow_other_graph: Annotated[
         bool, typer.Option("--allow-other-graph", help="Take files packed for another graph, if their tensors fit.")
     ] = False,
     verify: Annotated[
-        VerifyChoice, typer.Option(help="Try weights with recorded calls, for finite outputs alone, or not at all.")
-    ] = VerifyChoice.GOLDENS,
+        Mode, typer.Option(help="Try weights with recorded calls, for finite outputs alone, or not at all.")
+    ] = "goldens",
     allow_nonfinite: Annotated[
         list[str] | None,
         typer.Option(
@@ -148,45 +115,37 @@ def swap(
     document = {} if goes_on else {"receipts": receipts}
     with errors_as_exit(as_json, document):
         told = print_event_as_json if as_json else print_event
-        listener = told if goes_on else None
         model = load(
             artifact,
             engine=engine,
             device=device,
-            residency=residency.value,
-            on_event=listener,
+            residency=residency,
+            on_event=told if goes_on else None,
             op_libraries=op_library or (),
         )
+        options: dict[str, Any] = {
+            "keys": keys,
+            "ignore": ignore or (),
+            "allow_other_graph": allow_other_graph,
+            "verify": verify,
+            "rate_limit": rate_limit,
+        }
         allowed = allow_nonfinite or (False if refuse_nonfinite else None)
-        options = _SwapOptions(as_keys(keys), allow_other_graph, verify.value, rate_limit, allowed, ignore or ())
         with reported(html, model):
             for number, path in enumerate(checkpoints or (), start=1):
                 part = only if number > 1 else None
                 last = expect if number == len(checkpoints or ()) else None
                 with warnings_said():
-                    receipts.append(model.swap(path, only=part, expect=last, **options._asdict()))
+                    receipts.append(model.swap(path, only=part, expect=last, allow_nonfinite=allowed, **options))
                 if not as_json and not goes_on:
                     say_receipt(receipts[-1])
+            options["allow_nonfinite"] = allowed or False
             if watch is not None:
-                allowed = options.allow_nonfinite or False
-                more = {"start": start.value, "only": only, **options._asdict(), "allow_nonfinite": allowed}
-                watch_until_interrupt(partial(model.watch, watch, interval, **more))
+                watch_until_interrupt(partial(model.watch, watch, interval, start=start, only=only, **options))
             if follow is not None:
-                more = options._asdict() | {"allow_nonfinite": options.allow_nonfinite or False}
-                watch_until_interrupt(partial(model.follow, follow, interval, **more))
+                watch_until_interrupt(partial(model.follow, follow, interval, **options))
         if as_json and not goes_on:
             print_json(document)
-
-
-class _SwapOptions(NamedTuple):
-    """What every swap of the command has in common."""
-
-    keys: Keys | None
-    allow_other_graph: bool
-    verify: Mode
-    rate_limit: float | None
-    allow_nonfinite: bool | list[str] | None
-    ignore: Sequence[str]
 
 
 def print_event(event: Event) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -20,23 +20,23 @@ from weightswap_tools.reports.blocks import (
     Report,
     Section,
     Span,
-    Table,
     Timeline,
+    table_of,
 )
 from weightswap_tools.reports.page import write_report
 
-_COLUMNS = (
-    Column("generation", "number"),
-    Column("source"),
-    Column("kind"),
-    Column("weights id"),
-    Column("verified"),
-    Column("not finite"),
-    Column("read", "bytes"),
-    Column("copied", "bytes"),
-    Column("staged, ms", "number"),
-    Column("verified, ms", "number"),
-    Column("paused, ms", "number"),
+_COLUMNS: tuple[tuple[Column, Callable[[SwapReceipt], Cell]], ...] = (
+    (Column("generation", "number"), lambda receipt: receipt.generation),
+    (Column("source"), lambda receipt: receipt.source),
+    (Column("kind"), lambda receipt: receipt.kind),
+    (Column("weights id"), lambda receipt: receipt.weights_id[:12]),
+    (Column("verified"), lambda receipt: receipt.verified),
+    (Column("not finite"), lambda receipt: ", ".join(f"{name}: {text}" for name, text in receipt.nonfinite.items())),
+    (Column("read", "bytes"), lambda receipt: receipt.bytes_read),
+    (Column("copied", "bytes"), lambda receipt: receipt.bytes_copied),
+    (Column("staged, ms", "number"), lambda receipt: round(receipt.seconds_staged * 1e3, 4)),
+    (Column("verified, ms", "number"), lambda receipt: round(receipt.seconds_verified * 1e3, 4)),
+    (Column("paused, ms", "number"), lambda receipt: round(receipt.seconds_paused * 1e3, 4)),
 )
 
 
@@ -68,7 +68,7 @@ def swaps_report(model: Model, receipts: Sequence[SwapReceipt], refusal: str = "
     swaps: tuple[Block, ...] = (Note("nothing was committed"),)
     if receipts:
         timeline = Timeline((Lane("swaps", tuple(_spans(receipts))),), "From the first byte to the commit.")
-        swaps = (timeline, Table(_COLUMNS, tuple(map(_row, receipts))))
+        swaps = (timeline, table_of(receipts, _COLUMNS))
     count = len(receipts)
     return Report(
         title="Swaps",
@@ -102,19 +102,3 @@ def _spans(receipts: Sequence[SwapReceipt]) -> Iterator[Span]:
 
 def _length(receipt: SwapReceipt) -> float:
     return receipt.seconds_staged + receipt.seconds_verified + receipt.seconds_paused
-
-
-def _row(receipt: SwapReceipt) -> tuple[Cell, ...]:
-    return (
-        receipt.generation,
-        receipt.source,
-        receipt.kind,
-        receipt.weights_id[:12],
-        receipt.verified,
-        ", ".join(f"{name}: {found}" for name, found in receipt.nonfinite.items()),
-        receipt.bytes_read,
-        receipt.bytes_copied,
-        round(receipt.seconds_staged * 1e3, 4),
-        round(receipt.seconds_verified * 1e3, 4),
-        round(receipt.seconds_paused * 1e3, 4),
-    )

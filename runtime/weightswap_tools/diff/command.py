@@ -10,7 +10,7 @@ import typer
 
 from weightswap_runtime.errors import Unsupported
 from weightswap_runtime.format.artifact import is_artifact
-from weightswap_tools.commands.swap import KeysOption, as_keys
+from weightswap_tools.commands.swap import KeysOption
 from weightswap_tools.diff import ArtifactsDiff, Policy, WeightsDiff, compare_artifacts, compare_weights
 from weightswap_tools.terminal import HtmlOption, JsonOption, errors_as_exit, print_json, progress_bar, say
 
@@ -59,7 +59,7 @@ def diff(
             levels = _levels(level or [])
             read = values or any(policy.needs_values for policy in policies)
             found = compare_weights(
-                before, after, artifact=artifact, keys=as_keys(keys), levels=levels, values=read, progress=progress
+                before, after, artifact=artifact, keys=keys, levels=levels, values=read, progress=progress
             )
         failures = {policy.text: policy.failures(found) for policy in policies}
         _show_weights(found, failures, html, None if show_all else SHOWN, as_json)

@@ -5,12 +5,14 @@ Texts are plain: whatever they hold (markup, control characters) is shown as its
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Callable, Iterable, Sequence
+from typing import Literal, TypeVar
 
 import msgspec
 
 Cell = str | int | float | bool | None
 Scale = Literal["linear", "log"]
+T = TypeVar("T")
 
 
 class _BlockPart(msgspec.Struct, frozen=True):
@@ -47,6 +49,12 @@ class Table(_BlockPart, frozen=True, tag="table"):
     columns: tuple[Column, ...]
     rows: tuple[tuple[Cell, ...], ...]
     caption: str = ""
+
+
+def table_of(items: Iterable[T], columns: Sequence[tuple[Column, Callable[[T], Cell]]]) -> Table:
+    """A row for each item, by what gives the cell of each column."""
+    rows = tuple(tuple(cell(item) for _, cell in columns) for item in items)
+    return Table(tuple(column for column, _ in columns), rows)
 
 
 class Mark(_BlockPart, frozen=True):
