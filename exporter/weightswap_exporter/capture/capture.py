@@ -5,9 +5,10 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import nn
@@ -56,7 +57,7 @@ class Captured:
     parameters: inspect.Signature
     dynamic_shapes: Any
     mutated: frozenset[str]
-    left: Leftovers = field(default_factory=lambda: Leftovers([], []))
+    left: Leftovers
 
 
 def capture(model: nn.Module, name: str, spec: MethodSpec) -> Captured:
@@ -128,14 +129,12 @@ def _distinct(inputs: Any) -> Any:
     """Sample inputs in which no tensor occurs twice: torch would wire all its inputs to the first, silently."""
     seen: set[int] = set()
 
-    def own(value: Any) -> Any:
-        if not isinstance(value, torch.Tensor):
-            return value
-        again = id(value) in seen
-        seen.add(id(value))
-        return value.clone() if again else value
+    def own(tensor: torch.Tensor) -> torch.Tensor:
+        again = id(tensor) in seen
+        seen.add(id(tensor))
+        return tensor.clone() if again else tensor
 
-    return pytree.tree_map(own, inputs)
+    return pytree.tree_map_only(torch.Tensor, own, inputs)
 
 
 def _as_forward(model: nn.Module, fn_name: str) -> nn.Module:
@@ -173,15 +172,10 @@ def _as_forward(model: nn.Module, fn_name: str) -> nn.Module:
     return root
 
 
-@contextmanager
-def _none_buffers_last(root: nn.Module) -> Iterator[None]:
+def _none_buffers_last(root: nn.Module) -> AbstractContextManager[object]:
     """torch counts the buffers of the root that are None, and gives an assigned buffer's value to one further on."""
-    buffers = root._buffers
-    root._buffers = dict(sorted(buffers.items(), key=lambda item: item[1] is None))
-    try:
-        yield
-    finally:
-        root._buffers = buffers
+    in_order = sorted(root._buffers.items(), key=lambda item: item[1] is None)
+    return mock.patch.object(root, "_buffers", dict(in_order))
 
 
 @contextmanager

@@ -183,15 +183,11 @@ def leftovers_of_calls(root: nn.Module) -> Iterator[Leftovers]:
             names.update({name: None for name, tensor in tensors_now.items() if tensors.get(name) is not tensor})
             numbers.update({path: None for path, value in values_now.items() if values.get(path, value) != value})
 
-    hooks = register_module_forward_pre_hook(begin), register_module_forward_hook(end)
     left = Leftovers([], [])
-    try:
-        with restored(root), warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "The tensor attributes? .* assigned during export", UserWarning)
-            yield left
-    finally:
-        for hook in hooks:
-            hook.remove()
+    hooks = register_module_forward_pre_hook(begin), register_module_forward_hook(end)
+    with hooks[0], hooks[1], restored(root), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "The tensor attributes? .* assigned during export", UserWarning)
+        yield left
     assigned_again = _assigned_again(root)
     left.tensors.extend(name for name in names if not assigned_again.match(name))
     left.numbers.extend(numbers)

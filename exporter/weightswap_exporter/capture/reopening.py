@@ -7,8 +7,8 @@ import json
 import logging
 import zipfile
 from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 import torch
 from torch._subclasses import FakeTensor
@@ -35,7 +35,8 @@ def open_program(artifact: Artifact, name: str) -> ExportedProgram:
     open_graph(artifact, name, CPU)
     raw, where = artifact.read(name), str(artifact.path / name)
     try:
-        with _quiet():
+        # torch logs why it cannot open a program, in words that somebody else may have chosen
+        with mock.patch.object(logging.getLogger("torch.export"), "disabled", new=True):
             return torch.export.load(io.BytesIO(checked_archive(raw, where)))
     except ArtifactError:
         raise
@@ -45,17 +46,6 @@ def open_program(artifact: Artifact, name: str) -> ExportedProgram:
             f"{where}: torch {torch.__version__} cannot open the graph that torch "
             f"{artifact.manifest.producer.torch} wrote ({reason}). Install that torch, or export again."
         ) from error
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """A block in which torch does not log why it cannot open a program, in words that somebody else may have chosen."""
-    logger = logging.getLogger("torch.export")
-    before, logger.disabled = logger.disabled, True
-    try:
-        yield
-    finally:
-        logger.disabled = before
 
 
 def checked_archive(raw: bytes, where: str) -> bytes:

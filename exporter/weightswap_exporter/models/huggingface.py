@@ -77,7 +77,9 @@ def load(model: nn.Module, checkpoint: Mapping[str, torch.Tensor]) -> None:
     conversions: list[Any] = get_model_conversion_mapping(owner)
     device = next((str(tensor.device) for tensor in checkpoint.values()), "cpu")
     config = LoadStateDictConfig(weight_mapping=conversions, dtype=owner.dtype, device_map={"": device})
-    with torch.no_grad(), _in_this_thread(), _silent():
+    # transformers converts in a pool of threads, where a tracer would not see it
+    in_this_thread = mock.patch.dict(os.environ, {"HF_DEACTIVATE_ASYNC_LOAD": "1"})
+    with torch.no_grad(), in_this_thread, _silent():
         found, _ = convert_and_load_state_dict_in_model(owner, dict(checkpoint), config, None)
         owner.tie_weights(missing_keys=found.missing_keys, recompute_mapping=False)
         owner._adjust_missing_and_unexpected_keys(found)
@@ -99,13 +101,6 @@ def _check_plain(model: Any) -> None:
 
 def _hollow(tensor: torch.Tensor) -> torch.Tensor:
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
-
-
-@contextmanager
-def _in_this_thread() -> Iterator[None]:
-    """transformers converts in a pool of threads, where a tracer would not see it."""
-    with mock.patch.dict(os.environ, {"HF_DEACTIVATE_ASYNC_LOAD": "1"}):
-        yield
 
 
 @contextmanager
