@@ -8,6 +8,8 @@ from collections.abc import Sequence
 import torch
 from torch.fx import Node, map_arg
 
+from weightswap_exporter.capture.programs import all_inputs
+
 aten = torch.ops.aten
 _MOVES = {
     aten.slice_scatter.default,
@@ -35,13 +37,7 @@ _MOVES = {
 
 def needs(node: Node) -> list[Node]:
     """The node and all that it is computed from, in the order of the graph."""
-    needed = {node}
-    unseen = [node]
-    while unseen:
-        new = set(unseen.pop().all_input_nodes) - needed
-        needed |= new
-        unseen += new
-    return sorted(needed)
+    return sorted(all_inputs([node]))
 
 
 def overwritten(node: Node, before: Sequence[Node]) -> bool:

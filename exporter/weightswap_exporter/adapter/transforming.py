@@ -9,6 +9,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from weightswap_exporter.capture.archive import program_archive
+from weightswap_exporter.capture.programs import is_random
 from weightswap_exporter.models.tensors import dtype_name, is_fake
 from weightswap_exporter.models.user_errors import Unrecordable, first_line
 from weightswap_runtime.errors import CaptureError
@@ -82,7 +83,7 @@ class Transforming:
         before = [root for root in used if root in self._initial]
         if before and not overwritten(node, before):
             raise _untraceable(f"leaves old values in a part of {weight.name}")
-        if any(torch.Tag.nondeterministic_seeded in getattr(item.target, "tags", ()) for item in used):
+        if any(map(is_random, used)):
             raise _untraceable(f"draws random numbers for {weight.name}")
         self._outputs.append(node)
         return Loaded(tuple(self._keys[root] for root in used if root in self._keys), len(self._outputs) - 1)

@@ -23,6 +23,7 @@ from .composed import in_parts, name_parts
 from .inlining import inline_operators
 from .leftovers import Leftovers, is_read_later, leftovers_of_calls
 from .mutations import mutated_buffers
+from .programs import graphs
 from .random_numbers import INSTEAD, check_no_generator, no_seeding
 from .replaced import check_seen, replaced_tensors
 
@@ -200,8 +201,7 @@ def training_operators(captured: Captured) -> set[str]:
     """Operators in the graph that are told to behave as in training: dropout that drops, norms that update."""
     return {
         str(node.target)
-        for module in captured.program.graph_module.modules()
-        if isinstance(module, torch.fx.GraphModule)
+        for module in graphs(captured.program)
         for node in module.graph.nodes
         if isinstance(node.target, torch._ops.OpOverload) and _trains(node)
     }

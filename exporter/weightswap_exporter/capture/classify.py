@@ -29,6 +29,7 @@ from weightswap_runtime.tensors.torch_tensors import tensor_bytes
 
 from .capture import Captured
 from .document_check import is_path
+from .programs import graph_inputs
 from .variants import NO_GROUPS, Groups, check_variable, grouped
 
 
@@ -113,11 +114,10 @@ def renamed(fqn: str, prefixes: Mapping[str, str]) -> str:
 
 def _drop_unused(program: ExportedProgram, names: frozenset[str]) -> None:
     """Take from a graph the state and what is variable that it does not look at: its calls then need none."""
-    specs = program.graph_signature.input_specs
-    for node, spec in zip(program.graph.find_nodes(op="placeholder"), list(specs), strict=True):
+    for node, spec in graph_inputs(program):
         if spec.target in names and not node.users:
             program.graph.erase_node(node)
-            specs.remove(spec)
+            program.graph_signature.input_specs.remove(spec)
     program.graph_module.recompile()
 
 

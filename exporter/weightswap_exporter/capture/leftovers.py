@@ -27,6 +27,8 @@ from torch.utils import _pytree as pytree
 from weightswap_exporter.models.stand_ins import DEEPEST, attributes_of, restored
 from weightswap_exporter.models.tensors import is_fake
 
+from .programs import all_inputs, graph_inputs, is_random
+
 Labels = dict[Any, int]
 Half = tuple[list[Node], list[Any]]  # inputs and outputs of one of two calls
 Halves = tuple[Half, Half]
@@ -57,10 +59,9 @@ def is_read_later(
     flat, spec = pytree.tree_flatten(inputs)
     twice = _Twice(root, flat, spec, mutated)
     tensors = [value for value in flat if isinstance(value, torch.Tensor)]
-    sizes = _dynamic(program, len(flat))
-    shapes = [shape for value, shape in zip(flat, sizes, strict=True) if isinstance(value, torch.Tensor)]
+    shapes = _dynamic(program)
     tensors += [owner._buffers[name].detach().clone() for owner, name in twice.state()]
-    shapes += [None] * (len(tensors) - len(shapes))
+    shapes += [{}] * (len(tensors) - len(shapes))
     with restored(root), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of what they tell, the capture of one call has told
         try:
@@ -70,7 +71,7 @@ def is_read_later(
             both = both.run_decompositions({})
         except Exception:  # what differs between the calls, such as a size, cannot be captured at once
             return bool(left.tensors)
-    halves = _halves(both, [shape or {} for shape in shapes], mutated)
+    halves = _halves(both, shapes, mutated)
     if not left.tensors:
         return halves is not None and not _are_alike(both, *halves)
     return bool(twice.unsettled) or halves is None or not _are_alike(both, *halves)
@@ -207,16 +208,13 @@ def _assigned_again(model: nn.Module) -> re.Pattern[str]:
     return re.compile("|".join([r"self\.(?:[\w.]+\.)?_flat_weights\b", *(f"{name}$" for name in computed)]))
 
 
-def _dynamic(program: ExportedProgram, count: int) -> list[Any]:
-    """Which dimensions of the flat inputs vary. Both calls may have other sizes."""
-    examples = {node.name: node.meta.get("val") for node in program.graph.find_nodes(op="placeholder")}
-    names = [s.arg.name for s in program.graph_signature.input_specs if s.kind is InputKind.USER_INPUT]
-    values = [examples.get(name) for name in names] + [None] * (count - len(names))
+def _dynamic(program: ExportedProgram) -> list[dict[int, Any]]:
+    """Which dimensions of the inputs that are tensors vary. Both calls may have other sizes."""
+    values = (node.meta.get("val") for node, spec in graph_inputs(program) if spec.kind is InputKind.USER_INPUT)
     return [
         {axis: Dim.AUTO for axis, size in enumerate(value.shape) if not isinstance(size, int)}
-        if isinstance(value, torch.Tensor)
-        else None
         for value in values
+        if isinstance(value, torch.Tensor)
     ]
 
 
@@ -228,14 +226,13 @@ def _halves(program: ExportedProgram, shapes: list[dict[int, Any]], mutated: Col
         node for node, spec in zip(returned, signature.output_specs, strict=True) if spec.kind is OutputKind.USER_OUTPUT
     ]
     one, two = outputs[: len(outputs) // 2], outputs[len(outputs) // 2 :]
-    placeholders = [node for node in program.graph.nodes if node.op == "placeholder"]
-    inputs = [p for p, s in zip(placeholders, signature.input_specs, strict=True) if s.kind is InputKind.USER_INPUT]
+    inputs = [node for node, spec in graph_inputs(program) if spec.kind is InputKind.USER_INPUT]
     first, second = inputs[: len(shapes)], inputs[len(shapes) :]
     if {spec.kind for spec in signature.output_specs} - {OutputKind.USER_OUTPUT, OutputKind.BUFFER_MUTATION}:
         return None
     if not {name.removeprefix("root.") for name in signature.buffers_to_mutate.values()} <= set(mutated):
         return None
-    if not _vary_apart(first, second, shapes) or _random(one) & _random(two):
+    if not _vary_apart(first, second, shapes) or _drawn(one) & _drawn(two):
         return None
     return (first, one), (second, two)
 
@@ -260,22 +257,15 @@ def _symbols(inputs: list[Node], shapes: list[dict[int, Any]]) -> list[set[Any]]
     return [set() if isinstance(size, int) else size.node.expr.free_symbols for size in sizes]
 
 
-def _random(outputs: list[Any]) -> set[Node]:
+def _drawn(outputs: list[Any]) -> set[Node]:
     """The calls of random operators that outputs depend on."""
-    reached, unseen = set[Node](), [item for item in outputs if isinstance(item, Node)]
-    while unseen:
-        node = unseen.pop()
-        if node not in reached:
-            reached.add(node)
-            unseen += node.all_input_nodes
-    return {node for node in reached if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())}
+    return set(filter(is_random, all_inputs(item for item in outputs if isinstance(item, Node))))
 
 
 def _labelled(program: ExportedProgram, labels: Labels, inputs: list[Node], outputs: list[Any]) -> list[Any]:
     """A label for each output, the same for the same computation from `inputs`, weights and constants."""
     given: dict[Node, Any] = {}
-    placeholders = (node for node in program.graph.nodes if node.op == "placeholder")
-    for node, spec in zip(placeholders, program.graph_signature.input_specs, strict=True):
+    for node, spec in graph_inputs(program):
         constant = program.constants.get(str(spec.target))
         given[node] = (spec.kind.name, str(spec.target or spec.arg.name))
         if isinstance(constant, torch.Tensor) and not is_fake(constant):
