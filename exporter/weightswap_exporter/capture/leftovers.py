@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import warnings
 from collections import deque
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -74,7 +74,7 @@ def is_read_later(
     halves = _halves(both, shapes, mutated)
     if not left.tensors:
         return halves is not None and not _are_alike(both, *halves)
-    return bool(twice.unsettled) or halves is None or not _are_alike(both, *halves)
+    return False in twice.settled or halves is None or not _are_alike(both, *halves)
 
 
 class _Twice(nn.Module):
@@ -84,15 +84,14 @@ class _Twice(nn.Module):
         super().__init__()
         self.root = root
         self._flat, self._spec, self._mutated = tuple(flat), spec, sorted(mutated)
-        self.unsettled: set[str] = set()  # torch puts attributes back after the capture, but for what sets hold
+        self.settled = set[bool]()  # torch puts attributes back after the capture, but for what sets hold
 
     def forward(self, first: list[torch.Tensor], second: list[torch.Tensor]) -> Any:
         buffers = [owner._buffers[name] for owner, name in self.state()]
         one = self._call(first, buffers)
-        left = _attributes(self.root)
+        left = _kinds(self.root)
         two = self._call(second, buffers)
-        now = _attributes(self.root)
-        self.unsettled |= {path for path in now.keys() | left.keys() if path not in left or now.get(path) != left[path]}
+        self.settled.add(_kinds(self.root) == left)
         return one, two
 
     def _call(self, tensors: list[torch.Tensor], buffers: list[torch.Tensor]) -> Any:
@@ -104,7 +103,7 @@ class _Twice(nn.Module):
             owner._buffers[name] = buffer
         output = self.root(*args, **kwargs)
         # where outputs and leftovers follow from a call's own inputs, they do in every later call
-        left = [each.clone() for path, value in _plain_attributes(self.root) for _, each in _tensors(path, value)]
+        left = [each.clone() for each in _tensors(self.root).values()]
         return pytree.tree_leaves(output), [owner._buffers[name].clone() for owner, name in self.state()], left
 
     def state(self) -> list[tuple[Any, str]]:
@@ -112,19 +111,21 @@ class _Twice(nn.Module):
         return [(self.root.get_submodule(path), name) for path, _, name in split]
 
 
-def _attributes(root: nn.Module) -> dict[str, Any]:
-    """What plain attributes hold: tensors by type, values, and lists and dicts of these."""
-    return {path: _content(value) for path, value in _plain_attributes(root)}
+def _kinds(root: nn.Module) -> dict[str, Any]:
+    """What plain attributes hold: the types of tensors, and other values."""
+    return {path: _kind(value) for path, value in _held(root)}
 
 
-def _content(value: Any, depth: int = 0, seen: set[int] | None = None) -> Any:
-    seen = set() if seen is None else seen
+def _kind(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return ("tensor", value.dtype, value.dim())
     if isinstance(value, bool | int | float | str | None):
         return value
-    items = _items(value, depth, seen)
-    return type(value) if items is None else {key: _content(item, depth + 1, seen) for key, item in items}
+    return list if isinstance(value, list | tuple | deque | dict) else type(value)
+
+
+def _tensors(root: nn.Module) -> dict[str, torch.Tensor]:
+    return {path: value for path, value in _held(root) if isinstance(value, torch.Tensor)}
 
 
 def _plain_attributes(root: nn.Module) -> Iterator[tuple[str, Any]]:
@@ -134,29 +135,25 @@ def _plain_attributes(root: nn.Module) -> Iterator[tuple[str, Any]]:
         yield from ((prefix + name, value) for name, value in vars(module).items() if name not in own)
 
 
-def _items(value: Any, depth: int, seen: set[int]) -> list[tuple[Any, Any]] | None:
-    """What a list, tuple, deque, dict or plain object holds; None for what is no such thing, or lies too deep.
+def _held(root: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Plain attributes, and what is in them."""
+    for path, value in _plain_attributes(root):
+        yield from _within(path, value, 0, set())
 
-    Objects are looked into once; `seen` are their ids.
-    """
-    if depth > DEEPEST:
-        return None
+
+def _within(path: str, value: Any, depth: int, seen: set[int]) -> Iterator[tuple[str, Any]]:
+    """A value, and what lists, tuples, deques, dicts and plain objects hold; `seen` are the ids of objects."""
+    yield path, value
+    items: Iterable[tuple[str, Any]] = ()
     if isinstance(value, list | tuple | deque):
-        return list(enumerate(value))
-    if isinstance(value, dict):
-        return list(value.items())
-    attributes = None if id(value) in seen else attributes_of(value)
-    seen.add(id(value))
-    return None if attributes is None else list(attributes.items())
-
-
-def _tensors(path: str, value: Any, depth: int = 0, seen: set[int] | None = None) -> Iterator[tuple[str, torch.Tensor]]:
-    seen = set() if seen is None else seen
-    if isinstance(value, torch.Tensor):
-        yield path, value
-    plain = attributes_of(value) is not None
-    for key, item in _items(value, depth, seen) or ():
-        yield from _tensors(f"{path}.{key}" if plain else f"{path}[{key!r}]", item, depth + 1, seen)
+        items = ((f"[{index}]", item) for index, item in enumerate(value))
+    elif isinstance(value, dict):
+        items = ((f"[{key!r}]", item) for key, item in value.items())
+    elif id(value) not in seen:
+        seen.add(id(value))
+        items = ((f".{name}", item) for name, item in (attributes_of(value) or {}).items())
+    for key, item in items if depth <= DEEPEST else ():
+        yield from _within(path + key, item, depth + 1, seen)
 
 
 @contextmanager
@@ -170,9 +167,8 @@ def leftovers_of_calls(root: nn.Module) -> Iterator[Leftovers]:
     before: list[tuple[dict[str, torch.Tensor], dict[str, Any]]] = []  # one, as a method may call its own module
 
     def held() -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-        plain = dict(_plain_attributes(root))
-        tensors = {name: tensor for path, value in plain.items() for name, tensor in _tensors(path, value)}
-        return tensors, {path: value for path, value in plain.items() if type(value) in (bool, int, float, str)}
+        numbers = {path: value for path, value in _plain_attributes(root) if type(value) in (bool, int, float, str)}
+        return _tensors(root), numbers
 
     def begin(module: nn.Module, _: Any) -> None:
         if vars(module) is vars(root) and not before:
