@@ -35,17 +35,12 @@ _MOVES = {
 }
 
 
-def needs(node: Node) -> list[Node]:
-    """The node and all that it is computed from, in the order of the graph."""
-    return sorted(all_inputs([node]))
-
-
 def overwritten(node: Node, before: Sequence[Node]) -> bool:
     """Whether `node` is the same whatever the values of `before` are.
 
     Only operators that move elements may stand between them; then two runs with other values in `before` tell.
     """
-    body = needs(node)
+    body = sorted(all_inputs([node]))
     touched = set(before)
     for item in body:
         if touched.intersection(item.all_input_nodes):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -97,9 +97,9 @@ def _install(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> None:
         module._parameters[leaf] = parameters[id(tensor)]
 
 
-def without_values(model: nn.Module, mode: FakeTensorMode, names: Callable[[str], bool]) -> dict[str, torch.Tensor]:
-    """A stand-in for each parameter and buffer whose FQN `names` accepts; those of tied ones are not tied."""
-    return {name: stand_in(tensor, mode) for name, tensor in named_tensors(model).items() if names(name)}
+def without_values(model: nn.Module, mode: FakeTensorMode, names: Collection[str]) -> dict[str, torch.Tensor]:
+    """A stand-in for each parameter and buffer of these FQNs; those of tied ones are not tied."""
+    return {name: stand_in(tensor, mode) for name, tensor in named_tensors(model).items() if name in names}
 
 
 def tied(model: nn.Module, stand_ins: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
