@@ -15,8 +15,7 @@ from weightswap_exporter.models.user_errors import Unrecordable, first_line
 from weightswap_runtime.errors import CaptureError
 from weightswap_runtime.format.manifest import ADAPTER_CONSTANTS_NAME, ADAPTER_NAME, AdapterInput, NamedTensor
 from weightswap_runtime.format.weight_file import encode_tensors
-from weightswap_runtime.tensors.content import TensorBytes
-from weightswap_runtime.tensors.torch_tensors import tensor_bytes, torch_dtype
+from weightswap_runtime.tensors.torch_tensors import tensor_content, torch_dtype
 
 from .overwriting import overwritten
 from .tracing import Traced, Untraceable
@@ -112,7 +111,8 @@ class Transforming:
         inputs += [_input("constant", name, node) for node, name in constants.items()]
         values = {name: getattr(self._traced.module, str(node.target)) for node, name in constants.items()}
         self._check_constants(values)
-        files = {ADAPTER_CONSTANTS_NAME: _constants(values)} if values else {}
+        contents = {name: tensor_content(value) for name, value in values.items()}
+        files = {ADAPTER_CONSTANTS_NAME: b"".join(encode_tensors(contents))} if values else {}
         return tuple(inputs), files | {ADAPTER_NAME: self._archive(body, [*keys, *constants])}
 
     def _check_constants(self, values: Mapping[str, torch.Tensor]) -> None:
@@ -197,15 +197,6 @@ def _pads_nothing(node: Node) -> bool:
 def _type(node: Node) -> tuple[str, tuple[int, ...]]:
     value = node.meta["val"]
     return dtype_name(value.dtype, str(node)), tuple(value.shape)
-
-
-def _constants(values: Mapping[str, torch.Tensor]) -> bytes:
-    """The bytes of `adapter.safetensors`."""
-    tensors = {
-        name: TensorBytes(dtype_name(value.dtype, name), tuple(value.shape), tensor_bytes(value))
-        for name, value in values.items()
-    }
-    return b"".join(encode_tensors(tensors))
 
 
 def _input(kind: Literal["key", "constant"], name: str, node: Node) -> AdapterInput:

@@ -26,6 +26,7 @@ from .mutations import mutated_buffers
 from .programs import graphs
 from .random_numbers import INSTEAD, check_no_generator, no_seeding
 from .replaced import check_seen, replaced_tensors
+from .views import arguments
 
 _OF_A_SKELETON = (
     "A skeleton's call gives values to what follows from no parameter; where that is not so, make it in __init__, or "
@@ -82,7 +83,7 @@ def _capture(root: nn.Module, name: str, spec: MethodSpec, parts: Mapping[str, s
             mutated = mutated_buffers(program)
             check_seen(replaced, mutated)
         if any(left) and is_read_later(root, (args, kwargs), program, mutated, left):
-            raise CaptureError(_stores(listed(left.tensors)) if left.tensors else _counts(listed(left.numbers)))
+            raise CaptureError(_kept(left))
     except CaptureError as error:
         raise CaptureError(f"method {name!r}: {error}") from error
     except Exception as error:
@@ -92,18 +93,16 @@ def _capture(root: nn.Module, name: str, spec: MethodSpec, parts: Mapping[str, s
     return Captured(program, inspect.signature(root.forward), spec.dynamic_shapes, mutated, left)
 
 
-def _stores(attributes: str) -> str:
+def _kept(left: Leftovers) -> str:
+    if left.tensors:
+        return (
+            f"a call stores tensors in {listed(left.tensors)} that a later call reads or that grow in number, and a "
+            "server keeps none of them. Register what calls are to keep as a buffer; else clear or switch off that "
+            "cache, or remove the hook that stores it"
+        )
     return (
-        f"a call stores tensors in {attributes} that a later call reads or that grow in number, and a server "
-        "keeps none of them. Register what calls are to keep as a buffer; else clear or switch off that cache, or "
-        "remove the hook that stores it"
-    )
-
-
-def _counts(attributes: str) -> str:
-    return (
-        f"a call changes {attributes}, and a later call computes something else then, while a server keeps no numbers "
-        "of modules. Make it a tensor, and register it as a buffer"
+        f"a call changes {listed(left.numbers)}, and a later call computes something else then, while a server keeps "
+        "no numbers of modules. Make it a tensor, and register it as a buffer"
     )
 
 
@@ -208,10 +207,7 @@ def training_operators(captured: Captured) -> set[str]:
 
 
 def _trains(node: torch.fx.Node) -> bool:
-    assert isinstance(node.target, torch._ops.OpOverload)
-    names = [argument.name for argument in node.target._schema.arguments]
-    values = dict(zip(names, node.args, strict=False)) | node.kwargs
-    dropout = values.get("dropout_p", 0)
-    return any(values.get(flag) is True for flag in ("train", "training")) or (
-        isinstance(dropout, float) and dropout > 0
-    )
+    values = {argument.name: value for argument, value in arguments(node)}
+    dropout = values.get("dropout_p")
+    drops = isinstance(dropout, float) and dropout > 0
+    return drops or values.get("train") is True or values.get("training") is True

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -155,14 +155,10 @@ def _row(names: list[str], tensor: torch.Tensor) -> NamedTensor:
 
 def _lifted_constants(name: str, method: Captured) -> dict[str, torch.Tensor]:
     """Literals and plain tensor attributes. Their names are only unique within a method, so they get its prefix."""
-    constants = method.program.constants
-    lifted = {}
-    for spec in method.program.graph_signature.input_specs:
-        if spec.kind is InputKind.CONSTANT_TENSOR:
-            value = constants[str(spec.target)]
-            assert isinstance(value, torch.Tensor)
-            lifted[f"{name}/{spec.target}"] = value.detach()
-    return lifted
+    constants: Mapping[str, Any] = method.program.constants
+    specs = method.program.graph_signature.input_specs
+    lifted = [str(spec.target) for spec in specs if spec.kind is InputKind.CONSTANT_TENSOR]
+    return {f"{name}/{target}": constants[target].detach() for target in lifted}
 
 
 def _graph_inputs(

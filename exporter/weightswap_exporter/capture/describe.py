@@ -120,13 +120,11 @@ class _Dims:
         if expression.is_Integer:
             return int(expression)
         linear = self._linear(expression)
-        if linear is None and strict:
+        if linear is not None:
+            return linear
+        if strict:
             raise CaptureError(f"{path}: the size {expression} is not linear in one dynamic dimension")
-        if linear is None:
-            return str(
-                expression.xreplace({symbol: sympy.Symbol(self._name(symbol)) for symbol in _symbols(expression)})
-            )
-        return linear
+        return str(expression.xreplace({symbol: sympy.Symbol(self._name(symbol)) for symbol in _symbols(expression)}))
 
     def ranges(self, constraints: Mapping[sympy.Symbol, Any]) -> dict[str, Dimension]:
         """The range of each named dimension, as the export found it."""

@@ -108,15 +108,11 @@ def _silent() -> Iterator[None]:
     """No progress bar, whatever the process has set up."""
     from transformers.utils import logging
 
-    previous = logging.set_tqdm_hook(_bare)
+    previous = logging.set_tqdm_hook(lambda _, args, __: args[0])
     try:
         yield
     finally:
         logging.set_tqdm_hook(previous)
-
-
-def _bare(factory: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:  # noqa: ARG001
-    return args[0]
 
 
 def _problems(found: Any) -> Iterator[str]:
