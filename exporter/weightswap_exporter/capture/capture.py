@@ -164,8 +164,8 @@ def _as_forward(model: nn.Module, fn_name: str) -> nn.Module:
             self.__class__ = shim
             self.__dict__.update(none)
 
-    shim = type(kind.__name__, (kind,), {"forward": forward, "__module__": kind.__module__})
-    shim.__qualname__ = kind.__qualname__
+    names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
+    shim = type(kind.__name__, (kind,), {"forward": forward, **names})
     root: nn.Module = object.__new__(shim)
     root.__dict__ = dict(vars(model))
     root.__dict__.update(none)
