@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -211,7 +210,7 @@ def _artifact(
     groups: Groups,
 ) -> tuple[Manifest, dict[str, bytes]]:
     """The manifest, and the other files by name."""
-    with huggingface.without_cache(model) if huggingface.is_pretrained(model) else nullcontext():
+    with huggingface.without_cache(model):
         captured = {name: capture(model, name, spec) for name, spec in specs.items()}
     _warn_of_training(captured)
     _warn_of_leftovers(captured)

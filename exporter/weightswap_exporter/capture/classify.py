@@ -51,8 +51,6 @@ class Tables(NamedTuple):
 
     def without(self, prefixes: Mapping[str, str]) -> Tables:
         """The tables with other prefixes of weights' FQNs."""
-        if not prefixes:
-            return self
         weights = tuple(
             msgspec.structs.replace(
                 row, name=renamed(row.name, prefixes), aliases=tuple(renamed(name, prefixes) for name in row.aliases)

@@ -11,11 +11,11 @@ from torch.fx import Graph, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 
+from weightswap_runtime.engines.graphs.effects import is_composed
 from weightswap_runtime.engines.graphs.operators import OF_TORCH
 from weightswap_runtime.errors import CaptureError
 
 from .programs import graphs
-from .views import is_composed
 
 
 def inline_operators(program: ExportedProgram) -> None:

@@ -167,8 +167,8 @@ def leftovers_of_calls(root: nn.Module) -> Iterator[Leftovers]:
     before: list[tuple[dict[str, torch.Tensor], dict[str, Any]]] = []  # one, as a method may call its own module
 
     def held() -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-        numbers = {path: value for path, value in _plain_attributes(root) if type(value) in (bool, int, float, str)}
-        return _tensors(root), numbers
+        values = {path: value for path, value in _plain_attributes(root) if type(value) in (bool, int, float, str)}
+        return _tensors(root), values
 
     def begin(module: nn.Module, _: Any) -> None:
         if vars(module) is vars(root) and not before:

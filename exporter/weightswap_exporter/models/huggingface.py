@@ -28,9 +28,9 @@ def is_pretrained(model: nn.Module) -> bool:
 
 @contextmanager
 def without_cache(model: nn.Module) -> Iterator[None]:
-    """Let the model's configuration ask for no key-value cache meanwhile: a cache cannot be a graph's output."""
-    owner: Any = model
-    configs = (owner.config, *(getattr(owner.config, name, None) for name in owner.config.sub_configs))
+    """Let a model of transformers ask for no key-value cache meanwhile: a cache cannot be the output of a graph."""
+    config: Any = model.config if is_pretrained(model) else None
+    configs = (config, *(getattr(config, name, None) for name in getattr(config, "sub_configs", ())))
     asking = [config for config in configs if getattr(config, "use_cache", False)]
     try:
         for config in asking:
