@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import warnings
 from collections import deque
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -24,7 +24,7 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 from torch.utils import _pytree as pytree
 
-from weightswap_exporter.models.stand_ins import DEEPEST, attributes_of, restored
+from weightswap_exporter.models.stand_ins import restored, within
 from weightswap_exporter.models.tensors import is_fake
 
 from .programs import all_inputs, graph_inputs, is_random
@@ -138,22 +138,7 @@ def _plain_attributes(root: nn.Module) -> Iterator[tuple[str, Any]]:
 def _held(root: nn.Module) -> Iterator[tuple[str, Any]]:
     """Plain attributes, and what is in them."""
     for path, value in _plain_attributes(root):
-        yield from _within(path, value, 0, set())
-
-
-def _within(path: str, value: Any, depth: int, seen: set[int]) -> Iterator[tuple[str, Any]]:
-    """A value, and what lists, tuples, deques, dicts and plain objects hold; `seen` are the ids of objects."""
-    yield path, value
-    items: Iterable[tuple[str, Any]] = ()
-    if isinstance(value, list | tuple | deque):
-        items = ((f"[{index}]", item) for index, item in enumerate(value))
-    elif isinstance(value, dict):
-        items = ((f"[{key!r}]", item) for key, item in value.items())
-    elif id(value) not in seen:
-        seen.add(id(value))
-        items = ((f".{name}", item) for name, item in (attributes_of(value) or {}).items())
-    for key, item in items if depth <= DEEPEST else ():
-        yield from _within(path + key, item, depth + 1, seen)
+        yield from within(path, value)
 
 
 @contextmanager
