@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -38,8 +37,7 @@ from weightswap_runtime.messages import listed
 from weightswap_runtime.sources.atomic import new_folder
 from weightswap_runtime.sources.location import check_writable
 from weightswap_runtime.tensors.comparing import Tolerance
-from weightswap_runtime.tensors.content import TensorBytes
-from weightswap_runtime.tensors.torch_tensors import tensor_bytes
+from weightswap_runtime.tensors.torch_tensors import tensor_content
 from weightswap_runtime.threads.garbage import without_garbage_collection
 
 from .adapter.adapter_recording import Recorded, record_adapter
@@ -212,7 +210,7 @@ def _artifact(
     groups: Groups,
 ) -> tuple[Manifest, dict[str, bytes]]:
     """The manifest, and the other files by name."""
-    with huggingface.without_cache(model) if huggingface.is_pretrained(model) else nullcontext():
+    with huggingface.without_cache(model):
         captured = {name: capture(model, name, spec) for name, spec in specs.items()}
     _warn_of_training(captured)
     _warn_of_leftovers(captured)
@@ -327,12 +325,8 @@ def _record(model: nn.Module, tables: Tables, load: Load | None, checkpoint: Che
 
 def _constants(tables: Tables) -> bytes:
     """The bytes of `constants.safetensors`."""
-    rows = [row for row in (*tables.constants, *tables.state) if not row.zero]
-    return b"".join(
-        encode_tensors(
-            {row.name: TensorBytes(row.dtype, row.shape, tensor_bytes(tables.values[row.name])) for row in rows}
-        )
-    )
+    names = [row.name for row in (*tables.constants, *tables.state) if not row.zero]
+    return b"".join(encode_tensors({name: tensor_content(tables.values[name]) for name in names}))
 
 
 def _recorded(

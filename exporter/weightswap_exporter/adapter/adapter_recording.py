@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -19,7 +18,16 @@ from weightswap_runtime.errors import CaptureError
 from weightswap_runtime.format.manifest import Adapter, WeightSource
 from weightswap_runtime.messages import listed
 
-from .tracing import CheckpointTensors, Load, Untraceable, flattened, load_state_dict, load_what_fits, trace_loading
+from .tracing import (
+    CheckpointTensors,
+    Load,
+    Untraceable,
+    flattened,
+    like_checkpoint,
+    load_state_dict,
+    load_what_fits,
+    trace_loading,
+)
 from .transforming import Loaded, Transforming
 
 _PACK = (
@@ -56,14 +64,13 @@ def record_adapter(
     cannot be recorded: that is a warning, and checkpoints have to be packed. Raises CaptureError.
     """
     own = load is None and checkpoint is None
-    known = tables.loaded
     identities: dict[str, Loaded] = {}
     try:
         if checkpoint is None:
-            checkpoint, identities = _saved(model, tables, known.__contains__)
+            checkpoint, identities = _saved(model, tables)
             if own and not _has_loading_code(model) and all(found.keys for found in identities.values()):
                 return _recorded(identities, checkpoint)
-        recording = _AdapterRecording(model, tables, known, identities)
+        recording = _AdapterRecording(model, tables, identities)
         recorded = recording.record(checkpoint, load)
     except Untraceable as error:
         if not own and not error.wants_values:
@@ -74,8 +81,9 @@ def record_adapter(
         sources = tuple(WeightSource(weight=weight.name, keys=()) for weight in tables.weights)
         reason = f"how a checkpoint becomes weights cannot be recorded: {error}"
         return Recorded(Adapter(sources=sources, untraceable=str(error)), {}, (f"{reason}. {_PACK}",))
-    optional = [key for key in _unused(recorded, checkpoint) if key not in known]
-    if optional:
+    values, known = flattened(checkpoint), tables.loaded
+    ignored = (key for key in recorded.adapter.ignored if key not in known)
+    if optional := [key for key in ignored if isinstance(values[key], torch.Tensor)]:
         recorded = recording.with_needed(recorded, checkpoint, optional, load)
     if own or recorded.warnings or not optional:
         return recorded
@@ -86,10 +94,8 @@ def record_adapter(
 class _AdapterRecording:
     """Traces of one model's loading code."""
 
-    def __init__(
-        self, model: nn.Module, tables: Tables, known: Collection[str], identities: Mapping[str, Loaded]
-    ) -> None:
-        self._model, self._tables, self._known, self._identities = model, tables, known, identities
+    def __init__(self, model: nn.Module, tables: Tables, identities: Mapping[str, Loaded]) -> None:
+        self._model, self._tables, self._identities = model, tables, identities
 
     def record(self, checkpoint: CheckpointTensors, load: Load | None) -> Recorded:
         """Without `load` by `load_state_dict`, or where that refuses the checkpoint by what of it fits.
@@ -106,9 +112,8 @@ class _AdapterRecording:
         return recorded
 
     def _record(self, checkpoint: CheckpointTensors, load: Load, identities: Mapping[str, Loaded]) -> Recorded:
-        transforming = Transforming(
-            trace_loading(self._model, self._known.__contains__, checkpoint, load), named_tensors(self._model)
-        )
+        traced = trace_loading(self._model, self._tables.loaded, checkpoint, load)
+        transforming = Transforming(traced, named_tensors(self._model))
         loaded = {weight.name: transforming.weight(weight) for weight in self._tables.weights}
         loaded = {name: found if found.keys else identities.get(name, found) for name, found in loaded.items()}
         _check_whole(loaded, checkpoint)
@@ -118,11 +123,9 @@ class _AdapterRecording:
         self, recorded: Recorded, checkpoint: CheckpointTensors, optional: Sequence[str], load: Load | None
     ) -> Recorded:
         """Loading code may ask whether a key is there: if it does something else without them, they are needed."""
-        fewer = OrderedDict((key, value) for key, value in checkpoint.items() if _is_needed(key, value, optional))
-        if hasattr(checkpoint, "_metadata"):
-            fewer._metadata = checkpoint._metadata  # type: ignore[attr-defined]
+        fewer = {key: each for key, each in checkpoint.items() if flattened({key: each}).keys() - optional}
         try:
-            without = self._record(fewer, load or load_what_fits, self._identities)
+            without = self._record(like_checkpoint(checkpoint, fewer), load or load_what_fits, self._identities)
         except (Untraceable, CaptureError):
             same = False
         else:
@@ -138,15 +141,6 @@ def _check_whole(loaded: Mapping[str, Loaded], checkpoint: CheckpointTensors) ->
     for found in loaded.values():
         if found.transform is not None and (key := next(filter(parts.__contains__, found.keys), None)):
             raise Untraceable("", Unrecordable(f"loading a checkpoint computes with {key}, a part of a tensor"))
-
-
-def _unused(recorded: Recorded, checkpoint: CheckpointTensors) -> list[str]:
-    values = flattened(checkpoint)
-    return [key for key in recorded.adapter.ignored if isinstance(values[key], torch.Tensor)]
-
-
-def _is_needed(key: str, value: Any, optional: Sequence[str]) -> bool:
-    return any(name not in optional for name in flattened({key: value}))
 
 
 def _recorded(
@@ -168,10 +162,11 @@ def _recorded(
     return Recorded(adapter, files, tuple(warnings))
 
 
-def _saved(model: nn.Module, tables: Tables, names: Callable[[str], bool]) -> tuple[dict[str, Any], dict[str, Loaded]]:
+def _saved(model: nn.Module, tables: Tables) -> tuple[dict[str, Any], dict[str, Loaded]]:
     """What `model.state_dict()` holds, without values, and the keys whose tensors are weights themselves."""
     with restored(model):
-        install(model, tied(model, without_values(model, FakeTensorMode(allow_non_fake_inputs=True), names)))
+        mode = FakeTensorMode(allow_non_fake_inputs=True)
+        install(model, tied(model, without_values(model, mode, tables.loaded)))
         tensors = named_tensors(model)
         try:
             saved: dict[str, Any] = model.state_dict(keep_vars=True)

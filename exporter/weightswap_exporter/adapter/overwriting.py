@@ -8,6 +8,8 @@ from collections.abc import Sequence
 import torch
 from torch.fx import Node, map_arg
 
+from weightswap_exporter.capture.programs import all_inputs
+
 aten = torch.ops.aten
 _MOVES = {
     aten.slice_scatter.default,
@@ -33,23 +35,12 @@ _MOVES = {
 }
 
 
-def needs(node: Node) -> list[Node]:
-    """The node and all that it is computed from, in the order of the graph."""
-    needed = {node}
-    unseen = [node]
-    while unseen:
-        new = set(unseen.pop().all_input_nodes) - needed
-        needed |= new
-        unseen += new
-    return sorted(needed)
-
-
 def overwritten(node: Node, before: Sequence[Node]) -> bool:
     """Whether `node` is the same whatever the values of `before` are.
 
     Only operators that move elements may stand between them; then two runs with other values in `before` tell.
     """
-    body = needs(node)
+    body = sorted(all_inputs([node]))
     touched = set(before)
     for item in body:
         if touched.intersection(item.all_input_nodes):

@@ -43,35 +43,21 @@ class Untraceable(Exception):
 
 
 class Traced(NamedTuple):
-    """`module` takes the tensors at `keys`, then the model's at `outputs`, and returns the latter after the loading.
+    """`module` takes a checkpoint's tensors, then the model's, and returns the latter after the loading.
 
-    `changed` are attributes of modules that loading has changed: the graph has their values at the export.
+    `keys` are the placeholders of the former with their keys, `initial` those of the latter with their FQNs. `changed`
+    are attributes of modules that loading has changed: the graph has their values at the export.
     """
 
     module: GraphModule
-    keys: tuple[str, ...]
-    outputs: tuple[str, ...]
+    keys: dict[Node, str]
+    initial: dict[Node, str]
     changed: tuple[str, ...]
 
-    @property
-    def placeholders(self) -> list[Node]:
-        return [node for node in self.module.graph.nodes if node.op == "placeholder"]
-
-    @property
-    def inputs(self) -> dict[Node, str]:
-        """The placeholders that are the checkpoint's, with their keys."""
-        return dict(zip(self.placeholders, self.keys, strict=False))
-
-    @property
-    def initial(self) -> dict[Node, str]:
-        """The placeholders that are what the model had before, with their FQNs."""
-        return dict(zip(self.placeholders[len(self.keys) :], self.outputs, strict=True))
-
-    @property
     def results(self) -> dict[str, Node]:
         """The node that gives each of the model's tensors."""
         (nodes,) = self.module.graph.output_node().args
-        return dict(zip(self.outputs, nodes, strict=True))  # type: ignore[arg-type]
+        return dict(zip(self.initial.values(), nodes, strict=True))  # type: ignore[arg-type]
 
 
 def load_state_dict(model: nn.Module, checkpoint: dict[str, Any]) -> None:
@@ -84,8 +70,8 @@ def load_what_fits(model: nn.Module, checkpoint: dict[str, Any]) -> None:
     model.load_state_dict(checkpoint, strict=False)
 
 
-def trace_loading(model: nn.Module, names: Callable[[str], bool], checkpoint: CheckpointTensors, load: Load) -> Traced:
-    """Record what `load(model, checkpoint)` makes of the tensors whose FQNs `names` accepts.
+def trace_loading(model: nn.Module, names: Collection[str], checkpoint: CheckpointTensors, load: Load) -> Traced:
+    """Record what `load(model, checkpoint)` makes of the tensors of these FQNs.
 
     `checkpoint` needs no values; entries that are no tensors are given to `load` as they are, and so are the versions
     that a state dict has in `_metadata`. The model is left as it was, but for what `load` changes inside objects that
@@ -105,8 +91,8 @@ def trace_loading(model: nn.Module, names: Callable[[str], bool], checkpoint: Ch
         given = dict(zip(tensors, flat, strict=False))
         install(model, dict(zip(initial, flat[len(given) :], strict=True)))
         before = _others(model, initial)
-        with watched():
-            load(model, _like(checkpoint, given))
+        with _watched():
+            load(model, _filled(checkpoint, given))
         _check_kinds(kinds, kinds_of(model))
         loaded = named_tensors(model)
         changed[:] = _changed(before, _others(model, initial))
@@ -124,7 +110,9 @@ def trace_loading(model: nn.Module, names: Callable[[str], bool], checkpoint: Ch
         except Exception as error:
             raise Untraceable("", error) from error
     module.graph.eliminate_dead_code()
-    return Traced(module, tuple(tensors), tuple(initial), tuple(changed))
+    placeholders = iter(module.graph.find_nodes(op="placeholder"))
+    keys = {next(placeholders): key for key in tensors}
+    return Traced(module, keys, dict(zip(placeholders, initial, strict=True)), tuple(changed))
 
 
 def flattened(checkpoint: CheckpointTensors) -> dict[str, Any]:
@@ -176,14 +164,22 @@ def _differ(one: object, other: object) -> bool:
     return one is not other if isinstance(one, torch.Tensor) else type(one) is not type(other) or one != other
 
 
-def _like(checkpoint: CheckpointTensors, tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-    filled = OrderedDict(
-        (key, put_together(key, value, tensors) if isinstance(value, torch.Tensor) else value)
-        for key, value in checkpoint.items()
+def _filled(checkpoint: CheckpointTensors, tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+    return like_checkpoint(
+        checkpoint,
+        {
+            key: put_together(key, value, tensors) if isinstance(value, torch.Tensor) else value
+            for key, value in checkpoint.items()
+        },
     )
+
+
+def like_checkpoint(checkpoint: CheckpointTensors, entries: Mapping[str, Any]) -> dict[str, Any]:
+    """Other entries, with the versions that a state dict has in `_metadata`."""
+    made = OrderedDict(entries)
     if hasattr(checkpoint, "_metadata"):
-        filled._metadata = checkpoint._metadata  # type: ignore[attr-defined]
-    return filled
+        made._metadata = checkpoint._metadata  # type: ignore[attr-defined]
+    return made
 
 
 def _mutates(node: Node) -> bool:
@@ -192,7 +188,7 @@ def _mutates(node: Node) -> bool:
 
 
 @contextmanager
-def watched() -> Iterator[None]:
+def _watched() -> Iterator[None]:
     """For a function that `make_fx` traces. Raises Unrecordable for what would be lost, or would be done for real."""
     writes: Any = _Writes  # torch has no types for it
     with writes(), mock.patch.object(torch.Tensor, "data", property(_data.__get__, _assign_data), create=True):

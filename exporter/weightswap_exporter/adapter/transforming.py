@@ -9,15 +9,15 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from weightswap_exporter.capture.archive import program_archive
+from weightswap_exporter.capture.programs import all_inputs, is_random
 from weightswap_exporter.models.tensors import dtype_name, is_fake
 from weightswap_exporter.models.user_errors import Unrecordable, first_line
 from weightswap_runtime.errors import CaptureError
 from weightswap_runtime.format.manifest import ADAPTER_CONSTANTS_NAME, ADAPTER_NAME, AdapterInput, NamedTensor
 from weightswap_runtime.format.weight_file import encode_tensors
-from weightswap_runtime.tensors.content import TensorBytes
-from weightswap_runtime.tensors.torch_tensors import tensor_bytes, torch_dtype
+from weightswap_runtime.tensors.torch_tensors import tensor_content, torch_dtype
 
-from .overwriting import needs, overwritten
+from .overwriting import overwritten
 from .tracing import Traced, Untraceable
 
 aten = torch.ops.aten
@@ -50,9 +50,8 @@ class Transforming:
         self._storages = {tensor.untyped_storage()._cdata: name for name, tensor in tensors.items() if tensor.numel()}
         for node in list(traced.module.graph.nodes):
             _replace_copy(node)
-        self._keys = traced.inputs
-        self._initial = traced.initial
-        self._results = traced.results
+        self._keys, self._initial = traced.keys, traced.initial
+        self._results = traced.results()
         self._outputs: list[Node] = []
         self._moved: set[str] = set()
         self.changed = traced.changed
@@ -70,7 +69,9 @@ class Transforming:
             if not self._moved.intersection(keys):
                 self._moved.update(keys)
                 return Loaded(tuple(keys))
-            node = _copy(given[-1])  # a key that gives another weight, too
+            key = given[-1]  # of another weight, too
+            with key.graph.inserting_after(key):
+                node = _called(aten.clone.default, key, value=key.meta["val"].clone())
         elif len(cast) < len(given) > 1:
             raise _untraceable(f"gives {' and '.join(weight.names)}, which are one tensor, different values")
         else:
@@ -78,11 +79,11 @@ class Transforming:
         return self._computed(weight, node)
 
     def _computed(self, weight: NamedTensor, node: Node) -> Loaded:
-        used = needs(node)
+        used = sorted(all_inputs([node]))
         before = [root for root in used if root in self._initial]
         if before and not overwritten(node, before):
             raise _untraceable(f"leaves old values in a part of {weight.name}")
-        if any(torch.Tag.nondeterministic_seeded in getattr(item.target, "tags", ()) for item in used):
+        if any(map(is_random, used)):
             raise _untraceable(f"draws random numbers for {weight.name}")
         self._outputs.append(node)
         return Loaded(tuple(self._keys[root] for root in used if root in self._keys), len(self._outputs) - 1)
@@ -96,20 +97,22 @@ class Transforming:
             )
         if dtype == weight.dtype:
             return node
-        return _cast(node, torch_dtype(weight.dtype), node.meta["val"])
+        with node.graph.inserting_after(node):
+            return _cast(node, torch_dtype(weight.dtype))
 
     def adapter(self) -> tuple[tuple[AdapterInput, ...], dict[str, bytes]]:
         """The inputs of the adapter's graph, and the files that hold it and its constants; empty without transforms."""
         if not self._outputs:
             return (), {}
-        body = sorted({node for output in self._outputs for node in needs(output)})
+        body = sorted(all_inputs(self._outputs))
         keys = [node for node in body if node in self._keys]
         constants = {node: f"constant_{index}" for index, node in enumerate(n for n in body if n.op == "get_attr")}
         inputs = [_input("key", self._keys[node], node) for node in keys]
         inputs += [_input("constant", name, node) for node, name in constants.items()]
         values = {name: getattr(self._traced.module, str(node.target)) for node, name in constants.items()}
         self._check_constants(values)
-        files = {ADAPTER_CONSTANTS_NAME: _constants(values)} if values else {}
+        contents = {name: tensor_content(value) for name, value in values.items()}
+        files = {ADAPTER_CONSTANTS_NAME: b"".join(encode_tensors(contents))} if values else {}
         return tuple(inputs), files | {ADAPTER_NAME: self._archive(body, [*keys, *constants])}
 
     def _check_constants(self, values: Mapping[str, torch.Tensor]) -> None:
@@ -153,30 +156,22 @@ def _replace_copy(node: Node) -> None:
     with node.graph.inserting_before(node):
         if source.meta["val"].shape != value.shape:
             shape = list(value.shape)
-            source = _made(
-                node.graph.call_function(aten.expand.default, (source, shape)), source.meta["val"].expand(shape)
-            )
+            source = _called(aten.expand.default, source, shape, value=source.meta["val"].expand(shape))
         if source.meta["val"].dtype != value.dtype:
-            source = _made(node.graph.call_function(aten._to_copy.default, (source,), {"dtype": value.dtype}), value)
+            source = _cast(source, value.dtype)
     node.replace_all_uses_with(source)
     node.graph.erase_node(node)
 
 
-def _cast(node: Node, dtype: torch.dtype, value: torch.Tensor) -> Node:
-    with node.graph.inserting_after(node):
-        cast = node.graph.call_function(aten._to_copy.default, (node,), {"dtype": dtype})
-    return _made(cast, value.to(dtype))
+def _cast(node: Node, dtype: torch.dtype) -> Node:
+    return _called(aten._to_copy.default, node, value=node.meta["val"].to(dtype), dtype=dtype)
 
 
-def _copy(node: Node) -> Node:
-    value = node.meta["val"]
-    with node.graph.inserting_after(node):
-        return _made(node.graph.call_function(aten.clone.default, (node,)), value.clone())
-
-
-def _made(node: Node, value: torch.Tensor) -> Node:
-    node.meta["val"] = value
-    return node
+def _called(target: Any, node: Node, *args: Any, value: torch.Tensor, **kwargs: Any) -> Node:
+    """A call with a node's result, where its graph inserts at present."""
+    made = node.graph.call_function(target, (node, *args), kwargs)
+    made.meta["val"] = value
+    return made
 
 
 def _root(node: Node, *, casts: bool = False) -> Node:
@@ -202,15 +197,6 @@ def _pads_nothing(node: Node) -> bool:
 def _type(node: Node) -> tuple[str, tuple[int, ...]]:
     value = node.meta["val"]
     return dtype_name(value.dtype, str(node)), tuple(value.shape)
-
-
-def _constants(values: Mapping[str, torch.Tensor]) -> bytes:
-    """The bytes of `adapter.safetensors`."""
-    tensors = {
-        name: TensorBytes(dtype_name(value.dtype, name), tuple(value.shape), tensor_bytes(value))
-        for name, value in values.items()
-    }
-    return b"".join(encode_tensors(tensors))
 
 
 def _input(kind: Literal["key", "constant"], name: str, node: Node) -> AdapterInput:

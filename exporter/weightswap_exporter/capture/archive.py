@@ -125,22 +125,16 @@ def _own_records(config_name: str, records: dict[str, bytes]) -> dict[str, bytes
 
 
 def _lean(model: bytes) -> bytes:
-    document = json.loads(model)
-    _strip(document)
+    document = json.loads(model, object_hook=_without_trace)
     _drop_texts(document["graph_module"])
     return json.dumps(document, separators=(",", ":")).encode()
 
 
-def _strip(value: Any) -> None:
-    """Keep only the module path in the metadata of every node, in subgraphs too."""
-    if isinstance(value, list):
-        for item in value:
-            _strip(item)
-    elif isinstance(value, dict):
-        if "target" in value and isinstance(value.get("metadata"), dict):
-            value["metadata"] = {k: v for k, v in value["metadata"].items() if k in _KEPT_METADATA}
-        for item in value.values():
-            _strip(item)
+def _without_trace(part: dict[str, Any]) -> dict[str, Any]:
+    """Keep only the module path in the metadata of a node."""
+    if "target" in part and isinstance(part.get("metadata"), dict):
+        part["metadata"] = {k: v for k, v in part["metadata"].items() if k in _KEPT_METADATA}
+    return part
 
 
 def _drop_texts(graph_module: dict[str, Any]) -> None:

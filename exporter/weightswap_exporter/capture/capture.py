@@ -5,9 +5,10 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import nn
@@ -22,8 +23,10 @@ from .composed import in_parts, name_parts
 from .inlining import inline_operators
 from .leftovers import Leftovers, is_read_later, leftovers_of_calls
 from .mutations import mutated_buffers
+from .programs import graphs
 from .random_numbers import INSTEAD, check_no_generator, no_seeding
 from .replaced import check_seen, replaced_tensors
+from .views import arguments
 
 _OF_A_SKELETON = (
     "A skeleton's call gives values to what follows from no parameter; where that is not so, make it in __init__, or "
@@ -56,7 +59,7 @@ class Captured:
     parameters: inspect.Signature
     dynamic_shapes: Any
     mutated: frozenset[str]
-    left: Leftovers = field(default_factory=lambda: Leftovers([], []))
+    left: Leftovers
 
 
 def capture(model: nn.Module, name: str, spec: MethodSpec) -> Captured:
@@ -80,7 +83,7 @@ def _capture(root: nn.Module, name: str, spec: MethodSpec, parts: Mapping[str, s
             mutated = mutated_buffers(program)
             check_seen(replaced, mutated)
         if any(left) and is_read_later(root, (args, kwargs), program, mutated, left):
-            raise CaptureError(_stores(listed(left.tensors)) if left.tensors else _counts(listed(left.numbers)))
+            raise CaptureError(_kept(left))
     except CaptureError as error:
         raise CaptureError(f"method {name!r}: {error}") from error
     except Exception as error:
@@ -90,18 +93,16 @@ def _capture(root: nn.Module, name: str, spec: MethodSpec, parts: Mapping[str, s
     return Captured(program, inspect.signature(root.forward), spec.dynamic_shapes, mutated, left)
 
 
-def _stores(attributes: str) -> str:
+def _kept(left: Leftovers) -> str:
+    if left.tensors:
+        return (
+            f"a call stores tensors in {listed(left.tensors)} that a later call reads or that grow in number, and a "
+            "server keeps none of them. Register what calls are to keep as a buffer; else clear or switch off that "
+            "cache, or remove the hook that stores it"
+        )
     return (
-        f"a call stores tensors in {attributes} that a later call reads or that grow in number, and a server "
-        "keeps none of them. Register what calls are to keep as a buffer; else clear or switch off that cache, or "
-        "remove the hook that stores it"
-    )
-
-
-def _counts(attributes: str) -> str:
-    return (
-        f"a call changes {attributes}, and a later call computes something else then, while a server keeps no numbers "
-        "of modules. Make it a tensor, and register it as a buffer"
+        f"a call changes {listed(left.numbers)}, and a later call computes something else then, while a server keeps "
+        "no numbers of modules. Make it a tensor, and register it as a buffer"
     )
 
 
@@ -128,14 +129,12 @@ def _distinct(inputs: Any) -> Any:
     """Sample inputs in which no tensor occurs twice: torch would wire all its inputs to the first, silently."""
     seen: set[int] = set()
 
-    def own(value: Any) -> Any:
-        if not isinstance(value, torch.Tensor):
-            return value
-        again = id(value) in seen
-        seen.add(id(value))
-        return value.clone() if again else value
+    def own(tensor: torch.Tensor) -> torch.Tensor:
+        again = id(tensor) in seen
+        seen.add(id(tensor))
+        return tensor.clone() if again else tensor
 
-    return pytree.tree_map(own, inputs)
+    return pytree.tree_map_only(torch.Tensor, own, inputs)
 
 
 def _as_forward(model: nn.Module, fn_name: str) -> nn.Module:
@@ -165,23 +164,18 @@ def _as_forward(model: nn.Module, fn_name: str) -> nn.Module:
             self.__class__ = shim
             self.__dict__.update(none)
 
-    shim = type(kind.__name__, (kind,), {"forward": forward, "__module__": kind.__module__})
-    shim.__qualname__ = kind.__qualname__
+    names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
+    shim = type(kind.__name__, (kind,), {"forward": forward, **names})
     root: nn.Module = object.__new__(shim)
     root.__dict__ = dict(vars(model))
     root.__dict__.update(none)
     return root
 
 
-@contextmanager
-def _none_buffers_last(root: nn.Module) -> Iterator[None]:
+def _none_buffers_last(root: nn.Module) -> AbstractContextManager[object]:
     """torch counts the buffers of the root that are None, and gives an assigned buffer's value to one further on."""
-    buffers = root._buffers
-    root._buffers = dict(sorted(buffers.items(), key=lambda item: item[1] is None))
-    try:
-        yield
-    finally:
-        root._buffers = buffers
+    in_order = sorted(root._buffers.items(), key=lambda item: item[1] is None)
+    return mock.patch.object(root, "_buffers", dict(in_order))
 
 
 @contextmanager
@@ -206,18 +200,14 @@ def training_operators(captured: Captured) -> set[str]:
     """Operators in the graph that are told to behave as in training: dropout that drops, norms that update."""
     return {
         str(node.target)
-        for module in captured.program.graph_module.modules()
-        if isinstance(module, torch.fx.GraphModule)
+        for module in graphs(captured.program)
         for node in module.graph.nodes
         if isinstance(node.target, torch._ops.OpOverload) and _trains(node)
     }
 
 
 def _trains(node: torch.fx.Node) -> bool:
-    assert isinstance(node.target, torch._ops.OpOverload)
-    names = [argument.name for argument in node.target._schema.arguments]
-    values = dict(zip(names, node.args, strict=False)) | node.kwargs
-    dropout = values.get("dropout_p", 0)
-    return any(values.get(flag) is True for flag in ("train", "training")) or (
-        isinstance(dropout, float) and dropout > 0
-    )
+    values = {argument.name: value for argument, value in arguments(node)}
+    dropout = values.get("dropout_p")
+    drops = isinstance(dropout, float) and dropout > 0
+    return drops or values.get("train") is True or values.get("training") is True

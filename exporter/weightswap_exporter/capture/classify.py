@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -29,6 +29,7 @@ from weightswap_runtime.tensors.torch_tensors import tensor_bytes
 
 from .capture import Captured
 from .document_check import is_path
+from .programs import graph_inputs
 from .variants import NO_GROUPS, Groups, check_variable, grouped
 
 
@@ -50,8 +51,6 @@ class Tables(NamedTuple):
 
     def without(self, prefixes: Mapping[str, str]) -> Tables:
         """The tables with other prefixes of weights' FQNs."""
-        if not prefixes:
-            return self
         weights = tuple(
             msgspec.structs.replace(
                 row, name=renamed(row.name, prefixes), aliases=tuple(renamed(name, prefixes) for name in row.aliases)
@@ -113,11 +112,10 @@ def renamed(fqn: str, prefixes: Mapping[str, str]) -> str:
 
 def _drop_unused(program: ExportedProgram, names: frozenset[str]) -> None:
     """Take from a graph the state and what is variable that it does not look at: its calls then need none."""
-    specs = program.graph_signature.input_specs
-    for node, spec in zip(program.graph.find_nodes(op="placeholder"), list(specs), strict=True):
+    for node, spec in graph_inputs(program):
         if spec.target in names and not node.users:
             program.graph.erase_node(node)
-            specs.remove(spec)
+            program.graph_signature.input_specs.remove(spec)
     program.graph_module.recompile()
 
 
@@ -155,14 +153,10 @@ def _row(names: list[str], tensor: torch.Tensor) -> NamedTensor:
 
 def _lifted_constants(name: str, method: Captured) -> dict[str, torch.Tensor]:
     """Literals and plain tensor attributes. Their names are only unique within a method, so they get its prefix."""
-    constants = method.program.constants
-    lifted = {}
-    for spec in method.program.graph_signature.input_specs:
-        if spec.kind is InputKind.CONSTANT_TENSOR:
-            value = constants[str(spec.target)]
-            assert isinstance(value, torch.Tensor)
-            lifted[f"{name}/{spec.target}"] = value.detach()
-    return lifted
+    constants: Mapping[str, Any] = method.program.constants
+    specs = method.program.graph_signature.input_specs
+    lifted = [str(spec.target) for spec in specs if spec.kind is InputKind.CONSTANT_TENSOR]
+    return {f"{name}/{target}": constants[target].detach() for target in lifted}
 
 
 def _graph_inputs(

@@ -13,7 +13,6 @@ from torch.export import ExportedProgram
 from weightswap_exporter.models.parts import is_composed, parts_of, put_together
 
 _MARK = "*"  # no attribute's name has it
-_Lent = list[tuple[nn.Module, type[nn.Module], dict[str, nn.Parameter | None]]]
 
 
 @contextmanager
@@ -22,7 +21,8 @@ def in_parts(model: nn.Module) -> Iterator[dict[str, str]]:
 
     Gives the FQN of each part by the name that it has meanwhile. Nothing is copied; afterwards all is as it was.
     """
-    lent: _Lent = [(module, type(module), dict(module._parameters)) for module in model.modules() if _composed(module)]
+    modules = [module for module in model.modules() if _composed(module)]
+    lent = [(module, type(module), module._parameters, module._modules) for module in modules]
     names = {
         f"{name}{_MARK}.{index}": key
         for name, parameter in model.named_parameters(remove_duplicate=False)
@@ -31,12 +31,13 @@ def in_parts(model: nn.Module) -> Iterator[dict[str, str]]:
     }
     made: dict[int, nn.Parameter] = {}
     try:
-        for module, _, _ in lent:
+        for module in modules:
             _take_apart(module, made)
         yield names
     finally:
-        for module, kind, parameters in lent:
-            _restore(module, kind, parameters)
+        for module, kind, parameters, children in lent:
+            module.__class__ = kind
+            module._parameters, module._modules = parameters, children
 
 
 class _Parts(nn.Module):
@@ -58,25 +59,17 @@ def _composed(module: nn.Module) -> list[str]:
 
 
 def _take_apart(module: nn.Module, made: dict[int, nn.Parameter]) -> None:
-    kind, attributes = type(module), {"__module__": type(module).__module__}
+    kind = type(module)
+    attributes: dict[str, Any] = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
+    module._parameters, module._modules = dict(module._parameters), dict(module._modules)
     for name in _composed(module):
         module._modules[name + _MARK] = _Parts(module._parameters.pop(name), made)  # type: ignore[arg-type]
         attributes[name] = _together(name + _MARK)
-    shim = type(kind.__name__, (kind,), attributes)
-    shim.__qualname__ = kind.__qualname__
-    module.__class__ = shim
+    module.__class__ = type(kind.__name__, (kind,), attributes)
 
 
 def _together(name: str) -> Any:
     return property(lambda module: module._modules[name].together())
-
-
-def _restore(module: nn.Module, kind: type[nn.Module], parameters: Mapping[str, nn.Parameter | None]) -> None:
-    module.__class__ = kind
-    module._parameters.clear()
-    module._parameters.update(parameters)
-    for name in [name for name in module._modules if name.endswith(_MARK)]:
-        del module._modules[name]
 
 
 def name_parts(program: ExportedProgram, names: Mapping[str, str]) -> None:

@@ -20,6 +20,7 @@ from weightswap_runtime.format.conditions import parse_condition
 from weightswap_runtime.format.signature import Dimension, Integer, Leaf, Literal, Node, Signature, Size, Tensor
 
 from .capture import Captured
+from .programs import graph_inputs
 from .trees import children, tree_of
 
 
@@ -76,12 +77,9 @@ def _positional_names(signature: inspect.Signature, count: int) -> Iterator[str]
 
 def _user_inputs(captured: Captured) -> list[Any]:
     """The flat user inputs, in order: fake tensors, symbolic integers, or the values that were baked in."""
-    placeholders = {
-        node.name: node.meta.get("val") for node in captured.program.graph.nodes if node.op == "placeholder"
-    }
     return [
-        spec.arg.value if isinstance(spec.arg, ConstantArgument) else placeholders[spec.arg.name]
-        for spec in captured.program.graph_signature.input_specs
+        spec.arg.value if isinstance(spec.arg, ConstantArgument) else node.meta.get("val")
+        for node, spec in graph_inputs(captured.program)
         if spec.kind is InputKind.USER_INPUT
     ]
 
@@ -122,13 +120,11 @@ class _Dims:
         if expression.is_Integer:
             return int(expression)
         linear = self._linear(expression)
-        if linear is None and strict:
+        if linear is not None:
+            return linear
+        if strict:
             raise CaptureError(f"{path}: the size {expression} is not linear in one dynamic dimension")
-        if linear is None:
-            return str(
-                expression.xreplace({symbol: sympy.Symbol(self._name(symbol)) for symbol in _symbols(expression)})
-            )
-        return linear
+        return str(expression.xreplace({symbol: sympy.Symbol(self._name(symbol)) for symbol in _symbols(expression)}))
 
     def ranges(self, constraints: Mapping[sympy.Symbol, Any]) -> dict[str, Dimension]:
         """The range of each named dimension, as the export found it."""

@@ -28,6 +28,7 @@ _MOST_SHOWN = 80
 _RECORD = re.compile(r"(weight|tensor)_\d+")
 _QUOTES = frozenset("\"'\\")
 _CONTAINERS = {"builtins.tuple", "builtins.list", "builtins.dict"}
+_fields = functools.cache(get_type_hints)
 
 
 def is_identifier(text: str) -> bool:
@@ -84,15 +85,6 @@ def _is_container(tree: dict[str, Any]) -> bool:
     return known and len(tree) == 3 and all(map(_is_container, children))
 
 
-def _is_line(text: str) -> bool:
-    return text.isprintable()
-
-
-def _is_operator(text: str) -> bool:
-    find_operator(text)
-    return True
-
-
 def _anything(_: str) -> bool:
     return True
 
@@ -123,7 +115,7 @@ _TEXTS: dict[str, Callable[[str], bool]] = {
     "PayloadMeta.path_name": lambda text: _RECORD.fullmatch(text) is not None,
     "ModuleCallSignature.in_spec": is_inputs,
     "ModuleCallSignature.out_spec": is_tree,
-    "Node.target": _is_operator,
+    "Node.target": lambda text: find_operator(text) is not None,
     "SymExpr.expr_str": is_size,
     "keys of ExportedProgram.range_constraints": is_size,
     "Device.type": lambda text: text in ("cpu", "cuda", "meta"),
@@ -131,10 +123,10 @@ _TEXTS: dict[str, Callable[[str], bool]] = {
     "Argument.as_strings": _anything,
     "ConstantValue.as_string": _anything,
     "keys of Node.metadata": lambda text: text == "nn_module_stack",
-    "Node.metadata": _is_line,
+    "Node.metadata": str.isprintable,
     "keys of ExportedProgram.opset_version": str.isidentifier,
     "ExportedProgram.verifiers": lambda text: text in ("ATEN", "TRAINING", "TOSA", "EDGE"),
-    "ExportedProgram.torch_version": _is_line,
+    "ExportedProgram.torch_version": str.isprintable,
 }
 
 
@@ -165,11 +157,6 @@ def _problems(value: Any, kind: Any, field: str) -> Iterator[str]:
         yield from _part_problems(value, kind)
     else:
         yield from _leaf_problems(value, kind, field)
-
-
-@functools.cache
-def _fields(kind: type) -> dict[str, Any]:
-    return get_type_hints(kind)
 
 
 def _part_problems(value: dict[str, Any], kind: type) -> Iterator[str]:

@@ -7,29 +7,29 @@ from typing import Any
 import torch
 from torch._ops import OpOverload
 from torch.export import ExportedProgram
-from torch.fx import Graph, GraphModule, Node
+from torch.fx import Graph, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 
+from weightswap_runtime.engines.graphs.effects import is_composed
 from weightswap_runtime.engines.graphs.operators import OF_TORCH
 from weightswap_runtime.errors import CaptureError
+
+from .programs import graphs
 
 
 def inline_operators(program: ExportedProgram) -> None:
     """Replace what another package's operators are composed of for them, as eager does: a server need not have it."""
     bodies: dict[str, Graph] = {}
-    for module in program.graph_module.modules():
-        if isinstance(module, GraphModule):
-            for node in filter(_is_composed_operator, list(module.graph.nodes)):
-                _inline(node, bodies)
-            module.recompile()
+    for module in graphs(program):
+        for node in filter(_is_composed_operator, list(module.graph.nodes)):
+            _inline(node, bodies)
+        module.recompile()
 
 
 def _is_composed_operator(node: Node) -> bool:
     target = node.target
-    if not isinstance(target, OpOverload) or target.namespace in OF_TORCH:
-        return False
-    return torch._C._dispatch_has_kernel_for_dispatch_key(str(target._schema.name), "CompositeImplicitAutograd")
+    return isinstance(target, OpOverload) and target.namespace not in OF_TORCH and is_composed(target)
 
 
 def _inline(node: Node, bodies: dict[str, Graph]) -> None:

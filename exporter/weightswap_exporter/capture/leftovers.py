@@ -24,8 +24,10 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 from torch.utils import _pytree as pytree
 
-from weightswap_exporter.models.stand_ins import DEEPEST, attributes_of, restored
+from weightswap_exporter.models.stand_ins import restored, within
 from weightswap_exporter.models.tensors import is_fake
+
+from .programs import all_inputs, graph_inputs, is_random
 
 Labels = dict[Any, int]
 Half = tuple[list[Node], list[Any]]  # inputs and outputs of one of two calls
@@ -57,10 +59,9 @@ def is_read_later(
     flat, spec = pytree.tree_flatten(inputs)
     twice = _Twice(root, flat, spec, mutated)
     tensors = [value for value in flat if isinstance(value, torch.Tensor)]
-    sizes = _dynamic(program, len(flat))
-    shapes = [shape for value, shape in zip(flat, sizes, strict=True) if isinstance(value, torch.Tensor)]
+    shapes = _dynamic(program)
     tensors += [owner._buffers[name].detach().clone() for owner, name in twice.state()]
-    shapes += [None] * (len(tensors) - len(shapes))
+    shapes += [{}] * (len(tensors) - len(shapes))
     with restored(root), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of what they tell, the capture of one call has told
         try:
@@ -70,10 +71,10 @@ def is_read_later(
             both = both.run_decompositions({})
         except Exception:  # what differs between the calls, such as a size, cannot be captured at once
             return bool(left.tensors)
-    halves = _halves(both, [shape or {} for shape in shapes], mutated)
+    halves = _halves(both, shapes, mutated)
     if not left.tensors:
         return halves is not None and not _are_alike(both, *halves)
-    return bool(twice.unsettled) or halves is None or not _are_alike(both, *halves)
+    return False in twice.settled or halves is None or not _are_alike(both, *halves)
 
 
 class _Twice(nn.Module):
@@ -83,15 +84,14 @@ class _Twice(nn.Module):
         super().__init__()
         self.root = root
         self._flat, self._spec, self._mutated = tuple(flat), spec, sorted(mutated)
-        self.unsettled: set[str] = set()  # torch puts attributes back after the capture, but for what sets hold
+        self.settled = set[bool]()  # torch puts attributes back after the capture, but for what sets hold
 
     def forward(self, first: list[torch.Tensor], second: list[torch.Tensor]) -> Any:
         buffers = [owner._buffers[name] for owner, name in self.state()]
         one = self._call(first, buffers)
-        left = _attributes(self.root)
+        left = _kinds(self.root)
         two = self._call(second, buffers)
-        now = _attributes(self.root)
-        self.unsettled |= {path for path in now.keys() | left.keys() if path not in left or now.get(path) != left[path]}
+        self.settled.add(_kinds(self.root) == left)
         return one, two
 
     def _call(self, tensors: list[torch.Tensor], buffers: list[torch.Tensor]) -> Any:
@@ -103,7 +103,7 @@ class _Twice(nn.Module):
             owner._buffers[name] = buffer
         output = self.root(*args, **kwargs)
         # where outputs and leftovers follow from a call's own inputs, they do in every later call
-        left = [each.clone() for path, value in _plain_attributes(self.root) for _, each in _tensors(path, value)]
+        left = [each.clone() for each in _tensors(self.root).values()]
         return pytree.tree_leaves(output), [owner._buffers[name].clone() for owner, name in self.state()], left
 
     def state(self) -> list[tuple[Any, str]]:
@@ -111,19 +111,21 @@ class _Twice(nn.Module):
         return [(self.root.get_submodule(path), name) for path, _, name in split]
 
 
-def _attributes(root: nn.Module) -> dict[str, Any]:
-    """What plain attributes hold: tensors by type, values, and lists and dicts of these."""
-    return {path: _content(value) for path, value in _plain_attributes(root)}
+def _kinds(root: nn.Module) -> dict[str, Any]:
+    """What plain attributes hold: the types of tensors, and other values."""
+    return {path: _kind(value) for path, value in _held(root)}
 
 
-def _content(value: Any, depth: int = 0, seen: set[int] | None = None) -> Any:
-    seen = set() if seen is None else seen
+def _kind(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return ("tensor", value.dtype, value.dim())
     if isinstance(value, bool | int | float | str | None):
         return value
-    items = _items(value, depth, seen)
-    return type(value) if items is None else {key: _content(item, depth + 1, seen) for key, item in items}
+    return list if isinstance(value, list | tuple | deque | dict) else type(value)
+
+
+def _tensors(root: nn.Module) -> dict[str, torch.Tensor]:
+    return {path: value for path, value in _held(root) if isinstance(value, torch.Tensor)}
 
 
 def _plain_attributes(root: nn.Module) -> Iterator[tuple[str, Any]]:
@@ -133,29 +135,10 @@ def _plain_attributes(root: nn.Module) -> Iterator[tuple[str, Any]]:
         yield from ((prefix + name, value) for name, value in vars(module).items() if name not in own)
 
 
-def _items(value: Any, depth: int, seen: set[int]) -> list[tuple[Any, Any]] | None:
-    """What a list, tuple, deque, dict or plain object holds; None for what is no such thing, or lies too deep.
-
-    Objects are looked into once; `seen` are their ids.
-    """
-    if depth > DEEPEST:
-        return None
-    if isinstance(value, list | tuple | deque):
-        return list(enumerate(value))
-    if isinstance(value, dict):
-        return list(value.items())
-    attributes = None if id(value) in seen else attributes_of(value)
-    seen.add(id(value))
-    return None if attributes is None else list(attributes.items())
-
-
-def _tensors(path: str, value: Any, depth: int = 0, seen: set[int] | None = None) -> Iterator[tuple[str, torch.Tensor]]:
-    seen = set() if seen is None else seen
-    if isinstance(value, torch.Tensor):
-        yield path, value
-    plain = attributes_of(value) is not None
-    for key, item in _items(value, depth, seen) or ():
-        yield from _tensors(f"{path}.{key}" if plain else f"{path}[{key!r}]", item, depth + 1, seen)
+def _held(root: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Plain attributes, and what is in them."""
+    for path, value in _plain_attributes(root):
+        yield from within(path, value)
 
 
 @contextmanager
@@ -169,9 +152,8 @@ def leftovers_of_calls(root: nn.Module) -> Iterator[Leftovers]:
     before: list[tuple[dict[str, torch.Tensor], dict[str, Any]]] = []  # one, as a method may call its own module
 
     def held() -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-        plain = dict(_plain_attributes(root))
-        tensors = {name: tensor for path, value in plain.items() for name, tensor in _tensors(path, value)}
-        return tensors, {path: value for path, value in plain.items() if type(value) in (bool, int, float, str)}
+        values = {path: value for path, value in _plain_attributes(root) if type(value) in (bool, int, float, str)}
+        return _tensors(root), values
 
     def begin(module: nn.Module, _: Any) -> None:
         if vars(module) is vars(root) and not before:
@@ -183,15 +165,11 @@ def leftovers_of_calls(root: nn.Module) -> Iterator[Leftovers]:
             names.update({name: None for name, tensor in tensors_now.items() if tensors.get(name) is not tensor})
             numbers.update({path: None for path, value in values_now.items() if values.get(path, value) != value})
 
-    hooks = register_module_forward_pre_hook(begin), register_module_forward_hook(end)
     left = Leftovers([], [])
-    try:
-        with restored(root), warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "The tensor attributes? .* assigned during export", UserWarning)
-            yield left
-    finally:
-        for hook in hooks:
-            hook.remove()
+    hooks = register_module_forward_pre_hook(begin), register_module_forward_hook(end)
+    with hooks[0], hooks[1], restored(root), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "The tensor attributes? .* assigned during export", UserWarning)
+        yield left
     assigned_again = _assigned_again(root)
     left.tensors.extend(name for name in names if not assigned_again.match(name))
     left.numbers.extend(numbers)
@@ -211,16 +189,13 @@ def _assigned_again(model: nn.Module) -> re.Pattern[str]:
     return re.compile("|".join([r"self\.(?:[\w.]+\.)?_flat_weights\b", *(f"{name}$" for name in computed)]))
 
 
-def _dynamic(program: ExportedProgram, count: int) -> list[Any]:
-    """Which dimensions of the flat inputs vary. Both calls may have other sizes."""
-    examples = {node.name: node.meta.get("val") for node in program.graph.find_nodes(op="placeholder")}
-    names = [s.arg.name for s in program.graph_signature.input_specs if s.kind is InputKind.USER_INPUT]
-    values = [examples.get(name) for name in names] + [None] * (count - len(names))
+def _dynamic(program: ExportedProgram) -> list[dict[int, Any]]:
+    """Which dimensions of the inputs that are tensors vary. Both calls may have other sizes."""
+    values = (node.meta.get("val") for node, spec in graph_inputs(program) if spec.kind is InputKind.USER_INPUT)
     return [
         {axis: Dim.AUTO for axis, size in enumerate(value.shape) if not isinstance(size, int)}
-        if isinstance(value, torch.Tensor)
-        else None
         for value in values
+        if isinstance(value, torch.Tensor)
     ]
 
 
@@ -232,14 +207,13 @@ def _halves(program: ExportedProgram, shapes: list[dict[int, Any]], mutated: Col
         node for node, spec in zip(returned, signature.output_specs, strict=True) if spec.kind is OutputKind.USER_OUTPUT
     ]
     one, two = outputs[: len(outputs) // 2], outputs[len(outputs) // 2 :]
-    placeholders = [node for node in program.graph.nodes if node.op == "placeholder"]
-    inputs = [p for p, s in zip(placeholders, signature.input_specs, strict=True) if s.kind is InputKind.USER_INPUT]
+    inputs = [node for node, spec in graph_inputs(program) if spec.kind is InputKind.USER_INPUT]
     first, second = inputs[: len(shapes)], inputs[len(shapes) :]
     if {spec.kind for spec in signature.output_specs} - {OutputKind.USER_OUTPUT, OutputKind.BUFFER_MUTATION}:
         return None
     if not {name.removeprefix("root.") for name in signature.buffers_to_mutate.values()} <= set(mutated):
         return None
-    if not _vary_apart(first, second, shapes) or _random(one) & _random(two):
+    if not _vary_apart(first, second, shapes) or _drawn(one) & _drawn(two):
         return None
     return (first, one), (second, two)
 
@@ -264,22 +238,15 @@ def _symbols(inputs: list[Node], shapes: list[dict[int, Any]]) -> list[set[Any]]
     return [set() if isinstance(size, int) else size.node.expr.free_symbols for size in sizes]
 
 
-def _random(outputs: list[Any]) -> set[Node]:
+def _drawn(outputs: list[Any]) -> set[Node]:
     """The calls of random operators that outputs depend on."""
-    reached, unseen = set[Node](), [item for item in outputs if isinstance(item, Node)]
-    while unseen:
-        node = unseen.pop()
-        if node not in reached:
-            reached.add(node)
-            unseen += node.all_input_nodes
-    return {node for node in reached if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())}
+    return set(filter(is_random, all_inputs(item for item in outputs if isinstance(item, Node))))
 
 
 def _labelled(program: ExportedProgram, labels: Labels, inputs: list[Node], outputs: list[Any]) -> list[Any]:
     """A label for each output, the same for the same computation from `inputs`, weights and constants."""
     given: dict[Node, Any] = {}
-    placeholders = (node for node in program.graph.nodes if node.op == "placeholder")
-    for node, spec in zip(placeholders, program.graph_signature.input_specs, strict=True):
+    for node, spec in graph_inputs(program):
         constant = program.constants.get(str(spec.target))
         given[node] = (spec.kind.name, str(spec.target or spec.arg.name))
         if isinstance(constant, torch.Tensor) and not is_fake(constant):

@@ -7,6 +7,7 @@ operator may write to the memory of one by another way: through a view, in a sub
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Iterator, Set
 from contextlib import nullcontext
@@ -24,7 +25,8 @@ from weightswap_runtime.engines.graphs.effects import SECRET_VIEWS, STATISTICS
 from weightswap_runtime.errors import CaptureError
 from weightswap_runtime.messages import listed
 
-from .views import arguments, is_own, may_view, memory, nodes, opname, viewed
+from .programs import graph_inputs, graphs, reached
+from .views import arguments, may_view, memory, nodes, opname, viewed
 
 _MUTATIONS = (OutputKind.PARAMETER_MUTATION, OutputKind.BUFFER_MUTATION)
 _NAMED = frozenset({InputKind.PARAMETER, InputKind.BUFFER})
@@ -34,7 +36,8 @@ _REGIONS = {torch.ops.higher_order.wrap_with_set_grad_enabled, torch.ops.higher_
 
 def mutated_buffers(program: ExportedProgram) -> frozenset[str]:
     """FQNs of the buffers that a call changes. Raises CaptureError where it changes a parameter."""
-    written, kept = set(_written_nodes(program)), _placeholders(program, _NAMED)
+    own = _placeholders(program, frozenset(InputKind) - {InputKind.USER_INPUT})
+    written, kept = set(_writes(program.graph_module, set(own))), _placeholders(program, _NAMED)
     if not written <= kept.keys():
         return functionalised_mutations(program)
     touched = {storage for node in written for storage in memory(node.meta["val"])}
@@ -63,12 +66,8 @@ def _buffers(changed: set[str], program: ExportedProgram) -> frozenset[str]:
 
 def _written_in_a_run(program: ExportedProgram) -> set[str]:
     """FQNs of what a run without values writes to: functionalising misses it where a result is the input."""
-    inputs = [node.meta.get("val") for node in program.graph.nodes if node.op == "placeholder"]
-    kept = {
-        str(spec.target): value
-        for spec, value in zip(program.graph_signature.input_specs, inputs, strict=True)
-        if spec.kind in _NAMED
-    }
+    inputs = [node.meta.get("val") for node, _ in graph_inputs(program)]
+    kept = {name: node.meta["val"] for node, name in _placeholders(program, _NAMED).items()}
     before = {name: value._version for name, value in kept.items()}
     mode = detect_fake_mode(inputs)
     # operators that ask for a size in this run must not fix it in the program
@@ -89,8 +88,7 @@ def is_plain(program: ExportedProgram) -> bool:
     """
     return all(
         node.target in _REGIONS or (isinstance(node.target, OpOverload) and not node.target._schema.is_mutable)
-        for module in program.graph_module.modules()
-        if isinstance(module, GraphModule)
+        for module in graphs(program)
         for node in module.graph.nodes
         if node.op == "call_function" and not _is_python(node)
     ) and not any(free_unbacked_symbols(node.meta.get("val")) for node in program.graph.nodes)
@@ -101,15 +99,9 @@ def _is_python(node: Node) -> bool:
     return getattr(node.target, "__module__", "") in ("_operator", "math")
 
 
-def _written_nodes(program: ExportedProgram) -> Iterator[Node]:
-    kept = _placeholders(program, frozenset(InputKind) - {InputKind.USER_INPUT})
-    return _writes(program.graph_module, set(kept))
-
-
 def _placeholders(program: ExportedProgram, kinds: Set[InputKind]) -> dict[Node, str]:
     """Those of some kinds, with the names of what they stand for."""
-    names = {spec.arg.name: str(spec.target) for spec in program.graph_signature.input_specs if spec.kind in kinds}
-    return {node: names[node.name] for node in program.graph.nodes if node.op == "placeholder" and node.name in names}
+    return {node: str(spec.target) for node, spec in graph_inputs(program) if spec.kind in kinds}
 
 
 def _writes(module: GraphModule, kept: set[Node]) -> Iterator[Node]:
@@ -135,25 +127,15 @@ class _Origins:
 
     def __init__(self, kept: set[Node]) -> None:
         self._kept = kept
-        self._viewed: dict[Node, list[Node]] = {}
+        self._viewed = functools.cache(viewed)
 
     def __contains__(self, node: Node) -> bool:
         """Whether a node is one of `kept` or a view of it. Raises CaptureError for a view that torch does not see."""
-        path = self._path(node)
+        path = reached([node], self._viewed)
         secret = sorted(name for name in map(opname, path) if name in SECRET_VIEWS)
         if path & self._kept and secret:
             raise CaptureError(f"a call writes to what {secret[0]} gives, which may be a view: use the safe operator")
         return bool(path & self._kept)
-
-    def _path(self, node: Node) -> set[Node]:
-        path, unseen = set[Node](), {node}
-        while unseen:
-            item = unseen.pop()
-            path.add(item)
-            if item not in self._viewed:
-                self._viewed[item] = viewed(item)
-            unseen |= {other for other in self._viewed[item] if other not in path}
-        return path
 
 
 def _region_writes(module: GraphModule, node: Node, origins: _Origins) -> bool:
@@ -171,7 +153,7 @@ def _region_writes(module: GraphModule, node: Node, origins: _Origins) -> bool:
 def _written(node: Node) -> Iterator[Node]:
     """The tensors that an operator writes to. Those that keep statistics do not declare it; of others' all count."""
     given = list(arguments(node))
-    foreign = not is_own(node.target)
+    foreign = node.target.namespace != "aten"  # type: ignore[union-attr]
     keeps = any(argument.name in STATISTICS and value is True for argument, value in given)
     for argument, value in given:
         declared = argument.alias_info is not None and argument.alias_info.is_write

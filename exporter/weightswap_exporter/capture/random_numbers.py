@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from threading import get_ident
 from typing import Any
+from unittest import mock
 
 import torch
 from torch.export import ExportedProgram
@@ -25,14 +26,8 @@ def no_seeding() -> Iterator[None]:
             return seed(value)
         raise CaptureError(f"a call seeds torch's random numbers, which no graph does: {INSTEAD}")
 
-    modules: tuple[Any, ...] = torch, torch.random
-    for module in modules:
-        module.manual_seed = refuse
-    try:
+    with mock.patch.object(torch, "manual_seed", refuse), mock.patch.object(torch.random, "manual_seed", refuse):
         yield
-    finally:
-        for module in modules:
-            module.manual_seed = seed
 
 
 def check_no_generator(program: ExportedProgram) -> None:

@@ -7,13 +7,12 @@ import json
 import logging
 import zipfile
 from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 import torch
 from torch._subclasses import FakeTensor
 from torch.export import ExportedProgram
-from torch.fx import GraphModule
 from torch.utils import _pytree as pytree
 
 from weightswap_runtime import Artifact
@@ -21,10 +20,10 @@ from weightswap_runtime.engines.graphs.archives import check_records
 from weightswap_runtime.engines.graphs.graph_opening import open_graph
 from weightswap_runtime.errors import ArtifactError
 from weightswap_runtime.messages import listed
-from weightswap_runtime.tensors.content import TensorBytes
 from weightswap_runtime.tensors.torch_tensors import copied_tensor
 
 from .document_check import program_problems, tensor_problems
+from .programs import graphs
 
 CPU = torch.device("cpu")
 _AUTOCAST = torch.ops.higher_order.wrap_with_autocast
@@ -35,7 +34,8 @@ def open_program(artifact: Artifact, name: str) -> ExportedProgram:
     open_graph(artifact, name, CPU)
     raw, where = artifact.read(name), str(artifact.path / name)
     try:
-        with _quiet():
+        # torch logs why it cannot open a program, in words that somebody else may have chosen
+        with mock.patch.object(logging.getLogger("torch.export"), "disabled", new=True):
             return torch.export.load(io.BytesIO(checked_archive(raw, where)))
     except ArtifactError:
         raise
@@ -45,17 +45,6 @@ def open_program(artifact: Artifact, name: str) -> ExportedProgram:
             f"{where}: torch {torch.__version__} cannot open the graph that torch "
             f"{artifact.manifest.producer.torch} wrote ({reason}). Install that torch, or export again."
         ) from error
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """A block in which torch does not log why it cannot open a program, in words that somebody else may have chosen."""
-    logger = logging.getLogger("torch.export")
-    before, logger.disabled = logger.disabled, True
-    try:
-        yield
-    finally:
-        logger.disabled = before
 
 
 def checked_archive(raw: bytes, where: str) -> bytes:
@@ -88,15 +77,10 @@ def _problems(name: str, document: Any) -> Iterator[str]:
 
 def retarget(program: ExportedProgram, device: torch.device) -> None:
     """Let a program run on a device: each device in it becomes that one. `torch.export.passes` overlooks some."""
-
-    def moved(value: Any) -> Any:
-        return device if isinstance(value, torch.device) else value
-
-    for module in program.graph_module.modules():
-        if not isinstance(module, GraphModule):
-            continue
+    for module in graphs(program):
         for node in module.graph.nodes:
-            node.args, node.kwargs = pytree.tree_map(moved, (node.args, node.kwargs))
+            given = node.args, node.kwargs
+            node.args, node.kwargs = pytree.tree_map_only(torch.device, lambda _: device, given)
             if node.target is _AUTOCAST and node.args[0] == "cpu":
                 node.args = (device.type, *node.args[1:])
         module.recompile()
@@ -119,7 +103,8 @@ def method_program(artifact: Artifact, name: str, device: torch.device = CPU) ->
             continue
         table[spec.target] = _like(table[spec.target], device)
         if item.kind == "constant":
-            _fill(table[spec.target], constants[rows[item.name].name])
+            with torch.no_grad():
+                table[spec.target].copy_(copied_tensor(constants[rows[item.name].name]))
     if device != CPU:
         retarget(program, device)
         _move_inputs(program, device)
@@ -139,8 +124,3 @@ def _like(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     """Memory of the same type, for a tensor without any."""
     empty = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
     return torch.nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, torch.nn.Parameter) else empty
-
-
-def _fill(tensor: torch.Tensor, content: TensorBytes) -> None:
-    with torch.no_grad():
-        tensor.copy_(copied_tensor(content))

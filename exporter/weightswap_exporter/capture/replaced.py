@@ -44,12 +44,8 @@ def replaced_tensors(root: nn.Module) -> Iterator[set[str]]:
         was = before.pop()
         return None if before else _copied_back(root, was, output, names)
 
-    hooks = register_module_forward_pre_hook(begin), register_module_forward_hook(end)
-    try:
+    with register_module_forward_pre_hook(begin), register_module_forward_hook(end):
         yield names
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 def check_seen(replaced: Collection[str], mutated: Collection[str]) -> None:

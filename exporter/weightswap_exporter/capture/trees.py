@@ -43,13 +43,14 @@ def _keys(spec: pytree.TreeSpec) -> list[Key] | None:
     kind: Any = spec.type
     if kind in (tuple, list, deque, namedtuple):
         return None
+    keys: list[Any] | None
     if kind in (dict, OrderedDict):
         keys = list(spec.context)
     elif kind is defaultdict:
         keys = list(spec.context[1])
-    elif (fields := _class_keys(spec)) is not None:
-        keys = fields
     else:
+        keys = _class_keys(spec)
+    if keys is None:
         return None
     if not all(_is_key(key) for key in keys):
         raise CaptureError(

@@ -12,7 +12,7 @@ from torch.fx import Node
 from torch.fx.node import map_arg
 from torch.utils import _pytree as pytree
 
-from weightswap_runtime.engines.graphs.effects import SECRET_VIEWS, full_name, is_fresh
+from weightswap_runtime.engines.graphs.effects import SECRET_VIEWS, declares_views, is_composed, is_fresh
 
 
 def may_view(node: Node) -> list[Node]:
@@ -22,11 +22,11 @@ def may_view(node: Node) -> list[Node]:
     """
     if not isinstance(node.target, OpOverload):
         return node.all_input_nodes
-    if _declares(node.target):
+    if declares_views(node.target):
         return [item for argument, value in arguments(node) if argument.alias_info for item in nodes(value)]
     if is_fresh(node.target):
         return []
-    return node.all_input_nodes if _is_composed(node.target) or opname(node) in SECRET_VIEWS else []
+    return node.all_input_nodes if is_composed(node.target) or opname(node) in SECRET_VIEWS else []
 
 
 def viewed(node: Node) -> list[Node]:
@@ -35,13 +35,11 @@ def viewed(node: Node) -> list[Node]:
     As in eager, C++ decomposes them then. Results that the capture has recorded do not tell, as it takes
     decompositions in Python, which may copy what C++ returns as it is.
     """
-    views = may_view(node)
-    if not views or not isinstance(node.target, OpOverload):
-        return views
-    if _declares(node.target) or not _is_composed(node.target):
+    views, target = may_view(node), node.target
+    if not views or not isinstance(target, OpOverload) or declares_views(target) or not is_composed(target):
         return views
     try:
-        return _tried(node, node.target)
+        return _tried(node, target)
     except Exception:  # it has no implementation without values, or sizes that follow from values
         return views
 
@@ -73,19 +71,6 @@ def _sample(size: Any) -> Any:
 def memory(value: Any) -> set[int]:
     """The storages of the tensors in a value."""
     return {each.untyped_storage()._cdata for each in pytree.tree_leaves(value) if isinstance(each, torch.Tensor)}
-
-
-def _declares(target: OpOverload) -> bool:
-    return any(result.alias_info is not None for result in target._schema.returns)
-
-
-def _is_composed(target: OpOverload) -> bool:
-    return torch._C._dispatch_has_kernel_for_dispatch_key(full_name(target), "CompositeImplicitAutograd")
-
-
-def is_own(target: Any) -> bool:
-    """Whether an operator is torch's."""
-    return getattr(target, "namespace", "") == "aten"
 
 
 def opname(node: Node) -> str:

@@ -40,9 +40,8 @@ def eager(model: nn.Module, functions: Mapping[str, str], initial: Mapping[str, 
     """
     buffers = _ModelBuffers(model, initial)
     fast = torch.backends.mha.get_fastpath_enabled()
-    uncached = huggingface.without_cache(model) if huggingface.is_pretrained(model) else nullcontext()
     plain = torch.autocast("cpu", enabled=False)
-    with torch.no_grad(), plain, torch.random.fork_rng(devices=[]), uncached:
+    with torch.no_grad(), plain, torch.random.fork_rng(devices=[]), huggingface.without_cache(model):
         try:
             torch.backends.mha.set_fastpath_enabled(False)
             yield Eager(model, functions, buffers)

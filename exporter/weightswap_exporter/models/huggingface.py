@@ -28,9 +28,9 @@ def is_pretrained(model: nn.Module) -> bool:
 
 @contextmanager
 def without_cache(model: nn.Module) -> Iterator[None]:
-    """Let the model's configuration ask for no key-value cache meanwhile: a cache cannot be a graph's output."""
-    owner: Any = model
-    configs = (owner.config, *(getattr(owner.config, name, None) for name in owner.config.sub_configs))
+    """Let a model of transformers ask for no key-value cache meanwhile: a cache cannot be the output of a graph."""
+    config: Any = model.config if is_pretrained(model) else None
+    configs = (config, *(getattr(config, name, None) for name in getattr(config, "sub_configs", ())))
     asking = [config for config in configs if getattr(config, "use_cache", False)]
     try:
         for config in asking:
@@ -77,7 +77,9 @@ def load(model: nn.Module, checkpoint: Mapping[str, torch.Tensor]) -> None:
     conversions: list[Any] = get_model_conversion_mapping(owner)
     device = next((str(tensor.device) for tensor in checkpoint.values()), "cpu")
     config = LoadStateDictConfig(weight_mapping=conversions, dtype=owner.dtype, device_map={"": device})
-    with torch.no_grad(), _in_this_thread(), _silent():
+    # transformers converts in a pool of threads, where a tracer would not see it
+    in_this_thread = mock.patch.dict(os.environ, {"HF_DEACTIVATE_ASYNC_LOAD": "1"})
+    with torch.no_grad(), in_this_thread, _silent():
         found, _ = convert_and_load_state_dict_in_model(owner, dict(checkpoint), config, None)
         owner.tie_weights(missing_keys=found.missing_keys, recompute_mapping=False)
         owner._adjust_missing_and_unexpected_keys(found)
@@ -102,26 +104,15 @@ def _hollow(tensor: torch.Tensor) -> torch.Tensor:
 
 
 @contextmanager
-def _in_this_thread() -> Iterator[None]:
-    """transformers converts in a pool of threads, where a tracer would not see it."""
-    with mock.patch.dict(os.environ, {"HF_DEACTIVATE_ASYNC_LOAD": "1"}):
-        yield
-
-
-@contextmanager
 def _silent() -> Iterator[None]:
     """No progress bar, whatever the process has set up."""
     from transformers.utils import logging
 
-    previous = logging.set_tqdm_hook(_bare)
+    previous = logging.set_tqdm_hook(lambda _, args, __: args[0])
     try:
         yield
     finally:
         logging.set_tqdm_hook(previous)
-
-
-def _bare(factory: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:  # noqa: ARG001
-    return args[0]
 
 
 def _problems(found: Any) -> Iterator[str]:

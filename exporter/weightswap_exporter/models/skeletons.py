@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Callable, Iterator, MutableMapping
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
@@ -56,16 +56,14 @@ def skeleton() -> Iterator[None]:
 def _no_memo(t: torch.Tensor, v: FakeTensor) -> None: ...
 
 
-def _copy(tensor: FakeTensor, memo: dict[int, object]) -> torch.Tensor:
+def _copy(tensor: FakeTensor, memo: dict[int, Any]) -> Any:
     """What copy.deepcopy does with a fake tensor; torch's own way asks for its address."""
     if id(tensor) not in memo:
         with tensor.fake_mode:
             values = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
         is_parameter = isinstance(tensor, nn.Parameter)
         memo[id(tensor)] = nn.Parameter(values, tensor.requires_grad) if is_parameter else values
-    copied = memo[id(tensor)]
-    assert isinstance(copied, torch.Tensor)
-    return copied
+    return memo[id(tensor)]
 
 
 class _Builder:
@@ -83,16 +81,16 @@ class _Builder:
             raise CaptureError("skeleton() is active already; one at a time can build a model")
         try:
             register = self._registering(nn.Module.register_parameter)
-            initialisers = {
+            initialisers: dict[str, Any] = {
                 name: self._idle(function)
                 for name, function in vars(nn.init).items()
                 if callable(function) and name.endswith("_") and not name.startswith("__")
             }
-            with ExitStack() as stack:
-                stack.enter_context(mock.patch.object(nn.Module, "register_parameter", register))
-                stack.enter_context(mock.patch.object(FakeTensor, "__deepcopy__", _copy, create=True))
-                for name, function in initialisers.items():
-                    stack.enter_context(mock.patch.object(nn.init, name, function))
+            with (
+                mock.patch.object(nn.Module, "register_parameter", register),
+                mock.patch.object(FakeTensor, "__deepcopy__", _copy, create=True),
+                mock.patch.multiple(nn.init, **initialisers),
+            ):
                 yield
         finally:
             _patching.release()
@@ -113,15 +111,13 @@ class _Builder:
             raise CaptureError(f"{self.last}: is a {kind}, which a skeleton cannot hold. Export the whole model.")
         if is_lazy(param):
             raise CaptureError(f"{self.last}: a lazy parameter has no shape yet; give the layer its sizes")
-        made = self._made.get(param)
-        if made is None:
+        if param not in self._made:
             parts = {name: stand_in(part, self._mode) for name, part in parts_of("", param).items()}
-            values = put_together("", param, parts)
-            made = nn.Parameter(values, requires_grad=param.requires_grad)
+            made = nn.Parameter(put_together("", param, parts), requires_grad=param.requires_grad)
             for key, value in vars(param).items():
                 made.__dict__.setdefault(key, value)
             self._made[param] = made
-        return made
+        return self._made[param]
 
     def _idle(self, function: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(function)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from .parts import is_composed, parts_of, put_together
 from .tensors import TieKey, named_tensors, tie_key
 
-DEEPEST = 6  # of what attributes hold in one another
+_DEEPEST = 6  # of what attributes hold in one another
 
 
 def stand_in(tensor: torch.Tensor, mode: FakeTensorMode, *, contiguous: bool = False) -> torch.Tensor:
@@ -43,7 +43,7 @@ def restored(model: nn.Module) -> Iterator[None]:
             vars(module).update(attributes)
 
 
-def attributes_of(value: Any) -> dict[str, Any] | None:
+def _attributes_of(value: Any) -> dict[str, Any] | None:
     """The attributes of a plain object of somebody's own class; None of what torch and the standard library make."""
     origin = type(value).__module__.partition(".")[0]
     if origin in sys.stdlib_module_names or origin == "torch" or isinstance(value, nn.Module | torch.Tensor | type):
@@ -52,18 +52,29 @@ def attributes_of(value: Any) -> dict[str, Any] | None:
     return found if type(found) is dict else None
 
 
-def _containers(value: Any, depth: int = 0, seen: set[int] | None = None) -> Iterator[Any]:
+def _containers(value: Any) -> Iterator[Any]:
     """What can be put back of an attribute: its lists, deques, dicts and sets, objects, also those in one another."""
+    for _, each in within("", value):
+        if isinstance(each, list | dict | set | deque) and type(each).__module__ in ("builtins", "collections"):
+            yield each
+        if (attributes := _attributes_of(each)) is not None:
+            yield attributes
+
+
+def within(path: str, value: Any, depth: int = 0, seen: set[int] | None = None) -> Iterator[tuple[str, Any]]:
+    """A value, and what lists, tuples, deques, dicts and plain objects hold, by path; `seen` are the ids of objects."""
+    yield path, value
     seen = set() if seen is None else seen
-    attributes = attributes_of(value)
-    if attributes is not None and id(value) not in seen:
+    items: list[tuple[str, Any]] = []
+    if id(value) not in seen and (attributes := _attributes_of(value)) is not None:
         seen.add(id(value))
-        yield from _containers(attributes, depth, seen)
-    if isinstance(value, list | dict | set | deque) and type(value).__module__ in ("builtins", "collections"):
-        yield value
-    if depth < DEEPEST and isinstance(value, list | tuple | dict | deque):
-        for item in value.values() if isinstance(value, dict) else value:
-            yield from _containers(item, depth + 1, seen)
+        items += [(f".{name}", item) for name, item in attributes.items()]
+    if isinstance(value, list | tuple | deque):
+        items += [(f"[{index}]", item) for index, item in enumerate(value)]
+    elif isinstance(value, dict):
+        items += [(f"[{key!r}]", item) for key, item in value.items()]
+    for key, item in items if depth <= _DEEPEST else ():
+        yield from within(path + key, item, depth + 1, seen)
 
 
 def install(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -97,9 +108,9 @@ def _install(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> None:
         module._parameters[leaf] = parameters[id(tensor)]
 
 
-def without_values(model: nn.Module, mode: FakeTensorMode, names: Callable[[str], bool]) -> dict[str, torch.Tensor]:
-    """A stand-in for each parameter and buffer whose FQN `names` accepts; those of tied ones are not tied."""
-    return {name: stand_in(tensor, mode) for name, tensor in named_tensors(model).items() if names(name)}
+def without_values(model: nn.Module, mode: FakeTensorMode, names: Collection[str]) -> dict[str, torch.Tensor]:
+    """A stand-in for each parameter and buffer of these FQNs; those of tied ones are not tied."""
+    return {name: stand_in(tensor, mode) for name, tensor in named_tensors(model).items() if name in names}
 
 
 def tied(model: nn.Module, stand_ins: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -37,10 +37,7 @@ def named_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
 
 def whole_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     """The same without taking anything apart."""
-    tensors: dict[str, torch.Tensor] = {}
-    tensors |= dict(model.named_parameters(remove_duplicate=False))
-    tensors |= dict(model.named_buffers(remove_duplicate=False))
-    return tensors
+    return dict([*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)])
 
 
 def named_parameters(model: nn.Module) -> set[str]:

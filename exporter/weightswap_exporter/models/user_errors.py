@@ -13,11 +13,7 @@ from torch._subclasses.fake_tensor import (
 )
 
 _OURS = (str(Path(torch.__file__).parent), str(Path(__file__).parent.parent))
-_WANTS_VALUES = (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    UnsupportedFakeTensorException,
-)
+_WANTS_VALUES = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedFakeTensorException)
 _TEXTS = ("numpy() is not supported for tensor subclasses", "Can't call metadata mutating ops on non-Fake Tensor")
 
 

@@ -53,11 +53,20 @@ def is_fresh(overload: OpOverload) -> bool:
 
     What is composed of other operators may return an argument without saying so.
     """
-    said = any(each.alias_info is not None for each in overload._schema.returns)
-    if said or not _own(overload) or _short(overload) in SECRET_VIEWS:
+    if declares_views(overload) or not _own(overload) or _short(overload) in SECRET_VIEWS:
         return False
-    composed = torch._C._dispatch_has_kernel_for_dispatch_key(full_name(overload), "CompositeImplicitAutograd")
-    return not composed or _short(overload) in _FRESH
+    return not is_composed(overload) or _short(overload) in _FRESH
+
+
+def declares_views(overload: OpOverload) -> bool:
+    """Whether results share memory with arguments by the schema."""
+    return any(each.alias_info is not None for each in overload._schema.returns)
+
+
+def is_composed(overload: OpOverload) -> bool:
+    """Whether an operator is composed of others."""
+    full_name = overload.name()  # type: ignore[no-untyped-call]
+    return torch._C._dispatch_has_kernel_for_dispatch_key(full_name, "CompositeImplicitAutograd")
 
 
 def _own(overload: OpOverload) -> bool:
@@ -66,12 +75,6 @@ def _own(overload: OpOverload) -> bool:
 
 def _short(overload: OpOverload) -> str:
     return overload._schema.name.removeprefix("aten::")
-
-
-def full_name(overload: OpOverload) -> str:
-    """The dispatcher's name: `aten::add.Tensor`."""
-    name, which = overload._schema.name, overload._schema.overload_name
-    return f"{name}.{which}" if which else name
 
 
 _VARYING = {
