@@ -6,29 +6,21 @@ from collections.abc import Sequence
 from statistics import median
 
 from weightswap_tools.bench import EngineBench
-from weightswap_tools.reports.blocks import Cell, Column
+from weightswap_tools.reports.blocks import Cell, Column, columns
 
 CALLS = (
-    Column("engine"),
-    Column("residency"),
-    Column("sizes"),
-    *(Column(name, "number") for name in ("threads", "calls", "p50 (ms)", "p90 (ms)", "p99 (ms)")),
-    *(Column(name, "number") for name in ("calls/s", "samples/s")),
+    *columns("engine", "residency", "sizes"),
+    *columns("threads", "calls", "p50 (ms)", "p90 (ms)", "p99 (ms)", "calls/s", "samples/s", kind="number"),
 )
 SWAPS = (
-    Column("engine"),
-    Column("residency"),
-    *(
-        Column(name, "number")
-        for name in ("swaps", "staged (ms)", "verified (ms)", "paused (µs)", "longest pause (µs)")
-    ),
+    *columns("engine", "residency"),
+    *columns("swaps", "staged (ms)", "verified (ms)", "paused (µs)", "longest pause (µs)", kind="number"),
     Column("read", "bytes"),
 )
 MEMORY = (
-    Column("engine"),
-    Column("residency"),
+    *columns("engine", "residency"),
     Column("load (s)", "number"),
-    *(Column(name, "bytes") for name in ("before the load", "after it", "at most while swapping")),
+    *columns("before the load", "after it", "at most while swapping", kind="bytes"),
 )
 Row = tuple[Cell, ...]
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from weightswap_runtime.format.goldens import GoldensRecord
 from weightswap_runtime.messages import plural
-from weightswap_tools.reports.blocks import Column, Facts, Report, Section, Table
+from weightswap_tools.reports.blocks import Column, Facts, Report, Section, Table, columns
 
 from .facts import exactness, goldens_facts, machine
 from .subject import GoldensSubject
@@ -19,9 +19,9 @@ def goldens_report(subject: GoldensSubject) -> Report:
         (number, case.method, _told(subject, case.inputs), _told(subject, case.outputs))
         for number, case in enumerate(subject.record.cases)
     )
-    columns = (Column("case", "number"), Column("method"), Column("inputs"), Column("outputs"))
+    heads = (Column("case", "number"), *columns("method", "inputs", "outputs"))
     overview = Section("Overview", (Facts(tuple(goldens_facts(subject))),))
-    calls = Section("Recorded calls", (Table(columns, cases, "What goes in, and what the eager model gave"),))
+    calls = Section("Recorded calls", (Table(heads, cases, "What goes in, and what the eager model gave"),))
     return Report(Path(subject.where).name, f"Goldens: {_count(subject.record)}", (overview, calls))
 
 

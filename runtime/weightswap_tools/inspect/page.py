@@ -8,7 +8,7 @@ from pathlib import Path
 from weightswap_runtime.format.delta_file import DATA, RUNS
 from weightswap_runtime.tensors.dtypes import describe
 from weightswap_runtime.tensors.dtypes import nbytes as size_of
-from weightswap_tools.reports.blocks import Column, Facts, Report, Section, Table
+from weightswap_tools.reports.blocks import Column, Facts, Report, Section, Table, columns
 from weightswap_tools.tensor_set import SetTensor
 
 from .artifact_page import artifact_report
@@ -55,9 +55,9 @@ def _tensors_section(subject: WeightsSubject) -> Section:
 
 
 def _tensors_table(subject: WeightsSubject, tensors: Mapping[str, SetTensor]) -> Table:
-    columns = list(_tensor_columns(subject))
-    rows = (tuple(cell(name, tensor) for _, cell in columns) for name, tensor in tensors.items())
-    return Table(tuple(column for column, _ in columns), tuple(rows), "Tensors, as they lie in the file")
+    heads, cells = zip(*_tensor_columns(subject), strict=True)
+    rows = (tuple(cell(name, tensor) for cell in cells) for name, tensor in tensors.items())
+    return Table(heads, tuple(rows), "Tensors, as they lie in the file")
 
 
 _Cell = Callable[[str, SetTensor], str | int]
@@ -107,17 +107,11 @@ def _delta_section(subject: WeightsSubject) -> Section:
         )
         for name, changed in changes.items()
     )
-    columns = (
-        Column("weight"),
-        Column("type"),
-        Column("size", "bytes"),
-        Column("replaced", "bytes"),
-        Column("runs", "number"),
-    )
+    heads = (*columns("weight", "type"), *columns("size", "replaced", kind="bytes"), Column("runs", "number"))
     sizes = {name: tensors[DATA + name].nbytes for name in changes}
     details = {name: describe(changed) for name, changed in changes.items()}
     return Section(
         "Changes",
-        (weights_map(sizes, details, "all that is replaced"), Table(columns, rows, "Weights that change")),
+        (weights_map(sizes, details, "all that is replaced"), Table(heads, rows, "Weights that change")),
         "Weights that are not listed are equal in both sets.",
     )

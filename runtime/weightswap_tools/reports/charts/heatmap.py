@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from weightswap_tools.reports.blocks import Column, HeatMap, Table
+from weightswap_tools.reports.blocks import Column, HeatMap, Table, columns
 from weightswap_tools.reports.embedding import markup
 from weightswap_tools.reports.texts import cut_text, distinct_texts
 
@@ -38,7 +38,7 @@ class _Key(NamedTuple):
 def heatmap(block: HeatMap) -> Chart:
     """A coloured cell for each value."""
     scale = _Scale(block)
-    columns = (Column("row"), *(Column(name, "number") for name in block.columns))
+    heads = (Column("row"), *columns(*block.columns, kind="number"))
     rows = tuple((name, *map(_cell, row)) for name, row in zip(block.rows, block.values, strict=True))
     tilted = len(block.columns) > MOST_LEVEL_LABELS
     paged = len(block.rows) > ROWS
@@ -46,7 +46,7 @@ def heatmap(block: HeatMap) -> Chart:
         block.caption or f"Heat map of {block.what}",
         ROW_HEIGHT * min(ROWS, len(block.rows)) + (160 if tilted else 50),
         _option(block, scale, tilted, paged),
-        Table(columns, rows),
+        Table(heads, rows),
         _legend(block, scale),
         moves("Rows of the heat map", _MOVES) if paged else "",
         f"{320 + 110 * len(block.columns)}px",
