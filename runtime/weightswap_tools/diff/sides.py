@@ -13,7 +13,7 @@ from weightswap_runtime.format.goldens import record_of
 from weightswap_runtime.format.name_matching import KEYS, NAMES, UNAMBIGUOUS, Keys, Match, Readings, resolve
 from weightswap_runtime.memory.arena import allocate
 from weightswap_runtime.tensors.content import TensorBytes
-from weightswap_tools.tensor_set import SetRequest, SetTensor, TensorSet
+from weightswap_tools.tensor_set import SetTensor, TensorSet
 
 from .report import SetInfo
 from .streaming import Computed, Tensor, digests_of
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from weightswap_runtime.staging.transforms import Transforms
 
-_READINGS: dict[Keys | None, Readings] = {None: UNAMBIGUOUS, "checkpoint": KEYS, "fqn": NAMES}
+READINGS: dict[Keys | None, Readings] = {None: UNAMBIGUOUS, "checkpoint": KEYS, "fqn": NAMES}
 
 
 class Side(NamedTuple):
@@ -38,11 +38,6 @@ class Side(NamedTuple):
     digests: Mapping[str, str]
     sources: tuple[str, ...] = ()
     ties: Mapping[str, tuple[str, ...]] = MappingProxyType({})
-
-
-def request(artifact: Artifact | None, keys: Keys | None, level: str | None) -> SetRequest:
-    """How to open what `side` takes."""
-    return SetRequest(level, artifact.manifest if artifact else None, _READINGS[keys])
 
 
 def side(weights: TensorSet, artifact: Artifact | None, keys: Keys | None) -> Side:
@@ -60,7 +55,7 @@ def side(weights: TensorSet, artifact: Artifact | None, keys: Keys | None) -> Si
     if artifact is None:
         tensors = {name: _stored(tensor) for name, tensor in weights.tensors.items()}
         return Side(_info(weights, tensors), tensors, digests, tuple(tensors), weights.ties)
-    readings = NAMES if stamp else _READINGS[keys]
+    readings = NAMES if stamp else READINGS[keys]
     match = resolve(weights.tensors, artifact.manifest, weights.full_where, readings=readings)
     _check_ties(weights, match)
     tensors = {name: _stored(weights.tensors[names[0]]) for name, names in match.found.items()}
