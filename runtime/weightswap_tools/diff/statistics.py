@@ -93,13 +93,8 @@ def summary(tallies: Sequence[Tally], shape: tuple[int, ...], *, parts: bool) ->
     return Summary(sides, _change(table, histogram_of(counts), rows.new, (*shape, 2) if parts else shape, parts))
 
 
-def _columns(kind: Any, table: Floats) -> Any:
-    """The rows of blocks as one array for each of their fields."""
-    return kind(*table.T)
-
-
 def _values(table: Floats, dead: int) -> Values:
-    columns = _columns(Moments, table)
+    columns: Any = Moments(*table.T)  # an array of all blocks for each field
     finite, nan, inf = (int(counts.sum()) for counts in (columns.finite, columns.nan, columns.inf))
     mean, variance = _mean_and_variance(columns, max(1, finite))
     return Values(
@@ -121,7 +116,7 @@ def _mean_and_variance(columns: Any, count: int) -> tuple[float, float]:
 
 
 def _change(table: Floats, histogram: Histogram, new_dead: int, shape: tuple[int, ...], parts: bool) -> Change:
-    columns = _columns(Differences, table)
+    columns: Any = Differences(*table.T)
     elements, changed = math.prod(shape), int(columns.changed.sum())
     norm, before, after = (
         math.sqrt(squares.sum()) for squares in (columns.squares, columns.before_squares, columns.after_squares)
@@ -144,9 +139,9 @@ def _change(table: Floats, histogram: Histogram, new_dead: int, shape: tuple[int
 
 
 def _largest(columns: Any, shape: tuple[int, ...], step: int) -> Largest | None:
-    block = int(columns.largest.argmax()) if len(columns.largest) else 0
-    if not len(columns.largest) or not columns.largest[block]:
+    if not columns.largest.any():
         return None
+    block = int(columns.largest.argmax())
     index = np.unravel_index(block * step + int(columns.largest_at[block]), shape) if shape else ()
     return Largest(
         change=float(columns.largest[block]),

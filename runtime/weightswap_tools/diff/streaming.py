@@ -41,8 +41,6 @@ class Computed(NamedTuple):
 
 
 Tensor = SetTensor | TensorBytes | Computed
-
-
 PIECE = 1 << 20  # elements; a multiple of the blocks of statistics and, whatever the dtype, of those of digests
 Progress = Callable[[int, int], None]
 
@@ -71,7 +69,7 @@ class Scan:
         """hashed: whether digests are computed."""
         self.sides: tuple[Readable, ...] = tuple(sides)
         self._hashed = hashed
-        self._found: Scanned | None = None
+        self.found: Scanned  # of all pieces together, when all were worked on
         self._shape = sides[0].shape
         self._whole = all(DTYPES[side.dtype].bits % 8 == 0 for side in sides)
         self._parts = any(side.dtype.startswith("C") for side in sides)
@@ -79,12 +77,6 @@ class Scan:
         self._left = max(1, -(-self._elements // PIECE))
         self._pieces: list[_ScannedPiece | None] = [None] * self._left
         self._lock = threading.Lock()
-
-    @property
-    def found(self) -> Scanned:
-        """What all pieces together tell, when all were worked on."""
-        assert self._found is not None
-        return self._found
 
     def release(self) -> None:
         """Forget the tensors, which may be in memory."""
@@ -124,7 +116,7 @@ class Scan:
         pieces = [piece for piece in self._pieces if piece is not None]
         tallies = [piece.tally for piece in pieces if piece.tally is not None]
         sides = range(len(self.sides))
-        self._found = Scanned(
+        self.found = Scanned(
             equal=all(piece.equal for piece in pieces),
             digests=tuple(tensor_digest(_joined(pieces, side)) for side in sides) if self._hashed else (),
             summary=summary(tallies, self._shape, parts=self._parts) if tallies else None,
