@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 from weightswap_tools.diff import Histogram as Changes
-from weightswap_tools.diff import SetInfo, TensorDiff, WeightsDiff
+from weightswap_tools.diff import TensorDiff, WeightsDiff
 from weightswap_tools.reports.blocks import Cell, Column, Facts, Histogram, Note, Report, Section, Table, columns
 
 from .change_map import change_map
@@ -35,19 +35,10 @@ _TABLE_NOTE = "The most alarming first. A is before, B after."
 
 
 def _facts(diff: WeightsDiff) -> Iterator[tuple[str, str]]:
-    yield from _set("before", diff.before)
-    yield from _set("after", diff.after)
+    yield from set_facts("before", diff.before)
+    yield from set_facts("after", diff.after)
     yield "tensors", ", ".join(f"{count} {status}" for status, count in diff.counts.items())
     yield "change", overall(diff)
-
-
-def _set(title: str, info: SetInfo) -> Iterator[tuple[str, str]]:
-    yield title, set_facts(info)
-    if info.weights_id:
-        yield "weights id", info.weights_id
-    yield from (("label", f"{label} = {text}") for label, text in info.labels.items())
-    if info.ignored:
-        yield "left out", ", ".join(info.ignored)
 
 
 def _conditions(failures: Mapping[str, tuple[str, ...]]) -> Iterator[Section]:
