@@ -42,6 +42,10 @@ class Branch:
         for branch in self.walk():
             yield from branch.names
 
+    def count(self) -> int:
+        """How many names are in this module and below."""
+        return sum(len(branch.names) for branch in self.walk())
+
     def reach(self, path: Sequence[str]) -> Branch:
         """The module at a path below this one; what is missing on the way is made."""
         branch = self
@@ -80,6 +84,13 @@ def sizes_below(root: Branch, sizes: Mapping[str, int]) -> dict[Branch, int]:
         own = sum(sizes[name] for name in branch.names)
         sums[branch] = own + sum(sums[below] for below in branch.branches.values())
     return sums
+
+
+def totals(sizes: Mapping[str, int]) -> list[tuple[str, int, int]]:
+    """The path of each module, how many of these tensors are in it or below, and the sum of their sizes."""
+    root = grow(sizes)
+    sums = sizes_below(root, sizes)
+    return [(branch.path, branch.count(), sums[branch]) for branch in root.walk()]
 
 
 def fingerprints(

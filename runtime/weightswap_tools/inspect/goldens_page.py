@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 from weightswap_runtime.format.goldens import GoldensRecord
@@ -15,18 +15,12 @@ from .subject import GoldensSubject
 
 def goldens_report(subject: GoldensSubject) -> Report:
     """What a goldens file says of itself, and the types of what was recorded."""
-    cases = tuple(
-        (number, case.method, _told(subject, case.inputs), _told(subject, case.outputs))
-        for number, case in enumerate(subject.record.cases)
-    )
     heads = (Column("case", "number"), *columns("method", "inputs", "outputs"))
     overview = Section("Overview", (Facts(tuple(goldens_facts(subject))),))
-    calls = Section("Recorded calls", (Table(heads, cases, "What goes in, and what the eager model gave"),))
+    calls = Section(
+        "Recorded calls", (Table(heads, tuple(subject.calls), "What goes in, and what the eager model gave"),)
+    )
     return Report(Path(subject.where).name, f"Goldens: {_count(subject.record)}", (overview, calls))
-
-
-def _told(subject: GoldensSubject, values: Iterable[str | int | None]) -> str:
-    return ", ".join(map(subject.describe, values))
 
 
 def _count(record: GoldensRecord) -> str:

@@ -73,18 +73,12 @@ def _tensor_columns(subject: WeightsSubject) -> Iterator[tuple[Column, _Cell]]:
         yield Column("offset", "number"), lambda _, tensor: tensor.offset or 0
     if digests := subject.digests:
         yield Column("digest"), lambda name, _: digests[name][:16]
-    if casts := _casts(subject):
+    if casts := {name: dtype for dtype, names in subject.casts.items() for name in names}:
         yield Column("cast from"), lambda name, _: casts.get(name, "")
     if ties := subject.ties:
         yield Column("tied to"), lambda name, _: ", ".join(ties.get(name, ()))
     if len(files := subject.weights.files) > 1:
         yield Column("file"), lambda _, tensor: files.get(tensor.file, "")
-
-
-def _casts(subject: WeightsSubject) -> dict[str, str]:
-    """The dtype that a tensor had in the checkpoint, for those that were cast."""
-    cast = (subject.stamp.cast or {}) if subject.stamp else {}
-    return {name: dtype for dtype, names in cast.items() for name in names}
 
 
 def _files_section(subject: WeightsSubject) -> Section:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
 
@@ -63,6 +63,11 @@ class WeightsSubject(NamedTuple):
         return stamp.labels if stamp else {}
 
     @property
+    def casts(self) -> Mapping[str, Sequence[str]]:
+        """The tensors that were cast, by the dtype that the checkpoint has."""
+        return (self.stamp.cast or {}) if self.stamp else {}
+
+    @property
     def total_bytes(self) -> int:
         return sum(tensor.nbytes for tensor in self.weights.tensors.values())
 
@@ -93,8 +98,17 @@ class GoldensSubject(NamedTuple):
     record: GoldensRecord
     tensors: Mapping[str, SetTensor]
 
-    def describe(self, value: Value) -> str:
-        """An input or output of a recorded call: `F32[2, 10]`, an integer, or what the signature has fixed."""
+    @property
+    def calls(self) -> list[tuple[int, str, str, str]]:
+        """The number and the method of each recorded call, and in words its inputs and its outputs."""
+        cases = enumerate(self.record.cases)
+        return [(number, case.method, self._all(case.inputs), self._all(case.outputs)) for number, case in cases]
+
+    def _all(self, values: Iterable[Value]) -> str:
+        return ", ".join(map(self._one, values))
+
+    def _one(self, value: Value) -> str:
+        """`F32[2, 10]`, an integer, or what the signature has fixed."""
         if isinstance(value, str):
             tensor = self.tensors.get(value)
             return describe(tensor) if tensor else f"{value}, which is missing"

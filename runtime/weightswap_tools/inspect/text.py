@@ -92,12 +92,5 @@ def _print_weights(subject: WeightsSubject) -> None:
 
 def _print_goldens(subject: GoldensSubject) -> None:
     print_facts(goldens_facts(subject))
-    rows = [
-        [str(number), case.method, _values(subject, case.inputs), _values(subject, case.outputs)]
-        for number, case in enumerate(subject.record.cases)
-    ]
+    rows = [[str(number), *texts] for number, *texts in subject.calls]
     print_table(plural(len(rows), "recorded call"), ["case", "method", "inputs", "outputs"], rows)
-
-
-def _values(subject: GoldensSubject, values: Iterable[str | int | None]) -> str:
-    return ", ".join(map(subject.describe, values))
