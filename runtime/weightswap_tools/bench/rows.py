@@ -8,6 +8,8 @@ from statistics import median
 from weightswap_tools.bench import EngineBench
 from weightswap_tools.reports.blocks import Cell, Column, columns
 
+from .report import sizes_text
+
 CALLS = (
     *columns("engine", "residency", "sizes"),
     *columns("threads", "calls", "p50 (ms)", "p90 (ms)", "p99 (ms)", "calls/s", "samples/s", kind="number"),
@@ -25,18 +27,13 @@ MEMORY = (
 Row = tuple[Cell, ...]
 
 
-def sizes_text(sizes: dict[str, int]) -> str:
-    """`batch=8, length=3`."""
-    return ", ".join(f"{name}={size}" for name, size in sizes.items()) or "as exported"
-
-
 def call_rows(results: Sequence[EngineBench]) -> list[Row]:
     """What the calls took, in the order of CALLS."""
     return [
         (
             result.engine,
             result.residency,
-            sizes_text(calls.sizes),
+            sizes_text(calls.sizes) or "as exported",
             calls.threads,
             calls.calls,
             *(milli(seconds) for seconds in (calls.p50, calls.p90, calls.p99)),

@@ -229,10 +229,8 @@ def _engines(before: Mapping[str, str], after: Mapping[str, str]) -> dict[str, s
     old, new = _compiled(before), _compiled(after)
     changes = {}
     for name in sorted(old.keys() | new.keys()):
-        if name not in old or name not in new:
-            changes[name] = "removed" if name in old else "added"
-        elif old[name] != new[name]:
-            changes[name] = "changed"
+        if old.get(name) != new.get(name):
+            changes[name] = "added" if name not in old else "removed" if name not in new else "changed"
     return changes
 
 

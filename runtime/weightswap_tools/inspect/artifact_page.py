@@ -112,21 +112,20 @@ def _checkpoints_section(manifest: Manifest) -> Section:
     adapter = manifest.adapter
     weights = {weight.name: weight for weight in manifest.weights}
     rows = tuple(
-        (source.weight, origin_kind(weights[source.weight], source), _keys_text(source.keys, source.transform))
+        (
+            source.weight,
+            origin_kind(weights[source.weight], source),
+            (" or " if source.transform is None else ", ").join(source.keys),
+        )
         for source in adapter.sources
     )
     table = Table(columns("weight", "how", "checkpoint keys"), rows, "How checkpoints become weights")
     return Section("Checkpoints", (*_checkpoint_notes(adapter), table, *_key_tables(adapter)))
 
 
-def _keys_text(keys: tuple[str, ...], transform: int | None) -> str:
-    return (", " if transform is not None else " or ").join(keys)
-
-
 def _checkpoint_notes(adapter: Adapter) -> Iterator[Note]:
     if adapter.untraceable:
-        text = f"Checkpoints have to be packed, as loading could not be recorded: {adapter.untraceable}"
-        yield Note(text, "bad")
+        yield Note(f"Checkpoints have to be packed, as loading could not be recorded: {adapter.untraceable}", "bad")
 
 
 def _key_tables(adapter: Adapter) -> Iterator[Table]:

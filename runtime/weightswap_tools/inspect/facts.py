@@ -29,10 +29,8 @@ def artifact_facts(subject: ArtifactSubject) -> Iterator[Fact]:
     for name, method in manifest.methods.items():
         yield "method", signature_text(name, method.signature)
         yield "", signature_sentence(name, method.signature)
-    yield (
-        "engines",
-        ", ".join(_engine_text(manifest, name, methods) for name, methods in engine_methods(manifest).items()),
-    )
+    engines = engine_methods(manifest).items()
+    yield "engines", ", ".join(_engine_text(manifest, name, methods) for name, methods in engines)
     yield from record_facts(subject.record)
 
 
@@ -98,7 +96,7 @@ def _level_facts(weights: TensorSet) -> Iterator[Fact]:
     if weights.level is not None:
         yield "level", weights.level or "the top"
     fullest = sorted(weights.others.items(), key=lambda other: -other[1])
-    others = [f"{path or 'the top'} ({_count(count)})" for path, count in fullest]
+    others = [f"{path or 'the top'} ({plural(count, 'tensor')})" for path, count in fullest]
     if others:
         yield "beside it", listed(others, MOST_LEVELS)
 
@@ -132,11 +130,7 @@ def goldens_facts(subject: GoldensSubject) -> Iterator[Fact]:
 
 def size_fact(count: int, nbytes: int) -> str:
     """`3 tensors, 1.2 MB`."""
-    return f"{_count(count)}, {human_bytes(nbytes)}"
-
-
-def _count(tensors: int) -> str:
-    return plural(tensors, "tensor")
+    return f"{plural(count, 'tensor')}, {human_bytes(nbytes)}"
 
 
 def origin(tensor: NamedTensor, source: WeightSource | None) -> str:

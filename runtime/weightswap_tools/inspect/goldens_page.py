@@ -15,16 +15,11 @@ from .subject import GoldensSubject
 
 def goldens_report(subject: GoldensSubject) -> Report:
     """What a goldens file says of itself, and the types of what was recorded."""
+    cases = tuple(subject.calls)
     heads = (Column("case", "number"), *columns("method", "inputs", "outputs"))
     overview = Section("Overview", (Facts(tuple(goldens_facts(subject))),))
-    calls = Section(
-        "Recorded calls", (Table(heads, tuple(subject.calls), "What goes in, and what the eager model gave"),)
-    )
-    return Report(Path(subject.where).name, f"Goldens: {_count(subject.record)}", (overview, calls))
-
-
-def _count(record: GoldensRecord) -> str:
-    return plural(len(record.cases), "recorded call")
+    calls = Section("Recorded calls", (Table(heads, cases, "What goes in, and what the eager model gave"),))
+    return Report(Path(subject.where).name, f"Goldens: {plural(len(cases), 'recorded call')}", (overview, calls))
 
 
 def goldens_section(record: GoldensRecord | None) -> Iterator[Section]:
@@ -33,7 +28,7 @@ def goldens_section(record: GoldensRecord | None) -> Iterator[Section]:
         return
     facts = (
         ("weights id", record.weights_id or "none: inputs alone"),
-        ("calls", _count(record)),
+        ("calls", plural(len(record.cases), "recorded call")),
         ("recorded on", machine(record)),
         ("compared", exactness(record)),
     )

@@ -73,8 +73,8 @@ def _print_kept(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]
 
 def _print_weights(subject: WeightsSubject) -> None:
     print_facts(weights_facts(subject))
-    for name, changed in (subject.delta.changes if subject.delta else {}).items():
-        print_facts([("changes", f"{name}, {describe(changed)}")])
+    changes = subject.delta.changes if subject.delta else {}
+    print_facts(("changes", f"{name}, {describe(changed)}") for name, changed in changes.items())
     ties = subject.ties
     rows = [
         [

@@ -66,7 +66,7 @@ class _Scale:
         self.log = block.scale == "log"
         present = {value for row in block.values for value in row if value is not None}
         plain = [value for value in present if self.key(value) is None and not isinstance(value, str)]
-        self.ends = (min(plain), max(plain)) if plain else None
+        self.ends = [min(plain), max(plain)] if plain else []
         found = {self.key(value) for value in present}
         below = any(not isinstance(value, str) and value < 0 for value in present)
         self.keys = {name: key for name, key in _keys(block, below) if name in found}
@@ -84,16 +84,14 @@ class _Scale:
 
     def shade(self, value: float) -> int:
         """The step of the colours, from 0 on."""
-        if self.ends is None or self.ends[0] == self.ends[1]:
-            return SHADES // 2
         low, high = (self.scaled(end) / 2 for end in self.ends)  # halves, as a difference may be too large
+        if low == high:
+            return SHADES // 2
         return round((self.scaled(value) / 2 - low) / (high - low) * SHADES)
 
     def ticks(self) -> list[str]:
-        """The ends of the scale and its middle."""
-        if self.ends is None:
-            return []
-        if self.ends[0] == self.ends[1]:
+        """The ends of the scale and its middle; one where they are equal, none where nothing is on the scale."""
+        if len(set(self.ends)) < 2:
             return distinct_texts(self.ends[:1])
         low, high = (self.scaled(end) / 2 for end in self.ends)
         return distinct_texts([self.ends[0], 10 ** (low + high) if self.log else low + high, self.ends[1]])
