@@ -42,10 +42,6 @@ class Branch:
         for branch in self.walk():
             yield from branch.names
 
-    def count(self) -> int:
-        """How many names are in this module and below."""
-        return sum(len(branch.names) for branch in self.walk())
-
     def reach(self, path: Sequence[str]) -> Branch:
         """The module at a path below this one; what is missing on the way is made."""
         branch = self
@@ -90,7 +86,7 @@ def totals(sizes: Mapping[str, int]) -> list[tuple[str, int, int]]:
     """The path of each module, how many of these tensors are in it or below, and the sum of their sizes."""
     root = grow(sizes)
     sums = sizes_below(root, sizes)
-    return [(branch.path, branch.count(), sums[branch]) for branch in root.walk()]
+    return [(branch.path, len([*branch.every_name()]), sums[branch]) for branch in root.walk()]
 
 
 def fingerprints(

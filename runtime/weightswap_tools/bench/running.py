@@ -136,8 +136,9 @@ def _size_sets(
         known = ", ".join(signature.dims) or "none"
         raise Unsupported(f"{unknown[0]!r} is no dynamic dimension of the method; there are: {known}")
     common = next(iter(common_sizes(signature)), {})
-    sets = [{**common, **sizes}] if varied is None or varied in sizes else []
-    return sets or [{**common, **sizes, str(varied): batch} for batch in batches]
+    if varied is None or varied in sizes:
+        return [{**common, **sizes}]
+    return [{**common, **sizes, varied: batch} for batch in batches]
 
 
 def _measured(

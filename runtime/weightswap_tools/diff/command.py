@@ -78,7 +78,6 @@ _FOR_WEIGHTS = "--artifact, --keys, --level, --values and --fail-if are for weig
 
 
 def _levels(given: list[str]) -> tuple[str | None, str | None]:
-    """The level of either side."""
     if len(given) > 2:
         raise typer.BadParameter("--level is given once for both, or twice: for what was before, and for what is after")
     return (given[0], given[-1]) if given else (None, None)

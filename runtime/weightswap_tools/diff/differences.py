@@ -74,7 +74,6 @@ def differences(
 
 
 def _differ(contents: tuple[TensorBytes, TensorBytes], sides: tuple[Numbers, Numbers]) -> NDArray[np.bool_]:
-    """Which elements have another value."""
     before, after = sides
     if contents[0].dtype == contents[1].dtype and not has_fractions(contents[0].dtype):
         exact: NDArray[np.bool_] = as_array(contents[0]) != as_array(contents[1])

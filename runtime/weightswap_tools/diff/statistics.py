@@ -159,7 +159,6 @@ def ratio(change: float, norm: float) -> float:
 
 
 def _cosine(product: float, before: float, after: float) -> float | None:
-    """Of the inner product and the norms."""
     if not before or not after or not math.isfinite(before + after):
         return None
     return max(-1.0, min(1.0, product / before / after))

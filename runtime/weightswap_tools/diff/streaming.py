@@ -9,20 +9,16 @@ from typing import NamedTuple, Protocol
 
 from weightswap_runtime.tensors.content import TensorBytes
 from weightswap_runtime.tensors.digests import Blocks, block_digests, digest_of, tensor_digest
-from weightswap_runtime.tensors.dtypes import DTYPES
+from weightswap_runtime.tensors.dtypes import DTYPES, Typed
 from weightswap_runtime.threads.worker_threads import WorkerThreads
 from weightswap_tools.tensor_set import SetTensor
 
 from .statistics import Summary, Tally, same_bytes, summary, tally
 
 
-class Readable(Protocol):
+class Readable(Typed, Protocol):
     """A tensor whose bytes several threads may read."""
 
-    @property
-    def dtype(self) -> str: ...
-    @property
-    def shape(self) -> tuple[int, ...]: ...
     @property
     def nbytes(self) -> int: ...
 

@@ -47,7 +47,6 @@ def _artifact(subject: ArtifactSubject) -> Document:
 
 
 def _modules(sizes: Mapping[str, int]) -> list[Document]:
-    """Every module that has tensors in it or below."""
     return [{"path": path, "tensors": count, "nbytes": nbytes} for path, count, nbytes in totals(sizes)]
 
 

@@ -218,7 +218,7 @@ def _told(path: str) -> str:
 
 
 def _plain_path(path: str) -> str:
-    """A module that is called again has `@1` behind its path. Deep below, paths end: see `modules.MOST_LEVELS`."""
+    """A module that is called again has `@1` behind its path. Deep below, paths end: see `module_tree`."""
     return ".".join(path.partition("@")[0].split(".")[:MOST_LEVELS])
 
 

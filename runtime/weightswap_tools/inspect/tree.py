@@ -102,5 +102,6 @@ class _Planter:
 
     def _measures(self, branch: Branch, each: bool = False) -> Text:
         kind = self._kind(branch.path)
-        size = f"{plural(branch.count(), 'tensor')}, {human_bytes(self.sums[branch])}{' each' if each else ''}"
+        count = len([*branch.every_name()])
+        size = f"{plural(count, 'tensor')}, {human_bytes(self.sums[branch])}{' each' if each else ''}"
         return Text.assemble((f"  {visible(kind)}" if kind else "", "green"), (f"  {size}", "not bold dim"))

@@ -14,11 +14,6 @@ from weightswap_tools.terminal import human_bytes
 NAMED = 20  # of the tensors that meet a condition
 
 
-def short(value: float | None) -> str:
-    """`0.0123`; nothing where there is no number."""
-    return "" if value is None else f"{value:.3g}"
-
-
 def percent(share: float) -> str:
     """`100 %`, `0.02 %`; what is not 0 does not look like it."""
     return f"{100 * share:.3g} %"

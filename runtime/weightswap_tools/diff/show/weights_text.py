@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from weightswap_tools.diff import TensorDiff, WeightsDiff
 from weightswap_tools.terminal import print_table, say
 
-from .phrases import condition_words, largest_change, overall, percent, set_facts, short, verdict
+from .phrases import condition_words, largest_change, overall, percent, set_facts, verdict
 
 COLUMNS = ["level", "tensor", "what", "relative change", "largest change", "elements changed", "cosine"]
 
@@ -40,7 +40,7 @@ def tensor_cells(tensor: TensorDiff) -> list[str]:
         tensor.level,
         tensor.name,
         "; ".join(tensor.reasons),
-        short(change.rel_change) if change else "",
+        f"{change.rel_change:.3g}" if change else "",
         largest_change(tensor),
         percent(change.share_changed) if change else "",
         f"{change.cosine:.6f}" if change and change.cosine is not None else "",
