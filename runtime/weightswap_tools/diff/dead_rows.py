@@ -28,25 +28,18 @@ class RowTally(NamedTuple):
     parts: tuple[tuple[int, tuple[bool, ...]], ...] = ()
 
 
-class DeadRows(NamedTuple):
-    """How many rows of a tensor are dead on each side, and how many in the second that were not in the first."""
-
-    dead: tuple[int, ...]
-    new: int
-
-    @classmethod
-    def of(cls, tallies: Iterable[RowTally]) -> DeadRows:
-        """Add up the pieces of a tensor."""
-        wholes, broken = [], defaultdict(list)
-        for tally in tallies:
-            wholes.append([*tally.dead, tally.new])
-            for row, flags in tally.parts:
-                broken[row].append(flags)
-        for parts in broken.values():
-            flags = tuple(all(side) for side in zip(*parts, strict=True))
-            wholes.append([*flags, _is_new(flags)])
-        *dead, new = np.sum(wholes, axis=0).tolist()
-        return cls(tuple(dead), new)
+def added_up(tallies: Iterable[RowTally]) -> RowTally:
+    """All pieces of a tensor as one, which has none of its rows in part."""
+    wholes, broken = [], defaultdict(list)
+    for tally in tallies:
+        wholes.append([*tally.dead, tally.new])
+        for row, flags in tally.parts:
+            broken[row].append(flags)
+    for parts in broken.values():
+        flags = tuple(all(side) for side in zip(*parts, strict=True))
+        wholes.append([*flags, _is_new(flags)])
+    *dead, new = np.sum(wholes, axis=0).tolist()
+    return RowTally(tuple(dead), new)
 
 
 def _is_new(flags: tuple[bool, ...]) -> bool:

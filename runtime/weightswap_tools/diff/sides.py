@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
+from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -88,7 +89,7 @@ def _check_ties(weights: TensorSet, match: Match) -> None:
 def _stored(tensor: SetTensor) -> Tensor:
     if not tensor.whole:
         return tensor
-    return Computed(tensor.dtype, tensor.shape, tensor.nbytes, lambda: _read_whole(tensor))
+    return Computed(tensor.dtype, tensor.shape, tensor.nbytes, partial(_read_whole, tensor))
 
 
 def _read_whole(tensor: SetTensor) -> TensorBytes:
@@ -119,30 +120,23 @@ def _computed(weights: TensorSet, match: Match, artifact: Artifact) -> dict[str,
         return {}
     from weightswap_runtime.staging.transforms import Transforms  # needs torch
 
-    transforms = Transforms(artifact)
-    rows = {row.name: row for row in artifact.manifest.weights}
+    compute = partial(_compute, weights, Transforms(artifact))
     return {
-        name: Computed(
-            rows[name].dtype, rows[name].shape, rows[name].nbytes, _computer(weights, transforms, name, keys)
-        )
-        for name, keys in match.computed.items()
+        row.name: Computed(row.dtype, row.shape, row.nbytes, partial(compute, row.name, match.computed[row.name]))
+        for row in artifact.manifest.weights
+        if row.name in match.computed
     }
 
 
-def _computer(
-    weights: TensorSet, transforms: Transforms, name: str, keys: Mapping[str, str]
-) -> Callable[[], TensorBytes]:
+def _compute(weights: TensorSet, transforms: Transforms, name: str, keys: Mapping[str, str]) -> TensorBytes:
     from weightswap_runtime.tensors.torch_tensors import as_tensor, tensor_content
 
     def read(key: str) -> torch.Tensor:
         found = _read_whole(weights.tensors[keys[key]])
         return as_tensor(found.data, found.dtype, found.shape)
 
-    def compute() -> TensorBytes:
-        try:
-            ((_, value),) = transforms.compute([name], read)
-        except Exception as error:
-            raise WeightFileError(f"{weights.where}: {name} cannot be computed from it ({error})") from error
-        return tensor_content(value)
-
-    return compute
+    try:
+        ((_, value),) = transforms.compute([name], read)
+    except Exception as error:
+        raise WeightFileError(f"{weights.where}: {name} cannot be computed from it ({error})") from error
+    return tensor_content(value)

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from weightswap_runtime.tensors.content import TensorBytes
 
 from . import moments as blocks
-from .dead_rows import DeadRows, RowTally, dead_rows
+from .dead_rows import RowTally, added_up, dead_rows
 from .differences import Differences, differences, unchanged
 from .moments import BLOCK, Floats, Moments, cut
 from .report import BINS, LOWEST_EXPONENT, Change, Histogram, Largest, Values
@@ -82,7 +82,7 @@ class Summary(NamedTuple):
 @np.errstate(all="ignore")
 def summary(tallies: Sequence[Tally], shape: tuple[int, ...], *, parts: bool) -> Summary:
     """Add up the stretches of a tensor, which are all of it in their order."""
-    rows = DeadRows.of(tally.rows for tally in tallies)
+    rows = added_up(tally.rows for tally in tallies)
     moments = [np.concatenate([tally.sides[side] for tally in tallies]) for side in range(len(tallies[0].sides))]
     sides = tuple(_values(table, rows.dead[side]) for side, table in enumerate(moments))
     tables = [tally.differences for tally in tallies if tally.differences is not None]

@@ -82,9 +82,9 @@ def _tensor_columns(subject: WeightsSubject) -> Iterator[tuple[Column, _Cell]]:
 
 
 def _files_section(subject: WeightsSubject) -> Section:
-    rows = tuple(
-        (name, len(tensors), sum(tensor.nbytes for tensor in tensors)) for name, tensors in subject.in_files().items()
-    )
+    tensors, files = subject.weights.tensors.values(), subject.weights.files
+    sizes = {name: [tensor.nbytes for tensor in tensors if tensor.file == file] for file, name in files.items()}
+    rows = tuple((name, len(found), sum(found)) for name, found in sizes.items())
     return Section("Shards", (Table((Column("file"), Column("tensors", "number"), Column("size", "bytes")), rows),))
 
 

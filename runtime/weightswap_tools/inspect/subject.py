@@ -85,11 +85,6 @@ class WeightsSubject(NamedTuple):
         """The tensors as they lie in the files."""
         return sorted(self.weights.tensors.items(), key=lambda item: (item[1].file, item[1].offset or 0))
 
-    def in_files(self) -> dict[str, list[SetTensor]]:
-        """The tensors of each file, by what the file is called."""
-        tensors = self.weights.tensors.values()
-        return {name: [t for t in tensors if t.file == file] for file, name in self.weights.files.items()}
-
 
 class GoldensSubject(NamedTuple):
     """A goldens file, of which the header alone was read."""
