@@ -107,8 +107,6 @@ def _scanned(rows: Sequence[TensorPair], progress: Progress | None, *, hashed: b
     for row in filter(_is_computed, rows):  # one after another: each is in memory
         stored[row.name] = _scans(row, hashed=hashed)
         reader.run(stored[row.name])
-        for scan in stored[row.name]:
-            scan.release()
     return stored
 
 
