@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from weightswap_runtime.engines.engine import Engine
@@ -25,16 +25,15 @@ def named_inputs(method: str, signature: Signature, tensors: Mapping[str, Tensor
     known = ", ".join(sorted(names))
     problems += [f"{name}: not an input (they are {known})" for name in sorted(tensors.keys() - names)]
     integers = {leaf.name for leaf in expected if isinstance(leaf, Integer)} & tensors.keys()
-    problems += [text for name in sorted(integers) for text in _integer_problems(name, tensors[name])]
+    problems += [
+        f"{name}: expected one integer, got {describe(tensors[name])}"
+        for name in sorted(integers)
+        if math.prod(tensors[name].shape) != 1 or has_fractions(tensors[name].dtype)
+    ]
     if problems:
         raise InputMismatch(method, problems)
     values = {name: int(as_array(tensors[name]).item()) if name in integers else tensors[name] for name in names}
     return [leaf.content if isinstance(leaf, Literal) else values[leaf.name] for leaf in expected]
-
-
-def _integer_problems(name: str, content: TensorBytes) -> Iterator[str]:
-    if math.prod(content.shape) != 1 or has_fractions(content.dtype):
-        yield f"{name}: expected one integer, got {describe(content)}"
 
 
 def engine_inputs(flat: Iterable[Any], engine: Engine) -> list[Any]:

@@ -82,6 +82,13 @@ def sizes_below(root: Branch, sizes: Mapping[str, int]) -> dict[Branch, int]:
     return sums
 
 
+def totals(sizes: Mapping[str, int]) -> list[tuple[str, int, int]]:
+    """The path of each module, how many of these tensors are in it or below, and the sum of their sizes."""
+    root = grow(sizes)
+    sums = sizes_below(root, sizes)
+    return [(branch.path, len([*branch.every_name()]), sums[branch]) for branch in root.walk()]
+
+
 def fingerprints(
     root: Branch, describe: Callable[[str], Hashable], kind: Callable[[str], Hashable]
 ) -> dict[Branch, int]:

@@ -6,7 +6,7 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from importlib.metadata import EntryPoint, entry_points
+from importlib.metadata import entry_points
 from io import TextIOWrapper
 from typing import Annotated, Any
 
@@ -24,15 +24,14 @@ class Commands(TyperGroup):
     """The commands that the installed distributions offer under the entry point group `weightswap.commands`."""
 
     def list_commands(self, ctx: Any) -> list[str]:
-        return sorted(_offered())
+        return sorted(entry_points(group=GROUP).names)
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        offered = _offered().get(cmd_name)
-        if offered is None:
-            return None
-        command = get_command(offered.load())
-        command.name = cmd_name
-        return command
+        for point in entry_points(group=GROUP, name=cmd_name):
+            command = get_command(point.load())
+            command.name = cmd_name
+            return command
+        return None
 
     def make_context(self, *args: Any, **kwargs: Any) -> Any:
         with _readers_may_leave():
@@ -54,10 +53,6 @@ def _readers_may_leave() -> Iterator[None]:
     except BrokenPipeError:
         _read_by_nobody(1)
         raise typer.Exit(_AS_BY_SIGPIPE) from None
-
-
-def _offered() -> dict[str, EntryPoint]:
-    return {point.name: point for point in entry_points(group=GROUP)}
 
 
 app = typer.Typer(

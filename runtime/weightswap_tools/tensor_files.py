@@ -23,7 +23,7 @@ def read_tensors(path: Path) -> dict[str, TensorBytes]:
     """Every tensor of a .safetensors or .npz file. Raises WeightFileError and Unsupported."""
     _check_suffix(path)
     try:
-        return _read_npz(path) if path.suffix == ".npz" else _read_safetensors(path)
+        return _read_npz(path) if path.suffix == ".npz" else parse_file(path.read_bytes(), str(path))[0]
     except WeightswapError:
         raise
     except Exception as error:  # numpy's and zipfile's own, for files of another kind
@@ -62,10 +62,6 @@ def _content(path: Path, name: str, array: NDArray[Any]) -> TensorBytes:
         return array_content(array)
     except Unsupported as error:
         raise WeightFileError(f"{path}: {name}: {error}") from error
-
-
-def _read_safetensors(path: Path) -> dict[str, TensorBytes]:
-    return parse_file(path.read_bytes(), str(path))[0]
 
 
 def _array(name: str, tensor: TensorBytes) -> Any:

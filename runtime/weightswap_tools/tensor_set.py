@@ -38,7 +38,8 @@ class SetTensor(NamedTuple):
 
     nbytes: of its row-major, little-endian elements. file: where these are; the set's own path if that is not one
     file. offset: of the first in the file, in bytes; None where that cannot be said. tie_key: equal for tensors that
-    are one. read: see `read_into`. whole: reading any part of it takes the memory of all of it.
+    are one. read_into: fills memory with the bytes from a place on, also in several threads; raises WeightswapError.
+    whole: reading any part of it takes the memory of all of it.
     """
 
     dtype: str
@@ -47,12 +48,8 @@ class SetTensor(NamedTuple):
     file: str
     offset: int | None
     tie_key: Hashable
-    read: Callable[[memoryview, int], None]
+    read_into: Callable[[memoryview, int], None]
     whole: bool = False
-
-    def read_into(self, memory: memoryview, begin: int) -> None:
-        """Fill the memory with the bytes from `begin` on. Several threads may do so. Raises WeightswapError."""
-        self.read(memory, begin)
 
 
 class TensorSet(NamedTuple):

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from weightswap_tools.bench import BenchReport, bench
+from weightswap_tools.reports.page import write_report
 from weightswap_tools.terminal import (
     HtmlOption,
     JsonOption,
@@ -17,6 +18,9 @@ from weightswap_tools.terminal import (
     progress_bar,
     say,
 )
+
+from .show_page import bench_report
+from .show_text import print_bench
 
 MOST_SECONDS = 86400.0
 bench_command = typer.Typer(add_completion=False)
@@ -95,16 +99,10 @@ def _size(text: str) -> int:
 
 def _show(report: BenchReport, html: Path | None, as_json: bool) -> None:
     if html:
-        from weightswap_tools.reports.page import write_report
-
-        from .show_page import bench_report
-
         write_report(html, bench_report(report))
     if as_json:
         print_json(report)
         return
-    from .show_text import print_bench
-
     print_bench(report)
     if html:
         say(f"report      {html}")

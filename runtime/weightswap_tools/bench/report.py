@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import msgspec
 
 from weightswap_runtime.live.residency.residency import ResidencyName
@@ -9,6 +11,11 @@ from weightswap_runtime.live.residency.residency import ResidencyName
 
 class _BenchPart(msgspec.Struct, frozen=True, kw_only=True):
     pass
+
+
+def sizes_text(sizes: Mapping[str, int]) -> str:
+    """`batch=8, length=3`."""
+    return ", ".join(f"{name}={size}" for name, size in sizes.items())
 
 
 class BenchRequest(_BenchPart, frozen=True):

@@ -6,36 +6,25 @@ from collections.abc import Sequence
 from statistics import median
 
 from weightswap_tools.bench import EngineBench
-from weightswap_tools.reports.blocks import Cell, Column
+from weightswap_tools.reports.blocks import Cell, Column, columns
+
+from .report import sizes_text
 
 CALLS = (
-    Column("engine"),
-    Column("residency"),
-    Column("sizes"),
-    *(Column(name, "number") for name in ("threads", "calls", "p50 (ms)", "p90 (ms)", "p99 (ms)")),
-    *(Column(name, "number") for name in ("calls/s", "samples/s")),
+    *columns("engine", "residency", "sizes"),
+    *columns("threads", "calls", "p50 (ms)", "p90 (ms)", "p99 (ms)", "calls/s", "samples/s", kind="number"),
 )
 SWAPS = (
-    Column("engine"),
-    Column("residency"),
-    *(
-        Column(name, "number")
-        for name in ("swaps", "staged (ms)", "verified (ms)", "paused (µs)", "longest pause (µs)")
-    ),
+    *columns("engine", "residency"),
+    *columns("swaps", "staged (ms)", "verified (ms)", "paused (µs)", "longest pause (µs)", kind="number"),
     Column("read", "bytes"),
 )
 MEMORY = (
-    Column("engine"),
-    Column("residency"),
+    *columns("engine", "residency"),
     Column("load (s)", "number"),
-    *(Column(name, "bytes") for name in ("before the load", "after it", "at most while swapping")),
+    *columns("before the load", "after it", "at most while swapping", kind="bytes"),
 )
 Row = tuple[Cell, ...]
-
-
-def sizes_text(sizes: dict[str, int]) -> str:
-    """`batch=8, length=3`."""
-    return ", ".join(f"{name}={size}" for name, size in sizes.items()) or "as exported"
 
 
 def call_rows(results: Sequence[EngineBench]) -> list[Row]:
@@ -44,7 +33,7 @@ def call_rows(results: Sequence[EngineBench]) -> list[Row]:
         (
             result.engine,
             result.residency,
-            sizes_text(calls.sizes),
+            sizes_text(calls.sizes) or "as exported",
             calls.threads,
             calls.calls,
             *(milli(seconds) for seconds in (calls.p50, calls.p90, calls.p99)),

@@ -21,7 +21,7 @@ from weightswap_runtime.live.residency.residency import RESIDENCIES
 from weightswap_runtime.sources.location import printable
 from weightswap_tools.random_inputs import common_sizes
 
-from .report import BenchReport, BenchRequest, EngineBench
+from .report import BenchReport, BenchRequest, EngineBench, sizes_text
 
 BATCH = "batch"
 
@@ -54,7 +54,7 @@ def bench(
     engine, a method or sizes that the artifact does not have.
     """
     opened = Artifact.open(artifact)
-    name = method or _default_method(opened)
+    name = method or ("forward" if "forward" in opened.methods else opened.methods[0])
     if name not in opened.methods:
         raise Unsupported(f"{name!r} is not a method of {opened.path}; there are {', '.join(opened.methods)}")
     signature = opened.manifest.methods[name].signature
@@ -66,7 +66,7 @@ def bench(
     allowed = [found for found in wanted if in_range(found, signature.dims) and all_hold(signature.conditions, found)]
     if wanted and not allowed:
         raise Unsupported(f"the method takes none of {', '.join(map(str, wanted))}; it has {_ranges(signature)}")
-    refused = {_told(found): f"the method has {_ranges(signature)}" for found in wanted if found not in allowed}
+    refused = {sizes_text(found): f"the method has {_ranges(signature)}" for found in wanted if found not in allowed}
     lacking = {engine: _lacking(opened, engine, name) for engine in ENGINES if engine not in chosen}
     request = BenchRequest(
         artifact=os.fspath(artifact),
@@ -94,10 +94,6 @@ def bench(
     )
 
 
-def _default_method(artifact: Artifact) -> str:
-    return "forward" if "forward" in artifact.methods else artifact.methods[0]
-
-
 def _chosen(artifact: Artifact, engines: Sequence[str], method: str) -> list[str]:
     """Engines by name, each once; without names all that run the method. Raises Unsupported for others."""
     offered = [engine for engine in available_engines(artifact) if method in compiled_methods(engine, artifact)]
@@ -116,10 +112,6 @@ def _lacking(artifact: Artifact, engine: str, method: str) -> str:
         return "this machine cannot run it"
     some = f" --method {method}" if compiled else ""
     return f"not compiled: weightswap compile {artifact.path} --engine {engine}{some}"
-
-
-def _told(sizes: Mapping[str, int]) -> str:
-    return ", ".join(f"{name}={size}" for name, size in sizes.items())
 
 
 def _ranges(signature: Signature) -> str:
@@ -144,8 +136,9 @@ def _size_sets(
         known = ", ".join(signature.dims) or "none"
         raise Unsupported(f"{unknown[0]!r} is no dynamic dimension of the method; there are: {known}")
     common = next(iter(common_sizes(signature)), {})
-    sets = [{**common, **sizes}] if varied is None or varied in sizes else []
-    return sets or [{**common, **sizes, str(varied): batch} for batch in batches]
+    if varied is None or varied in sizes:
+        return [{**common, **sizes}]
+    return [{**common, **sizes, varied: batch} for batch in batches]
 
 
 def _measured(

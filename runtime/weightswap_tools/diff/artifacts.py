@@ -10,7 +10,7 @@ from typing import Literal
 from weightswap_runtime.engines.graphs.archives import calls, check_records
 from weightswap_runtime.errors import ArtifactError
 from weightswap_runtime.format.artifact import Artifact
-from weightswap_runtime.format.manifest import ADAPTER_NAME, CONSTANTS_NAME, Manifest, NamedTensor, WeightSource
+from weightswap_runtime.format.manifest import ADAPTER_NAME, CONSTANTS_NAME, Manifest, Method, NamedTensor, WeightSource
 from weightswap_runtime.format.name_matching import by_fqn
 from weightswap_runtime.format.signature import Signature
 from weightswap_runtime.messages import plural
@@ -157,23 +157,25 @@ def _methods(one: Artifact, other: Artifact) -> Iterator[MethodDiff]:
     old, new = one.manifest.methods, other.manifest.methods
     for name in sorted(old.keys() | new.keys()):
         before, after = old.get(name), new.get(name)
-        digests = [side.manifest.files[found.graph] if found else "" for side, found in ((one, before), (other, after))]
-        if before == after and digests[0] == digests[1]:
-            continue
-        counts = [
-            _operators(side, found.graph) if found else Counter() for side, found in ((one, before), (other, after))
-        ]
-        yield MethodDiff(
-            name=name,
-            before=before.signature if before else None,
-            after=after.signature if after else None,
-            operators=tuple(_operator_changes(counts[0], counts[1])),
-            same_graph=digests[0] == digests[1],
-        )
+        same_graph = _graph_digest(one, before) == _graph_digest(other, after)
+        if before != after or not same_graph:
+            yield MethodDiff(
+                name=name,
+                before=before.signature if before else None,
+                after=after.signature if after else None,
+                operators=tuple(_operator_changes(_operators(one, before), _operators(other, after))),
+                same_graph=same_graph,
+            )
 
 
-def _operators(artifact: Artifact, graph: str) -> Counter[str]:
-    raw, where = artifact.read(graph), str(artifact.path / graph)
+def _graph_digest(artifact: Artifact, method: Method | None) -> str | None:
+    return artifact.manifest.files[method.graph] if method else None
+
+
+def _operators(artifact: Artifact, method: Method | None) -> Counter[str]:
+    if method is None:
+        return Counter()
+    raw, where = artifact.read(method.graph), str(artifact.path / method.graph)
     check_records(raw, where)
     try:
         return calls(raw)
@@ -227,10 +229,8 @@ def _engines(before: Mapping[str, str], after: Mapping[str, str]) -> dict[str, s
     old, new = _compiled(before), _compiled(after)
     changes = {}
     for name in sorted(old.keys() | new.keys()):
-        if name not in old or name not in new:
-            changes[name] = "removed" if name in old else "added"
-        elif old[name] != new[name]:
-            changes[name] = "changed"
+        if old.get(name) != new.get(name):
+            changes[name] = "added" if name not in old else "removed" if name not in new else "changed"
     return changes
 
 

@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
-import msgspec
 import typer
+from msgspec import structs
 
 from weightswap_runtime.errors import Unsupported
 from weightswap_runtime.format.artifact import is_artifact
 from weightswap_tools.commands.swap import KeysOption
 from weightswap_tools.diff import ArtifactsDiff, Policy, WeightsDiff, compare_artifacts, compare_weights
+from weightswap_tools.reports.page import write_report
 from weightswap_tools.terminal import HtmlOption, JsonOption, errors_as_exit, print_json, progress_bar, say
+
+from .show.artifacts_page import artifacts_report
+from .show.artifacts_text import print_artifacts
+from .show.weights_page import weights_report
+from .show.weights_text import print_failures, print_weights
 
 diff_command = typer.Typer(add_completion=False)
 
@@ -72,7 +78,6 @@ _FOR_WEIGHTS = "--artifact, --keys, --level, --values and --fail-if are for weig
 
 
 def _levels(given: list[str]) -> tuple[str | None, str | None]:
-    """The level of either side."""
     if len(given) > 2:
         raise typer.BadParameter("--level is given once for both, or twice: for what was before, and for what is after")
     return (given[0], given[-1]) if given else (None, None)
@@ -89,16 +94,10 @@ def _are_artifacts(before: str, after: str) -> bool:
 
 def _show_artifacts(result: ArtifactsDiff, html: Path | None, as_json: bool) -> None:
     if html:
-        from weightswap_tools.reports.page import write_report
-
-        from .show.artifacts_page import artifacts_report
-
         write_report(html, artifacts_report(result))
     if as_json:
-        print_json({"kind": "artifacts", "verdict": result.verdict, **_fields(result)})
+        print_json({"kind": "artifacts", "verdict": result.verdict, **structs.asdict(result)})
         return
-    from .show.artifacts_text import print_artifacts
-
     print_artifacts(result)
     _say_where(html)
 
@@ -107,25 +106,15 @@ def _show_weights(
     result: WeightsDiff, failures: dict[str, tuple[str, ...]], html: Path | None, most: int | None, as_json: bool
 ) -> None:
     if html:
-        from weightswap_tools.reports.page import write_report
-
-        from .show.weights_page import weights_report
-
         write_report(html, weights_report(result, failures))
     if as_json:
         failed = [{"condition": text, "tensors": names} for text, names in failures.items()]
         head = {"kind": "weights", "level": result.level, "counts": result.counts, "fail_if": failed}
-        print_json(head | _fields(result))
+        print_json(head | structs.asdict(result))
         return
-    from .show.weights_text import print_failures, print_weights
-
     print_weights(result, most)
     print_failures(failures)
     _say_where(html)
-
-
-def _fields(document: msgspec.Struct) -> dict[str, Any]:
-    return {name: getattr(document, name) for name in document.__struct_fields__}
 
 
 def _say_where(html: Path | None) -> None:

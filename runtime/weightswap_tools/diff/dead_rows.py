@@ -18,9 +18,9 @@ Flags = NDArray[np.bool_]
 
 
 class RowTally(NamedTuple):
-    """What a piece knows: how many of its whole rows are dead on each side, and how many newly.
+    """What a piece knows: of its rows but the first and the last, how many are dead on each side, and how many newly.
 
-    `parts` are the rows that it has in part: the row, and for each side whether what is there of it is zero.
+    `parts` are those two, which other pieces may have, too: the row, and for each side whether what is here is zero.
     """
 
     dead: tuple[int, ...]
@@ -28,25 +28,18 @@ class RowTally(NamedTuple):
     parts: tuple[tuple[int, tuple[bool, ...]], ...] = ()
 
 
-class DeadRows(NamedTuple):
-    """How many rows of a tensor are dead on each side, and how many in the second that were not in the first."""
-
-    dead: tuple[int, ...]
-    new: int
-
-    @classmethod
-    def of(cls, tallies: Iterable[RowTally]) -> DeadRows:
-        """Add up the pieces of a tensor."""
-        wholes, broken = [], defaultdict(list)
-        for tally in tallies:
-            wholes.append([*tally.dead, tally.new])
-            for row, flags in tally.parts:
-                broken[row].append(flags)
-        for parts in broken.values():
-            flags = tuple(all(side) for side in zip(*parts, strict=True))
-            wholes.append([*flags, _is_new(flags)])
-        *dead, new = np.sum(wholes, axis=0).tolist()
-        return cls(tuple(dead), new)
+def added_up(tallies: Iterable[RowTally]) -> RowTally:
+    """All pieces of a tensor as one, which has none of its rows in part."""
+    wholes, broken = [], defaultdict(list)
+    for tally in tallies:
+        wholes.append([*tally.dead, tally.new])
+        for row, flags in tally.parts:
+            broken[row].append(flags)
+    for parts in broken.values():
+        flags = tuple(all(side) for side in zip(*parts, strict=True))
+        wholes.append([*flags, _is_new(flags)])
+    *dead, new = np.sum(wholes, axis=0).tolist()
+    return RowTally(tuple(dead), new)
 
 
 def _is_new(flags: tuple[bool, ...]) -> bool:
@@ -58,19 +51,17 @@ def dead_rows(pieces: Sequence[TensorBytes], shape: tuple[int, ...], begin: int)
 
     Tensors of fewer than two dimensions have no rows.
     """
-    none = RowTally((0,) * len(pieces), 0)
     length = math.prod(shape[1:])
     count = math.prod(pieces[0].shape)
     if len(shape) < 2 or not length or not count:
-        return none
-    first, last = -(-begin // length), (begin + count) // length  # whole rows
-    cuts = [0, min(count, first * length - begin), max(0, last * length - begin), count]
-    if first > last:  # the middle of one row
-        return none._replace(parts=((begin // length, _zeros(pieces, 0, count)),))
-    flags = [_dead(cut(piece, cuts[1], cuts[2]), length) for piece in pieces]
+        return RowTally((0,) * len(pieces), 0)
+    first, last = begin // length, (begin + count - 1) // length
+    after_first = min(count, (first + 1) * length - begin)
+    before_last = max(after_first, last * length - begin)
+    parts = [(first, _zeros(pieces, 0, after_first))]
+    parts += [(last, _zeros(pieces, before_last, count))] if last > first else []
+    flags = [_dead(cut(piece, after_first, before_last), length) for piece in pieces]
     new = int((flags[1] & ~flags[0]).sum()) if len(flags) > 1 else 0
-    parts = [(first - 1, _zeros(pieces, *cuts[:2]))] if cuts[1] else []
-    parts += [(last, _zeros(pieces, *cuts[2:]))] if cuts[2] < count else []
     return RowTally(tuple(int(side.sum()) for side in flags), new, tuple(parts))
 
 

@@ -74,7 +74,6 @@ def differences(
 
 
 def _differ(contents: tuple[TensorBytes, TensorBytes], sides: tuple[Numbers, Numbers]) -> NDArray[np.bool_]:
-    """Which elements have another value."""
     before, after = sides
     if contents[0].dtype == contents[1].dtype and not has_fractions(contents[0].dtype):
         exact: NDArray[np.bool_] = as_array(contents[0]) != as_array(contents[1])
@@ -87,7 +86,8 @@ def _differ(contents: tuple[TensorBytes, TensorBytes], sides: tuple[Numbers, Num
 
 def _pair(contents: tuple[TensorBytes, TensorBytes], sides: tuple[Numbers, Numbers]) -> _ValuePair:
     before, after = sides
-    chosen = None if before.finite is None and after.finite is None else before.mask & after.mask
+    masks = [side.finite for side in sides if side.finite is not None]
+    chosen = np.logical_and.reduce(masks) if masks else None
     old, new = before.picked(chosen), after.picked(chosen)
     if contents[0].dtype == contents[1].dtype in EXACT_INTEGERS:
         sizes = _distances(as_array(contents[0]), as_array(contents[1]))

@@ -10,6 +10,7 @@ import ast
 import re
 from collections.abc import Callable, Mapping
 from fnmatch import fnmatchcase
+from typing import Literal
 
 from weightswap_runtime.errors import Unsupported
 from weightswap_runtime.format.conditions import COMPARISONS
@@ -23,21 +24,12 @@ Quantity = Callable[[TensorDiff], float | None]
 Test = Callable[[TensorDiff], bool]
 
 
-def _after(field: str) -> Quantity:
-    """Of what B holds."""
-    return lambda diff: getattr(diff.values_after, field) if diff.values_after else None
+def _of(part: Literal["values_after", "change"], field: str) -> Quantity:
+    return lambda diff: getattr(getattr(diff, part), field, None)  # there may be no such part
 
 
-def _change(field: str) -> Quantity:
-    return lambda diff: getattr(diff.change, field) if diff.change else None
-
-
-def _status(status: str) -> Quantity:
-    return lambda diff: float(diff.status == status)
-
-
-def _level(level: str) -> Quantity:
-    return lambda diff: float(diff.level == level)
+def _is(field: Literal["status", "level"], word: str) -> Quantity:
+    return lambda diff: float(getattr(diff, field) == word)
 
 
 OF_VALUES = ("nan", "inf", "mean", "std", "norm", "dead_rows")  # also a tensor that is the same has them
@@ -51,15 +43,15 @@ UNCHANGED: Mapping[str, float] = {
 }
 """What the quantities of a tensor are of which both files record the same digest."""
 QUANTITIES: Mapping[str, Quantity] = {
-    **{name: _after(name) for name in OF_VALUES},
+    **{name: _of("values_after", name) for name in OF_VALUES},
     "new_nan": lambda diff: new_values(diff)[0],
     "new_inf": lambda diff: new_values(diff)[1],
     "new_dead_rows": lambda diff: new_values(diff)[2],
-    **{name: _change(name) for name in UNCHANGED},
+    **{name: _of("change", name) for name in UNCHANGED},
     "max_change": lambda diff: (diff.change.largest.change if diff.change.largest else 0.0) if diff.change else None,
-    **{name: _status(name) for name in ("removed", "added", "reshaped", "retyped", "renamed")},
+    **{name: _is("status", name) for name in ("removed", "added", "reshaped", "retyped", "renamed")},
     "changed": lambda diff: float(diff.level != "same" and diff.status != "renamed"),
-    **{name: _level(name) for name in ("alarm", "notice")},
+    **{name: _is("level", name) for name in ("alarm", "notice")},
 }
 
 

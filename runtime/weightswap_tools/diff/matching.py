@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Set
 from typing import NamedTuple
 
-from weightswap_runtime.tensors.dtypes import TensorType
+from weightswap_runtime.tensors.dtypes import DTYPES, TensorType
 from weightswap_tools.module_tree import natural
 
 from .sides import Side
@@ -16,23 +16,33 @@ FEWEST_COMMON = 0.1  # of the smaller set's names; below that they are those of 
 
 
 class TensorPair(NamedTuple):
-    """A tensor of both sets under one name, or under two if it was renamed."""
+    """A tensor of either set, or of both: under one name, or under two if it was renamed."""
 
     name: str
-    before: Tensor
-    after: Tensor
+    before: Tensor | None
+    after: Tensor | None
     renamed_from: str | None = None
+
+    @property
+    def present(self) -> tuple[Tensor, ...]:
+        return tuple(tensor for tensor in (self.before, self.after) if tensor is not None)
+
+    @property
+    def comparable(self) -> bool:
+        """Whether each element has its counterpart."""
+        if self.before is None or self.after is None or self.before.shape != self.after.shape:
+            return False
+        whole = all(DTYPES[tensor.dtype].bits % 8 == 0 for tensor in self.present)
+        return whole or self.before.dtype == self.after.dtype
 
 
 class Pairs(NamedTuple):
-    """Every tensor of both sets, once. Names are sorted.
+    """Every tensor of either set, once: those of both, the removed, the added, each in the order of their names.
 
     aliases: names that one set alone has, of tensors which it has under a name of both, too; with that name.
     """
 
     pairs: tuple[TensorPair, ...]
-    removed: tuple[str, ...]
-    added: tuple[str, ...]
     aliases: tuple[Mapping[str, str], Mapping[str, str]]
 
 
@@ -49,9 +59,10 @@ def pair(before: Side, after: Side) -> Pairs:
     gone, new = (side.tensors.keys() - {*common, *found} for side, found in zip((before, after), aliases, strict=True))
     renames = dict(_renames(before, after, gone, new))
     pairs += [TensorPair(to, before.tensors[name], after.tensors[to], name) for name, to in renames.items()]
-    removed = tuple(sorted(gone - renames.keys(), key=natural))
-    added = tuple(sorted(new - set(renames.values()), key=natural))
-    return Pairs(tuple(pairs), removed, added, (aliases[0], aliases[1]))
+    removed, added = (sorted(names, key=natural) for names in (gone - renames.keys(), new - set(renames.values())))
+    pairs += [TensorPair(name, before.tensors[name], None) for name in removed]
+    pairs += [TensorPair(name, None, after.tensors[name]) for name in added]
+    return Pairs(tuple(pairs), (aliases[0], aliases[1]))
 
 
 def _aliases(side: Side, common: Set[str]) -> dict[str, str]:

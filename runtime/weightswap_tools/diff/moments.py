@@ -55,11 +55,6 @@ class Numbers(NamedTuple):
     def picked(self, chosen: NDArray[np.bool_] | None) -> Floats:
         return self.values if chosen is None else self.values[chosen]
 
-    @property
-    def mask(self) -> NDArray[np.bool_]:
-        """Which elements are finite."""
-        return np.ones(len(self.values), np.bool_) if self.finite is None else self.finite
-
 
 def cut(content: TensorBytes, start: int, stop: int) -> TensorBytes:
     """Elements `start` to `stop`."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
+from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -13,7 +14,7 @@ from weightswap_runtime.format.goldens import record_of
 from weightswap_runtime.format.name_matching import KEYS, NAMES, UNAMBIGUOUS, Keys, Match, Readings, resolve
 from weightswap_runtime.memory.arena import allocate
 from weightswap_runtime.tensors.content import TensorBytes
-from weightswap_tools.tensor_set import SetRequest, SetTensor, TensorSet
+from weightswap_tools.tensor_set import SetTensor, TensorSet
 
 from .report import SetInfo
 from .streaming import Computed, Tensor, digests_of
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 
     from weightswap_runtime.staging.transforms import Transforms
 
-_READINGS: dict[Keys | None, Readings] = {None: UNAMBIGUOUS, "checkpoint": KEYS, "fqn": NAMES}
+READINGS: dict[Keys | None, Readings] = {None: UNAMBIGUOUS, "checkpoint": KEYS, "fqn": NAMES}
 
 
 class Side(NamedTuple):
@@ -38,11 +39,6 @@ class Side(NamedTuple):
     digests: Mapping[str, str]
     sources: tuple[str, ...] = ()
     ties: Mapping[str, tuple[str, ...]] = MappingProxyType({})
-
-
-def request(artifact: Artifact | None, keys: Keys | None, level: str | None) -> SetRequest:
-    """How to open what `side` takes."""
-    return SetRequest(level, artifact.manifest if artifact else None, _READINGS[keys])
 
 
 def side(weights: TensorSet, artifact: Artifact | None, keys: Keys | None) -> Side:
@@ -60,7 +56,7 @@ def side(weights: TensorSet, artifact: Artifact | None, keys: Keys | None) -> Si
     if artifact is None:
         tensors = {name: _stored(tensor) for name, tensor in weights.tensors.items()}
         return Side(_info(weights, tensors), tensors, digests, tuple(tensors), weights.ties)
-    readings = NAMES if stamp else _READINGS[keys]
+    readings = NAMES if stamp else READINGS[keys]
     match = resolve(weights.tensors, artifact.manifest, weights.full_where, readings=readings)
     _check_ties(weights, match)
     tensors = {name: _stored(weights.tensors[names[0]]) for name, names in match.found.items()}
@@ -93,7 +89,7 @@ def _check_ties(weights: TensorSet, match: Match) -> None:
 def _stored(tensor: SetTensor) -> Tensor:
     if not tensor.whole:
         return tensor
-    return Computed(tensor.dtype, tensor.shape, tensor.nbytes, lambda: _read_whole(tensor))
+    return Computed(tensor.dtype, tensor.shape, tensor.nbytes, partial(_read_whole, tensor))
 
 
 def _read_whole(tensor: SetTensor) -> TensorBytes:
@@ -124,30 +120,23 @@ def _computed(weights: TensorSet, match: Match, artifact: Artifact) -> dict[str,
         return {}
     from weightswap_runtime.staging.transforms import Transforms  # needs torch
 
-    transforms = Transforms(artifact)
-    rows = {row.name: row for row in artifact.manifest.weights}
+    compute = partial(_compute, weights, Transforms(artifact))
     return {
-        name: Computed(
-            rows[name].dtype, rows[name].shape, rows[name].nbytes, _computer(weights, transforms, name, keys)
-        )
-        for name, keys in match.computed.items()
+        row.name: Computed(row.dtype, row.shape, row.nbytes, partial(compute, row.name, match.computed[row.name]))
+        for row in artifact.manifest.weights
+        if row.name in match.computed
     }
 
 
-def _computer(
-    weights: TensorSet, transforms: Transforms, name: str, keys: Mapping[str, str]
-) -> Callable[[], TensorBytes]:
+def _compute(weights: TensorSet, transforms: Transforms, name: str, keys: Mapping[str, str]) -> TensorBytes:
     from weightswap_runtime.tensors.torch_tensors import as_tensor, tensor_content
 
     def read(key: str) -> torch.Tensor:
         found = _read_whole(weights.tensors[keys[key]])
         return as_tensor(found.data, found.dtype, found.shape)
 
-    def compute() -> TensorBytes:
-        try:
-            ((_, value),) = transforms.compute([name], read)
-        except Exception as error:
-            raise WeightFileError(f"{weights.where}: {name} cannot be computed from it ({error})") from error
-        return tensor_content(value)
-
-    return compute
+    try:
+        ((_, value),) = transforms.compute([name], read)
+    except Exception as error:
+        raise WeightFileError(f"{weights.where}: {name} cannot be computed from it ({error})") from error
+    return tensor_content(value)

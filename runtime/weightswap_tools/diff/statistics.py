@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from weightswap_runtime.tensors.content import TensorBytes
 
 from . import moments as blocks
-from .dead_rows import DeadRows, RowTally, dead_rows
+from .dead_rows import RowTally, added_up, dead_rows
 from .differences import Differences, differences, unchanged
 from .moments import BLOCK, Floats, Moments, cut
 from .report import BINS, LOWEST_EXPONENT, Change, Histogram, Largest, Values
@@ -82,7 +82,7 @@ class Summary(NamedTuple):
 @np.errstate(all="ignore")
 def summary(tallies: Sequence[Tally], shape: tuple[int, ...], *, parts: bool) -> Summary:
     """Add up the stretches of a tensor, which are all of it in their order."""
-    rows = DeadRows.of(tally.rows for tally in tallies)
+    rows = added_up(tally.rows for tally in tallies)
     moments = [np.concatenate([tally.sides[side] for tally in tallies]) for side in range(len(tallies[0].sides))]
     sides = tuple(_values(table, rows.dead[side]) for side, table in enumerate(moments))
     tables = [tally.differences for tally in tallies if tally.differences is not None]
@@ -93,13 +93,8 @@ def summary(tallies: Sequence[Tally], shape: tuple[int, ...], *, parts: bool) ->
     return Summary(sides, _change(table, histogram_of(counts), rows.new, (*shape, 2) if parts else shape, parts))
 
 
-def _columns(kind: Any, table: Floats) -> Any:
-    """The rows of blocks as one array for each of their fields."""
-    return kind(*table.T)
-
-
 def _values(table: Floats, dead: int) -> Values:
-    columns = _columns(Moments, table)
+    columns: Any = Moments(*table.T)  # an array of all blocks for each field
     finite, nan, inf = (int(counts.sum()) for counts in (columns.finite, columns.nan, columns.inf))
     mean, variance = _mean_and_variance(columns, max(1, finite))
     return Values(
@@ -121,7 +116,7 @@ def _mean_and_variance(columns: Any, count: int) -> tuple[float, float]:
 
 
 def _change(table: Floats, histogram: Histogram, new_dead: int, shape: tuple[int, ...], parts: bool) -> Change:
-    columns = _columns(Differences, table)
+    columns: Any = Differences(*table.T)
     elements, changed = math.prod(shape), int(columns.changed.sum())
     norm, before, after = (
         math.sqrt(squares.sum()) for squares in (columns.squares, columns.before_squares, columns.after_squares)
@@ -144,9 +139,9 @@ def _change(table: Floats, histogram: Histogram, new_dead: int, shape: tuple[int
 
 
 def _largest(columns: Any, shape: tuple[int, ...], step: int) -> Largest | None:
-    block = int(columns.largest.argmax()) if len(columns.largest) else 0
-    if not len(columns.largest) or not columns.largest[block]:
+    if not columns.largest.any():
         return None
+    block = int(columns.largest.argmax())
     index = np.unravel_index(block * step + int(columns.largest_at[block]), shape) if shape else ()
     return Largest(
         change=float(columns.largest[block]),
@@ -164,7 +159,6 @@ def ratio(change: float, norm: float) -> float:
 
 
 def _cosine(product: float, before: float, after: float) -> float | None:
-    """Of the inner product and the norms."""
     if not before or not after or not math.isfinite(before + after):
         return None
     return max(-1.0, min(1.0, product / before / after))

@@ -9,20 +9,16 @@ from typing import NamedTuple, Protocol
 
 from weightswap_runtime.tensors.content import TensorBytes
 from weightswap_runtime.tensors.digests import Blocks, block_digests, digest_of, tensor_digest
-from weightswap_runtime.tensors.dtypes import DTYPES
+from weightswap_runtime.tensors.dtypes import DTYPES, Typed
 from weightswap_runtime.threads.worker_threads import WorkerThreads
 from weightswap_tools.tensor_set import SetTensor
 
 from .statistics import Summary, Tally, same_bytes, summary, tally
 
 
-class Readable(Protocol):
+class Readable(Typed, Protocol):
     """A tensor whose bytes several threads may read."""
 
-    @property
-    def dtype(self) -> str: ...
-    @property
-    def shape(self) -> tuple[int, ...]: ...
     @property
     def nbytes(self) -> int: ...
 
@@ -41,8 +37,6 @@ class Computed(NamedTuple):
 
 
 Tensor = SetTensor | TensorBytes | Computed
-
-
 PIECE = 1 << 20  # elements; a multiple of the blocks of statistics and, whatever the dtype, of those of digests
 Progress = Callable[[int, int], None]
 
@@ -69,9 +63,9 @@ class Scan:
 
     def __init__(self, sides: Sequence[Readable], *, hashed: bool) -> None:
         """hashed: whether digests are computed."""
-        self.sides: tuple[Readable, ...] = tuple(sides)
+        self._sides: tuple[Readable, ...] = tuple(sides)
         self._hashed = hashed
-        self._found: Scanned | None = None
+        self.found: Scanned  # of all pieces together, when all were worked on
         self._shape = sides[0].shape
         self._whole = all(DTYPES[side.dtype].bits % 8 == 0 for side in sides)
         self._parts = any(side.dtype.startswith("C") for side in sides)
@@ -80,16 +74,6 @@ class Scan:
         self._pieces: list[_ScannedPiece | None] = [None] * self._left
         self._lock = threading.Lock()
 
-    @property
-    def found(self) -> Scanned:
-        """What all pieces together tell, when all were worked on."""
-        assert self._found is not None
-        return self._found
-
-    def release(self) -> None:
-        """Forget the tensors, which may be in memory."""
-        self.sides = ()
-
     def __len__(self) -> int:
         return len(self._pieces)
 
@@ -97,7 +81,7 @@ class Scan:
         """Read one piece and take its statistics; the last one adds them up. Returns how many bytes were read."""
         begin = index * PIECE
         count = min(PIECE, self._elements - begin)
-        contents = [self._read(number, begin, count, buffers) for number in range(len(self.sides))]
+        contents = [self._read(number, begin, count, buffers) for number in range(len(self._sides))]
         self._pieces[index] = self._piece(contents, begin)
         with self._lock:
             self._left -= 1
@@ -107,7 +91,7 @@ class Scan:
         return sum(len(content.data) for content in contents)
 
     def _read(self, number: int, begin: int, count: int, buffers: ReadBuffers) -> TensorBytes:
-        side = self.sides[number]
+        side = self._sides[number]
         size = side.nbytes // max(1, self._elements)
         memory = buffers.take(number, count * size)
         side.read_into(memory, begin * size)
@@ -123,13 +107,14 @@ class Scan:
     def _add_up(self) -> None:
         pieces = [piece for piece in self._pieces if piece is not None]
         tallies = [piece.tally for piece in pieces if piece.tally is not None]
-        sides = range(len(self.sides))
-        self._found = Scanned(
+        sides = range(len(self._sides))
+        self.found = Scanned(
             equal=all(piece.equal for piece in pieces),
             digests=tuple(tensor_digest(_joined(pieces, side)) for side in sides) if self._hashed else (),
             summary=summary(tallies, self._shape, parts=self._parts) if tallies else None,
         )
         self._pieces = [None] * len(self._pieces)
+        self._sides = ()  # they may be in memory
 
 
 def _joined(pieces: Sequence[_ScannedPiece], side: int) -> Blocks:

@@ -4,23 +4,23 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 from weightswap_runtime.errors import DigestMismatch
 from weightswap_runtime.format.artifact import Artifact
 from weightswap_runtime.format.name_matching import Keys
 from weightswap_runtime.messages import listed
-from weightswap_runtime.tensors.dtypes import DTYPES, TensorType
-from weightswap_tools.tensor_set import check_levels, open_set
+from weightswap_runtime.tensors.dtypes import TensorType
+from weightswap_tools.tensor_set import SetRequest, check_levels, open_set
 
-from .matching import Pairs, pair, strangers
+from .matching import Pairs, TensorPair, pair, strangers
 from .report import Overall, Status, TensorDiff, WeightsDiff
 from .severity import alarm_order, graded
-from .sides import Side, request, side
+from .sides import READINGS, Side, side
 from .statistics import merged, ratio
-from .streaming import Computed, Progress, Readable, Reader, Scan, Tensor
+from .streaming import Computed, Progress, Readable, Reader, Scan
 
 T = TypeVar("T")
 DAMAGED = "The file is damaged: copy it again, or pack it again."
@@ -58,7 +58,8 @@ def compare_weights(
     """
     opened = artifact if artifact is None or isinstance(artifact, Artifact) else Artifact.open(artifact)
     with ExitStack() as stack:
-        requests = [request(opened, keys, level) for level in levels]
+        manifest = opened.manifest if opened else None
+        requests = [SetRequest(level, manifest, READINGS[keys]) for level in levels]
         sets = [stack.enter_context(open_set(*item)) for item in zip((before, after), requests, strict=True)]
         check_levels(levels, sets)
         sides = [side(weights, opened, keys) for weights in sets]
@@ -73,7 +74,7 @@ def compare_sides(
 ) -> WeightsDiff:
     """The comparison of two sides whose files are open. Raises WeightFileError and DigestMismatch."""
     pairs = pair(before, after)
-    rows = list(_rows(pairs, before, after))
+    rows = pairs.pairs
     read = [row for row in rows if values or not _known_to_be_same(row, before, after)]
     hashed = bool(before.digests or after.digests)
     scans = _scanned(read, progress, hashed=hashed)
@@ -88,37 +89,10 @@ def compare_sides(
     )
 
 
-class _DiffRow(NamedTuple):
-    """A tensor of either set, or of both."""
-
-    name: str
-    before: Tensor | None
-    after: Tensor | None
-    renamed_from: str | None = None
-
-    @property
-    def present(self) -> tuple[Tensor, ...]:
-        return tuple(tensor for tensor in (self.before, self.after) if tensor is not None)
-
-    @property
-    def comparable(self) -> bool:
-        """Whether each element has its counterpart."""
-        if self.before is None or self.after is None or self.before.shape != self.after.shape:
-            return False
-        whole = all(DTYPES[tensor.dtype].bits % 8 == 0 for tensor in self.present)
-        return whole or self.before.dtype == self.after.dtype
-
-
 Scans = tuple[Scan, ...]  # one of both sides, or one for each side that there is
 
 
-def _rows(pairs: Pairs, before: Side, after: Side) -> Iterator[_DiffRow]:
-    yield from (_DiffRow(*found) for found in pairs.pairs)
-    yield from (_DiffRow(name, before.tensors[name], None) for name in pairs.removed)
-    yield from (_DiffRow(name, None, after.tensors[name]) for name in pairs.added)
-
-
-def _known_to_be_same(row: _DiffRow, before: Side, after: Side) -> bool:
+def _known_to_be_same(row: TensorPair, before: Side, after: Side) -> bool:
     """Whether both files say so, or the contents were found to be equal."""
     if row.renamed_from:
         return True
@@ -126,28 +100,26 @@ def _known_to_be_same(row: _DiffRow, before: Side, after: Side) -> bool:
     return row.comparable and _status(row) == "same" and digests[0] is not None and digests[0] == digests[1]
 
 
-def _scanned(rows: Sequence[_DiffRow], progress: Progress | None, *, hashed: bool) -> dict[str, Scans]:
+def _scanned(rows: Sequence[TensorPair], progress: Progress | None, *, hashed: bool) -> dict[str, Scans]:
     reader = Reader(sum(tensor.nbytes for row in rows for tensor in row.present), progress)
     stored = {row.name: _scans(row, hashed=hashed) for row in rows if not _is_computed(row)}
     reader.run(scan for scans in stored.values() for scan in scans)
     for row in filter(_is_computed, rows):  # one after another: each is in memory
         stored[row.name] = _scans(row, hashed=hashed)
         reader.run(stored[row.name])
-        for scan in stored[row.name]:
-            scan.release()
     return stored
 
 
-def _is_computed(row: _DiffRow) -> bool:
+def _is_computed(row: TensorPair) -> bool:
     return any(isinstance(tensor, Computed) for tensor in row.present)
 
 
-def _scans(row: _DiffRow, *, hashed: bool) -> Scans:
+def _scans(row: TensorPair, *, hashed: bool) -> Scans:
     sides: list[Readable] = [tensor.compute() if isinstance(tensor, Computed) else tensor for tensor in row.present]
     return (Scan(sides, hashed=hashed),) if row.comparable else tuple(Scan([tensor], hashed=hashed) for tensor in sides)
 
 
-def _check_digests(rows: Sequence[_DiffRow], scans: Mapping[str, Scans], before: Side, after: Side) -> None:
+def _check_digests(rows: Sequence[TensorPair], scans: Mapping[str, Scans], before: Side, after: Side) -> None:
     """Raise DigestMismatch for bytes that are not those whose digests the file records."""
     for index, each in enumerate((before, after)):
         problems = []
@@ -155,23 +127,21 @@ def _check_digests(rows: Sequence[_DiffRow], scans: Mapping[str, Scans], before:
             digests = _by_side(row, [digest for scan in scans.get(row.name, ()) for digest in scan.found.digests])
             name = row.renamed_from if row.renamed_from and each is before else row.name
             expected = each.digests.get(name)
-            if expected and digests and digests[index] != expected:
+            if expected and digests[index] not in (None, expected):
                 problems.append(f"{name}: its bytes are not those whose digest the file records")
         if problems:
             raise DigestMismatch(each.info.where, problems, DAMAGED)
 
 
-def _by_side(row: _DiffRow, found: Sequence[T]) -> tuple[T | None, T | None] | None:
-    """What was found of the sides that there are, as a pair; None if nothing was looked for."""
-    if not found:
-        return None
+def _by_side(row: TensorPair, found: Iterable[T]) -> tuple[T | None, T | None]:
+    """What was found of the sides that there are, as a pair; None where nothing was looked for."""
     left = iter(found)
-    return next(left) if row.before is not None else None, next(left) if row.after is not None else None
+    return next(left, None) if row.before is not None else None, next(left, None) if row.after is not None else None
 
 
-def _diff(row: _DiffRow, scans: Scans) -> TensorDiff:
+def _diff(row: TensorPair, scans: Scans) -> TensorDiff:
     summaries = [scan.found.summary for scan in scans]
-    values = _by_side(row, [values for found in summaries for values in (found.sides if found else (None,))])
+    old, new = _by_side(row, [values for found in summaries for values in (found.sides if found else (None,))])
     comparable = row.comparable and bool(scans)
     return TensorDiff(
         name=row.name,
@@ -179,13 +149,13 @@ def _diff(row: _DiffRow, scans: Scans) -> TensorDiff:
         before=row.before and TensorType.of(row.before),
         after=row.after and TensorType.of(row.after),
         renamed_from=row.renamed_from,
-        values_before=values[0] if values else None,
-        values_after=values[1] if values else None,
+        values_before=old,
+        values_after=new,
         change=summaries[0].change if comparable and summaries[0] else None,
     )
 
 
-def _status(row: _DiffRow) -> Status:
+def _status(row: TensorPair) -> Status:
     """What the types and names alone tell."""
     if row.before is None or row.after is None:
         return "added" if row.before is None else "removed"

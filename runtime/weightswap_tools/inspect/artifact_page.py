@@ -9,7 +9,7 @@ from weightswap_runtime.format.manifest import Adapter, Manifest, Method, NamedT
 from weightswap_runtime.format.signature import leaves
 from weightswap_runtime.messages import plural
 from weightswap_runtime.tensors.dtypes import describe
-from weightswap_tools.reports.blocks import Block, Column, Facts, ModuleGraph, Note, Report, Section, Table
+from weightswap_tools.reports.blocks import Block, Column, Facts, ModuleGraph, Note, Report, Section, Table, columns
 from weightswap_tools.wording import node_text, node_words, signature_sentence, signature_text
 
 from .facts import artifact_facts, origin_kind, shape_text, size_fact
@@ -52,10 +52,8 @@ def _method_blocks(manifest: Manifest) -> Iterator[Block]:
     for name, method in manifest.methods.items():
         yield Note(signature_sentence(name, method.signature))
         yield Facts((("short form", signature_text(name, method.signature)),))
-        yield Table(_FLOW_COLUMNS, tuple(_flows(method)), f"What {name} takes and returns")
-
-
-_FLOW_COLUMNS = (Column("name"), Column("way"), Column("type"), Column("in words"))
+        heads = columns("name", "way", "type", "in words")
+        yield Table(heads, tuple(_flows(method)), f"What {name} takes and returns")
 
 
 def _flows(method: Method) -> Iterator[tuple[str, str, str, str]]:
@@ -79,12 +77,12 @@ def _weights_section(manifest: Manifest) -> Section:
 
 
 def _tensor_table(tensors: tuple[NamedTensor, ...], caption: str) -> Table:
-    columns = [Column("name"), Column("dtype"), Column("shape"), Column("size", "bytes")]
+    heads = (*columns("name", "dtype", "shape"), Column("size", "bytes"))
     rows: list[tuple[str | int, ...]] = [(t.name, t.dtype, shape_text(t.shape), t.nbytes) for t in tensors]
     if any(tensor.aliases for tensor in tensors):
-        columns.append(Column("tied to"))
+        heads = (*heads, Column("tied to"))
         rows = [(*row, ", ".join(tensor.aliases)) for row, tensor in zip(rows, tensors, strict=True)]
-    return Table(tuple(columns), tuple(rows), caption)
+    return Table(heads, tuple(rows), caption)
 
 
 def _other_tensors(manifest: Manifest) -> Iterator[Section]:
@@ -114,28 +112,27 @@ def _checkpoints_section(manifest: Manifest) -> Section:
     adapter = manifest.adapter
     weights = {weight.name: weight for weight in manifest.weights}
     rows = tuple(
-        (source.weight, origin_kind(weights[source.weight], source), _keys_text(source.keys, source.transform))
+        (
+            source.weight,
+            origin_kind(weights[source.weight], source),
+            (" or " if source.transform is None else ", ").join(source.keys),
+        )
         for source in adapter.sources
     )
-    table = Table((Column("weight"), Column("how"), Column("checkpoint keys")), rows, "How checkpoints become weights")
+    table = Table(columns("weight", "how", "checkpoint keys"), rows, "How checkpoints become weights")
     return Section("Checkpoints", (*_checkpoint_notes(adapter), table, *_key_tables(adapter)))
-
-
-def _keys_text(keys: tuple[str, ...], transform: int | None) -> str:
-    return (", " if transform is not None else " or ").join(keys)
 
 
 def _checkpoint_notes(adapter: Adapter) -> Iterator[Note]:
     if adapter.untraceable:
-        text = f"Checkpoints have to be packed, as loading could not be recorded: {adapter.untraceable}"
-        yield Note(text, "bad")
+        yield Note(f"Checkpoints have to be packed, as loading could not be recorded: {adapter.untraceable}", "bad")
 
 
 def _key_tables(adapter: Adapter) -> Iterator[Table]:
     roles = dict.fromkeys(adapter.ignored, "may be there, and is left out")
     roles |= dict.fromkeys(adapter.needed, "must be there, though no weight is made of it")
     if roles:
-        yield Table((Column("key"), Column("role")), tuple(roles.items()), "Other checkpoint keys")
+        yield Table(columns("key", "role"), tuple(roles.items()), "Other checkpoint keys")
 
 
 def _files_section(subject: ArtifactSubject) -> Section:

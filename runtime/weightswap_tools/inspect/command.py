@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from weightswap_tools.reports.page import write_report
 from weightswap_tools.terminal import (
     HtmlOption,
     JsonOption,
@@ -17,7 +17,11 @@ from weightswap_tools.terminal import (
     table_console,
 )
 
-from .subject import Subject, open_subject
+from .document import document_of
+from .page import report_of
+from .subject import open_subject
+from .text import print_text
+from .tree import print_tree
 
 inspect_command = typer.Typer(add_completion=False)
 
@@ -41,30 +45,12 @@ def inspect(
         raise typer.BadParameter("--tree and --json are two answers; give one of them")
     with errors_as_exit(as_json), open_subject(path, level) as subject:
         if html:
-            _write_page(subject, html)
-        _print(subject, tree, as_json, html)
-
-
-def _write_page(subject: Subject, path: Path) -> None:
-    from weightswap_tools.reports.page import write_report
-
-    from .page import report_of
-
-    write_report(path, report_of(subject))
-
-
-def _print(subject: Subject, tree: bool, as_json: bool, html: Path | None) -> None:
-    if as_json:
-        from .document import document_of
-
-        print_json(document_of(subject))
-    elif tree:
-        from .tree import print_tree
-
-        print_tree(subject, table_console())
-    elif html:
-        say(f"report     {html}")
-    else:
-        from .text import print_text
-
-        print_text(subject)
+            write_report(html, report_of(subject))
+        if as_json:
+            print_json(document_of(subject))
+        elif tree:
+            print_tree(subject, table_console())
+        elif html:
+            say(f"report     {html}")
+        else:
+            print_text(subject)

@@ -8,7 +8,7 @@ from typing import Any
 
 from weightswap_runtime.format.goldens import GoldensRecord
 from weightswap_runtime.format.manifest import Manifest
-from weightswap_tools.module_tree import grow, sizes_below
+from weightswap_tools.module_tree import totals
 from weightswap_tools.tensor_set import SetTensor
 from weightswap_tools.wording import signature_sentence, signature_text
 
@@ -47,13 +47,7 @@ def _artifact(subject: ArtifactSubject) -> Document:
 
 
 def _modules(sizes: Mapping[str, int]) -> list[Document]:
-    """Every module that has tensors in it or below."""
-    root = grow(sizes)
-    sums = sizes_below(root, sizes)
-    return [
-        {"path": branch.path, "tensors": sum(1 for _ in branch.every_name()), "nbytes": sums[branch]}
-        for branch in root.walk()
-    ]
+    return [{"path": path, "tensors": count, "nbytes": nbytes} for path, count, nbytes in totals(sizes)]
 
 
 def _origins(manifest: Manifest) -> list[Document]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 
+from weightswap_runtime.format.delta_file import DeltaStamp
 from weightswap_runtime.format.goldens import GoldensRecord
 from weightswap_runtime.format.manifest import Manifest, NamedTensor, WeightSource
 from weightswap_runtime.messages import listed, plural
@@ -28,10 +29,8 @@ def artifact_facts(subject: ArtifactSubject) -> Iterator[Fact]:
     for name, method in manifest.methods.items():
         yield "method", signature_text(name, method.signature)
         yield "", signature_sentence(name, method.signature)
-    yield (
-        "engines",
-        ", ".join(_engine_text(manifest, name, methods) for name, methods in engine_methods(manifest).items()),
-    )
+    engines = engine_methods(manifest).items()
+    yield "engines", ", ".join(_engine_text(manifest, name, methods) for name, methods in engines)
     yield from record_facts(subject.record)
 
 
@@ -84,10 +83,11 @@ def weights_facts(subject: WeightsSubject) -> Iterator[Fact]:
     if len(subject.weights.files) > 1:
         yield "shards", ", ".join(subject.weights.files.values())
     yield from _level_facts(subject.weights)
-    yield from _delta_facts(subject) if subject.delta else _stamp_facts(subject)
+    yield from _delta_facts(subject.delta) if subject.delta else _stamp_facts(subject)
     for label, text in subject.labels.items():
         yield "label", f"{label} = {text}"
-    yield from _cast_facts(subject)
+    for dtype, names in subject.casts.items():
+        yield "cast", f"{plural(len(names), 'tensor')} from {dtype}: {', '.join(names)}"
     yield from record_facts(subject.record)
 
 
@@ -96,16 +96,15 @@ def _level_facts(weights: TensorSet) -> Iterator[Fact]:
     if weights.level is not None:
         yield "level", weights.level or "the top"
     fullest = sorted(weights.others.items(), key=lambda other: -other[1])
-    others = [f"{path or 'the top'} ({_count(count)})" for path, count in fullest]
+    others = [f"{path or 'the top'} ({plural(count, 'tensor')})" for path, count in fullest]
     if others:
         yield "beside it", listed(others, MOST_LEVELS)
 
 
-def _delta_facts(subject: WeightsSubject) -> Iterator[Fact]:
-    if subject.delta:
-        yield "from", subject.delta.base
-        yield "to", subject.delta.weights_id
-        yield "graph id", subject.delta.graph_id
+def _delta_facts(delta: DeltaStamp) -> Iterator[Fact]:
+    yield "from", delta.base
+    yield "to", delta.weights_id
+    yield "graph id", delta.graph_id
 
 
 def _stamp_facts(subject: WeightsSubject) -> Iterator[Fact]:
@@ -116,11 +115,6 @@ def _stamp_facts(subject: WeightsSubject) -> Iterator[Fact]:
         yield "weights id", "not recorded; it is computed when the file is swapped in"
     else:
         yield "weights id", "not recorded; it is computed when the checkpoint is packed (weightswap pack)"
-
-
-def _cast_facts(subject: WeightsSubject) -> Iterator[Fact]:
-    for dtype, names in ((subject.stamp.cast or {}) if subject.stamp else {}).items():
-        yield "cast", f"{plural(len(names), 'tensor')} from {dtype}: {', '.join(names)}"
 
 
 def goldens_facts(subject: GoldensSubject) -> Iterator[Fact]:
@@ -136,11 +130,7 @@ def goldens_facts(subject: GoldensSubject) -> Iterator[Fact]:
 
 def size_fact(count: int, nbytes: int) -> str:
     """`3 tensors, 1.2 MB`."""
-    return f"{_count(count)}, {human_bytes(nbytes)}"
-
-
-def _count(tensors: int) -> str:
-    return plural(tensors, "tensor")
+    return f"{plural(count, 'tensor')}, {human_bytes(nbytes)}"
 
 
 def origin(tensor: NamedTensor, source: WeightSource | None) -> str:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 from weightswap_runtime.format.goldens import GoldensRecord
 from weightswap_runtime.messages import plural
-from weightswap_tools.reports.blocks import Column, Facts, Report, Section, Table
+from weightswap_tools.reports.blocks import Column, Facts, Report, Section, Table, columns
 
 from .facts import exactness, goldens_facts, machine
 from .subject import GoldensSubject
@@ -15,22 +15,11 @@ from .subject import GoldensSubject
 
 def goldens_report(subject: GoldensSubject) -> Report:
     """What a goldens file says of itself, and the types of what was recorded."""
-    cases = tuple(
-        (number, case.method, _told(subject, case.inputs), _told(subject, case.outputs))
-        for number, case in enumerate(subject.record.cases)
-    )
-    columns = (Column("case", "number"), Column("method"), Column("inputs"), Column("outputs"))
+    cases = tuple(subject.calls)
+    heads = (Column("case", "number"), *columns("method", "inputs", "outputs"))
     overview = Section("Overview", (Facts(tuple(goldens_facts(subject))),))
-    calls = Section("Recorded calls", (Table(columns, cases, "What goes in, and what the eager model gave"),))
-    return Report(Path(subject.where).name, f"Goldens: {_count(subject.record)}", (overview, calls))
-
-
-def _told(subject: GoldensSubject, values: Iterable[str | int | None]) -> str:
-    return ", ".join(map(subject.describe, values))
-
-
-def _count(record: GoldensRecord) -> str:
-    return plural(len(record.cases), "recorded call")
+    calls = Section("Recorded calls", (Table(heads, cases, "What goes in, and what the eager model gave"),))
+    return Report(Path(subject.where).name, f"Goldens: {plural(len(cases), 'recorded call')}", (overview, calls))
 
 
 def goldens_section(record: GoldensRecord | None) -> Iterator[Section]:
@@ -39,7 +28,7 @@ def goldens_section(record: GoldensRecord | None) -> Iterator[Section]:
         return
     facts = (
         ("weights id", record.weights_id or "none: inputs alone"),
-        ("calls", _count(record)),
+        ("calls", plural(len(record.cases), "recorded call")),
         ("recorded on", machine(record)),
         ("compared", exactness(record)),
     )

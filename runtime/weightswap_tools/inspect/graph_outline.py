@@ -56,16 +56,14 @@ class _Graph(SchemaRecord, frozen=True):
     sym_int_values: dict[str, _Size] = msgspec.field(default_factory=dict)
 
 
-class _GraphModule(SchemaRecord, frozen=True):
+class _WithGraph(SchemaRecord, frozen=True):
+    """The module of a program, or the argument of a higher-order operator."""
+
     graph: _Graph
 
 
 class _Program(SchemaRecord, frozen=True):
-    graph_module: _GraphModule
-
-
-class _Subgraph(SchemaRecord, frozen=True):
-    graph: _Graph
+    graph_module: _WithGraph
 
 
 class Flow(NamedTuple):
@@ -156,7 +154,7 @@ class _OutlineReader:
             self.modules[path].calls[call.target.removeprefix("torch.ops.")] += 1
             for argument in call.inputs:
                 if "as_graph" in argument.arg:
-                    inner = msgspec.json.decode(argument.arg["as_graph"], type=_Subgraph).graph
+                    inner = msgspec.json.decode(argument.arg["as_graph"], type=_WithGraph).graph
                     self._calls(inner, path)
                 else:
                     self.used += [(name, path) for name in argument_names(argument.arg)]
@@ -220,7 +218,7 @@ def _told(path: str) -> str:
 
 
 def _plain_path(path: str) -> str:
-    """A module that is called again has `@1` behind its path. Deep below, paths end: see `modules.MOST_LEVELS`."""
+    """A module that is called again has `@1` behind its path. Deep below, paths end: see `module_tree`."""
     return ".".join(path.partition("@")[0].split(".")[:MOST_LEVELS])
 
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from msgspec import structs
 
-from weightswap_tools.module_tree import Branch, grow, sizes_below, split_name
+from weightswap_tools.module_tree import Branch, grow, sizes_below, split_name, totals
 from weightswap_tools.reports.blocks import Column, Table, Treemap, TreemapNode
 
 
@@ -27,9 +27,5 @@ def weights_map(sizes: Mapping[str, int], details: Mapping[str, str], title: str
 
 def modules_table(sizes: Mapping[str, int]) -> Table:
     """The modules that have tensors in them or below, with the number of these and their sizes in bytes."""
-    root = grow(sizes)
-    sums = sizes_below(root, sizes)
-    rows = tuple(
-        (branch.path or "(model)", sum(1 for _ in branch.every_name()), sums[branch]) for branch in root.walk()
-    )
+    rows = tuple((path or "(model)", count, nbytes) for path, count, nbytes in totals(sizes))
     return Table((Column("module"), Column("tensors", "number"), Column("size", "bytes")), rows, "By module")

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Hashable, Mapping
 
 from weightswap_runtime.engines.graphs.schema import UnknownPart
 from weightswap_runtime.format.manifest import Manifest
 from weightswap_runtime.messages import lines_of, listed, plural
-from weightswap_tools.module_tree import Branch, fingerprints, grow, runs, sizes_below
+from weightswap_tools.module_tree import Branch, fingerprints, runs, totals
 from weightswap_tools.reports.blocks import ModuleNode, ModuleRun
 from weightswap_tools.terminal import human_bytes
 
@@ -43,23 +43,19 @@ def module_nodes(outlined: Outline, manifest: Manifest) -> ModuleNode:
     Neighbours with consecutive numbers are one run if they have the same class, operators and weights, and so do the
     modules in them. Arithmetic on sizes is left out of this, as a graph has it where a size is first used.
     """
-    return _Nodes(outlined, manifest).tree()
+    nodes = _Nodes(outlined, manifest)
+    return nodes.node(nodes.root)
 
 
 class _Nodes:
     def __init__(self, outlined: Outline, manifest: Manifest) -> None:
         self.outlined = outlined
         sizes = {weight.name: weight.nbytes for weight in manifest.weights}
-        weights = grow(sizes)
-        sums = sizes_below(weights, sizes)
-        self.weights = {branch.path: (sum(1 for _ in branch.every_name()), sums[branch]) for branch in weights.walk()}
+        self.weights = {path: (count, nbytes) for path, count, nbytes in totals(sizes)}
         self.root = Branch()
         for path in filter(None, outlined.modules):
             self.root.reach(path.split("."))
         self.marks = fingerprints(self.root, lambda name: name, self._likeness)
-
-    def tree(self) -> ModuleNode:
-        return self._node(self.root)
 
     def _likeness(self, path: str) -> Hashable:
         module = self.outlined.modules.get(path)
@@ -68,10 +64,10 @@ class _Nodes:
         return module and module.kind, computed, self.weights.get(path)
 
     def _group(self, group: list[Branch]) -> ModuleNode | ModuleRun:
-        nodes = tuple(map(self._node, group))
+        nodes = tuple(map(self.node, group))
         return ModuleRun(nodes) if len(nodes) > 1 else nodes[0]
 
-    def _node(self, branch: Branch) -> ModuleNode:
+    def node(self, branch: Branch) -> ModuleNode:
         module = self.outlined.modules.get(branch.path)
         children = tuple(map(self._group, runs(branch.branches.values(), self.marks)))
         if module is None:  # holds modules, and is not called itself
@@ -92,8 +88,5 @@ class _Nodes:
 
 
 def _flows(flows: Mapping[str, Flow], way: str) -> tuple[str, ...]:
-    return tuple(lines_of([f"{flow.type}  {way} {_named(flow.others)}" for flow in flows.values()], MOST_FLOWS))
-
-
-def _named(others: Iterable[str]) -> str:
-    return listed(list(others), MOST_NAMED)
+    texts = [f"{flow.type}  {way} {listed(flow.others, MOST_NAMED)}" for flow in flows.values()]
+    return tuple(lines_of(texts, MOST_FLOWS))

@@ -8,7 +8,7 @@ from pathlib import Path
 from weightswap_runtime.format.delta_file import DATA, RUNS
 from weightswap_runtime.tensors.dtypes import describe
 from weightswap_runtime.tensors.dtypes import nbytes as size_of
-from weightswap_tools.reports.blocks import Column, Facts, Report, Section, Table
+from weightswap_tools.reports.blocks import Column, Facts, Report, Section, Table, columns
 from weightswap_tools.tensor_set import SetTensor
 
 from .artifact_page import artifact_report
@@ -55,9 +55,9 @@ def _tensors_section(subject: WeightsSubject) -> Section:
 
 
 def _tensors_table(subject: WeightsSubject, tensors: Mapping[str, SetTensor]) -> Table:
-    columns = list(_tensor_columns(subject))
-    rows = (tuple(cell(name, tensor) for _, cell in columns) for name, tensor in tensors.items())
-    return Table(tuple(column for column, _ in columns), tuple(rows), "Tensors, as they lie in the file")
+    heads, cells = zip(*_tensor_columns(subject), strict=True)
+    rows = (tuple(cell(name, tensor) for cell in cells) for name, tensor in tensors.items())
+    return Table(heads, tuple(rows), "Tensors, as they lie in the file")
 
 
 _Cell = Callable[[str, SetTensor], str | int]
@@ -73,7 +73,7 @@ def _tensor_columns(subject: WeightsSubject) -> Iterator[tuple[Column, _Cell]]:
         yield Column("offset", "number"), lambda _, tensor: tensor.offset or 0
     if digests := subject.digests:
         yield Column("digest"), lambda name, _: digests[name][:16]
-    if casts := _casts(subject):
+    if casts := {name: dtype for dtype, names in subject.casts.items() for name in names}:
         yield Column("cast from"), lambda name, _: casts.get(name, "")
     if ties := subject.ties:
         yield Column("tied to"), lambda name, _: ", ".join(ties.get(name, ()))
@@ -81,16 +81,10 @@ def _tensor_columns(subject: WeightsSubject) -> Iterator[tuple[Column, _Cell]]:
         yield Column("file"), lambda _, tensor: files.get(tensor.file, "")
 
 
-def _casts(subject: WeightsSubject) -> dict[str, str]:
-    """The dtype that a tensor had in the checkpoint, for those that were cast."""
-    cast = (subject.stamp.cast or {}) if subject.stamp else {}
-    return {name: dtype for dtype, names in cast.items() for name in names}
-
-
 def _files_section(subject: WeightsSubject) -> Section:
-    rows = tuple(
-        (name, len(tensors), sum(tensor.nbytes for tensor in tensors)) for name, tensors in subject.in_files().items()
-    )
+    tensors, files = subject.weights.tensors.values(), subject.weights.files
+    sizes = {name: [tensor.nbytes for tensor in tensors if tensor.file == file] for file, name in files.items()}
+    rows = tuple((name, len(found), sum(found)) for name, found in sizes.items())
     return Section("Shards", (Table((Column("file"), Column("tensors", "number"), Column("size", "bytes")), rows),))
 
 
@@ -107,17 +101,11 @@ def _delta_section(subject: WeightsSubject) -> Section:
         )
         for name, changed in changes.items()
     )
-    columns = (
-        Column("weight"),
-        Column("type"),
-        Column("size", "bytes"),
-        Column("replaced", "bytes"),
-        Column("runs", "number"),
-    )
+    heads = (*columns("weight", "type"), *columns("size", "replaced", kind="bytes"), Column("runs", "number"))
     sizes = {name: tensors[DATA + name].nbytes for name in changes}
     details = {name: describe(changed) for name, changed in changes.items()}
     return Section(
         "Changes",
-        (weights_map(sizes, details, "all that is replaced"), Table(columns, rows, "Weights that change")),
+        (weights_map(sizes, details, "all that is replaced"), Table(heads, rows, "Weights that change")),
         "Weights that are not listed are equal in both sets.",
     )

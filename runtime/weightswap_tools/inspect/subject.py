@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
 
@@ -63,6 +63,11 @@ class WeightsSubject(NamedTuple):
         return stamp.labels if stamp else {}
 
     @property
+    def casts(self) -> Mapping[str, Sequence[str]]:
+        """The tensors that were cast, by the dtype that the checkpoint has."""
+        return (self.stamp.cast or {}) if self.stamp else {}
+
+    @property
     def total_bytes(self) -> int:
         return sum(tensor.nbytes for tensor in self.weights.tensors.values())
 
@@ -80,11 +85,6 @@ class WeightsSubject(NamedTuple):
         """The tensors as they lie in the files."""
         return sorted(self.weights.tensors.items(), key=lambda item: (item[1].file, item[1].offset or 0))
 
-    def in_files(self) -> dict[str, list[SetTensor]]:
-        """The tensors of each file, by what the file is called."""
-        tensors = self.weights.tensors.values()
-        return {name: [t for t in tensors if t.file == file] for file, name in self.weights.files.items()}
-
 
 class GoldensSubject(NamedTuple):
     """A goldens file, of which the header alone was read."""
@@ -93,8 +93,17 @@ class GoldensSubject(NamedTuple):
     record: GoldensRecord
     tensors: Mapping[str, SetTensor]
 
-    def describe(self, value: Value) -> str:
-        """An input or output of a recorded call: `F32[2, 10]`, an integer, or what the signature has fixed."""
+    @property
+    def calls(self) -> list[tuple[int, str, str, str]]:
+        """The number and the method of each recorded call, and in words its inputs and its outputs."""
+        cases = enumerate(self.record.cases)
+        return [(number, case.method, self._all(case.inputs), self._all(case.outputs)) for number, case in cases]
+
+    def _all(self, values: Iterable[Value]) -> str:
+        return ", ".join(map(self._one, values))
+
+    def _one(self, value: Value) -> str:
+        """`F32[2, 10]`, an integer, or what the signature has fixed."""
         if isinstance(value, str):
             tensor = self.tensors.get(value)
             return describe(tensor) if tensor else f"{value}, which is missing"

@@ -73,8 +73,8 @@ def _print_kept(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]
 
 def _print_weights(subject: WeightsSubject) -> None:
     print_facts(weights_facts(subject))
-    for name, changed in (subject.delta.changes if subject.delta else {}).items():
-        print_facts([("changes", f"{name}, {describe(changed)}")])
+    changes = subject.delta.changes if subject.delta else {}
+    print_facts(("changes", f"{name}, {describe(changed)}") for name, changed in changes.items())
     ties = subject.ties
     rows = [
         [
@@ -92,12 +92,5 @@ def _print_weights(subject: WeightsSubject) -> None:
 
 def _print_goldens(subject: GoldensSubject) -> None:
     print_facts(goldens_facts(subject))
-    rows = [
-        [str(number), case.method, _values(subject, case.inputs), _values(subject, case.outputs)]
-        for number, case in enumerate(subject.record.cases)
-    ]
+    rows = [[str(number), *texts] for number, *texts in subject.calls]
     print_table(plural(len(rows), "recorded call"), ["case", "method", "inputs", "outputs"], rows)
-
-
-def _values(subject: GoldensSubject, values: Iterable[str | int | None]) -> str:
-    return ", ".join(map(subject.describe, values))

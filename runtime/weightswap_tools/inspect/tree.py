@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple
 
 from rich.console import Console
 from rich.text import Text
@@ -19,8 +19,7 @@ from .module_graph import module_kinds
 from .subject import ArtifactSubject, GoldensSubject, Subject, WeightsSubject
 
 
-@dataclass(frozen=True)
-class _TreeRow:
+class _TreeRow(NamedTuple):
     """A tensor as the tree shows it."""
 
     type: str
@@ -71,16 +70,12 @@ class _Planter:
         self.rows, self.kinds = rows, kinds
         self.root = grow(rows)
         self.sums = sizes_below(self.root, {name: row.nbytes for name, row in rows.items()})
-        self.marks = fingerprints(self.root, self._likeness, self._kind)
+        self.marks = fingerprints(self.root, rows.__getitem__, self._kind)
 
     def tree(self, title: str) -> Tree:
         tree = Tree(self._label(visible(title), self.root))
         self._fill(tree, self.root)
         return tree
-
-    def _likeness(self, name: str) -> Hashable:
-        row = self.rows[name]
-        return row.type, row.more
 
     def _kind(self, path: str) -> str:
         return self.kinds.get(path, "").rpartition(".")[2]
@@ -106,7 +101,7 @@ class _Planter:
         return Text(name, "bold").append_text(self._measures(branch))
 
     def _measures(self, branch: Branch, each: bool = False) -> Text:
-        count = sum(1 for _ in branch.every_name())
         kind = self._kind(branch.path)
+        count = len([*branch.every_name()])
         size = f"{plural(count, 'tensor')}, {human_bytes(self.sums[branch])}{' each' if each else ''}"
         return Text.assemble((f"  {visible(kind)}" if kind else "", "green"), (f"  {size}", "not bold dim"))

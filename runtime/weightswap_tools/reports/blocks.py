@@ -13,6 +13,7 @@ import msgspec
 Cell = str | int | float | bool | None
 Scale = Literal["linear", "log"]
 T = TypeVar("T")
+ColumnKind = Literal["text", "number", "bytes"]
 
 
 class _BlockPart(msgspec.Struct, frozen=True):
@@ -39,8 +40,13 @@ class Column(_BlockPart, frozen=True):
     """
 
     name: str
-    kind: Literal["text", "number", "bytes"] = "text"
+    kind: ColumnKind = "text"
     flag: bool = False
+
+
+def columns(*names: str, kind: ColumnKind = "text", flag: bool = False) -> tuple[Column, ...]:
+    """Columns that differ in their names alone."""
+    return tuple(Column(name, kind, flag) for name in names)
 
 
 class Table(_BlockPart, frozen=True, tag="table"):

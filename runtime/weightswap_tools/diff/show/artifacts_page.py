@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from weightswap_tools.diff import ArtifactsDiff
 from weightswap_tools.diff.artifacts import MethodDiff
-from weightswap_tools.reports.blocks import Block, Column, Facts, Note, Report, Section, Table
+from weightswap_tools.reports.blocks import Block, Column, Facts, Note, Report, Section, Table, columns
 
 from .artifacts_text import row_cells, signature_words, source_cells
 from .weights_text import COLUMNS, tensor_cells
@@ -41,8 +41,8 @@ def _method(method: MethodDiff) -> Iterator[Block]:
         )
     rows = tuple((count.name, count.before, count.after, count.after - count.before) for count in method.operators)
     if rows:
-        columns = (Column("operator"), *(Column(name, "number") for name in ("before", "after", "difference")))
-        yield Table(columns, rows, "Calls of operators")
+        heads = (Column("operator"), *columns("before", "after", "difference", kind="number"))
+        yield Table(heads, rows, "Calls of operators")
     elif not method.same_graph:
         yield Note("The same operators, in another graph.")
 
@@ -53,6 +53,6 @@ def _tables(diff: ArtifactsDiff) -> Iterator[Section]:
     yield from _table("Checkpoints", ["weight", "came from", "comes from"], map(source_cells, diff.sources))
 
 
-def _table(title: str, columns: list[str], rows: Iterator[list[str]]) -> Iterator[Section]:
+def _table(title: str, heads: list[str], rows: Iterator[list[str]]) -> Iterator[Section]:
     if found := tuple(map(tuple, rows)):
-        yield Section(title, (Table(tuple(map(Column, columns)), found),))
+        yield Section(title, (Table(columns(*heads), found),))

@@ -34,9 +34,8 @@ def _print_method(method: MethodDiff) -> None:
         if not method.same_signature:
             say(f"{title:<12}{signature_words(method.name, signature)}")
     rows = [[count.name, str(count.before), str(count.after)] for count in method.operators]
-    same = "the same operators, in another graph" if not method.same_graph and not rows else ""
-    if same:
-        say(f"method      {method.name}: {same}")
+    if not rows and not method.same_graph:
+        say(f"method      {method.name}: the same operators, in another graph")
     _table(f"{method.name}: calls of operators", ["operator", "before", "after"], rows)
 
 

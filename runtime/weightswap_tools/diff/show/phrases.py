@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
 
 from weightswap_runtime.messages import listed, plural
 from weightswap_tools.diff import SetInfo, TensorDiff, WeightsDiff
@@ -11,11 +12,6 @@ from weightswap_tools.diff.report import LEVELS
 from weightswap_tools.terminal import human_bytes
 
 NAMED = 20  # of the tensors that meet a condition
-
-
-def short(value: float | None) -> str:
-    """`0.0123`; nothing where there is no number."""
-    return "" if value is None else f"{value:.3g}"
 
 
 def percent(share: float) -> str:
@@ -36,24 +32,27 @@ def condition_words(condition: str, names: Sequence[str]) -> str:
     return f"{condition}: {listed(names, NAMED)}" if names else condition
 
 
-def set_facts(info: SetInfo) -> str:
-    """`v1.safetensors (12 tensors, 1.2 MB)`; `last.pt, level model (...)`."""
+def set_facts(title: str, info: SetInfo) -> Iterator[tuple[str, str]]:
+    """`v1.safetensors (12 tensors, 1.2 MB)`, or `last.pt, level model (...)`; its id, its labels, what is left out."""
     level = f", level {info.level}" if info.level else ""
-    return f"{info.where}{level} ({info.tensors} tensors, {human_bytes(info.nbytes)})"
+    yield title, f"{info.where}{level} ({info.tensors} tensors, {human_bytes(info.nbytes)})"
+    if info.weights_id:
+        yield "weights id", info.weights_id
+    yield from (("label", f"{label} = {text}") for label, text in info.labels.items())
+    if info.ignored:
+        yield "left out", ", ".join(info.ignored)
 
 
 def verdict(diff: WeightsDiff) -> str:
     """`1 alarm, 2 notices, 3 changed, 4 the same`."""
-    counts = {level: sum(tensor.level == level for tensor in diff.tensors) for level in LEVELS}
-    words = {"alarm": "alarm", "notice": "notice", "changed": "changed", "same": "the same"}
-    return (
-        ", ".join(
-            f"{count} {words[level]}{'s' if count > 1 and level in ('alarm', 'notice') else ''}"
-            for level, count in counts.items()
-            if count
-        )
-        or "no tensors"
-    )
+    counts = Counter(tensor.level for tensor in diff.tensors)
+    words = {
+        "alarm": plural(counts["alarm"], "alarm"),
+        "notice": plural(counts["notice"], "notice"),
+        "changed": f"{counts['changed']} changed",
+        "same": f"{counts['same']} the same",
+    }
+    return ", ".join(words[level] for level in LEVELS if counts[level]) or "no tensors"
 
 
 def overall(diff: WeightsDiff) -> str:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 from weightswap_tools.diff import Histogram as Changes
-from weightswap_tools.diff import SetInfo, TensorDiff, WeightsDiff
-from weightswap_tools.reports.blocks import Column, Facts, Histogram, Note, Report, Section, Table
+from weightswap_tools.diff import TensorDiff, WeightsDiff
+from weightswap_tools.reports.blocks import Cell, Column, Facts, Histogram, Note, Report, Section, Table, columns
 
 from .change_map import change_map
 from .phrases import condition_words, largest_change, overall, set_facts, verdict
@@ -35,19 +35,10 @@ _TABLE_NOTE = "The most alarming first. A is before, B after."
 
 
 def _facts(diff: WeightsDiff) -> Iterator[tuple[str, str]]:
-    yield from _set("before", diff.before)
-    yield from _set("after", diff.after)
+    yield from set_facts("before", diff.before)
+    yield from set_facts("after", diff.after)
     yield "tensors", ", ".join(f"{count} {status}" for status, count in diff.counts.items())
     yield "change", overall(diff)
-
-
-def _set(title: str, info: SetInfo) -> Iterator[tuple[str, str]]:
-    yield title, set_facts(info)
-    if info.weights_id:
-        yield "weights id", info.weights_id
-    yield from (("label", f"{label} = {text}") for label, text in info.labels.items())
-    if info.ignored:
-        yield "left out", ", ".join(info.ignored)
 
 
 def _conditions(failures: Mapping[str, tuple[str, ...]]) -> Iterator[Section]:
@@ -76,27 +67,15 @@ def _histogram(caption: str, changes: Changes) -> Histogram:
 
 
 _CHANGE_COLUMNS = (
-    Column("level"),
-    Column("tensor"),
-    Column("what"),
+    *columns("level", "tensor", "what"),
     Column("relative change", "number"),
     Column("largest change"),
-    Column("share changed", "number"),
-    Column("cosine", "number"),
-    Column("sign flips", "number"),
-    Column("new NaN", "number", flag=True),
-    Column("new Inf", "number", flag=True),
-    Column("new dead rows", "number", flag=True),
+    *columns("share changed", "cosine", "sign flips", kind="number"),
+    *columns("new NaN", "new Inf", "new dead rows", kind="number", flag=True),
 )
 _VALUE_COLUMNS = (
-    Column("tensor"),
-    Column("type in A"),
-    Column("type in B"),
-    Column("mean of A", "number"),
-    Column("mean of B", "number"),
-    Column("std of A", "number"),
-    Column("std of B", "number"),
-    Column("largest relative change", "number"),
+    *columns("tensor", "type in A", "type in B"),
+    *columns("mean of A", "mean of B", "std of A", "std of B", "largest relative change", kind="number"),
 )
 
 
@@ -105,24 +84,17 @@ def _tables(tensors: Sequence[TensorDiff]) -> tuple[Table, Table]:
     return changes, Table(_VALUE_COLUMNS, tuple(map(_value_row, tensors)), "What they hold")
 
 
-def _change_row(tensor: TensorDiff) -> tuple[str | int | float | None, ...]:
+def _change_row(tensor: TensorDiff) -> tuple[Cell, ...]:
+    what = "; ".join(tensor.reasons) if tensor.level != "changed" else ""
     change = tensor.change
-    return (
-        tensor.level,
-        tensor.name,
-        "; ".join(tensor.reasons) if tensor.level != "changed" else "",
-        change.rel_change if change else None,
-        largest_change(tensor),
-        change.share_changed if change else None,
-        change.cosine if change else None,
-        change.sign_flips if change else None,
-        change.new_nan if change else None,
-        change.new_inf if change else None,
-        change.new_dead_rows if change else None,
-    )
+    if change is None:
+        return tensor.level, tensor.name, what, None, "", *([None] * 6)
+    counts = (change.sign_flips, change.new_nan, change.new_inf, change.new_dead_rows)
+    shares = (change.share_changed, change.cosine)
+    return tensor.level, tensor.name, what, change.rel_change, largest_change(tensor), *shares, *counts
 
 
-def _value_row(tensor: TensorDiff) -> tuple[str | float | None, ...]:
+def _value_row(tensor: TensorDiff) -> tuple[Cell, ...]:
     old, new = tensor.values_before, tensor.values_after
     return (
         tensor.name,

@@ -169,6 +169,7 @@ function description(node) {
     Calls: node.told,
     Modules: node.alike ? `${node.alike} alike; open it to see what each takes and gives` : "",
   };
+  const told = Object.entries(facts).filter(([, text]) => text);
   const fact = ([name, text]) => element("div", {}, element("dt", {}, name), element("dd", {}, text));
   const most = Math.max(...node.ops.map(([, calls]) => calls));
   const item = (text) => element("li", {}, text);
@@ -176,13 +177,7 @@ function description(node) {
   return [
     element("h3", {}, node.name || "(model)"),
     element("p", { class: "muted" }, node.detail),
-    element(
-      "dl",
-      { class: "facts" },
-      ...Object.entries(facts)
-        .filter(([, text]) => text)
-        .map(fact),
-    ),
+    element("dl", { class: "facts" }, ...told.map(fact)),
     ...list("Takes", "flow", node.takes.map(item)),
     ...list("Gives", "flow", node.gives.map(item)),
     ...list("Operators", "ops", node.ops.map(operator)),

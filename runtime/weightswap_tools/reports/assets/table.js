@@ -18,14 +18,10 @@ function drawTable(figure, { columns, rows }) {
   let most;
 
   function matches(row, words) {
-    if (!texts.has(row))
-      texts.set(
-        row,
-        row
-          .map((value, at) => cellText(value, columns[at].kind))
-          .join("\n")
-          .toLowerCase(),
-      );
+    if (!texts.has(row)) {
+      const cells = row.map((value, at) => cellText(value, columns[at].kind));
+      texts.set(row, cells.join("\n").toLowerCase());
+    }
     return words.every((word) => texts.get(row).includes(word));
   }
 

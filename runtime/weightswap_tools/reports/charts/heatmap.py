@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from weightswap_tools.reports.blocks import Column, HeatMap, Table
+from weightswap_tools.reports.blocks import Column, HeatMap, Table, columns
 from weightswap_tools.reports.embedding import markup
 from weightswap_tools.reports.texts import cut_text, distinct_texts
 
@@ -38,7 +38,7 @@ class _Key(NamedTuple):
 def heatmap(block: HeatMap) -> Chart:
     """A coloured cell for each value."""
     scale = _Scale(block)
-    columns = (Column("row"), *(Column(name, "number") for name in block.columns))
+    heads = (Column("row"), *columns(*block.columns, kind="number"))
     rows = tuple((name, *map(_cell, row)) for name, row in zip(block.rows, block.values, strict=True))
     tilted = len(block.columns) > MOST_LEVEL_LABELS
     paged = len(block.rows) > ROWS
@@ -46,7 +46,7 @@ def heatmap(block: HeatMap) -> Chart:
         block.caption or f"Heat map of {block.what}",
         ROW_HEIGHT * min(ROWS, len(block.rows)) + (160 if tilted else 50),
         _option(block, scale, tilted, paged),
-        Table(columns, rows),
+        Table(heads, rows),
         _legend(block, scale),
         moves("Rows of the heat map", _MOVES) if paged else "",
         f"{320 + 110 * len(block.columns)}px",
@@ -66,7 +66,7 @@ class _Scale:
         self.log = block.scale == "log"
         present = {value for row in block.values for value in row if value is not None}
         plain = [value for value in present if self.key(value) is None and not isinstance(value, str)]
-        self.ends = (min(plain), max(plain)) if plain else None
+        self.ends = [min(plain), max(plain)] if plain else []
         found = {self.key(value) for value in present}
         below = any(not isinstance(value, str) and value < 0 for value in present)
         self.keys = {name: key for name, key in _keys(block, below) if name in found}
@@ -84,16 +84,14 @@ class _Scale:
 
     def shade(self, value: float) -> int:
         """The step of the colours, from 0 on."""
-        if self.ends is None or self.ends[0] == self.ends[1]:
-            return SHADES // 2
         low, high = (self.scaled(end) / 2 for end in self.ends)  # halves, as a difference may be too large
+        if low == high:
+            return SHADES // 2
         return round((self.scaled(value) / 2 - low) / (high - low) * SHADES)
 
     def ticks(self) -> list[str]:
-        """The ends of the scale and its middle."""
-        if self.ends is None:
-            return []
-        if self.ends[0] == self.ends[1]:
+        """The ends of the scale and its middle; one where they are equal, none where nothing is on the scale."""
+        if len(set(self.ends)) < 2:
             return distinct_texts(self.ends[:1])
         low, high = (self.scaled(end) / 2 for end in self.ends)
         return distinct_texts([self.ends[0], 10 ** (low + high) if self.log else low + high, self.ends[1]])

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import math
 
-from weightswap_tools.reports.blocks import Column, Histogram, Table
+from weightswap_tools.reports.blocks import Histogram, Table, columns
 from weightswap_tools.reports.texts import number_text, short_text
 
 from .chart import NO_LINES, Chart, Option, hue
-
-_COLUMNS = tuple(Column(name, "number") for name in ("from", "to", "count"))
 
 
 def histogram(block: Histogram) -> Chart:
@@ -32,7 +30,7 @@ def histogram(block: Histogram) -> Chart:
             {"type": "custom", "data": bars, "encode": {"x": [0, 1], "y": [2, 3]}, "itemStyle": {"color": hue(0)}}
         ],
     }
-    table = Table(_COLUMNS, tuple(bins))
+    table = Table(columns("from", "to", "count", kind="number"), tuple(bins))
     return Chart(block.caption or f"Histogram of {block.what}", 280, option, table)
 
 

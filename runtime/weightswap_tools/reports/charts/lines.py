@@ -6,7 +6,7 @@ import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 
-from weightswap_tools.reports.blocks import Axis, Column, Line, LinePlot, Table
+from weightswap_tools.reports.blocks import Axis, Column, Line, LinePlot, Table, columns
 from weightswap_tools.reports.embedding import markup
 from weightswap_tools.reports.texts import number_text
 
@@ -22,9 +22,9 @@ Points = list[tuple[float, float]]
 def lines(block: LinePlot) -> Chart:
     """Lines over a pair of axes."""
     label = block.caption or f"{block.y.what} over {block.x.what}"
-    columns = (Column("line"), Column(_measured(block.x), "number"), Column(_measured(block.y), "number"))
+    heads = (Column("line"), *columns(_measured(block.x), _measured(block.y), kind="number"))
     rows = tuple((_name(line), x, y) for line in block.lines for x, y in line.points)
-    return Chart(label, 320, _option(block), Table(columns, rows), _keys(block, label))
+    return Chart(label, 320, _option(block), Table(heads, rows), _keys(block, label))
 
 
 def _looks(block: LinePlot) -> tuple[list[str], list[str]]:

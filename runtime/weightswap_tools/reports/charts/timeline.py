@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from weightswap_tools.reports.blocks import Column, Span, Table, Timeline
+from weightswap_tools.reports.blocks import Span, Table, Timeline, columns
 from weightswap_tools.reports.texts import seconds_text, time_unit
 
 from .chart import Chart, Option, hue, moves
@@ -13,8 +13,8 @@ MOST_UNZOOMED = 12  # spans
 _MOVES = {"Earlier": (-0.5, 1), "Later": (0.5, 1), "Zoom in": (0, 0.5), "Zoom out": (0, 2)}
 _BETWEEN = {"type": "value", "inverse": True, "show": False, "axisLabel": {"show": False}, "min": 0}
 _COLUMNS = (
-    *map(Column, ("lane", "label", "kind")),
-    *(Column(name, "number") for name in ("start (s)", "end (s)", "seconds")),
+    *columns("lane", "label", "kind"),
+    *columns("start (s)", "end (s)", "seconds", kind="number"),
 )
 
 
