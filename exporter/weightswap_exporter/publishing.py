@@ -222,7 +222,7 @@ def _snapshot(model: nn.Module) -> Checkpoint:
     tensors = {
         name: values_of(copy(values.load()))._replace(part_of=values.part_of) for name, values in level.tensors.items()
     }
-    return Checkpoint(live.where, *flat_levels(tensors, live.where, deep=False), names=True)
+    return Checkpoint(live.where, *flat_levels(tensors, live.where), names=True)
 
 
 def _write(
@@ -296,11 +296,5 @@ class _Writer:
 
 
 _writer = _Writer()
-
-
-def _forked() -> None:
-    """A forked child has none of the parent's threads, and nothing of what they were writing."""
-    _writer.__init__()  # type: ignore[misc]
-
-
-os.register_at_fork(after_in_child=_forked)
+# a forked child has none of the parent's threads, and nothing of what they were writing
+os.register_at_fork(after_in_child=_writer.__init__)  # type: ignore[misc]
