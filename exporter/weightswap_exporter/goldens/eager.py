@@ -19,8 +19,6 @@ from weightswap_runtime.format.signature import leaves
 from weightswap_runtime.tensors.digests import digest_of
 from weightswap_runtime.tensors.torch_tensors import tensor_bytes
 
-_NOTHING = nullcontext()
-
 
 class Outputs(NamedTuple):
     """A call's flat outputs in the graph's order, tensors as copies, with their names."""
@@ -65,7 +63,7 @@ class Eager:
         method: str,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-        within: AbstractContextManager[object] = _NOTHING,
+        within: AbstractContextManager[object] | None = None,
     ) -> Outputs:
         """Call a method from the initial state, with copies of the inputs in row-major order, as goldens keep them.
 
@@ -75,7 +73,7 @@ class Eager:
         args, kwargs = pytree.tree_map(_row_major, (args, kwargs))
         name = self._functions[method]
         call = self._model if name == "forward" else getattr(self._model, name)
-        with within:
+        with within or nullcontext():
             result = call(*args, **kwargs)
         tree, values = plain_tree(result)
         return Outputs([leaf.name for leaf in leaves(tree)], [_row_major(value) for value in values])
