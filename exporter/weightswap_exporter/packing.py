@@ -169,13 +169,12 @@ def recorder(
     eager = unwrapped(peft_base(model) if artifact.manifest.variants else model)
     if problems := model_problems(eager, artifact):
         raise RecordingError(problems, "Record with the model that was exported.")
-    methods = {name: name for name in artifact.methods}
     constants = artifact.constants()
     groups = {group: [row.name for row in rows] for group, rows in artifact.manifest.variants.items()}
 
     def record_base() -> Recording:
         with base_alone(eager, groups):
-            return record(eager, wanted, artifact.manifest, constants, methods)
+            return record(eager, wanted, artifact.manifest, constants, {})
 
     return record_base
 

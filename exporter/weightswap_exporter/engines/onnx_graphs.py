@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import re
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -179,7 +179,7 @@ class _Interface:
 
     def put(self, changed: frozenset[str]) -> None:
         """`changed` are the program's names of the buffers that a call changes."""
-        inputs = self._inputs()
+        inputs = self._paired("inputs", self.names.inputs, self.model.graph.inputs)
         weights = self._weights()
         finals = {**self._outputs(), **self._states(changed)}
         self.model.graph.inputs.clear()
@@ -191,18 +191,14 @@ class _Interface:
         self._rename(public | dict(self.model.graph.initializers))
         self._strip()
 
-    def _inputs(self) -> dict[str, Any]:
-        found, wanted = list(self.model.graph.inputs), [name for name in self.names.inputs if name is not None]
-        return self._paired("inputs", wanted, found)
-
     def _outputs(self) -> dict[str, Any]:
         for spec in self.signature.output_specs:
             if spec.kind is OutputKind.USER_INPUT_MUTATION:
                 raise CaptureError(f"{self.where}: it changes the input {spec.target!r}, which ONNX cannot express")
-        wanted = [name for name in self.names.outputs if name is not None]
-        return self._paired("outputs", wanted, list(self.model.graph.outputs))
+        return self._paired("outputs", self.names.outputs, self.model.graph.outputs)
 
-    def _paired(self, what: str, wanted: list[str], found: list[Any]) -> dict[str, Any]:
+    def _paired(self, what: str, names: Sequence[str | None], found: Sequence[Any]) -> dict[str, Any]:
+        wanted = [name for name in names if name is not None]
         if len(wanted) != len(found):
             raise CaptureError(f"{self.where}: its ONNX graph has {len(found)} {what}, expected {len(wanted)}")
         return dict(zip(wanted, found, strict=True))

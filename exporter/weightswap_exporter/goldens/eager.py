@@ -31,10 +31,10 @@ class Outputs(NamedTuple):
 def eager(model: nn.Module, functions: Mapping[str, str], initial: Mapping[str, torch.Tensor]) -> Iterator[Eager]:
     """The model, to be called in this block.
 
-    functions: a method's name -> the model's attribute. initial: the state by FQN. In the block there are no gradients
-    and no autocast; attention takes the ordinary path, which is the one that is captured, and a model of the library
-    transformers has no key-value cache. Afterwards torch's random numbers and the model's buffers, of which a copy is
-    held, are what they were, whatever is raised.
+    functions: a method's name -> the model's attribute, where those differ. initial: the state by FQN. In the block
+    there are no gradients and no autocast; attention takes the ordinary path, which is the one that is captured, and a
+    model of the library transformers has no key-value cache. Afterwards torch's random numbers and the model's buffers,
+    of which a copy is held, are what they were, whatever is raised.
     """
     buffers = _ModelBuffers(model, initial)
     fast = torch.backends.mha.get_fastpath_enabled()
@@ -71,7 +71,7 @@ class Eager:
         """
         self._buffers.reset()
         args, kwargs = pytree.tree_map(_row_major, (args, kwargs))
-        name = self._functions[method]
+        name = self._functions.get(method, method)
         call = self._model if name == "forward" else getattr(self._model, name)
         with within or nullcontext():
             result = call(*args, **kwargs)

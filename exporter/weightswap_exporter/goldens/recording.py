@@ -87,7 +87,7 @@ def record(
 ) -> Recording:
     """Call the eager model, twice for each call, and keep what it gives.
 
-    constants: `Artifact.constants`. functions: a method's name -> the model's attribute. The model
+    constants: `Artifact.constants`. functions: a method's name -> the model's attribute, where those differ. The model
     must have the weights of the file, in the mode in which it was exported. Raises RecordingError with every problem:
     a model that does not fit, inputs that a server would refuse, outputs that differ from one run to the next.
     """
@@ -182,10 +182,11 @@ def type_problems(model: nn.Module, manifest: Manifest) -> Iterator[str]:
 
 def _function_problems(model: nn.Module, calls: Sequence[GoldenCall], functions: Mapping[str, str]) -> Iterator[str]:
     for method in dict.fromkeys(call.method for call in calls):
-        if not callable(getattr(model, functions[method], None)):
+        name = functions.get(method, method)
+        if not callable(getattr(model, name, None)):
             yield (
-                f"the model has no attribute {functions[method]!r} to call for the method {method!r}; give it one "
-                f"(model.{functions[method]} = ...), or record with export()"
+                f"the model has no attribute {name!r} to call for the method {method!r}; give it one "
+                f"(model.{name} = ...), or record with export()"
             )
 
 

@@ -143,8 +143,7 @@ def eager_side(
     block have changed the model's weights or constants.
     """
     placed = model if device == HOST else copy.deepcopy(model).to(device)
-    names = {name: (functions or {}).get(name, name) for name in artifact.methods}
-    with eager(placed, names, initial_state(artifact)) as runner:
+    with eager(placed, functions or {}, initial_state(artifact)) as runner:
         try:
             yield EagerSide(placed, runner, artifact, device)
         except ParityError:

@@ -46,40 +46,18 @@ def first_divergence(
     what a run raises to a call that the other takes.
     """
     opened = artifact if isinstance(artifact, Artifact) else Artifact.open(artifact)
-    with TemporaryDirectory(prefix="weightswap-") as folder:
-        one, other = (_side(each, opened, Path(folder) / name) for name, each in (("a", expected), ("b", found)))
-        assert isinstance(other, Run)
-        return _first(opened, one, other, cases, tolerance, functions, seed)
-
-
-def _side(given: nn.Module | Run | PathLike, artifact: Artifact, folder: Path) -> nn.Module | Run:
-    if isinstance(given, nn.Module):
-        return given
-    run = given if isinstance(given, Run) else Run(given)
-    folder.mkdir()
-    return run._replace(weights=servable(run.weights, artifact, folder))
-
-
-def _first(
-    opened: Artifact,
-    expected: nn.Module | Run,
-    found: Run,
-    cases: Cases | None,
-    tolerance: Tolerance | None,
-    functions: Mapping[str, str] | None,
-    seed: int,
-) -> Divergence | None:
-    engine = found.engine if isinstance(expected, nn.Module) or expected.engine == "torch" else expected.engine
-    limits = tolerances(engine, tolerance)
-    with ExitStack() as stack:
+    with TemporaryDirectory(prefix="weightswap-") as folder, ExitStack() as stack:
+        wanted = [found] if isinstance(expected, nn.Module) else [expected, found]
+        runs = [_servable(each, opened, Path(folder) / str(number)) for number, each in enumerate(wanted)]
+        limits = tolerances(next((run.engine for run in runs if run.engine != "torch"), "torch"), tolerance)
         one: EagerSide | EngineSide
         if isinstance(expected, nn.Module):
             model = checked_model(unwrapped(expected), opened)
             one = stack.enter_context(eager_side(model, opened, functions, HOST))
         else:
-            one = EngineSide(opened, expected)
-        other = EngineSide(opened, found)
-        for given in calls_to_compare(opened, cases, recorded_inputs(opened, found.weights), seed):
+            one = EngineSide(opened, runs[0])
+        other = EngineSide(opened, runs[-1])
+        for given in calls_to_compare(opened, cases, recorded_inputs(opened, runs[-1].weights), seed):
             if not _differ(one, other, given, limits, opened):
                 continue
             run = other.run_of(given.call.method)
@@ -87,6 +65,12 @@ def _first(
                 return locate_divergence(one, opened, run, given, limits)[0]
             return between_engines(opened, one.run_of(given.call.method), run, given, limits)
     return None
+
+
+def _servable(given: Run | PathLike, artifact: Artifact, folder: Path) -> Run:
+    run = given if isinstance(given, Run) else Run(given)
+    folder.mkdir()
+    return run._replace(weights=servable(run.weights, artifact, folder))
 
 
 def _differ(expected: Side, found: Side, given: Given, limits: Tolerances, artifact: Artifact) -> bool:

@@ -45,14 +45,12 @@ def record_outputs(
     Raises RecordingError, and ParityError.
     """
     given = calls_to_compare(artifact, "generated" if cases is None else cases, [], seed)
-    names = {name: (functions or {}).get(name, name) for name in artifact.methods}
     plain = checked_model(unwrapped(model), artifact)
     check_request(plain, artifact, given, functions, [HOST], tolerance)
     with eager_side(plain, artifact, functions, HOST) as side:
         kept = [each.call for each in given if not isinstance(taken(side, each, artifact), str)]
     wanted = GoldensRequest(kept, tolerance)
-    recording = record(plain, wanted, artifact.manifest, artifact.constants(), names)
-    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    recording = record(plain, wanted, artifact.manifest, artifact.constants(), functions or {})
     with new_file(Path(path)) as file:
         file.write(recording.encode(weights_identity(plain, artifact.manifest)))
 
